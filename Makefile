@@ -1,0 +1,54 @@
+# Two commands: `make demo` shows what aiote does, `make test` checks it. `make help` lists the rest.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+# Where tools start others by name (ninja, cython, pycodestyle), the environment's come first.
+WITH := PATH="$(abspath $(BIN)):$$PATH"
+READY := "$(PYTHON)" tools/environment.py "$(VENV)"
+
+.DEFAULT_GOAL := help
+.PHONY: demo test lint format wheel venv system clean distclean help
+.NOTPARALLEL:
+
+demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
+	@$(READY) run --install
+	$(BIN)/aiote demo kvcache $(ARGS)
+
+test: system  ## lint, then every test with the newest libfabric here, then again with the system's
+	@$(READY) dev --install
+	$(BIN)/python tools/run_tests.py $(ARGS)
+
+lint: system  ## ruff, mypy --strict and cython-lint
+	@$(READY) dev
+	@status=0; for check in "ruff check ." "ruff format --check ." "mypy" "cython-lint src/aiote_native"; do \
+		echo "$(BIN)/$$check"; $(WITH) $(BIN)/$$check || status=1; \
+	done; exit $$status
+
+format: system  ## let ruff rewrite what it can
+	@$(READY) dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: system  ## build a wheel into dist/
+	@$(READY) run
+	$(WITH) $(BIN)/python -m pip wheel --quiet --no-index --no-deps --no-build-isolation --wheel-dir dist .
+
+venv: system  ## prepare $(VENV) with everything, aiote built from this checkout included
+	@$(READY) dev --install
+
+system:  ## install the Debian packages that are missing, with root or sudo; elsewhere name them
+	@sh tools/system.sh "$(PYTHON)"
+
+clean:  ## remove what was built and what tools cached
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests tools examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean  ## remove the environment as well
+	rm -rf "$(VENV)"
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1:\2/p' Makefile | while IFS=: read -r target text; do printf "  make %-10s %s\n" "$$target" "$$text"; done
+	@echo "  PYTHON=python3.12 chooses the interpreter, VENV=folder its environment, ARGS=... goes to the command"

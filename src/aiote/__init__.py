@@ -1,0 +1,44 @@
+"""aiote: an asyncio-native transfer engine for LLM systems.
+
+`async with aiote.open_engine() as engine:` and then `await engine.write_imm(src, dst, imm)` on one side,
+`await engine.counter(imm).wait(n)` on the other.
+"""
+
+from .config import EngineConfig
+from .core.address import Address
+from .counter import Counter
+from .engine import Engine
+from .errors import AioteError, ClosedError, FabricError, PeerError, TransferError, UsageError
+from .inbox import Message
+from .observe import EngineStatistics, Event
+from .opening import open_engine
+from .peer import Peer
+from .rails import RailInfo
+from .region import Pages, Region, RemoteRegion
+from .transfer import Transfer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Address",
+    "AioteError",
+    "ClosedError",
+    "Counter",
+    "Engine",
+    "EngineConfig",
+    "EngineStatistics",
+    "Event",
+    "FabricError",
+    "Message",
+    "Pages",
+    "Peer",
+    "PeerError",
+    "RailInfo",
+    "Region",
+    "RemoteRegion",
+    "Transfer",
+    "TransferError",
+    "UsageError",
+    "__version__",
+    "open_engine",
+]

@@ -1,0 +1,30 @@
+"""The only floor that knows event loops: asyncio (uvloop too) and trio.
+
+Everything above asks `current_loop()` and speaks of waiters, tasks and descriptors; which loop it is, it does not know.
+"""
+
+from anyio.abc import ByteStream
+
+from .control import ControlConnection, ControlListener, dial
+from .doorbells import BellExchange
+from .driver import Driver
+from .loops import EventLoop, Task, Waiter, current_loop
+from .waiting import Signal, finish, sleep, wake, within
+
+__all__ = [
+    "BellExchange",
+    "ByteStream",
+    "ControlConnection",
+    "ControlListener",
+    "Driver",
+    "EventLoop",
+    "Signal",
+    "Task",
+    "Waiter",
+    "current_loop",
+    "dial",
+    "finish",
+    "sleep",
+    "wake",
+    "within",
+]

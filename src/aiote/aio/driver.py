@@ -1,0 +1,106 @@
+"""The event loop's side of progress.
+
+Adaptive mode: the loop watches the core's one epoll descriptor; when it is readable, or something was submitted, a
+round is done, and another for as long as the core asks for it; then the loop may sleep. Thread mode: the native
+thread makes progress and the loop is woken through an eventfd, once for everything that completed since it last
+looked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UsageError
+from .loops import AsyncioLoop, EventLoop, Task
+
+if TYPE_CHECKING:
+    from ..rails import Core, PeerLink
+
+__all__ = ["Driver"]
+
+
+class Driver:
+    """Progress of one core on one event loop. `on_round` hears of the peers that failed, after each collection."""
+
+    def __init__(self, loop: EventLoop, core: Core, on_round: Callable[[list[PeerLink]], None]) -> None:
+        self._core = core
+        self._on_round = on_round
+        self._loop = loop
+        self._scheduled = False
+        self._running = True
+        self._sleeping = False
+        self._task: Task | None = None
+        self._asyncio = loop.loop if isinstance(loop, AsyncioLoop) else None
+        if self._asyncio is not None:
+            try:
+                self._asyncio.add_reader(core.fd, self._readable)
+            except NotImplementedError:
+                raise UsageError(
+                    "this event loop watches no descriptors (a proactor?): use asyncio's selector loop"
+                ) from None
+        else:
+            self._task = loop.spawn(self._run_trio, name="aiote progress")
+
+    def kick(self) -> None:
+        """Say that something was submitted: look soon."""
+        if not self._running:
+            return
+        if self._core.threaded:
+            # What was over at once needs no wake-up of the thread's.
+            self._collect()
+        elif self._asyncio is not None:
+            if not self._scheduled:
+                self._scheduled = True
+                self._asyncio.call_soon(self._again)
+        elif self._sleeping:
+            self._core.wake()
+
+    def _readable(self) -> None:
+        if not self._scheduled:
+            self._round()
+
+    def _again(self) -> None:
+        self._scheduled = False
+        self._round()
+
+    def _round(self) -> None:
+        if not self._running:
+            return
+        again = False if self._core.threaded else self._core.progress()
+        self._collect()
+        if again and self._running and not self._scheduled and self._asyncio is not None:
+            self._scheduled = True
+            self._asyncio.call_soon(self._again)
+
+    def _collect(self) -> None:
+        if self._running:
+            self._on_round(self._core.reap())
+
+    async def _run_trio(self) -> None:
+        import trio
+
+        lowlevel: Any = trio.lowlevel
+        while self._running:
+            again = False if self._core.threaded else self._core.progress()
+            self._collect()
+            if again:
+                await lowlevel.cancel_shielded_checkpoint()
+                continue
+            self._sleeping = True
+            await lowlevel.wait_readable(self._core.fd)
+            self._sleeping = False
+
+    async def stop(self) -> None:
+        """Watch no longer."""
+        self.detach()
+        if self._task is not None:
+            self._task.cancel()
+            await self._task.join()
+
+    def detach(self) -> None:
+        """Watch no longer, without waiting for a task: for an engine that is dropped."""
+        if self._running:
+            self._running = False
+            if self._asyncio is not None and not self._asyncio.is_closed():
+                self._asyncio.remove_reader(self._core.fd)

@@ -1,0 +1,230 @@
+"""One interface to two event loops.
+
+A `Waiter` is awaited once by one task and set by `set_result`. A `Task` runs beside the engine's user, not in a scope
+of theirs, so an engine may be opened in one task and closed in another (as test fixtures do); its failures go to
+`on_failure`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine, Generator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    import trio
+
+__all__ = ["EventLoop", "Task", "Waiter", "current_loop"]
+
+
+class Waiter(Protocol):
+    """What a task sleeps on until it is told."""
+
+    def set_result(self, value: Any, /) -> None: ...
+    def done(self) -> bool: ...
+    def __await__(self) -> Generator[Any, Any, Any]: ...
+
+
+class Task(Protocol):
+    """A running coroutine of the engine's own."""
+
+    def cancel(self) -> None:
+        """Ask it to end; asked once more, nothing changes."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended, or its loop has."""
+        ...
+
+    async def join(self) -> None:
+        """Wait until it has ended; its own failure is not raised here."""
+        ...
+
+
+class EventLoop(Protocol):
+    """What the floors above need of an event loop."""
+
+    name: str
+
+    def waiter(self) -> Waiter: ...
+    def spawn(
+        self,
+        function: Callable[..., Coroutine[Any, Any, None]],
+        *args: Any,
+        name: str,
+        after: Callable[[], object] | None = None,
+    ) -> Task: ...
+    def call_soon(self, function: Callable[[], object]) -> None: ...
+    def time(self) -> float: ...
+
+
+def current_loop() -> EventLoop:
+    """Return the event loop that runs the calling task. Raises UsageError outside of one."""
+    try:
+        return AsyncioLoop(asyncio.get_running_loop())
+    except RuntimeError:
+        pass
+    trio = sys.modules.get("trio")
+    if trio is not None and trio.lowlevel.in_trio_task():
+        return TrioLoop()
+    raise UsageError("no event loop is running: an engine is opened in a coroutine of asyncio or trio")
+
+
+def report(error: BaseException) -> None:
+    """Say loudly that something of ours failed; it must not happen, and must not take the user's tasks down."""
+    sys.excepthook(type(error), error.with_traceback(error.__traceback__), error.__traceback__)
+
+
+class AsyncioTask:
+    def __init__(self, task: asyncio.Task[None]) -> None:
+        self._task = task
+        self._asked = False
+
+    def cancel(self) -> None:
+        # A second cancellation would interrupt what the first made it do.
+        if not self._asked and not self.ended:
+            self._asked = True
+            self._task.cancel()
+
+    @property
+    def ended(self) -> bool:
+        return self._task.done() or self._task.get_loop().is_closed()
+
+    async def join(self) -> None:
+        if self._task is not asyncio.current_task():
+            await asyncio.wait([self._task])
+
+
+class AsyncioLoop:
+    name = "asyncio"
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.waiter = loop.create_future
+        self.time = loop.time
+        # The loop holds tasks weakly; an engine's own must live until they are over.
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        self.loop.call_soon(function)
+
+    def spawn(
+        self,
+        function: Callable[..., Coroutine[Any, Any, None]],
+        *args: Any,
+        name: str,
+        after: Callable[[], object] | None = None,
+    ) -> Task:
+        """Run a coroutine beside the caller; `after` is called when it has ended, even if it never began."""
+        task = self.loop.create_task(function(*args), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        if after is not None:
+            task.add_done_callback(lambda _task: after())
+        return AsyncioTask(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            report(error)
+
+
+class TrioWaiter:
+    """A one-shot event with a value."""
+
+    __slots__ = ("_done", "_task", "_trio", "_value")
+
+    def __init__(self, module: Any) -> None:
+        self._trio = module
+        self._done = False
+        self._value: Any = None
+        self._task: Any = None
+
+    def set_result(self, value: Any, /) -> None:
+        self._done = True
+        self._value = value
+        if self._task is not None:
+            task, self._task = self._task, None
+            self._trio.lowlevel.reschedule(task)
+
+    def done(self) -> bool:
+        return self._done
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> Any:
+        if self._done:
+            return self._value
+        lowlevel = self._trio.lowlevel
+        self._task = lowlevel.current_task()
+
+        def abort(_raise_cancel: Any) -> Any:
+            self._task = None
+            return lowlevel.Abort.SUCCEEDED
+
+        await lowlevel.wait_task_rescheduled(abort)
+        return self._value
+
+
+class TrioTask:
+    def __init__(self, module: Any) -> None:
+        self.scope = module.CancelScope()
+        self.over = module.Event()
+
+    def cancel(self) -> None:
+        self.scope.cancel()
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.over.is_set())
+
+    async def join(self) -> None:
+        await self.over.wait()
+
+
+class TrioLoop:
+    name = "trio"
+
+    def __init__(self) -> None:
+        import trio
+
+        self._trio: Any = trio
+        self._token: trio.lowlevel.TrioToken = trio.lowlevel.current_trio_token()
+
+    def waiter(self) -> Waiter:
+        return TrioWaiter(self._trio)
+
+    def time(self) -> float:
+        return float(self._trio.current_time())
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        self._token.run_sync_soon(function)
+
+    def spawn(
+        self,
+        function: Callable[..., Coroutine[Any, Any, None]],
+        *args: Any,
+        name: str,
+        after: Callable[[], object] | None = None,
+    ) -> Task:
+        task = TrioTask(self._trio)
+
+        async def run() -> None:
+            # A system task must not raise, or it takes the whole run down.
+            try:
+                with task.scope:
+                    await function(*args)
+            except Exception as error:
+                report(error)
+            finally:
+                task.over.set()
+                if after is not None:
+                    after()
+
+        self._trio.lowlevel.spawn_system_task(run, name=name)
+        return task

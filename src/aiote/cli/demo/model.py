@@ -1,0 +1,176 @@
+"""A decoder-only transformer in numpy: grouped-query attention over a paged cache, RoPE, RMSNorm, SwiGLU.
+
+It owns the arithmetic and must not know where its pages came from. The same functions serve the prefiller, the decoder
+and the one-process reference, on arrays of the same shapes and with one BLAS thread, so equal inputs give equal bits;
+the demo's comparison of tokens rests on that. Position 0 is the first token; `stop` is always exclusive.
+
+Sources: RoPE, arXiv 2104.09864 (rotating halves, as Llama does); grouped-query attention, arXiv 2305.13245;
+SwiGLU, arXiv 2002.05202; RMSNorm, arXiv 1910.07467.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from aiote.cli.demo.pages import Floats, RequestCache, plan
+
+__all__ = ["LayerWeights", "Model", "ModelConfig", "Span", "Weights"]
+
+_EPSILON = np.float32(1e-5)
+_ROPE_BASE = 10000.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The sizes of a model; the shapes of its weights say them all."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    width: int
+    hidden: int
+    vocabulary: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """The weights of one layer, float32, with the shapes of `weights.layer_shapes`."""
+
+    attention_norm: Floats
+    query: Floats
+    key: Floats
+    value: Floats
+    output: Floats
+    mlp_norm: Floats
+    gate: Floats
+    up: Floats
+    down: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """All weights of a model."""
+
+    embedding: Floats
+    layers: tuple[LayerWeights, ...]
+    final_norm: Floats
+    head: Floats
+
+
+@dataclass(slots=True)
+class Span:
+    """Tokens start..stop on their way through the layers; `hidden` [tokens, width] is replaced layer by layer."""
+
+    start: int
+    stop: int
+    hidden: Floats
+    cosines: Floats
+    sines: Floats
+    mask: Floats | None
+
+
+class Model:
+    """The transformer. Stateless: all that a request leaves behind is in its cache, so threads may share a model."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        self.config = config
+        self.weights = weights
+        half = config.head_size // 2
+        self._frequencies = _ROPE_BASE ** (-np.arange(half, dtype=np.float64) / half)
+
+    def begin(self, tokens: Sequence[int], start: int) -> Span:
+        """Embed the tokens of positions from `start` on, and prepare what every layer needs of the positions."""
+        stop = start + len(tokens)
+        angles = np.outer(np.arange(start, stop, dtype=np.float64), self._frequencies)
+        mask = None
+        if len(tokens) > 1:
+            mask = np.zeros((len(tokens), stop), dtype=np.float32)
+            mask[np.arange(stop) > np.arange(start, stop)[:, None]] = -np.inf
+        return Span(
+            start=start,
+            stop=stop,
+            hidden=self.weights.embedding[np.asarray(tokens, dtype=np.intp)],
+            cosines=np.cos(angles).astype(np.float32)[:, None, :],
+            sines=np.sin(angles).astype(np.float32)[:, None, :],
+            mask=mask,
+        )
+
+    def layer(self, number: int, span: Span, cache: RequestCache) -> None:
+        """Run one layer over a span: stores its keys and values in the cache and replaces `span.hidden`."""
+        weights = self.weights.layers[number]
+        span.hidden = span.hidden + self._attention(number, span, cache)
+        normed = _rms_norm(span.hidden, weights.mlp_norm)
+        gate = normed @ weights.gate
+        # x * sigmoid(x) by way of tanh, which cannot overflow.
+        gate = gate * (np.float32(0.5) * (np.float32(1.0) + np.tanh(gate * np.float32(0.5))))
+        span.hidden = span.hidden + (gate * (normed @ weights.up)) @ weights.down
+
+    def logits(self, span: Span) -> Floats:
+        """Return the logits [vocabulary] that the span's last position gives for the next token."""
+        last = _rms_norm(span.hidden[-1:], self.weights.final_norm)
+        logits: Floats = (last @ self.weights.head)[0]
+        return logits
+
+    def step(self, token: int, position: int, cache: RequestCache) -> Floats:
+        """Run one token through all layers and return the logits for the next."""
+        span = self.begin([token], position)
+        for number in range(self.config.layers):
+            self.layer(number, span, cache)
+        return self.logits(span)
+
+    def prefill(self, tokens: Sequence[int], cache: RequestCache, chunk_tokens: int, page_tokens: int) -> Floats:
+        """Run a whole prompt through all layers, chunk by chunk, and return the logits for the first new token."""
+        logits = np.zeros(0, dtype=np.float32)
+        for chunk in plan(len(tokens), chunk_tokens, page_tokens):
+            span = self.begin(tokens[chunk.start : chunk.stop], chunk.start)
+            for number in range(self.config.layers):
+                self.layer(number, span, cache)
+            logits = self.logits(span)
+        return logits
+
+    def _attention(self, number: int, span: Span, cache: RequestCache) -> Floats:
+        config, weights = self.config, self.weights.layers[number]
+        count, size = len(span.hidden), config.head_size
+        group = config.heads // config.kv_heads
+        normed = _rms_norm(span.hidden, weights.attention_norm)
+        queries = _rotate((normed @ _flat(weights.query)).reshape(count, config.heads, size), span)
+        keys = _rotate((normed @ _flat(weights.key)).reshape(count, config.kv_heads, size), span)
+        values = (normed @ _flat(weights.value)).reshape(count, config.kv_heads, size)
+        cache.write(number, span.start, keys, values)
+        all_keys, all_values = cache.read(number, span.stop)
+        # [kv_heads, group * tokens, size]: the heads that share keys and values share one matrix product.
+        grouped = queries.reshape(count, config.kv_heads, group, size).transpose(1, 2, 0, 3)
+        grouped = grouped.reshape(config.kv_heads, group * count, size) * np.float32(size**-0.5)
+        scores: Floats = (grouped @ all_keys.transpose(0, 2, 1)).reshape(config.kv_heads, group, count, span.stop)
+        if span.mask is not None:
+            scores += span.mask
+        scores -= scores.max(axis=-1, keepdims=True)
+        np.exp(scores, out=scores)
+        mixed: Floats = scores.reshape(config.kv_heads, group * count, span.stop) @ all_values
+        mixed /= scores.sum(axis=-1).reshape(config.kv_heads, group * count, 1)
+        heads = mixed.reshape(config.heads, count, size).transpose(1, 0, 2).reshape(count, config.heads * size)
+        projected: Floats = heads @ weights.output.reshape(config.heads * size, config.width)
+        return projected
+
+
+def _flat(projection: Floats) -> Floats:
+    """View a projection [width, heads, head_size] as the matrix [width, heads * head_size]."""
+    return projection.reshape(projection.shape[0], -1)
+
+
+def _rms_norm(values: Floats, gain: Floats) -> Floats:
+    mean: Floats = np.mean(np.square(values), axis=-1, keepdims=True)
+    normed: Floats = values / np.sqrt(mean + _EPSILON) * gain
+    return normed
+
+
+def _rotate(heads: Floats, span: Span) -> Floats:
+    half = heads.shape[-1] // 2
+    first, second = heads[..., :half], heads[..., half:]
+    return np.concatenate(
+        [first * span.cosines - second * span.sines, second * span.cosines + first * span.sines], axis=-1
+    )

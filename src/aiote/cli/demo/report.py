@@ -1,0 +1,247 @@
+"""What a run looks like to people and to programs: progress on standard error, results on standard output."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import rich.box
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from aiote.cli.demo import tokens
+from aiote.cli.demo.child import NAMES
+from aiote.cli.demo.local import LocalResult
+from aiote.cli.demo.model import ModelConfig
+from aiote.cli.demo.router import RunResult
+from aiote.cli.demo.settings import Settings
+
+__all__ = ["Bars", "Summary", "difference", "summarize"]
+
+_SAMPLE = 2
+_SHOWN = 160
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A finished run, its comparison, and how to show them."""
+
+    settings: Settings
+    config: ModelConfig
+    result: RunResult
+    references: tuple[LocalResult, ...]
+    wrong: str
+
+    @property
+    def ttft_s(self) -> tuple[float, float]:
+        """Return the medians of the times to first token: in one process, disaggregated."""
+        return (
+            statistics.median(reference.ttft_s for reference in self.references),
+            statistics.median(flight.first_s - flight.asked_s for flight in self.result.flights),
+        )
+
+    @property
+    def elapsed_s(self) -> tuple[float, float]:
+        """Return the times from the first request's admission to the last token: in one process, disaggregated."""
+        flights = self.result.flights
+        return (
+            max(reference.finished_s for reference in self.references),
+            max(flight.last_s for flight in flights) - min(flight.asked_s for flight in flights),
+        )
+
+    @property
+    def gib_per_s(self) -> float:
+        """Return the bytes written by the time in which at least one write was in flight, on the prefiller's clock."""
+        report = self.result.reports["prefill"]
+        return report.bytes / max(report.busy_ns, 1) * 1e9 / 2**30
+
+    def as_dict(self) -> dict[str, object]:
+        """Return everything for a program; times in seconds, sizes in bytes."""
+        report, settings = self.result.reports["prefill"], self.settings
+        one_process, disaggregated = self.ttft_s
+        return {
+            "ok": not self.wrong,
+            "error": self.wrong or None,
+            "provider": settings.provider,
+            "rails": [
+                {
+                    "name": rail.name,
+                    "provider": rail.provider,
+                    "speed_mbps": rail.speed_mbps,
+                    "library": str(rail.library),
+                }
+                for rail in self.result.rails
+            ],
+            "model": {name: getattr(self.config, name) for name in ModelConfig.__slots__},
+            "page_tokens": settings.page_tokens,
+            "chunk_tokens": settings.chunk_tokens,
+            "concurrency": settings.concurrency,
+            "tokens_equal": all(map(self._tokens_equal, range(len(self.references)))),
+            "cache_equal": all(map(self._cache_equal, range(len(self.references)))),
+            "ttft_p50_s": {"one_process": one_process, "disaggregated": disaggregated},
+            "elapsed_s": dict(zip(("one_process", "disaggregated"), self.elapsed_s, strict=True)),
+            "transfer": {
+                "pages": report.pages,
+                "bytes": report.bytes,
+                "writes": report.writes,
+                "in_flight_s": report.busy_ns / 1e9,
+                "gib_per_s": self.gib_per_s,
+            },
+            "pages_held": {role: each.pages_held for role, each in self.result.reports.items()},
+            "pids": dict(self.result.pids),
+            "requests": [self._request(number) for number in range(len(self.references))],
+        }
+
+    def _tokens_equal(self, number: int) -> bool:
+        return self.result.flights[number].tokens == self.references[number].tokens
+
+    def _cache_equal(self, number: int) -> bool:
+        return self.result.flights[number].checksum == self.references[number].checksum
+
+    def _request(self, number: int) -> dict[str, object]:
+        flight, reference = self.result.flights[number], self.references[number]
+        return {
+            "request": number + 1,
+            "prompt_tokens": len(flight.prompt),
+            "pages": flight.pages,
+            "tokens": list(flight.tokens),
+            "text": tokens.decode(flight.tokens).decode(errors="replace"),
+            "tokens_equal": self._tokens_equal(number),
+            "cache_equal": self._cache_equal(number),
+            "ttft_s": {"one_process": reference.ttft_s, "disaggregated": flight.first_s - flight.asked_s},
+        }
+
+    def show(self, console: Console) -> None:
+        """Print a sample of the text, and the table."""
+        for flight in self.result.flights[:_SAMPLE]:
+            cut = "…" if len(flight.prompt) > _SHOWN else ""
+            prompt = tokens.readable(flight.prompt[-_SHOWN:])
+            sample = Text.assemble((cut + prompt, "dim"), (tokens.readable(flight.tokens), "bold"))
+            console.print(Panel(sample, title=f"request {flight.request + 1}", title_align="left", expand=False))
+        console.print(self._table())
+        if self.wrong:
+            return
+        count = sum(len(flight.tokens) for flight in self.result.flights)
+        console.print(f"All {count} tokens equal those of the one-process generation.", style="green")
+        console.print("So do the keys and values of every prompt, bit by bit (CRC-32).", style="green")
+
+    def _table(self) -> Table:
+        table = Table(box=rich.box.SIMPLE, show_header=False, title="aiote demo kvcache", title_justify="left")
+        table.add_column(style="cyan", no_wrap=True)
+        table.add_column()
+        for name, value in (*self._times(), *self._transfers()):
+            table.add_row(name, value)
+        return table
+
+    def _times(self) -> list[tuple[str, str]]:
+        settings, config = self.settings, self.config
+        prompt = sum(len(flight.prompt) for flight in self.result.flights)
+        heads = f"{config.heads} heads over {config.kv_heads} of size {config.head_size}"
+        weights = settings.weights or f"seed {settings.seed}"
+        return [
+            ("requests", f"{len(self.result.flights)}, {settings.concurrency} at a time, {prompt} prompt tokens"),
+            ("model", f"{config.layers} layers, {heads}, {weights}"),
+            ("time to first token, p50", f"{self.ttft_s[0] * 1e3:.1f} ms in one process"),
+            ("", f"{self.ttft_s[1] * 1e3:.1f} ms disaggregated"),
+            ("all requests", f"{self.elapsed_s[0]:.2f} s in one process"),
+            ("", f"{self.elapsed_s[1]:.2f} s disaggregated"),
+        ]
+
+    def _transfers(self) -> list[tuple[str, str]]:
+        report = self.result.reports["prefill"]
+        libraries = ", ".join(dict.fromkeys(str(rail.library) for rail in self.result.rails))
+        held = (f"{NAMES[role]} {each.pages_held}" for role, each in sorted(self.result.reports.items()))
+        page_bytes = self.settings.layout(self.config).page_bytes
+        return [
+            ("pages written", f"{report.pages} of {page_bytes} bytes, in {report.writes} writes"),
+            ("bytes written", f"{report.bytes} ({report.bytes / 2**20:.1f} MiB)"),
+            ("GiB/s while a write was in flight", f"{self.gib_per_s:.2f} (over {report.busy_ns / 1e6:.1f} ms)"),
+            ("provider", f"{self.settings.provider}; {libraries}"),
+            ("rails", ", ".join(f"{rail.name} ({rail.provider})" for rail in self.result.rails)),
+            ("pages held at the end", ", ".join(held)),
+        ]
+
+
+def difference(result: RunResult, references: Sequence[LocalResult]) -> str:
+    """Say where a run differs from the reference in its tokens or its cache, or return an empty text.
+
+    A page that got lost need not change a greedy choice, so the checksums are compared as well.
+    """
+    for flight, reference in zip(result.flights, references, strict=True):
+        if flight.tokens == reference.tokens:
+            if flight.checksum == reference.checksum:
+                continue
+            return (
+                f"request {flight.request + 1}: the tokens are equal, but the keys and values of the prompt are not "
+                f"(CRC-32 {flight.checksum:08x}, {reference.checksum:08x} in one process)"
+            )
+        pairs = zip(flight.tokens, reference.tokens, strict=False)
+        place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(flight.tokens), len(reference.tokens)))
+        return (
+            f"request {flight.request + 1}: token {place + 1} is {_at(flight.tokens, place)}, "
+            f"but {_at(reference.tokens, place)} in one process; the transferred cache is not the computed one"
+        )
+    return ""
+
+
+def _at(sequence: Sequence[int], place: int) -> str:
+    return str(sequence[place]) if place < len(sequence) else "missing"
+
+
+def summarize(settings: Settings, config: ModelConfig, result: RunResult, references: Sequence[LocalResult]) -> Summary:
+    """Compare a run with its reference."""
+    return Summary(settings, config, result, tuple(references), difference(result, references))
+
+
+class Bars:
+    """Progress bars on a terminal, nothing elsewhere. A `router.Watch`."""
+
+    def __init__(self, console: Console, requests: int) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._pages: TaskID = self._progress.add_task("pages written", total=None, start=False)
+        self._tokens: TaskID = self._progress.add_task("tokens generated", total=None, start=False)
+        self._reference: TaskID = self._progress.add_task("one process", total=requests, start=False)
+
+    def __enter__(self) -> Bars:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def started(self, pages: int, tokens: int) -> None:
+        """Show how much there is to do."""
+        for task, total in ((self._pages, pages), (self._tokens, tokens)):
+            self._progress.update(task, total=total)
+            self._progress.start_task(task)
+
+    def pages(self, count: int) -> None:
+        """Show more pages."""
+        self._progress.advance(self._pages, count)
+
+    def token(self) -> None:
+        """Show one more token."""
+        self._progress.advance(self._tokens)
+
+    def reference_started(self) -> None:
+        """Show that the comparison begins."""
+        self._progress.start_task(self._reference)
+
+    def reference(self) -> None:
+        """Show one more request of the comparison."""
+        self._progress.advance(self._reference)

@@ -1,0 +1,39 @@
+"""A byte-level tokenizer: token n below 256 is byte n, then the two marks of beginning and end.
+
+Every input has an encoding and every encoding one input, so nothing here can fail on a user's text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+__all__ = ["BEGIN", "END", "VOCABULARY", "decode", "encode", "readable"]
+
+BEGIN = 256
+END = 257
+VOCABULARY = 258
+
+
+def encode(text: bytes) -> list[int]:
+    """Return the tokens of a text: the mark of beginning, then one token a byte."""
+    return [BEGIN, *text]
+
+
+def decode(tokens: Iterable[int]) -> bytes:
+    """Return the bytes that the tokens stand for, without the marks.
+
+    Raises ValueError if a token is not of this vocabulary.
+    """
+    out = bytearray()
+    for token in tokens:
+        if not 0 <= token < VOCABULARY:
+            raise ValueError(f"token {token} is not in 0..{VOCABULARY - 1}")
+        if token < BEGIN:
+            out.append(token)
+    return bytes(out)
+
+
+def readable(tokens: Iterable[int]) -> str:
+    """Return the tokens as text for people: what is not UTF-8 or would move the cursor shows as a replacement mark."""
+    text = decode(tokens).decode("utf-8", errors="replace")
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -1,0 +1,225 @@
+"""Where a model's weights come from: drawn from a seed, or read from a safetensors file that the user names.
+
+The tensors of a file and their shapes, by which the sizes of the model are known (w width, h heads, k key and value
+heads, s head size, f hidden size of the MLP; the vocabulary is that of `tokens`):
+
+    embedding                   [vocabulary, w]
+    layers.N.attention_norm     [w]
+    layers.N.query              [w, h, s]
+    layers.N.key                [w, k, s]
+    layers.N.value              [w, k, s]
+    layers.N.output             [h, s, w]
+    layers.N.mlp_norm           [w]
+    layers.N.gate               [w, f]
+    layers.N.up                 [w, f]
+    layers.N.down               [f, w]
+    final_norm                  [w]
+    head                        [w, vocabulary]
+
+F64, F32 and F16 are taken, and computed with as float32. `aiote demo weights OUT.safetensors` writes such a file.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from aiote.cli.demo.faults import DemoError
+from aiote.cli.demo.model import LayerWeights, Model, ModelConfig, Weights
+from aiote.cli.demo.pages import Floats
+from aiote.cli.demo.tokens import VOCABULARY
+
+__all__ = ["fingerprint", "inspect", "load", "save", "seeded", "seeded_config", "shapes"]
+
+_LAYER_FIELDS = ("attention_norm", "query", "key", "value", "output", "mlp_norm", "gate", "up", "down")
+_DTYPES = ("F64", "F32", "F16")
+
+# Queries drawn so much larger than unit scores make attention pick few positions out of thousands. With unit scores it
+# would average them all away, and a wrong page would change no token.
+_QUERY_GAIN = 4.0
+# Logits apart enough that the greedy choice is no toss-up.
+_HEAD_GAIN = 4.0
+# A seeded model knows no language; a head that favours small letters and the space at least makes it easy to read.
+_LIKELY = {**dict.fromkeys(range(32, 127), 0.55), **dict.fromkeys(b"abcdefghijklmnopqrstuvwxyz", 1.0), 32: 1.2}
+_UNLIKELY = 0.1
+
+
+def seeded_config(layers: int) -> ModelConfig:
+    """Return the sizes of a seeded model of so many layers."""
+    return ModelConfig(layers=layers, heads=8, kv_heads=2, head_size=32, width=256, hidden=704, vocabulary=VOCABULARY)
+
+
+def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of one layer's tensors by their names."""
+    width, hidden, size = config.width, config.hidden, config.head_size
+    return {
+        "attention_norm": (width,),
+        "query": (width, config.heads, size),
+        "key": (width, config.kv_heads, size),
+        "value": (width, config.kv_heads, size),
+        "output": (config.heads, size, width),
+        "mlp_norm": (width,),
+        "gate": (width, hidden),
+        "up": (width, hidden),
+        "down": (hidden, width),
+    }
+
+
+def shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors of a model by their names in a file."""
+    out: dict[str, tuple[int, ...]] = {"embedding": (config.vocabulary, config.width)}
+    for number in range(config.layers):
+        out.update({f"layers.{number}.{name}": shape for name, shape in layer_shapes(config).items()})
+    out["final_norm"] = (config.width,)
+    out["head"] = (config.width, config.vocabulary)
+    return out
+
+
+def seeded(config: ModelConfig, seed: int) -> Model:
+    """Draw a model's weights from a seed: the same seed and sizes give the same bits."""
+    rng = np.random.Generator(np.random.PCG64(seed))
+    tensors: dict[str, Floats] = {}
+    for name, shape in shapes(config).items():
+        if name.endswith("norm"):
+            tensors[name] = np.ones(shape, dtype=np.float32)
+        else:
+            tensors[name] = rng.standard_normal(shape, dtype=np.float32) * np.float32(_scale(name, config))
+    favour = np.full(config.vocabulary, _UNLIKELY, dtype=np.float32)
+    for token, factor in _LIKELY.items():
+        favour[token] = factor
+    tensors["head"] *= favour
+    return _assemble(config, tensors)
+
+
+def _scale(name: str, config: ModelConfig) -> float:
+    """Return the standard deviation that keeps a tensor's output near unit size."""
+    kind = name.rpartition(".")[2]
+    if kind == "embedding":
+        return 1.0
+    if kind == "query":
+        return float(_QUERY_GAIN * config.width**-0.5)
+    if kind == "output":
+        return float((config.heads * config.head_size) ** -0.5)
+    if kind == "down":
+        return float(config.hidden**-0.5)
+    if kind == "head":
+        return float(_HEAD_GAIN * config.width**-0.5)
+    return float(config.width**-0.5)
+
+
+def inspect(path: Path) -> ModelConfig:
+    """Read the sizes of the model in a safetensors file, without its tensors.
+
+    Raises DemoError if the file is not there, is none, or its tensors are not those of this module's table.
+    """
+    with _open(path) as file:
+        found: dict[str, tuple[int, ...]] = {}
+        for name in file.keys():  # noqa: SIM118 (the handle is no mapping)
+            tensor = file.get_slice(name)
+            found[name] = tuple(tensor.get_shape())
+            if tensor.get_dtype() not in _DTYPES:
+                raise DemoError(f"{path}: {name} is {tensor.get_dtype()}; expected one of {', '.join(_DTYPES)}")
+    return _config_of(path, found)
+
+
+def load(path: Path) -> Model:
+    """Read a model from a safetensors file; raises DemoError as `inspect` does."""
+    config = inspect(path)
+    with _open(path) as file:
+        tensors = {name: np.ascontiguousarray(file.get_tensor(name), dtype=np.float32) for name in shapes(config)}
+    for name, tensor in tensors.items():
+        if not np.isfinite(tensor).all():
+            raise DemoError(f"{path}: {name} holds a value that is not finite")
+    return _assemble(config, tensors)
+
+
+def save(model: Model, path: Path) -> None:
+    """Write a model to a safetensors file that `load` reads back to the same bits."""
+    _safetensors()
+    from safetensors.numpy import save_file
+
+    try:
+        save_file({name: np.ascontiguousarray(tensor) for name, tensor in _named(model)}, path)
+    except OSError as error:
+        raise DemoError(f"{path}: cannot be written: {error.strerror or error}") from error
+    except Exception as error:
+        # The library wraps an OS error in its own type.
+        raise DemoError(f"{path}: cannot be written: {error}") from error
+
+
+def fingerprint(model: Model) -> str:
+    """Return a short text that differs where the sizes or a weight of two models differ."""
+    value = zlib.crc32(repr(model.config).encode())
+    for _, tensor in _named(model):
+        value = zlib.crc32(np.ascontiguousarray(tensor).data, value)
+    return f"{value:08x}"
+
+
+def _named(model: Model) -> Iterator[tuple[str, Floats]]:
+    weights = model.weights
+    yield "embedding", weights.embedding
+    for number, layer in enumerate(weights.layers):
+        for name in _LAYER_FIELDS:
+            yield f"layers.{number}.{name}", getattr(layer, name)
+    yield "final_norm", weights.final_norm
+    yield "head", weights.head
+
+
+def _assemble(config: ModelConfig, tensors: Mapping[str, Floats]) -> Model:
+    layers = tuple(
+        LayerWeights(**{name: tensors[f"layers.{number}.{name}"] for name in _LAYER_FIELDS})
+        for number in range(config.layers)
+    )
+    weights = Weights(tensors["embedding"], layers, tensors["final_norm"], tensors["head"])
+    return Model(config, weights)
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+    except ImportError as error:
+        raise DemoError('weight files need safetensors; install with: pip install "aiote[safetensors]"') from error
+    return safetensors
+
+
+def _open(path: Path) -> Any:
+    safetensors = _safetensors()
+    if not path.is_file():
+        raise DemoError(f"{path}: no such file; `aiote demo weights {path}` writes one to try")
+    try:
+        return safetensors.safe_open(path, framework="numpy")
+    except Exception as error:
+        # SafetensorError is a plain Exception subclass; an unreadable file is an OSError.
+        raise DemoError(f"{path}: not a safetensors file that can be read: {error}") from error
+
+
+def _config_of(path: Path, found: Mapping[str, tuple[int, ...]]) -> ModelConfig:
+    query, key, gate = (found.get(f"layers.0.{name}", ()) for name in ("query", "key", "gate"))
+    if len(query) != 3 or len(key) != 3 or len(gate) != 2:
+        raise DemoError(
+            f"{path}: not a model of this demo: layers.0.query [width, heads, head_size], layers.0.key "
+            "[width, kv_heads, head_size] and layers.0.gate [width, hidden] say its sizes, and were not all found"
+        )
+    layers = len({name.split(".")[1] for name in found if name.startswith("layers.")})
+    config = ModelConfig(layers, query[1], key[1], query[2], query[0], gate[1], VOCABULARY)
+    if min(layers, *query, *key, *gate) < 1 or config.heads % config.kv_heads or config.head_size % 2:
+        raise DemoError(
+            f"{path}: {config.heads} heads, {config.kv_heads} key and value heads of size {config.head_size}: "
+            "expected the heads to be a multiple of the key and value heads, and an even size"
+        )
+    wanted = shapes(config)
+    for name in sorted(wanted.keys() | found.keys()):
+        if found.get(name) != wanted.get(name):
+            raise DemoError(
+                f"{path}: {name} is {_shape(found.get(name))}, expected {_shape(wanted.get(name))} "
+                f"(sizes were taken from layers.0; the vocabulary is {VOCABULARY}: bytes and two marks)"
+            )
+    return config
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else str(list(shape))

@@ -1,0 +1,136 @@
+"""The settings of an engine, and the only reader of AIOTE_* variables.
+
+An explicit value wins over the environment, the environment over the default.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import os
+import ssl
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .errors import UsageError
+
+__all__ = ["MESSAGE_BYTES", "MESSAGE_POOL", "EngineConfig"]
+
+LOOPBACK = "127.0.0.1"
+MIN_KEY_BYTES = 16
+MESSAGE_BYTES = (64, 1 << 20)
+MESSAGE_POOL = (2, 4096)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine; times in seconds, sizes in bytes.
+
+    cluster_key: the secret that all engines of a cluster share, at least 16 bytes (AIOTE_CLUSTER_KEY); without it
+    an engine listens on loopback only. host, port: where the control connection listens (AIOTE_HOST, AIOTE_PORT;
+    port 0: any free one). identity: 16 bytes that name the engine over restarts; random by default. ssl_server,
+    ssl_client: TLS for the control connection. progress: "adaptive" (on the event loop) or "thread" (a native
+    thread, pinned to thread_processor if that is given). spin_us: how long to spin after the last thing that
+    happened before sleeping (AIOTE_SPIN_US). message_bytes, message_pool: the largest message taken, and how many
+    of each peer are held before its sender waits. heartbeat_interval, heartbeat_limit: how often peers are told
+    that this engine lives, and after how much silence they are lost. drain_timeout: how long a cancelled transfer
+    may take to leave the NIC before its connection is torn down. stripe_bytes: no stripe is made smaller than
+    this for the sake of spreading over rails. largest_message: a bound below the provider's own (0: none).
+    max_counters: immediates in use at once. library: path of libfabric.so.1 (AIOTE_LIBFABRIC).
+    """
+
+    cluster_key: bytes | None = field(default=None, repr=False)
+    host: str | None = None
+    port: int | None = None
+    identity: bytes | None = None
+    ssl_server: ssl.SSLContext | None = None
+    ssl_client: ssl.SSLContext | None = None
+    progress: Literal["adaptive", "thread"] = "adaptive"
+    thread_processor: int | None = None
+    spin_us: int | None = None
+    message_bytes: int = 16384
+    message_pool: int = 16
+    heartbeat_interval: float = 1.0
+    heartbeat_limit: float = 3.0
+    drain_timeout: float = 1.0
+    stripe_bytes: int = 65536
+    largest_message: int = 0
+    max_counters: int = 1 << 20
+    library: str | None = None
+
+    def __post_init__(self) -> None:
+        """Take what is not given from the environment and check everything. Raises UsageError."""
+        self._fill("cluster_key", self._key())
+        self._fill("host", os.environ.get("AIOTE_HOST") or None)
+        self._fill("port", _number("AIOTE_PORT", 0))
+        self._fill("spin_us", _number("AIOTE_SPIN_US", 50))
+        self._fill("library", os.environ.get("AIOTE_LIBFABRIC", ""))
+        self._fill("thread_processor", -1)
+        for name in ("cluster_key", "identity"):
+            if not isinstance(getattr(self, name), bytes | None):
+                raise UsageError(f"{name} must be bytes, got {type(getattr(self, name)).__name__}")
+        if self.cluster_key is not None and len(self.cluster_key) < MIN_KEY_BYTES:
+            raise UsageError(
+                f"cluster_key has {len(self.cluster_key)} bytes; at least {MIN_KEY_BYTES} are needed, drawn at random"
+            )
+        if self.identity is not None and len(self.identity) != 16:
+            raise UsageError(f"identity has {len(self.identity)} bytes, expected 16")
+        if self.progress not in ("adaptive", "thread"):
+            raise UsageError(f"progress={self.progress!r}: expected 'adaptive' or 'thread'")
+        if self.cluster_key is None and self.host is not None and not _is_loopback(self.host):
+            raise UsageError(
+                f"host={self.host!r} without a cluster_key: an engine without a key listens on loopback only; "
+                "set cluster_key or AIOTE_CLUSTER_KEY to the same secret on all engines"
+            )
+        self._check_numbers()
+
+    def _key(self) -> bytes | None:
+        text = os.environ.get("AIOTE_CLUSTER_KEY", "")
+        return text.encode() if text else None
+
+    def _fill(self, name: str, value: object) -> None:
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, value)
+
+    def _check_numbers(self) -> None:
+        limits = {
+            "port": (0, 65535),
+            "spin_us": (0, 1_000_000),
+            "thread_processor": (-1, 4095),
+            "message_bytes": MESSAGE_BYTES,
+            "message_pool": MESSAGE_POOL,
+            "stripe_bytes": (1, 1 << 40),
+            "largest_message": (0, 1 << 62),
+            "max_counters": (1, 1 << 28),
+        }
+        for name, (least, most) in limits.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or not least <= value <= most:
+                raise UsageError(f"{name}={value!r}: expected an integer from {least} to {most}")
+        for name in ("heartbeat_interval", "heartbeat_limit", "drain_timeout"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+                raise UsageError(f"{name}={value!r}: expected a positive number of seconds")
+        if self.heartbeat_interval >= self.heartbeat_limit:
+            raise UsageError(
+                f"heartbeat_interval={self.heartbeat_interval} must be smaller than "
+                f"heartbeat_limit={self.heartbeat_limit}"
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        # A name may resolve to anything, however it begins; this one is taken for 127.0.0.1 without asking.
+        return host == "localhost"
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"{name}={text!r}: expected an integer") from None

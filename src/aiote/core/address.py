@@ -1,0 +1,135 @@
+"""Addresses: where an engine listens, and which engine it has to be.
+
+`host` and `port` say where to connect. `identity` names the engine and `incarnation` one run of it: after a restart
+the same place answers under another incarnation, and what was addressed to the old one must fail instead of reaching
+memory that means something else now. An address of zeros in both means "whoever answers there": good enough to find
+an engine, which then tells who it is.
+
+The text form is `aiote://host:port/<identity>.<incarnation>` in hexadecimal, IPv6 in brackets. The host is kept as it
+was written: two spellings of one host are two addresses, and nothing here asks a resolver.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+from typing import Annotated
+
+from ..errors import UsageError
+from .fields import U16, U64, Cursor, FieldError, Fixed, Record, Text, unwrap, wrap
+
+__all__ = ["ANYONE", "IDENTITY_BYTES", "Address"]
+
+IDENTITY_BYTES = 16
+ANYONE = bytes(IDENTITY_BYTES)
+
+_SCHEME = "aiote://"
+_MAGIC = b"aioA"
+_VERSION = 1
+_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,252})")
+_ZONE = re.compile(r"[A-Za-z0-9_.-]{1,32}")
+_PORT = re.compile(r"[0-9]{1,5}")
+_WHO = re.compile(r"([0-9a-fA-F]{32})\.([0-9a-fA-F]{16})")
+_EXPECTED = "expected aiote://host:port, or with /<32 hex digits>.<16 hex digits> behind it; IPv6 hosts go in brackets"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The address of an engine; raises UsageError where a part is malformed.
+
+    `host` is a name, an IPv4 or a bare IPv6 address, `port` 1 to 65535, `identity` 16 bytes, `incarnation` 64 bits.
+    """
+
+    host: Annotated[str, Text(300)]
+    port: Annotated[int, U16]
+    identity: Annotated[bytes, Fixed(IDENTITY_BYTES)] = ANYONE
+    incarnation: Annotated[int, U64] = 0
+
+    def __post_init__(self) -> None:
+        try:
+            _LAYOUT.pack(self)
+        except FieldError as error:
+            raise UsageError(str(error)) from error
+        if not _is_host(self.host):
+            raise UsageError(f"Address.host: {_clip(self.host)} is no host name, IPv4 address or bare IPv6 address")
+        if self.port == 0:
+            raise UsageError("Address.port: 0 is outside 1 to 65535")
+        if self.identity == ANYONE and self.incarnation:
+            raise UsageError("Address.incarnation: an incarnation needs an identity; leave both zero to mean anyone")
+
+    @property
+    def is_anyone(self) -> bool:
+        """Say whether this means whoever answers at the host and port."""
+        return self.identity == ANYONE
+
+    def __bytes__(self) -> bytes:
+        return wrap(_MAGIC, _VERSION, _LAYOUT.pack(self))
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> Address:
+        """Return the address that `bytes(address)` gave; raises UsageError for anything else."""
+        try:
+            cursor = Cursor(unwrap(_MAGIC, _VERSION, data))
+            address = _LAYOUT.unpack(cursor)
+            cursor.end()
+        except FieldError as error:
+            raise UsageError(f"not the bytes of an address: {error}") from error
+        return address
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{_SCHEME}{host}:{self.port}/{self.identity.hex()}.{self.incarnation:016x}"
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Return the address that `text` writes, the scheme and the part behind the slash being optional."""
+        if not isinstance(text, str):
+            raise UsageError(f"an address as text expected, got {type(text).__name__}: {_EXPECTED}")
+        place = text.removeprefix(_SCHEME)
+        if "://" in place:
+            raise UsageError(f"{_clip(text)}: another scheme than {_SCHEME}; {_EXPECTED}")
+        location, slash, who = place.partition("/")
+        host, port = _split(text, location)
+        if not slash:
+            return cls(host, port)
+        match = _WHO.fullmatch(who)
+        if match is None:
+            raise UsageError(f"{_clip(text)}: the part behind the slash is malformed; {_EXPECTED}")
+        return cls(host, port, bytes.fromhex(match[1]), int(match[2], 16))
+
+
+_LAYOUT = Record(Address)
+
+
+def _split(text: str, location: str) -> tuple[str, int]:
+    """Return the host and port of `host:port` or `[host]:port`; `text` is the whole address, for the error."""
+    if location.startswith("["):
+        host, _, tail = location[1:].partition("]")
+        colon, port = tail[:1], tail[1:]
+        if ":" not in host:
+            raise UsageError(f"{_clip(text)}: brackets are for IPv6 hosts; {_EXPECTED}")
+    else:
+        host, colon, port = location.rpartition(":")
+        if ":" in host:
+            raise UsageError(f"{_clip(text)}: an IPv6 host needs brackets; {_EXPECTED}")
+    if colon != ":" or not _PORT.fullmatch(port):
+        raise UsageError(f"{_clip(text)}: no port number behind the host; {_EXPECTED}")
+    return host, int(port)
+
+
+def _is_host(host: str) -> bool:
+    if ":" not in host:
+        return _NAME.fullmatch(host) is not None
+    bare, percent, zone = host.partition("%")
+    if percent and not _ZONE.fullmatch(zone):
+        return False
+    try:
+        ipaddress.IPv6Address(bare)
+    except ValueError:
+        return False
+    return True
+
+
+def _clip(text: str) -> str:
+    return repr(text if len(text) <= 120 else text[:120] + "...")

@@ -1,0 +1,114 @@
+"""Counts of immediates, awaited."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .aio import wake
+from .errors import ClosedError, UsageError
+from .rails import CounterHandle, CounterWait
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from .aio import Waiter
+    from .engine import Engine
+
+__all__ = ["Counter"]
+
+
+class Counter:
+    """The count of one immediate. Made by `Engine.counter`; a context manager that frees the immediate.
+
+    Counts that arrived before the counter was made are there; several counters of one immediate share one count.
+    Leaving the context (or `close`) drops what was counted and not consumed, when no other counter of the same
+    immediate is open.
+    """
+
+    def __init__(self, engine: Engine, handle: CounterHandle) -> None:
+        self._engine = engine
+        self._handle = handle
+        self._waiters: set[Waiter] = set()
+        self._closed = False
+
+    @property
+    def imm(self) -> int:
+        """The immediate's value, 28 bits."""
+        return self._handle.imm
+
+    @property
+    def value(self) -> int:
+        """Whole writes that arrived and were not consumed."""
+        return self._handle.value
+
+    async def wait(self, n: int = 1) -> None:
+        """Wait until n writes have arrived, and consume them.
+
+        Several waits on one immediate are served in order. A cancelled wait consumes nothing. Raises
+        UsageError for n that is not an integer from 0 to 2**40, ClosedError when the counter or the engine is
+        closed before or meanwhile.
+        """
+        if not isinstance(n, int) or not 0 <= n <= 1 << 40:
+            raise UsageError(f"wait({n!r}): expected the number of writes to wait for, an integer from 0 to 2**40")
+        self._require_open()
+        waiting = CounterWait()
+        self._handle.wait(waiting, n)
+        self._engine.kick()
+        if not waiting.satisfied:
+            await self._sleep(waiting)
+        waiting.take()
+
+    async def _sleep(self, waiting: CounterWait) -> None:
+        waiter = self._engine.loop.waiter()
+        waiting.on_over = lambda _waiting: wake(waiter)
+        self._waiters.add(waiter)
+        self._engine.waiting.add(waiter)
+        try:
+            await waiter
+        except BaseException:
+            self._withdraw(waiting)
+            raise
+        finally:
+            self._waiters.discard(waiter)
+            self._engine.waiting.discard(waiter)
+        if not waiting.satisfied:
+            self._withdraw(waiting)
+            self._require_open()
+
+    def _withdraw(self, waiting: CounterWait) -> None:
+        """End a wait, and look soon: what it leaves may be enough for the next in line."""
+        waiting.cancel()
+        self._engine.kick()
+
+    def _require_open(self) -> None:
+        self._engine.require_open()
+        if self._closed:
+            raise ClosedError(f"the counter of immediate {self.imm:#x} is closed")
+
+    def __aiter__(self) -> Counter:
+        """Iterate over arrivals: each step waits for one write, consumes it and gives the immediate's value."""
+        return self
+
+    async def __anext__(self) -> int:
+        await self.wait(1)
+        return self.imm
+
+    def close(self) -> None:
+        """Free the immediate: waits end with ClosedError, what was not consumed is dropped. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for waiter in tuple(self._waiters):
+            wake(waiter)
+        self._handle.close(discard=True)
+
+    def __enter__(self) -> Counter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Counter {self.imm:#x}, {'closed' if self._closed else self.value}>"

@@ -1,0 +1,361 @@
+"""The engine: rails, regions, peers and counters of one event loop."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from . import submit
+from .aio import BellExchange, Driver, Signal, current_loop, wake
+from .config import EngineConfig
+from .connections import Connections
+from .core.address import Address
+from .core.descriptor import RegionDescriptor
+from .core.striping import check_immediate
+from .counter import Counter
+from .errors import UsageError
+from .hosts import bind_host, host_identity
+from .inbox import Inbox, Message, Messages
+from .lifetime import Lifetime
+from .observe import EngineStatistics, Event, Events
+from .peer import Peer
+from .rails import Fabric, PeerLink, RailInfo, acquire, error_text
+from .region import Pages, Region, RemoteRegion
+from .transfer import Transfer
+from .watching import Changes, watch
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from .aio import Waiter
+    from .rails import Core, LocalMemory
+    from .session import Session
+
+__all__ = ["Engine"]
+
+FIRST_AUTOMATIC = 1 << 27  # immediates below are left to users who number their own
+LAST_AUTOMATIC = (1 << 28) - 1
+
+
+class Engine(Connections):
+    """A transfer engine. Made by `open_engine`; belongs to one event loop and is not to be used from another thread.
+
+    Every verb has two forms: `await engine.write(...)`, which ends when the transfer is over and cancels it when
+    it is cancelled, and `engine.submit_write(...)`, which returns a `Transfer` at once.
+    """
+
+    def __init__(self, provider: str, rails: tuple[str, ...] | None, config: EngineConfig) -> None:
+        self.config = config
+        self.loop = current_loop()
+        self.events = Events()
+        self.memories: set[LocalMemory] = set()
+        self.waiting: set[Waiter] = set()
+        self._regions: dict[LocalMemory, Region] = {}
+        self._idle = Signal(self.loop)
+        self._next_imm = FIRST_AUTOMATIC + secrets.randbelow(LAST_AUTOMATIC - FIRST_AUTOMATIC)
+        host = bind_host(config)
+        super().__init__(host)
+        self.fabric = Fabric(
+            provider,
+            rails,
+            host=host,
+            library=config.library or "",
+            largest=config.largest_message,
+            spin_us=config.spin_us,
+            threaded=config.progress == "thread",
+            processor=config.thread_processor,
+            smallest=config.stripe_bytes,
+            counters=config.max_counters,
+        )
+        assert self.fabric.core is not None
+        self.core: Core = self.fabric.core
+        self.host_id = host_identity()
+        self.inbox = Inbox(self.loop, self.core)
+        self.bells: BellExchange | None = None
+        try:
+            self._driver = Driver(self.loop, self.core, self._on_round)
+        except BaseException:
+            self.fabric.close()
+            raise
+        # Last: what could not be made has nothing to close, and is not reported as left open.
+        self._lifetime = Lifetime(self)
+
+    async def open(self) -> None:
+        """Begin to listen; called once, by `open_engine`."""
+        if self.core.doorbell is not None:
+            self.bells = BellExchange(self.loop, (self.core.doorbell.memory_fd, self.core.doorbell.event_fd))
+        await self.listen()
+        self._lifetime.opened()
+        self._lifetime.register(self)
+
+    # What the engine is.
+
+    @property
+    def address(self) -> Address:
+        """Where peers reach this engine; it travels as bytes or text."""
+        return self._address
+
+    @property
+    def rails(self) -> tuple[RailInfo, ...]:
+        """The opened NICs."""
+        return self.fabric.info
+
+    @property
+    def closed(self) -> bool:
+        """Whether the engine is closed or being closed."""
+        return self._lifetime.closed
+
+    def statistics(self) -> EngineStatistics:
+        """Return what was counted since the engine was opened."""
+        return EngineStatistics.of(self.core.statistics())
+
+    def listen_events(self, listener: Callable[[Event], object]) -> Callable[[], None]:
+        """Call `listener` for each event of the engine (a peer connected or lost, a connection refused); what is
+        returned stops that.
+        """
+        return self.events.listen(listener)
+
+    def require_open(self) -> None:
+        """Raise ClosedError when the engine is closed, UsageError in a child of a fork."""
+        self._lifetime.require_open()
+
+    # Memory.
+
+    def register(self, array: Any) -> Region:
+        """Register memory with every rail: buffer protocol, DLPack or `__cuda_array_interface__`; contiguous.
+
+        Read-only memory can be a source only. The region keeps the buffer exported until it is closed; the
+        same memory registered twice gives two regions with their own keys. Raises UsageError for what is no
+        such memory, FabricError when the NIC refuses.
+        """
+        self.require_open()
+        try:
+            buffer = acquire(array)
+        except (TypeError, ValueError, BufferError) as error:
+            raise UsageError(f"register: {error}") from error
+        memory = self.fabric.register(buffer)
+        region = Region(self.address, secrets.randbits(64), memory, self._wait_idle, self._region_closed)
+        self.memories.add(memory)
+        self._regions[memory] = region
+        return region
+
+    def attach(self, descriptor: bytes | bytearray | memoryview) -> RemoteRegion:
+        """Make another engine's memory usable from its descriptor. Raises UsageError for bytes that are none.
+
+        Nothing is connected before the first use.
+        """
+        self.require_open()
+        described = RegionDescriptor.from_bytes(descriptor)
+        if described.owner.identity == self.address.identity:
+            raise UsageError(
+                "attach: the descriptor is of this very engine; its own memory is copied without an engine"
+            )
+        return RemoteRegion(described)
+
+    async def _wait_idle(self, memory: LocalMemory) -> None:
+        while memory.in_flight:
+            memory.on_idle = self._idle.set
+            await self._idle.wait()
+
+    def _region_closed(self, region: Region) -> None:
+        region.memory.close()
+        self.memories.discard(region.memory)
+        self._regions.pop(region.memory, None)
+
+    # Transfers.
+
+    def submit(self, peer: Peer, description: str, launch: Callable[[Transfer], None]) -> Transfer:
+        """Make a transfer and start it as soon as its peer is connected."""
+        transfer = Transfer(self.loop, peer, description, launch)
+        peer.submit(transfer)
+        return transfer
+
+    def submit_write(self, src: Region, dst: RemoteRegion, imm: int | None = None) -> Transfer:
+        """Start a write of all of `src` to all of `dst` (same length); with `imm` it counts 1 at the receiver."""
+        return submit.submit_write(self, src, dst, imm)
+
+    async def write(self, src: Region, dst: RemoteRegion) -> None:
+        """Write all of `src` to all of `dst`, one-sided; the bytes are there when this returns.
+
+        `src` belongs to the NIC until then. Cancelling drops what is not posted and drains what is, then
+        raises. Raises UsageError, TransferError, PeerError, ClosedError.
+        """
+        await submit.submit_write(self, src, dst, None)
+
+    def submit_write_imm(self, src: Region | None, dst: RemoteRegion | Peer | Address, imm: int) -> Transfer:
+        """Start a write that counts 1 at the receiver, or (`src` None) an immediate alone to a peer or an owner."""
+        return submit.submit_write(self, src, dst, imm)
+
+    async def write_imm(self, src: Region | None, dst: RemoteRegion | Peer | Address, imm: int) -> None:
+        """Write and count 1 on immediate `imm` (28 bits) at the receiver once the bytes are there; else as `write`."""
+        await submit.submit_write(self, src, dst, imm)
+
+    def submit_read(self, src_remote: RemoteRegion, dst_local: Region) -> Transfer:
+        """Start a read of all of `src_remote` into all of `dst_local` (same length)."""
+        return submit.submit_read(self, src_remote, dst_local)
+
+    async def read(self, src_remote: RemoteRegion, dst_local: Region) -> None:
+        """Read all of `src_remote` into all of `dst_local`, one-sided; `dst_local` belongs to the NIC until this
+        returns.
+        """
+        await submit.submit_read(self, src_remote, dst_local)
+
+    def submit_write_pages(self, src: Pages, dst: Pages, imm: int | None = None) -> Transfer:
+        """Start paged writes, page i of `src` to page i of `dst`; with `imm` each page counts 1 at the receiver."""
+        return submit.submit_pages(self, src, dst, imm)
+
+    async def write_pages(self, src: Pages, dst: Pages, imm: int | None = None) -> None:
+        """Write page i of `src` to page i of `dst` for all i, one request and one await for all; an empty list is over
+        at once.
+        """
+        await submit.submit_pages(self, src, dst, imm)
+
+    # Messages.
+
+    def submit_send(self, to: Peer | Address, payload: Any) -> Transfer:
+        """Start a message of at most the receiver's `message_bytes`; the payload is copied before this returns."""
+        return submit.submit_send(self, to, payload)
+
+    async def send(self, to: Peer | Address, payload: Any) -> None:
+        """Send a message; the payload may be reused at once. A sender that outruns the receiver's pool waits here.
+
+        Returning means that the message is on its way into the receiver's pool, not that anyone took it.
+        """
+        await submit.submit_send(self, to, payload)
+
+    async def recv(self) -> Message:
+        """Return the next message of any peer; waiting costs nothing, cancelling loses nothing."""
+        while True:
+            self.require_open()
+            message = self.inbox.take()
+            if message is not None:
+                self.kick()
+                return message
+            self.kick()
+            await self.inbox.wait()
+
+    def messages(self) -> Messages:
+        """Iterate over messages until the engine is closed."""
+        return Messages(self.recv)
+
+    # Counts and words.
+
+    def counter(self, imm: int | None = None) -> Counter:
+        """Return the counter of an immediate, or of one that nobody uses. Raises UsageError at the limit of
+        `max_counters`.
+
+        Immediates from 2**27 on are picked from for those; use lower ones for numbers of your own.
+        """
+        self.require_open()
+        value = self._free_immediate() if imm is None else check_immediate(imm)
+        try:
+            return Counter(self, self.core.counter(value))
+        except OverflowError as error:
+            raise UsageError(f"counter: {error}; close some, or raise config.max_counters") from None
+
+    def _free_immediate(self) -> int:
+        # In turn, so that one that was freed is not soon another's, while a late write may still count on it.
+        for _ in range(LAST_AUTOMATIC - FIRST_AUTOMATIC + 1):
+            value = self._next_imm
+            self._next_imm = FIRST_AUTOMATIC if value == LAST_AUTOMATIC else value + 1
+            if not self.core.counted(value):
+                return value
+        raise UsageError("counter: no immediate is free")
+
+    def watch(self, word: Any) -> Changes:
+        """Iterate over the changes of a word of 1, 2, 4 or 8 bytes in memory, as (old, new); values in between
+        may be missed.
+
+        The word is looked at every 50 us to 1 ms while somebody waits, rarer the longer it stays. Raises
+        UsageError for memory that is not such a word.
+        """
+        self.require_open()
+        return watch(self, word)
+
+    # Progress and the end.
+
+    def kick(self) -> None:
+        """Have the event loop make progress soon."""
+        self._driver.kick()
+
+    def _on_round(self, failed: list[PeerLink]) -> None:
+        for link in failed:
+            rail = self.rail_name(link.failed_rail)
+            where = f" on rail {rail}" if rail else ""
+            session: Session = link.tag  # type: ignore[assignment]
+            session.link_failed(f"the data connection{where} failed: {error_text(link.failed)}")
+        if self.core.inbox:
+            self.inbox.arrived()
+
+    def rail_name(self, rail: int) -> str:
+        """Name a rail by its index; an empty string when there is none."""
+        return self.fabric.rails[rail].name if 0 <= rail < len(self.fabric.rails) else ""
+
+    async def probe(self, peer: Peer, link: PeerLink) -> None:
+        """Write nothing to a peer, to see that the data path is there. Raises PeerError."""
+        transfer = Transfer(self.loop, peer, "probe", lambda _transfer: None)
+        self.core.submit_single(link, transfer, False, None, 0, None, 0, 0, -1)
+        self.kick()
+        await transfer
+
+    async def aclose(self) -> None:
+        """Say goodbye to every peer, end every await with an error, and let go of all memory. Idempotent.
+
+        Transfers under way are not waited for: await them first. Cancelling leaves nothing half-closed.
+        """
+        if self._lifetime.inherited:
+            return
+        if not self._lifetime.begin_close():
+            await self._lifetime.wait_closed(self.loop)
+            return
+        try:
+            await self.disconnect("its engine was closed")
+            await self._driver.stop()
+            if self.bells is not None:
+                await self.bells.close()
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close at once, without a word to the peers: they notice by themselves. Idempotent.
+
+        In a child of a fork neither this nor `aclose` does anything: the engine is the parent's.
+        """
+        if self._lifetime.inherited:
+            return
+        self._lifetime.begin_close()
+        self._driver.detach()
+        self.abandon_connections("the engine was aborted")
+        if self.bells is not None:
+            self.bells.abandon()
+        if not self.core.closed:
+            for link in tuple(self.core.peers):
+                link.close()
+            self.core.reap()
+        for memory in self.memories:
+            memory.close()
+        self.memories.clear()
+        self._regions.clear()
+        self.fabric.close()
+        for waiter in tuple(self.waiting):
+            wake(waiter)
+        self.inbox.end()
+        self._idle.set()
+        self._lifetime.closed_now()
+
+    async def __aenter__(self) -> Engine:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        lifetime = getattr(self, "_lifetime", None)
+        if lifetime is not None:
+            lifetime.dropped(self)
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.address}, {'closed' if self.closed else 'open'}>"

@@ -1,0 +1,74 @@
+"""The errors that aiote raises, on one page.
+
+Each type answers one question: whose fault was it, and what can be done.
+
+* `UsageError`: the caller's. The arguments were wrong; nothing was started, nothing changed.
+* `ClosedError`: the caller's or nobody's. The engine, region, counter or peer was closed, before or meanwhile.
+* `FabricError`: the provider's. A call into libfabric or the kernel failed; `errno`, `operation` and `rail` say
+which.
+* `PeerError`: the other side's, or the network's. The peer refused, died, restarted or fell silent; `reason` says
+which.
+* `TransferError`: one transfer's. It names the transfer and what became of its bytes; the cause is chained.
+
+Cancellation is not an error and is never wrapped: `asyncio.CancelledError` and `trio.Cancelled` pass through as they
+are.
+"""
+
+from __future__ import annotations
+
+__all__ = ["AioteError", "ClosedError", "FabricError", "PeerError", "TransferError", "UsageError"]
+
+
+class AioteError(Exception):
+    """Base of everything that aiote raises on purpose."""
+
+
+class UsageError(AioteError, ValueError):
+    """An argument was wrong: the message says what came, what was expected and what to do."""
+
+
+class ClosedError(AioteError):
+    """The object was closed before the call, or while it was waiting."""
+
+
+class FabricError(AioteError, OSError):
+    """A call into the provider failed.
+
+    `errno` is the positive error number (libfabric's own numbers start at 256), `operation` the call that failed,
+    `rail` the rail's name or an empty string where no rail was open yet.
+    """
+
+    def __init__(self, errno: int, message: str, *, operation: str, rail: str = "") -> None:
+        super().__init__(errno, message)
+        self.operation = operation
+        self.rail = rail
+
+    def __str__(self) -> str:
+        where = f" on rail {self.rail}" if self.rail else ""
+        return f"{self.operation}{where}: {self.strerror} (errno {self.errno})"
+
+
+class PeerError(AioteError):
+    """The peer refused, died, restarted or fell silent.
+
+    `peer` is the peer's address as text, `reason` what happened.
+    """
+
+    def __init__(self, peer: str, reason: str) -> None:
+        super().__init__(f"peer {peer}: {reason}")
+        self.peer = peer
+        self.reason = reason
+
+
+class TransferError(AioteError):
+    """A transfer ended without completing.
+
+    `transfer` is the transfer, `cause` what ended it (also chained as `__cause__`), and `confirmed` whether it is
+    certain that no more of its bytes can reach the remote memory. The local buffer is out of use in every case.
+    """
+
+    def __init__(self, transfer: object, cause: BaseException | None, message: str, *, confirmed: bool = True) -> None:
+        super().__init__(message)
+        self.transfer = transfer
+        self.cause = cause
+        self.confirmed = confirmed

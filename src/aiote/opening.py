@@ -1,0 +1,65 @@
+"""Opening engines."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from typing import TYPE_CHECKING, Any
+
+from .config import EngineConfig
+from .engine import Engine
+from .errors import UsageError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["open_engine"]
+
+
+class _Opening:
+    """What `open_engine` returns: `async with` opens and closes, `await` opens and leaves the closing to the caller."""
+
+    def __init__(self, provider: str, rails: tuple[str, ...] | None, config: EngineConfig) -> None:
+        self._arguments = (provider, rails, config)
+        self._engine: Engine | None = None
+
+    async def _open(self) -> Engine:
+        engine = Engine(*self._arguments)
+        try:
+            await engine.open()
+        except BaseException:
+            engine.abort()
+            raise
+        return engine
+
+    def __await__(self) -> Generator[Any, Any, Engine]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> Engine:
+        self._engine = await self._open()
+        return self._engine
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._engine is not None
+        await self._engine.aclose()
+
+
+def open_engine(
+    provider: str = "auto", rails: Iterable[str] | None = None, config: EngineConfig | None = None
+) -> _Opening:
+    """Open an engine on the running event loop: `async with open_engine(...) as engine`.
+
+    provider: "auto" (the best that is present), "tcp", "shm", or a libfabric provider's name. rails: names or
+    local IP addresses of the NICs to open; without them the one that the engine's own address belongs to. config:
+    an `EngineConfig`. Awaiting instead gives an engine that the caller closes with `await engine.aclose()`.
+    Raises FabricError when there is no libfabric or no such provider, UsageError.
+    """
+    if not isinstance(provider, str):
+        raise UsageError(f"provider must be a name, got {type(provider).__name__}")
+    if isinstance(rails, str):
+        raise UsageError(f"rails={rails!r}: expected a list of names, like [{rails!r}]")
+    chosen = None if rails is None else tuple(rails)
+    if chosen is not None and not 1 <= len(chosen) <= 8:
+        raise UsageError(f"rails: from 1 to 8 names are expected, got {len(chosen)}")
+    return _Opening(provider, chosen, config if config is not None else EngineConfig())

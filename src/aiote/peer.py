@@ -1,0 +1,170 @@
+"""Another engine, as this one sees it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+from .aio import EventLoop, Signal, finish
+from .core.address import Address
+from .core.frames import Bye
+from .errors import PeerError
+
+if TYPE_CHECKING:
+    from .aio import ControlConnection
+    from .rails import Core, Operation, PeerLink
+    from .session import Session
+    from .transfer import Transfer
+
+__all__ = ["Host", "Peer"]
+
+PEER_LOST = 104  # ECONNRESET: what the transfers of a lost peer end with in the native core
+
+
+class Host(Protocol):
+    """What a peer needs of its engine."""
+
+    loop: EventLoop
+    core: Core
+    drain_timeout: float
+    patience: float
+
+    def kick(self) -> None: ...
+    def rail_name(self, rail: int) -> str: ...
+    def peer_lost(self, peer: Peer) -> None: ...
+
+
+class Peer:
+    """Another engine. Made by `Engine.connect`, by the first use of its address, or when it connects to us.
+
+    `address` is where it is reached; `await closed()` returns the reason when it is lost.
+    """
+
+    def __init__(self, host: Host, address: Address) -> None:
+        self.address = address
+        self.reason = ""
+        self.confirmed = True
+        self.connected = False
+        self.attempts = 0
+        self.deadline = host.loop.time() + host.patience
+        self.initiator = b""
+        self.session: Session | None = None
+        self.successor: Peer | None = None
+        self.link: PeerLink | None = None
+        self.connection: ControlConnection | None = None
+        self._host = host
+        self._pending: deque[Transfer] = deque()
+        self._changed = Signal(host.loop)
+        self._ended = Signal(host.loop)
+
+    @property
+    def key(self) -> tuple[bytes, int]:
+        """What tells engines apart: identity and incarnation."""
+        return self.address.identity, self.address.incarnation
+
+    @property
+    def lost(self) -> bool:
+        """Whether the peer is gone; a lost peer never comes back, a new one takes its place."""
+        return bool(self.reason)
+
+    def error(self) -> PeerError:
+        """The error of what was asked of a lost peer."""
+        return PeerError(str(self.address), self.reason)
+
+    def of(self, host: object) -> bool:
+        """Whether it is the peer of that engine: its connection is no other's."""
+        return self._host is host
+
+    def rail_name(self, rail: int) -> str:
+        """Name one of our rails."""
+        return self._host.rail_name(rail)
+
+    async def closed(self) -> str:
+        """Wait until the peer is lost and return the reason. Cancelling this wait does nothing else."""
+        while not self.reason:
+            await self._ended.wait()
+        return self.reason
+
+    async def ready(self) -> Peer:
+        """Wait until the peer is connected and return it, or the one that it gave way to. Raises PeerError."""
+        while not (self.connected or self.reason or self.successor):
+            await self._changed.wait()
+        if self.successor is not None:
+            return await self.successor.ready()
+        if self.reason:
+            raise self.error()
+        return self
+
+    def submit(self, transfer: Transfer) -> None:
+        """Start a transfer now, or as soon as the peer is connected."""
+        if self.successor is not None:
+            transfer.peer = self.successor
+            self.successor.submit(transfer)
+        elif self.reason:
+            transfer.fail(self.error())
+        elif self.connected:
+            transfer.start()
+            self._host.kick()
+        else:
+            self._pending.append(transfer)
+
+    def cancel_transfer(self, transfer: Operation) -> None:
+        """Have a transfer end: nothing more is posted, what was posted drains."""
+        self._host.core.cancel(transfer)
+        self._host.kick()
+
+    async def drain(self, transfer: Operation) -> None:
+        """Wait, shielded, until a cancelled transfer is over; where that takes too long, the connection is torn down.
+
+        Tearing down ends every transfer with this peer: the endpoint pair is one for all of them.
+        """
+        if await finish(self._host.loop, transfer, self._host.drain_timeout):
+            return
+        connection = self.connection
+        if connection is not None:
+            connection.linger = self._host.patience
+        self.confirmed = False
+        self.lose(
+            f"a cancelled transfer did not leave the NIC within {self._host.drain_timeout} s, "
+            "so the connection was torn down"
+        )
+        await finish(self._host.loop, transfer, self._host.patience)
+        if connection is not None:
+            self.confirmed = await connection.agreed()
+
+    def follow(self, other: Peer) -> None:
+        """Give way to the peer that this one turned out to be, with all that waits."""
+        self.successor = other
+        while self._pending:
+            self.submit(self._pending.popleft())
+        self._changed.set()
+
+    def established(self) -> None:
+        """Take note that transfers may flow, and start those that waited for it."""
+        self.connected = True
+        while self._pending:
+            self._pending.popleft().start()
+        self._changed.set()
+        self._host.kick()
+
+    def lose(self, reason: str) -> None:
+        """Give the peer up: no byte moves to or from it when this returns, and everything that depends on it ends."""
+        if self.reason or self.successor is not None:
+            return
+        self.reason = reason or "lost"
+        self.connected = False
+        if self.connection is not None:
+            self.connection.send(Bye(self.reason[:500]))
+            self.connection.end(self.reason)
+        if self.link is not None:
+            self.link.close(PEER_LOST)
+        while self._pending:
+            self._pending.popleft().fail(self.error())
+        self._host.peer_lost(self)
+        self._changed.set()
+        self._ended.set()
+        self._host.kick()
+
+    def __repr__(self) -> str:
+        state = f"lost: {self.reason}" if self.reason else "connected" if self.connected else "connecting"
+        return f"<Peer {self.address}, {state}>"

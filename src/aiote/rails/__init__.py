@@ -1,0 +1,41 @@
+"""Rails: opened NICs behind one contract, and the only door to the compiled floor.
+
+`Fabric` is what the floors above use: the rails of one engine with their native core. The names of the native objects
+that they handle are re-exported here, because nothing above imports `aiote_native`.
+"""
+
+from aiote_native.buffers import Buffer, acquire
+from aiote_native.core import Core
+from aiote_native.peers import PeerLink
+from aiote_native.progress import ForkError, after_fork
+from aiote_native.status import StatusError, error_text
+from aiote_native.waits import CounterHandle, CounterWait, Watch, read_word
+from aiote_native.workrequests import LocalMemory, Operation, PageIndex, RemoteMemory, Waitable
+
+from .contract import RailInfo
+from .fabric import Fabric, PendingChannel
+from .library import library_summary
+
+__all__ = [
+    "Buffer",
+    "Core",
+    "CounterHandle",
+    "CounterWait",
+    "Fabric",
+    "ForkError",
+    "LocalMemory",
+    "Operation",
+    "PageIndex",
+    "PeerLink",
+    "PendingChannel",
+    "RailInfo",
+    "RemoteMemory",
+    "StatusError",
+    "Waitable",
+    "Watch",
+    "acquire",
+    "after_fork",
+    "error_text",
+    "library_summary",
+    "read_word",
+]

@@ -1,0 +1,171 @@
+"""The rails of one engine, with the native core that drives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from aiote_native.buffers import Buffer, acquire
+from aiote_native.core import Core
+from aiote_native.doorbell import PeerBell
+from aiote_native.libfabric.endpoint import Endpoint
+from aiote_native.peers import PeerLink, pool_bytes
+from aiote_native.status import StatusError
+from aiote_native.workrequests import LocalMemory
+
+from ..errors import UsageError
+from .contract import RailInfo
+from .libfabric import LibfabricRail, choose, fabric_error
+from .library import load
+
+__all__ = ["Fabric", "PendingChannel"]
+
+SCRATCH_BYTES = 64
+"""Target of immediates alone, and source of operations without local memory: nobody reads it."""
+
+
+class PendingChannel:
+    """An endpoint that was opened for one peer and waits for the other side's address."""
+
+    def __init__(self, rail: LibfabricRail, remote_rail: int, slot: int) -> None:
+        self.rail = rail
+        self.remote_rail = remote_rail
+        self.slot = slot
+        self.endpoint: Endpoint = rail.open_endpoint()
+        self.bell: PeerBell | None = None
+        self.on_bell: Callable[[], object] | None = None
+
+    @property
+    def address(self) -> bytes:
+        """The endpoint's own address, for the peer."""
+        return self.endpoint.address
+
+    def bell_arrived(self, memory_fd: int, event_fd: int) -> None:
+        """Take the peer's doorbell; a bad one is dropped, and the connection then ends by its time limit."""
+        try:
+            self.bell = PeerBell(memory_fd, event_fd)
+        except (OSError, ValueError):
+            return
+        if self.on_bell is not None:
+            self.on_bell()
+
+    def close(self) -> None:
+        """Close what no link has taken over. Idempotent."""
+        self.endpoint.close()
+        if self.bell is not None:
+            self.bell.close()
+
+
+class Fabric:
+    """Opened rails and the core.
+
+    `host` chooses the rail of an IP provider when `rails` does not name any; `largest` bounds a single message
+    below what the provider takes (0: no bound).
+    """
+
+    def __init__(
+        self, provider: str, rails: tuple[str, ...] | None, *, host: str, library: str, largest: int = 0, **core: Any
+    ) -> None:
+        """Open everything, or nothing. Raises FabricError and UsageError."""
+        self.library = load(library)
+        self.largest = largest
+        self.rails: list[LibfabricRail] = []
+        self.core: Core | None = None
+        self._scratch: LocalMemory | None = None
+        try:
+            for index, (name, node, domain) in enumerate(choose(provider, rails, host, self.library)):
+                self.rails.append(LibfabricRail(index, name, node, domain, self.library))
+            self.core = Core(doorbell=any(not rail.traits.waits for rail in self.rails), **core)
+            self._scratch = self.register(acquire(bytearray(SCRATCH_BYTES)))
+        except StatusError as error:
+            self.close()
+            raise fabric_error(error, "open engine", "") from error
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def scratch(self) -> LocalMemory:
+        """The memory that immediates alone are written to."""
+        assert self._scratch is not None
+        return self._scratch
+
+    @property
+    def info(self) -> tuple[RailInfo, ...]:
+        """Describe the rails."""
+        return tuple(rail.info for rail in self.rails)
+
+    def register(self, buffer: Buffer, *, remote: bool = True) -> LocalMemory:
+        """Register memory with every rail; the buffer is released on failure. Raises FabricError and UsageError."""
+        if buffer.device not in ("cpu", "cuda_host"):
+            device = buffer.device
+            buffer.release()
+            providers = ", ".join(sorted({rail.provider for rail in self.rails}))
+            raise UsageError(
+                f"memory of device {device!r} cannot be registered with {providers}, which reach host memory only: "
+                "register a pinned host buffer and copy to it"
+            )
+        try:
+            return LocalMemory(buffer, [rail.device for rail in self.rails], remote)
+        except StatusError as error:
+            buffer.release()
+            raise fabric_error(error, "register memory", ", ".join(rail.name for rail in self.rails)) from error
+
+    def open_channel(self, rail: int, remote_rail: int) -> PendingChannel:
+        """Open an endpoint for one peer. Raises FabricError."""
+        chosen = self.rails[rail]
+        assert self.core is not None
+        slot = -1
+        if not chosen.traits.waits and self.core.doorbell is not None:
+            slot = self.core.doorbell.take_slot()
+        return PendingChannel(chosen, remote_rail, slot)
+
+    def free_slot(self, slot: int) -> None:
+        """Give back the doorbell slot of a channel that came to nothing."""
+        if slot >= 0 and self.core is not None and self.core.doorbell is not None and not self.core.closed:
+            self.core.doorbell.free_slot(slot)
+
+    def join(
+        self, link: PeerLink, pending: PendingChannel, address: bytes, imm_key: int, imm_base: int, peer_slot: int
+    ) -> None:
+        """Connect a pending channel to the peer's endpoint and hand it to the link. Raises FabricError."""
+        try:
+            pending.endpoint.connect(address)
+            link.add_channel(
+                pending.endpoint,
+                pending.rail.index,
+                pending.remote_rail,
+                imm_key,
+                imm_base,
+                self.scratch,
+                largest=self.largest,
+                least=pending.rail.traits.least,
+                bell=pending.bell,
+                slot=pending.slot,
+                peer_slot=peer_slot,
+            )
+            pending.bell = None
+        except (StatusError, ValueError, RuntimeError) as error:
+            raise fabric_error(error, "connect channel", pending.rail.name) from error
+
+    def open_mailbox(self, link: PeerLink, slots: int, message_bytes: int, peer_slots: int, peer_bytes: int) -> None:
+        """Give a link its message pools. Raises FabricError."""
+        memory = self.register(acquire(bytearray(pool_bytes(slots, message_bytes, peer_bytes))), remote=False)
+        try:
+            link.open_mailbox(memory, slots, message_bytes, peer_slots, peer_bytes)
+        except BaseException:
+            memory.close()
+            raise
+
+    def close(self) -> None:
+        """Close core, memory and rails; links and regions are closed before. Idempotent."""
+        if self.core is not None:
+            self.core.close()
+        if self._scratch is not None:
+            self._scratch.close()
+            self._scratch = None
+        while self.rails:
+            try:
+                self.rails.pop().close()
+            except StatusError as error:
+                raise fabric_error(error, "close rail", "") from error

@@ -1,0 +1,175 @@
+"""The libfabric kind of rail."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from typing import Any
+
+from aiote_native.libfabric.device import Device, discover
+from aiote_native.libfabric.endpoint import Endpoint
+from aiote_native.status import StatusError
+
+from ..errors import FabricError, UsageError
+from .contract import RailInfo, Traits, traits_of
+from .library import Found
+
+__all__ = ["LibfabricRail", "choose", "source_host"]
+
+SPINNING_TCP = (1, 18)
+"""tcp of 1.18.0 has a wait descriptor that never stops being readable; 1.18.1 mended it."""
+
+AUTO_ORDER = ("efa", "cxi", "verbs;ofi_rxm", "tcp")
+
+
+class LibfabricRail:
+    """A domain of libfabric."""
+
+    def __init__(self, index: int, provider: str, node: str, domain: str, library: Found) -> None:
+        """Open it. Raises FabricError that names provider and rail."""
+        name = domain or node or provider
+        try:
+            self.device = Device(provider, node, domain)
+        except (StatusError, LookupError) as error:
+            raise fabric_error(error, "open rail", name) from error
+        self._attributes: dict[str, Any] = self.device.attributes
+        self.index = index
+        self.traits: Traits = traits_of(self.provider)
+        self._library = library
+
+    @property
+    def provider(self) -> str:
+        """The provider's full name, layers included."""
+        return str(self._attributes["provider"])
+
+    @property
+    def name(self) -> str:
+        """The NIC's name."""
+        return str(self._attributes["domain"])
+
+    @property
+    def wire(self) -> str:
+        attributes = self._attributes
+        protocol = f"{self.provider}/{attributes['protocol']}.{attributes['protocol_version']}"
+        # The layout of shared memory is a library's own: 1.17's never returns from a first write to 2.5's.
+        return f"{protocol}/{'.'.join(map(str, self._library.version))}" if self.traits.host_only else protocol
+
+    @property
+    def info(self) -> RailInfo:
+        return RailInfo(
+            name=self.name,
+            provider=self.provider,
+            speed_mbps=int(self._attributes["speed"]) // 1_000_000,
+            numa_node=-1,
+            state="up" if self._attributes["up"] else "down",
+            library=f"libfabric {self._library.version[0]}.{self._library.version[1]}",
+        )
+
+    @property
+    def host(self) -> str:
+        """The IP address that the rail is bound to, or an empty string."""
+        return source_host(self._attributes)
+
+    def open_endpoint(self) -> Endpoint:
+        try:
+            return Endpoint(self.device, self.traits.waits)
+        except StatusError as error:
+            raise fabric_error(error, "open endpoint", self.name) from error
+
+    def close(self) -> None:
+        self.device.close()
+
+
+def fabric_error(error: Exception, operation: str, rail: str) -> FabricError:
+    """Make a FabricError of what the native floor raised."""
+    if isinstance(error, StatusError):
+        return FabricError(error.errno or 0, f"{error.operation}: {error.strerror}", operation=operation, rail=rail)
+    return FabricError(61, str(error), operation=operation, rail=rail)
+
+
+def source_host(attributes: dict[str, Any]) -> str:
+    """Return the IPv4 address in a sockaddr_in, or an empty string."""
+    source = attributes["source"]
+    if len(source) < 8 or int.from_bytes(source[:2], "little") != socket.AF_INET:
+        return ""
+    return socket.inet_ntoa(source[4:8])
+
+
+def choose(provider: str, names: tuple[str, ...] | None, host: str, library: Found) -> list[tuple[str, str, str]]:
+    """Return (provider, node, domain) of the rails to open.
+
+    `names` are the user's (NIC names or local IP addresses); without them the rail that owns `host` is taken.
+    Raises UsageError for names or a provider that are not there.
+    """
+    if provider == "auto":
+        provider = next((name for name in AUTO_ORDER if _offers(name)), "tcp")
+    offers = _offers(provider)
+    if not offers:
+        raise UsageError(
+            f"provider={provider!r}: libfabric {library.version[0]}.{library.version[1]} at {library.path} offers none "
+            "of that name on this machine; fi_info -l lists those that it has"
+        )
+    _refuse_spinning(offers[0], library)
+    if not traits_of(provider).by_address:
+        chosen = [offer for offer in offers if names is None or offer["domain"] in names]
+        if names is not None and len(chosen) < len(set(names)):
+            raise _unknown(names, [offer["domain"] for offer in offers])
+        return [(provider, "", offer["domain"]) for offer in (chosen[:1] if names is None else chosen)]
+    hosts = {source_host(offer): offer["domain"] for offer in offers if source_host(offer)}
+    if names is None:
+        return [(provider, _nearest(host, list(hosts)), "")]
+    return [(provider, _node(name, hosts, names), "") for name in names]
+
+
+def _nearest(host: str, hosts: list[str]) -> str:
+    """Return the rail for a host that need not be one that the provider lists, as 127.0.0.2, ::1 or a name.
+
+    A loopback address gets a loopback rail where there is one: no NIC that others reach.
+    """
+    if host in hosts:
+        return host
+    inside = [other for other in hosts if _is_loopback(other)]
+    outside = [other for other in hosts if other not in inside]
+    return next(iter(inside + outside if _is_loopback(host) else outside + inside), "")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _node(name: str, hosts: dict[str, str], names: tuple[str, ...]) -> str:
+    for node, domain in hosts.items():
+        if name in (node, domain):
+            return node
+    raise _unknown(names, [f"{domain} ({node})" for node, domain in hosts.items()])
+
+
+def _unknown(names: tuple[str, ...], present: list[str]) -> UsageError:
+    return UsageError(
+        f"rails={list(names)}: not all of them are here; this provider has {', '.join(sorted(set(present)))}"
+    )
+
+
+def _offers(provider: str) -> list[dict[str, Any]]:
+    """List what the provider has, a NIC's name once for each of its addresses."""
+    seen: dict[tuple[str, str], dict[str, Any]] = {}
+    for offer in discover(provider):
+        if offer["provider"].partition(";")[0] == provider.partition(";")[0]:
+            seen.setdefault((offer["domain"], source_host(offer)), offer)
+    return list(seen.values())
+
+
+def _refuse_spinning(offer: dict[str, Any], library: Found) -> None:
+    version = offer["provider_version"]
+    if offer["provider"] == "net" or (
+        offer["provider"] == "tcp" and library.version == SPINNING_TCP and version & 0xFFFF == 0
+    ):
+        raise FabricError(
+            95,
+            f"provider {offer['provider']} of libfabric {library.version[0]}.{library.version[1]} cannot sleep: "
+            "its wait descriptor is always readable; use 1.17's tcp, or 1.18.1 or later",
+            operation="open rail",
+        )

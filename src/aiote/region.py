@@ -1,0 +1,246 @@
+"""Memory that takes part in transfers: local regions, and what is known of remote ones."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .core.descriptor import RailKey, RegionDescriptor
+from .errors import ClosedError, UsageError
+from .rails import PageIndex, RemoteMemory
+
+if TYPE_CHECKING:
+    from .core.address import Address
+    from .rails import LocalMemory
+
+__all__ = ["Pages", "Region", "RemoteRegion"]
+
+
+def _bounds(item: object, length: int, kind: str) -> tuple[int, int]:
+    """Read a slice of bytes strictly: a range that leaves the region is a mistake, not something to clip."""
+    if not isinstance(item, slice):
+        raise UsageError(f"{kind}[{item!r}]: a slice of bytes is expected, like {kind}[0:4096]")
+    if item.step not in (None, 1):
+        raise UsageError(f"{kind}: a slice has no step, got {item.step}; for strided access use Pages")
+    start = 0 if item.start is None else _integer(f"{kind}: the start of a slice", item.start)
+    stop = length if item.stop is None else _integer(f"{kind}: the end of a slice", item.stop)
+    if not 0 <= start <= stop <= length:
+        raise UsageError(
+            f"{kind}[{start}:{stop}] leaves its {length} bytes: 0 <= start <= stop <= {length} is expected"
+        )
+    return start, stop
+
+
+def _integer(what: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise UsageError(f"{what} is {value!r}, expected an integer") from None
+
+
+class Region:
+    """Registered local memory, or a slice of it.
+
+    Made by `Engine.register`. It keeps its buffer alive and exported until it is closed; `region[a:b]` are bytes
+    a to b of it, with the same registration. The buffer must not be freed or moved by others meanwhile.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_closed",
+        "_identity",
+        "_memory",
+        "_on_close",
+        "_owner",
+        "_parent",
+        "_start",
+        "_stop",
+        "_wait_idle",
+    )
+
+    def __init__(
+        self, owner: Address, identity: int, memory: LocalMemory, wait_idle: Any, on_close: Callable[[Region], None]
+    ) -> None:
+        self._owner = owner
+        self._identity = identity
+        self._memory = memory
+        self._start = 0
+        self._stop = memory.length
+        self._wait_idle = wait_idle
+        self._on_close = on_close
+        self._parent: Region | None = None
+        self._closed = False
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return self._stop - self._start
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    @property
+    def writable(self) -> bool:
+        """Whether transfers may write to it."""
+        return self._memory.writable
+
+    @property
+    def closed(self) -> bool:
+        """Whether the registration is gone."""
+        return (self._parent or self)._closed
+
+    def __getitem__(self, item: slice) -> Region:
+        start, stop = _bounds(item, self.nbytes, "region")
+        part = object.__new__(Region)
+        for name in ("_owner", "_identity", "_memory", "_wait_idle", "_on_close"):
+            setattr(part, name, getattr(self, name))
+        part._parent = self._parent or self
+        part._closed = False
+        part._start = self._start + start
+        part._stop = self._start + stop
+        return part
+
+    @property
+    def descriptor(self) -> bytes:
+        """The portable description of this region or slice, for `Engine.attach` on another engine."""
+        self.require_open()
+        return bytes(
+            RegionDescriptor(
+                owner=self._owner,
+                region=self._identity,
+                address=self._memory.address + self._start,
+                length=self.nbytes,
+                writable=self._memory.writable,
+                keys=tuple(RailKey(key, base + self._start) for key, base in self._memory.keys),
+            )
+        )
+
+    def require_open(self) -> None:
+        """Raise ClosedError when the region is closed."""
+        if self.closed:
+            raise ClosedError("the region is closed")
+
+    @property
+    def memory(self) -> LocalMemory:
+        """The native registration."""
+        return self._memory
+
+    @property
+    def start(self) -> int:
+        """Where this slice begins in the registration."""
+        return self._start
+
+    async def aclose(self) -> None:
+        """Wait for the transfers that use the region, end the registration and let go of the buffer. Idempotent.
+
+        Closing a slice closes nothing. A cancelled close leaves the region closed for new transfers; call it again.
+        """
+        if self._parent is not None:
+            return
+        self._closed = True
+        if self._memory.registrations:
+            await self._wait_idle(self._memory)
+            self._on_close(self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open"
+        return f"<Region {self.nbytes} bytes at {self._memory.address + self._start:#x}, {state}>"
+
+
+class RemoteRegion:
+    """Another engine's memory, or a slice of it, as its descriptor says. Made by `Engine.attach`."""
+
+    __slots__ = ("_descriptor", "_memory", "_start", "_stop")
+
+    def __init__(self, descriptor: RegionDescriptor) -> None:
+        self._descriptor = descriptor
+        self._memory = RemoteMemory(
+            descriptor.length, descriptor.writable, [(item.key, item.base) for item in descriptor.keys]
+        )
+        self._start = 0
+        self._stop = descriptor.length
+
+    @property
+    def owner(self) -> Address:
+        """The address of the engine that owns the memory."""
+        return self._descriptor.owner
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return self._stop - self._start
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    @property
+    def writable(self) -> bool:
+        """Whether the owner lets others write to it."""
+        return self._descriptor.writable
+
+    @property
+    def memory(self) -> RemoteMemory:
+        """The native description."""
+        return self._memory
+
+    @property
+    def start(self) -> int:
+        """Where this slice begins in what the descriptor describes."""
+        return self._start
+
+    def __getitem__(self, item: slice) -> RemoteRegion:
+        start, stop = _bounds(item, self.nbytes, "remote")
+        part = object.__new__(RemoteRegion)
+        part._descriptor = self._descriptor
+        part._memory = self._memory
+        part._start = self._start + start
+        part._stop = self._start + stop
+        return part
+
+    def __repr__(self) -> str:
+        return f"<RemoteRegion {self.nbytes} bytes of {self.owner}>"
+
+
+class Pages:
+    """Pages of a region: page i is the `page_bytes` bytes from `offset + indices[i] * stride`.
+
+    `region` is a Region or a RemoteRegion (or a slice: offsets count from its start); `stride` is `page_bytes`
+    unless given. The indices are copied and checked here, once, so one Pages object may serve many requests.
+    Raises UsageError that names the first bad page.
+    """
+
+    __slots__ = ("index", "offset", "page_bytes", "region", "stride")
+
+    def __init__(
+        self, region: Region | RemoteRegion, indices: Any, page_bytes: int, stride: int | None = None, offset: int = 0
+    ) -> None:
+        if not isinstance(region, (Region, RemoteRegion)):
+            raise UsageError(f"Pages: region must be a Region or a RemoteRegion, got {type(region).__name__}")
+        self.region = region
+        self.page_bytes = _integer("page_bytes", page_bytes)
+        self.stride = self.page_bytes if stride is None else _integer("stride", stride)
+        self.offset = _integer("offset", offset)
+        if self.page_bytes <= 0 or self.stride < 0 or self.offset < 0:
+            raise UsageError(
+                f"page_bytes={page_bytes}, stride={stride}, offset={offset}: page_bytes must be positive, "
+                "the others not negative"
+            )
+        try:
+            self.index = PageIndex(indices)
+        except (TypeError, AttributeError, OverflowError) as error:
+            raise UsageError(
+                f"page indices must be integers that fit in 64 bits, got {type(indices).__name__}: {error}"
+            ) from error
+        if max(self.page_bytes, self.stride, self.offset) >= 1 << 63:
+            raise UsageError(f"page_bytes={page_bytes}, stride={stride}, offset={offset}: they must fit in 63 bits")
+        bad = self.index.first_outside(self.page_bytes, self.stride, self.offset, region.nbytes)
+        if bad >= 0:
+            begin = self.offset + self.index[bad] * self.stride
+            raise UsageError(
+                f"page {bad} (index {self.index[bad]}) covers bytes {begin} to {begin + self.page_bytes}, "
+                f"outside of the region's {region.nbytes}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.index)

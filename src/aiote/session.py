@@ -1,0 +1,310 @@
+"""One control connection, from its first byte to its last: who is there, which rails are joined, is it still alive.
+
+After authentication both sides send an `Offer`, open an endpoint for each pair of rails and tell it in a `Channel`. A
+side that has joined all its channels says `Mapped`; a side that has heard that makes progress once more and says
+`Ready`; one that has heard Ready may write. The step between is for shm, which must map both ways before anything
+moves (see `greet` in the native peers). The initiator then writes nothing to the other's scratch, which brings up
+connections that providers make lazily.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, TypeVar
+
+import aiote.aio as aio
+
+from .config import MESSAGE_BYTES, MESSAGE_POOL
+from .core.control import Authenticated, ControlProtocol, Event, HelloReceived, MessageReceived, Refusal, Role
+from .core.frames import Bye, Channel, Failed, Heartbeat, HeartbeatAck, Mapped, Offer, RailOffer, Ready
+from .core.heartbeat import Heartbeat as HeartbeatClock
+from .core.pairing import pair_rails
+from .errors import AioteError, PeerError, TransferError
+from .peer import Peer
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .rails import PeerLink, PendingChannel
+
+__all__ = ["Session"]
+
+T = TypeVar("T")
+
+
+class SessionOver(Exception):
+    """The connection ended before the peer was connected; the text says why, `busy` that another connection serves."""
+
+    def __init__(self, reason: str, *, busy: bool = False) -> None:
+        super().__init__(reason)
+        self.busy = busy
+
+
+class Session:
+    """The conversation on one stream. `run` is a task's whole life."""
+
+    def __init__(
+        self, engine: Engine, stream: aio.ByteStream, protocol: ControlProtocol, peer: Peer | None, name: str
+    ) -> None:
+        self._engine = engine
+        self._protocol = protocol
+        self._role = protocol.role
+        self.peer = peer
+        self._events: deque[Event] = deque()
+        self._arrived = aio.Signal(engine.loop)
+        self._connection = aio.ControlConnection(engine.loop, stream, protocol, name)
+        self._connection.on_event = self._on_event
+        self._connection.on_end = self._on_end
+        self._link: PeerLink | None = None
+        self.admitted = False
+        self.committed = False
+        self.who: tuple[bytes, int] | None = None
+        self._verdict: SessionOver | None = None
+        self._probing = False
+        self._channels: list[PendingChannel] = []
+        self._tokens: list[bytes] = []
+        self._clock = HeartbeatClock(engine.config.heartbeat_interval, engine.config.heartbeat_limit)
+
+    def _on_event(self, event: Event) -> None:
+        self._clock.heard(self._engine.loop.time())
+        self._events.append(event)
+        self._arrived.set()
+
+    def _on_end(self, _reason: str) -> None:
+        self._arrived.set()
+        if self._probing and self._link is not None:
+            self._link.close()
+            self._engine.kick()
+
+    async def run(self) -> None:
+        """Establish the peer and serve it until one side is lost. Raises SessionOver where it was never established."""
+        self._connection.start()
+        self._connection.flush()
+        try:
+            limit = self._engine.config.heartbeat_limit
+            if not await aio.within(limit, self._establish):
+                raise SessionOver(f"no connection was made within {limit} s")
+            await self._serve()
+        except AioteError as error:
+            self._connection.send(Failed(GAVE_UP, str(error)))
+            raise SessionOver(str(error)) from error
+        except SessionOver as over:
+            if not over.busy:
+                self._connection.send(Failed(GAVE_UP, str(over)))
+            raise
+        finally:
+            self.discard()
+            await self._connection.aclose()
+
+    def end(self, reason: str) -> None:
+        """End the conversation from outside: `run` then ends by itself."""
+        self._verdict = self._verdict or SessionOver(reason)
+        self._connection.end(reason)
+
+    def supersede(self) -> None:
+        """Give way to another connection between the two engines, and tell the other side that it is for that."""
+        self._connection.send(Bye(BUSY))
+        self._verdict = SessionOver(BUSY, busy=True)
+        self._connection.end(BUSY)
+
+    def discard(self) -> None:
+        """Close what this conversation opened and nobody took over. Idempotent."""
+        if self._link is not None and (
+            self.peer is None or not self.peer.connected or self.peer.link is not self._link
+        ):
+            self._link.close()
+        if self._engine.bells is not None:
+            for token in self._tokens:
+                self._engine.bells.forget(token)
+        for pending in self._channels:
+            pending.close()
+            self._engine.fabric.free_slot(pending.slot)
+        self._channels.clear()
+
+    async def _next(self, kind: type[T]) -> T:
+        """Wait for the next event or message of a kind, answering heartbeats on the way."""
+        while True:
+            if self._verdict is not None:
+                raise self._verdict
+            while self._events:
+                event = self._events.popleft()
+                item = event.message if isinstance(event, MessageReceived) else event
+                if isinstance(item, kind):
+                    return item
+                self._meanwhile(item)
+            if self._connection.ended:
+                stranger = kind is HelloReceived or kind is Authenticated
+                raise SessionOver(self._connection.reason + (HINT if stranger else ""))
+            await self._arrived.wait()
+
+    def _meanwhile(self, item: object) -> None:
+        """Take what may come at any time."""
+        match item:
+            case Refusal():
+                whose = "this engine refused it" if item.by_us else "it refused"
+                raise SessionOver(f"{whose}: {item.text}")
+            case Heartbeat():
+                self._connection.send(HeartbeatAck(item.sequence))
+            case Bye():
+                raise SessionOver(f"it said goodbye: {item.reason}", busy=item.reason == BUSY)
+            case Failed():
+                raise SessionOver(f"it gave up: {item.text}")
+            case _:
+                pass
+
+    async def _establish(self) -> None:
+        if self._role is Role.ACCEPTOR:
+            await self._next(HelloReceived)
+            self._protocol.accept()
+            self._connection.flush()
+        who = await self._next(Authenticated)
+        self.who = who.identity, who.incarnation
+        offer = await self._exchange_offers()
+        peer = self._engine.admit(self, self.peer, offer.address, who.identity, who.incarnation, self._role)
+        if peer is None:
+            self._connection.send(Bye(BUSY))
+            raise SessionOver("another connection to it serves", busy=True)
+        self.peer = peer
+        self.admitted = True
+        peer.connection = self._connection
+        link = await self._join_channels(peer, offer)
+        if self._connection.ended:
+            raise SessionOver(self._connection.reason)
+        peer.link = link
+        self._engine.inbox.add(peer)
+        peer.established()
+        self._engine.events.emit("peer.connected", peer=str(peer.address))
+
+    async def _exchange_offers(self) -> Offer:
+        engine = self._engine
+        rails = tuple(
+            RailOffer(rail.index, rail.provider, rail.wire, rail.name, rail.info.speed_mbps)
+            for rail in engine.fabric.rails
+        )
+        self._connection.send(
+            Offer(engine.host_id, engine.config.message_bytes, engine.config.message_pool, rails, engine.address)
+        )
+        offer = await self._next(Offer)
+        for number, (least, most) in ((offer.message_bytes, MESSAGE_BYTES), (offer.pool, MESSAGE_POOL)):
+            if not least <= number <= most:
+                # Our own pool is made as large as these say.
+                raise SessionOver(f"it offers a pool of {offer.pool} messages of {offer.message_bytes} bytes")
+        return offer
+
+    async def _join_channels(self, peer: Peer, offer: Offer) -> PeerLink:
+        """Open, tell, hear and join the channels, then let both sides know; return the link that may be written to."""
+        engine = self._engine
+        ours = [rail.wire for rail in engine.fabric.rails]
+        theirs = [rail.wire for rail in offer.rails]
+        initiator, acceptor = (ours, theirs) if self._role is Role.INITIATOR else (theirs, ours)
+        pairs = pair_rails(initiator, acceptor)
+        if not pairs:
+            raise PeerError(
+                str(peer.address),
+                f"no rail in common: this engine speaks {', '.join(ours)}, it speaks {', '.join(theirs)} "
+                "(tcp of libfabric 1.17 and of 1.18 and later cannot talk to each other, shm only of one version)",
+            )
+        for pair in pairs:
+            mine, remote = pair if self._role is Role.INITIATOR else pair[::-1]
+            self._offer_channel(mine, remote)
+        link = self._link = engine.core.add_peer(self)
+        for pending in list(self._channels):
+            await self._join(peer, link, pending, await self._next(Channel))
+        engine.fabric.open_mailbox(
+            link, engine.config.message_pool, engine.config.message_bytes, offer.pool, offer.message_bytes
+        )
+        self._connection.send(Mapped())
+        await self._next(Mapped)
+        for _ in range(2):
+            engine.core.progress()
+        self.committed = True
+        self._connection.send(Ready())
+        await self._next(Ready)
+        if self._role is Role.INITIATOR:
+            await self._probe(peer, link)
+        return link
+
+    async def _probe(self, peer: Peer, link: PeerLink) -> None:
+        """Write nothing, to bring up what providers connect lazily; a provider may never say that nobody is there."""
+        self._probing = True
+        try:
+            await self._engine.probe(peer, link)
+        except TransferError:
+            if self._connection.ended:
+                raise SessionOver(self._connection.reason) from None
+            raise
+        finally:
+            self._probing = False
+
+    def link_failed(self, reason: str) -> None:
+        """Take note that the data path is gone."""
+        if self.peer is not None and self.peer.link is self._link:
+            self.peer.lose(reason)
+        else:
+            self._connection.end(reason)
+
+    def _offer_channel(self, mine: int, remote: int) -> None:
+        engine = self._engine
+        pending = engine.fabric.open_channel(mine, remote)
+        self._channels.append(pending)
+        doorbell = b""
+        if engine.bells is not None and not pending.rail.traits.waits:
+            token = engine.bells.expect(pending.bell_arrived)
+            self._tokens.append(token)
+            pending.on_bell = self._arrived.set
+            doorbell = token + pending.slot.to_bytes(4, "little", signed=True) + engine.bells.name
+        key, base = engine.fabric.scratch.keys[mine]
+        self._connection.send(Channel(mine, remote, 0, pending.address, key, base, doorbell))
+
+    async def _join(self, peer: Peer, link: PeerLink, pending: PendingChannel, channel: Channel) -> None:
+        engine = self._engine
+        if (channel.rail_local, channel.rail_remote) != (pending.remote_rail, pending.rail.index):
+            raise PeerError(
+                str(peer.address),
+                f"it told a channel of rails {channel.rail_local} and {channel.rail_remote} out of turn",
+            )
+        peer_slot = -1
+        if not pending.rail.traits.waits:
+            if engine.bells is None or len(channel.doorbell) < 21:
+                raise PeerError(str(peer.address), "it told no doorbell for a rail that needs one")
+            peer_slot = int.from_bytes(channel.doorbell[16:20], "little", signed=True)
+            await engine.bells.send(channel.doorbell[20:], channel.doorbell[:16])
+            while pending.bell is None:
+                if self._connection.ended:
+                    raise SessionOver(self._connection.reason)
+                await self._arrived.wait()
+        engine.fabric.join(link, pending, channel.address, channel.imm_key, channel.imm_base, peer_slot)
+        self._channels.remove(pending)
+
+    async def _serve(self) -> None:
+        """Keep the connection alive until it ends."""
+        peer = self.peer
+        assert peer is not None
+        sequence = 0
+        try:
+            while not peer.lost:
+                now = self._engine.loop.time()
+                if self._clock.expired(now):
+                    peer.confirmed = False
+                    raise SessionOver(f"it has been silent for {self._engine.config.heartbeat_limit} s")
+                if self._clock.due(now):
+                    sequence += 1
+                    self._connection.send(Heartbeat(sequence))
+                    self._clock.sent(now)
+                await aio.within(max(0.001, self._clock.next_deadline(now) - now), self._hear)
+        except SessionOver as over:
+            peer.lose(str(over))
+
+    async def _hear(self) -> None:
+        """Take the messages that came; wait for one if there is none."""
+        if not self._events and not self._connection.ended:
+            await self._arrived.wait()
+        while self._events:
+            event = self._events.popleft()
+            self._meanwhile(event.message if isinstance(event, MessageReceived) else event)
+        if self._connection.ended:
+            raise SessionOver(self._connection.reason)
+
+
+BUSY = "another connection between these two engines serves"
+GAVE_UP = 2  # the code of a Failed that says why no connection was made
+HINT = "; check that both sides are engines, with TLS on both or on neither"

@@ -1,0 +1,180 @@
+"""Checking and starting requests: what every verb of the engine does before the native core takes over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .core.address import Address
+from .core.striping import check_immediate
+from .errors import UsageError
+from .peer import Peer
+from .region import Pages, Region, RemoteRegion
+from .transfer import Transfer
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+__all__ = ["submit_pages", "submit_read", "submit_send", "submit_write"]
+
+NO_IMMEDIATE = -1
+
+
+def _local(value: object, verb: str, what: str) -> Region:
+    if not isinstance(value, Region):
+        raise UsageError(
+            f"{verb}: {what} must be a Region of this engine (engine.register(array)), got {type(value).__name__}"
+        )
+    value.require_open()
+    return value
+
+
+def _remote(value: object, verb: str, what: str) -> RemoteRegion:
+    if not isinstance(value, RemoteRegion):
+        hint = "; a Region is local: send its descriptor over and attach it there" if isinstance(value, Region) else ""
+        raise UsageError(
+            f"{verb}: {what} must be a RemoteRegion (engine.attach(descriptor)), got {type(value).__name__}{hint}"
+        )
+    return value
+
+
+def _own(engine: Engine, region: Region, verb: str) -> Region:
+    if region.memory not in engine.memories:
+        raise UsageError(f"{verb}: the local region belongs to another engine; register the memory with this one too")
+    return region
+
+
+def submit_write(engine: Engine, src: Region | None, dst: RemoteRegion | Peer | Address, imm: int | None) -> Transfer:
+    """Start one write, with or without an immediate, or an immediate alone."""
+    engine.require_open()
+    verb = "write" if imm is None else "write_imm"
+    value = NO_IMMEDIATE if imm is None else check_immediate(imm)
+    if src is None:
+        if imm is None:
+            raise UsageError("write: src is None; only write_imm may go without a source (an immediate alone)")
+        if isinstance(dst, RemoteRegion):
+            dst = dst.owner
+        elif not isinstance(dst, (Peer, Address)):
+            raise UsageError(f"write_imm: dst must be a RemoteRegion, a Peer or an Address, got {type(dst).__name__}")
+        peer = engine.peer_of(dst)
+
+        def launch_alone(transfer: Transfer) -> None:
+            assert peer.link is not None
+            engine.core.submit_single(peer.link, transfer, False, None, 0, None, 0, 0, value)
+
+        return engine.submit(peer, f"write_imm of immediate {value:#x} alone", launch_alone)
+    source = _own(engine, _local(src, verb, "src"), verb)
+    target = _remote(dst, verb, "dst")
+    if source.nbytes != target.nbytes:
+        raise UsageError(
+            f"{verb}: src has {source.nbytes} bytes, dst {target.nbytes}; slice the larger one to the same length"
+        )
+    if not target.writable:
+        raise UsageError(f"{verb}: the remote memory is read-only, its owner registered a read-only buffer")
+    peer = engine.peer_of(target.owner)
+
+    def launch(transfer: Transfer) -> None:
+        assert peer.link is not None
+        engine.core.submit_single(
+            peer.link, transfer, False, source.memory, source.start, target.memory, target.start, source.nbytes, value
+        )
+
+    return engine.submit(peer, f"{verb} of {source.nbytes} bytes", launch)
+
+
+def submit_read(engine: Engine, src: RemoteRegion, dst: Region) -> Transfer:
+    """Start one read."""
+    engine.require_open()
+    source = _remote(src, "read", "src_remote")
+    target = _own(engine, _local(dst, "read", "dst_local"), "read")
+    if source.nbytes != target.nbytes:
+        raise UsageError(
+            f"read: src_remote has {source.nbytes} bytes, dst_local {target.nbytes}; "
+            "slice the larger one to the same length"
+        )
+    if not target.writable:
+        raise UsageError(
+            "read: the local memory is read-only, so it cannot be a destination; register a writable buffer"
+        )
+    peer = engine.peer_of(source.owner)
+
+    def launch(transfer: Transfer) -> None:
+        assert peer.link is not None
+        engine.core.submit_single(
+            peer.link,
+            transfer,
+            True,
+            target.memory,
+            target.start,
+            source.memory,
+            source.start,
+            source.nbytes,
+            NO_IMMEDIATE,
+        )
+
+    return engine.submit(peer, f"read of {source.nbytes} bytes", launch)
+
+
+def submit_pages(engine: Engine, src: Pages, dst: Pages, imm: int | None) -> Transfer:
+    """Start paged writes."""
+    engine.require_open()
+    if not isinstance(src, Pages) or not isinstance(dst, Pages):
+        raise UsageError("write_pages: src and dst must be Pages(region, indices, page_bytes)")
+    source = _own(engine, _local(src.region, "write_pages", "src.region"), "write_pages")
+    target = _remote(dst.region, "write_pages", "dst.region")
+    if len(src) != len(dst):
+        raise UsageError(f"write_pages: {len(src)} source pages, but {len(dst)} target pages; page i goes to page i")
+    if src.page_bytes != dst.page_bytes:
+        raise UsageError(
+            f"write_pages: source pages of {src.page_bytes} bytes, target pages of {dst.page_bytes}; they must agree"
+        )
+    if not target.writable:
+        raise UsageError("write_pages: the remote memory is read-only, its owner registered a read-only buffer")
+    value = NO_IMMEDIATE if imm is None else check_immediate(imm)
+    peer = engine.peer_of(target.owner)
+
+    def launch(transfer: Transfer) -> None:
+        assert peer.link is not None
+        engine.core.submit_pages(
+            peer.link,
+            transfer,
+            source.memory,
+            source.start + src.offset,
+            src.index,
+            src.stride,
+            target.memory,
+            target.start + dst.offset,
+            dst.index,
+            dst.stride,
+            src.page_bytes,
+            value,
+        )
+
+    return engine.submit(peer, f"write_pages of {len(src)} pages of {src.page_bytes} bytes", launch)
+
+
+def submit_send(engine: Engine, to: Peer | Address, payload: object) -> Transfer:
+    """Start one message; the payload is copied."""
+    engine.require_open()
+    try:
+        data = payload if type(payload) is bytes else bytes(memoryview(payload))  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"send: the payload must be bytes or a buffer, got {type(payload).__name__}") from None
+    peer = engine.peer_of(to)
+    if peer.link is not None and peer.connected and len(data) > peer.link.message_limit:
+        raise _too_long(len(data), peer.link.message_limit)
+
+    def launch(transfer: Transfer) -> None:
+        assert peer.link is not None
+        if len(data) > peer.link.message_limit:
+            transfer.fail(_too_long(len(data), peer.link.message_limit))
+        else:
+            engine.core.submit_send(peer.link, transfer, data)
+
+    return engine.submit(peer, f"send of {len(data)} bytes", launch)
+
+
+def _too_long(length: int, limit: int) -> UsageError:
+    return UsageError(
+        f"send: a message of {length} bytes, but the peer takes at most {limit} (its config.message_bytes); "
+        "write larger data with engine.write into a region of the peer"
+    )

@@ -1,0 +1,118 @@
+"""A submitted request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
+
+from .aio import wake
+from .errors import AioteError, FabricError, TransferError
+from .rails import Operation, error_text
+
+if TYPE_CHECKING:
+    from .aio import EventLoop, Waiter
+    from .peer import Peer
+
+__all__ = ["Transfer"]
+
+
+class Transfer(Operation):
+    """A transfer under way: awaitable, and `cancel()`.
+
+    Awaiting it ends when the transfer is over, by then no NIC uses its local buffer. Cancelling a task that
+    awaits it cancels the transfer: what is not posted is dropped, what is posted drains, then the cancellation
+    goes on. Several tasks may await one.
+    """
+
+    __slots__ = ("_failure", "_launch", "_loop", "_waiters", "description", "peer")
+
+    def __init__(self, loop: EventLoop, peer: Peer, description: str, launch: Callable[[Transfer], None]) -> None:
+        self.peer = peer
+        self.description = description
+        self._loop = loop
+        self._launch: Callable[[Transfer], None] | None = launch
+        self._failure: AioteError | None = None
+        self._waiters: list[Waiter] | None = None
+        self.on_over = self._wake
+
+    def start(self) -> None:
+        """Hand it to the native core; called once, when the peer is connected."""
+        launch, self._launch = self._launch, None
+        if launch is not None and self._failure is None:
+            launch(self)
+
+    def fail(self, error: AioteError) -> None:
+        """End it before it was handed to the core."""
+        if self._failure is None and not self.is_over:
+            self._launch = None
+            self._failure = error
+            self._wake(self)
+
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+        return self.is_over or self._failure is not None
+
+    def cancel(self) -> None:
+        """Ask it to end: nothing more is posted, and what was posted drains. It is not over yet when this returns."""
+        if self._launch is not None:
+            self.fail(TransferError(self, None, f"{self.description}: cancelled before anything was posted"))
+        elif not self.done():
+            self.peer.cancel_transfer(self)
+
+    def exception(self) -> AioteError | None:
+        """Return the error that it ended with, None when it went well or is not over."""
+        if self._failure is not None or not self.is_over or (self.errno == 0 and not self.was_cancelled):
+            return self._failure
+        self._failure = self.explain()
+        return self._failure
+
+    def explain(self) -> TransferError:
+        """Say what became of it and of its bytes."""
+        reason = self.peer.reason
+        progress = f"{self.confirmed_bytes} of {self.total_bytes} bytes confirmed"
+        if self.was_cancelled:
+            return TransferError(
+                self, None, f"{self.description}: cancelled, {progress}", confirmed=self.peer.confirmed
+            )
+        rail = self.peer.rail_name(self.rail)
+        where = f" on rail {rail}" if rail else ""
+        if reason:
+            cause: AioteError = self.peer.error()
+        else:
+            cause = FabricError(self.errno, error_text(self.errno), operation=self.description, rail=rail)
+            where += f" with peer {self.peer.address}"
+        error = TransferError(
+            self, cause, f"{self.description}{where} failed, {progress}: {cause}", confirmed=self.peer.confirmed
+        )
+        error.__cause__ = cause
+        return error
+
+    def _wake(self, _item: object) -> None:
+        waiters, self._waiters = self._waiters, None
+        for waiter in waiters or ():
+            wake(waiter)
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        if not self.done():
+            waiter = self._loop.waiter()
+            if self._waiters is None:
+                self._waiters = [waiter]
+            else:
+                self._waiters.append(waiter)
+            try:
+                yield from waiter.__await__()
+            except GeneratorExit:
+                # The coroutine is being dropped, not cancelled: nothing can be awaited any more.
+                self.cancel()
+                raise
+            except BaseException:
+                self.cancel()
+                if not self.done():
+                    yield from self.peer.drain(self).__await__()
+                raise
+        if (self.errno or self._failure is not None) and (error := self.exception()) is not None:
+            raise error
+
+    def __repr__(self) -> str:
+        state = "over" if self.done() else "waiting for its peer" if self._launch is not None else "under way"
+        return f"<Transfer {self.description}, {state}>"

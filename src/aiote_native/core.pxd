@@ -1,0 +1,12 @@
+from libc.stdint cimport int64_t, uint64_t
+
+from aiote_native.peers cimport PeerLink
+from aiote_native.progress cimport Progress
+from aiote_native.workrequests cimport Operation
+
+cdef class Core:
+    cdef Progress engine
+    cdef readonly object doorbell
+    cdef readonly set peers
+    cdef uint64_t smallest
+    cdef int launch(self, PeerLink peer, Operation operation) except -1

@@ -1,0 +1,46 @@
+from libc.stdint cimport uint32_t, uint64_t
+
+from aiote_native.structs cimport Done, DoneList
+
+cdef enum:
+    UNITS = 720720  # the least common multiple of 1..16
+    IMMEDIATE_BITS = 28
+
+cdef enum WaitState:
+    WAIT_PENDING = 0
+    WAIT_SATISFIED = 1
+    WAIT_OVER = 2
+
+cdef struct Counter:
+    Counter* chain
+    uint32_t imm
+    uint32_t handles
+    uint64_t units
+    Wait* head
+    Wait* tail
+
+cdef struct Wait:
+    Done done
+    Wait* prev
+    Wait* next
+    Counter* counter
+    uint64_t need
+    int state
+
+cdef struct Table:
+    Counter** buckets
+    uint64_t size
+    uint64_t used
+    uint64_t limit
+
+cdef int table_init(Table* table, uint64_t limit) except -1
+cdef void table_free(Table* table) noexcept nogil
+cdef Counter* table_find(Table* table, uint32_t imm) noexcept nogil
+cdef Counter* table_get(Table* table, uint32_t imm) noexcept nogil
+cdef int arrive(Table* table, uint32_t word, DoneList* done) noexcept nogil
+cdef void settle(Counter* counter, DoneList* done) noexcept nogil
+cdef void enqueue(Counter* counter, Wait* wait, uint64_t need, DoneList* done) noexcept nogil
+cdef void withdraw(Table* table, Wait* wait, DoneList* done) noexcept nogil
+cdef void drop_if_empty(Table* table, Counter* counter) noexcept nogil
+cdef Wait* table_pop_wait(Table* table, uint64_t* bucket) noexcept nogil
+cdef void done_push(DoneList* done, Done* item) noexcept nogil

@@ -1,0 +1,26 @@
+from libc.stdint cimport uint32_t
+
+from aiote_native.structs cimport Channel
+
+cdef enum:
+    BELL_SLOTS = 1000
+
+# The page that an engine shares with its peers on this host. `asleep` is an epoch: odd while the engine sleeps.
+cdef struct BellPage:
+    uint32_t asleep
+    uint32_t reserved[15]
+    uint32_t waiting[BELL_SLOTS]
+
+cdef int ring(Channel* channel, bint polled) noexcept nogil
+
+cdef class Doorbell:
+    cdef BellPage* page
+    cdef readonly int memory_fd
+    cdef readonly int event_fd
+    cdef set free_slots
+    cdef void sleep(self) noexcept nogil
+    cdef void wake(self) noexcept nogil
+
+cdef class PeerBell:
+    cdef const BellPage* page
+    cdef readonly int event_fd

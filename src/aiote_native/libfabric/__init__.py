@@ -1,0 +1,1 @@
+"""libfabric, opened at run time: one module for each of its objects."""

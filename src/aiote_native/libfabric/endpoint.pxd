@@ -1,0 +1,41 @@
+from libc.stdint cimport uint64_t
+
+from aiote_native.libfabric.device cimport Device
+from aiote_native.libfabric.fabric cimport fi_addr_t, fid_av, fid_cq, fid_ep, fid_fabric
+from aiote_native.structs cimport RailOps
+
+cdef enum:
+    NAME_BYTES = 256
+
+ctypedef char bytes_of_name[NAME_BYTES]
+
+cdef struct FabricEndpoint:
+    fid_ep* ep
+    fid_av* av
+    fid_cq* cq
+    fid_fabric* fabric
+    fi_addr_t peer
+    uint64_t write_flags
+    bint waits
+    bint cuts
+    bytes_of_name name
+    size_t name_length
+    bytes_of_name peer_name
+    size_t peer_name_length
+    FabricEndpoint* twin
+    bint severed
+    FabricEndpoint* next
+    FabricEndpoint* prev
+
+cdef class Endpoint:
+    cdef Device device
+    cdef FabricEndpoint* impl
+    cdef const RailOps* ops
+    cdef readonly int wait_fd
+    cdef readonly bytes address
+    cdef readonly uint64_t largest
+    cdef readonly uint64_t depth
+    cdef FabricEndpoint* give(self) except NULL
+    cdef int open_endpoint(self, bint waits) except -1
+    cdef int open(self, bint waits, size_t queue) except -1
+    cdef void taken_back(self)

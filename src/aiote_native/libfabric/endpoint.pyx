@@ -1,0 +1,383 @@
+"""An endpoint for one peer, with its own address vector and completion queue.
+
+One endpoint a peer, not one for all: closing it flushes and ends what flows between these two and touches nobody
+else, which is what a confirmed cancellation rests on. The queue is its own as well, so that nothing stale is left in
+it after the close.
+
+Two endpoints of one process that are joined over shm share their memory: 1.17 hands out the other's mapping instead of
+making one, and a poll that meets anything of an endpoint that was closed crashes. So each knows its twin, and closing
+one severs the other: from then on it is neither polled nor posted to, and says nothing until its owner hears of the
+loss and closes it.
+"""
+
+from libc.errno cimport EAGAIN, ENOTCONN
+from libc.stdint cimport uint32_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcmp, memcpy, memset, strdup
+
+import os
+
+from aiote_native.libfabric.device cimport Device
+from aiote_native.libfabric.fabric cimport (
+    FI_ADDR_STR, FI_ADDR_UNSPEC, FI_AV_TABLE, FI_COMPLETION, FI_CQ_FORMAT_DATA, FI_DELIVERY_COMPLETE, FI_EAGAIN,
+    FI_EAVAIL, FI_GETWAIT, FI_RECV, FI_REMOTE_CQ_DATA, FI_TRANSMIT, FI_WAIT_FD, FI_WAIT_NONE, fi_av_attr,
+    fi_av_insert, fi_av_open, fi_close, fi_control, fi_cq_attr, fi_cq_data_entry, fi_cq_err_entry, fi_cq_open,
+    fi_cq_read, fi_cq_readerr, fi_enable, fi_endpoint, fi_ep_bind, fi_getname, fi_info, fi_msg, fi_msg_rma,
+    fi_readmsg, fi_recv, fi_rma_iov, fi_sendmsg, fi_trywait, fi_writemsg, fid, iovec)
+from aiote_native.libfabric.library cimport symbols
+from aiote_native.libfabric.sockets cimport aiote_close_accepted, aiote_shutdown_sockets
+from aiote_native.status cimport check
+from aiote_native.structs cimport (
+    Completion, OP_READ, OP_RECV, OP_SEND, POLL_BATCH, Post, RailOps, WorkRequest)
+
+cdef extern from "<pthread.h>" nogil:
+    ctypedef struct pthread_mutex_t:
+        pass
+    int pthread_mutex_init(pthread_mutex_t*, const void*)
+    int pthread_mutex_lock(pthread_mutex_t*)
+    int pthread_mutex_unlock(pthread_mutex_t*)
+
+# Every open endpoint without a wait descriptor, for finding twins; the lock is held while a twin is polled, posted to
+# or closed, by whichever engine.
+cdef FabricEndpoint* here = NULL
+cdef pthread_mutex_t here_lock
+pthread_mutex_init(&here_lock, NULL)
+
+
+cdef dict prefixes = {}
+
+
+cdef bytes process_prefix():
+    """Return how the shm names of this process begin: its number, for whoever cleans up after it, and a random part."""
+    pid = os.getpid()
+    if pid not in prefixes:
+        prefixes.clear()
+        prefixes[pid] = b"fi_shm://aiote-%d-%s-" % (pid, os.urandom(4).hex().encode())
+    return prefixes[pid]
+
+
+cdef void enlist(FabricEndpoint* self) noexcept nogil:
+    global here
+    pthread_mutex_lock(&here_lock)
+    self.prev = NULL
+    self.next = here
+    if here != NULL:
+        here.prev = self
+    here = self
+    pthread_mutex_unlock(&here_lock)
+
+
+cdef void find_twin(FabricEndpoint* self, const char* name, size_t length) noexcept nogil:
+    cdef FabricEndpoint* other
+    pthread_mutex_lock(&here_lock)
+    other = here
+    while other != NULL:
+        if other.name_length == length and memcmp(other.name, name, length) == 0:
+            self.twin = other
+        other = other.next
+    pthread_mutex_unlock(&here_lock)
+
+
+cdef void sever_twin(FabricEndpoint* self) noexcept nogil:
+    """Leave the list, and have nobody touch what is about to be closed. The lock is held."""
+    global here
+    cdef FabricEndpoint* other = here
+    while other != NULL:
+        if other.twin == self or (other == self.twin and not self.severed):
+            other.severed = True
+        other = other.next
+    if self.prev != NULL:
+        self.prev.next = self.next
+    elif here == self:
+        here = self.next
+    if self.next != NULL:
+        self.next.prev = self.prev
+    self.next = self.prev = NULL
+
+
+cdef int post(void* impl, const Post* args, WorkRequest* wr) noexcept nogil:
+    """Post one operation; to the twin of a closed one -EAGAIN, for as long as nobody has heard of that."""
+    cdef FabricEndpoint* self = <FabricEndpoint*> impl
+    cdef int code = -EAGAIN
+    if self.twin == NULL:
+        return post_one(self, args, wr)
+    pthread_mutex_lock(&here_lock)
+    if not self.severed:
+        code = post_one(self, args, wr)
+    pthread_mutex_unlock(&here_lock)
+    return code
+
+
+cdef int post_one(FabricEndpoint* self, const Post* args, WorkRequest* wr) noexcept nogil:
+    """Post one operation.
+
+    A write's completion means delivery: by default tcp reports when the socket buffer took the data. A message's
+    does not: its buffer is a copy of ours and a receive is waiting for it (credits), and shm of 2.5.1 crashes in
+    its own progress when both sides of a pair send with FI_DELIVERY_COMPLETE.
+    """
+    cdef iovec local
+    cdef fi_rma_iov remote
+    cdef fi_msg_rma rma
+    cdef fi_msg message
+    cdef void* desc = <void*> args.desc
+    cdef ssize_t code
+    local.iov_base = args.local
+    local.iov_len = args.length
+    if args.opcode == OP_RECV:
+        code = fi_recv(self.ep, args.local, args.length, desc, FI_ADDR_UNSPEC, wr)
+    elif args.opcode == OP_SEND:
+        message.msg_iov = &local
+        message.desc = &desc
+        message.iov_count = 1
+        message.addr = self.peer
+        message.context = wr
+        message.data = 0
+        code = fi_sendmsg(self.ep, &message, FI_COMPLETION)
+    else:
+        # One element also for a length of 0: with none, some providers never complete (udp;ofi_rxd), others
+        # ignore the key.
+        remote.addr = args.remote
+        remote.len = args.length
+        remote.key = args.key
+        rma.msg_iov = &local
+        rma.desc = &desc
+        rma.iov_count = 1
+        rma.addr = self.peer
+        rma.rma_iov = &remote
+        rma.rma_iov_count = 1
+        rma.context = wr
+        rma.data = args.imm
+        if args.opcode == OP_READ:
+            code = fi_readmsg(self.ep, &rma, FI_COMPLETION)
+        else:
+            code = fi_writemsg(self.ep, &rma, self.write_flags | (FI_REMOTE_CQ_DATA if args.with_imm else 0))
+    return <int> code
+
+
+cdef int take_error(FabricEndpoint* self, Completion* out) noexcept nogil:
+    cdef fi_cq_err_entry entry
+    memset(&entry, 0, sizeof(entry))
+    cdef ssize_t got = fi_cq_readerr(self.cq, &entry, 0)
+    if got < 1:
+        return 0
+    out.wr = <WorkRequest*> entry.op_context
+    out.status = -entry.err if entry.err != 0 else -EAGAIN
+    out.provider_errno = entry.prov_errno
+    out.length = 0
+    return 1
+
+
+cdef int poll(void* impl, Completion* out, int capacity) noexcept nogil:
+    cdef FabricEndpoint* self = <FabricEndpoint*> impl
+    cdef int got = 0
+    if self.twin == NULL:
+        return poll_one(self, out, capacity)
+    pthread_mutex_lock(&here_lock)
+    if not self.severed:
+        got = poll_one(self, out, capacity)
+    pthread_mutex_unlock(&here_lock)
+    return got
+
+
+cdef int poll_one(FabricEndpoint* self, Completion* out, int capacity) noexcept nogil:
+    cdef fi_cq_data_entry entries[POLL_BATCH]
+    cdef ssize_t got
+    cdef int i
+    if capacity > POLL_BATCH:
+        capacity = POLL_BATCH
+    got = fi_cq_read(self.cq, entries, capacity)
+    if got == -FI_EAGAIN:
+        return 0
+    if got == -FI_EAVAIL:
+        return take_error(self, out)
+    if got < 0:
+        return <int> got
+    for i in range(<int> got):
+        out[i].status = 0
+        out[i].provider_errno = 0
+        out[i].length = entries[i].len
+        # Only this flag tells an arrived immediate: the tcp of 1.17 sets neither FI_RMA nor a length with it. Messages
+        # never carry data here, so a receive cannot be mistaken for one.
+        if entries[i].flags & FI_REMOTE_CQ_DATA:
+            out[i].wr = NULL
+            out[i].imm = <uint32_t> entries[i].data
+        else:
+            out[i].wr = <WorkRequest*> entries[i].op_context
+    return <int> got
+
+
+cdef int arm(void* impl) noexcept nogil:
+    cdef FabricEndpoint* self = <FabricEndpoint*> impl
+    cdef fid* one
+    if not self.waits:
+        return 0
+    one = &self.cq.fid
+    return 0 if fi_trywait(self.fabric, &one, 1) == 0 else 1
+
+
+cdef bint cut(void* impl) noexcept nogil:
+    """Shut down the sockets of an rxm endpoint.
+
+    Its close in 1.17 reads the completions that are left as if all were its own, and an immediate that arrived and was
+    not read has no context: the process crashes. Without a wire nothing arrives, and what is under way ends with errors
+    that are read in the ordinary way; then the close finds nothing.
+    """
+    cdef FabricEndpoint* self = <FabricEndpoint*> impl
+    if not self.cuts:
+        return False
+    aiote_shutdown_sockets(self.name, self.name_length, self.peer_name, self.peer_name_length)
+    return True
+
+
+cdef void shut(void* impl) noexcept nogil:
+    cdef FabricEndpoint* self = <FabricEndpoint*> impl
+    if self.ep == NULL:
+        return
+    if self.waits:
+        fi_close(&self.ep.fid)
+        # 1.17's rxm forgets a connection that it accepted and had not finished to set up.
+        if self.cuts:
+            aiote_close_accepted(self.name, self.name_length)
+    else:
+        pthread_mutex_lock(&here_lock)
+        sever_twin(self)
+        # Nor is this one polled from here on: what it would meet is gone.
+        self.severed = True
+        fi_close(&self.ep.fid)
+        pthread_mutex_unlock(&here_lock)
+    self.ep = NULL
+
+
+cdef void release(void* impl) noexcept nogil:
+    cdef FabricEndpoint* self = <FabricEndpoint*> impl
+    shut(impl)
+    if self.cq != NULL:
+        fi_close(&self.cq.fid)
+    if self.av != NULL:
+        fi_close(&self.av.fid)
+    free(self)
+
+
+cdef RailOps operations
+operations.post = post
+operations.poll = poll
+operations.arm = arm
+operations.cut = cut
+operations.shut = shut
+operations.release = release
+
+
+cdef class Endpoint:
+    """An enabled endpoint: its address travels to the peer, the peer's is set by `connect`."""
+
+    def __cinit__(self):
+        self.impl = NULL
+        self.wait_fd = -1
+
+    def __init__(self, Device device, bint waits=True, size_t queue=4096):
+        """Open and enable; `waits` asks for a wait descriptor, which shm does not have. Raises StatusError."""
+        if self.impl != NULL or device.domain == NULL:
+            raise RuntimeError("the endpoint is open already, or its device is closed")
+        self.impl = <FabricEndpoint*> calloc(1, sizeof(FabricEndpoint))
+        if self.impl == NULL:
+            raise MemoryError
+        self.device = device
+        device.children += 1
+        self.ops = &operations
+        self.largest = device.info.ep_attr.max_msg_size
+        self.depth = device.info.tx_attr.size
+        try:
+            self.open(waits, queue)
+        except BaseException:
+            self.close()
+            raise
+
+    cdef int open(self, bint waits, size_t queue) except -1:
+        cdef fi_cq_attr cq_attr
+        cdef fi_av_attr av_attr
+        cdef int descriptor = -1
+        cdef char name[NAME_BYTES]
+        cdef size_t length = sizeof(name)
+        memset(&cq_attr, 0, sizeof(cq_attr))
+        memset(&av_attr, 0, sizeof(av_attr))
+        cq_attr.size = queue
+        cq_attr.format = FI_CQ_FORMAT_DATA
+        cq_attr.wait_obj = FI_WAIT_FD if waits else FI_WAIT_NONE
+        av_attr.type = FI_AV_TABLE
+        av_attr.count = 1
+        self.impl.fabric = self.device.fabric
+        self.impl.waits = waits
+        self.impl.write_flags = FI_COMPLETION | FI_DELIVERY_COMPLETE
+        self.open_endpoint(waits)
+        check(fi_cq_open(self.device.domain, &cq_attr, &self.impl.cq, NULL), "fi_cq_open")
+        check(fi_av_open(self.device.domain, &av_attr, &self.impl.av, NULL), "fi_av_open")
+        check(fi_ep_bind(self.impl.ep, &self.impl.cq.fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind(cq)")
+        check(fi_ep_bind(self.impl.ep, &self.impl.av.fid, 0), "fi_ep_bind(av)")
+        check(fi_enable(self.impl.ep), "fi_enable")
+        if waits:
+            check(fi_control(&self.impl.cq.fid, FI_GETWAIT, &descriptor), "fi_control(FI_GETWAIT)")
+            self.wait_fd = descriptor
+        check(fi_getname(&self.impl.ep.fid, name, &length), "fi_getname")
+        self.address = name[:length]
+        if length > NAME_BYTES:
+            raise ValueError(f"the provider's address has {length} bytes, more than {NAME_BYTES}")
+        memcpy(self.impl.name, name, length)
+        self.impl.name_length = length
+        self.impl.cuts = self.device.info.fabric_attr.prov_name.startswith(b"tcp;ofi_rxm")
+        if not waits:
+            enlist(self.impl)
+        return 0
+
+    cdef int open_endpoint(self, bint waits) except -1:
+        """Open the endpoint; one that is found by its name in /dev/shm under a name that is never used again.
+
+        The provider's own names (process, number) are used again as soon as one is closed, so that a peer which still
+        has the old address would reach another's endpoint.
+        """
+        cdef fi_info* info = self.device.info
+        if waits or info.addr_format != FI_ADDR_STR:
+            return check(fi_endpoint(self.device.domain, info, &self.impl.ep, NULL), "fi_endpoint")
+        cdef bytes name = process_prefix() + os.urandom(8).hex().encode()
+        info = symbols().dupinfo(info)
+        if info == NULL:
+            raise MemoryError
+        try:
+            free(info.src_addr)
+            info.src_addr = strdup(name)
+            info.src_addrlen = len(name) + 1
+            return check(fi_endpoint(self.device.domain, info, &self.impl.ep, NULL), "fi_endpoint")
+        finally:
+            symbols().freeinfo(info)
+
+    def connect(self, bytes address) -> None:
+        """Name the one peer endpoint that this one talks to. Raises StatusError when the address is not accepted."""
+        if self.impl == NULL:
+            raise RuntimeError("the endpoint is closed or owned by a channel")
+        if not self.impl.waits:
+            find_twin(self.impl, <const char*> address, len(address))
+            if self.impl.twin == NULL and address.startswith(process_prefix()):
+                # One of this process that is closed: shm of 2.5.1 keeps its name, and crashes on what is gone.
+                check(-ENOTCONN, "connect endpoint")
+        cdef int inserted = fi_av_insert(self.impl.av, <const char*> address, 1, &self.impl.peer, 0, NULL)
+        check(inserted if inserted < 0 else (0 if inserted == 1 else -22), "fi_av_insert")
+        self.impl.peer_name_length = min(len(address), sizeof(self.impl.peer_name))
+        memcpy(self.impl.peer_name, <const char*> address, self.impl.peer_name_length)
+
+    cdef FabricEndpoint* give(self) except NULL:
+        """Hand the endpoint to a channel, which releases it."""
+        if self.impl == NULL:
+            raise RuntimeError("the endpoint is closed or owned by a channel already")
+        cdef FabricEndpoint* impl = self.impl
+        self.impl = NULL
+        return impl
+
+    cdef void taken_back(self):
+        """Note that the channel released what was handed to it."""
+        self.device.children -= 1
+
+    def close(self) -> None:
+        """Close what is not handed to a channel. Idempotent."""
+        if self.impl != NULL:
+            release(self.impl)
+            self.impl = NULL
+            self.device.children -= 1

@@ -1,0 +1,22 @@
+from libc.stdint cimport uint32_t, uint64_t, uint8_t
+
+from aiote_native.posting cimport State
+from aiote_native.structs cimport Channel, Completion, Mailbox, Op, PeerState, Slot
+
+cdef enum:
+    HEADER_BYTES = 16
+    CREDIT_SLOTS = 2
+
+cdef Mailbox* mailbox_new(Channel* channel, uint32_t slots, uint32_t slot_bytes, uint32_t peer_slots, uint8_t* memory,
+                          void* desc) except NULL
+cdef void mailbox_free(Mailbox* self) noexcept nogil
+cdef size_t mailbox_bytes(uint32_t slots, uint32_t slot_bytes) noexcept nogil
+cdef void mailbox_open(State* state, Mailbox* self) noexcept nogil
+cdef void mailbox_pump(State* state, Mailbox* self) noexcept nogil
+cdef void mailbox_received(State* state, Mailbox* self, Slot* slot, const Completion* completion) noexcept nogil
+cdef void mailbox_sent(State* state, Mailbox* self, Slot* slot, const Completion* completion) noexcept nogil
+cdef void mailbox_start(State* state, PeerState* peer, Op* op) noexcept nogil
+cdef Slot* mailbox_peek(Mailbox* self) noexcept nogil
+cdef void mailbox_consume(State* state, Mailbox* self) noexcept nogil
+cdef void mailbox_cancel(State* state, Mailbox* self, Op* op) noexcept nogil
+cdef void mailbox_fail(State* state, Mailbox* self, int status, int rail) noexcept nogil

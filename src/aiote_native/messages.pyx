@@ -1,0 +1,316 @@
+"""Two-sided messages between two engines, with credits.
+
+The receiver posts `slots` receive buffers for each peer and reposts one when its message was taken; the sender has as
+many credits, so a sender that outruns the receiver waits at home and nothing is buffered or dropped by a provider.
+Every message carries how many of the other direction's have been consumed so far (a running total, so it may be late
+or repeated but never wrong); when half a pool was consumed and nothing flows back, a message of credits alone is
+sent. At most two of those can be under way, because the second half must be consumed to send the second one and the
+first must have arrived for the third: two more slots take them.
+
+The caller holds the engine's lock.
+"""
+
+from libc.errno cimport EAGAIN, EIO, EPROTO
+from libc.stdint cimport uint32_t, uint64_t, uint8_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
+
+from aiote_native.doorbell cimport ring
+from aiote_native.posting cimport op_end, op_fail, peer_fail
+from aiote_native.structs cimport ECANCELED, OP_RECV, OP_SEND, Post
+
+cdef enum Kind:
+    DATA = 1
+    CREDITS = 2
+
+cdef struct Header:
+    uint32_t kind
+    uint32_t length
+    uint64_t consumed
+
+
+cdef size_t mailbox_bytes(uint32_t slots, uint32_t slot_bytes) noexcept nogil:
+    return 2 * <size_t> (slots + CREDIT_SLOTS) * slot_bytes
+
+
+cdef Mailbox* mailbox_new(Channel* channel, uint32_t slots, uint32_t slot_bytes, uint32_t peer_slots, uint8_t* memory,
+                          void* desc) except NULL:
+    """Lay out both pools in `memory` (of mailbox_bytes): receive slots first, then transmit slots."""
+    cdef Mailbox* self = <Mailbox*> calloc(1, sizeof(Mailbox))
+    cdef uint32_t i
+    cdef uint32_t count = slots + CREDIT_SLOTS
+    if self == NULL:
+        raise MemoryError
+    self.receive = <Slot*> calloc(count, sizeof(Slot))
+    self.transmit = <Slot*> calloc(count, sizeof(Slot))
+    if self.receive == NULL or self.transmit == NULL:
+        mailbox_free(self)
+        raise MemoryError
+    self.channel = channel
+    self.slots = slots
+    self.peer_slots = peer_slots
+    self.slot_bytes = slot_bytes
+    self.memory = memory
+    self.desc = desc
+    for i in range(count):
+        prepare(self, &self.receive[i], memory + <size_t> i * slot_bytes, OP_RECV)
+        prepare(self, &self.transmit[i], memory + <size_t> (count + i) * slot_bytes, OP_SEND)
+        self.receive[i].next = self.repost
+        self.repost = &self.receive[i]
+        self.transmit[i].next = self.spare_transmit
+        self.spare_transmit = &self.transmit[i]
+    return self
+
+
+cdef void prepare(Mailbox* self, Slot* slot, uint8_t* memory, int opcode) noexcept nogil:
+    slot.memory = memory
+    slot.wr.channel = self.channel
+    slot.wr.owner = slot
+    slot.wr.opcode = opcode
+
+
+cdef void mailbox_free(Mailbox* self) noexcept nogil:
+    if self != NULL:
+        free(self.receive)
+        free(self.transmit)
+        free(self)
+
+
+cdef void post_receives(State* state, Mailbox* self) noexcept nogil:
+    cdef Slot* slot
+    cdef Post args
+    cdef int code
+    while self.repost != NULL and self.channel.open:
+        slot = self.repost
+        args.opcode = OP_RECV
+        args.local = slot.memory
+        args.desc = self.desc
+        args.length = self.slot_bytes
+        slot.wr.busy = True
+        code = self.channel.ops.post(self.channel.impl, &args, &slot.wr)
+        if code != 0:
+            slot.wr.busy = False
+            if code == -EAGAIN:
+                state.blocked += 1
+            else:
+                peer_fail(state, self.channel.peer, code, self.channel.rail)
+            return
+        self.repost = slot.next
+        slot.next = NULL
+
+
+cdef int post_message(State* state, Mailbox* self, Kind kind, const void* payload, uint32_t length,
+                      Op* op) noexcept nogil:
+    cdef Slot* slot = self.spare_transmit
+    cdef Header* header
+    cdef Post args
+    cdef int code
+    if slot == NULL:
+        return -EAGAIN
+    header = <Header*> slot.memory
+    header.kind = kind
+    header.length = length
+    header.consumed = self.consumed
+    if length:
+        memcpy(slot.memory + HEADER_BYTES, payload, length)
+    args.opcode = OP_SEND
+    args.local = slot.memory
+    args.desc = self.desc
+    args.length = HEADER_BYTES + length
+    slot.op = op
+    slot.wr.busy = True
+    slot.wr.length = length
+    code = self.channel.ops.post(self.channel.impl, &args, &slot.wr)
+    if code != 0:
+        slot.wr.busy = False
+        state.refused += 1
+        return code
+    self.spare_transmit = slot.next
+    self.advertised = self.consumed
+    self.channel.outstanding += 1
+    if self.channel.waiting != NULL:
+        self.channel.waiting[0] = self.channel.outstanding
+    state.outstanding += 1
+    state.posted += 1
+    state.events += 1
+    if self.channel.peer_bell != NULL:
+        state.rings += ring(self.channel, False)
+    return 0
+
+
+cdef void send_queued(State* state, Mailbox* self) noexcept nogil:
+    cdef Op* op
+    cdef int code
+    while self.head != NULL and self.sent - self.granted < self.peer_slots:
+        op = self.head
+        code = post_message(state, self, DATA, <void*> op.local_address, <uint32_t> op.part_bytes, op)
+        if code == -EAGAIN:
+            state.blocked += 1
+            return
+        self.head = op.next
+        if self.head == NULL:
+            self.tail = NULL
+        else:
+            self.head.prev = NULL
+        op.next = NULL
+        state.queued -= 1
+        op.posted_all = True
+        if code != 0:
+            op_fail(state, op, code, self.channel.rail)
+            continue
+        op.outstanding = 1
+        self.sent += 1
+
+
+cdef void send_credits(State* state, Mailbox* self) noexcept nogil:
+    cdef uint64_t owed = self.consumed - self.advertised
+    cdef int code
+    if owed * 2 < self.slots or self.credits_in_flight >= CREDIT_SLOTS:
+        return
+    code = post_message(state, self, CREDITS, NULL, 0, NULL)
+    if code == 0:
+        self.credits_in_flight += 1
+    elif code == -EAGAIN:
+        state.blocked += 1
+    else:
+        peer_fail(state, self.channel.peer, code, self.channel.rail)
+
+
+cdef void mailbox_open(State* state, Mailbox* self) noexcept nogil:
+    post_receives(state, self)
+
+
+cdef void mailbox_pump(State* state, Mailbox* self) noexcept nogil:
+    """Repost receives, send what has credits, and give credits back where nothing else carries them."""
+    if not self.channel.open:
+        return
+    if self.repost != NULL:
+        post_receives(state, self)
+    if self.head != NULL:
+        send_queued(state, self)
+    if self.consumed != self.advertised:
+        send_credits(state, self)
+
+
+cdef void mailbox_start(State* state, PeerState* peer, Op* op) noexcept nogil:
+    """Queue one message; its payload is copied when a credit and a slot are there."""
+    cdef Mailbox* self = peer.mailbox
+    op.peer = peer
+    if peer.failed or self == NULL:
+        op.posted_all = True
+        op_fail(state, op, peer.error if peer.failed else -EIO, peer.error_rail)
+        return
+    op.next = NULL
+    op.prev = self.tail
+    if self.tail == NULL:
+        self.head = op
+    else:
+        self.tail.next = op
+    self.tail = op
+    state.queued += 1
+    if self.head == op:
+        mailbox_pump(state, self)
+
+
+cdef bint withdraw(State* state, Mailbox* self, Op* op) noexcept nogil:
+    """Take a message that was not posted out of the queue."""
+    if op.posted_all:
+        return False
+    if op.prev == NULL:
+        self.head = op.next
+    else:
+        op.prev.next = op.next
+    if op.next == NULL:
+        self.tail = op.prev
+    else:
+        op.next.prev = op.prev
+    op.next = op.prev = NULL
+    state.queued -= 1
+    op.posted_all = True
+    return True
+
+
+cdef void mailbox_cancel(State* state, Mailbox* self, Op* op) noexcept nogil:
+    if withdraw(state, self, op):
+        op.cancelled = True
+        op_fail(state, op, -ECANCELED, -1)
+
+
+cdef void mailbox_received(State* state, Mailbox* self, Slot* slot, const Completion* completion) noexcept nogil:
+    cdef Header* header = <Header*> slot.memory
+    slot.wr.busy = False
+    if completion.status != 0:
+        slot.next = self.repost
+        self.repost = slot
+        if self.channel.open:
+            peer_fail(state, self.channel.peer, completion.status, self.channel.rail)
+        return
+    if (completion.length < HEADER_BYTES or header.length > completion.length - HEADER_BYTES
+            or (header.kind != DATA and header.kind != CREDITS) or header.consumed > self.sent):
+        slot.next = self.repost
+        self.repost = slot
+        peer_fail(state, self.channel.peer, -EPROTO, self.channel.rail)
+        return
+    if header.consumed > self.granted:
+        self.granted = header.consumed
+    slot.next = NULL
+    if header.kind == CREDITS:
+        slot.next = self.repost
+        self.repost = slot
+        return
+    slot.length = header.length
+    if self.ready_tail == NULL:
+        self.ready_head = slot
+    else:
+        self.ready_tail.next = slot
+    self.ready_tail = slot
+    self.ready += 1
+    state.inbox += 1
+
+
+cdef void mailbox_sent(State* state, Mailbox* self, Slot* slot, const Completion* completion) noexcept nogil:
+    cdef Op* op = slot.op
+    slot.wr.busy = False
+    slot.op = NULL
+    slot.next = self.spare_transmit
+    self.spare_transmit = slot
+    if op == NULL:
+        self.credits_in_flight -= 1
+    else:
+        op.outstanding = 0
+        if completion.status == 0:
+            op.confirmed = op.part_bytes
+            op_end(state, op)
+        else:
+            op.provider_errno = completion.provider_errno
+            op_fail(state, op, completion.status, self.channel.rail)
+    # Whether a failed message arrived is not known, and so neither is its credit: the pair cannot go on.
+    if completion.status != 0 and self.channel.open:
+        peer_fail(state, self.channel.peer, completion.status, self.channel.rail)
+
+
+cdef Slot* mailbox_peek(Mailbox* self) noexcept nogil:
+    return self.ready_head
+
+
+cdef void mailbox_consume(State* state, Mailbox* self) noexcept nogil:
+    """Give the oldest message's slot back to the pool."""
+    cdef Slot* slot = self.ready_head
+    self.ready_head = slot.next
+    if self.ready_head == NULL:
+        self.ready_tail = NULL
+    self.ready -= 1
+    state.inbox -= 1
+    self.consumed += 1
+    slot.next = self.repost
+    self.repost = slot
+    mailbox_pump(state, self)
+
+
+cdef void mailbox_fail(State* state, Mailbox* self, int status, int rail) noexcept nogil:
+    """End every queued message of a lost peer."""
+    cdef Op* op
+    while self.head != NULL:
+        op = self.head
+        withdraw(state, self, op)
+        op_fail(state, op, status, rail)

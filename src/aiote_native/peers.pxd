@@ -1,0 +1,23 @@
+from libc.stdint cimport uint32_t, uint64_t, uint8_t
+
+from aiote_native.progress cimport Progress
+from aiote_native.structs cimport Channel, PeerState
+from aiote_native.workrequests cimport LocalMemory
+
+cdef class PeerLink:
+    cdef PeerState state
+    cdef object core
+    cdef Progress* engine
+    cdef readonly object tag
+    cdef readonly bint closed
+    cdef readonly uint32_t message_limit
+    cdef list endpoints
+    cdef list bells
+    cdef list slots
+    cdef LocalMemory mailbox_memory
+    cdef readonly list leftover
+    cdef uint64_t largest(self) noexcept nogil
+    cdef int widest(self) noexcept nogil
+    cdef void leave(self)
+
+cdef PeerLink open_peer(object core, Progress* engine, object tag)

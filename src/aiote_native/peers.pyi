@@ -1,0 +1,38 @@
+from aiote_native.doorbell import PeerBell
+from aiote_native.libfabric.endpoint import Endpoint
+from aiote_native.workrequests import LocalMemory
+
+class PeerLink:
+    tag: object
+    closed: bool
+    message_limit: int
+    leftover: list[bytes]
+    @property
+    def failed(self) -> int: ...
+    @property
+    def failed_rail(self) -> int: ...
+    @property
+    def messages(self) -> int: ...
+    def add_channel(
+        self,
+        endpoint: Endpoint,
+        rail: int,
+        remote_rail: int,
+        imm_key: int,
+        imm_address: int,
+        scratch: LocalMemory,
+        largest: int = 0,
+        least: int = 0,
+        bell: PeerBell | None = None,
+        slot: int = -1,
+        peer_slot: int = -1,
+    ) -> None: ...
+    def open_mailbox(
+        self, memory: LocalMemory, slots: int, message_bytes: int, peer_slots: int, peer_message_bytes: int
+    ) -> None: ...
+    def take_message(self) -> bytes | None: ...
+    def fail(self, errnum: int) -> None: ...
+    def close(self, errnum: int = 5) -> None: ...
+    def keep_messages(self) -> None: ...
+
+def pool_bytes(slots: int, message_bytes: int, peer_message_bytes: int) -> int: ...

@@ -1,0 +1,283 @@
+"""A peer as the native floor has it: its channels, its mailbox, and their end."""
+
+from cpython.object cimport PyObject
+from libc.errno cimport EIO
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
+
+from aiote_native.doorbell cimport BELL_SLOTS, PeerBell
+from aiote_native.libfabric.endpoint cimport Endpoint
+from aiote_native.messages cimport (
+    HEADER_BYTES, mailbox_bytes, mailbox_consume, mailbox_fail, mailbox_free, mailbox_new, mailbox_open, mailbox_peek)
+from aiote_native.posting cimport peer_fail, post_on
+from aiote_native.progress cimport alive, close_channel, kick, lock, unlock, usable, watch_descriptor
+from aiote_native.structs cimport Channel, MAX_CHANNELS, MAX_RAILS, Mailbox, OP_WRITE, Post, Slot, WorkRequest
+from aiote_native.workrequests cimport LocalMemory
+
+cdef enum:
+    DEPTH = 256  # work requests that one channel holds at most: enough to fill a wire, few enough to drain soon
+
+
+cdef PeerLink open_peer(object core, Progress* engine, object tag):
+    cdef PeerLink link = PeerLink.__new__(PeerLink)
+    usable(engine)
+    link.core = core
+    link.engine = engine
+    link.tag = tag
+    link.closed = False
+    link.state.owner = <PyObject*> link
+    lock(engine)
+    link.state.next_peer = engine.state.peers
+    if engine.state.peers != NULL:
+        engine.state.peers.prev_peer = &link.state
+    engine.state.peers = &link.state
+    unlock(engine)
+    return link
+
+
+cdef class PeerLink:
+    """The channels to one peer. `tag` is the caller's own object."""
+
+    def __cinit__(self):
+        memset(&self.state, 0, sizeof(self.state))
+        self.closed = True
+        self.endpoints = []
+        self.bells = []
+        self.slots = []
+        self.leftover = []
+
+    cdef uint64_t largest(self) noexcept nogil:
+        """The largest message that every channel takes."""
+        cdef uint64_t least = 0xFFFFFFFFFFFFFFFFULL
+        cdef int i
+        for i in range(self.state.channel_count):
+            if self.state.channels[i].largest < least:
+                least = self.state.channels[i].largest
+        return least
+
+    cdef int widest(self) noexcept nogil:
+        """The highest number of a remote rail in use."""
+        cdef int most = -1
+        cdef int i
+        for i in range(self.state.channel_count):
+            if self.state.channels[i].remote_rail > most:
+                most = self.state.channels[i].remote_rail
+        return most
+
+    @property
+    def failed(self) -> int:
+        """The positive error number that the peer failed with, or 0."""
+        return -self.state.error if self.state.failed else 0
+
+    @property
+    def failed_rail(self) -> int:
+        return self.state.error_rail if self.state.failed else -1
+
+    def add_channel(self, Endpoint endpoint, int rail, int remote_rail, uint64_t imm_key, uint64_t imm_address,
+                    LocalMemory scratch, uint64_t largest=0, uint64_t least=0, PeerBell bell=None, int slot=-1,
+                    int peer_slot=-1) -> None:
+        """Take an endpoint that is connected to the peer's.
+
+        `scratch` is local memory for operations without any, `imm_key` and `imm_address` the peer's target of
+        an immediate alone, `largest` bounds a message below the provider's own limit, `least` is what an
+        immediate alone carries, `bell` is the peer's doorbell with the slot that this side has in its own
+        page and the slot that the peer has in its.
+        """
+        cdef Channel* channel
+        usable(self.engine)
+        if self.closed or self.state.channel_count >= MAX_CHANNELS:
+            raise RuntimeError(f"the peer is closed or has {MAX_CHANNELS} channels already")
+        if not 0 <= rail < MAX_RAILS or not 0 <= remote_rail < MAX_CHANNELS:
+            raise ValueError(f"no such rail: {rail} here, {remote_rail} there")
+        if peer_slot >= BELL_SLOTS or slot >= BELL_SLOTS:
+            raise ValueError(f"no such doorbell slot: {slot} here, {peer_slot} there, a page has {BELL_SLOTS}")
+        channel = new_channel(endpoint.depth)
+        channel.peer = &self.state
+        channel.rail = rail
+        channel.remote_rail = remote_rail
+        channel.wait_fd = endpoint.wait_fd
+        channel.largest = min(largest, endpoint.largest) if largest else endpoint.largest
+        channel.least = least
+        channel.imm_key = imm_key
+        channel.imm_address = imm_address
+        channel.scratch = <void*> scratch.address
+        channel.scratch_desc = scratch.descs[rail]
+        if bell is not None:
+            self.bells.append(bell)
+            channel.peer_bell = <const uint32_t*> bell.page
+            channel.peer_bell_fd = bell.event_fd
+            channel.peer_slot = peer_slot if peer_slot >= 0 else 0
+            if slot >= 0:
+                channel.waiting = &self.engine.bell.waiting[slot]
+                self.slots.append(slot)
+        channel.ops = endpoint.ops
+        channel.impl = endpoint.give()
+        self.endpoints.append(endpoint)
+        channel.open = True
+        if channel.wait_fd >= 0:
+            watch_descriptor(self.engine.epoll_fd, channel.wait_fd)
+        lock(self.engine)
+        self.state.channels[self.state.channel_count] = channel
+        self.state.channel_count += 1
+        if channel.wait_fd < 0:
+            greet(self.engine, channel)
+        kick(self.engine)
+        unlock(self.engine)
+
+    def open_mailbox(self, LocalMemory memory, uint32_t slots, uint32_t message_bytes, uint32_t peer_slots,
+                     uint32_t peer_message_bytes) -> None:
+        """Post the receive pool: `slots` messages of `message_bytes`; the peer's numbers bound what is sent to it.
+
+        `memory` holds `pool_bytes(...)` and is closed with the link.
+        """
+        cdef uint32_t slot_bytes = max(message_bytes, peer_message_bytes) + HEADER_BYTES
+        usable(self.engine)
+        if self.state.channel_count == 0 or self.state.mailbox != NULL:
+            raise RuntimeError("a mailbox needs a channel, and there is one for a peer")
+        if memory.length < mailbox_bytes(slots, slot_bytes):
+            raise ValueError("the pool's memory is too short")
+        lock(self.engine)
+        try:
+            self.state.mailbox = mailbox_new(self.state.channels[0], slots, slot_bytes, peer_slots,
+                                             <uint8_t*> memory.address, memory.descs[self.state.channels[0].rail])
+            self.mailbox_memory = memory
+            self.message_limit = peer_message_bytes
+            mailbox_open(&self.engine.state, self.state.mailbox)
+            kick(self.engine)
+        finally:
+            unlock(self.engine)
+
+    def take_message(self) -> bytes | None:
+        """Take the oldest message that arrived from this peer and give its slot back; None when there is none."""
+        cdef Slot* slot
+        if self.leftover:
+            return self.leftover.pop(0)
+        if self.closed or self.state.mailbox == NULL or not alive(self.engine):
+            return None
+        lock(self.engine)
+        try:
+            slot = mailbox_peek(self.state.mailbox)
+            if slot == NULL:
+                return None
+            payload = (<const char*> slot.memory)[HEADER_BYTES:HEADER_BYTES + slot.length]
+            mailbox_consume(&self.engine.state, self.state.mailbox)
+            kick(self.engine)
+        finally:
+            unlock(self.engine)
+        return payload
+
+    @property
+    def messages(self) -> int:
+        """Messages that arrived and were not taken."""
+        if self.leftover or self.closed or self.state.mailbox == NULL:
+            return len(self.leftover)
+        return self.state.mailbox.ready
+
+    def fail(self, int errnum) -> None:
+        """Give the peer up: what is queued ends with this error; what is posted ends when the link is closed."""
+        if self.closed or not alive(self.engine):
+            return
+        lock(self.engine)
+        peer_fail(&self.engine.state, &self.state, -errnum, -1)
+        if self.state.mailbox != NULL:
+            mailbox_fail(&self.engine.state, self.state.mailbox, -errnum, -1)
+        kick(self.engine)
+        unlock(self.engine)
+
+    def close(self, int errnum=EIO) -> None:
+        """End every channel; when this returns no byte moves to or from the peer.
+
+        What was queued or posted ends with an error at the next `Core.reap`; messages that had arrived can
+        still be taken. Idempotent.
+        """
+        cdef int i
+        if self.closed or not alive(self.engine):
+            return
+        self.fail(errnum)
+        lock(self.engine)
+        with nogil:
+            for i in range(self.state.channel_count):
+                close_channel(self.engine, self.state.channels[i])
+            self.state.channel_count = 0
+        self.keep_messages()
+        self.leave()
+        unlock(self.engine)
+        self.closed = True
+        for endpoint in self.endpoints:
+            (<Endpoint> endpoint).taken_back()
+        for bell in self.bells:
+            bell.close()
+        for slot in self.slots:
+            self.core.doorbell.free_slot(slot)
+        if self.mailbox_memory is not None:
+            self.mailbox_memory.close()
+        self.core.peers.discard(self)
+
+    def keep_messages(self) -> None:
+        """Copy what arrived and was not taken, for the pool's memory goes."""
+        cdef Mailbox* mailbox = self.state.mailbox
+        cdef Slot* slot
+        if mailbox == NULL:
+            return
+        slot = mailbox.ready_head
+        while slot != NULL:
+            self.leftover.append((<const char*> slot.memory)[HEADER_BYTES:HEADER_BYTES + slot.length])
+            slot = slot.next
+        self.engine.state.inbox -= mailbox.ready
+        mailbox_free(mailbox)
+        self.state.mailbox = NULL
+
+    cdef void leave(self):
+        if self.state.failed and not self.state.reported:
+            self.state.reported = True
+            self.engine.state.failures -= 1
+        if self.state.prev_peer == NULL:
+            self.engine.state.peers = self.state.next_peer
+        else:
+            self.state.prev_peer.next_peer = self.state.next_peer
+        if self.state.next_peer != NULL:
+            self.state.next_peer.prev_peer = self.state.prev_peer
+
+
+cdef Channel* new_channel(uint64_t depth) except NULL:
+    """Allocate a channel with its work requests, as many as the provider's queue takes but no more than DEPTH."""
+    cdef Channel* channel = <Channel*> calloc(1, sizeof(Channel))
+    cdef uint32_t i
+    if channel == NULL:
+        raise MemoryError
+    channel.depth = <uint32_t> min(depth, DEPTH)
+    channel.requests = <WorkRequest*> calloc(channel.depth, sizeof(WorkRequest))
+    if channel.requests == NULL:
+        free(channel)
+        raise MemoryError
+    for i in range(channel.depth):
+        channel.requests[i].channel = channel
+        channel.requests[i].next = channel.spare
+        channel.spare = &channel.requests[i]
+    return channel
+
+
+cdef void greet(Progress* engine, Channel* channel) noexcept nogil:
+    """Try one write before the endpoint is first polled.
+
+    shm of 2.5.1 maps a peer of the same process only while it answers that peer's connection request, and sends
+    none of its own to one that it has answered: commands the other way then carry an offset instead of an address
+    and crash the process. If both sides ask before they answer, both are mapped.
+    """
+    cdef Post args
+    args.opcode = OP_WRITE
+    args.with_imm = False
+    args.imm = 0
+    args.local = channel.scratch
+    args.desc = channel.scratch_desc
+    args.length = channel.least
+    args.payload = 0
+    args.remote = channel.imm_address
+    args.key = channel.imm_key
+    post_on(&engine.state, channel, &args, NULL)
+
+
+def pool_bytes(uint32_t slots, uint32_t message_bytes, uint32_t peer_message_bytes) -> int:
+    """Return the bytes of memory that `open_mailbox` needs for these numbers."""
+    return mailbox_bytes(slots, max(message_bytes, peer_message_bytes) + HEADER_BYTES)

@@ -1,0 +1,37 @@
+from libc.stdint cimport uint32_t, uint64_t
+
+from aiote_native.counters cimport Table
+from aiote_native.structs cimport Channel, Completion, Cut, DoneList, Op, PeerState, Post, WorkRequest
+
+# What all channels of an engine share. Guarded by the engine's lock.
+cdef struct State:
+    DoneList done
+    Table counters
+    PeerState* peers
+    uint64_t outstanding     # work requests of transfers and messages that a NIC holds
+    uint64_t queued          # transfers with something left to post
+    uint64_t blocked         # posts that were refused for now in the last round
+    uint64_t inbox           # messages that nobody took yet
+    uint64_t failures        # peers whose failure was not reported yet
+    uint64_t events          # things that happened, ever: a changed value means that there was progress
+    uint64_t posted
+    uint64_t completed
+    uint64_t refused
+    uint64_t immediates
+    uint64_t rings
+
+cdef int cut_part(uint64_t length, uint32_t lanes, uint64_t largest, uint64_t smallest, bint counted,
+                  Cut* out) noexcept nogil
+cdef void cut_piece(uint64_t length, uint64_t pieces, uint64_t j, uint64_t* offset, uint64_t* size) noexcept nogil
+
+cdef int post_on(State* state, Channel* channel, const Post* args, void* owner) noexcept nogil
+cdef void give_back(Channel* channel, WorkRequest* wr) noexcept nogil
+
+cdef void op_start(State* state, PeerState* peer, Op* op) noexcept nogil
+cdef void op_cancel(State* state, Op* op) noexcept nogil
+cdef void op_completed(State* state, Op* op, const Completion* completion, Channel* channel,
+                       uint64_t length) noexcept nogil
+cdef void op_end(State* state, Op* op) noexcept nogil
+cdef void op_fail(State* state, Op* op, int status, int rail) noexcept nogil
+cdef void pump_peer(State* state, PeerState* peer) noexcept nogil
+cdef void peer_fail(State* state, PeerState* peer, int error, int rail) noexcept nogil

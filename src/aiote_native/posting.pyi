@@ -1,0 +1,3 @@
+def plan(
+    length: int, lanes: int, largest: int, smallest: int, counted: bool
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]: ...

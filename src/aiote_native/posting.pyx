@@ -1,0 +1,326 @@
+"""Transfers: cut in stripes, posted, retried and ended without the GIL.
+
+A transfer is `parts` parts of equal length (one for a plain write, one a page for paged ones), each cut alike. It
+moves through the queue of its peer: at most TURN work requests a turn, then the next transfer of that peer has its
+turn, so a small write never waits behind a million pages. A refused post (-EAGAIN: queue full, still connecting) is
+tried on the peer's other channels, then left for the next round. A transfer that failed or was cancelled posts
+nothing more and is over when the last of its work requests is: not before, because until then a NIC may use the
+memory.
+
+The caller holds the engine's lock. The plain Python reference of the cut is `aiote.core.striping`.
+"""
+
+from libc.errno cimport EAGAIN
+from libc.stdint cimport uint32_t, uint64_t
+
+from aiote_native.counters cimport done_push
+from aiote_native.doorbell cimport ring
+from aiote_native.structs cimport ECANCELED, MAX_STRIPES
+
+cdef enum:
+    # Work requests of one transfer before the next one's turn; TransferEngine found that more lowers EFA's packet rate.
+    TURN = 32
+
+
+cdef int cut_part(uint64_t length, uint32_t lanes, uint64_t largest, uint64_t smallest, bint counted,
+                  Cut* out) noexcept nogil:
+    cdef uint64_t needed = length // largest + (1 if length % largest else 0)
+    cdef uint64_t spread = length // smallest if smallest else length
+    if spread < 1:
+        spread = 1
+    if spread > lanes:
+        spread = lanes
+    # No more than that can carry the immediate, however many lanes there are.
+    if counted and spread > MAX_STRIPES:
+        spread = MAX_STRIPES
+    if needed < spread:
+        needed = spread
+    out.head_bytes = 0
+    out.head_count = 0
+    out.tail_bytes = length
+    if not counted:
+        out.head_bytes = length
+        out.head_count = needed
+        out.tail_bytes = 0
+        out.tail_count = 0
+    elif needed <= MAX_STRIPES:
+        out.tail_count = <uint32_t> needed
+    else:
+        out.tail_count = MAX_STRIPES
+        out.tail_bytes = MAX_STRIPES * largest
+        out.head_bytes = length - out.tail_bytes
+        out.head_count = out.head_bytes // largest + (1 if out.head_bytes % largest else 0)
+    return 0
+
+
+cdef void cut_piece(uint64_t length, uint64_t pieces, uint64_t j, uint64_t* offset, uint64_t* size) noexcept nogil:
+    cdef uint64_t quotient = length // pieces
+    cdef uint64_t remainder = length % pieces
+    offset[0] = j * quotient + (j if j < remainder else remainder)
+    size[0] = quotient + (1 if j < remainder else 0)
+
+
+def plan(uint64_t length, uint32_t lanes, uint64_t largest, uint64_t smallest, bint counted) -> tuple[list, list]:
+    """Return the (offset, length) of the plain and of the last stripes of one write, as transfers are cut."""
+    cdef Cut cut
+    cdef uint64_t offset = 0, size = 0, j
+    cut_part(length, lanes, largest, smallest, counted, &cut)
+    head, tail = [], []
+    for j in range(cut.head_count):
+        cut_piece(cut.head_bytes, cut.head_count, j, &offset, &size)
+        head.append((offset, size))
+    for j in range(cut.tail_count):
+        cut_piece(cut.tail_bytes, cut.tail_count, j, &offset, &size)
+        tail.append((cut.head_bytes + offset, size))
+    return head, tail
+
+
+cdef void give_back(Channel* channel, WorkRequest* wr) noexcept nogil:
+    wr.busy = False
+    wr.owner = NULL
+    wr.next = channel.spare
+    channel.spare = wr
+
+
+cdef int post_on(State* state, Channel* channel, const Post* args, void* owner) noexcept nogil:
+    """Post with a work request of the channel's pool; -EAGAIN when that is empty or the provider's queue full."""
+    cdef WorkRequest* wr = channel.spare
+    cdef int code
+    if wr == NULL:
+        return -EAGAIN
+    channel.spare = wr.next
+    wr.owner = owner
+    wr.opcode = args.opcode
+    wr.length = args.payload
+    wr.busy = True
+    code = channel.ops.post(channel.impl, args, wr)
+    if code != 0:
+        give_back(channel, wr)
+        state.refused += 1
+        return code
+    channel.outstanding += 1
+    if channel.waiting != NULL:
+        channel.waiting[0] = channel.outstanding
+    state.outstanding += 1
+    state.posted += 1
+    return 0
+
+
+cdef void link_tail(State* state, PeerState* peer, Op* op) noexcept nogil:
+    op.queued = True
+    op.next = NULL
+    op.prev = peer.tail
+    if peer.tail == NULL:
+        peer.head = op
+    else:
+        peer.tail.next = op
+    peer.tail = op
+    state.queued += 1
+
+
+cdef void unlink(State* state, PeerState* peer, Op* op) noexcept nogil:
+    if not op.queued:
+        return
+    op.queued = False
+    if op.prev == NULL:
+        peer.head = op.next
+    else:
+        op.prev.next = op.next
+    if op.next == NULL:
+        peer.tail = op.prev
+    else:
+        op.next.prev = op.prev
+    op.next = op.prev = NULL
+    state.queued -= 1
+
+
+cdef void op_end(State* state, Op* op) noexcept nogil:
+    """Tell Python that the transfer is over, once."""
+    if op.over:
+        return
+    unlink(state, op.peer, op)
+    op.over = True
+    state.events += 1
+    done_push(&state.done, &op.done)
+
+
+cdef void op_fail(State* state, Op* op, int status, int rail) noexcept nogil:
+    """Stop posting; the first error is kept, and told when nothing is outstanding any more."""
+    if op.status == 0:
+        op.status = status
+        op.rail = rail
+    unlink(state, op.peer, op)
+    op.posted_all = True
+    if op.outstanding == 0:
+        op_end(state, op)
+
+
+cdef void op_cancel(State* state, Op* op) noexcept nogil:
+    if op.over:
+        return
+    op.cancelled = True
+    op_fail(state, op, -ECANCELED, -1)
+
+
+cdef void op_completed(State* state, Op* op, const Completion* completion, Channel* channel,
+                       uint64_t length) noexcept nogil:
+    op.outstanding -= 1
+    if completion.status != 0:
+        if op.status == 0:
+            op.provider_errno = completion.provider_errno
+        op_fail(state, op, completion.status, channel.rail)
+        return
+    op.confirmed += length
+    if op.outstanding == 0:
+        if op.posted_all:
+            op_end(state, op)
+        elif op.phase == 0 and not op.queued:
+            # The plain stripes have arrived; only now may the immediates follow, for nothing is ordered.
+            op.phase = 1
+            op.part = op.stripe = 0
+            link_tail(state, op.peer, op)
+
+
+cdef inline void describe_post(Op* op, Channel* channel, Post* args) noexcept nogil:
+    """Fill in the next work request of a transfer for one channel, with that channel's own keys."""
+    cdef uint64_t offset = 0
+    cdef uint64_t size = 0
+    cdef uint64_t local, remote
+    if op.phase == 0:
+        cut_piece(op.cut.head_bytes, op.cut.head_count, op.stripe, &offset, &size)
+    else:
+        cut_piece(op.cut.tail_bytes, op.cut.tail_count, op.stripe, &offset, &size)
+        offset += op.cut.head_bytes
+    local = op.part if op.local_index == NULL else <uint64_t> op.local_index[op.part]
+    remote = op.part if op.remote_index == NULL else <uint64_t> op.remote_index[op.part]
+    args.opcode = op.opcode
+    args.with_imm = op.counted and op.phase == 1
+    args.imm = op.imm | ((op.cut.tail_count - 1) << 28) if args.with_imm else 0
+    args.length = args.payload = size
+    if size == 0:
+        args.length = channel.least
+    if op.local_address != 0 and size != 0:
+        args.local = <void*> (op.local_address + local * op.local_stride + offset)
+        args.desc = op.local_desc[channel.rail]
+    else:
+        args.local = channel.scratch
+        args.desc = channel.scratch_desc
+    if op.remote_base != NULL and size != 0:
+        args.remote = op.remote_base[channel.remote_rail] + op.remote_offset + remote * op.remote_stride + offset
+        args.key = op.remote_key[channel.remote_rail]
+    else:
+        args.remote = channel.imm_address
+        args.key = channel.imm_key
+
+
+cdef bint advance(Op* op) noexcept nogil:
+    """Step to the next stripe; False when the phase has no more."""
+    cdef uint64_t count = op.cut.head_count if op.phase == 0 else op.cut.tail_count
+    op.stripe += 1
+    if op.stripe < count:
+        return True
+    op.stripe = 0
+    op.part += 1
+    return op.part < op.parts
+
+
+cdef int post_next(State* state, PeerState* peer, Op* op) noexcept nogil:
+    cdef Post args
+    cdef Channel* channel
+    cdef int code = -EAGAIN
+    cdef int attempt
+    for attempt in range(peer.channel_count):
+        channel = peer.channels[(peer.turn + attempt) % peer.channel_count]
+        if not channel.open:
+            continue
+        describe_post(op, channel, &args)
+        code = post_on(state, channel, &args, op)
+        if code != -EAGAIN:
+            op.rail = channel.rail
+            break
+    peer.turn += 1
+    return code
+
+
+cdef int pump_op(State* state, PeerState* peer, Op* op) noexcept nogil:
+    """Post up to a turn's worth. 0: posted all there is for now; 1: its turn is over; -EAGAIN: refused."""
+    cdef int budget = TURN
+    cdef int code
+    while budget > 0:
+        code = post_next(state, peer, op)
+        if code == -EAGAIN:
+            return code
+        if code != 0:
+            op_fail(state, op, code, op.rail)
+            return 0
+        op.outstanding += 1
+        budget -= 1
+        if not advance(op):
+            unlink(state, peer, op)
+            # After the plain stripes the transfer rests until they have arrived, unless there are no others to come.
+            op.posted_all = op.phase == 1 or op.cut.tail_count == 0
+            return 0
+    return 1
+
+
+cdef void ring_all(State* state, PeerState* peer) noexcept nogil:
+    cdef int i
+    for i in range(peer.channel_count):
+        if peer.channels[i].peer_bell != NULL:
+            state.rings += ring(peer.channels[i], False)
+
+
+cdef void pump_peer(State* state, PeerState* peer) noexcept nogil:
+    """Give each queued transfer of a peer a turn, until all is posted or the provider refuses."""
+    cdef Op* op
+    cdef int code
+    cdef uint64_t before = state.posted
+    cdef uint64_t started
+    cdef uint64_t turns = 64
+    while peer.head != NULL and turns > 0:
+        turns -= 1
+        op = peer.head
+        started = state.posted
+        code = pump_op(state, peer, op)
+        # What it could post was its turn: a queue with less room than that would otherwise serve the first alone.
+        if code != 0 and op.next != NULL and state.posted != started:
+            unlink(state, peer, op)
+            link_tail(state, peer, op)
+        if code == -EAGAIN:
+            state.blocked += 1
+            break
+    if state.posted != before:
+        state.events += 1
+        ring_all(state, peer)
+
+
+cdef void op_start(State* state, PeerState* peer, Op* op) noexcept nogil:
+    """Queue a transfer and post what can be posted at once."""
+    op.peer = peer
+    op.phase = 0 if op.cut.head_count else 1
+    if peer.failed:
+        op.status = peer.error
+        op.rail = peer.error_rail
+        op.posted_all = True
+        op_end(state, op)
+        return
+    if op.parts == 0:
+        op.posted_all = True
+        op_end(state, op)
+        return
+    link_tail(state, peer, op)
+    if peer.head == op:
+        pump_peer(state, peer)
+
+
+cdef void peer_fail(State* state, PeerState* peer, int error, int rail) noexcept nogil:
+    """Mark a peer as lost and end what is queued for it; what a NIC holds ends when its channels are shut."""
+    if peer.failed:
+        return
+    peer.failed = True
+    peer.error = error
+    peer.error_rail = rail
+    state.failures += 1
+    state.events += 1
+    while peer.head != NULL:
+        op_fail(state, peer.head, error, rail)

@@ -1,0 +1,70 @@
+from libc.stdint cimport uint32_t, uint64_t
+
+from aiote_native.doorbell cimport BellPage
+from aiote_native.posting cimport State
+from aiote_native.structs cimport Channel, Done, PeerState
+
+cdef extern from "<pthread.h>" nogil:
+    ctypedef struct pthread_mutex_t:
+        pass
+    ctypedef unsigned long pthread_t
+    int pthread_mutex_init(pthread_mutex_t*, void*)
+    int pthread_mutex_destroy(pthread_mutex_t*)
+    int pthread_mutex_lock(pthread_mutex_t*)
+    int pthread_mutex_trylock(pthread_mutex_t*)
+    int pthread_mutex_unlock(pthread_mutex_t*)
+    int pthread_create(pthread_t*, void*, void* (*)(void*) noexcept nogil, void*)
+    int pthread_join(pthread_t, void**)
+
+# A word in memory whose growth is awaited.
+cdef struct Watched:
+    Done done
+    Watched* prev
+    Watched* next
+    const void* address
+    int width
+    uint64_t old
+    uint64_t new
+    bint linked
+
+cdef struct Progress:
+    State state
+    pthread_mutex_t lock
+    int epoll_fd
+    int wake_fd
+    int timer_fd
+    int notify_fd
+    BellPage* bell
+    uint64_t spin_ns
+    uint64_t last_activity
+    uint64_t seen_events
+    uint64_t tick_ns
+    bint timer_armed
+    uint64_t waits
+    uint64_t receivers
+    Watched* watches
+    bint threaded
+    bint asleep
+    bint stop
+    bint notified
+    int wanted
+    int processor
+    bint closed
+    uint64_t epoch
+    pthread_t thread
+    uint64_t sleeps
+    uint64_t rounds
+
+cdef void watch_link(Progress* self, Watched* watched) noexcept nogil
+cdef void watch_unlink(Progress* self, Watched* watched) noexcept nogil
+cdef void close_channel(Progress* self, Channel* channel) noexcept nogil
+cdef int progress_once(Progress* self) noexcept nogil
+cdef void* run_thread(void* argument) noexcept nogil
+cdef uint64_t clock_ns() noexcept nogil
+cdef void lock(Progress* self) noexcept
+cdef void unlock(Progress* self) noexcept nogil
+cdef int watch_descriptor(int epoll_fd, int fd) except -1
+cdef void kick(Progress* self) noexcept nogil
+cdef int usable(Progress* self) except -1
+cdef bint alive(Progress* self) noexcept nogil
+cdef void new_epoch(Progress* self) noexcept nogil

@@ -1,0 +1,432 @@
+"""The progress loop: drain completion queues, post what waits, and sleep when there is nothing to do.
+
+A round drains every channel and gives every peer's queue its turn. While something is outstanding or awaited the loop
+keeps going for `spin_ns` after the last thing that happened; then it clears its own wake-ups, says that it sleeps,
+drains once more, arms every rail, and only then lets its caller sleep on the one epoll descriptor: whatever comes
+after the last drain makes that descriptor readable. A timer covers what no descriptor announces: posts that a
+provider refused, rails without a wait descriptor, watched words.
+
+The same function serves both modes: called from an event loop, or by a native thread that never takes the GIL.
+"""
+
+from libc.errno cimport errno
+from libc.stdint cimport uint32_t, uint64_t
+from libc.stdlib cimport free
+from libc.string cimport memset
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
+from posix.unistd cimport read, write
+
+from aiote_native.counters cimport arrive, done_push
+from aiote_native.doorbell cimport ring
+from aiote_native.messages cimport mailbox_fail, mailbox_pump, mailbox_received, mailbox_sent
+from aiote_native.posting cimport give_back, op_completed, peer_fail, pump_peer
+from aiote_native.status cimport check
+from aiote_native.structs cimport (
+    Completion, ECANCELED, OP_RECV, OP_SEND, Op, POLL_BATCH, PeerState, Slot, WorkRequest)
+
+cdef extern from *:
+    """
+    #include <sys/epoll.h>
+    #include <sys/timerfd.h>
+    #include <sched.h>
+    #define aiote_store_word(p, v) __atomic_store_n((p), (v), __ATOMIC_SEQ_CST)
+    #define aiote_add(p, v) __atomic_add_fetch((p), (v), __ATOMIC_SEQ_CST)
+    #define aiote_full_fence() __atomic_thread_fence(__ATOMIC_SEQ_CST)
+    static inline uint64_t aiote_load_word(const void* address, int width) {
+        switch (width) {
+        case 1: return __atomic_load_n((const uint8_t*)address, __ATOMIC_ACQUIRE);
+        case 2: return __atomic_load_n((const uint16_t*)address, __ATOMIC_ACQUIRE);
+        case 4: return __atomic_load_n((const uint32_t*)address, __ATOMIC_ACQUIRE);
+        default: return __atomic_load_n((const uint64_t*)address, __ATOMIC_ACQUIRE);
+        }
+    }
+    static inline void aiote_pin(int processor) {
+        cpu_set_t set;
+        if (processor < 0) return;
+        CPU_ZERO(&set);
+        CPU_SET(processor, &set);
+        sched_setaffinity(0, sizeof(set), &set);
+    }
+    """
+    void aiote_store_word(uint32_t*, uint32_t) noexcept nogil
+    void aiote_full_fence() noexcept nogil
+    int aiote_add(int*, int) noexcept nogil
+    uint64_t aiote_load_word(const void*, int) noexcept nogil
+    void aiote_pin(int) noexcept nogil
+
+cdef extern from "<sched.h>" nogil:
+    int sched_yield()
+
+cdef extern from "<sys/epoll.h>" nogil:
+    struct epoll_event:
+        uint32_t events
+    int epoll_wait(int, epoll_event*, int, int)
+    int epoll_ctl(int, int, int, epoll_event*)
+    const int EPOLL_CTL_ADD
+    const uint32_t EPOLLIN
+
+cdef extern from "<sys/timerfd.h>" nogil:
+    struct itimerspec:
+        timespec it_interval
+        timespec it_value
+    int timerfd_settime(int, int, const itimerspec*, itimerspec*)
+
+cdef enum:
+    DRAIN_ROUNDS = 8               # batches taken from one queue before the next one's turn
+    TICK_FIRST_NS = 1_000_000      # the timer's first interval, doubled to the last one while nothing happens
+    TICK_LAST_NS = 32_000_000
+    CUT_ROUNDS = 20_000            # polls that a cut wire is given to end what was under way, some tens of milliseconds
+    CUT_QUIET = 64                 # empty polls in a row that tell that nothing more comes
+    WATCH_FIRST_NS = 50_000
+    WATCH_LAST_NS = 1_000_000
+
+
+cdef uint64_t clock_ns() noexcept nogil:
+    cdef timespec now
+    clock_gettime(CLOCK_MONOTONIC, &now)
+    return <uint64_t> now.tv_sec * 1_000_000_000 + <uint64_t> now.tv_nsec
+
+
+cdef void lock(Progress* self) noexcept:
+    """Take the engine's lock; the GIL is let go while another thread has it, and that thread is asked to step aside."""
+    if pthread_mutex_trylock(&self.lock) == 0:
+        return
+    with nogil:
+        aiote_add(&self.wanted, 1)
+        pthread_mutex_lock(&self.lock)
+        aiote_add(&self.wanted, -1)
+
+
+cdef void unlock(Progress* self) noexcept nogil:
+    pthread_mutex_unlock(&self.lock)
+
+
+cdef int watch_descriptor(int epoll_fd, int fd) except -1:
+    """Add a descriptor to the engine's set; closing it takes it out."""
+    cdef epoll_event event
+    memset(&event, 0, sizeof(event))
+    event.events = EPOLLIN
+    return check(-errno if epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &event) else 0, "epoll_ctl")
+
+
+cdef void kick(Progress* self) noexcept nogil:
+    """Count this moment as activity and make the native thread look, if it sleeps. The lock is held."""
+    cdef uint64_t one = 1
+    self.last_activity = clock_ns()
+    if self.threaded and self.asleep:
+        self.asleep = False
+        write(self.wake_fd, &one, sizeof(one))
+
+
+# Counted up in every child of a fork: what was made before belongs to the parent.
+cdef uint64_t fork_epoch = 0
+
+
+def after_fork() -> None:
+    """Make every engine of the parent unusable in this child; to be called in the child of a fork."""
+    global fork_epoch
+    fork_epoch += 1
+
+
+class ForkError(RuntimeError):
+    """The object was made by the process that this one was forked from."""
+
+
+cdef void new_epoch(Progress* self) noexcept nogil:
+    self.epoch = fork_epoch
+
+
+cdef bint alive(Progress* self) noexcept nogil:
+    """Whether the engine is open and this process's own."""
+    return not self.closed and self.epoch == fork_epoch
+
+
+cdef int usable(Progress* self) except -1:
+    if self.epoch != fork_epoch:
+        raise ForkError("this engine belongs to the parent process: open one of its own after a fork")
+    if self.closed:
+        raise RuntimeError("the engine is closed")
+    return 0
+
+
+cdef void request_over(State* state, Channel* channel, WorkRequest* wr, const Completion* completion) noexcept nogil:
+    """Tell the owner of a work request that the NIC is done with it."""
+    cdef Op* op
+    cdef uint64_t length = wr.length
+    if wr.opcode == OP_RECV:
+        mailbox_received(state, channel.peer.mailbox, <Slot*> wr.owner, completion)
+        return
+    channel.outstanding -= 1
+    if channel.waiting != NULL:
+        channel.waiting[0] = channel.outstanding
+    state.outstanding -= 1
+    state.completed += 1
+    if wr.opcode == OP_SEND:
+        mailbox_sent(state, channel.peer.mailbox, <Slot*> wr.owner, completion)
+        return
+    op = <Op*> wr.owner
+    give_back(channel, wr)
+    if op != NULL:
+        op_completed(state, op, completion, channel, length)
+
+
+cdef void handle(State* state, Channel* channel, const Completion* completion) noexcept nogil:
+    cdef int code
+    if completion.wr == NULL:
+        if completion.status != 0:
+            peer_fail(state, channel.peer, completion.status, channel.rail)
+            return
+        state.immediates += 1
+        code = arrive(&state.counters, completion.imm, &state.done)
+        if code != 0:
+            peer_fail(state, channel.peer, code, channel.rail)
+    elif completion.wr.busy:
+        request_over(state, channel, completion.wr, completion)
+
+
+cdef int drain(State* state, Channel* channel) noexcept nogil:
+    cdef Completion batch[POLL_BATCH]
+    cdef int got = 0
+    cdef int total = 0
+    cdef int i
+    for _turn in range(DRAIN_ROUNDS):
+        got = channel.ops.poll(channel.impl, batch, POLL_BATCH)
+        if got < 0:
+            peer_fail(state, channel.peer, got, channel.rail)
+            break
+        for i in range(got):
+            handle(state, channel, &batch[i])
+        total += got
+        if got == 0:
+            break
+    if total:
+        state.events += total
+    if channel.peer_bell != NULL:
+        state.rings += ring(channel, total == 0)
+    return total
+
+
+cdef void look(Progress* self) noexcept nogil:
+    """Compare each watched word with its old value."""
+    cdef Watched* watched = self.watches
+    cdef Watched* following
+    cdef uint64_t value
+    while watched != NULL:
+        following = watched.next
+        value = aiote_load_word(watched.address, watched.width)
+        if value != watched.old:
+            watched.new = value
+            watch_unlink(self, watched)
+            done_push(&self.state.done, &watched.done)
+            self.state.events += 1
+        watched = following
+
+
+cdef void watch_link(Progress* self, Watched* watched) noexcept nogil:
+    watched.prev = NULL
+    watched.next = self.watches
+    if self.watches != NULL:
+        self.watches.prev = watched
+    self.watches = watched
+    watched.linked = True
+
+
+cdef void watch_unlink(Progress* self, Watched* watched) noexcept nogil:
+    if not watched.linked:
+        return
+    if watched.prev == NULL:
+        self.watches = watched.next
+    else:
+        watched.prev.next = watched.next
+    if watched.next != NULL:
+        watched.next.prev = watched.prev
+    watched.linked = False
+
+
+cdef void one_round(Progress* self) noexcept nogil:
+    cdef State* state = &self.state
+    cdef PeerState* peer = state.peers
+    cdef int i
+    self.rounds += 1
+    state.blocked = 0
+    while peer != NULL:
+        for i in range(peer.channel_count):
+            if peer.channels[i].open:
+                drain(state, peer.channels[i])
+        if not peer.failed:
+            if peer.mailbox != NULL:
+                mailbox_pump(state, peer.mailbox)
+            if peer.head != NULL:
+                pump_peer(state, peer)
+        elif peer.mailbox != NULL:
+            mailbox_fail(state, peer.mailbox, peer.error, peer.error_rail)
+        peer = peer.next_peer
+    if self.watches != NULL:
+        look(self)
+
+
+cdef bint active(Progress* self) noexcept nogil:
+    cdef State* state = &self.state
+    return state.outstanding != 0 or state.queued != 0 or self.waits != 0 or self.receivers != 0
+
+
+cdef void clear_wakeups(Progress* self) noexcept nogil:
+    cdef uint64_t value
+    read(self.wake_fd, &value, sizeof(value))
+    if self.timer_armed and read(self.timer_fd, &value, sizeof(value)) == sizeof(value):
+        self.timer_armed = False
+
+
+cdef bint all_armed(Progress* self) noexcept nogil:
+    cdef PeerState* peer = self.state.peers
+    cdef int i
+    while peer != NULL:
+        for i in range(peer.channel_count):
+            if peer.channels[i].open and peer.channels[i].ops.arm(peer.channels[i].impl) != 0:
+                return False
+        peer = peer.next_peer
+    return True
+
+
+cdef bint needs_tick(Progress* self) noexcept nogil:
+    cdef PeerState* peer = self.state.peers
+    cdef int i
+    if self.state.blocked:
+        return True
+    while peer != NULL:
+        for i in range(peer.channel_count):
+            if peer.channels[i].wait_fd < 0 and peer.channels[i].outstanding:
+                return True
+        peer = peer.next_peer
+    return False
+
+
+cdef void set_timer(Progress* self) noexcept nogil:
+    cdef itimerspec when
+    cdef uint64_t interval
+    cdef bint watching = self.watches != NULL
+    if self.timer_armed or not (watching or needs_tick(self)):
+        return
+    if watching:
+        interval = self.tick_ns if WATCH_FIRST_NS <= self.tick_ns <= WATCH_LAST_NS else WATCH_FIRST_NS
+        self.tick_ns = interval * 2 if interval * 2 <= WATCH_LAST_NS else WATCH_LAST_NS
+    else:
+        interval = self.tick_ns if TICK_FIRST_NS <= self.tick_ns <= TICK_LAST_NS else TICK_FIRST_NS
+        self.tick_ns = interval * 2 if interval * 2 <= TICK_LAST_NS else TICK_LAST_NS
+    memset(&when, 0, sizeof(when))
+    when.it_value.tv_nsec = interval
+    timerfd_settime(self.timer_fd, 0, &when, NULL)
+    self.timer_armed = True
+
+
+cdef void bell_sleep(Progress* self) noexcept nogil:
+    if self.bell != NULL:
+        aiote_store_word(&self.bell.asleep, self.bell.asleep | 1)
+        aiote_full_fence()
+
+
+cdef void bell_wake(Progress* self) noexcept nogil:
+    if self.bell != NULL and self.bell.asleep & 1:
+        aiote_store_word(&self.bell.asleep, self.bell.asleep + 1)
+
+
+cdef bint happened(Progress* self) noexcept nogil:
+    if self.state.events == self.seen_events:
+        return False
+    self.seen_events = self.state.events
+    self.last_activity = clock_ns()
+    self.tick_ns = 0
+    return True
+
+
+cdef int progress_once(Progress* self) noexcept nogil:
+    """One round. 1: call again soon; 0: it is safe to sleep on the epoll descriptor. The lock is held."""
+    bell_wake(self)
+    one_round(self)
+    if happened(self):
+        return 1
+    if active(self) and clock_ns() - self.last_activity < self.spin_ns:
+        return 1
+    clear_wakeups(self)
+    bell_sleep(self)
+    one_round(self)
+    if happened(self) or not all_armed(self):
+        bell_wake(self)
+        return 1
+    set_timer(self)
+    self.sleeps += 1
+    return 0
+
+
+cdef void notify(Progress* self) noexcept nogil:
+    """Tell the event loop, once for all that it has not collected yet."""
+    cdef uint64_t one = 1
+    cdef State* state = &self.state
+    if not self.notified and (state.done.head != NULL or state.failures or (state.inbox and self.receivers)):
+        self.notified = True
+        write(self.notify_fd, &one, sizeof(one))
+
+
+cdef void* run_thread(void* argument) noexcept nogil:
+    """The native thread of the `thread` mode. It never takes the GIL, so it runs while Python computes."""
+    cdef Progress* self = <Progress*> argument
+    cdef epoll_event events[8]
+    cdef int again
+    aiote_pin(self.processor)
+    while True:
+        pthread_mutex_lock(&self.lock)
+        if self.stop:
+            pthread_mutex_unlock(&self.lock)
+            return NULL
+        self.asleep = False
+        again = progress_once(self)
+        notify(self)
+        self.asleep = not again
+        pthread_mutex_unlock(&self.lock)
+        if not again:
+            epoll_wait(self.epoll_fd, events, 8, -1)
+        # A mutex is not fair: without this the event loop could wait for as long as the thread spins.
+        while aiote_add(&self.wanted, 0) > 0:
+            sched_yield()
+
+
+cdef void end_requests(State* state, Channel* channel) noexcept nogil:
+    """End what the provider did not report before its endpoint was closed: no NIC holds it any more."""
+    cdef Completion lost
+    cdef uint32_t i
+    lost.status = -ECANCELED
+    lost.provider_errno = 0
+    lost.length = 0
+    for i in range(channel.depth):
+        if channel.requests[i].busy:
+            lost.wr = &channel.requests[i]
+            request_over(state, channel, lost.wr, &lost)
+    if channel.peer.mailbox != NULL and channel.peer.mailbox.channel == channel:
+        for i in range(channel.peer.mailbox.slots + 2):
+            lost.wr = &channel.peer.mailbox.receive[i].wr
+            if lost.wr.busy:
+                request_over(state, channel, lost.wr, &lost)
+            lost.wr = &channel.peer.mailbox.transmit[i].wr
+            if lost.wr.busy:
+                request_over(state, channel, lost.wr, &lost)
+
+
+cdef void close_channel(Progress* self, Channel* channel) noexcept nogil:
+    """Shut the endpoint, take what it flushes, end the rest and free all. The lock is held."""
+    cdef int quiet = 0
+    if channel.ops.cut(channel.impl):
+        for _turn in range(CUT_ROUNDS):
+            quiet = 0 if drain(&self.state, channel) else quiet + 1
+            if quiet >= CUT_QUIET and channel.outstanding == 0:
+                break
+    channel.open = False
+    channel.ops.shut(channel.impl)
+    for _turn in range(1024):
+        if drain(&self.state, channel) <= 0:
+            break
+    end_requests(&self.state, channel)
+    channel.ops.release(channel.impl)
+    if channel.waiting != NULL:
+        channel.waiting[0] = 0
+    free(channel.requests)
+    free(channel)

@@ -1,0 +1,186 @@
+# The structures that the native floor shares. A rail kind (libfabric, verbs, a simulated one) fills in RailOps and
+# its own `impl`; everything above sees only what is declared here.
+from cpython.object cimport PyObject
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from posix.types cimport pid_t
+
+cdef enum Opcode:
+    OP_WRITE = 0
+    OP_READ = 1
+    OP_SEND = 2
+    OP_RECV = 3
+
+cdef enum:
+    MAX_RAILS = 8        # rails of one engine
+    MAX_CHANNELS = 16    # endpoint pairs of one peer
+    MAX_STRIPES = 16     # stripes that one immediate can be cut in
+    POLL_BATCH = 64
+
+# What a provider owns from post to completion. `context` comes first: libfabric's FI_CONTEXT2 wants 64 bytes of its
+# own there.
+cdef struct WorkRequest:
+    void* context[8]
+    WorkRequest* next
+    Channel* channel
+    void* owner
+    uint64_t length
+    int opcode
+    bint busy
+
+# The arguments of one posted operation.
+cdef struct Post:
+    int opcode
+    bint with_imm
+    uint32_t imm
+    void* local
+    void* desc
+    size_t length
+    uint64_t remote
+    uint64_t key
+    uint64_t payload       # bytes of the user's, which `length` exceeds where a provider cannot write nothing
+
+# One thing that a completion queue reported: the end of a work request, or (wr is NULL) an immediate that arrived.
+cdef struct Completion:
+    WorkRequest* wr
+    int status
+    int provider_errno
+    uint32_t imm
+    size_t length
+
+# post: 0, -EAGAIN (queue full or not connected yet: later), or another -errno: nothing was posted. poll: number of
+# completions, or -errno. arm: 0 when it is safe to sleep on the descriptor, 1 when there is more to drain. cut: ends
+# the wire under the endpoint where that has to come before the close, so that what is under way ends by itself;
+# whether it did. shut: closes the endpoint; when it returns no byte moves through it any more. release: frees impl.
+cdef struct RailOps:
+    int (*post)(void* impl, const Post* args, WorkRequest* wr) noexcept nogil
+    int (*poll)(void* impl, Completion* out, int capacity) noexcept nogil
+    int (*arm)(void* impl) noexcept nogil
+    bint (*cut)(void* impl) noexcept nogil
+    void (*shut)(void* impl) noexcept nogil
+    void (*release)(void* impl) noexcept nogil
+
+# One endpoint pair: a local rail's endpoint and the one remote endpoint that it talks to.
+cdef struct Channel:
+    const RailOps* ops
+    void* impl
+    PeerState* peer
+    int rail
+    int remote_rail
+    int wait_fd
+    bint open
+    uint32_t depth
+    uint32_t outstanding
+    WorkRequest* requests
+    WorkRequest* spare
+    uint64_t imm_address
+    uint64_t imm_key
+    void* scratch
+    void* scratch_desc
+    uint64_t largest
+    uint64_t least       # bytes that an immediate alone carries, from scratch to the peer's scratch
+    # the doorbell of the peer, for rails without a wait descriptor (doorbell.pxd)
+    const uint32_t* peer_bell
+    int peer_bell_fd
+    uint32_t peer_slot
+    uint32_t rung_epoch
+    uint32_t* waiting
+
+# Something that is over and has to be told to Python; the first member of what can be.
+cdef struct Done:
+    Done* next
+    PyObject* owner
+
+cdef struct DoneList:
+    Done* head
+    Done* tail
+
+cdef struct PeerState:
+    Channel* channels[MAX_CHANNELS]
+    int channel_count
+    uint32_t turn
+    Op* head
+    Op* tail
+    PeerState* next_peer
+    PeerState* prev_peer
+    Mailbox* mailbox
+    int error
+    int error_rail
+    bint failed
+    bint reported
+    PyObject* owner
+
+# One cut of a part (a page, or the whole of a single write): `head` plain stripes first, then, when they are over,
+# `tail` ones.
+cdef struct Cut:
+    uint64_t head_bytes
+    uint64_t head_count
+    uint64_t tail_bytes
+    uint32_t tail_count
+
+# A transfer: `parts` parts of `part_bytes`, each cut in the same way.
+cdef struct Op:
+    Done done
+    Op* prev
+    Op* next
+    PeerState* peer
+    int opcode
+    bint counted
+    uint32_t imm
+    bint queued
+    bint over
+    bint cancelled
+    bint posted_all
+    uint64_t local_address
+    uint64_t local_stride
+    const int64_t* local_index
+    void* const* local_desc
+    uint64_t remote_offset
+    const uint64_t* remote_base
+    const uint64_t* remote_key
+    uint64_t remote_stride
+    const int64_t* remote_index
+    uint64_t part_bytes
+    uint64_t parts
+    Cut cut
+    uint64_t part
+    uint64_t stripe
+    int phase
+    uint64_t outstanding
+    uint64_t confirmed
+    uint64_t total
+    int status
+    int provider_errno
+    int rail
+
+cdef struct Slot:
+    WorkRequest wr
+    uint8_t* memory
+    Slot* next
+    uint32_t length
+    Op* op
+
+# Two-sided messages of one peer: a pool of receive slots, and as many credits at the sender (messages.pyx).
+cdef struct Mailbox:
+    Channel* channel
+    uint32_t slots
+    uint32_t peer_slots
+    uint32_t slot_bytes
+    uint8_t* memory
+    void* desc
+    Slot* receive
+    Slot* transmit
+    Slot* spare_transmit
+    Slot* repost
+    Slot* ready_head
+    Slot* ready_tail
+    uint32_t ready
+    uint64_t consumed
+    uint64_t advertised
+    uint64_t granted
+    uint64_t sent
+    uint32_t credits_in_flight
+    Op* head
+    Op* tail
+
+cdef extern from "<errno.h>" nogil:
+    const int ECANCELED  # not among the names of libc.errno

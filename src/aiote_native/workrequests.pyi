@@ -1,0 +1,50 @@
+from collections.abc import Callable, Iterable
+from typing import Any, Self
+
+from aiote_native.buffers import Buffer
+from aiote_native.libfabric.device import Device
+
+class Waitable:
+    is_over: bool
+    on_over: Callable[[Any], object] | None
+
+class LocalMemory:
+    address: int
+    length: int
+    writable: bool
+    buffer: Buffer
+    registrations: tuple[object, ...]
+    in_flight: int
+    on_idle: Callable[[], object] | None
+    def __init__(self, buffer: Buffer, devices: list[Device], remote: bool = True) -> None: ...
+    @property
+    def keys(self) -> tuple[tuple[int, int], ...]: ...
+    def close(self) -> None: ...
+
+class RemoteMemory:
+    rails: int
+    length: int
+    writable: bool
+    def __init__(self, length: int, writable: bool, keys: Iterable[tuple[int, int]]) -> None: ...
+
+class PageIndex:
+    count: int
+    def __init__(self, indices: object) -> None: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, key: int, /) -> int: ...
+    def first_outside(self, page_bytes: int, stride: int, offset: int, length: int) -> int: ...
+
+class Operation(Waitable):
+    def __new__(cls, *args: object, **kwargs: object) -> Self: ...
+    @property
+    def errno(self) -> int: ...
+    @property
+    def provider_errno(self) -> int: ...
+    @property
+    def rail(self) -> int: ...
+    @property
+    def was_cancelled(self) -> bool: ...
+    @property
+    def confirmed_bytes(self) -> int: ...
+    @property
+    def total_bytes(self) -> int: ...

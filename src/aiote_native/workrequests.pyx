@@ -1,0 +1,246 @@
+"""What Python holds of a transfer: one object each, with the native structure inside it.
+
+`LocalMemory` and `RemoteMemory` carry what rails need of a region, `PageIndex` a checked copy of page numbers,
+`Operation` the transfer. An operation keeps the memories and indices that it uses alive until it is over.
+"""
+
+from cpython.buffer cimport PyBUF_FORMAT, PyBUF_C_CONTIGUOUS, PyBuffer_Release, PyObject_CheckBuffer, PyObject_GetBuffer
+from cpython.exc cimport PyErr_SetObject, PyErr_WriteUnraisable
+from cpython.number cimport PyNumber_Index
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_DECREF
+from libc.stdint cimport int64_t, uint64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, memset, strcmp
+
+from aiote_native.buffers cimport Buffer
+from aiote_native.libfabric.device cimport Device, FabricMemory
+
+
+cdef class Waitable:
+    """Something that is over some day: `on_over(self)` is called once, by `Core.reap`."""
+
+    cdef void settled(self):
+        pass
+
+
+cdef int finish(Waitable item) except -1:
+    """Deliver one end, once, and drop the reference that the core had."""
+    if item.is_over:
+        return 0
+    item.is_over = True
+    item.settled()
+    callback = item.on_over
+    item.on_over = None
+    if callback is not None:
+        try:
+            callback(item)
+        except BaseException as error:
+            # A callback's mistake is its owner's: it must not keep others from hearing of theirs.
+            PyErr_SetObject(type(error), error)
+            PyErr_WriteUnraisable(callback)
+    Py_DECREF(item)
+    return 0
+
+
+cdef class LocalMemory:
+    """Memory registered with every rail of an engine; it keeps its buffer exported until it is closed."""
+
+    def __init__(self, Buffer buffer, list devices, bint remote=True):
+        cdef FabricMemory registration
+        cdef Device device
+        cdef int rail = 0
+        if self.buffer is not None:
+            raise RuntimeError("the memory is registered already")
+        if len(devices) > MAX_RAILS:
+            raise ValueError(f"{len(devices)} rails, but an engine drives at most {MAX_RAILS}")
+        self.buffer = buffer
+        self.address = buffer.address
+        self.length = buffer.nbytes
+        self.writable = not buffer.readonly
+        self.registrations = ()
+        try:
+            for device in devices:
+                registration = device.register(self.address, self.length, self.writable, remote)
+                self.registrations += (registration,)
+                self.descs[rail] = registration.desc
+                rail += 1
+        except BaseException:
+            self.close()
+            raise
+
+    cdef void leave(self):
+        self.in_flight -= 1
+        if self.in_flight == 0 and self.on_idle is not None:
+            self.on_idle()
+
+    @property
+    def keys(self) -> tuple[tuple[int, int], ...]:
+        """The key and the address of the first byte, for each rail, as peers need them."""
+        return tuple((registration.key, registration.base) for registration in self.registrations)
+
+    def close(self) -> None:
+        """Deregister and release the buffer. Idempotent; raises RuntimeError while transfers use it."""
+        if self.in_flight:
+            raise RuntimeError(f"{self.in_flight} transfers still use this memory")
+        for registration in self.registrations:
+            registration.close()
+        self.registrations = ()
+        if self.buffer is not None:
+            self.buffer.release()
+
+
+cdef class RemoteMemory:
+    """A peer's memory: a key and an address for each of its rails."""
+
+    def __init__(self, uint64_t length, bint writable, keys):
+        cdef int rail = 0
+        if len(keys) > MAX_CHANNELS:
+            raise ValueError(f"{len(keys)} keys, but a peer has at most {MAX_CHANNELS} rails")
+        self.length = length
+        self.writable = writable
+        self.rails = len(keys)
+        for key, base in keys:
+            self.keys[rail] = key
+            self.bases[rail] = base
+            rail += 1
+
+
+cdef class PageIndex:
+    """A copy of page numbers as 64-bit integers: what the caller does to its own list later changes nothing."""
+
+    def __cinit__(self):
+        self.values = NULL
+
+    def __init__(self, indices):
+        cdef uint64_t i = 0
+        if self.values != NULL:
+            raise RuntimeError("the index is filled already")
+        if PyObject_CheckBuffer(indices) and self.copy_buffer(indices):
+            return
+        items = indices.tolist() if hasattr(indices, "tolist") else list(indices)
+        self.allocate(len(items))
+        for item in items:
+            self.values[i] = PyNumber_Index(item)
+            i += 1
+
+    cdef int allocate(self, uint64_t count) except -1:
+        self.values = <int64_t*> malloc((count or 1) * sizeof(int64_t))
+        if self.values == NULL:
+            raise MemoryError
+        self.count = count
+        return 0
+
+    cdef bint copy_buffer(self, object indices) except -1:
+        """Copy a contiguous row of native 64-bit integers at once; False for any other buffer."""
+        cdef Py_buffer view
+        try:
+            PyObject_GetBuffer(indices, &view, PyBUF_FORMAT | PyBUF_C_CONTIGUOUS)
+        except (BufferError, ValueError):  # NumPy raises the second
+            return False
+        try:
+            if view.ndim != 1 or view.itemsize != 8 or (strcmp(view.format, b"l") and strcmp(view.format, b"q")):
+                return False
+            self.allocate(view.len // 8)
+            memcpy(self.values, view.buf, view.len)
+            return True
+        finally:
+            PyBuffer_Release(&view)
+
+    def __dealloc__(self):
+        free(self.values)
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, uint64_t i):
+        if i >= self.count:
+            raise IndexError(i)
+        return self.values[i]
+
+    def first_outside(self, uint64_t page_bytes, uint64_t stride, uint64_t offset, uint64_t length) -> int:
+        """Return the position of the first page that leaves [0, length), or -1: page i covers page_bytes bytes from
+        offset + index[i] * stride."""
+        cdef uint64_t i, limit
+        cdef int64_t bad = -1
+        if self.count == 0:
+            return -1
+        if offset > length or page_bytes > length - offset:
+            return 0
+        # The largest index that fits; compared, never multiplied, so nothing can overflow.
+        limit = (length - offset - page_bytes) // stride if stride else 0xFFFFFFFFFFFFFFFFULL
+        with nogil:
+            for i in range(self.count):
+                if self.values[i] < 0 or <uint64_t> self.values[i] > limit:
+                    bad = i
+                    break
+        return bad
+
+
+cdef class Operation(Waitable):
+    """A transfer. It is made empty, handed to one of `Core.submit_*`, and over when `is_over`."""
+
+    def __cinit__(self):
+        memset(&self.op, 0, sizeof(Op))
+        self.op.done.owner = <PyObject*> self
+        self.op.rail = -1
+
+    @property
+    def errno(self) -> int:
+        """The positive error number of the first thing that failed, or 0."""
+        return -self.op.status
+
+    @property
+    def provider_errno(self) -> int:
+        """The provider's own error number, where it gave one."""
+        return self.op.provider_errno
+
+    @property
+    def rail(self) -> int:
+        """The rail of the first failure, or of the last post; -1 where there was none."""
+        return self.op.rail
+
+    @property
+    def was_cancelled(self) -> bool:
+        return self.op.cancelled
+
+    @property
+    def confirmed_bytes(self) -> int:
+        """Bytes that are known to have arrived."""
+        return self.op.confirmed
+
+    @property
+    def total_bytes(self) -> int:
+        return self.op.total
+
+    cdef int take(self, LocalMemory local, uint64_t local_offset, RemoteMemory remote, uint64_t remote_offset,
+                  uint64_t local_extent, uint64_t remote_extent, bint into_local) except -1:
+        """Check both ranges, before anything is posted: providers fail late, hang or lie about a bad one."""
+        if self.submitted:
+            raise RuntimeError("an operation is submitted once")
+        if local is not None:
+            if local_offset > local.length or local_extent > local.length - local_offset:
+                raise ValueError(f"local range {local_offset}+{local_extent} leaves a region of {local.length} bytes")
+            if into_local and not local.writable:
+                raise ValueError("the local memory is read-only")
+            self.op.local_address = local.address + local_offset
+            self.op.local_desc = local.descs
+        if remote is not None:
+            if remote_offset > remote.length or remote_extent > remote.length - remote_offset:
+                raise ValueError(
+                    f"remote range {remote_offset}+{remote_extent} leaves a region of {remote.length} bytes")
+            if not into_local and not remote.writable:
+                raise ValueError("the remote memory is read-only")
+            self.op.remote_base = remote.bases
+            self.op.remote_key = remote.keys
+            self.op.remote_offset = remote_offset
+        self.local = local
+        self.remote = remote
+        return 0
+
+    cdef void settled(self):
+        if self.local is not None:
+            self.local.leave()
+            self.local = None
+        self.remote = None
+        self.kept = None

@@ -1,0 +1,23 @@
+"""How the tests run.
+
+The plugins lie in `tests/support`, from where tests import helpers by module name: `blocking` fails a test that
+blocks its loop, `leaks` one that leaves descriptors or threads behind, `loops` chooses the loop, `not_run` ends the run
+with what was skipped.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy  # noqa: F401 - its thread pool starts on import: before any test counts threads
+from hypothesis import HealthCheck, settings
+
+pytest_plugins = ["blocking", "leaks", "loops", "not_run", "old_libfabric", "pytester"]
+
+# No deadlines and no complaint about slow data: both would test the machine. A failure prints the blob that repeats it.
+settings.register_profile(
+    "quick", deadline=None, print_blob=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("ci", settings.get_profile("quick"), max_examples=100, derandomize=False)
+settings.register_profile("thorough", settings.get_profile("quick"), max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "quick"))

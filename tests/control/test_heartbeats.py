@@ -1,0 +1,138 @@
+"""Silence: a peer that is stopped is lost, one that is merely late is not."""
+
+from __future__ import annotations
+
+import time
+
+import anyio
+import pytest
+
+import aiote
+from engines import PATIENCE_S, each_provider, linked, opened, pair, until
+
+pytestmark = pytest.mark.libfabric
+
+QUICK = {"heartbeat_interval": 0.1, "heartbeat_limit": 0.5}
+NEVER_S = 1000.0
+"""A heartbeat limit that no test waits for: what ends sooner did not end by it."""
+
+
+@pytest.mark.anyio
+@each_provider
+async def test_a_stopped_peer_is_lost(provider, child):
+    """Nothing of it is closed and nothing fails: only silence tells."""
+    stopped = child()
+    told: list[aiote.Event] = []
+    with anyio.fail_after(PATIENCE_S):
+        await stopped.open(provider, size=8 << 20, heartbeat_limit=NEVER_S)
+        async with opened(provider, **QUICK) as engine:
+            engine.listen_events(told.append)
+            peer = await engine.connect(stopped.address)
+            await stopped.stop()
+            stuck = engine.submit_write(engine.register(bytearray(8 << 20)), engine.attach(stopped.descriptor))
+            assert await peer.closed() == "it has been silent for 0.5 s"
+            with pytest.raises(aiote.TransferError, match=r"write of 8388608 bytes.*silent for 0\.5 s") as caught:
+                await stuck
+            # Nobody knows what it will yet read from its sockets.
+            assert not caught.value.confirmed
+            assert isinstance(caught.value.cause, aiote.PeerError)
+            assert str(stopped.address) in str(caught.value)
+            with pytest.raises(aiote.PeerError, match="silent"):
+                await engine.send(peer, b"x")
+            lost = [event for event in told if event.name == "peer.lost"]
+            assert [(one.details["peer"], one.details["reason"]) for one in lost] == [
+                (str(stopped.address), "it has been silent for 0.5 s")
+            ]
+            assert engine.peers == ()
+
+            # Awake again it learns what became of it, and both may begin anew.
+            stopped.resume()
+            while (await stopped.ask("peers"))["peers"]:
+                await anyio.sleep(0.005)
+            again = await engine.connect(stopped.address)
+            assert again is not peer
+            await engine.write(engine.register(b"a" * 4096), engine.attach(stopped.descriptor)[:4096])
+
+
+async def test_the_stopped_side_does_not_lose_its_peers(child):
+    """A stop shorter than the limit of the others: the stopped one heard nothing because it did not listen."""
+    stopped = child()
+    with anyio.fail_after(PATIENCE_S):
+        await stopped.open("tcp", **QUICK)
+        async with opened("tcp", heartbeat_interval=0.1, heartbeat_limit=NEVER_S) as engine:
+            peer = await engine.connect(stopped.address)
+            await stopped.stop()
+            await anyio.sleep(0.8)
+            stopped.resume()
+            await anyio.sleep(0.2)
+            assert (await stopped.ask("peers"))["peers"] == [str(engine.address)]
+            assert not peer.lost
+
+
+@pytest.mark.blocking_allowed("the loop is held up on purpose")
+async def test_a_loop_that_is_busy_itself_does_not_lose_its_peers(child):
+    calm = child()
+    with anyio.fail_after(PATIENCE_S):
+        await calm.open("tcp", heartbeat_interval=0.1, heartbeat_limit=NEVER_S)
+        async with linked("tcp", **QUICK) as (left, right):
+            await left.connect(calm.address)
+            before = set(left.peers)
+            time.sleep(1.0)
+            await anyio.sleep(0.3)
+            assert set(left.peers) == before
+            assert len(left.peers) == 2
+            assert len(right.peers) == 1
+            assert not any(peer.lost for peer in before)
+            await left.send(right.address, b"still there")
+            assert (await right.recv()).data == b"still there"
+
+
+@each_provider
+async def test_idle_peers_stay(provider):
+    async with linked(provider, heartbeat_interval=0.05, heartbeat_limit=0.25) as (left, right):
+        (peer,) = left.peers
+        await anyio.sleep(0.7)
+        assert left.peers == (peer,)
+        assert len(right.peers) == 1
+
+
+async def test_engines_of_different_patience():
+    """The patient one speaks rarely; what it answers keeps the impatient one content."""
+    async with opened("tcp", heartbeat_interval=0.05, heartbeat_limit=0.4) as quick:
+        async with opened("tcp", heartbeat_interval=5, heartbeat_limit=60) as slow:
+            peer = await quick.connect(slow.address)
+            await anyio.sleep(0.9)
+            assert not peer.lost
+            assert len(slow.peers) == 1
+
+
+async def test_one_lost_peer_harms_no_other(child):
+    stopped = child()
+    with anyio.fail_after(PATIENCE_S):
+        await stopped.open("tcp", heartbeat_limit=NEVER_S)
+        async with pair("tcp", **QUICK) as (left, right):
+            lost = await left.connect(stopped.address)
+            await left.connect(right.address)
+            await stopped.stop()
+            memory = bytearray(1 << 16)
+            source, target = left.register(b"w" * (1 << 16)), left.attach(right.register(memory).descriptor)
+            rounds = 0
+            while not lost.lost:
+                await left.write(source, target)
+                rounds += 1
+                await anyio.sleep(0)
+            assert rounds
+            assert memory == b"w" * (1 << 16)
+            await until(lambda: len(left.peers) == 1)
+            await left.write(source, target)
+
+
+async def test_a_peer_that_goes_without_a_word(child):
+    """Killed: the kernel closes what it had, and that is noticed without waiting for any limit."""
+    killed = child()
+    with anyio.fail_after(PATIENCE_S):
+        await killed.open("tcp")
+        async with opened("tcp", heartbeat_limit=NEVER_S) as engine:
+            peer = await engine.connect(killed.address)
+            killed.kill()
+            assert await peer.closed()

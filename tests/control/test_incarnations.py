@@ -1,0 +1,117 @@
+"""Engines that restart: what was addressed to an earlier life fails at once, and the new one is found."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+import aiote
+from engines import PATIENCE_S, each_provider, opened, until
+
+pytestmark = pytest.mark.libfabric
+
+NAME = bytes(range(16))
+NEVER_S = 1000.0
+"""A heartbeat limit that no test waits for: what ends sooner did not end by it."""
+
+
+def named(provider: str, port: int = 0):
+    """Open an engine that has the same name in every life."""
+    return opened(provider, identity=NAME, port=port, heartbeat_limit=NEVER_S)
+
+
+@pytest.mark.anyio
+@each_provider
+async def test_a_stale_address_is_refused_at_once(provider):
+    with anyio.fail_after(PATIENCE_S):
+        async with opened(provider, heartbeat_limit=NEVER_S) as left:
+            async with named(provider) as first:
+                stale = first.address
+                memory = first.register(bytearray(64)).descriptor
+            async with named(provider, stale.port) as second:
+                assert (second.address.host, second.address.port) == (stale.host, stale.port)
+                assert second.address.identity == stale.identity == NAME
+                assert second.address.incarnation != stale.incarnation
+                with pytest.raises(aiote.PeerError, match="incarnation.*restarted; ask for its present address"):
+                    await left.connect(stale)
+                with pytest.raises(aiote.PeerError, match="restarted"):
+                    await left.write(left.register(bytearray(64)), left.attach(memory))
+                with pytest.raises(aiote.PeerError, match="restarted"):
+                    await left.send(stale, b"x")
+                assert second.peers == ()
+                # Whoever asks for whoever is there finds the new one.
+                peer = await left.connect(f"{stale.host}:{stale.port}")
+                assert peer.address == second.address
+
+
+@pytest.mark.anyio
+@each_provider
+async def test_a_restarted_peer_connects_anew(provider):
+    with anyio.fail_after(PATIENCE_S):
+        async with opened(provider, heartbeat_limit=NEVER_S) as left:
+            first = await named(provider)
+            before = await left.connect(first.address)
+            attached = left.attach(first.register(bytearray(64)).descriptor)
+            await left.write(left.register(bytes(64)), attached)
+            await first.aclose()
+            assert await before.closed()
+            async with named(provider, first.address.port) as second:
+                after = await left.connect(second.address)
+                assert after is not before
+                assert before.lost
+                assert after.connected
+                with pytest.raises(aiote.PeerError, match="restarted"):
+                    await left.write(left.register(bytes(64)), attached)
+                with pytest.raises(aiote.PeerError):
+                    await left.send(before, b"x")
+                memory = bytearray(64)
+                await left.write(left.register(b"n" * 64), left.attach(second.register(memory).descriptor))
+                assert memory == b"n" * 64
+                await second.send(left.address, b"hello again")
+                assert (await left.recv()).source is after
+
+
+@each_provider
+@pytest.mark.parametrize("dialled_by", ["the restarted one", "the other one"])
+async def test_a_new_incarnation_ends_what_the_old_one_left(provider, dialled_by, child):
+    """The old life is stopped, so that nothing but the new one tells of its end."""
+    old = child()
+    with anyio.fail_after(PATIENCE_S):
+        await old.open(provider, size=8 << 20, identity=NAME, heartbeat_limit=NEVER_S)
+        async with opened(provider, heartbeat_limit=NEVER_S) as left:
+            before = await left.connect(old.address)
+            await old.stop()
+            memory = left.register(bytearray(8 << 20))
+            stuck = [left.submit_write(memory, left.attach(old.descriptor)) for _ in range(2)]
+            async with named(provider) as new:
+                assert not any(transfer.done() for transfer in stuck)
+                if dialled_by == "the restarted one":
+                    await new.connect(left.address)
+                else:
+                    await left.connect(new.address)
+                for transfer in stuck:
+                    with pytest.raises(aiote.TransferError, match="of 8388608 bytes.*a new incarnation of it"):
+                        await transfer
+                assert "restarted" in await before.closed()
+                await until(lambda: [peer.address for peer in left.peers] == [new.address])
+                await left.send(new.address, b"to the new one")
+                assert (await new.recv()).data == b"to the new one"
+
+
+@pytest.mark.anyio
+async def test_another_engine_on_the_same_port_is_not_taken_for_the_old_one():
+    with anyio.fail_after(PATIENCE_S):
+        async with opened("tcp", heartbeat_limit=NEVER_S) as left:
+            async with opened("tcp") as first:
+                stale = first.address
+            async with opened("tcp", port=stale.port) as second:
+                with pytest.raises(aiote.PeerError, match="another engine answers at this address"):
+                    await left.connect(stale)
+                assert (await left.connect(second.address)).address == second.address
+
+
+async def test_one_name_twice_on_one_port_is_an_error():
+    async with named("tcp") as first:
+        with pytest.raises(aiote.FabricError, match=f"cannot listen on 127.0.0.1 port {first.address.port}") as caught:
+            await named("tcp", first.address.port)
+        assert caught.value.operation == "open control port"

@@ -1,0 +1,143 @@
+"""One that passes the handshake and then talks nonsense: it gets no peer, and disturbs nobody who is one."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+
+import anyio
+import pytest
+
+import aiote
+from aiote.core.control import Authenticated
+from aiote.core.frames import Channel, Heartbeat, Mapped, Offer, RailOffer, Ready, Reset, encode, frame
+from engines import PATIENCE_S, opened, until
+from strangers import Insider, refusals
+
+pytestmark = pytest.mark.libfabric
+
+NEVER_S = 1000.0
+"""A heartbeat limit that no test waits for: what ends sooner did not end by it."""
+LIKE_YOURS = (RailOffer(0, "tcp", "tcp", "lo", 0),)
+"""Stands for the rails that the engine itself offers."""
+
+
+def offer(**changes: object) -> Offer:
+    """Return an offer that an engine could make."""
+    fields: dict = {
+        "host_id": bytes(32),
+        "message_bytes": 16384,
+        "pool": 16,
+        "rails": LIKE_YOURS,
+        "address": aiote.Address("127.0.0.1", 9, b"i" * 16, 1),
+    }
+    return Offer(**{**fields, **changes})
+
+
+def channel(**changes: object) -> Channel:
+    """Return a channel between the first rails."""
+    fields: dict = {
+        "rail_local": 0,
+        "rail_remote": 0,
+        "generation": 0,
+        "address": bytes(16),
+        "imm_key": 0,
+        "imm_base": 0,
+        "doorbell": b"",
+    }
+    return Channel(**{**fields, **changes})
+
+
+PIGEON = RailOffer(0, "pigeon", "carrier/1.0", "p0", 1)
+
+SAID_AT_ONCE = {
+    "no rails": (offer(rails=()), [], "no rail in common"),
+    "another rail": (offer(rails=(PIGEON,)), [], "no rail in common"),
+    "a pool of the size of the moon": (offer(message_bytes=2**32 - 1, pool=2**16 - 1), [], "pool of 65535 messages"),
+    "no pool": (offer(pool=0), [], "pool of 0 messages"),
+    "messages of no length": (offer(message_bytes=0), [], "messages of 0 bytes"),
+    "a channel from a rail that is not there": (
+        offer(),
+        [channel(rail_local=7)],
+        "channel of rails 7 and 0 out of turn",
+    ),
+    "a channel to a rail that is not there": (offer(), [channel(rail_remote=255)], "channel of rails 0 and 255"),
+    "words without a seal": (offer(), [frame(encode(Heartbeat(1)), None)], "broke the protocol"),
+    "no words at all": (offer(), [b"\xff" * 100], "broke the protocol"),
+}
+
+
+async def nonsense(provider: str, limit: float, said: Offer, messages: list) -> str:
+    """Say it to an engine that has another peer; return why it refused. It goes on as if nothing had been."""
+    with anyio.fail_after(PATIENCE_S):
+        async with opened(provider, heartbeat_limit=limit, heartbeat_interval=limit / 4) as engine:
+            async with opened(provider) as honest:
+                await honest.connect(engine.address)
+                reasons = refusals(engine)
+                insider = Insider()
+                with insider.socket:
+                    await insider.dial(engine.address)
+                    await insider.next(Authenticated)
+                    seen = await insider.next(Offer)
+                    if said.rails == LIKE_YOURS:
+                        said = dataclasses.replace(said, rails=seen.rails)
+                    await insider.tell(said)
+                    for message in messages:
+                        await (insider.say(message) if isinstance(message, bytes) else insider.tell(message))
+                    await insider.hear(until_end=True)
+                    await until(lambda: reasons)
+                assert [peer.address for peer in engine.peers] == [honest.address]
+                await honest.send(engine.address, b"still well")
+                assert (await engine.recv()).data == b"still well"
+                (reason,) = reasons
+                return reason
+
+
+@pytest.mark.parametrize("case", SAID_AT_ONCE)
+async def test_nonsense_is_refused_at_once(case, capfd):
+    said, messages, expected = SAID_AT_ONCE[case]
+    assert expected in await nonsense("tcp", NEVER_S, said, messages)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("provider", ["tcp", "shm"])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        pytest.param([channel(address=b"")], id="no endpoint"),
+        pytest.param([channel(address=b"\xff" * 256)], id="an endpoint that is none"),
+        pytest.param([channel(doorbell=b"\xff" * 128)], id="a doorbell that is none"),
+        pytest.param([channel(doorbell=b"x")], id="half a doorbell"),
+        pytest.param([Mapped()], id="mapped without a channel"),
+        pytest.param([channel(), Mapped(), Heartbeat(1), Reset(0, 0, 0)], id="never ready"),
+    ],
+)
+async def test_nonsense_that_only_time_tells(provider, messages, capfd):
+    """A connection that comes to nothing is given up by the limit at the latest."""
+    assert await nonsense(provider, 0.3, offer(), messages)
+    assert capfd.readouterr().err == ""
+
+
+async def test_a_rail_that_leads_nowhere(capfd):
+    """It is taken for a peer, for all that it said was well-formed; its end is told as any peer's."""
+    with anyio.fail_after(PATIENCE_S):
+        async with opened("tcp", heartbeat_limit=NEVER_S) as engine:
+            insider = Insider()
+            with insider.socket:
+                await insider.dial(engine.address)
+                await insider.next(Authenticated)
+                seen = await insider.next(Offer)
+                await insider.tell(dataclasses.replace(offer(), rails=seen.rails))
+                theirs = await insider.next(Channel)
+                with socket.socket() as closed:
+                    closed.bind(("127.0.0.1", 0))
+                    nowhere = b"\x02\0" + closed.getsockname()[1].to_bytes(2, "big") + bytes([127, 0, 0, 1]) + bytes(8)
+                assert len(theirs.address) == len(nowhere)
+                await insider.tell(dataclasses.replace(theirs, address=nowhere), Mapped(), Ready())
+                await until(lambda: engine.peers)
+                (peer,) = engine.peers
+                sent = engine.submit_send(peer, b"to nobody")
+            assert await peer.closed()
+            with pytest.raises((aiote.TransferError, aiote.PeerError)):
+                await sent
+    assert capfd.readouterr().err == ""

@@ -1,0 +1,170 @@
+"""Whoever connects to the control port and is no engine: heard out, told what is wrong, never in the way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+
+import anyio
+import pytest
+
+from aiote.core.frames import Hello, encode, frame
+from engines import PATIENCE_S, opened, pair, until
+from strangers import Stranger, refusals, stranger
+
+pytestmark = pytest.mark.libfabric
+
+NEVER_S = 1000.0
+"""A heartbeat limit that no test waits for: what ends sooner did not end by it."""
+SHORT = {"heartbeat_interval": 0.2, "heartbeat_limit": 0.5}
+
+
+def hello(**changes: object) -> bytes:
+    """Return a well-formed Hello to anyone, with some fields changed."""
+    fields: dict = {
+        "version_min": 1,
+        "version_max": 1,
+        "nonce": b"n" * 32,
+        "identity": b"i" * 16,
+        "incarnation": 1,
+        "target_identity": bytes(16),
+        "target_incarnation": 0,
+        "keyed": False,
+    }
+    return frame(encode(Hello(**{**fields, **changes})), None)
+
+
+WRONG = {
+    "http": b"GET / HTTP/1.1\r\nHost: engine\r\n\r\n",
+    "tls": bytes.fromhex("16030100c8010000c40303") + bytes(200),
+    "zeros": bytes(4096),
+    "ones": b"\xff" * 4096,
+    "a frame of 4 GiB": b"\xff\xff\xff\xff\x01",
+    "a frame over the limit": b"\0\0\x04\x01" + b"\x01" * 1025,
+    "an unknown kind": b"\0\0\0\x02\xee\0",
+    "a message that comes later": b"\0\0\0\x09\x0a" + bytes(8),
+    "a hello cut short": b"\0\0\0\x10" + hello()[4:20],
+    "a hello with more behind it": (len(hello()) - 3).to_bytes(4, "big") + hello()[4:] + b"!",
+    "a hello with other magic": hello().replace(b"aiote", b"etoia"),
+    "two hellos": hello() * 2,
+    "a hello of no version": hello(version_min=0, version_max=0),
+    "a hello of later versions": hello(version_min=200, version_max=300),
+    "a hello of nobody": hello(identity=bytes(16)),
+    "a hello to somebody else": hello(target_identity=b"x" * 16, target_incarnation=1),
+    "a hello with a key": hello(keyed=True),
+}
+
+
+@pytest.mark.parametrize("words", [pytest.param(words, id=name) for name, words in WRONG.items()])
+async def test_wrong_words_are_refused_at_once(words):
+    with anyio.fail_after(PATIENCE_S):
+        async with pair("tcp", heartbeat_limit=NEVER_S) as (left, right):
+            reasons = refusals(right)
+            async with stranger(right.address) as one:
+                await one.say(words)
+                await one.hear(until_end=True)
+                await until(lambda: reasons)
+                await left.connect(right.address)
+            assert len(reasons) == 1
+            assert right.peers[0].address == left.address
+
+
+async def test_a_refusal_is_told_to_the_stranger():
+    with anyio.fail_after(PATIENCE_S):
+        async with opened("tcp", heartbeat_limit=NEVER_S) as engine, stranger(engine.address) as one:
+            await one.say(hello(keyed=True))
+            assert b"give both the same" in await one.hear(until_end=True)
+
+
+@pytest.mark.parametrize("cut", [1, 4, 5, 60, -1])
+async def test_a_hello_that_breaks_off(cut):
+    with anyio.fail_after(PATIENCE_S):
+        async with pair("tcp", heartbeat_limit=NEVER_S) as (left, right):
+            reasons = refusals(right)
+            async with stranger(right.address) as one:
+                await one.say(hello()[:cut])
+            await until(lambda: reasons)
+            assert "ended within a frame" in reasons[0]
+            await left.connect(right.address)
+
+
+@pytest.mark.anyio
+async def test_two_hundred_silent_connections():
+    with anyio.fail_after(PATIENCE_S):
+        async with opened("tcp") as left, opened("tcp", heartbeat_interval=0.2, heartbeat_limit=1.0) as right:
+            reasons = refusals(right)
+            silent = [Stranger() for _ in range(200)]
+            for one in silent:
+                await one.dial(right.address)
+            for one in silent[::2]:
+                await one.say(hello()[:20])
+            await left.send(right.address, b"past them all")
+            assert (await right.recv()).data == b"past them all"
+            for one in silent:
+                await one.hear(until_end=True)
+                one.socket.close()
+            await until(lambda: len(reasons) == 200)
+            assert all("no connection was made within 1.0 s" in reason for reason in reasons)
+            assert len(right.peers) == 1
+
+
+async def test_more_silent_connections_than_are_held():
+    """They cannot fill the process: the oldest make room, and a real engine gets through."""
+    with anyio.fail_after(PATIENCE_S):
+        async with pair("tcp", heartbeat_limit=NEVER_S) as (left, right):
+            reasons = refusals(right)
+            silent = [Stranger() for _ in range(300)]
+            for one in silent:
+                await one.dial(right.address)
+            await left.send(right.address, b"past them all")
+            assert (await right.recv()).data == b"past them all"
+            await until(lambda: len(reasons) >= 44)
+            assert set(reasons) == {"too many connections that have not proven themselves"}
+            assert len(reasons) < 60
+            for one in silent:
+                one.socket.close()
+
+
+async def test_a_process_without_descriptors_accepts_later():
+    """Descriptors that ran out are the machine's trouble, not the listener's end."""
+    with anyio.fail_after(PATIENCE_S):
+        async with opened("tcp", heartbeat_limit=NEVER_S) as engine:
+            one = Stranger()
+            spare = [os.dup(0)]
+            before = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (spare[0] + 1, before[1]))
+            try:
+                with contextlib.suppress(OSError):
+                    while True:
+                        spare.append(os.dup(0))
+                await one.dial(engine.address)
+                await anyio.sleep(0.05)
+            finally:
+                for descriptor in spare:
+                    os.close(descriptor)
+                resource.setrlimit(resource.RLIMIT_NOFILE, before)
+            with one.socket:
+                await one.say(hello(keyed=True))
+                assert b"give both the same" in await one.hear(until_end=True)
+            async with opened("tcp") as other:
+                await other.connect(engine.address)
+
+
+async def test_a_byte_at_a_time():
+    """A Hello that takes for ever is cut off by the limit of the whole, however lively it looks."""
+    with anyio.fail_after(PATIENCE_S):
+        async with pair("tcp", **SHORT) as (left, right):
+            reasons = refusals(right)
+            async with stranger(right.address) as one, anyio.create_task_group() as group:
+
+                async def drip() -> None:
+                    for byte in hello():
+                        await one.say(bytes([byte]))
+                        await anyio.sleep(0.05)
+
+                group.start_soon(drip)
+                await until(lambda: reasons)
+                group.cancel_scope.cancel()
+            assert ["no connection was made within 0.5 s" in reason for reason in reasons] == [True]
+            await left.connect(right.address)

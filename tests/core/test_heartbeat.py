@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiote.core.heartbeat import Heartbeat
+from aiote.errors import UsageError
+
+INTERVAL, LIMIT = 1.0, 4.0
+# Quarters are exact in binary: what the rule says can be compared without tolerance.
+QUARTERS = st.integers(0, 60).map(lambda quarters: quarters / 4)
+
+
+def listening(beat: Heartbeat, start: float, stop: float, step: float = 0.25) -> float | None:
+    """Look again and again, never an interval apart; return when the peer was first found expired."""
+    now = start
+    while now <= stop:
+        if beat.expired(now):
+            return now
+        now += step
+    return None
+
+
+def started(at: float = 0.0) -> Heartbeat:
+    beat = Heartbeat(INTERVAL, LIMIT)
+    beat.heard(at)
+    beat.sent(at)
+    return beat
+
+
+def test_a_heartbeat_is_due_every_interval() -> None:
+    beat = Heartbeat(INTERVAL, LIMIT)
+    assert beat.due(10.0)
+    assert beat.due(10.0)
+    beat.sent(10.0)
+    assert not beat.due(10.75)
+    assert beat.due(11.0)
+
+
+@given(st.floats(-1e6, 1e6, width=32))
+def test_a_silent_peer_expires_at_the_limit_and_not_before(start: float) -> None:
+    start = round(start * 4) / 4
+    assert listening(started(start), start, start + 10) == start + LIMIT
+
+
+@given(QUARTERS)
+def test_the_first_call_of_any_kind_counts_as_hearing(start: float) -> None:
+    assert listening(Heartbeat(INTERVAL, LIMIT), start, start + 10) == start + LIMIT
+
+
+def test_any_sign_of_life_starts_the_silence_anew() -> None:
+    beat = started()
+    for now in (0.75, 1.5, 2.25, 3.0):
+        assert not beat.expired(now)
+    beat.heard(3.75)
+    assert listening(beat, 4.0, 20.0) == 3.75 + LIMIT
+
+
+@given(st.floats(1.001, 1e6))
+def test_a_stall_gives_at_least_an_interval_and_only_one(gap: float) -> None:
+    beat = started()
+    assert not beat.expired(gap)
+    end = max(LIMIT, gap + INTERVAL)
+    late = math.nextafter(end, 0)
+    for part in range(1, 20):
+        assert not beat.expired(gap + (late - gap) * part / 20)
+    assert beat.expired(end)
+
+
+def test_a_stall_that_costs_the_peer_nothing_gives_nothing() -> None:
+    beat = started()
+    assert not beat.expired(2.0)
+    assert listening(beat, 2.25, 20.0) == LIMIT
+
+
+def test_a_stall_that_gives_nothing_uses_up_nothing() -> None:
+    beat = started()
+    for now in (1.25, 2.5, 10.0, 20.0, 30.0, 40.0):
+        assert not beat.expired(now)
+    assert beat.expired(50.0)
+
+
+def test_two_calls_exactly_an_interval_apart_are_no_stall() -> None:
+    assert listening(started(), 0.0, 20.0, step=INTERVAL) == LIMIT
+
+
+def test_a_stall_shortly_before_the_limit_moves_it() -> None:
+    beat = started()
+    for now in (0.5, 1.0, 1.5, 2.0, 2.5):
+        assert not beat.expired(now)
+    assert not beat.expired(3.75)
+    assert listening(beat, 4.0, 20.0) == 4.75
+
+
+def test_what_was_heard_after_a_stall_saves_the_peer() -> None:
+    beat = started()
+    assert not beat.expired(100.0)
+    beat.heard(100.5)
+    assert listening(beat, 100.75, 120.0) == 104.5
+
+
+@given(st.lists(st.floats(1.001, 50.0), min_size=5, max_size=30))
+def test_a_side_that_keeps_on_stalling_finds_a_dead_peer_dead(gaps: list[float]) -> None:
+    beat, now, graces = started(), 0.0, 0
+    for gap in gaps:
+        now += gap
+        if beat.expired(now):
+            return
+        graces += now + INTERVAL > LIMIT
+    assert graces <= LIMIT // INTERVAL
+
+
+def test_graces_are_counted_within_one_silence() -> None:
+    beat, now = started(), 0.0
+    for _ in range(3):
+        for _ in range(int(LIMIT // INTERVAL)):
+            now += 10.0
+            assert not beat.expired(now)
+        beat.heard(now + 0.5)
+        now += 0.5
+    for _ in range(int(LIMIT // INTERVAL)):
+        now += 10.0
+        assert not beat.expired(now)
+    assert beat.expired(now + 10.0)
+
+
+@given(st.lists(st.floats(0, 0.49), min_size=1, max_size=40))
+def test_a_shell_that_follows_the_deadlines_is_not_taken_for_stalled(lateness: list[float]) -> None:
+    """Late by less than half an interval each time, it finds a dead peer at its first look at or after the limit."""
+    beat, now = started(), 0.0
+    for late in lateness * 20:
+        wake = beat.next_deadline(now)
+        assert now <= wake <= now + INTERVAL / 2
+        now = max(wake + late, math.nextafter(now, math.inf))
+        assert beat.expired(now) == (now >= LIMIT)
+        if now >= LIMIT:
+            return
+        if beat.due(now):
+            beat.sent(now)
+    raise AssertionError("the peer never expired")
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["due", "sent", "heard", "expired", "next_deadline"]), QUARTERS), max_size=40)
+)
+def test_deadlines_are_never_missed_between_two_looks(calls: list[tuple[str, float]]) -> None:
+    """Whatever was called before: until the deadline nothing is due and nobody expires."""
+    beat, now = Heartbeat(INTERVAL, LIMIT), 0.0
+    for name, step in calls:
+        now += step
+        getattr(beat, name)(now)
+    deadline = beat.next_deadline(now)
+    assert now <= deadline <= now + INTERVAL / 2
+    if deadline > now:
+        before = math.nextafter(deadline, -math.inf)
+        assert not beat.due(before)
+        assert not beat.expired(before)
+    else:
+        assert beat.due(now) or beat.expired(now)
+
+
+@given(st.lists(QUARTERS, min_size=1, max_size=30))
+def test_a_peer_that_is_heard_in_every_look_never_expires(gaps: list[float]) -> None:
+    beat, now = started(), 0.0
+    for gap in gaps:
+        now += gap
+        beat.heard(now)
+        assert not beat.expired(now)
+
+
+def test_a_clock_that_goes_back_is_held() -> None:
+    beat = started(10.0)
+    assert not beat.expired(5.0)
+    beat.heard(2.0)
+    assert listening(beat, 10.0, 20.0) == 14.0
+    assert beat.next_deadline(0.0) == 14.0
+
+
+@pytest.mark.parametrize(
+    ("interval", "limit"), [(0, 1), (-1, 1), (1, 1), (2, 1), (math.nan, 1), (1, math.nan), (1, math.inf)]
+)
+def test_senseless_times_are_refused(interval: float, limit: float) -> None:
+    with pytest.raises(UsageError, match="0 < interval < limit"):
+        Heartbeat(interval, limit)

@@ -1,0 +1,167 @@
+"""The README and the docs say what the code does: code runs, links lead somewhere, tables are whole, names exist."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import aiote
+from aiote.core import frames, striping
+from aiote.rails.library import DEFAULTS
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README = PAGES[0].read_text()
+SOURCES = sorted((ROOT / "src" / "aiote").rglob("*.py"))
+NATIVE = sorted((ROOT / "src" / "aiote_native").rglob("*.pyx")) + sorted((ROOT / "src" / "aiote_native").rglob("*.pxd"))
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def prose(page: Path) -> str:
+    return BLOCK.sub("", page.read_text())
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for name, text in BLOCK.findall(page.read_text()) if name == language]
+
+
+def rows(text: str, heading: str) -> list[list[str]]:
+    """Return the cells of the table whose first line begins with `heading`."""
+    lines = text[text.index(f"| {heading} |") :].splitlines()
+    table = list(itertools.takewhile(lambda line: line.startswith("|"), lines))
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_compile(page):
+    for text in blocks(page, "python"):
+        ast.parse(text)
+
+
+@pytest.mark.libfabric
+def test_the_readme_s_program_runs():
+    (program,) = blocks(PAGES[0], "python")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-"], input=program, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.splitlines() == ["straight into the other side's memory", "thanks"]
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link in LINK.findall(prose(page)):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        if anchor:
+            assert anchor in anchors(target), f"{page.name} links to {link}"
+
+
+def test_every_page_is_linked_from_the_readme():
+    links = set(LINK.findall(README))
+    assert {f"docs/{page.name}" for page in PAGES[1:]} <= links
+    assert {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")} <= links
+
+
+def test_the_variables_are_those_that_are_read():
+    config = (ROOT / "src" / "aiote" / "config.py").read_text()
+    names = set(re.findall(r'"(AIOTE_[A-Z_]+)"', config))
+    assert names
+    assert set(re.findall(r"\bAIOTE_[A-Z_]+", README)) == names
+
+
+@pytest.fixture
+def config(monkeypatch) -> aiote.EngineConfig:
+    for name in [name for name in os.environ if name.startswith("AIOTE_")]:
+        monkeypatch.delenv(name)
+    return aiote.EngineConfig()
+
+
+def test_the_table_of_settings_is_whole(config):
+    table = rows(README, "Field")
+    fields = [item.name for item in dataclasses.fields(aiote.EngineConfig)]
+    assert [row[0].strip("`") for row in table] == fields
+    for name, _, default, meaning in table:
+        assert ast.literal_eval(default.strip("`")) == getattr(config, name.strip("`")), name
+        assert meaning
+
+
+def test_the_variables_set_the_fields_of_their_rows(monkeypatch, config):
+    values = {"AIOTE_CLUSTER_KEY": "k" * 16, "AIOTE_HOST": "127.0.0.9", "AIOTE_LIBFABRIC": "/a/path"}
+    for row in rows(README, "Field"):
+        name, variable = row[0].strip("`"), row[1].strip("`")
+        if variable:
+            text = values.get(variable, "7")
+            monkeypatch.setenv(variable, text)
+            value = getattr(aiote.EngineConfig(), name)
+            assert (value.decode() if isinstance(value, bytes) else str(value)) == text
+
+
+def test_the_table_of_errors_is_whole():
+    named = {re.match(r"`(\w+)`", row[0])[1] for row in rows(README, "Error")}
+    raised = {name for name in aiote.__all__ if isinstance(getattr(aiote, name), type)}
+    assert named == {n for n in raised if issubclass(getattr(aiote, n), aiote.AioteError)} - {"AioteError"}
+
+
+def test_the_table_of_extras_is_whole():
+    project = (ROOT / "pyproject.toml").read_text()
+    section = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    extras = re.findall(r"^(\w+) = \[", section, re.MULTILINE)
+    assert [row[0].strip("`") for row in rows(README, "Extra")] == extras
+
+
+def test_every_event_is_named():
+    emitted = {name for path in SOURCES for name in re.findall(r'\.emit\(\s*"([\w.]+)"', path.read_text())}
+    assert emitted
+    assert emitted == set(re.findall(r"`((?:peer|connection)\.[a-z]+)`", README))
+
+
+def test_what_libfabric_is_told_is_named():
+    for name, value in DEFAULTS.items():
+        assert f"`{name}={value}`" in README
+
+
+def test_the_table_of_frames_is_whole():
+    page = (ROOT / "docs" / "control-plane.md").read_text()
+    table = {int(row[0]): row[1].strip("`") for row in rows(page, "Type")}
+    assert table == {number: kind.__name__ for number, kind in frames._TYPES.items()}
+
+
+def test_the_numbers_of_the_pages_are_the_code_s(config):
+    pages = {page.name: page.read_text() for page in PAGES}
+    assert f"UNITS = lcm(1, 2, ..., {striping.MAX_COUNTED})" in pages["immediates.md"]
+    assert f"Before authentication a frame has at most {frames.PLAIN_LIMIT >> 10} KiB" in pages["control-plane.md"]
+    assert f"afterwards {frames.SEALED_LIMIT >> 10} KiB" in pages["control-plane.md"]
+    pool = 2 * (config.message_pool + 2) * (config.message_bytes + 16)
+    assert f"about {pool / 1024:.0f} KiB for each peer" in pages["messages.md"]
+
+
+def test_the_names_in_the_pages_exist():
+    """Files, functions and structures that the pages name are in the source."""
+    text = "\n".join(path.read_text() for path in [*SOURCES, *NATIVE])
+    for page in PAGES[1:]:
+        for path in re.findall(r"`((?:aiote|aiote_native|tests)/[\w/]+\.\w+)`", prose(page)):
+            assert (ROOT / path).exists() or (ROOT / "src" / path).exists(), f"{page.name}: {path}"
+        for name in re.findall(r"`([a-z]+_[a-z_]+|[A-Z][a-z]+[A-Z]\w+)`", prose(page)):
+            assert re.search(rf"\b{name}\b", text) or name in KNOWN, f"{page.name}: {name}"
+
+
+KNOWN = {"fi_trywait", "fi_writemsg", "epoll_wait", "write_pages", "call_soon"}

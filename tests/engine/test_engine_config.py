@@ -1,0 +1,177 @@
+"""Settings: what is checked, where they come from, and that they are obeyed."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+import aiote
+from engines import opened, pair
+
+KEY = b"a secret of sixteen bytes or more"
+VARIABLES = ("AIOTE_CLUSTER_KEY", "AIOTE_HOST", "AIOTE_PORT", "AIOTE_SPIN_US")
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_defaults_are_valid_and_frozen():
+    config = aiote.EngineConfig()
+    assert (config.host, config.port, config.cluster_key, config.progress) == (None, 0, None, "adaptive")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.port = 5
+    with pytest.raises(TypeError):
+        aiote.EngineConfig("tcp")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"port": -1}, "port=-1: expected an integer from 0 to 65535"),
+        ({"port": 65536}, "port=65536: expected an integer from 0 to 65535"),
+        ({"port": "80"}, "port='80': expected an integer"),
+        ({"spin_us": -1}, "spin_us=-1: expected an integer from 0"),
+        ({"spin_us": 0.5}, "spin_us=0.5: expected an integer"),
+        ({"message_bytes": 63}, "message_bytes=63: expected an integer from 64"),
+        ({"message_bytes": 1 << 21}, "message_bytes=2097152: expected"),
+        ({"message_pool": 1}, "message_pool=1: expected an integer from 2"),
+        ({"stripe_bytes": 0}, "stripe_bytes=0: expected an integer from 1"),
+        ({"largest_message": -1}, "largest_message=-1: expected an integer from 0"),
+        ({"max_counters": 0}, "max_counters=0: expected an integer from 1"),
+        ({"thread_processor": -2}, "thread_processor=-2: expected an integer from -1"),
+        ({"heartbeat_interval": 0}, "heartbeat_interval=0: expected a positive number of seconds"),
+        ({"heartbeat_interval": "1"}, "heartbeat_interval='1': expected a positive number"),
+        ({"heartbeat_limit": float("inf")}, "heartbeat_limit=inf: expected a positive number"),
+        ({"drain_timeout": float("nan")}, "drain_timeout=nan: expected a positive number"),
+        ({"heartbeat_interval": 3.0, "heartbeat_limit": 3.0}, "must be smaller than heartbeat_limit=3.0"),
+        ({"progress": "polling"}, "progress='polling': expected 'adaptive' or 'thread'"),
+        ({"identity": b"short"}, "identity has 5 bytes, expected 16"),
+        ({"cluster_key": b"short"}, "cluster_key has 5 bytes; at least 16 are needed"),
+        ({"cluster_key": KEY.decode()}, "cluster_key must be bytes, got str"),
+        ({"identity": "0123456789abcdef"}, "identity must be bytes, got str"),
+        ({"host": "0.0.0.0"}, "host='0.0.0.0' without a cluster_key: .*listens on loopback only.*AIOTE_CLUSTER_KEY"),
+        ({"host": "192.0.2.7"}, "without a cluster_key"),
+    ],
+)
+def test_wrong_settings(settings, says):
+    with pytest.raises(aiote.UsageError, match=says):
+        aiote.EngineConfig(**settings)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.0.2", "::1"])
+def test_loopback_needs_no_key(host):
+    assert aiote.EngineConfig(host=host).host == host
+
+
+def test_a_key_opens_other_hosts_and_is_not_shown():
+    config = aiote.EngineConfig(host="192.0.2.7", cluster_key=KEY)
+    assert KEY.decode() not in repr(config)
+
+
+def test_the_environment(monkeypatch):
+    for name, value in zip(VARIABLES, (KEY.decode(), "192.0.2.7", "4711", "0"), strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AIOTE_LIBFABRIC", "/somewhere/libfabric.so.1")
+    config = aiote.EngineConfig()
+    assert (config.cluster_key, config.host, config.port, config.spin_us) == (KEY, "192.0.2.7", 4711, 0)
+    assert config.library == "/somewhere/libfabric.so.1"
+    other = b"another secret of sixteen bytes or more"
+    explicit = aiote.EngineConfig(cluster_key=other, host="127.0.0.1", port=0, spin_us=7, library="/elsewhere")
+    assert (explicit.cluster_key, explicit.host, explicit.port, explicit.spin_us) == (other, "127.0.0.1", 0, 7)
+    assert explicit.library == "/elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("AIOTE_PORT", "http", "AIOTE_PORT='http': expected an integer"),
+        ("AIOTE_SPIN_US", "1.5", "AIOTE_SPIN_US='1.5': expected an integer"),
+        ("AIOTE_PORT", "70000", "port=70000: expected an integer from 0 to 65535"),
+        ("AIOTE_CLUSTER_KEY", "short", "cluster_key has 5 bytes"),
+        ("AIOTE_HOST", "0.0.0.0", "without a cluster_key"),
+    ],
+)
+def test_wrong_variables(monkeypatch, name, value, says):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(aiote.UsageError, match=says):
+        aiote.EngineConfig()
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_empty_variables_are_none(monkeypatch, name):
+    before = aiote.EngineConfig()
+    monkeypatch.setenv(name, "")
+    assert aiote.EngineConfig() == before
+
+
+@pytest.mark.libfabric
+async def test_host_and_port_are_where_it_listens(monkeypatch):
+    async with opened("tcp", host="localhost") as first:
+        assert first.address.host == "127.0.0.1"
+        port = first.address.port
+    monkeypatch.setenv("AIOTE_PORT", str(port))
+    async with opened("tcp") as second:
+        assert second.address.port == port
+        with pytest.raises(aiote.FabricError, match=f"cannot listen on 127.0.0.1 port {port}") as caught:
+            await opened("tcp")
+        assert caught.value.errno == errno.EADDRINUSE
+        assert caught.value.operation == "open control port"
+        assert isinstance(caught.value, OSError)
+
+
+@pytest.mark.libfabric
+async def test_another_loopback_address():
+    async with opened("tcp", host="127.0.0.2") as left, opened("tcp") as right:
+        assert left.address.host == "127.0.0.2"
+        await right.send(left.address, b"x")
+        assert (await left.recv()).data == b"x"
+
+
+@pytest.mark.libfabric
+async def test_an_identity_is_kept_and_an_incarnation_is_not():
+    incarnations = set()
+    for _ in range(2):
+        async with opened("tcp", identity=b"sixteen bytes id") as engine:
+            assert engine.address.identity == b"sixteen bytes id"
+            incarnations.add(engine.address.incarnation)
+    assert len(incarnations) == 2
+
+
+@pytest.mark.libfabric
+async def test_identities_are_drawn_at_random():
+    async with pair("tcp") as (left, right):
+        assert left.address.identity != right.address.identity
+        assert left.config.identity is None
+
+
+def tasks() -> dict[str, str]:
+    """Return the processors that each thread of this process may run on."""
+    found = {}
+    for path in Path("/proc/self/task").iterdir():
+        lines = (path / "status").read_text().splitlines()
+        found[path.name] = next(line.split()[1] for line in lines if line.startswith("Cpus_allowed_list:"))
+    return found
+
+
+@pytest.mark.libfabric
+async def test_the_native_thread_is_pinned():
+    processor = max(os.sched_getaffinity(0))
+    before = tasks()
+    async with pair("tcp", progress="thread", thread_processor=processor):
+        new = [allowed for name, allowed in tasks().items() if name not in before]
+        # Beside the two engines' own there may be one that resolves names.
+        assert new.count(str(processor)) >= 2
+
+
+@pytest.mark.libfabric
+async def test_one_library_a_process(tmp_path):
+    async with opened("tcp"):
+        with pytest.raises(aiote.UsageError, match=r"libfabric is open from .* use one library a process"):
+            await opened("tcp", library=str(tmp_path / "libfabric.so.1"))

@@ -1,0 +1,324 @@
+"""Counters: early arrivals, several waits, cancellation that consumes nothing, freeing, a hundred thousand at once."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+import aiote
+from engines import each_progress, each_provider, linked, opened, quiet, until
+
+pytestmark = pytest.mark.libfabric
+
+
+async def count(sender: aiote.Engine, receiver: aiote.Engine, imm: int, n: int) -> None:
+    """Have n immediates arrive, whoever waits for them."""
+    before = receiver.statistics().immediates
+    for transfer in [sender.submit_write_imm(None, receiver.address, imm) for _ in range(n)]:
+        await transfer
+    await until(lambda: receiver.statistics().immediates == before + n)
+
+
+@pytest.mark.anyio
+@each_provider
+@each_progress
+async def test_counts(provider, progress):
+    """Before the counter is made, while nobody waits, while somebody does: each arrival counts once."""
+    async with linked(provider, progress=progress) as (left, right):
+        await count(left, right, 7, 3)
+        counter = right.counter(7)
+        assert counter.imm == 7
+        assert counter.value == 3
+        await count(left, right, 7, 2)
+        assert counter.value == 5
+        await counter.wait(4)
+        assert counter.value == 1
+        async with anyio.create_task_group() as group:
+            group.start_soon(counter.wait, 3)
+            await quiet(0.01)
+            await count(left, right, 7, 2)
+        assert counter.value == 0
+        assert repr(counter) == "<Counter 0x7, 0>"
+
+
+async def test_counters_of_one_immediate_share_one_count():
+    async with linked("tcp") as (left, right):
+        one, other = right.counter(7), right.counter(7)
+        await count(left, right, 7, 3)
+        await one.wait(2)
+        assert one.value == other.value == 1
+        one.close()
+        assert other.value == 1
+        await other.wait(1)
+
+
+async def test_immediates_do_not_mix():
+    async with linked("tcp") as (left, right):
+        for imm in range(10):
+            await count(left, right, imm, imm)
+        assert [right.counter(imm).value for imm in range(10)] == list(range(10))
+
+
+@pytest.mark.anyio
+async def test_waits_are_served_in_order():
+    """First come, first served, also where a later one would need less."""
+    async with linked("tcp") as (left, right):
+        counter = right.counter(7)
+        served = []
+
+        async def wait(name: str, n: int) -> None:
+            await counter.wait(n)
+            served.append(name)
+
+        async with anyio.create_task_group() as group:
+            for name, n in (("three", 3), ("one", 1), ("two", 2)):
+                group.start_soon(wait, name, n)
+                await quiet(0.01)
+            for arrivals, expected in ((2, []), (1, ["three"]), (1, ["three", "one"]), (1, ["three", "one"])):
+                await count(left, right, 7, arrivals)
+                await quiet(0.01)
+                assert served == expected
+            await count(left, right, 7, 1)
+        assert served == ["three", "one", "two"]
+        assert counter.value == 0
+
+
+@pytest.mark.anyio
+@each_progress
+async def test_a_cancelled_wait_consumes_nothing_and_lets_the_next_one_go(progress):
+    async with linked("tcp", progress=progress) as (left, right):
+        counter = right.counter(7)
+        served = []
+
+        async def wait(n: int) -> None:
+            await counter.wait(n)
+            served.append(n)
+
+        async with anyio.create_task_group() as group:
+            with anyio.CancelScope() as scope:
+                async with anyio.create_task_group() as first:
+                    first.start_soon(wait, 3)
+                    await quiet(0.01)
+                    group.start_soon(wait, 2)
+                    await quiet(0.01)
+                    await count(left, right, 7, 2)
+                    await quiet(0.01)
+                    assert served == []
+                    scope.cancel()
+            await until(lambda: served)
+        assert served == [2]
+        assert counter.value == 0
+
+
+@pytest.mark.anyio
+@each_progress
+@pytest.mark.parametrize("turns", [0, 1, 2])
+async def test_a_cancellation_that_meets_the_satisfaction(progress, turns):
+    """Whichever wins: what was waited for is either consumed and told, or not consumed."""
+    async with linked("tcp", progress=progress) as (left, right):
+        counter = right.counter(7)
+        told = []
+        for _ in range(10):
+            scope = anyio.CancelScope()
+
+            async def wait(scope: anyio.CancelScope) -> None:
+                with scope:
+                    await counter.wait(2)
+                    told.append(2)
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(wait, scope)
+                await quiet(0)
+                await count(left, right, 7, 2)
+                for _ in range(turns):
+                    await anyio.lowlevel.checkpoint()
+                scope.cancel()
+        assert counter.value == 20 - sum(told)
+
+
+async def test_a_cancellation_between_satisfaction_and_wake_up_gives_the_counts_back():
+    """The wait was satisfied in this turn of the loop, its task runs in the next: cancelled in between."""
+    async with linked("tcp") as (left, right):
+        counter = right.counter(7)
+        task = asyncio.create_task(counter.wait(2))
+        await asyncio.sleep(0)
+        transfers = [left.submit_write_imm(None, right.address, 7) for _ in range(2)]
+        while right.statistics().immediates < 2:
+            assert not task.done()
+            await asyncio.sleep(0)
+        assert counter.value == 0, "they were consumed for the wait"
+        assert task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert counter.value == 2
+        await counter.wait(2)
+        for transfer in transfers:
+            await transfer
+
+
+async def test_a_wait_that_ran_out_of_time_may_be_repeated():
+    async with linked("tcp") as (left, right):
+        counter = right.counter(7)
+        await count(left, right, 7, 1)
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await counter.wait(2)
+        assert counter.value == 1
+        await count(left, right, 7, 1)
+        await counter.wait(2)
+
+
+async def test_waiting_for_nothing():
+    async with opened("tcp") as engine:
+        await engine.counter(7).wait(0)
+
+
+@pytest.mark.parametrize("n", [-1, 1.0, "2", None, (1 << 40) + 1])
+async def test_a_bad_number_of_counts(n):
+    async with opened("tcp") as engine:
+        with pytest.raises(aiote.UsageError, match="expected the number of writes to wait for, an integer from 0 to"):
+            await engine.counter(7).wait(n)
+
+
+@pytest.mark.parametrize("imm", [-1, 1 << 28, 1.5, "x"])
+async def test_a_bad_immediate(imm):
+    async with opened("tcp") as engine:
+        with pytest.raises(aiote.UsageError, match="the immediate is"):
+            engine.counter(imm)
+
+
+@pytest.mark.anyio
+async def test_iterating_over_arrivals():
+    async with linked("tcp") as (left, right):
+        counter = right.counter(7)
+        await count(left, right, 7, 2)
+        got = []
+
+        async def iterate() -> None:
+            async for imm in counter:
+                got.append(imm)
+                if len(got) == 4:
+                    break
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(iterate)
+            await until(lambda: len(got) == 2)
+            await count(left, right, 7, 3)
+        assert got == [7, 7, 7, 7]
+        assert counter.value == 1
+
+
+async def test_the_context_frees_the_immediate_and_drops_what_is_left():
+    async with linked("tcp") as (left, right):
+        with right.counter(7) as counter:
+            await count(left, right, 7, 3)
+            await counter.wait(1)
+            assert right.statistics().counters == 1
+        assert right.statistics().counters == 0
+        assert counter.value == 0
+        assert repr(counter) == "<Counter 0x7, closed>"
+        with pytest.raises(aiote.ClosedError, match="the counter of immediate 0x7 is closed"):
+            await counter.wait(0)
+        counter.close()
+        assert right.counter(7).value == 0
+
+
+async def test_a_counter_that_nobody_holds_keeps_its_counts():
+    async with linked("tcp") as (left, right):
+        right.counter(7)
+        gc.collect()
+        assert right.statistics().counters == 0
+        await count(left, right, 7, 2)
+        assert right.counter(7).value == 2
+        gc.collect()
+        assert right.counter(7).value == 2
+
+
+@pytest.mark.anyio
+@each_progress
+async def test_closing_the_counter_ends_its_waits(progress):
+    async with linked("tcp", progress=progress) as (left, right):
+        counter, other = right.counter(7), right.counter(7)
+        ended = []
+
+        async def wait(which: aiote.Counter) -> None:
+            try:
+                await which.wait(2)
+            except aiote.ClosedError as error:
+                ended.append(str(error))
+
+        async with anyio.create_task_group() as group:
+            for _ in range(2):
+                group.start_soon(wait, counter)
+            await quiet(0.01)
+            counter.close()
+        assert ended == ["the counter of immediate 0x7 is closed"] * 2
+        await count(left, right, 7, 2)
+        await other.wait(2)
+
+
+async def test_automatic_counters_are_unused_ones():
+    async with linked("tcp") as (left, right):
+        counters = [right.counter() for _ in range(100)]
+        values = [counter.imm for counter in counters]
+        assert len(set(values)) == 100
+        assert all(1 << 27 <= value < 1 << 28 for value in values)
+        # One that has counts but no counter is used, too.
+        following = values[-1] + 1 if values[-1] + 1 < 1 << 28 else 1 << 27
+        await count(left, right, following, 1)
+        assert right.counter().imm not in {*values, following}
+        counters[0].close()
+        assert right.counter().imm != values[0]
+
+
+async def test_automatic_counters_go_round_at_the_end():
+    async with opened("tcp") as engine:
+        engine._next_imm = (1 << 28) - 2
+        taken = engine.counter(1 << 27)
+        assert [engine.counter().imm - (1 << 28) for _ in range(2)] == [-2, -1]
+        assert engine.counter().imm == (1 << 27) + 1
+        taken.close()
+
+
+@pytest.mark.blocking_allowed("a hundred thousand counters are made without a pause")
+async def test_a_hundred_thousand_counters():
+    total = 100_000
+    async with linked("tcp") as (left, right):
+        counters = [right.counter(imm) for imm in range(total)]
+        assert right.statistics().counters == total
+        for imm in (0, 777, total - 1):
+            await count(left, right, imm, 2)
+        assert sum(counter.value for counter in counters) == 6
+        await counters[777].wait(2)
+        for counter in counters:
+            counter.close()
+        assert right.statistics().counters == 0
+
+
+async def test_the_limit_of_counters():
+    async with linked("tcp", max_counters=3) as (_, right):
+        counters = [right.counter(imm) for imm in range(3)]
+        with pytest.raises(aiote.UsageError, match=r"counter: 3 immediates are in use.*raise config\.max_counters"):
+            right.counter(3)
+        right.counter(2)
+        counters[0].close()
+        right.counter(3)
+
+
+@each_provider
+async def test_arrivals_beyond_the_limit_end_the_connection(provider):
+    """Never dropped, never grown: who sends more distinct immediates than the receiver takes hears of it."""
+    async with linked(provider, max_counters=3) as (left, right):
+        (peer,) = left.peers
+        for imm in range(4):
+            try:
+                await left.write_imm(None, peer, imm)
+            except aiote.AioteError:
+                break
+        await peer.closed()
+        assert [right.counter(imm).value for imm in range(3)] == [1, 1, 1]

@@ -1,0 +1,293 @@
+"""Engines open and close: every way in, every way out, and what becomes of those who still wait."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import anyio
+import pytest
+
+import aiote
+from engines import each_progress, each_provider, linked, opened, pair, quiet, until
+
+pytestmark = pytest.mark.libfabric
+
+
+class MineError(Exception):
+    """An exception that only the test's body raises."""
+
+
+@pytest.mark.anyio
+@each_provider
+@each_progress
+async def test_opens_and_closes(provider, progress):
+    async with opened(provider, progress=progress) as engine:
+        assert not engine.closed
+        assert engine.address.host == "127.0.0.1"
+        assert aiote.Address.from_bytes(bytes(engine.address)) == engine.address
+        assert aiote.Address.parse(str(engine.address)) == engine.address
+        (rail,) = engine.rails
+        assert rail.provider.partition(";")[0] == provider
+        assert rail.state == "up"
+        assert rail.library.startswith("libfabric ")
+        assert str(engine.address) in repr(engine)
+    assert engine.closed
+    assert "closed" in repr(engine)
+
+
+@pytest.mark.anyio
+@each_provider
+async def test_awaited_instead_of_entered(provider):
+    engine = await opened(provider)
+    assert not engine.closed
+    await engine.aclose()
+    assert engine.closed
+
+
+async def test_an_open_engine_may_be_entered_later():
+    engine = await opened("tcp")
+    async with engine as entered:
+        assert entered is engine
+    assert engine.closed
+
+
+@pytest.mark.anyio
+@each_progress
+async def test_aclose_twice_and_at_once(progress):
+    async with linked("tcp", progress=progress) as (left, right):
+        ended = []
+
+        async def close() -> None:
+            await left.aclose()
+            assert left.closed
+            ended.append(1)
+
+        async with anyio.create_task_group() as group:
+            for _ in range(4):
+                group.start_soon(close)
+        assert len(ended) == 4
+        await left.aclose()
+        await until(lambda: not right.peers)
+
+
+@pytest.mark.anyio
+@each_provider
+@each_progress
+async def test_abort(provider, progress):
+    async with linked(provider, progress=progress) as (left, right):
+        left.abort()
+        assert left.closed
+        left.abort()
+        await left.aclose()
+        with pytest.raises(aiote.ClosedError):
+            left.register(bytearray(8))
+        # It left without a word; its peer finds out by itself.
+        await until(lambda: not right.peers)
+
+
+@pytest.mark.anyio
+@each_provider
+async def test_an_exception_of_the_body_passes_unchanged(provider):
+    mine = MineError("mine")
+    with pytest.raises(MineError) as caught:
+        async with linked(provider) as (left, right):
+            left.submit_send(right.address, b"under way")
+            raise mine
+    assert caught.value is mine
+    assert caught.value.__cause__ is None
+    assert caught.value.__context__ is None
+    assert left.closed
+    assert right.closed
+
+
+@pytest.mark.anyio
+async def test_opened_in_one_task_closed_in_another():
+    engines = []
+
+    async def open_one() -> None:
+        engines.append(await opened("tcp"))
+
+    async def use() -> None:
+        await engines[0].send(engines[1].address, b"x")
+        assert (await engines[1].recv()).data == b"x"
+
+    async def close() -> None:
+        for engine in engines:
+            await engine.aclose()
+
+    for step in (open_one, open_one, use, close):
+        async with anyio.create_task_group() as group:
+            group.start_soon(step)
+    assert [engine.closed for engine in engines] == [True, True]
+
+
+@pytest.fixture
+async def engine_of_a_fixture(anyio_backend):
+    async with opened("tcp") as engine:
+        yield engine
+
+
+@pytest.mark.anyio
+async def test_opened_by_an_async_fixture(engine_of_a_fixture):
+    async with opened("tcp") as other:
+        await other.send(engine_of_a_fixture.address, b"hello")
+        assert (await engine_of_a_fixture.recv()).data == b"hello"
+
+
+async def test_a_cancelled_open_leaves_nothing():
+    for turns in range(4):
+        task = asyncio.ensure_future(opened("tcp")._open())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        try:
+            engine = await task
+        except asyncio.CancelledError:
+            continue
+        await engine.aclose()
+
+
+async def test_a_cancelled_aclose_leaves_nothing_half_closed():
+    async with linked("tcp") as (left, right):
+        task = asyncio.create_task(left.aclose())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert left.closed
+        await left.aclose()
+        await until(lambda: not right.peers)
+
+
+def test_opened_without_a_loop():
+    opening = opened("tcp").__await__()
+    with pytest.raises(aiote.UsageError, match="no event loop is running"):
+        opening.send(None)
+    gc.collect()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((5,), "provider must be a name, got int"),
+        (("tcp", "lo"), r"rails='lo': expected a list of names, like \['lo'\]"),
+        (("tcp", []), "from 1 to 8 names"),
+        (("tcp", ["lo"] * 9), "from 1 to 8 names are expected, got 9"),
+    ],
+)
+def test_bad_arguments(arguments, says):
+    with pytest.raises(aiote.UsageError, match=says):
+        aiote.open_engine(*arguments)
+
+
+async def test_an_unknown_provider_is_named():
+    with pytest.raises(aiote.UsageError, match=r"provider='carrier-pigeon': libfabric .* fi_info -l lists those"):
+        await opened("carrier-pigeon")
+    gc.collect()
+
+
+async def test_an_unknown_rail_is_named_with_those_that_are_here():
+    with pytest.raises(aiote.UsageError, match=r"rails=\['eth99'\].*lo \(127\.0\.0\.1\)"):
+        await opened("tcp", ["eth99"])
+    gc.collect()
+
+
+@each_progress
+async def test_every_verb_of_a_closed_engine_raises(progress):
+    async with linked("tcp", progress=progress) as (left, right):
+        source = left.register(bytearray(8))
+        target = left.attach(right.register(bytearray(8)).descriptor)
+        pages = aiote.Pages(source, [0], 8), aiote.Pages(target, [0], 8)
+        peer = left.peers[0]
+        counter = left.counter(1)
+        await left.aclose()
+        for call in (
+            lambda: left.register(bytearray(8)),
+            lambda: left.attach(b""),
+            lambda: left.counter(5),
+            lambda: left.watch(bytearray(8)),
+            lambda: left.submit_write(source, target),
+            lambda: left.submit_write_imm(source, target, 1),
+            lambda: left.submit_write_imm(None, peer, 1),
+            lambda: left.submit_read(target, source),
+            lambda: left.submit_write_pages(*pages),
+            lambda: left.submit_send(right.address, b""),
+        ):
+            with pytest.raises(aiote.ClosedError, match="engine is closed"):
+                call()
+        for verb in (left.recv(), left.connect(right.address), left.write(source, target), counter.wait(1)):
+            with pytest.raises(aiote.ClosedError, match="engine is closed"):
+                await verb
+        assert [message async for message in left.messages()] == []
+        await source.aclose()
+        assert left.statistics().outstanding == 0
+
+
+async def collect(into: dict[str, BaseException | None], name: str, awaitable) -> None:
+    try:
+        await awaitable
+        into[name] = None
+    except aiote.AioteError as error:
+        into[name] = error
+
+
+async def outcome(transfer: aiote.Transfer) -> None:
+    await transfer
+
+
+async def next_change(engine: aiote.Engine, word: bytearray) -> None:
+    async for _ in engine.watch(word):
+        return
+
+
+@pytest.mark.anyio
+@each_provider
+@pytest.mark.parametrize("way", ["aclose", "abort"])
+async def test_closing_ends_every_await(provider, way):
+    async with pair(provider, message_pool=2) as (left, right):
+        peer = await left.connect(right.address)
+        ended: dict[str, BaseException | None] = {}
+        counter = left.counter(3)
+        # The pool takes two; the last one waits for a credit, so there is one way for it to end.
+        sends = [left.submit_send(peer, b"nobody takes it") for _ in range(4)]
+        await until(lambda: sends[1].done())
+        async with anyio.create_task_group() as group:
+            for name, awaitable in {
+                "recv": left.recv(),
+                "wait": counter.wait(1),
+                "watch": next_change(left, bytearray(8)),
+                "send": outcome(sends[-1]),
+                "closed": peer.closed(),
+            }.items():
+                group.start_soon(collect, ended, name, awaitable)
+            await quiet(0.02)
+            assert ended == {}
+            if way == "abort":
+                left.abort()
+            else:
+                await left.aclose()
+        assert {name: type(error) for name, error in ended.items()} == {
+            "recv": aiote.ClosedError,
+            "wait": aiote.ClosedError,
+            "watch": aiote.ClosedError,
+            "send": aiote.TransferError,
+            "closed": type(None),
+        }
+        assert isinstance(ended["send"].cause, aiote.PeerError)
+        assert ("its engine was closed" if way == "aclose" else "aborted") in peer.reason
+
+
+@each_provider
+async def test_the_other_side_hears_of_the_close(provider):
+    async with pair(provider) as (left, right):
+        await left.connect(right.address)
+        await until(lambda: right.peers)
+        (peer,) = right.peers
+        await left.aclose()
+        assert "its engine was closed" in await peer.closed()
+        assert right.peers == ()
+        with pytest.raises(aiote.PeerError, match="its engine was closed"):
+            await right.send(peer, b"too late")
+        with pytest.raises(aiote.PeerError, match="cannot be reached"):
+            await right.connect(left.address)

@@ -1,0 +1,98 @@
+"""What an engine tells about itself: statistics and events; and that it is idle when it is idle."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import anyio
+import pytest
+
+import aiote
+from engines import across, each_progress, each_provider, linked, opened, pair, quiet, until
+
+pytestmark = pytest.mark.libfabric
+
+
+@each_provider
+@each_progress
+async def test_statistics(provider, progress):
+    async with linked(provider, progress=progress, largest_message=100) as (left, right):
+        before = left.statistics()
+        local, remote = left.register(bytearray(1000)), across(left, right, bytearray(1000))
+        await left.write(local, remote)
+        await left.write_imm(local, remote, 1)
+        await left.write_imm(None, remote, 2)
+        await until(lambda: right.statistics().immediates == 11)
+        after = left.statistics()
+        assert after.posted - before.posted == after.completed - before.completed == 21
+        assert (after.outstanding, after.queued, after.inbox) == (0, 0, 0)
+        assert right.statistics().counters == 2
+        await left.send(right.address, b"x")
+        await until(lambda: right.statistics().inbox == 1)
+        await right.recv()
+        assert right.statistics().inbox == 0
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            after.posted = 0
+
+
+@pytest.mark.anyio
+@each_provider
+@each_progress
+async def test_idle_is_idle(provider, progress):
+    """Connected, with a wait and a receiver pending: nobody spins, the progress loop makes no round."""
+    async with linked(provider, progress=progress) as (left, right):
+        await left.write(left.register(bytearray(8)), across(left, right, bytearray(8)))
+        async with anyio.create_task_group() as group:
+            group.start_soon(right.recv)
+            group.start_soon(right.counter(1).wait, 1)
+            await quiet(0.1)
+            before = left.statistics().rounds, right.statistics().rounds
+            await quiet(0.2)
+            assert (left.statistics().rounds, right.statistics().rounds) == before
+            group.cancel_scope.cancel()
+
+
+@each_provider
+async def test_events_of_a_peer(provider):
+    async with pair(provider) as (left, right):
+        seen: dict[aiote.Engine, list[aiote.Event]] = {left: [], right: []}
+        for engine, events in seen.items():
+            engine.listen_events(events.append)
+        await left.connect(right.address)
+        await until(lambda: seen[right])
+        for here, there in ((left, right), (right, left)):
+            (event,) = seen[here]
+            assert event.name == "peer.connected"
+            assert event.details["peer"] == str(there.address)
+        await left.aclose()
+        await until(lambda: len(seen[right]) == 2)
+        event = seen[right][1]
+        assert event.name == "peer.lost"
+        assert event.details["peer"] == str(left.address)
+        assert "its engine was closed" in event.details["reason"]
+        with pytest.raises(TypeError):
+            event.details["peer"] = "another"
+
+
+async def test_events_of_a_stranger():
+    async with opened("tcp") as engine:
+        events = []
+        engine.listen_events(events.append)
+        async with await anyio.connect_tcp(engine.address.host, engine.address.port) as stream:
+            await stream.send(b"GET / HTTP/1.1\r\n\r\n" * 10)
+            await until(lambda: events)
+        assert events[0].name == "connection.refused"
+        assert events[0].details["reason"]
+        assert engine.peers == ()
+
+
+async def test_a_listener_stops_to_listen():
+    async with pair("tcp") as (left, right):
+        kept, stopped = [], []
+        left.listen_events(kept.append)
+        stop = left.listen_events(stopped.append)
+        stop()
+        stop()
+        await left.connect(right.address)
+        assert len(kept) == 1
+        assert stopped == []

@@ -1,0 +1,177 @@
+"""Engines that close in an orderly way with transfers under way: their own, and their peers'."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+import aiote
+from engines import PATIENCE_S, each_provider, opened, pair, until
+
+pytestmark = pytest.mark.libfabric
+
+BIG = 8 << 20
+NEVER_S = 1000.0
+"""A heartbeat limit that no test waits for: what ends sooner did not end by it."""
+
+
+class Awaiting:
+    """Awaits that are under way on an engine, and what became of each."""
+
+    def __init__(self) -> None:
+        self.ended: dict[str, BaseException | str] = {}
+
+    async def watch(self, name: str, what) -> None:
+        try:
+            self.ended[name] = str(await what)
+        except aiote.AioteError as error:
+            self.ended[name] = error
+
+
+@pytest.mark.anyio
+@each_provider
+@pytest.mark.parametrize("how", ["aclose", "abort"])
+async def test_closing_ends_everything_of_its_own(provider, how, child):
+    stopped = child()
+    waits = Awaiting()
+    with anyio.fail_after(PATIENCE_S):
+        await stopped.open(provider, size=BIG, heartbeat_limit=NEVER_S)
+        async with opened(provider, heartbeat_limit=NEVER_S) as engine:
+            peer = await engine.connect(stopped.address)
+            await stopped.stop()
+            remote = engine.attach(stopped.descriptor)
+            memory = bytearray(b"m" * BIG)
+            local = engine.register(memory)
+            transfers = {
+                "write": engine.submit_write(local, remote),
+                "pages": engine.submit_write_pages(
+                    aiote.Pages(local, range(2048), 4096), aiote.Pages(remote, range(2048), 4096), 1
+                ),
+                "send": [engine.submit_send(peer, bytes(16000)) for _ in range(40)][-1],
+            }
+            async with anyio.create_task_group() as group:
+                for name, transfer in transfers.items():
+                    group.start_soon(waits.watch, name, transfer)
+                group.start_soon(waits.watch, "recv", engine.recv())
+                group.start_soon(waits.watch, "counter", engine.counter(4).wait(1))
+                group.start_soon(waits.watch, "closed", peer.closed())
+                group.start_soon(waits.watch, "connect", engine.connect(f"127.0.0.1:{stopped.address.port}"))
+                group.start_soon(waits.watch, "region", local.aclose())
+                await anyio.sleep(0.02)
+                assert set(waits.ended) == {"connect"}
+                if how == "aclose":
+                    await engine.aclose()
+                else:
+                    engine.abort()
+                    engine.abort()
+            for name in transfers:
+                error = waits.ended[name]
+                assert isinstance(error, aiote.TransferError)
+                assert str(stopped.address) in str(error)
+                assert "engine was" in str(error)
+            assert isinstance(waits.ended["recv"], aiote.ClosedError)
+            assert isinstance(waits.ended["counter"], aiote.ClosedError)
+            assert "engine was" in str(waits.ended["closed"])
+            assert "engine was" in str(peer.reason)
+            # No NIC holds the memory any more: it may be resized, which an exported buffer forbids.
+            memory.clear()
+        with pytest.raises(aiote.ClosedError):
+            await engine.send(stopped.address, b"x")
+
+
+@pytest.mark.anyio
+async def test_closing_ends_connects(child):
+    stopped = child()
+    with anyio.fail_after(PATIENCE_S):
+        await stopped.open("tcp")
+        await stopped.stop()
+        waits = Awaiting()
+        async with anyio.create_task_group() as group:
+            async with opened("tcp", heartbeat_limit=NEVER_S) as engine:
+                group.start_soon(waits.watch, "by address", engine.connect(stopped.address))
+                group.start_soon(waits.watch, "by place", engine.connect(f"127.0.0.1:{stopped.address.port}"))
+                pending = engine.submit_send(stopped.address, b"never")
+                await anyio.sleep(0.02)
+                assert waits.ended == {}
+        assert all(isinstance(error, aiote.PeerError) for error in waits.ended.values())
+        assert set(waits.ended) == {"by address", "by place"}
+        with pytest.raises(aiote.PeerError, match="its engine was closed|the engine was"):
+            await pending
+
+
+@pytest.mark.anyio
+@each_provider
+async def test_a_peer_closes_in_the_middle(provider):
+    """It says goodbye; whatever was under way to it ends with that."""
+    with anyio.fail_after(PATIENCE_S):
+        async with opened(provider, heartbeat_limit=NEVER_S) as engine, opened(provider) as other:
+            async with opened(provider, heartbeat_limit=NEVER_S) as leaving:
+                peer = await engine.connect(leaving.address)
+                await engine.connect(other.address)
+                remote = engine.attach(leaving.register(bytearray(BIG)).descriptor)
+                local = engine.register(bytearray(BIG))
+                transfers = [engine.submit_write(local, remote) for _ in range(8)]
+                transfers += [engine.submit_read(remote, engine.register(bytearray(BIG))) for _ in range(8)]
+                transfers += [engine.submit_send(peer, bytes(16000)) for _ in range(40)]
+                await leaving.aclose()
+            failed = []
+            for transfer in transfers:
+                try:
+                    await transfer
+                except aiote.TransferError as error:
+                    failed.append(str(error))
+            assert failed
+            assert all(str(leaving.address) in text for text in failed)
+            assert await peer.closed()
+            await local.aclose()
+            await engine.send(other.address, b"on")
+            assert (await other.recv()).data == b"on"
+
+
+@each_provider
+async def test_a_goodbye_says_why(provider):
+    """Both ways: the one that was connected to closes, and the one that connected."""
+    for connects in (0, 1):
+        async with pair(provider, heartbeat_limit=NEVER_S) as engines:
+            await engines[connects].connect(engines[1 - connects].address)
+            await until(lambda engines=engines: all(engine.peers for engine in engines))
+            (ours,), (theirs,) = engines[0].peers, engines[1].peers
+            await engines[0].aclose()
+            assert await ours.closed() == "its engine was closed"
+            assert await theirs.closed() == "it said goodbye: its engine was closed"
+
+
+@pytest.mark.anyio
+@each_provider
+async def test_messages_that_arrived_outlive_their_sender(provider):
+    async with pair(provider) as (left, right):
+        for number in range(5):
+            await left.send(right.address, bytes([number]))
+        await until(lambda: right.statistics().inbox == 5)
+        await left.aclose()
+        await until(lambda: not right.peers)
+        assert [(await right.recv()).data for _ in range(5)] == [bytes([number]) for number in range(5)]
+
+
+@each_provider
+async def test_a_region_closes_after_the_failure_of_what_used_it(provider, child):
+    killed = child()
+    with anyio.fail_after(PATIENCE_S):
+        await killed.open(provider, size=BIG)
+        async with opened(provider) as engine:
+            await engine.connect(killed.address)
+            await killed.stop()
+            memory = bytearray(BIG)
+            local = engine.register(memory)
+            transfer = engine.submit_write(local, engine.attach(killed.descriptor))
+            async with anyio.create_task_group() as group:
+                group.start_soon(local.aclose)
+                await anyio.sleep(0.02)
+                with pytest.raises(BufferError):
+                    memory.clear()
+                assert not transfer.done()
+                killed.kill()
+            assert transfer.done()
+            memory.clear()
+            with pytest.raises(aiote.TransferError):
+                await transfer

@@ -1,0 +1,155 @@
+"""The layering is a test: what each module imports is read from its syntax tree, whether or not it would run.
+
+A lower floor never imports a higher one; imports under `TYPE_CHECKING` and inside functions count as well.
+`aiote.errors` may be imported from every floor of `aiote`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[2] / "src"
+
+# The longest prefix decides; every other top-level module of aiote is on floor 5.
+FLOORS = {
+    "aiote_native": 0,
+    "aiote.errors": 1,
+    "aiote.core": 1,
+    "aiote.observe": 2,
+    "aiote.rails": 3,
+    "aiote.aio": 4,
+    "aiote": 5,
+    "aiote.kvcache": 6,
+    "aiote.weights": 6,
+    "aiote.moe": 6,
+    "aiote.testing": 6,
+    "aiote.cli": 7,
+    "aiote.bench": 7,
+    "aiote.__main__": 7,
+}
+LOOPS = {"asyncio", "anyio", "trio", "uvloop", "sniffio"}
+IO = LOOPS | {"io", "mmap", "multiprocessing", "os", "pathlib", "select", "selectors", "shutil", "signal", "socket"}
+IO |= {"ssl", "subprocess", "tempfile", "threading", "time", "ctypes", "aiote_native"}
+
+
+def floor(module: str) -> int:
+    parts = module.split(".")
+    return next(FLOORS[name] for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in FLOORS)
+
+
+def python_imports(path: Path, module: str) -> Iterator[str]:
+    """Yield every module that a file imports, in full, and for `from a import b` also `a.b`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+            base = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*base, *([node.module] if node.module else [])])
+            # A name of the package itself may be a module of any floor: then that one counts, not the package.
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
+            "import_module",
+            "__import__",
+        ):
+            yield from (arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant))
+
+
+def cython_imports(path: Path) -> Iterator[str]:
+    for match in re.finditer(r"^\s*(?:from\s+([\w.]+)\s+c?import|c?import\s+([\w.]+))", path.read_text(), re.M):
+        yield match[1] or match[2]
+
+
+def reads_settings(path: Path) -> bool:
+    """Tell whether a file touches the environment and spells the name of a setting."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    environment = any(getattr(n, "attr", getattr(n, "name", "")) in ("environ", "getenv", "environb") for n in nodes)
+    names = (n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str))
+    return environment and any(re.fullmatch(r"AIOTE_[A-Z0-9_]*", name) for name in names)
+
+
+def complaints(module: str, imported: str) -> Iterator[str]:
+    """Yield what is wrong with `module` importing `imported`."""
+    top, here = imported.split(".")[0], floor(module)
+    if top in ("aiote", "aiote_native") and not imported.startswith("aiote.errors") and floor(imported) > here:
+        yield f"{module} (floor {here}) imports {imported} (floor {floor(imported)})"
+    if here == 0 and top == "aiote":
+        yield f"{module} imports {imported}: native modules know nothing of aiote"
+    if here <= 5 and top in LOOPS and not module.startswith("aiote.aio."):
+        yield f"{module} imports {imported}: only aiote.aio touches an event loop"
+    if top == "aiote_native" and here > 0 and not module.startswith("aiote.rails."):
+        yield f"{module} imports {imported}: only aiote.rails does"
+    if module.startswith("aiote.core.") and top in IO:
+        yield f"{module} imports {imported}: the core is pure"
+
+
+def violations(src: Path) -> list[str]:
+    found = []
+    for path in sorted(p for p in src.rglob("*") if p.suffix in (".py", ".pyi", ".pyx", ".pxd")):
+        module = ".".join(path.relative_to(src).with_suffix("").parts)
+        imports = cython_imports(path) if path.suffix in (".pyx", ".pxd") else python_imports(path, module)
+        name = module.removesuffix(".__init__")
+        # The name with `.__init__` makes a package's own file match its prefix like any file in it.
+        found += [wrong for imported in imports for wrong in complaints(module, imported)]
+        if path.suffix == ".py" and name != "aiote.config" and reads_settings(path):
+            found.append(f"{name} reads AIOTE_* from the environment: only aiote.config does")
+    return found
+
+
+def test_no_floor_reaches_up():
+    assert len(list(SRC.rglob("*.py"))) > 5
+    assert violations(SRC) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("aiote/core/a.py", "from aiote.rails import x"),
+        ("aiote/core/a.py", "from .. import engine"),
+        ("aiote/core/a.py", "def f():\n    import time"),
+        ("aiote/core/__init__.py", "import socket"),
+        ("aiote/observe/a.py", "from __future__ import annotations\nif TYPE_CHECKING:\n    from ..aio.loop import L"),
+        ("aiote/rails/a.py", "import asyncio"),
+        ("aiote/aio/a.py", "from aiote import Engine"),
+        ("aiote/aio/a.py", "import aiote_native.status"),
+        ("aiote/engine.py", "import importlib\nimportlib.import_module('aiote_native.status')"),
+        ("aiote/engine.py", "import anyio"),
+        ("aiote/engine.py", "from aiote.kvcache import pages"),
+        ("aiote/kvcache/a.py", "from ..cli import main"),
+        ("aiote/rails/a.py", "import os\nx = os.environ.get('AIOTE_LIBFABRIC')"),
+        ("aiote/engine.py", "from os import environ\nx = environ['AIOTE_CLUSTER_KEY']"),
+        ("aiote_native/a.py", "import aiote.errors"),
+        ("aiote_native/a.pyx", "cdef int x\nfrom aiote.errors import FabricError"),
+        ("aiote_native/a.pyx", "import asyncio"),
+    ],
+)
+def test_what_is_forbidden_is_found(tmp_path, file, text):
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert len(violations(tmp_path)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("aiote/core/a.py", "from ..errors import UsageError\nfrom . import b\nimport dataclasses"),
+        ("aiote/aio/__init__.py", "import asyncio\nfrom ..rails import Rail"),
+        ("aiote/rails/a.py", "from aiote_native.libfabric import device\nfrom aiote.core.pages import cut"),
+        ("aiote/rails/a.py", "import os\nos.environ['FI_X'] = '0'\nraise OSError('set AIOTE_LIBFABRIC')"),
+        ("aiote/config.py", "import os\nx = os.environ.get('AIOTE_LIBFABRIC')"),
+        ("aiote/__init__.py", "from .engine import Engine"),
+        ("aiote/cli/a.py", "import aiote\nimport anyio"),
+        ("aiote_native/a.pyx", "from aiote_native.status cimport check\ncimport cython"),
+    ],
+)
+def test_what_is_allowed_passes(tmp_path, file, text):
+    path = tmp_path / file
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    assert violations(tmp_path) == []

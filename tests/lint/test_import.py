@@ -1,0 +1,27 @@
+"""`import aiote` works where there is no libfabric, and brings in nothing that only some users have."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+OPTIONAL = {"torch", "cupy", "trio", "uvloop", "typer", "rich", "safetensors"}
+
+
+def imported_by(statement: str) -> set[str]:
+    code = f"{statement}\nimport sys\nprint(*(name for name in sys.modules if '.' not in name))"
+    environment = {**os.environ, "AIOTE_LIBFABRIC": "/nonexistent/libfabric.so.1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_import_needs_no_library_and_no_extra():
+    names = imported_by("import aiote")
+    assert "aiote" in names
+    assert names & OPTIONAL == set()
+
+
+def test_the_measure():
+    assert "rich" in imported_by("import rich")

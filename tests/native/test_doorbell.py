@@ -1,0 +1,222 @@
+"""Doorbells: what is accepted from a peer, slots, and rings that are heard."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import select
+
+import pytest
+
+from aiote.errors import FabricError
+from aiote_native.core import Core
+from aiote_native.doorbell import Doorbell, PeerBell
+from rail_pair import KINDS, Pair, opened
+
+PAGE = 64 + 4 * 1000  # the epoch with its padding, then a word for each slot
+SHRINK, GROW, SEAL = fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SEAL
+SHM = next(kind for kind in KINDS if kind.provider == "shm")
+
+
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def memory(length: int, seals: int) -> int:
+    """Return a memfd as a peer might send one."""
+    fd = os.memfd_create("peer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, length)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def test_the_own_page_is_sealed():
+    """No peer that maps it can be made to fault, and no peer can make it shrink."""
+    bell = Doorbell()
+    assert fcntl.fcntl(bell.memory_fd, fcntl.F_GET_SEALS) & (SHRINK | GROW | SEAL) == SHRINK | GROW | SEAL
+    assert os.fstat(bell.memory_fd).st_size == PAGE
+    for length in (0, PAGE - 1, PAGE + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(bell.memory_fd, length)
+    assert not os.get_inheritable(bell.memory_fd)
+    assert not os.get_inheritable(bell.event_fd)
+    bell.close()
+
+
+def test_closing_is_idempotent_and_closes_both():
+    bell = Doorbell()
+    fds = bell.memory_fd, bell.event_fd
+    peer = PeerBell(os.dup(fds[0]), os.dup(fds[1]))
+    theirs = peer.event_fd
+    for _ in range(2):
+        bell.close()
+        peer.close()
+    assert not any(is_open(fd) for fd in (*fds, theirs))
+    assert (bell.memory_fd, bell.event_fd, peer.event_fd) == (-1, -1, -1)
+
+
+def test_a_closed_bell_takes_slots_back_without_harm():
+    bell = Doorbell()
+    slot = bell.take_slot()
+    bell.close()
+    bell.free_slot(slot)
+    bell.free_slot(0)
+
+
+def test_a_peer_keeps_its_page_when_the_owner_is_gone():
+    bell = Doorbell()
+    peer = PeerBell(os.dup(bell.memory_fd), os.dup(bell.event_fd))
+    bell.close()
+    assert is_open(peer.event_fd)
+    peer.close()
+
+
+@pytest.mark.parametrize("seals", [0, GROW, GROW | SEAL, fcntl.F_SEAL_WRITE | GROW])
+def test_a_page_that_could_shrink_is_refused(seals):
+    fds = memory(PAGE, seals), os.eventfd(0)
+    with pytest.raises(ValueError, match="not sealed against shrinking"):
+        PeerBell(*fds)
+    assert not any(is_open(fd) for fd in fds)
+
+
+@pytest.mark.parametrize("length", [0, 1, PAGE - 1])
+def test_a_page_that_is_too_short_is_refused(length):
+    fds = memory(length, SHRINK), os.eventfd(0)
+    with pytest.raises(ValueError, match="too short"):
+        PeerBell(*fds)
+    assert not any(is_open(fd) for fd in fds)
+
+
+def test_what_is_no_memory_is_refused(tmp_path):
+    """A file has no seals; whatever came is closed."""
+    path = tmp_path / "page"
+    path.write_bytes(bytes(PAGE))
+    for first in (os.open(path, os.O_RDWR), *os.pipe(), os.eventfd(0)):
+        second = os.eventfd(0)
+        with pytest.raises((OSError, ValueError)):
+            PeerBell(first, second)
+        assert not is_open(first)
+        assert not is_open(second)
+
+
+def test_a_page_that_cannot_be_written_is_good_enough():
+    """The peer's page is only read: one that is sealed against writing serves."""
+    fd = memory(PAGE, SHRINK | GROW | fcntl.F_SEAL_WRITE)
+    PeerBell(fd, os.eventfd(0)).close()
+    assert not is_open(fd)
+
+
+def test_ringing_never_blocks():
+    """Whatever the peer made of its descriptor: it is switched to non-blocking."""
+    event = os.eventfd(0, os.EFD_CLOEXEC)
+    assert os.get_blocking(event)
+    peer = PeerBell(memory(PAGE, SHRINK), event)
+    assert not os.get_blocking(event)
+    peer.close()
+
+
+def test_slots_are_told_apart_until_they_run_out():
+    bell = Doorbell()
+    slots = [bell.take_slot() for _ in range(1000)]
+    assert sorted(slots) == list(range(1000))
+    assert [bell.take_slot(), bell.take_slot()] == [-1, -1]
+    for slot in (7, 7, 999):
+        bell.free_slot(slot)
+    assert {bell.take_slot(), bell.take_slot()} == {7, 999}
+    for nonsense in (-1, 1000, 2**31 - 1):
+        bell.free_slot(nonsense)
+    assert bell.take_slot() == -1
+    bell.close()
+
+
+def test_a_freed_slot_says_that_nobody_waits():
+    bell = Doorbell()
+    with mmap.mmap(bell.memory_fd, PAGE) as page:
+        slot = bell.take_slot()
+        place = slice(64 + 4 * slot, 68 + 4 * slot)
+        page[place] = b"\x05\0\0\0"
+        bell.free_slot(slot)
+        assert page[place] == bytes(4)
+    bell.close()
+
+
+def test_a_core_says_whether_it_sleeps():
+    """The epoch is odd while it is safe to sleep, and grows with every sleep."""
+    core = Core(spin_us=0, doorbell=True)
+    with mmap.mmap(core.doorbell.memory_fd, PAGE, prot=mmap.PROT_READ) as page:
+        epochs = []
+        for _ in range(5):
+            while core.progress():
+                assert page[0] % 2 == 0
+            epochs.append(int.from_bytes(page[:4], "little"))
+    assert all(epoch % 2 for epoch in epochs)
+    assert epochs == sorted(set(epochs))
+    core.close()
+
+
+@pytest.mark.libfabric
+def test_a_sleeping_peer_is_rung_and_one_that_is_awake_is_not():
+    with opened(SHM) as rails:
+        pair = Pair.of(rails)
+        rails.rest()
+        rung = pair.a.core.statistics()["rings"]
+        event = pair.b.core.doorbell.event_fd
+        assert not select.select([event], [], [], 0)[0]
+        pair.a.write(pair.ab, imm=1)
+        assert select.select([event], [], [], 0)[0]
+        assert pair.a.core.statistics()["rings"] == rung + 1
+        assert pair.b.core.progress()  # awake from here on, until it says that it sleeps
+        os.eventfd_read(event)
+        pair.a.write(pair.ab, imm=1)
+        assert not select.select([event], [], [], 0)[0]
+        assert pair.a.core.statistics()["rings"] == rung + 1
+        pair.b.awake = True
+        rails.drive(lambda: len(pair.a.ended) == 2)
+
+
+@pytest.mark.libfabric
+def test_a_slot_beyond_the_page_is_refused():
+    """The number comes from the peer, and a poll reads the word that it names."""
+    with opened(SHM) as rails:
+        a, b = rails.side(), rails.side()
+        pending = a.fabric.open_channel(0, 0)
+        link = a.core.add_peer(b)
+        bell = b.core.doorbell
+        pending.bell_arrived(os.dup(bell.memory_fd), os.dup(bell.event_fd))
+        with pytest.raises(FabricError, match="no such doorbell slot"):
+            a.fabric.join(link, pending, pending.address, 0, 0, 1000)
+        pending.close()
+        a.fabric.free_slot(pending.slot)
+        a.close_link(link)
+
+
+@pytest.mark.libfabric
+def test_slots_come_back_with_their_links():
+    with opened(SHM) as rails:
+        a, b = rails.side(), rails.side()
+        free = []
+        for _ in range(3):
+            ab, ba = rails.join(a, b)
+            taken = {a.core.doorbell.take_slot() for _ in range(1000)} - {-1}
+            free.append(len(taken))
+            for slot in taken:
+                a.core.doorbell.free_slot(slot)
+            a.close_link(ab)
+            b.close_link(ba)
+        assert free == [999] * 3
+
+
+def test_a_bell_is_made_once():
+    bell = Doorbell()
+    with pytest.raises(RuntimeError, match="already"):
+        bell.__init__()
+    peer = PeerBell(os.dup(bell.memory_fd), os.dup(bell.event_fd))
+    with pytest.raises(RuntimeError, match="already"):
+        peer.__init__(0, 0)
+    peer.close()
+    bell.close()

@@ -1,0 +1,172 @@
+"""A pytest plugin: a test that blocks its event loop fails.
+
+It owns two nets. The first catches calls that sleep by their nature, at the moment they are made on a thread whose loop
+is running: `time.sleep`, name resolution, and socket methods of a socket that is not non-blocking. The second catches
+whatever else held a loop up, by the clock: asyncio and uvloop report slow callbacks in debug mode, trio through
+`TaskSteps`. Time in which the machine ran somebody else instead of us is not held against the test.
+
+What is found also fails a test that swallows exceptions. `blocking_allowed(reason)` switches both nets off for one
+test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import ipaddress
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+
+LIMIT_S = 0.25
+RESOLVERS = ("getaddrinfo", "gethostbyname", "gethostbyaddr", "gethostbyname_ex")
+NUMERIC_ONLY = socket.AI_NUMERICHOST
+RECEIVERS = ("accept", "recv", "recv_into", "recvfrom", "recvmsg")
+SENDERS = ("connect", "send", "sendall", "sendmsg", "sendto")
+
+
+class LoopBlockedError(AssertionError):
+    """A call that can sleep was made on the thread of a running event loop."""
+
+
+class Watch:
+    """What was found during one test, and since when the machine owes us time."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+        self._owed: dict[int, float] = {threading.get_native_id(): stolen_s()}
+
+    def blocked(self, what: str) -> LoopBlockedError:
+        """Note a blocking call and return the exception for it."""
+        self.found.append(what)
+        return LoopBlockedError(f"{what} blocks the event loop")
+
+    def slow(self, what: str, wall_s: float) -> None:
+        """Judge a step that took `wall_s`; time stolen from its thread since the last judgement is taken off."""
+        if wall_s <= LIMIT_S:
+            return
+        thread, owed = threading.get_native_id(), stolen_s()
+        ours = wall_s - (owed - self._owed.get(thread, 0.0))
+        self._owed[thread] = owed
+        if ours > LIMIT_S:
+            self.found.append(f"{what} held the event loop for {ours * 1e3:.0f} ms (allowed: {LIMIT_S * 1e3:.0f} ms)")
+
+
+_watch: Watch | None = None
+_key = pytest.StashKey[Watch | None]()
+
+
+def stolen_s() -> float:
+    """Return how long this thread was ready but not run, in seconds, plus what a hypervisor took from all cores."""
+    total = 0.0
+    try:
+        with open("/proc/thread-self/schedstat") as file:  # time run, time waited for a core (both ns), slices
+            total += int(file.read().split()[1]) / 1e9
+        with open("/proc/stat") as file:  # first line: cpu user nice system idle iowait irq softirq steal ...
+            total += int(file.readline().split()[8]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError):
+        pass  # a kernel without these counters: the wall clock alone decides
+    return total
+
+
+def on_loop_thread() -> bool:
+    """Tell whether this thread is inside a running asyncio, uvloop or trio loop."""
+    if asyncio._get_running_loop() is not None:
+        return True
+    trio = sys.modules.get("trio")
+    return trio is not None and trio.lowlevel.in_trio_run()
+
+
+def _numeric(host: str | bytes | None) -> bool:
+    """Tell whether resolving `host` asks nobody."""
+    try:
+        ipaddress.ip_address(host.decode() if isinstance(host, bytes) else host or "::")
+    except ValueError:
+        return False
+    return True
+
+
+def _guard(owner: Any, name: str, sleeps: Callable[..., bool]) -> None:
+    """Replace a function: on a running loop's thread, with arguments that let it sleep, it raises."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _watch is not None and on_loop_thread() and sleeps(*args, **kwargs):
+            raise _watch.blocked(f"{owner.__name__}.{name}{args!r}")
+        return original(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+class TaskSteps:
+    """A trio instrument that times every step of every task."""
+
+    def __init__(self) -> None:
+        self._started = 0.0
+
+    def before_task_step(self, task: Any) -> None:
+        self._started = time.perf_counter()
+
+    def after_task_step(self, task: Any) -> None:
+        if _watch is not None:
+            _watch.slow(f"a step of {task.name}", time.perf_counter() - self._started)
+
+
+class _SlowCallbacks(logging.Handler):
+    """Reads "Executing <handle> took <seconds> seconds", which asyncio and uvloop log in debug mode."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        match record.args:
+            case (handle, float(seconds)) if _watch is not None and "took" in str(record.msg):
+                _watch.slow(str(handle), seconds)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    logging.getLogger("asyncio").addHandler(_SlowCallbacks())
+    _guard(time, "sleep", lambda seconds: seconds > 0)
+    for name in RESOLVERS:
+        _guard(socket, name, lambda host, *more, **_: not (_numeric(host) or (more[4:] and more[4] & NUMERIC_ONLY)))
+    for name in RECEIVERS + SENDERS:
+        _guard(socket.socket, name, lambda self, *_, **__: self.gettimeout() != 0)
+
+
+def _watched(item: pytest.Item) -> Generator[None]:
+    """Watch one phase of a test and fail it by what was found; what comes beside another error fails the next phase."""
+    global _watch
+    _watch = item.stash[_key]
+    found = _watch.found if _watch else []
+    try:
+        yield
+    except LoopBlockedError:
+        found.clear()
+        raise
+    finally:
+        _watch = None
+    if found:
+        report = "\n  ".join(found)
+        found.clear()
+        pytest.fail(f"the event loop was blocked:\n  {report}", pytrace=False)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
+    item.stash[_key] = None if item.get_closest_marker("blocking_allowed") else Watch()
+    yield from _watched(item)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    yield from _watched(item)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
+    yield from _watched(item)

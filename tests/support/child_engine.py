@@ -1,0 +1,108 @@
+"""An engine in a process of its own, to be stopped and killed: one JSON command a line in, one JSON answer a line out.
+
+`children.Child` is the other end. A command names one of the methods below; an error of aiote's is an answer, too. The
+process ends when its input does, so it does not outlive the tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+import aiote
+
+
+class Commands:
+    """What a child can be told to do."""
+
+    def __init__(self) -> None:
+        self.engine: aiote.Engine | None = None
+        self.memory = bytearray()
+        self.events: list[aiote.Event] = []
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self, provider: str, config: dict[str, Any], size: int) -> dict[str, Any]:
+        """Open the engine and register `size` bytes of zeros."""
+        for name in ("cluster_key", "identity"):
+            if name in config:
+                config[name] = bytes.fromhex(config[name])
+        self.engine = await aiote.open_engine(provider, config=aiote.EngineConfig(**config))
+        self.engine.listen_events(self.events.append)
+        self.memory = bytearray(size)
+        return {"address": str(self.engine.address), "descriptor": self.engine.register(self.memory).descriptor.hex()}
+
+    async def connect(self, address: str) -> dict[str, Any]:
+        """Connect to an engine."""
+        return {"peer": str((await self.engine.connect(address)).address)}
+
+    async def peers(self) -> dict[str, Any]:
+        """Tell who is connected."""
+        return {"peers": [str(peer.address) for peer in self.engine.peers]}
+
+    async def contents(self) -> dict[str, Any]:
+        """Tell which bytes the memory has."""
+        found, rest = [], bytes(self.memory)
+        while rest:
+            found.append(rest[0])
+            rest = rest.translate(None, rest[:1])
+        return {"bytes": sorted(found)}
+
+    async def happened(self) -> dict[str, Any]:
+        """Tell the events so far, with their reasons."""
+        return {"events": [[event.name, str(event.details.get("reason", ""))] for event in self.events]}
+
+    async def flood(self, descriptor: str, imm: int) -> dict[str, Any]:
+        """Begin to write all of the memory to a remote region, counted, again and again; and to read it back."""
+        self._start(self._flood(bytes.fromhex(descriptor), imm))
+        return {}
+
+    async def wait(self, imm: int, n: int) -> dict[str, Any]:
+        """Wait for counts."""
+        await self.engine.counter(imm).wait(n)
+        return {}
+
+    async def receive(self) -> dict[str, Any]:
+        """Take one message."""
+        return {"data": (await self.engine.recv()).data.hex()}
+
+    async def close(self) -> dict[str, Any]:
+        """Close the engine."""
+        await self.engine.aclose()
+        return {}
+
+    async def _flood(self, descriptor: bytes, imm: int) -> None:
+        remote = self.engine.attach(descriptor)
+        source = self.engine.register(bytes(remote.nbytes))
+        try:
+            while True:
+                await self.engine.write_imm(source, remote, imm)
+        except aiote.AioteError:
+            return
+
+    def _start(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+
+async def main() -> None:
+    """Answer until the input ends."""
+    commands = Commands()
+    lines = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    print("{}", flush=True)
+    while line := await lines.readline():
+        command = json.loads(line)
+        try:
+            answer = await getattr(commands, command.pop("do"))(**command)
+        except aiote.AioteError as error:
+            answer = {"error": type(error).__name__, "text": str(error)}
+        print(json.dumps(answer), flush=True)
+    if commands.engine is not None:
+        commands.engine.abort()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

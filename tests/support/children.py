@@ -1,0 +1,102 @@
+"""Engines in processes of their own that a test stops, wakes and kills; see `child_engine` for what they can do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+import aiote
+
+SCRIPT = Path(__file__).with_name("child_engine.py")
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class ChildError(Exception):
+    """The child answered with an error of aiote's; the text is its."""
+
+
+class Child:
+    """One child process with at most one engine. Made outside of a loop, for starting a process blocks."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen([sys.executable, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._output, False)
+        self._unread = b""
+        self._greeted = False
+        self.pid = self._process.pid
+        self.address = aiote.Address("unknown", 1)
+        self.descriptor = b""
+
+    async def answer(self) -> dict[str, Any]:
+        """Return the answer to a command that was told. Raises ChildError."""
+        answer = await self._line()
+        if "error" in answer:
+            raise ChildError(f"{answer['error']}: {answer['text']}")
+        return answer
+
+    async def _line(self) -> dict[str, Any]:
+        while b"\n" not in self._unread:
+            await anyio.wait_readable(self._output)
+            data = os.read(self._output, 65536)
+            assert data, f"child {self.pid} has ended"
+            self._unread += data
+        line, _, self._unread = self._unread.partition(b"\n")
+        return json.loads(line)
+
+    async def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Give a command and return the answer. Raises ChildError."""
+        if not self._greeted:
+            await self._line()
+            self._greeted = True
+        self.tell(do, **arguments)
+        return await self.answer()
+
+    def tell(self, do: str, **arguments: Any) -> None:
+        """Give a command; its answer, if anybody wants it, is the next of `answer`."""
+        os.write(self._input, json.dumps({"do": do, **arguments}).encode() + b"\n")
+
+    async def open(self, provider: str, size: int = 4096, **config: Any) -> None:
+        """Open the child's engine; bytes in the config travel as hexadecimal text."""
+        settings = {name: value.hex() if isinstance(value, bytes) else value for name, value in config.items()}
+        answer = await self.ask("open", provider=provider, config=settings, size=size)
+        self.address = aiote.Address.parse(answer["address"])
+        self.descriptor = bytes.fromhex(answer["descriptor"])
+
+    async def stop(self) -> None:
+        """Stop the process and wait until it stands."""
+        os.kill(self.pid, signal.SIGSTOP)
+        await self._state("T")
+
+    async def gone(self) -> None:
+        """Wait until the kernel has closed all that a killed process had."""
+        await self._state("Z")
+
+    async def _state(self, letter: str) -> None:
+        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != letter:
+            await anyio.sleep(0.001)
+
+    def resume(self) -> None:
+        """Let a stopped process go on."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kill the process, stopped or not."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill the process if it lives, and remove what the shm provider leaves of a dead one."""
+        self._process.kill()
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
+        for pattern in (f"aiote-{self.pid}-*", f"{self.pid}:*"):
+            for left in SHARED_MEMORY.glob(pattern):
+                left.unlink(missing_ok=True)

@@ -1,0 +1,76 @@
+"""Engines for tests: opened alone and in pairs, with memory on both sides; and scripts in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+import aiote
+
+PATIENCE_S = 30
+"""A test that takes longer hangs."""
+
+each_provider = pytest.mark.parametrize("provider", ["tcp", "shm"])
+each_progress = pytest.mark.parametrize("progress", ["adaptive", "thread"])
+two_kinds = pytest.mark.parametrize(("provider", "progress"), [("tcp", "adaptive"), ("shm", "thread")])
+"""For scripts, which take half a second each with libfabric 1.17."""
+
+
+def opened(provider: str, rails: list[str] | None = None, **settings: Any) -> Any:
+    """Open an engine whose config has these settings."""
+    return aiote.open_engine(provider, rails, aiote.EngineConfig(**settings))
+
+
+@asynccontextmanager
+async def pair(
+    provider: str, rails: list[str] | None = None, **settings: Any
+) -> AsyncIterator[tuple[aiote.Engine, aiote.Engine]]:
+    """Open two engines with the same settings, and bound the time of what is done with them."""
+    with anyio.fail_after(PATIENCE_S):
+        async with opened(provider, rails, **settings) as left, opened(provider, rails, **settings) as right:
+            yield left, right
+
+
+@asynccontextmanager
+async def linked(
+    provider: str, rails: list[str] | None = None, **settings: Any
+) -> AsyncIterator[tuple[aiote.Engine, aiote.Engine]]:
+    """Open two engines that are connected."""
+    async with pair(provider, rails, **settings) as (left, right):
+        await left.connect(right.address)
+        yield left, right
+
+
+def across(user: aiote.Engine, owner: aiote.Engine, memory: Any) -> aiote.RemoteRegion:
+    """Register memory with its owner and attach it at its user."""
+    return user.attach(owner.register(memory).descriptor)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop run until something holds."""
+    while not condition():
+        await anyio.sleep(0.001)
+
+
+async def quiet(seconds: float = 0.05) -> None:
+    """Give what must not happen the time to happen."""
+    await anyio.sleep(seconds)
+
+
+def run_script(text: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python text in a process of its own and return what it said; a hang fails the test."""
+    return subprocess.run(
+        [sys.executable, "-W", "default", "-c", textwrap.dedent(text), *arguments],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )

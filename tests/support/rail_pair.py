@@ -1,0 +1,336 @@
+"""Fabrics of one process, joined and driven by hand: what the contract suite of rails and the tests of progress run on.
+
+`Rails` owns the fabrics of one test and does what an event loop would: it calls a core while that asks for it, and
+sleeps on the descriptors of all as soon as none does. Sleeping for good is a failure, so whatever runs here also tests
+that every wake-up comes. With `threaded` the native threads make the progress, and only reaping is left.
+
+A kind of rail joins the suite by one line in `KINDS`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from aiote.core.pairing import pair_rails
+from aiote.rails import (
+    Core,
+    CounterHandle,
+    CounterWait,
+    Fabric,
+    LocalMemory,
+    Operation,
+    PageIndex,
+    PeerLink,
+    RemoteMemory,
+    acquire,
+)
+
+LIMIT_S = 20.0
+SLICE_S = 0.001  # how often conditions are looked at that a native thread announces to nobody
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of rail. `nic`: one that a fabric can open twice; `guards`: it refuses access that was not granted."""
+
+    provider: str
+    nic: str = ""
+    guards: bool = False
+
+
+KINDS = (
+    Kind("tcp", nic="lo", guards=True),
+    Kind("shm"),
+)
+
+
+@dataclass(eq=False)
+class Memory:
+    """An array that is registered with a side's rails, and what its peers need to know of it."""
+
+    array: Any
+    local: LocalMemory
+
+    @property
+    def remote(self) -> RemoteMemory:
+        return RemoteMemory(self.local.length, self.local.writable, self.local.keys)
+
+
+@dataclass(eq=False)
+class Side:
+    """One fabric, the operations that ended on it, and the peers that failed it."""
+
+    fabric: Fabric
+    awake: bool = True
+    ended: list[Operation] = field(default_factory=list)
+    failed: list[PeerLink] = field(default_factory=list)
+    memories: list[Memory] = field(default_factory=list)
+    counters: list[CounterHandle] = field(default_factory=list)
+
+    @property
+    def core(self) -> Core:
+        assert self.fabric.core is not None
+        return self.fabric.core
+
+    def turn(self, readable: bool) -> bool:
+        """Do what an event loop does on one iteration; tell whether it would not sleep before the next one."""
+        if not self.core.threaded and (self.awake or readable):
+            self.awake = self.core.progress()
+        self.failed += self.core.reap()
+        return self.awake and not self.core.threaded
+
+    def register(self, array: Any) -> Memory:
+        """Register an array, or so many zero bytes."""
+        array = np.zeros(array, np.uint8) if isinstance(array, int) else array
+        memory = Memory(array, self.fabric.register(acquire(array)))
+        self.memories.append(memory)
+        return memory
+
+    def operation(self) -> Operation:
+        operation = Operation()
+        operation.on_over = self.ended.append
+        return operation
+
+    def write(
+        self,
+        link: PeerLink,
+        src: Memory | None = None,
+        dst: RemoteMemory | None = None,
+        length: int | None = None,
+        *,
+        at: tuple[int, int] = (0, 0),
+        imm: int = -1,
+        reads: bool = False,
+    ) -> Operation:
+        """Submit one write (or read); `at` are the local and the remote offset. Without memory: an immediate alone."""
+        operation, local = self.operation(), src.local if src else None
+        if length is None:
+            length = local.length if local else 0
+        self.core.submit_single(link, operation, reads, local, at[0], dst, at[1], length, imm)
+        self.awake = True
+        return operation
+
+    def write_pages(
+        self,
+        link: PeerLink,
+        src: Memory,
+        source: Iterable[int],
+        dst: RemoteMemory,
+        target: Iterable[int],
+        page: int,
+        *,
+        strides: tuple[int, int] | None = None,
+        at: tuple[int, int] = (0, 0),
+        imm: int = -1,
+    ) -> Operation:
+        """Submit paged writes; `strides` and `at` are the local and the remote ones."""
+        operation, (near, far) = self.operation(), strides or (page, page)
+        here, there = PageIndex(source), PageIndex(target)
+        self.core.submit_pages(link, operation, src.local, at[0], here, near, dst, at[1], there, far, page, imm)
+        self.awake = True
+        return operation
+
+    def send(self, link: PeerLink, payload: bytes) -> Operation:
+        operation = self.operation()
+        self.core.submit_send(link, operation, payload)
+        self.awake = True
+        return operation
+
+    def take(self, link: PeerLink) -> bytes | None:
+        self.awake = True
+        return link.take_message()
+
+    def cancel(self, operation: Operation) -> None:
+        self.core.cancel(operation)
+        self.awake = True
+
+    def count(self, imm: int) -> CounterHandle:
+        """Return a handle of an immediate, closed with the side."""
+        self.counters.append(self.core.counter(imm))
+        return self.counters[-1]
+
+    def wait(self, handle: CounterHandle, n: int, on_over: Callable[[Any], object] | None = None) -> CounterWait:
+        waiting = CounterWait()
+        waiting.on_over = on_over
+        handle.wait(waiting, n)
+        self.awake = True
+        return waiting
+
+    def close_link(self, link: PeerLink) -> None:
+        link.close()
+        self.awake = True
+
+    def close(self) -> None:
+        for link in tuple(self.core.peers):
+            link.close()
+        self.core.reap()
+        for handle in self.counters:
+            handle.close(discard=True)
+        for memory in self.memories:
+            memory.local.close()
+        self.fabric.close()
+
+
+class Rails:
+    """The fabrics of one test. `core` are arguments of every core."""
+
+    def __init__(self, kind: Kind, threaded: bool = False, **core: Any) -> None:
+        self.kind = kind
+        self.threaded = threaded
+        self.sides: list[Side] = []
+        self._core = {"spin_us": 0, **core}
+        self._poll = select.poll()
+
+    def side(self, rails: int = 1, **more: Any) -> Side:
+        """Open a fabric; more than one rail are all of the kind's one NIC. `more` are arguments of fabric and core."""
+        names = (self.kind.nic,) * rails if rails > 1 else None
+        library = os.environ.get("AIOTE_LIBFABRIC", "")
+        core = {"threaded": self.threaded, **self._core, **more}
+        side = Side(Fabric(self.kind.provider, names, host="127.0.0.1", library=library, **core))
+        self.sides.append(side)
+        self._poll.register(side.core.fd, select.POLLIN)
+        return side
+
+    def join(
+        self,
+        a: Side,
+        b: Side,
+        *,
+        pairs: list[tuple[int, int]] | None = None,
+        pools: tuple[tuple[int, int], tuple[int, int]] = ((16, 4096), (16, 4096)),
+        probe: bool = True,
+    ) -> tuple[PeerLink, PeerLink]:
+        """Connect two sides as two sessions do: all channels, then the pools, then progress on both, then a probe.
+
+        `pairs` are (rail of a, rail of b), `pools` (slots, bytes) of a and of b.
+        """
+        chosen = pairs or pair_rails([r.wire for r in a.fabric.rails], [r.wire for r in b.fabric.rails])
+        ends = [(a.fabric.open_channel(i, j), b.fabric.open_channel(j, i)) for i, j in chosen]
+        links = a.core.add_peer(b), b.core.add_peer(a)
+        # Both ways at every step: neither side makes progress on a channel before the other has joined its end.
+        for this, other, link, turned in ((a, b, links[0], 1), (b, a, links[1], -1)):
+            for mine, theirs in (end[::turned] for end in ends):
+                if bell := other.core.doorbell:
+                    mine.bell_arrived(os.dup(bell.memory_fd), os.dup(bell.event_fd))
+                keys = other.fabric.scratch.keys[theirs.rail.index]
+                this.fabric.join(link, mine, theirs.address, *keys, theirs.slot)
+        a.fabric.open_mailbox(links[0], *pools[0], *pools[1])
+        b.fabric.open_mailbox(links[1], *pools[1], *pools[0])
+        for side in (a, b) * 2:
+            side.core.progress()
+        a.awake = b.awake = True
+        if probe:
+            first = a.write(links[0])
+            first.on_over = None
+            self.finish(first)
+        return links
+
+    def drive(self, until: Callable[[], bool], *only: Side) -> None:
+        """Run the loop of all sides (or of some) until a condition holds; fail when everybody sleeps for good."""
+        sides = list(only or self.sides)
+        deadline = time.monotonic() + LIMIT_S
+        busy = True
+        while True:
+            wait_s = 0.0 if busy else SLICE_S if self.threaded else LIMIT_S
+            ready = {fd for fd, _ in self._poll.poll(wait_s * 1000)}
+            assert busy or ready or self.threaded, "every core said that it is safe to sleep, and nothing wakes any"
+            turns = [side.turn(side.core.fd in ready) for side in sides]
+            busy = any(turns)
+            if until():
+                return
+            assert time.monotonic() < deadline, f"not reached in {LIMIT_S} s"
+
+    def finish(self, *operations: Operation) -> None:
+        """Drive until these are over, and expect that all went well."""
+        self.drive(lambda: all(operation.is_over for operation in operations))
+        assert {operation.errno for operation in operations} <= {0}
+
+    def arrived(self, *waits: CounterWait) -> None:
+        """Drive until the counts of all waits have come, and take them."""
+        self.drive(lambda: all(wait.is_over for wait in waits))
+        for wait in waits:
+            assert wait.satisfied
+            wait.take()
+
+    def rest(self) -> None:
+        """Drive until no core does anything of its own accord any more: what is over is over then."""
+        if self.threaded:
+            still = None
+            while still != (still := [self._work(side) for side in self.sides]):
+                time.sleep(0.02)
+                self.drive(lambda: True)
+            return
+        deadline = time.monotonic() + LIMIT_S
+        while self._poll.poll(0) or any(side.awake for side in self.sides):
+            self.drive(lambda: True)
+            assert time.monotonic() < deadline, "some core never rests"
+
+    @staticmethod
+    def _work(side: Side) -> tuple[int, ...]:
+        counted = side.core.statistics()
+        return tuple(counted[name] for name in ("posted", "completed", "immediates", "inbox"))
+
+    def wakeups(self, seconds: float = 0.1) -> int:
+        """Sleep for a while and count how often some core was woken: a descriptor that spins gives thousands."""
+        until, count = time.monotonic() + seconds, 0
+        rounds = self._rounds()
+        while (left := until - time.monotonic()) > 0:
+            if self._poll.poll(left * 1000):
+                count += 1
+                self.drive(lambda: True)
+        return count if not self.threaded else count + self._rounds() - rounds
+
+    def _rounds(self) -> int:
+        return sum(side.core.statistics()["rounds"] for side in self.sides)
+
+    def close(self) -> None:
+        """Close everything; what is still in flight anywhere is an error."""
+        for side in self.sides:
+            for link in tuple(side.core.peers):
+                link.close()
+        while self.sides:
+            self.sides.pop().close()
+
+
+@contextmanager
+def opened(kind: Kind, threaded: bool = False, **core: Any) -> Iterator[Rails]:
+    """Give the rails of one test and close them."""
+    rails = Rails(kind, threaded, **core)
+    try:
+        yield rails
+    finally:
+        rails.close()
+
+
+def filled(length: int, seed: int = 1) -> Any:
+    """Return so many random bytes, none of them zero."""
+    return np.random.default_rng(seed).integers(1, 256, length, dtype=np.uint8)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two sides that are joined: `ab` is a's link to b, `ba` the other end of it."""
+
+    rails: Rails
+    a: Side
+    b: Side
+    ab: PeerLink
+    ba: PeerLink
+
+    @classmethod
+    def of(cls, rails: Rails, **join: Any) -> Pair:
+        a, b = rails.side(), rails.side()
+        return cls(rails, a, b, *rails.join(a, b, **join))
+
+
+def readable(*fds: int, seconds: float = 0.0) -> list[int]:
+    """Return those of the descriptors that can be read, after waiting for one for at most so long."""
+    return select.select(fds, [], [], seconds)[0]

@@ -1,0 +1,128 @@
+"""Prepare the virtual environment: make it, install what pyproject.toml asks for, build and install this checkout.
+
+Each of the three steps leaves a stamp of what it was done for and is skipped while that is unchanged; so a second run
+starts neither pip nor a compiler. Only the second step uses the network. The project is installed, not linked: what
+runs is what a user gets. Its build folder stays, so a changed file costs its own compilation alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = Path("build") / str(sys.implementation.cache_tag)
+RUN = ["cli", "libfabric", "safetensors"]
+EXTRAS = {"run": RUN, "dev": [*RUN, "trio", "uvloop", "dev"]}
+
+
+def say(text: str) -> None:
+    print(f"--- {text}", flush=True)
+
+
+def run(venv: Path, *command: str) -> None:
+    """Run a command with the environment's own tools first on the path; end with its status if it fails."""
+    path = f"{venv / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}, check=False)
+    if done.returncode:
+        raise SystemExit(f"error: {' '.join(command)} ended with status {done.returncode}")
+
+
+def pip_install(venv: Path, *arguments: str) -> None:
+    python = str(venv / "bin" / "python")
+    run(venv, python, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet", "install", *arguments)
+
+
+def usable(venv: Path) -> bool:
+    """Tell whether the environment is complete and still where it was made: its scripts name it by its full path."""
+    python = venv / "bin" / "python"
+    if not python.exists() or subprocess.run([python, "-c", "import pip"], capture_output=True).returncode:
+        return False
+    made_at = venv / ".made-at"
+    return not made_at.exists() or made_at.read_text() == str(venv)
+
+
+def interpreter(venv: Path) -> str:
+    """Return the environment's Python version as "3.11"."""
+    lines = (venv / "pyvenv.cfg").read_text().splitlines()
+    settings = dict(line.split(" = ", 1) for line in lines if " = " in line)
+    return ".".join(settings["version"].split(".")[:2])
+
+
+def make(venv: Path) -> None:
+    """Make the environment unless it is usable."""
+    if usable(venv):
+        theirs, ours = interpreter(venv), "{}.{}".format(*sys.version_info)
+        if theirs != ours:
+            raise SystemExit(
+                f"error: {venv} holds Python {theirs}, PYTHON={sys.executable} is {ours}: "
+                f"give it an environment of its own, for example VENV=.venv-{ours}"
+            )
+        return
+    say(f"making {venv}")
+    shutil.rmtree(ROOT / BUILD, ignore_errors=True)  # it names the environment's tools by their full paths
+    run(venv, sys.executable, "-m", "venv", "--clear", str(venv))
+    (venv / ".made-at").write_text(str(venv))
+
+
+def requirements(group: str) -> list[str]:
+    """Return what the build and the group's extras need: the build has no environment of its own."""
+    tables = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = tables["project"]["optional-dependencies"]
+    wanted = [*tables["build-system"]["requires"], *tables["project"]["dependencies"]]
+    return sorted({*wanted, *(line for extra in EXTRAS[group] for line in extras[extra])})
+
+
+def install_requirements(venv: Path, group: str) -> None:
+    stamp = venv / ".installed-requirements"
+    have = set(stamp.read_text().splitlines()) if stamp.exists() else set()
+    wanted = requirements(group)
+    if have.issuperset(wanted):
+        return
+    say(f"installing {len(wanted)} requirements into {venv}, once")
+    pip_install(venv, *wanted)
+    stamp.write_text("\n".join(wanted))
+
+
+def fingerprint() -> str:
+    """Return a digest of every file that the installed package is made of."""
+    digest = hashlib.sha256()
+    files = (p for p in (ROOT / "src").rglob("*") if p.is_file() and p.suffix not in (".pyc", ".so"))
+    for path in sorted([*files, ROOT / "meson.build", ROOT / "pyproject.toml"]):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(ROOT)}\n{len(content)}\n".encode() + content)
+    return digest.hexdigest()
+
+
+def install_project(venv: Path) -> None:
+    stamp = venv / ".installed-sources"
+    wanted = fingerprint()
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    say(f"building and installing aiote into {venv}")
+    build = f"--config-settings=build-dir={BUILD}"
+    pip_install(venv, "--no-index", "--no-deps", "--no-build-isolation", "--force-reinstall", build, ".")
+    stamp.write_text(wanted)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Prepare a virtual environment for this checkout.")
+    parser.add_argument("venv", type=Path, help="the environment's folder")
+    parser.add_argument("group", choices=EXTRAS, help="what to install: enough to run aiote, or to work on it")
+    parser.add_argument("--install", action="store_true", help="build and install aiote itself as well")
+    arguments = parser.parse_args()
+    venv = arguments.venv.absolute()
+    make(venv)
+    install_requirements(venv, arguments.group)
+    if arguments.install:
+        install_project(venv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""Run the checks in order, all of them even if one fails: lint, every test, and the libfabric tests once more.
+
+The first run of the tests uses the newest libfabric here, the second the system's, which is the oldest that must work.
+A missing library is a failure. Arguments are handed to pytest. The last line counts the tests of both runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+SYSTEM = ["/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib"]
+
+
+@dataclass
+class Outcome:
+    """What became of one step."""
+
+    name: str
+    passed: bool
+    detail: str
+    seconds: float = 0.0
+    counts: tuple[int, int, int] = (0, 0, 0)  # tests passed, failed, skipped
+
+
+def version(library: Path) -> tuple[int, int]:
+    """Return the interface version that a libfabric speaks."""
+    number = int(ctypes.CDLL(str(library)).fi_version())
+    return number >> 16, number & 0xFFFF
+
+
+def system_library() -> Path | None:
+    folders = (folder for pattern in SYSTEM for folder in sorted(Path("/").glob(pattern[1:])))
+    return next((path for folder in folders if (path := folder / "libfabric.so.1").exists()), None)
+
+
+def wheel_library() -> Path | None:
+    path = Path(sys.prefix) / "lib" / "mpich" / "libfabric.so.1"
+    return path if path.exists() else None
+
+
+def banner(text: str) -> None:
+    print(f"\n{'=' * 100}\n== {text}\n{'=' * 100}", flush=True)
+
+
+def lint() -> Outcome:
+    banner("lint")
+    started = time.monotonic()
+    status = subprocess.run([os.environ.get("MAKE", "make"), "--no-print-directory", "lint"], cwd=ROOT).returncode
+    return Outcome("lint", status == 0, "" if status == 0 else f"status {status}", time.monotonic() - started)
+
+
+def counted(report: Path) -> tuple[int, int, int]:
+    """Return how many tests of a JUnit report passed, failed and were skipped."""
+    if not report.exists():
+        return 0, 0, 0
+    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
+    total, failures, errors, skipped = (
+        sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors", "skipped")
+    )
+    return total - failures - errors - skipped, failures + errors, skipped
+
+
+def tests(name: str, library: Path | None, missing: str, *arguments: str) -> Outcome:
+    """Run pytest with one libfabric."""
+    if library is None:
+        return Outcome(name, False, f"NO LIBRARY: {missing}")
+    spoken = "{}.{}".format(*version(library))
+    banner(f"{name}: libfabric {spoken}, {library}")
+    report = ROOT / "build" / "test-reports" / f"{name.replace(' ', '-')}.xml"
+    report.unlink(missing_ok=True)
+    started = time.monotonic()
+    status = subprocess.run(
+        [sys.executable, "-m", "pytest", f"--junit-xml={report}", *arguments, *sys.argv[1:]],
+        cwd=ROOT,
+        env={**os.environ, "AIOTE_LIBFABRIC": str(library)},
+        stdin=subprocess.DEVNULL,
+    ).returncode
+    counts = counted(report)
+    detail = "libfabric {}: {} passed, {} failed, {} skipped".format(spoken, *counts)
+    return Outcome(name, status == 0, detail, time.monotonic() - started, counts)
+
+
+def main() -> int:
+    system, wheel = system_library(), wheel_library()
+    newest = max((path for path in (wheel, system) if path), key=version, default=None)
+    if newest and version(newest) < (2, 0):
+        newest = None
+    outcomes = [
+        lint(),
+        tests("every test", newest, "no libfabric 2.x; the extra that brings it: pip install 'aiote[libfabric]'"),
+        tests("tests of rails", system, f"none in {', '.join(SYSTEM)}; run: make system", "-m", "libfabric"),
+    ]
+    banner("passed" if all(outcome.passed for outcome in outcomes) else "FAILED")
+    for outcome in outcomes:
+        mark = "ok" if outcome.passed else "FAILED"
+        print(f"  {mark:6}  {outcome.name:15} {outcome.seconds:5.0f} s  {outcome.detail}")
+    total = [sum(numbers) for numbers in zip(*(outcome.counts for outcome in outcomes), strict=True)]
+    print("total: {} passed, {} failed, {} skipped".format(*total), flush=True)
+    return 0 if all(outcome.passed for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+#!/bin/sh
+# Finds out what this machine lacks to build and run aiote, and installs it from Debian's packages: with root, or with
+# sudo. On other systems it names what is needed. It touches nothing where nothing is missing.
+#
+# usage: system.sh PYTHON [again]
+set -eu
+python=$1
+
+have_header() {  # a compiler that finds the header, and the C library's headers with it
+    echo "#include <$1>" | "${CC:-cc}" ${CPPFLAGS:-} ${CFLAGS:-} -E -xc - >/dev/null 2>&1
+}
+
+have_library() {
+    for folder in /usr/lib/*-linux-gnu /usr/lib64 /usr/lib /usr/local/lib /opt/amazon/efa/lib /opt/amazon/efa/lib64; do
+        [ ! -e "$folder/$1" ] || return 0
+    done
+    return 1
+}
+
+in_python() {
+    "$python" -c "$1" >/dev/null 2>&1
+}
+
+missing=
+need() {
+    missing="$missing $1"
+}
+
+command -v "${CC:-cc}" >/dev/null || need gcc
+have_header stdlib.h || need libc6-dev
+have_header rdma/fabric.h || need libfabric-dev
+have_library libfabric.so.1 || need libfabric1
+if ! command -v "$python" >/dev/null; then
+    [ "$python" = python3 ] || { echo "error: PYTHON=$python was not found" >&2; exit 1; }
+    need python3 && need python3-dev && need python3-venv
+else
+    in_python 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+        echo "error: $python is $("$python" --version 2>&1), aiote needs Python 3.11 or later;" \
+            "name a newer one, for example: make demo PYTHON=python3.12" >&2
+        exit 1
+    }
+    # Only Debian's own interpreter takes these from a package.
+    own=$("$python" -c 'import sys; print("python%d.%d" % sys.version_info[:2] if sys.base_prefix == "/usr" else "")')
+    in_python 'import sysconfig, os; os.stat(os.path.join(sysconfig.get_path("include"), "Python.h"))' ||
+        need "${own:-python3}-dev"
+    in_python 'import ensurepip, venv' || need "${own:-python3}-venv"
+fi
+[ -n "$missing" ] || exit 0
+if [ "${2:-}" = again ]; then
+    echo "error: still not found after installing:$missing" >&2
+    exit 1
+fi
+command -v fi_info >/dev/null || need libfabric-bin  # shows what libfabric finds; nothing here needs it
+
+if ! command -v apt-get >/dev/null; then
+    echo "error: this machine lacks what Debian calls:$missing" >&2
+    echo "Install their counterparts and run make again. On Fedora and its kin:" \
+        "dnf install gcc glibc-devel libfabric libfabric-devel python3-devel; on Arch: pacman -S gcc libfabric python" >&2
+    exit 1
+fi
+as_root=
+if [ "$(id -u)" != 0 ]; then
+    command -v sudo >/dev/null || {
+        echo "error: these Debian packages are missing:$missing" >&2
+        echo "Run as root: apt-get install$missing" >&2
+        exit 1
+    }
+    as_root=sudo
+fi
+echo "installing the Debian packages that are missing:$missing"
+[ -n "$as_root" ] && [ ! -t 0 ] && as_root='sudo -n'
+$as_root apt-get update -qq || echo "apt-get update failed: going on with the package lists that are here" >&2
+$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $missing
+exec sh "$0" "$python" again
