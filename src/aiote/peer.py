@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
-from .aio import EventLoop, Signal, finish
+from .aio import EventLoop, Signal, finish, settle
 from .core.address import Address
 from .core.frames import Bye
 from .errors import PeerError
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Host", "Peer"]
 
+QUIET_S = 0.05
+"""How long a peer behind its gate is given to come out: longer than any call into a library that is not stopped."""
 PEER_LOST = 104  # ECONNRESET: what the transfers of a lost peer end with in the native core
 
 
@@ -120,7 +122,7 @@ class Peer:
         """
         if await finish(self._host.loop, transfer, self._host.drain_timeout):
             return
-        connection = self.connection
+        connection, link = self.connection, self.link
         if connection is not None:
             connection.linger = self._host.patience
         self.confirmed = False
@@ -129,7 +131,9 @@ class Peer:
             "so the connection was torn down"
         )
         await finish(self._host.loop, transfer, self._host.patience)
-        if connection is not None:
+        if link is not None and await settle(self._host.loop, lambda: link.quiet, QUIET_S):
+            self.confirmed = True
+        elif connection is not None:
             self.confirmed = await connection.agreed()
 
     def follow(self, other: Peer) -> None:

@@ -9,6 +9,7 @@ connections that providers make lazily.
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
@@ -251,7 +252,7 @@ class Session:
             token = engine.bells.expect(pending.bell_arrived)
             self._tokens.append(token)
             pending.on_bell = self._arrived.set
-            doorbell = token + pending.slot.to_bytes(4, "little", signed=True) + engine.bells.name
+            doorbell = token + SLOT.pack(pending.slot, pending.generation) + engine.bells.name
         key, base = engine.fabric.scratch.keys[mine]
         self._connection.send(Channel(mine, remote, 0, pending.address, key, base, doorbell))
 
@@ -262,12 +263,12 @@ class Session:
                 str(peer.address),
                 f"it told a channel of rails {channel.rail_local} and {channel.rail_remote} out of turn",
             )
-        peer_slot = -1
+        peer_slot = -1, 0
         if not pending.rail.traits.waits:
-            if engine.bells is None or len(channel.doorbell) < 21:
+            if engine.bells is None or len(channel.doorbell) <= 16 + SLOT.size:
                 raise PeerError(str(peer.address), "it told no doorbell for a rail that needs one")
-            peer_slot = int.from_bytes(channel.doorbell[16:20], "little", signed=True)
-            await engine.bells.send(channel.doorbell[20:], channel.doorbell[:16])
+            peer_slot = SLOT.unpack_from(channel.doorbell, 16)
+            await engine.bells.send(channel.doorbell[16 + SLOT.size :], channel.doorbell[:16])
             while pending.bell is None:
                 if self._connection.ended:
                     raise SessionOver(self._connection.reason)
@@ -305,6 +306,7 @@ class Session:
             raise SessionOver(self._connection.reason)
 
 
+SLOT = struct.Struct("<iI")  # of a doorbell's page: its number and its generation
 BUSY = "another connection between these two engines serves"
 GAVE_UP = 2  # the code of a Failed that says why no connection was made
 HINT = "; check that both sides are engines, with TLS on both or on neither"

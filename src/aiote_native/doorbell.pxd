@@ -5,11 +5,14 @@ from aiote_native.structs cimport Channel
 cdef enum:
     BELL_SLOTS = 1000
 
-# The page that an engine shares with its peers on this host. `asleep` is an epoch: odd while the engine sleeps.
+# The page that an engine shares with its peers on this host. `asleep` is an epoch: odd while the engine sleeps. Each
+# peer has a slot: `waiting` is how much of our work toward it is outstanding, `gate` and `busy` are those of gates.pyx.
 cdef struct BellPage:
     uint32_t asleep
     uint32_t reserved[15]
     uint32_t waiting[BELL_SLOTS]
+    uint32_t gate[BELL_SLOTS]
+    uint32_t busy[BELL_SLOTS]
 
 cdef int ring(Channel* channel, bint polled) noexcept nogil
 

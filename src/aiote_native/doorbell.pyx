@@ -92,13 +92,24 @@ cdef class Doorbell:
         if self.page.asleep & 1:
             aiote_store(&self.page.asleep, self.page.asleep + 1)
 
-    def take_slot(self) -> int:
-        """Take a free `waiting` slot for one peer; -1 when all are taken: then posts alone ring it."""
-        return self.free_slots.pop() if self.free_slots else -1
+    def take_slot(self) -> tuple[int, int]:
+        """Take a free slot for one peer and open its gate; return it with its generation.
+
+        (-1, 0) when all are taken: then posts alone ring the peer, and there is no gate.
+        """
+        cdef int slot
+        if not self.free_slots:
+            return -1, 0
+        slot = self.free_slots.pop()
+        # Odd since it was shut. The old peer of the slot knows the generation before.
+        if self.page.gate[slot] & 1:
+            aiote_store(&self.page.gate[slot], self.page.gate[slot] + 1)
+        return slot, self.page.gate[slot]
 
     def free_slot(self, int slot) -> None:
-        """Give a slot back. Nothing once the doorbell is closed."""
+        """Shut a slot's gate and give it back. Nothing once the doorbell is closed."""
         if self.page != NULL and 0 <= slot < BELL_SLOTS:
+            aiote_store(&self.page.gate[slot], self.page.gate[slot] | 1)
             self.page.waiting[slot] = 0
             self.free_slots.add(slot)
 
@@ -148,11 +159,23 @@ cdef class PeerBell:
         finally:
             os.close(memory_fd)
 
-    def close(self) -> None:
-        """Unmap and close. Idempotent; no channel may use the bell any more."""
-        if self.page != NULL:
-            munmap(<void*> self.page, sizeof(BellPage))
-            self.page = NULL
+    def busy(self, int slot) -> bool:
+        """Tell whether the peer is within a call into its library for that slot of its own."""
+        return self.page != NULL and 0 <= slot < BELL_SLOTS and aiote_load(&self.page.busy[slot]) != 0
+
+    def silence(self) -> None:
+        """Close the eventfd and keep the page. Idempotent; nobody rings it any more."""
         if self.event_fd >= 0:
             close(self.event_fd)
             self.event_fd = -1
+
+    def __dealloc__(self):
+        if self.page != NULL:
+            munmap(<void*> self.page, sizeof(BellPage))
+
+    def close(self) -> None:
+        """Unmap and close. Idempotent; no channel may use the bell any more."""
+        self.silence()
+        if self.page != NULL:
+            munmap(<void*> self.page, sizeof(BellPage))
+            self.page = NULL

@@ -16,6 +16,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 from aiote_native.doorbell cimport ring
+from aiote_native.gates cimport gate_post
 from aiote_native.posting cimport op_end, op_fail, peer_fail
 from aiote_native.structs cimport ECANCELED, OP_RECV, OP_SEND, Post
 
@@ -87,7 +88,7 @@ cdef void post_receives(State* state, Mailbox* self) noexcept nogil:
         args.desc = self.desc
         args.length = self.slot_bytes
         slot.wr.busy = True
-        code = self.channel.ops.post(self.channel.impl, &args, &slot.wr)
+        code = gate_post(self.channel, &args, &slot.wr)
         if code != 0:
             slot.wr.busy = False
             if code == -EAGAIN:
@@ -120,7 +121,7 @@ cdef int post_message(State* state, Mailbox* self, Kind kind, const void* payloa
     slot.op = op
     slot.wr.busy = True
     slot.wr.length = length
-    code = self.channel.ops.post(self.channel.impl, &args, &slot.wr)
+    code = gate_post(self.channel, &args, &slot.wr)
     if code != 0:
         slot.wr.busy = False
         state.refused += 1

@@ -1,5 +1,6 @@
 from libc.stdint cimport uint32_t, uint64_t, uint8_t
 
+from aiote_native.doorbell cimport PeerBell
 from aiote_native.progress cimport Progress
 from aiote_native.structs cimport Channel, PeerState
 from aiote_native.workrequests cimport LocalMemory
@@ -18,6 +19,7 @@ cdef class PeerLink:
     cdef readonly list leftover
     cdef uint64_t largest(self) noexcept nogil
     cdef int widest(self) noexcept nogil
+    cdef void hang_bell(self, Channel* channel, PeerBell bell, int slot, int peer_slot, uint32_t peer_generation)
     cdef void leave(self)
 
 cdef PeerLink open_peer(object core, Progress* engine, object tag)

@@ -13,6 +13,8 @@ class PeerLink:
     def failed_rail(self) -> int: ...
     @property
     def messages(self) -> int: ...
+    @property
+    def quiet(self) -> bool: ...
     def add_channel(
         self,
         endpoint: Endpoint,
@@ -26,6 +28,7 @@ class PeerLink:
         bell: PeerBell | None = None,
         slot: int = -1,
         peer_slot: int = -1,
+        peer_generation: int = 0,
     ) -> None: ...
     def open_mailbox(
         self, memory: LocalMemory, slots: int, message_bytes: int, peer_slots: int, peer_message_bytes: int

@@ -76,13 +76,13 @@ cdef class PeerLink:
 
     def add_channel(self, Endpoint endpoint, int rail, int remote_rail, uint64_t imm_key, uint64_t imm_address,
                     LocalMemory scratch, uint64_t largest=0, uint64_t least=0, PeerBell bell=None, int slot=-1,
-                    int peer_slot=-1) -> None:
+                    int peer_slot=-1, uint32_t peer_generation=0) -> None:
         """Take an endpoint that is connected to the peer's.
 
         `scratch` is local memory for operations without any, `imm_key` and `imm_address` the peer's target of
         an immediate alone, `largest` bounds a message below the provider's own limit, `least` is what an
         immediate alone carries, `bell` is the peer's doorbell with the slot that this side has in its own
-        page and the slot that the peer has in its.
+        page and the slot that the peer has in its, with that one's generation.
         """
         cdef Channel* channel
         usable(self.engine)
@@ -104,13 +104,7 @@ cdef class PeerLink:
         channel.scratch = <void*> scratch.address
         channel.scratch_desc = scratch.descs[rail]
         if bell is not None:
-            self.bells.append(bell)
-            channel.peer_bell = <const uint32_t*> bell.page
-            channel.peer_bell_fd = bell.event_fd
-            channel.peer_slot = peer_slot if peer_slot >= 0 else 0
-            if slot >= 0:
-                channel.waiting = &self.engine.bell.waiting[slot]
-                self.slots.append(slot)
+            self.hang_bell(channel, bell, slot, peer_slot, peer_generation)
         channel.ops = endpoint.ops
         channel.impl = endpoint.give()
         self.endpoints.append(endpoint)
@@ -124,6 +118,20 @@ cdef class PeerLink:
             greet(self.engine, channel)
         kick(self.engine)
         unlock(self.engine)
+
+    cdef void hang_bell(self, Channel* channel, PeerBell bell, int slot, int peer_slot, uint32_t peer_generation):
+        channel.peer_bell = <const uint32_t*> bell.page
+        channel.peer_bell_fd = bell.event_fd
+        channel.peer_slot = peer_slot if peer_slot >= 0 else 0
+        self.bells.append((bell, peer_slot if slot >= 0 else -1))
+        if slot >= 0:
+            channel.waiting = &self.engine.bell.waiting[slot]
+            self.slots.append(slot)
+        if slot >= 0 and peer_slot >= 0:
+            channel.own_gate = &self.engine.bell.gate[slot]
+            channel.own_busy = &self.engine.bell.busy[slot]
+            channel.peer_gate = &bell.page.gate[peer_slot]
+            channel.peer_generation = peer_generation
 
     def open_mailbox(self, LocalMemory memory, uint32_t slots, uint32_t message_bytes, uint32_t peer_slots,
                      uint32_t peer_message_bytes) -> None:
@@ -206,13 +214,20 @@ cdef class PeerLink:
         self.closed = True
         for endpoint in self.endpoints:
             (<Endpoint> endpoint).taken_back()
-        for bell in self.bells:
-            bell.close()
+        for bell, _slot in self.bells:
+            bell.silence()
         for slot in self.slots:
             self.core.doorbell.free_slot(slot)
         if self.mailbox_memory is not None:
             self.mailbox_memory.close()
         self.core.peers.discard(self)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the peer is known to carry out nothing more of ours: the link is closed, and every channel has a gate
+        that the peer is not behind. Channels without gates are never known to be quiet."""
+        return (self.closed and len(self.bells) == len(self.endpoints) and all(slot >= 0 for _bell, slot in self.bells)
+                and not any((<PeerBell> bell).busy(slot) for bell, slot in self.bells))
 
     def keep_messages(self) -> None:
         """Copy what arrived and was not taken, for the pool's memory goes."""

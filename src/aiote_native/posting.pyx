@@ -15,6 +15,7 @@ from libc.stdint cimport uint32_t, uint64_t
 
 from aiote_native.counters cimport done_push
 from aiote_native.doorbell cimport ring
+from aiote_native.gates cimport gate_post
 from aiote_native.structs cimport ECANCELED, MAX_STRIPES
 
 cdef enum:
@@ -93,7 +94,7 @@ cdef int post_on(State* state, Channel* channel, const Post* args, void* owner) 
     wr.opcode = args.opcode
     wr.length = args.payload
     wr.busy = True
-    code = channel.ops.post(channel.impl, args, wr)
+    code = gate_post(channel, args, wr)
     if code != 0:
         give_back(channel, wr)
         state.refused += 1

@@ -18,6 +18,7 @@ from posix.unistd cimport read, write
 
 from aiote_native.counters cimport arrive, done_push
 from aiote_native.doorbell cimport ring
+from aiote_native.gates cimport gate_poll, gate_shut
 from aiote_native.messages cimport mailbox_fail, mailbox_pump, mailbox_received, mailbox_sent
 from aiote_native.posting cimport give_back, op_completed, peer_fail, pump_peer
 from aiote_native.status cimport check
@@ -190,7 +191,7 @@ cdef int drain(State* state, Channel* channel) noexcept nogil:
     cdef int total = 0
     cdef int i
     for _turn in range(DRAIN_ROUNDS):
-        got = channel.ops.poll(channel.impl, batch, POLL_BATCH)
+        got = gate_poll(channel, batch, POLL_BATCH)
         if got < 0:
             peer_fail(state, channel.peer, got, channel.rail)
             break
@@ -414,6 +415,7 @@ cdef void end_requests(State* state, Channel* channel) noexcept nogil:
 cdef void close_channel(Progress* self, Channel* channel) noexcept nogil:
     """Shut the endpoint, take what it flushes, end the rest and free all. The lock is held."""
     cdef int quiet = 0
+    gate_shut(channel)
     if channel.ops.cut(channel.impl):
         for _turn in range(CUT_ROUNDS):
             quiet = 0 if drain(&self.state, channel) else quiet + 1

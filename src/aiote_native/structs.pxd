@@ -84,6 +84,11 @@ cdef struct Channel:
     uint32_t peer_slot
     uint32_t rung_epoch
     uint32_t* waiting
+    # the gates of both sides in the same pages (gates.pyx); NULL where there are none
+    uint32_t* own_gate
+    uint32_t* own_busy
+    const uint32_t* peer_gate
+    uint32_t peer_generation
 
 # Something that is over and has to be told to Python; the first member of what can be.
 cdef struct Done:

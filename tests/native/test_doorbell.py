@@ -14,7 +14,7 @@ from aiote_native.core import Core
 from aiote_native.doorbell import Doorbell, PeerBell
 from rail_pair import KINDS, Pair, opened
 
-PAGE = 64 + 4 * 1000  # the epoch with its padding, then a word for each slot
+PAGE = 64 + 3 * 4 * 1000  # the epoch with its padding, then what is waited for, the gate and who is busy, for each slot
 SHRINK, GROW, SEAL = fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SEAL
 SHM = next(kind for kind in KINDS if kind.provider == "shm")
 
@@ -62,7 +62,7 @@ def test_closing_is_idempotent_and_closes_both():
 
 def test_a_closed_bell_takes_slots_back_without_harm():
     bell = Doorbell()
-    slot = bell.take_slot()
+    slot, _ = bell.take_slot()
     bell.close()
     bell.free_slot(slot)
     bell.free_slot(0)
@@ -123,21 +123,22 @@ def test_ringing_never_blocks():
 def test_slots_are_told_apart_until_they_run_out():
     bell = Doorbell()
     slots = [bell.take_slot() for _ in range(1000)]
-    assert sorted(slots) == list(range(1000))
-    assert [bell.take_slot(), bell.take_slot()] == [-1, -1]
+    assert sorted(slots) == [(slot, 0) for slot in range(1000)]
+    assert [bell.take_slot(), bell.take_slot()] == [(-1, 0), (-1, 0)]
     for slot in (7, 7, 999):
         bell.free_slot(slot)
-    assert {bell.take_slot(), bell.take_slot()} == {7, 999}
+    # In a new generation: what the old peer knows of it opens nothing.
+    assert {bell.take_slot(), bell.take_slot()} == {(7, 2), (999, 2)}
     for nonsense in (-1, 1000, 2**31 - 1):
         bell.free_slot(nonsense)
-    assert bell.take_slot() == -1
+    assert bell.take_slot() == (-1, 0)
     bell.close()
 
 
 def test_a_freed_slot_says_that_nobody_waits():
     bell = Doorbell()
     with mmap.mmap(bell.memory_fd, PAGE) as page:
-        slot = bell.take_slot()
+        slot, _ = bell.take_slot()
         place = slice(64 + 4 * slot, 68 + 4 * slot)
         page[place] = b"\x05\0\0\0"
         bell.free_slot(slot)
@@ -189,7 +190,7 @@ def test_a_slot_beyond_the_page_is_refused():
         bell = b.core.doorbell
         pending.bell_arrived(os.dup(bell.memory_fd), os.dup(bell.event_fd))
         with pytest.raises(FabricError, match="no such doorbell slot"):
-            a.fabric.join(link, pending, pending.address, 0, 0, 1000)
+            a.fabric.join(link, pending, pending.address, 0, 0, (1000, 0))
         pending.close()
         a.fabric.free_slot(pending.slot)
         a.close_link(link)
@@ -202,7 +203,7 @@ def test_slots_come_back_with_their_links():
         free = []
         for _ in range(3):
             ab, ba = rails.join(a, b)
-            taken = {a.core.doorbell.take_slot() for _ in range(1000)} - {-1}
+            taken = {a.core.doorbell.take_slot()[0] for _ in range(1000)} - {-1}
             free.append(len(taken))
             for slot in taken:
                 a.core.doorbell.free_slot(slot)

@@ -221,7 +221,7 @@ class Rails:
                 if bell := other.core.doorbell:
                     mine.bell_arrived(os.dup(bell.memory_fd), os.dup(bell.event_fd))
                 keys = other.fabric.scratch.keys[theirs.rail.index]
-                this.fabric.join(link, mine, theirs.address, *keys, theirs.slot)
+                this.fabric.join(link, mine, theirs.address, *keys, (theirs.slot, theirs.generation))
         a.fabric.open_mailbox(links[0], *pools[0], *pools[1])
         b.fabric.open_mailbox(links[1], *pools[1], *pools[0])
         for side in (a, b) * 2:

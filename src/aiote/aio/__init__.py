@@ -9,7 +9,7 @@ from .control import ControlConnection, ControlListener, dial
 from .doorbells import BellExchange
 from .driver import Driver
 from .loops import EventLoop, Task, Waiter, current_loop
-from .waiting import Signal, finish, sleep, wake, within
+from .waiting import Signal, finish, settle, sleep, wake, within
 
 __all__ = [
     "BellExchange",
@@ -24,6 +24,7 @@ __all__ = [
     "current_loop",
     "dial",
     "finish",
+    "settle",
     "sleep",
     "wake",
     "within",

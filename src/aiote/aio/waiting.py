@@ -10,7 +10,10 @@ import anyio
 
 from .loops import EventLoop, Waiter
 
-__all__ = ["Over", "Signal", "finish", "sleep", "wake", "within"]
+__all__ = ["Over", "Signal", "finish", "settle", "sleep", "wake", "within"]
+
+
+SETTLE_S = 0.001
 
 
 class Over(Protocol):
@@ -57,6 +60,18 @@ async def finish(loop: EventLoop, item: Over, patience: float) -> bool:
                 if scope.cancel_called or loop.name != "asyncio":
                     raise
     return item.is_over
+
+
+async def settle(loop: EventLoop, condition: Callable[[], bool], patience: float) -> bool:
+    """Wait until something holds that nothing announces, whatever cancels us meanwhile; False after so many seconds."""
+    with anyio.CancelScope(deadline=anyio.current_time() + patience, shield=True) as scope:
+        while not condition():
+            try:
+                await anyio.sleep(SETTLE_S)
+            except anyio.get_cancelled_exc_class():
+                if scope.cancel_called or loop.name != "asyncio":
+                    raise
+    return condition()
 
 
 async def within(seconds: float, function: Callable[[], Awaitable[None]]) -> bool:

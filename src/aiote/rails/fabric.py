@@ -27,10 +27,11 @@ SCRATCH_BYTES = 64
 class PendingChannel:
     """An endpoint that was opened for one peer and waits for the other side's address."""
 
-    def __init__(self, rail: LibfabricRail, remote_rail: int, slot: int) -> None:
+    def __init__(self, rail: LibfabricRail, remote_rail: int, slot: int, generation: int) -> None:
         self.rail = rail
         self.remote_rail = remote_rail
         self.slot = slot
+        self.generation = generation
         self.endpoint: Endpoint = rail.open_endpoint()
         self.bell: PeerBell | None = None
         self.on_bell: Callable[[], object] | None = None
@@ -115,10 +116,10 @@ class Fabric:
         """Open an endpoint for one peer. Raises FabricError."""
         chosen = self.rails[rail]
         assert self.core is not None
-        slot = -1
+        slot, generation = -1, 0
         if not chosen.traits.waits and self.core.doorbell is not None:
-            slot = self.core.doorbell.take_slot()
-        return PendingChannel(chosen, remote_rail, slot)
+            slot, generation = self.core.doorbell.take_slot()
+        return PendingChannel(chosen, remote_rail, slot, generation)
 
     def free_slot(self, slot: int) -> None:
         """Give back the doorbell slot of a channel that came to nothing."""
@@ -126,9 +127,17 @@ class Fabric:
             self.core.doorbell.free_slot(slot)
 
     def join(
-        self, link: PeerLink, pending: PendingChannel, address: bytes, imm_key: int, imm_base: int, peer_slot: int
+        self,
+        link: PeerLink,
+        pending: PendingChannel,
+        address: bytes,
+        imm_key: int,
+        imm_base: int,
+        peer_slot: tuple[int, int] = (-1, 0),
     ) -> None:
-        """Connect a pending channel to the peer's endpoint and hand it to the link. Raises FabricError."""
+        """Connect a pending channel to the peer's endpoint and hand it to the link. `peer_slot` is the peer's doorbell
+        slot with its generation. Raises FabricError.
+        """
         try:
             pending.endpoint.connect(address)
             link.add_channel(
@@ -142,7 +151,8 @@ class Fabric:
                 least=pending.rail.traits.least,
                 bell=pending.bell,
                 slot=pending.slot,
-                peer_slot=peer_slot,
+                peer_slot=peer_slot[0],
+                peer_generation=peer_slot[1],
             )
             pending.bell = None
         except (StatusError, ValueError, RuntimeError) as error:

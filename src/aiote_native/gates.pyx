@@ -1,0 +1,67 @@
+"""Gates: the word of one side that keeps the other from carrying out what was posted to it.
+
+Over shm the *target* of a write copies it, whenever it next calls its library, and nothing takes back what was queued
+for it: a process that was stopped and continues would still write. So each side looks at its peer's gate before
+every call into the library, and says in its own page that it is within one:
+
+    caller:  busy = 1; fence; the peer's gate open? call; busy = 0
+    closer:  gate shut; fence; the peer busy? no: nothing that was posted is ever carried out
+
+Store, fence, load on both sides (Dekker): either the caller sees the gate shut, or the closer sees the caller busy. A
+peer that is stopped outside of the library cannot move a byte once it is shut; one that is stopped within is busy for
+as long as it stands. The words lie in the doorbell's pages, each written by its owner alone; a gate's value is the
+generation of its slot, even while it is open, so that a slot in new use opens nothing for its old peer.
+"""
+
+from libc.errno cimport ENOTCONN
+from libc.stdint cimport uint32_t
+
+cdef extern from *:
+    """
+    #define aiote_enter(p) __atomic_store_n((p), 1, __ATOMIC_SEQ_CST)
+    #define aiote_leave(p) __atomic_store_n((p), 0, __ATOMIC_RELEASE)
+    #define aiote_set(p, v) __atomic_store_n((p), (v), __ATOMIC_SEQ_CST)
+    #define aiote_get(p) __atomic_load_n((const uint32_t*)(p), __ATOMIC_SEQ_CST)
+    """
+    void aiote_enter(uint32_t*) noexcept nogil
+    void aiote_leave(uint32_t*) noexcept nogil
+    void aiote_set(uint32_t*, uint32_t) noexcept nogil
+    uint32_t aiote_get(const uint32_t*) noexcept nogil
+
+
+cdef inline bint enter(Channel* channel) noexcept nogil:
+    aiote_enter(channel.own_busy)
+    if aiote_get(channel.peer_gate) == channel.peer_generation:
+        return True
+    aiote_leave(channel.own_busy)
+    return False
+
+
+cdef int gate_post(Channel* channel, const Post* args, WorkRequest* wr) noexcept nogil:
+    """Post through the gate, for a post makes progress, too; -ENOTCONN when the peer has shut it."""
+    cdef int code
+    if channel.own_busy == NULL:
+        return channel.ops.post(channel.impl, args, wr)
+    if not enter(channel):
+        return -ENOTCONN
+    code = channel.ops.post(channel.impl, args, wr)
+    aiote_leave(channel.own_busy)
+    return code
+
+
+cdef int gate_poll(Channel* channel, Completion* out, int capacity) noexcept nogil:
+    """Poll through the gate; -ENOTCONN when the peer has shut it."""
+    cdef int got
+    if channel.own_busy == NULL:
+        return channel.ops.poll(channel.impl, out, capacity)
+    if not enter(channel):
+        return -ENOTCONN
+    got = channel.ops.poll(channel.impl, out, capacity)
+    aiote_leave(channel.own_busy)
+    return got
+
+
+cdef void gate_shut(Channel* channel) noexcept nogil:
+    """Shut our gate: a peer that is not within its library now carries out nothing of ours any more."""
+    if channel.own_gate != NULL:
+        aiote_set(channel.own_gate, channel.own_gate[0] | 1)

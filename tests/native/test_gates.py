@@ -1,0 +1,88 @@
+"""Gates: what was posted over a rail without a wait descriptor stays undone once its poster has shut its gate."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+from collections.abc import Iterator
+
+import pytest
+
+from aiote_native.doorbell import Doorbell
+from rail_pair import KINDS, Pair, Rails, filled, opened
+
+pytestmark = pytest.mark.libfabric
+
+SHM = next(kind for kind in KINDS if kind.provider == "shm")
+TCP = next(kind for kind in KINDS if kind.provider == "tcp")
+GATES, BUSY = 64 + 4 * 1000, 64 + 8 * 1000
+PAGE = 64 + 12 * 1000
+SIZE = 1 << 20
+
+
+@pytest.fixture
+def rails() -> Iterator[Rails]:
+    with opened(SHM) as rails:
+        yield rails
+
+
+def words(page: mmap.mmap, place: int) -> list[int]:
+    return [int.from_bytes(page[at : at + 4], "little") for at in range(place, place + 4000, 4)]
+
+
+def test_closing_a_link_shuts_its_gate(rails):
+    pair = Pair.of(rails)
+    with mmap.mmap(pair.a.core.doorbell.memory_fd, PAGE, prot=mmap.PROT_READ) as page:
+        assert not any(words(page, GATES))
+        pair.a.close_link(pair.ab)
+        (gate,) = [word for word in words(page, GATES) if word]
+        assert gate % 2
+        assert not any(words(page, BUSY))
+
+
+def test_a_link_is_quiet_when_its_peer_is_not_within_a_call(rails):
+    """`busy` is the peer's word, in the peer's page."""
+    pair = Pair.of(rails)
+    assert not pair.ab.quiet  # it is open
+    with mmap.mmap(pair.b.core.doorbell.memory_fd, PAGE) as page:
+        slot = taken(pair.b.core.doorbell)
+        place = slice(BUSY + 4 * slot, BUSY + 4 * slot + 4)
+        page[place] = b"\1\0\0\0"
+        pair.a.close_link(pair.ab)
+        assert not pair.ab.quiet
+        page[place] = bytes(4)
+        assert pair.ab.quiet
+
+
+def taken(bell: Doorbell) -> int:
+    """Return the one slot that a peer has."""
+    free = [bell.take_slot()[0] for _ in range(999)]
+    assert bell.take_slot() == (-1, 0)
+    for slot in free:
+        bell.free_slot(slot)
+    return 499_500 - sum(free)
+
+
+def test_a_peer_with_a_shut_gate_is_not_polled(rails):
+    """By the shut gate alone: the link of the other side stays open, as that of a stopped process does."""
+    pair = Pair.of(rails)
+    source, target = pair.a.register(filled(SIZE)), pair.b.register(SIZE)
+    rails.finish(pair.a.write(pair.ab, source, target.remote))
+    target.array[:] = 0
+    with mmap.mmap(pair.a.core.doorbell.memory_fd, PAGE) as page:
+        operation = pair.a.write(pair.ab, source, target.remote)
+        slot = taken(pair.a.core.doorbell)
+        page[GATES + 4 * slot : GATES + 4 * slot + 4] = b"\1\0\0\0"
+        for _ in range(100):
+            pair.b.turn(True)
+        assert [link.failed for link in pair.b.failed] == [errno.ENOTCONN]
+        assert not target.array.any()
+        assert not operation.is_over
+
+
+def test_tcp_has_no_gates():
+    """Its descriptor is the kernel's: who reads it is asked over the control plane."""
+    with opened(TCP) as rails:
+        pair = Pair.of(rails)
+        pair.a.close_link(pair.ab)
+        assert not pair.ab.quiet
