@@ -20,7 +20,7 @@ cdef class Doorbell:
     cdef BellPage* page
     cdef readonly int memory_fd
     cdef readonly int event_fd
-    cdef set free_slots
+    cdef object free_slots
     cdef void sleep(self) noexcept nogil
     cdef void wake(self) noexcept nogil
 

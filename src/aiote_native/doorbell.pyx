@@ -15,6 +15,7 @@ from posix.unistd cimport close, ftruncate, write
 
 import fcntl
 import os
+from collections import deque
 
 from aiote_native.status cimport check
 
@@ -70,7 +71,7 @@ cdef class Doorbell:
     def __init__(self):
         if self.page != NULL:
             raise RuntimeError("the doorbell is open already")
-        self.free_slots = set(range(BELL_SLOTS))
+        self.free_slots = deque(range(BELL_SLOTS))
         try:
             self.memory_fd = memfd_create(b"aiote-doorbell", MFD_CLOEXEC | MFD_ALLOW_SEALING)
             check(-errno if self.memory_fd < 0 else 0, "memfd_create")
@@ -100,18 +101,19 @@ cdef class Doorbell:
         cdef int slot
         if not self.free_slots:
             return -1, 0
-        slot = self.free_slots.pop()
-        # Odd since it was shut. The old peer of the slot knows the generation before.
-        if self.page.gate[slot] & 1:
-            aiote_store(&self.page.gate[slot], self.page.gate[slot] + 1)
+        # The one that was freed first: its old peer has most likely left. If not, it knows another generation.
+        slot = self.free_slots.popleft()
+        aiote_store(&self.page.gate[slot], (self.page.gate[slot] | 1) + 1)
         return slot, self.page.gate[slot]
 
     def free_slot(self, int slot) -> None:
-        """Shut a slot's gate and give it back. Nothing once the doorbell is closed."""
-        if self.page != NULL and 0 <= slot < BELL_SLOTS:
-            aiote_store(&self.page.gate[slot], self.page.gate[slot] | 1)
+        """Give a slot back. Nothing once the doorbell is closed.
+
+        Its gate stays as it is: through an open one the peer still takes the messages that were sent to it.
+        """
+        if self.page != NULL and 0 <= slot < BELL_SLOTS and slot not in self.free_slots:
             self.page.waiting[slot] = 0
-            self.free_slots.add(slot)
+            self.free_slots.append(slot)
 
     def close(self) -> None:
         """Unmap and close. Idempotent."""

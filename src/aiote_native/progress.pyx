@@ -18,6 +18,7 @@ from posix.unistd cimport read, write
 
 from aiote_native.counters cimport arrive, done_push
 from aiote_native.doorbell cimport ring
+from aiote_native.forks cimport fork_epoch, own
 from aiote_native.gates cimport gate_poll, gate_shut
 from aiote_native.messages cimport mailbox_fail, mailbox_pump, mailbox_received, mailbox_sent
 from aiote_native.posting cimport give_back, op_completed, peer_fail, pump_peer
@@ -119,32 +120,17 @@ cdef void kick(Progress* self) noexcept nogil:
         write(self.wake_fd, &one, sizeof(one))
 
 
-# Counted up in every child of a fork: what was made before belongs to the parent.
-cdef uint64_t fork_epoch = 0
-
-
-def after_fork() -> None:
-    """Make every engine of the parent unusable in this child; to be called in the child of a fork."""
-    global fork_epoch
-    fork_epoch += 1
-
-
-class ForkError(RuntimeError):
-    """The object was made by the process that this one was forked from."""
-
-
 cdef void new_epoch(Progress* self) noexcept nogil:
-    self.epoch = fork_epoch
+    self.epoch = fork_epoch()
 
 
 cdef bint alive(Progress* self) noexcept nogil:
     """Whether the engine is open and this process's own."""
-    return not self.closed and self.epoch == fork_epoch
+    return not self.closed and self.epoch == fork_epoch()
 
 
 cdef int usable(Progress* self) except -1:
-    if self.epoch != fork_epoch:
-        raise ForkError("this engine belongs to the parent process: open one of its own after a fork")
+    own(self.epoch)
     if self.closed:
         raise RuntimeError("the engine is closed")
     return 0
@@ -412,10 +398,24 @@ cdef void end_requests(State* state, Channel* channel) noexcept nogil:
                 request_over(state, channel, lost.wr, &lost)
 
 
+cdef bint holds_transfers(Channel* channel) noexcept nogil:
+    cdef uint32_t i
+    for i in range(channel.depth):
+        if channel.requests[i].busy:
+            return True
+    return False
+
+
 cdef void close_channel(Progress* self, Channel* channel) noexcept nogil:
-    """Shut the endpoint, take what it flushes, end the rest and free all. The lock is held."""
+    """Shut the endpoint, take what it flushes, end the rest and free all. The lock is held.
+
+    The gate is shut only where writes or reads are under way: it would also keep the peer from taking messages that
+    were sent to it, and a completed send promises those.
+    """
     cdef int quiet = 0
-    gate_shut(channel)
+    drain(&self.state, channel)
+    if holds_transfers(channel):
+        gate_shut(channel)
     if channel.ops.cut(channel.impl):
         for _turn in range(CUT_ROUNDS):
             quiet = 0 if drain(&self.state, channel) else quiet + 1

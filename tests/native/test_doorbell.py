@@ -123,12 +123,12 @@ def test_ringing_never_blocks():
 def test_slots_are_told_apart_until_they_run_out():
     bell = Doorbell()
     slots = [bell.take_slot() for _ in range(1000)]
-    assert sorted(slots) == [(slot, 0) for slot in range(1000)]
+    assert sorted(slots) == [(slot, 2) for slot in range(1000)]
     assert [bell.take_slot(), bell.take_slot()] == [(-1, 0), (-1, 0)]
     for slot in (7, 7, 999):
         bell.free_slot(slot)
     # In a new generation: what the old peer knows of it opens nothing.
-    assert {bell.take_slot(), bell.take_slot()} == {(7, 2), (999, 2)}
+    assert {bell.take_slot(), bell.take_slot()} == {(7, 4), (999, 4)}
     for nonsense in (-1, 1000, 2**31 - 1):
         bell.free_slot(nonsense)
     assert bell.take_slot() == (-1, 0)

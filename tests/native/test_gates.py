@@ -30,13 +30,19 @@ def words(page: mmap.mmap, place: int) -> list[int]:
     return [int.from_bytes(page[at : at + 4], "little") for at in range(place, place + 4000, 4)]
 
 
-def test_closing_a_link_shuts_its_gate(rails):
+@pytest.mark.parametrize("under_way", [True, False])
+def test_closing_a_link_with_transfers_under_way_shuts_its_gate(rails, under_way):
+    """Without any it stays open, for the peer may still have to take messages that were sent to it."""
     pair = Pair.of(rails)
+    source, target = pair.a.register(filled(SIZE)), pair.b.register(SIZE)
+    rails.finish(pair.a.write(pair.ab, source, target.remote))
     with mmap.mmap(pair.a.core.doorbell.memory_fd, PAGE, prot=mmap.PROT_READ) as page:
-        assert not any(words(page, GATES))
-        pair.a.close_link(pair.ab)
         (gate,) = [word for word in words(page, GATES) if word]
-        assert gate % 2
+        assert gate % 2 == 0
+        if under_way:
+            pair.a.write(pair.ab, source, target.remote)
+        pair.a.close_link(pair.ab)
+        assert [word for word in words(page, GATES) if word] == [gate | under_way]
         assert not any(words(page, BUSY))
 
 

@@ -6,8 +6,8 @@ that they handle are re-exported here, because nothing above imports `aiote_nati
 
 from aiote_native.buffers import Buffer, acquire
 from aiote_native.core import Core
+from aiote_native.forks import ForkError, after_fork
 from aiote_native.peers import PeerLink
-from aiote_native.progress import ForkError, after_fork
 from aiote_native.status import StatusError, error_text
 from aiote_native.waits import CounterHandle, CounterWait, Watch, read_word
 from aiote_native.workrequests import LocalMemory, Operation, PageIndex, RemoteMemory, Waitable

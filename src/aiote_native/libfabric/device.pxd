@@ -7,6 +7,7 @@ cdef class Device:
     cdef fid_fabric* fabric
     cdef fid_domain* domain
     cdef public int children
+    cdef uint64_t epoch
 
 cdef class FabricMemory:
     cdef Device device

@@ -5,6 +5,7 @@ from libc.string cimport strdup
 
 import os
 
+from aiote_native.forks cimport fork_epoch, own
 from aiote_native.libfabric.fabric cimport (
     FI_BUS_PCI, FI_CONTEXT, FI_CONTEXT2, FI_EP_RDM, FI_ENOKEY, FI_LINK_DOWN, FI_MR_ALLOCATED, FI_MR_ENDPOINT,
     FI_MR_LOCAL, FI_MR_PROV_KEY, FI_MR_RMA_EVENT, FI_MR_VIRT_ADDR, FI_MSG, FI_READ, FI_RECV, FI_REMOTE_READ,
@@ -102,6 +103,7 @@ cdef class Device:
         """Open the first device that fits. Raises StatusError, and LookupError when nothing fits."""
         if self.info != NULL:
             raise RuntimeError("this device is open already")
+        self.epoch = fork_epoch()
         self.info = query(provider, node, domain)
         if self.info == NULL:
             raise LookupError(f"libfabric has no device for provider={provider!r} node={node!r} domain={domain!r}")
@@ -131,7 +133,12 @@ cdef class Device:
         return FabricMemory(self, address, length, writable, remote)
 
     def close(self) -> None:
-        """Close the domain and the fabric; everything under them must be closed before. Idempotent."""
+        """Close the domain and the fabric; everything under them must be closed before. Idempotent.
+
+        In a child of a fork nothing is done: they are the parent's.
+        """
+        if self.epoch != fork_epoch():
+            return
         if self.domain != NULL:
             if self.children:
                 raise RuntimeError(f"{self.children} objects of this device are still open")
@@ -156,6 +163,7 @@ cdef class FabricMemory:
         cdef uint64_t wanted = 0
         cdef uint64_t mask = 0xFFFFFFFFFFFFFFFFULL
         cdef int code = -FI_ENOKEY
+        own(device.epoch)
         if device.domain == NULL:
             raise RuntimeError("the device is closed")
         if device.info.domain_attr.mr_mode & FI_MR_ENDPOINT:
@@ -181,8 +189,8 @@ cdef class FabricMemory:
         self.length = length
 
     def close(self) -> None:
-        """End the registration: the key is refused from here on. Idempotent."""
-        if self.mr != NULL:
+        """End the registration: the key is refused from here on. Idempotent; nothing in a child of a fork."""
+        if self.mr != NULL and self.device.epoch == fork_epoch():
             check(fi_close(&self.mr.fid), "fi_close(mr)")
             self.mr = NULL
             self.desc = NULL

@@ -17,6 +17,7 @@ from libc.string cimport memcmp, memcpy, memset, strdup
 
 import os
 
+from aiote_native.forks cimport fork_epoch, own
 from aiote_native.libfabric.device cimport Device
 from aiote_native.libfabric.fabric cimport (
     FI_ADDR_STR, FI_ADDR_UNSPEC, FI_AV_TABLE, FI_COMPLETION, FI_CQ_FORMAT_DATA, FI_DELIVERY_COMPLETE, FI_EAGAIN,
@@ -278,6 +279,7 @@ cdef class Endpoint:
         """Open and enable; `waits` asks for a wait descriptor, which shm does not have. Raises StatusError."""
         if self.impl != NULL or device.domain == NULL:
             raise RuntimeError("the endpoint is open already, or its device is closed")
+        own(device.epoch)
         self.impl = <FabricEndpoint*> calloc(1, sizeof(FabricEndpoint))
         if self.impl == NULL:
             raise MemoryError
@@ -353,6 +355,7 @@ cdef class Endpoint:
         """Name the one peer endpoint that this one talks to. Raises StatusError when the address is not accepted."""
         if self.impl == NULL:
             raise RuntimeError("the endpoint is closed or owned by a channel")
+        own(self.device.epoch)
         if not self.impl.waits:
             find_twin(self.impl, <const char*> address, len(address))
             if self.impl.twin == NULL and address.startswith(process_prefix()):
@@ -376,8 +379,8 @@ cdef class Endpoint:
         self.device.children -= 1
 
     def close(self) -> None:
-        """Close what is not handed to a channel. Idempotent."""
-        if self.impl != NULL:
+        """Close what is not handed to a channel. Idempotent; nothing in a child of a fork."""
+        if self.impl != NULL and self.device.epoch == fork_epoch():
             release(self.impl)
             self.impl = NULL
             self.device.children -= 1
