@@ -8,7 +8,7 @@ from .config import EngineConfig
 from .core.address import Address
 from .counter import Counter
 from .engine import Engine
-from .errors import AioteError, ClosedError, FabricError, PeerError, TransferError, UsageError
+from .errors import AioteError, ClosedError, FabricError, PeerError, QueueFull, TransferError, UsageError
 from .inbox import Message
 from .observe import EngineStatistics, Event
 from .opening import open_engine
@@ -33,6 +33,7 @@ __all__ = [
     "Pages",
     "Peer",
     "PeerError",
+    "QueueFull",
     "RailInfo",
     "Region",
     "RemoteRegion",

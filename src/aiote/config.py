@@ -35,8 +35,10 @@ class EngineConfig:
     of each peer are held before its sender waits. heartbeat_interval, heartbeat_limit: how often peers are told
     that this engine lives, and after how much silence they are lost. drain_timeout: how long a cancelled transfer
     may take to leave the NIC before its connection is torn down. stripe_bytes: no stripe is made smaller than
-    this for the sake of spreading over rails. largest_message: a bound below the provider's own (0: none).
-    max_counters: immediates in use at once. library: path of libfabric.so.1 (AIOTE_LIBFABRIC).
+    this for the sake of spreading over rails. largest_message: transfers are cut in pieces of at most this, so that a
+    cancelled one has little to wait for (0: the provider's own limit). max_transfers: unfinished transfers toward one
+    peer; beyond, awaited verbs wait in line and `submit_` forms raise QueueFull. max_counters: immediates in use at
+    once. library: path of libfabric.so.1 (AIOTE_LIBFABRIC).
     """
 
     cluster_key: bytes | None = field(default=None, repr=False)
@@ -54,7 +56,8 @@ class EngineConfig:
     heartbeat_limit: float = 3.0
     drain_timeout: float = 1.0
     stripe_bytes: int = 65536
-    largest_message: int = 0
+    largest_message: int = 4 << 20
+    max_transfers: int = 16384
     max_counters: int = 1 << 20
     library: str | None = None
 
@@ -101,6 +104,7 @@ class EngineConfig:
             "message_pool": MESSAGE_POOL,
             "stripe_bytes": (1, 1 << 40),
             "largest_message": (0, 1 << 62),
+            "max_transfers": (1, 1 << 24),
             "max_counters": (1, 1 << 28),
         }
         for name, (least, most) in limits.items():

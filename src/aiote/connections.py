@@ -53,6 +53,10 @@ class Connections:
         return self.config.drain_timeout
 
     @property
+    def max_transfers(self) -> int:
+        return self.config.max_transfers
+
+    @property
     def patience(self) -> float:
         return self.config.heartbeat_limit
 

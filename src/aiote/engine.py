@@ -42,7 +42,8 @@ class Engine(Connections):
     """A transfer engine. Made by `open_engine`; belongs to one event loop and is not to be used from another thread.
 
     Every verb has two forms: `await engine.write(...)`, which ends when the transfer is over and cancels it when
-    it is cancelled, and `engine.submit_write(...)`, which returns a `Transfer` at once.
+    it is cancelled, and `engine.submit_write(...)`, which returns a `Transfer` at once. Toward one peer at most
+    `config.max_transfers` are unfinished: beyond, the first form waits in line, the second raises QueueFull.
     """
 
     def __init__(self, provider: str, rails: tuple[str, ...] | None, config: EngineConfig) -> None:
@@ -165,11 +166,21 @@ class Engine(Connections):
 
     # Transfers.
 
-    def submit(self, peer: Peer, description: str, launch: Callable[[Transfer], None]) -> Transfer:
-        """Make a transfer and start it as soon as its peer is connected."""
+    def submit(
+        self, peer: Peer, description: str, launch: Callable[[Transfer], None], *, waits: bool = False
+    ) -> Transfer:
+        """Make a transfer and start it as soon as its peer is connected and has room; see `Peer.submit`."""
         transfer = Transfer(self.loop, peer, description, launch)
-        peer.submit(transfer)
+        peer.submit(transfer, waits=waits)
         return transfer
+
+    async def room(self, target: Peer | Address | RemoteRegion) -> None:
+        """Wait until a `submit_` form toward a peer, or the owner of a region, would not raise QueueFull.
+
+        At most `max_transfers` transfers toward one peer are unfinished at a time. Raises PeerError, ClosedError.
+        """
+        self.require_open()
+        await self.peer_of(target.owner if isinstance(target, RemoteRegion) else target).room()
 
     def submit_write(self, src: Region, dst: RemoteRegion, imm: int | None = None) -> Transfer:
         """Start a write of all of `src` to all of `dst` (same length); with `imm` it counts 1 at the receiver."""
@@ -181,7 +192,7 @@ class Engine(Connections):
         `src` belongs to the NIC until then. Cancelling drops what is not posted and drains what is, then
         raises. Raises UsageError, TransferError, PeerError, ClosedError.
         """
-        await submit.submit_write(self, src, dst, None)
+        await submit.submit_write(self, src, dst, None, waits=True)
 
     def submit_write_imm(self, src: Region | None, dst: RemoteRegion | Peer | Address, imm: int) -> Transfer:
         """Start a write that counts 1 at the receiver, or (`src` None) an immediate alone to a peer or an owner."""
@@ -189,7 +200,7 @@ class Engine(Connections):
 
     async def write_imm(self, src: Region | None, dst: RemoteRegion | Peer | Address, imm: int) -> None:
         """Write and count 1 on immediate `imm` (28 bits) at the receiver once the bytes are there; else as `write`."""
-        await submit.submit_write(self, src, dst, imm)
+        await submit.submit_write(self, src, dst, imm, waits=True)
 
     def submit_read(self, src_remote: RemoteRegion, dst_local: Region) -> Transfer:
         """Start a read of all of `src_remote` into all of `dst_local` (same length)."""
@@ -199,7 +210,7 @@ class Engine(Connections):
         """Read all of `src_remote` into all of `dst_local`, one-sided; `dst_local` belongs to the NIC until this
         returns.
         """
-        await submit.submit_read(self, src_remote, dst_local)
+        await submit.submit_read(self, src_remote, dst_local, waits=True)
 
     def submit_write_pages(self, src: Pages, dst: Pages, imm: int | None = None) -> Transfer:
         """Start paged writes, page i of `src` to page i of `dst`; with `imm` each page counts 1 at the receiver."""
@@ -209,7 +220,7 @@ class Engine(Connections):
         """Write page i of `src` to page i of `dst` for all i, one request and one await for all; an empty list is over
         at once.
         """
-        await submit.submit_pages(self, src, dst, imm)
+        await submit.submit_pages(self, src, dst, imm, waits=True)
 
     # Messages.
 
@@ -222,7 +233,7 @@ class Engine(Connections):
 
         Returning means that the message is on its way into the receiver's pool, not that anyone took it.
         """
-        await submit.submit_send(self, to, payload)
+        await submit.submit_send(self, to, payload, waits=True)
 
     async def recv(self) -> Message:
         """Return the next message of any peer; waiting costs nothing, cancelling loses nothing."""
@@ -294,9 +305,12 @@ class Engine(Connections):
 
     async def probe(self, peer: Peer, link: PeerLink) -> None:
         """Write nothing to a peer, to see that the data path is there. Raises PeerError."""
-        transfer = Transfer(self.loop, peer, "probe", lambda _transfer: None)
-        self.core.submit_single(link, transfer, False, None, 0, None, 0, 0, -1)
-        self.kick()
+
+        def launch(transfer: Transfer) -> None:
+            self.core.submit_single(link, transfer, False, None, 0, None, 0, 0, -1)
+
+        transfer = Transfer(self.loop, peer, "probe", launch)
+        peer.start(transfer)
         await transfer
 
     async def aclose(self) -> None:

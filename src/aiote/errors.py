@@ -8,6 +8,7 @@ Each type answers one question: whose fault was it, and what can be done.
 which.
 * `PeerError`: the other side's, or the network's. The peer refused, died, restarted or fell silent; `reason` says
 which.
+* `QueueFull`: nobody's. As many transfers as the config admits are unfinished; nothing was started.
 * `TransferError`: one transfer's. It names the transfer and what became of its bytes; the cause is chained.
 
 Cancellation is not an error and is never wrapped: `asyncio.CancelledError` and `trio.Cancelled` pass through as they
@@ -16,7 +17,7 @@ are.
 
 from __future__ import annotations
 
-__all__ = ["AioteError", "ClosedError", "FabricError", "PeerError", "TransferError", "UsageError"]
+__all__ = ["AioteError", "ClosedError", "FabricError", "PeerError", "QueueFull", "TransferError", "UsageError"]
 
 
 class AioteError(Exception):
@@ -60,15 +61,31 @@ class PeerError(AioteError):
         self.reason = reason
 
 
+class QueueFull(AioteError):
+    """A `submit_` form met the limit of unfinished transfers toward one peer; `engine.room` waits for room."""
+
+
 class TransferError(AioteError):
     """A transfer ended without completing.
 
-    `transfer` is the transfer, `cause` what ended it (also chained as `__cause__`), and `confirmed` whether it is
-    certain that no more of its bytes can reach the remote memory. The local buffer is out of use in every case.
+    `transfer` is the transfer, `cause` what ended it (also chained as `__cause__`). Of its `total_bytes`
+    `confirmed_bytes` have arrived, the others may have or not; `confirmed` tells whether it is certain that from now on
+    no more of them can. The local buffer is out of use in every case.
     """
 
-    def __init__(self, transfer: object, cause: BaseException | None, message: str, *, confirmed: bool = True) -> None:
+    def __init__(
+        self,
+        transfer: object,
+        cause: BaseException | None,
+        message: str,
+        *,
+        confirmed: bool = True,
+        confirmed_bytes: int = 0,
+        total_bytes: int = 0,
+    ) -> None:
         super().__init__(message)
         self.transfer = transfer
         self.cause = cause
         self.confirmed = confirmed
+        self.confirmed_bytes = confirmed_bytes
+        self.total_bytes = total_bytes

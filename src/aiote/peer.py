@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
 from .aio import EventLoop, Signal, finish, settle
 from .core.address import Address
 from .core.frames import Bye
-from .errors import PeerError
+from .errors import PeerError, QueueFull
 
 if TYPE_CHECKING:
     from .aio import ControlConnection
@@ -30,6 +29,7 @@ class Host(Protocol):
     core: Core
     drain_timeout: float
     patience: float
+    max_transfers: int
 
     def kick(self) -> None: ...
     def rail_name(self, rail: int) -> str: ...
@@ -55,7 +55,10 @@ class Peer:
         self.link: PeerLink | None = None
         self.connection: ControlConnection | None = None
         self._host = host
-        self._pending: deque[Transfer] = deque()
+        # Transfers that wait for the connection or for room, in order; and how many the native core has.
+        self._pending: dict[Transfer, None] = {}
+        self._started = 0
+        self._room = Signal(host.loop)
         self._changed = Signal(host.loop)
         self._ended = Signal(host.loop)
 
@@ -97,18 +100,64 @@ class Peer:
             raise self.error()
         return self
 
-    def submit(self, transfer: Transfer) -> None:
-        """Start a transfer now, or as soon as the peer is connected."""
+    def submit(self, transfer: Transfer, *, waits: bool = True) -> None:
+        """Start a transfer now, or as soon as the peer is connected and has room; without `waits` raise QueueFull."""
         if self.successor is not None:
             transfer.peer = self.successor
-            self.successor.submit(transfer)
+            self.successor.submit(transfer, waits=waits)
         elif self.reason:
             transfer.fail(self.error())
-        elif self.connected:
-            transfer.start()
-            self._host.kick()
+        elif not waits and not self.has_room:
+            raise QueueFull(
+                f"{transfer.description}: {self._host.max_transfers} transfers toward peer {self.address} are "
+                "unfinished; await engine.room(peer), or raise config.max_transfers"
+            )
         else:
-            self._pending.append(transfer)
+            self._pending[transfer] = None
+            self._start_pending()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more transfer would be within the limit."""
+        return self._started + len(self._pending) < self._host.max_transfers
+
+    async def room(self) -> None:
+        """Wait until there is room for one more transfer. Raises PeerError when the peer is lost."""
+        peer = self
+        while peer.successor is not None or not peer.has_room:
+            if peer.successor is not None:
+                peer = peer.successor
+            elif peer.reason:
+                raise peer.error()
+            else:
+                await peer._room.wait()
+        # There may be room for the next in line, too.
+        peer._room.wake_one()
+
+    def _start_pending(self) -> None:
+        """Hand what waits to the native core, as far as there is room."""
+        if not self.connected:
+            return
+        while self._pending and self._started < self._host.max_transfers:
+            transfer = next(iter(self._pending))
+            del self._pending[transfer]
+            self.start(transfer)
+
+    def start(self, transfer: Transfer) -> None:
+        """Hand a transfer to the native core, whatever waits."""
+        self._started += 1
+        transfer.start()
+        self._host.kick()
+
+    def transfer_over(self, transfer: Transfer, *, started: bool) -> None:
+        """Take note that a transfer has ended, in the native core or before it got there."""
+        if started:
+            self._started -= 1
+            if self._pending:
+                self._start_pending()
+        else:
+            self._pending.pop(transfer, None)
+        self._room.wake_one()
 
     def cancel_transfer(self, transfer: Operation) -> None:
         """Have a transfer end: nothing more is posted, what was posted drains."""
@@ -139,17 +188,18 @@ class Peer:
     def follow(self, other: Peer) -> None:
         """Give way to the peer that this one turned out to be, with all that waits."""
         self.successor = other
-        while self._pending:
-            self.submit(self._pending.popleft())
+        pending, self._pending = self._pending, {}
+        for transfer in pending:
+            transfer.peer = other
+            other.submit(transfer)
         self._changed.set()
+        self._room.set()
 
     def established(self) -> None:
         """Take note that transfers may flow, and start those that waited for it."""
         self.connected = True
-        while self._pending:
-            self._pending.popleft().start()
+        self._start_pending()
         self._changed.set()
-        self._host.kick()
 
     def lose(self, reason: str) -> None:
         """Give the peer up: no byte moves to or from it when this returns, and everything that depends on it ends."""
@@ -162,11 +212,12 @@ class Peer:
             self.connection.end(self.reason)
         if self.link is not None:
             self.link.close(PEER_LOST)
-        while self._pending:
-            self._pending.popleft().fail(self.error())
+        for transfer in tuple(self._pending):
+            transfer.fail(self.error())
         self._host.peer_lost(self)
         self._changed.set()
         self._ended.set()
+        self._room.set()
         self._host.kick()
 
     def __repr__(self) -> str:

@@ -1,4 +1,7 @@
-"""Checking and starting requests: what every verb of the engine does before the native core takes over."""
+"""Checking and starting requests: what every verb of the engine does before the native core takes over.
+
+With `waits` a transfer beyond the limit of unfinished ones waits in line, without it QueueFull is raised.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,9 @@ def _own(engine: Engine, region: Region, verb: str) -> Region:
     return region
 
 
-def submit_write(engine: Engine, src: Region | None, dst: RemoteRegion | Peer | Address, imm: int | None) -> Transfer:
+def submit_write(
+    engine: Engine, src: Region | None, dst: RemoteRegion | Peer | Address, imm: int | None, *, waits: bool = False
+) -> Transfer:
     """Start one write, with or without an immediate, or an immediate alone."""
     engine.require_open()
     verb = "write" if imm is None else "write_imm"
@@ -61,7 +66,7 @@ def submit_write(engine: Engine, src: Region | None, dst: RemoteRegion | Peer | 
             assert peer.link is not None
             engine.core.submit_single(peer.link, transfer, False, None, 0, None, 0, 0, value)
 
-        return engine.submit(peer, f"write_imm of immediate {value:#x} alone", launch_alone)
+        return engine.submit(peer, f"write_imm of immediate {value:#x} alone", launch_alone, waits=waits)
     source = _own(engine, _local(src, verb, "src"), verb)
     target = _remote(dst, verb, "dst")
     if source.nbytes != target.nbytes:
@@ -78,10 +83,10 @@ def submit_write(engine: Engine, src: Region | None, dst: RemoteRegion | Peer | 
             peer.link, transfer, False, source.memory, source.start, target.memory, target.start, source.nbytes, value
         )
 
-    return engine.submit(peer, f"{verb} of {source.nbytes} bytes", launch)
+    return engine.submit(peer, f"{verb} of {source.nbytes} bytes", launch, waits=waits)
 
 
-def submit_read(engine: Engine, src: RemoteRegion, dst: Region) -> Transfer:
+def submit_read(engine: Engine, src: RemoteRegion, dst: Region, *, waits: bool = False) -> Transfer:
     """Start one read."""
     engine.require_open()
     source = _remote(src, "read", "src_remote")
@@ -111,10 +116,10 @@ def submit_read(engine: Engine, src: RemoteRegion, dst: Region) -> Transfer:
             NO_IMMEDIATE,
         )
 
-    return engine.submit(peer, f"read of {source.nbytes} bytes", launch)
+    return engine.submit(peer, f"read of {source.nbytes} bytes", launch, waits=waits)
 
 
-def submit_pages(engine: Engine, src: Pages, dst: Pages, imm: int | None) -> Transfer:
+def submit_pages(engine: Engine, src: Pages, dst: Pages, imm: int | None, *, waits: bool = False) -> Transfer:
     """Start paged writes."""
     engine.require_open()
     if not isinstance(src, Pages) or not isinstance(dst, Pages):
@@ -149,10 +154,10 @@ def submit_pages(engine: Engine, src: Pages, dst: Pages, imm: int | None) -> Tra
             value,
         )
 
-    return engine.submit(peer, f"write_pages of {len(src)} pages of {src.page_bytes} bytes", launch)
+    return engine.submit(peer, f"write_pages of {len(src)} pages of {src.page_bytes} bytes", launch, waits=waits)
 
 
-def submit_send(engine: Engine, to: Peer | Address, payload: object) -> Transfer:
+def submit_send(engine: Engine, to: Peer | Address, payload: object, *, waits: bool = False) -> Transfer:
     """Start one message; the payload is copied."""
     engine.require_open()
     try:
@@ -166,11 +171,10 @@ def submit_send(engine: Engine, to: Peer | Address, payload: object) -> Transfer
     def launch(transfer: Transfer) -> None:
         assert peer.link is not None
         if len(data) > peer.link.message_limit:
-            transfer.fail(_too_long(len(data), peer.link.message_limit))
-        else:
-            engine.core.submit_send(peer.link, transfer, data)
+            raise _too_long(len(data), peer.link.message_limit)
+        engine.core.submit_send(peer.link, transfer, data)
 
-    return engine.submit(peer, f"send of {len(data)} bytes", launch)
+    return engine.submit(peer, f"send of {len(data)} bytes", launch, waits=waits)
 
 
 def _too_long(length: int, limit: int) -> UsageError:

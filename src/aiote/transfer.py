@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from .aio import wake
-from .errors import AioteError, FabricError, TransferError
+from .errors import AioteError, ClosedError, FabricError, TransferError, UsageError
 from .rails import Operation, error_text
 
 if TYPE_CHECKING:
@@ -33,20 +33,31 @@ class Transfer(Operation):
         self._launch: Callable[[Transfer], None] | None = launch
         self._failure: AioteError | None = None
         self._waiters: list[Waiter] | None = None
-        self.on_over = self._wake
+        self.on_over = self._over
 
     def start(self) -> None:
-        """Hand it to the native core; called once, when the peer is connected."""
+        """Hand it to the native core; called once, when the peer is connected and has room."""
         launch, self._launch = self._launch, None
-        if launch is not None and self._failure is None:
+        assert launch is not None
+        try:
             launch(self)
+        except AioteError as error:
+            self._end(error, started=True)
+        except ValueError as error:
+            self._end(UsageError(f"{self.description}: {error}"), started=True)
+        except RuntimeError as error:
+            self._end(ClosedError(f"{self.description}: {error}"), started=True)
 
     def fail(self, error: AioteError) -> None:
         """End it before it was handed to the core."""
         if self._failure is None and not self.is_over:
             self._launch = None
-            self._failure = error
-            self._wake(self)
+            self._end(error, started=False)
+
+    def _end(self, error: AioteError, *, started: bool) -> None:
+        self._failure = error
+        self.peer.transfer_over(self, started=started)
+        self._wake_waiters()
 
     def done(self) -> bool:
         """Whether it is over, well or not."""
@@ -71,9 +82,7 @@ class Transfer(Operation):
         reason = self.peer.reason
         progress = f"{self.confirmed_bytes} of {self.total_bytes} bytes confirmed"
         if self.was_cancelled:
-            return TransferError(
-                self, None, f"{self.description}: cancelled, {progress}", confirmed=self.peer.confirmed
-            )
+            return self._error(None, f"{self.description}: cancelled, {progress}")
         rail = self.peer.rail_name(self.rail)
         where = f" on rail {rail}" if rail else ""
         if reason:
@@ -81,13 +90,25 @@ class Transfer(Operation):
         else:
             cause = FabricError(self.errno, error_text(self.errno), operation=self.description, rail=rail)
             where += f" with peer {self.peer.address}"
+        return self._error(cause, f"{self.description}{where} failed, {progress}: {cause}")
+
+    def _error(self, cause: AioteError | None, text: str) -> TransferError:
         error = TransferError(
-            self, cause, f"{self.description}{where} failed, {progress}: {cause}", confirmed=self.peer.confirmed
+            self,
+            cause,
+            text,
+            confirmed=self.peer.confirmed,
+            confirmed_bytes=self.confirmed_bytes,
+            total_bytes=self.total_bytes,
         )
         error.__cause__ = cause
         return error
 
-    def _wake(self, _item: object) -> None:
+    def _over(self, _item: object) -> None:
+        self.peer.transfer_over(self, started=True)
+        self._wake_waiters()
+
+    def _wake_waiters(self) -> None:
         waiters, self._waiters = self._waiters, None
         for waiter in waiters or ():
             wake(waiter)

@@ -152,6 +152,7 @@ cdef void request_over(State* state, Channel* channel, WorkRequest* wr, const Co
         mailbox_sent(state, channel.peer.mailbox, <Slot*> wr.owner, completion)
         return
     op = <Op*> wr.owner
+    channel.in_flight -= length
     give_back(channel, wr)
     if op != NULL:
         op_completed(state, op, completion, channel, length)

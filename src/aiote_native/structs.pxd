@@ -70,6 +70,7 @@ cdef struct Channel:
     bint open
     uint32_t depth
     uint32_t outstanding
+    uint64_t in_flight   # bytes of transfers that were posted and are not over
     WorkRequest* requests
     WorkRequest* spare
     uint64_t imm_address

@@ -30,6 +30,8 @@ class Driver:
         self._scheduled = False
         self._running = True
         self._sleeping = False
+        self._collecting = False
+        self._more = False
         self._task: Task | None = None
         self._asyncio = loop.loop if isinstance(loop, AsyncioLoop) else None
         if self._asyncio is not None:
@@ -74,8 +76,17 @@ class Driver:
             self._asyncio.call_soon(self._again)
 
     def _collect(self) -> None:
-        if self._running:
-            self._on_round(self._core.reap())
+        # What ends may start what waited for it, which kicks: that is collected here in turn, not deeper and deeper.
+        self._more = True
+        if self._collecting:
+            return
+        self._collecting = True
+        try:
+            while self._more and self._running:
+                self._more = False
+                self._on_round(self._core.reap())
+        finally:
+            self._collecting = False
 
     async def _run_trio(self) -> None:
         import trio
