@@ -13,13 +13,15 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = Path("build") / str(sys.implementation.cache_tag)
 RUN = ["cli", "libfabric", "safetensors"]
-EXTRAS = {"run": RUN, "dev": [*RUN, "trio", "uvloop", "dev"]}
+EXTRAS = {"run": RUN, "dev": [*RUN, "trio", "uvloop", "dev"], "fuzz": [*RUN, "fuzz"]}
+NEVER_BUILT = "atheris"  # its source wants a clang of its own making
 
 
 def say(text: str) -> None:
@@ -79,6 +81,16 @@ def requirements(group: str) -> list[str]:
     return sorted({*wanted, *(line for extra in EXTRAS[group] for line in extras[extra])})
 
 
+def without_atheris() -> str:
+    """Say what to do where the fuzzer has no wheel."""
+    here = f"Python {sys.version_info[0]}.{sys.version_info[1]} on {sysconfig.get_platform()}"
+    return (
+        f"Fuzzing needs a wheel of {NEVER_BUILT}. If the above says that there is none for {here}, name another "
+        f"interpreter, for example: make fuzz PYTHON=python3.11 VENV=.venv-fuzz. Nothing else needs it; make test "
+        "runs the fuzz targets over their corpus without it."
+    )
+
+
 def install_requirements(venv: Path, group: str) -> None:
     stamp = venv / ".installed-requirements"
     have = set(stamp.read_text().splitlines()) if stamp.exists() else set()
@@ -86,8 +98,13 @@ def install_requirements(venv: Path, group: str) -> None:
     if have.issuperset(wanted):
         return
     say(f"installing {len(wanted)} requirements into {venv}, once")
-    pip_install(venv, *wanted)
-    stamp.write_text("\n".join(wanted))
+    try:
+        pip_install(venv, f"--only-binary={NEVER_BUILT}", *wanted)
+    except SystemExit as error:
+        if group == "fuzz":
+            error.code = f"{error.code}\n{without_atheris()}"
+        raise
+    stamp.write_text("\n".join(sorted(have.union(wanted))))
 
 
 def fingerprint() -> str:
