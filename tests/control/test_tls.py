@@ -26,6 +26,7 @@ def openssl(*arguments: str) -> None:
 
 
 NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
+EXPIRED = "-1"
 
 
 @dataclass
@@ -42,14 +43,14 @@ class Authority:
     def path(self, kind: str) -> Path:
         return self.folder / f"{self.name}.{kind}"
 
-    def issue(self, address: str) -> tuple[str, str]:
-        """Return the files of a certificate for an IP address, and of its key."""
-        stem = self.folder / f"{self.name}-{address}"
+    def issue(self, host: str, days: str = "2") -> tuple[str, str]:
+        """Return the files of a certificate for an IP address or a name, and of its key."""
+        stem = self.folder / f"{self.name}-{host}-{days}"
         certificate, key, request, extra = (f"{stem}.{kind}" for kind in ("pem", "key", "req", "ext"))
-        Path(extra).write_text(f"subjectAltName=IP:{address}\n")
+        Path(extra).write_text(f"subjectAltName={'IP' if host[0].isdigit() else 'DNS'}:{host}\n")
         openssl("req", *NEW_KEY, "-keyout", key, "-out", request, "-subj", "/CN=engine")
         signer = ("-CA", str(self.path("pem")), "-CAkey", str(self.path("key")), "-CAcreateserial")
-        openssl("x509", "-req", "-in", request, *signer, "-days", "2", "-extfile", extra, "-out", certificate)
+        openssl("x509", "-req", "-in", request, *signer, "-days", days, "-extfile", extra, "-out", certificate)
         return certificate, key
 
     def client(self) -> ssl.SSLContext:
@@ -71,6 +72,8 @@ class Papers:
     theirs: Authority
     here: tuple[str, str]
     elsewhere: tuple[str, str]
+    named: tuple[str, str]
+    expired: tuple[str, str]
     strangers: tuple[str, str]
 
 
@@ -79,7 +82,15 @@ def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
     folder = tmp_path_factory.mktemp("ca")
     ours = Authority(folder, "ours")
     theirs = Authority(folder, "theirs")
-    return Papers(ours, theirs, ours.issue("127.0.0.1"), ours.issue("127.0.0.9"), theirs.issue("127.0.0.1"))
+    return Papers(
+        ours,
+        theirs,
+        here=ours.issue("127.0.0.1"),
+        elsewhere=ours.issue("127.0.0.9"),
+        named=ours.issue("engine.example.org"),
+        expired=ours.issue("127.0.0.1", EXPIRED),
+        strangers=theirs.issue("127.0.0.1"),
+    )
 
 
 async def refused(config: dict[str, Any], other: dict[str, Any]) -> tuple[str, str]:
@@ -142,10 +153,28 @@ async def test_an_unknown_authority_is_refused(papers):
     assert "TLS" in told
 
 
-async def test_a_certificate_of_another_host_is_refused(papers):
-    error, told = await refused({"ssl_client": papers.ours.client()}, {"ssl_server": serving(papers.elsewhere)})
-    assert "IP address mismatch" in error
+@pytest.mark.parametrize(
+    ("which", "complaint"),
+    [
+        ("elsewhere", "IP address mismatch"),
+        ("named", "IP address mismatch"),
+        ("expired", "certificate has expired"),
+        ("strangers", "certificate verify failed"),
+    ],
+)
+async def test_a_wrong_certificate_is_refused(papers, which, complaint):
+    """Of another address, of a name, no longer valid, of another authority."""
+    server = serving(getattr(papers, which))
+    error, told = await refused({"ssl_client": papers.ours.client()}, {"ssl_server": server})
+    assert complaint in error
     assert "TLS" in told
+
+
+async def test_a_key_counts_under_tls_as_well(papers):
+    config = {"ssl_server": serving(papers.here), "ssl_client": papers.ours.client(), "host": "127.0.0.1"}
+    left, right = ({**config, "cluster_key": key * 32} for key in (b"k", b"l"))
+    for said in await refused(left, right):
+        assert "cluster keys differ" in said
 
 
 async def test_a_client_without_tls_is_refused(papers):
@@ -160,7 +189,7 @@ async def test_a_server_without_tls_is_refused(papers):
     assert "TLS" in told
 
 
-@pytest.mark.parametrize("shown", ["a good one", "none", "a stranger's"])
+@pytest.mark.parametrize("shown", ["a good one", "none", "a stranger's", "one that has expired"])
 async def test_client_certificates(papers, shown):
     server = serving(papers.here)
     server.verify_mode = ssl.CERT_REQUIRED
@@ -173,6 +202,8 @@ async def test_client_certificates(papers, shown):
         return
     if shown == "a stranger's":
         client.load_cert_chain(*papers.strangers)
+    if shown == "one that has expired":
+        client.load_cert_chain(*papers.expired)
     error, told = await refused({"ssl_client": client}, {"ssl_server": server})
     assert "TLS" in error
     assert "certificate" in told

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 from dataclasses import replace
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote.core.frames import Challenge, ControlError, Hello, Proof, Refused, Welcome, encode
+from aiote.core.frames import Challenge, ControlError, Hello, Proof, Refused, Seal, Welcome, encode
 from aiote.core.handshake import Acceptor, HandshakeConfig, Initiator, RefusalCode, Session, refused
 from aiote.errors import UsageError
 from control_peers import U64S, address, config, nonces
@@ -285,3 +286,19 @@ def test_the_hello_names_the_target() -> None:
     hello = Initiator(config(1), address(2, 99), nonces(1)).hello
     assert isinstance(hello, Hello)
     assert (hello.target_identity, hello.target_incarnation) == (b"\2" * 16, 99)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_what_the_key_made_is_compared_in_constant_time(equal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but `compare_digest` decides on a proof, a welcome and a tag."""
+    initiator, acceptor = pair()
+    proof = initiator.challenged(challenge_of(initiator, acceptor))
+    assert isinstance(proof, Proof)
+    asked = []
+    monkeypatch.setattr(hmac, "compare_digest", lambda *both: asked.append(both) or equal)
+    assert isinstance(acceptor.proven(Proof(bytes(32)) if equal else proof), Refused) is not equal
+    assert isinstance(initiator.welcomed(Welcome(bytes(32))), Refused) is not equal
+    sealed = Seal(KEY, 0).tag(b"body")
+    with contextlib.nullcontext() if equal else pytest.raises(ControlError, match="wrong tag"):
+        assert Seal(KEY, 0).open(b"body" + (bytes(16) if equal else sealed)) == b"body"
+    assert len(asked) == 3

@@ -12,22 +12,11 @@ from hypothesis import strategies as st
 from aiote.core import fields, frames
 from aiote.core.address import ANYONE, Address
 from aiote.core.control import ControlProtocol, Event, Role, State
-from aiote.core.descriptor import MAX_RAILS
 from aiote.core.handshake import HandshakeConfig
 
-HANDSHAKE_KINDS = (frames.Hello, frames.Challenge, frames.Proof, frames.Welcome, frames.Refused)
-SESSION_KINDS = (
-    frames.Offer,
-    frames.Channel,
-    frames.Mapped,
-    frames.Ready,
-    frames.Heartbeat,
-    frames.HeartbeatAck,
-    frames.Reset,
-    frames.ResetDone,
-    frames.Bye,
-    frames.Failed,
-)
+# From the registry: a message that is added is tested like all others.
+HANDSHAKE_KINDS = tuple(kind for kind, number in frames._NUMBERS.items() if number < 16)
+SESSION_KINDS = tuple(kind for kind, number in frames._NUMBERS.items() if number >= 16)
 U64S = st.integers(0, 2**64 - 1)
 
 
@@ -53,9 +42,9 @@ def values(field: fields.Field[Any]) -> st.SearchStrategy[Any]:
         case fields.Text():
             return texts(field.limit)
         case fields.Many():
-            return st.lists(messages(frames.RailOffer), max_size=MAX_RAILS).map(tuple)
-        case fields.Converted():
-            return addresses()  # the only kind of value that travels by its own bytes
+            return st.lists(messages(field._record.kind), min_size=field._least, max_size=field._most).map(tuple)
+        case fields.Converted() if field._kind is Address:
+            return addresses()
     raise AssertionError(f"no strategy for {field}")
 
 
