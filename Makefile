@@ -10,7 +10,7 @@ WITH := PATH="$(abspath $(BIN)):$$PATH"
 READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo test fuzz lint format wheel venv system clean distclean help
+.PHONY: demo test fuzz idle lint format wheel venv system clean distclean help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
@@ -24,6 +24,10 @@ test: system  ## lint, then every test with the newest libfabric here, then agai
 fuzz: system  ## fuzz all that reads bytes from outside, for a minute; ARGS="--seconds 3600" for longer
 	@$(READY) fuzz --install
 	$(BIN)/python tools/fuzz.py $(ARGS)
+
+idle: system  ## measure what an engine with nothing to do costs; ARGS="--seconds 60" for longer
+	@$(READY) run --install
+	$(BIN)/python tools/idle.py $(ARGS)
 
 lint: system  ## ruff, mypy --strict and cython-lint
 	@$(READY) dev

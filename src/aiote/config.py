@@ -14,12 +14,13 @@ from typing import Literal
 
 from .errors import UsageError
 
-__all__ = ["MESSAGE_BYTES", "MESSAGE_POOL", "EngineConfig"]
+__all__ = ["HEARTBEAT_MS", "MESSAGE_BYTES", "MESSAGE_POOL", "EngineConfig"]
 
 LOOPBACK = "127.0.0.1"
 MIN_KEY_BYTES = 16
 MESSAGE_BYTES = (64, 1 << 20)
 MESSAGE_POOL = (2, 4096)
+HEARTBEAT_MS = (10, (1 << 32) - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +33,9 @@ class EngineConfig:
     ssl_client: TLS for the control connection. progress: "adaptive" (on the event loop) or "thread" (a native
     thread, pinned to thread_processor if that is given). spin_us: how long to spin after the last thing that
     happened before sleeping (AIOTE_SPIN_US). message_bytes, message_pool: the largest message taken, and how many
-    of each peer are held before its sender waits. heartbeat_interval, heartbeat_limit: how often peers are told
-    that this engine lives, and after how much silence they are lost. drain_timeout: how long a cancelled transfer
-    may take to leave the NIC before its connection is torn down. stripe_bytes: no stripe is made smaller than
+    of each peer are held before its sender waits. heartbeat_interval, heartbeat_limit: how often peers tell
+    that they live (10 ms at least), and after how much silence they are lost. drain_timeout: how long a cancelled
+    transfer may take to leave the NIC before its connection is torn down. stripe_bytes: no stripe is made smaller than
     this for the sake of spreading over rails. largest_message: transfers are cut in pieces of at most this, so that a
     cancelled one has little to wait for (0: the provider's own limit). max_transfers: unfinished transfers toward one
     peer; beyond, awaited verbs wait in line and `submit_` forms raise QueueFull. max_counters: immediates in use at
@@ -115,6 +116,8 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
                 raise UsageError(f"{name}={value!r}: expected a positive number of seconds")
+        if self.heartbeat_interval * 1000 < HEARTBEAT_MS[0]:
+            raise UsageError(f"heartbeat_interval={self.heartbeat_interval}: expected at least 0.01 seconds")
         if self.heartbeat_interval >= self.heartbeat_limit:
             raise UsageError(
                 f"heartbeat_interval={self.heartbeat_interval} must be smaller than "

@@ -11,6 +11,7 @@ from .core.address import ANYONE, Address
 from .core.control import ControlProtocol, Role
 from .core.handshake import HandshakeConfig
 from .errors import FabricError, PeerError, UsageError
+from .heartbeats import Heartbeats
 from .peer import Peer
 from .session import Session, SessionOver
 
@@ -46,6 +47,7 @@ class Connections:
         self._strangers: dict[Session, None] = {}
         self._sessions: set[Session] = set()
         self._ending = False
+        self.heartbeats = Heartbeats(self.loop)
         self._listener = ControlListener(self.loop, self.config.ssl_server, self._on_connection, self._refused)
 
     @property
@@ -294,6 +296,7 @@ class Connections:
         for task in tuple(self._tasks):
             await task.join()
         self._tasks.clear()
+        await self.heartbeats.close()
 
     def abandon_connections(self, reason: str) -> None:
         """Lose every peer now, and stop to listen and to dial without waiting for that."""
@@ -304,5 +307,6 @@ class Connections:
             session.end(reason)
             session.discard()
         self._listener.abandon()
+        self.heartbeats.abandon()
         for task in self._tasks:
             task.cancel()

@@ -9,15 +9,16 @@ connections that providers make lazily.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
 import aiote.aio as aio
 
-from .config import MESSAGE_BYTES, MESSAGE_POOL
+from .config import HEARTBEAT_MS, MESSAGE_BYTES, MESSAGE_POOL
 from .core.control import Authenticated, ControlProtocol, Event, HelloReceived, MessageReceived, Refusal, Role
-from .core.frames import Bye, Channel, Failed, Heartbeat, HeartbeatAck, Mapped, Offer, RailOffer, Ready
+from .core.frames import Bye, Channel, Failed, Heartbeat, Mapped, Offer, RailOffer, Ready
 from .core.heartbeat import Heartbeat as HeartbeatClock
 from .core.pairing import pair_rails
 from .errors import AioteError, PeerError, TransferError
@@ -67,6 +68,9 @@ class Session:
 
     def _on_event(self, event: Event) -> None:
         self._clock.heard(self._engine.loop.time())
+        if isinstance(event, MessageReceived) and isinstance(event.message, Heartbeat):
+            # Having been heard was all that it was for.
+            return
         self._events.append(event)
         self._arrived.set()
 
@@ -122,7 +126,7 @@ class Session:
         self._channels.clear()
 
     async def _next(self, kind: type[T]) -> T:
-        """Wait for the next event or message of a kind, answering heartbeats on the way."""
+        """Wait for the next event or message of a kind."""
         while True:
             if self._verdict is not None:
                 raise self._verdict
@@ -143,8 +147,6 @@ class Session:
             case Refusal():
                 whose = "this engine refused it" if item.by_us else "it refused"
                 raise SessionOver(f"{whose}: {item.text}")
-            case Heartbeat():
-                self._connection.send(HeartbeatAck(item.sequence))
             case Bye():
                 raise SessionOver(f"it said goodbye: {item.reason}", busy=item.reason == BUSY)
             case Failed():
@@ -181,14 +183,19 @@ class Session:
             RailOffer(rail.index, rail.provider, rail.wire, rail.name, rail.info.speed_mbps)
             for rail in engine.fabric.rails
         )
+        config = engine.config
+        every = min(round(config.heartbeat_interval * 1000), HEARTBEAT_MS[1])
         self._connection.send(
-            Offer(engine.host_id, engine.config.message_bytes, engine.config.message_pool, rails, engine.address)
+            Offer(engine.host_id, config.message_bytes, config.message_pool, every, rails, engine.address)
         )
         offer = await self._next(Offer)
         for number, (least, most) in ((offer.message_bytes, MESSAGE_BYTES), (offer.pool, MESSAGE_POOL)):
             if not least <= number <= most:
                 # Our own pool is made as large as these say.
                 raise SessionOver(f"it offers a pool of {offer.pool} messages of {offer.message_bytes} bytes")
+        if not HEARTBEAT_MS[0] <= offer.heartbeat_ms <= HEARTBEAT_MS[1]:
+            raise SessionOver(f"it asks for a heartbeat every {offer.heartbeat_ms} ms")
+        self._clock.told = offer.heartbeat_ms / 1000
         return offer
 
     async def _join_channels(self, peer: Peer, offer: Offer) -> PeerLink:
@@ -280,20 +287,27 @@ class Session:
         """Keep the connection alive until it ends."""
         peer = self.peer
         assert peer is not None
-        sequence = 0
+        self._engine.heartbeats.add(self._beat)
         try:
             while not peer.lost:
-                now = self._engine.loop.time()
-                if self._clock.expired(now):
-                    peer.confirmed = False
-                    raise SessionOver(f"it has been silent for {self._engine.config.heartbeat_limit} s")
-                if self._clock.due(now):
-                    sequence += 1
-                    self._connection.send(Heartbeat(sequence))
-                    self._clock.sent(now)
-                await aio.within(max(0.001, self._clock.next_deadline(now) - now), self._hear)
+                await self._hear()
         except SessionOver as over:
             peer.lose(str(over))
+        finally:
+            self._engine.heartbeats.remove(self._beat)
+
+    def _beat(self, now: float) -> float:
+        """Tell the peer that we live where that is due, lose it where it has been silent; return when to look again."""
+        peer = self.peer
+        assert peer is not None
+        if self._clock.expired(now):
+            peer.confirmed = False
+            peer.lose(f"it has been silent for {self._engine.config.heartbeat_limit} s")
+            return math.inf
+        if self._clock.due(now, EARLY):
+            self._connection.send(Heartbeat())
+            self._clock.sent(now)
+        return self._clock.next_deadline(now)
 
     async def _hear(self) -> None:
         """Take the messages that came; wait for one if there is none."""
@@ -307,6 +321,7 @@ class Session:
 
 
 SLOT = struct.Struct("<iI")  # of a doorbell's page: its number and its generation
+EARLY = 0.25  # heartbeats that will be due within a quarter of their time go along with one that is
 BUSY = "another connection between these two engines serves"
 GAVE_UP = 2  # the code of a Failed that says why no connection was made
 HINT = "; check that both sides are engines, with TLS on both or on neither"

@@ -8,7 +8,8 @@ import anyio
 import pytest
 
 import aiote
-from engines import PATIENCE_S, each_provider, linked, opened, pair, until
+from aiote.heartbeats import Heartbeats
+from engines import PATIENCE_S, each_provider, linked, opened, pair, quiet, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -96,14 +97,48 @@ async def test_idle_peers_stay(provider):
         assert len(right.peers) == 1
 
 
-async def test_engines_of_different_patience():
-    """The patient one speaks rarely; what it answers keeps the impatient one content."""
+@pytest.mark.parametrize("dials", ["quick", "slow"])
+async def test_engines_of_different_patience(dials):
+    """Each speaks as often as the other wants to hear, however rarely it would by itself."""
     async with opened("tcp", heartbeat_interval=0.05, heartbeat_limit=0.4) as quick:
         async with opened("tcp", heartbeat_interval=5, heartbeat_limit=60) as slow:
-            peer = await quick.connect(slow.address)
+            here, there = (quick, slow) if dials == "quick" else (slow, quick)
+            peer = await here.connect(there.address)
             await anyio.sleep(0.9)
             assert not peer.lost
-            assert len(slow.peers) == 1
+            assert len(quick.peers) == len(slow.peers) == 1
+
+
+@pytest.mark.anyio
+async def test_one_timer_serves_all_peers(monkeypatch):
+    """None while there is nobody; one for all; none again when all are gone, and it starts anew for the next."""
+    running: list[int] = []
+    run = Heartbeats._run
+
+    async def counted(self: Heartbeats) -> None:
+        running.append(1)
+        try:
+            await run(self)
+        finally:
+            running.pop()
+
+    monkeypatch.setattr(Heartbeats, "_run", counted)
+    with anyio.fail_after(PATIENCE_S):
+        async with opened("tcp") as engine:
+            for _ in range(2):
+                async with opened("tcp") as one, opened("tcp") as two, opened("tcp") as three:
+                    assert running == []
+                    for other in (one, two, three):
+                        await engine.connect(other.address)
+                    await until(lambda: len(running) == 4)  # one of each engine
+                    await quiet()
+                    assert len(running) == 4
+                await until(lambda: not running)
+
+
+async def test_an_interval_that_no_network_keeps_is_refused():
+    with pytest.raises(aiote.UsageError, match=r"heartbeat_interval=0\.005: expected at least 0\.01 seconds"):
+        opened("tcp", heartbeat_interval=0.005)
 
 
 async def test_one_lost_peer_harms_no_other(child):

@@ -28,6 +28,7 @@ def offer(**changes: object) -> Offer:
         "host_id": bytes(32),
         "message_bytes": 16384,
         "pool": 16,
+        "heartbeat_ms": 1000,
         "rails": LIKE_YOURS,
         "address": aiote.Address("127.0.0.1", 9, b"i" * 16, 1),
     }
@@ -56,13 +57,14 @@ SAID_AT_ONCE = {
     "a pool of the size of the moon": (offer(message_bytes=2**32 - 1, pool=2**16 - 1), [], "pool of 65535 messages"),
     "no pool": (offer(pool=0), [], "pool of 0 messages"),
     "messages of no length": (offer(message_bytes=0), [], "messages of 0 bytes"),
+    "a storm of heartbeats": (offer(heartbeat_ms=1), [], "asks for a heartbeat every 1 ms"),
     "a channel from a rail that is not there": (
         offer(),
         [channel(rail_local=7)],
         "channel of rails 7 and 0 out of turn",
     ),
     "a channel to a rail that is not there": (offer(), [channel(rail_remote=255)], "channel of rails 0 and 255"),
-    "words without a seal": (offer(), [frame(encode(Heartbeat(1)), None)], "broke the protocol"),
+    "words without a seal": (offer(), [frame(encode(Heartbeat()), None)], "broke the protocol"),
     "no words at all": (offer(), [b"\xff" * 100], "broke the protocol"),
 }
 
@@ -109,7 +111,7 @@ async def test_nonsense_is_refused_at_once(case, capfd):
         pytest.param([channel(doorbell=b"\xff" * 128)], id="a doorbell that is none"),
         pytest.param([channel(doorbell=b"x")], id="half a doorbell"),
         pytest.param([Mapped()], id="mapped without a channel"),
-        pytest.param([channel(), Mapped(), Heartbeat(1), Reset(0, 0, 0)], id="never ready"),
+        pytest.param([channel(), Mapped(), Heartbeat(), Reset(0, 0, 0)], id="never ready"),
     ],
 )
 async def test_nonsense_that_only_time_tells(provider, messages, capfd):

@@ -15,7 +15,6 @@ from aiote.core.frames import (
     Channel,
     Failed,
     Heartbeat,
-    HeartbeatAck,
     Mapped,
     Offer,
     Ready,
@@ -38,7 +37,7 @@ def may_follow(kind: type[Any], said: list[type[Any]]) -> bool:
     """The rules in words: see the branches."""
     if Bye in said or Failed in said:
         return False
-    if kind in (Heartbeat, HeartbeatAck, Bye, Failed):
+    if kind in (Heartbeat, Bye, Failed):
         return True
     if kind is Offer:
         return Offer not in said
@@ -128,7 +127,7 @@ class Conversation(RuleBasedStateMachine):
             with pytest.raises(ControlError, match="over"):
                 receiver.receive(data)
         with pytest.raises(ClosedError):
-            receiver.send(Heartbeat(1))
+            receiver.send(Heartbeat())
 
     @invariant()
     def what_was_heard_was_said(self) -> None:

@@ -40,6 +40,41 @@ def test_a_heartbeat_is_due_every_interval() -> None:
     assert beat.due(11.0)
 
 
+def test_a_heartbeat_is_due_as_often_as_the_peer_wants_it() -> None:
+    """That says nothing of when the peer expires, or of how often this side has to look."""
+    for told in (0.25, 3.0):
+        beat = Heartbeat(INTERVAL, LIMIT, told)
+        beat.sent(10.0)
+        assert beat.next_deadline(10.0) == 10.0 + min(told, INTERVAL / 2)
+        assert not beat.due(10.0 + told - 0.125)
+        assert beat.due(10.0 + told)
+        assert listening(beat, 10.0, 30.0) == 10.0 + LIMIT
+
+
+def test_a_heartbeat_may_go_early() -> None:
+    beat = started(10.0)
+    assert not beat.due(10.5, 0.25)
+    assert beat.due(10.75, 0.25)
+    assert not beat.due(10.75)
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=60))
+def test_many_connections_under_one_timer_wake_it_a_few_times_an_interval(phases: list[float]) -> None:
+    """Whenever each began, and none is told later than it wants."""
+    beats = [started(phase) for phase in phases]
+    now, wakes, longest = 1.0, [], 0.0
+    while now < 21.0:
+        wakes.append(now)
+        for beat in beats:
+            beat.heard(now)
+            if beat.due(now, 0.25):
+                longest = max(longest, now - beat._sent)
+                beat.sent(now)
+        now = max(now + 0.001, min(beat.next_deadline(now) for beat in beats))
+    assert longest <= INTERVAL + 0.001
+    assert len([wake for wake in wakes if wake >= 11.0]) <= 10 * 4 + 1
+
+
 @given(st.floats(-1e6, 1e6, width=32))
 def test_a_silent_peer_expires_at_the_limit_and_not_before(start: float) -> None:
     start = round(start * 4) / 4

@@ -82,18 +82,18 @@ def nonces(start: int) -> Callable[[int], bytes]:
     return lambda count: next(numbers).to_bytes(2, "big") * (count // 2)
 
 
-OFFER = frames.Offer(b"h" * 32, 8192, 64, (frames.RailOffer(0, "tcp", "tcp", "lo", 10_000),), address(1))
+OFFER = frames.Offer(b"h" * 32, 8192, 64, 1000, (frames.RailOffer(0, "tcp", "tcp", "lo", 10_000),), address(1))
 CHANNEL = frames.Channel(0, 0, 1, b"address", 2, 3, b"bell")
 TALK: list[frames.SessionMessage] = [
     OFFER,
     CHANNEL,
     frames.Mapped(),
     frames.Ready(),
-    frames.Heartbeat(1),
+    frames.Heartbeat(),
     frames.Reset(0, 0, 1),
     frames.ResetDone(0, 0, 1),
     CHANNEL,
-    frames.HeartbeatAck(1),
+    frames.Heartbeat(),
     frames.Bye("done"),
 ]
 

@@ -95,9 +95,9 @@ def handshakes() -> dict[str, bytes]:
         "challenge": [(Step.PLAIN, encode(example(frames.Challenge))), (Step.PROVE, b"")],
         "raw": [(Step.RAW, frame(encode(example(frames.Hello)))), (Step.END, b"")],
         "long": [(Step.RAW, b"\xff\xff\xff\xff")],
-        "again": [*GREETING, (Step.SEALED, encode(frames.Heartbeat(1))), (Step.AGAIN, b"")],
-        "unsealed": [*GREETING, (Step.PLAIN, encode(frames.Heartbeat(1)))],
-        "slowly": [*GREETING, (Step.SLOWLY, encode(frames.Heartbeat(1))), (Step.END, b"")],
+        "again": [*GREETING, (Step.SEALED, encode(frames.Heartbeat())), (Step.AGAIN, b"")],
+        "unsealed": [*GREETING, (Step.PLAIN, encode(frames.Heartbeat()))],
+        "slowly": [*GREETING, (Step.SLOWLY, encode(frames.Heartbeat())), (Step.END, b"")],
         "bye": [*GREETING, (Step.SEALED, encode(frames.Bye("done"))), (Step.END, b"")],
     }
     for name, steps in ways.items():

@@ -55,7 +55,6 @@ __all__ = [
     "Failed",
     "FrameReader",
     "Heartbeat",
-    "HeartbeatAck",
     "Hello",
     "Mapped",
     "Message",
@@ -166,13 +165,14 @@ class RailOffer:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What the sender has: its host (opaque, 32 bytes), largest message in bytes, receive pool in messages, rails,
-    address.
+    """What the sender has and wants: its host (opaque, 32 bytes), largest message in bytes, receive pool in messages,
+    milliseconds between two heartbeats that it hears, rails, address.
     """
 
     host_id: Annotated[bytes, Fixed(32)]
     message_bytes: Annotated[int, U32]
     pool: Annotated[int, U16]
+    heartbeat_ms: Annotated[int, U32]
     rails: Annotated[tuple[RailOffer, ...], Many(RailOffer, 0, MAX_RAILS)]
     address: Annotated[Address, Converted(Address, bytes, Address.from_bytes, 400)]
 
@@ -203,15 +203,6 @@ class Ready:
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     """The sender is alive."""
-
-    sequence: Annotated[int, U64]
-
-
-@dataclass(frozen=True, slots=True)
-class HeartbeatAck:
-    """The sender has heard the heartbeat of this number."""
-
-    sequence: Annotated[int, U64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,9 +238,7 @@ class Failed:
     text: Annotated[str, Sentence(1024)]
 
 
-SessionMessage: TypeAlias = (
-    Offer | Channel | Mapped | Ready | Heartbeat | HeartbeatAck | Reset | ResetDone | Bye | Failed
-)
+SessionMessage: TypeAlias = Offer | Channel | Mapped | Ready | Heartbeat | Reset | ResetDone | Bye | Failed
 Message: TypeAlias = Hello | Challenge | Proof | Welcome | Refused | SessionMessage
 
 _TYPES: dict[int, type[Message]] = {
@@ -262,7 +251,6 @@ _TYPES: dict[int, type[Message]] = {
     17: Channel,
     18: Ready,
     19: Heartbeat,
-    20: HeartbeatAck,
     21: Reset,
     22: ResetDone,
     23: Bye,

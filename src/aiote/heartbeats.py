@@ -1,0 +1,61 @@
+"""One timer for all peers of an engine: they are told that it lives, and those that fell silent are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from .aio import Signal, Task, within
+
+if TYPE_CHECKING:
+    from .aio import EventLoop
+
+__all__ = ["Heartbeats"]
+
+LEAST_S = 0.001
+
+
+class Heartbeats:
+    """Calls each `beat` with the present time; it says when it has to be called again, at the latest.
+
+    All are called when one is due, so that what they do falls on few moments, however many there are. While there is
+    nobody to call there is no timer.
+    """
+
+    def __init__(self, loop: EventLoop) -> None:
+        self._loop = loop
+        self._beats: dict[Callable[[float], float], None] = {}
+        self._changed = Signal(loop)
+        self._task: Task | None = None
+
+    def add(self, beat: Callable[[float], float]) -> None:
+        """Call it from now on, soon for the first time."""
+        self._beats[beat] = None
+        if self._task is None or self._task.ended:
+            self._task = self._loop.spawn(self._run, name="aiote heartbeats")
+        else:
+            self._changed.set()
+
+    def remove(self, beat: Callable[[float], float]) -> None:
+        """Call it no more."""
+        self._beats.pop(beat, None)
+        if not self._beats:
+            self._changed.set()
+
+    async def _run(self) -> None:
+        while self._beats:
+            now = self._loop.time()
+            due = min([beat(now) for beat in tuple(self._beats)])
+            await within(max(LEAST_S, due - now), self._changed.wait)
+
+    def abandon(self) -> None:
+        """Call nobody any more, without waiting for the timer's end."""
+        self._beats.clear()
+        if self._task is not None:
+            self._task.cancel()
+
+    async def close(self) -> None:
+        """Call nobody any more."""
+        self.abandon()
+        if self._task is not None:
+            await self._task.join()
