@@ -51,26 +51,35 @@ async def finish(loop: EventLoop, item: Over, patience: float) -> bool:
             wake(waiter)
 
     item.on_over = over
-    with anyio.CancelScope(deadline=anyio.current_time() + patience, shield=True) as scope:
-        while not item.is_over:
-            current[:] = [loop.waiter()]
-            try:
-                await current[0]
-            except anyio.get_cancelled_exc_class():
-                if scope.cancel_called or loop.name != "asyncio":
-                    raise
-    return item.is_over
+
+    async def wait() -> None:
+        current[:] = [loop.waiter()]
+        await current[0]
+
+    return await _insist(loop, lambda: item.is_over, wait, patience)
 
 
 async def settle(loop: EventLoop, condition: Callable[[], bool], patience: float) -> bool:
     """Wait until something holds that nothing announces, whatever cancels us meanwhile; False after so many seconds."""
-    with anyio.CancelScope(deadline=anyio.current_time() + patience, shield=True) as scope:
-        while not condition():
-            try:
-                await anyio.sleep(SETTLE_S)
-            except anyio.get_cancelled_exc_class():
-                if scope.cancel_called or loop.name != "asyncio":
-                    raise
+    return await _insist(loop, condition, lambda: anyio.sleep(SETTLE_S), patience)
+
+
+async def _insist(
+    loop: EventLoop, condition: Callable[[], bool], wait: Callable[[], Awaitable[None]], patience: float
+) -> bool:
+    scope = anyio.CancelScope(deadline=anyio.current_time() + patience, shield=True)
+    try:
+        with scope:
+            while not condition():
+                try:
+                    await wait()
+                except anyio.get_cancelled_exc_class():
+                    if scope.cancel_called or loop.name != "asyncio":
+                        raise
+    except anyio.get_cancelled_exc_class():
+        # Where a bare Task.cancel came meanwhile, anyio lets the scope's own cancellation through.
+        if not scope.cancel_called or loop.name != "asyncio":
+            raise
     return condition()
 
 
