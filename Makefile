@@ -10,7 +10,7 @@ WITH := PATH="$(abspath $(BIN)):$$PATH"
 READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo test fuzz idle lint format wheel venv system clean distclean help
+.PHONY: demo test soak fuzz idle lint format wheel venv system clean distclean help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
@@ -20,6 +20,10 @@ demo: system  ## show a KV cache going from one process to another; ARGS="--help
 test: system  ## lint, then every test with the newest libfabric here, then again with the system's
 	@$(READY) dev --install
 	$(BIN)/python tools/run_tests.py $(ARGS)
+
+soak: system  ## ten minutes of faults under load; ARGS="--seconds N --seed S --provider tcp|shm"
+	@$(READY) dev --install
+	$(BIN)/python tests/soak/soak.py $(ARGS)
 
 fuzz: system  ## fuzz all that reads bytes from outside, for a minute; ARGS="--seconds 3600" for longer
 	@$(READY) fuzz --install

@@ -1,0 +1,252 @@
+"""What the soak does to its workers: each mishap is drawn from the seed and runs as a task of its own, so that several
+may be under way at once. `Chaos` owns the crew; whoever goes is replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from crew import GoneError, Member
+from leftovers import shared_files
+from links import Heal, Links
+
+HEARTBEATS: dict[str, Any] = {"heartbeat_interval": 0.25, "heartbeat_limit": 1.5, "drain_timeout": 0.5}
+LIMIT_S: float = HEARTBEATS["heartbeat_limit"]
+SHORT_S = (0.02, 0.6 * LIMIT_S)
+LONG_S = (1.3 * LIMIT_S, 2 * LIMIT_S)
+GAP_S = (0.05, 0.6)
+ANSWER_S = 90.0
+"""How long an answer may take; a worker stops at most for LONG_S, and its own bounds are shorter."""
+KILLED_WHILE_STOPPED = 0.3
+
+
+class Chaos:
+    """The crew and its mishaps. `violation` is called with what must not be."""
+
+    def __init__(
+        self, seed: int, provider: str, size: int, bound: float, kills: bool, violation: Callable[[str], None]
+    ) -> None:
+        self.rng = random.Random(f"{seed}/{provider}/chaos")
+        self.tally: Counter[str] = Counter()
+        self.most_resident = 0
+        self.pids: list[int] = []
+        self.links = Links(provider)
+        self._seed, self._provider, self._size, self._bound = seed, provider, size, bound
+        self._violation = violation
+        self._crew: list[Member] = []
+        self._afflicted: set[Member] = set()
+        self._lives = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._mishaps: list[tuple[int, Callable[[Member], Awaitable[None]]]] = [
+            (6, self._cancel),
+            (2, self._reopen),
+            (1, self._replace_in_order),
+            (2, self._stop_shortly),
+            (1, self._stop_for_long),
+        ]
+        if kills:
+            self._mishaps.append((2, self._kill))
+        if self.links.inside:
+            self._mishaps += [(1, self._cut_shortly), (1, self._cut_for_long)]
+
+    # The crew.
+
+    async def assemble(self) -> None:
+        """Start the crew."""
+        await asyncio.gather(*(self._enlist() for _ in range(self._size)))
+
+    async def _enlist(self) -> None:
+        loops = self.rng.choice(("asyncio", "uvloop"))
+        member = await Member.start(self.links.prefix, self._seed, self._provider, self._bound, loops, self._violation)
+        self.pids.append(member.pid)
+        try:
+            await asyncio.wait_for(asyncio.shield(member.greeted), ANSWER_S)
+            member.host = self.links.join(member.pid)
+            async with member.busy:
+                await self._open(member)
+        except GoneError:
+            return
+        self._crew.append(member)
+        self.tally["processes started"] += 1
+        await self._introduce()
+
+    async def _open(self, member: Member) -> None:
+        self._lives += 1
+        number = self._lives
+        settings = {
+            **HEARTBEATS,
+            "progress": self.rng.choice(("adaptive", "thread")),
+            "message_pool": self.rng.choice((2, 4, 16)),
+            "largest_message": self.rng.choice((0, 0, 20_000, 65_536)),
+        }
+        answer = await self._ask(member, "open", life=number, host=member.host, settings=settings)
+        if "address" not in answer:
+            self._violation(f"process {member.pid} could open no engine: {answer}")
+            return
+        member.life, member.address = number, answer["address"]
+        self.links.opened(member.pid, int(member.address.partition("//")[2].partition("/")[0].rpartition(":")[2]))
+        self.tally["engines opened"] += 1
+
+    async def _ask(self, member: Member, do: str, **arguments: Any) -> dict[str, Any]:
+        try:
+            return await asyncio.wait_for(member.ask(do, **arguments), ANSWER_S)
+        except TimeoutError:
+            self._violation(f"process {member.pid} did not answer {do!r} within {ANSWER_S} s")
+            raise GoneError from None
+
+    async def _introduce(self) -> None:
+        """Tell everyone who is there now, as far as they listen."""
+        lives = {str(member.life): member.address for member in self._crew if member.life}
+        for member in self._crew:
+            self._spawn(self._tell_of(member, lives))
+
+    async def _tell_of(self, member: Member, lives: dict[str, str]) -> None:
+        await self._ask(member, "meet", lives=lives)
+
+    def _spawn(self, work: Any) -> None:
+        async def guarded() -> None:
+            try:
+                await work
+            except GoneError:
+                pass
+            except Exception as error:
+                self._violation(f"the soak itself failed: {error!r}")
+                raise
+
+        task = asyncio.ensure_future(guarded())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _gone(self, member: Member) -> None:
+        if member in self._crew:
+            self._crew.remove(member)
+        self._afflicted.discard(member)
+        self.links.forget(member.pid)
+
+    # Mishaps.
+
+    async def run(self, seconds: float) -> None:
+        """Let things happen for so long; whoever is hit is hit by one thing at a time, and not all at once."""
+        deadline = asyncio.get_running_loop().time() + seconds
+        weights, mishaps = zip(*self._mishaps, strict=True)
+        while (left := deadline - asyncio.get_running_loop().time()) > 0:
+            await asyncio.sleep(min(left, self.rng.uniform(*GAP_S)))
+            healthy = [member for member in self._crew if member not in self._afflicted]
+            if len(healthy) * 2 > self._size:
+                victim = self.rng.choice(healthy)
+                self._afflicted.add(victim)
+                self._spawn(self._happen(self.rng.choices(mishaps, weights)[0], victim))
+
+    async def _happen(self, mishap: Callable[[Member], Awaitable[None]], victim: Member) -> None:
+        try:
+            await mishap(victim)
+        finally:
+            self._afflicted.discard(victim)
+
+    async def _cancel(self, member: Member) -> None:
+        answer = await self._ask(member, "cancel")
+        self.tally["awaits cancelled from outside"] += answer.get("cancelled", 0)
+
+    async def _reopen(self, member: Member) -> None:
+        how = self.rng.choice(("aclose", "aclose", "abort"))
+        async with member.busy:
+            member.life = 0
+            await self._report(member)
+            await self._ask(member, "close", how=how)
+            self.tally[f"engines closed in the middle by {how}"] += 1
+            await self._open(member)
+        await self._introduce()
+
+    async def _replace_in_order(self, member: Member) -> None:
+        async with member.busy:
+            await self._ask(member, "finish")
+            member.life = 0
+            await self._introduce()
+            await self._dismiss(member)
+        self.tally["processes that left in order"] += 1
+        await self._enlist()
+
+    async def _kill(self, member: Member) -> None:
+        self._crew.remove(member)
+        self.tally["killed, running" if not member.stopped else "killed, stopped"] += 1
+        await member.kill()
+        self._gone(member)
+        await self._introduce()
+        await self._enlist()
+
+    async def _stop_shortly(self, member: Member) -> None:
+        await self._stop(member, SHORT_S, "stopped shortly")
+
+    async def _stop_for_long(self, member: Member) -> None:
+        await self._stop(member, LONG_S, "stopped for long")
+
+    async def _stop(self, member: Member, how_long: tuple[float, float], name: str) -> None:
+        kills = any(mishap == self._kill for _weight, mishap in self._mishaps)
+        async with member.busy:
+            member.stop()
+            self.tally[name] += 1
+            await asyncio.sleep(self.rng.uniform(*how_long))
+            if not kills or self.rng.random() > KILLED_WHILE_STOPPED:
+                member.resume()
+                return
+        await self._kill(member)
+
+    async def _cut_shortly(self, member: Member) -> None:
+        await self._cut(member, SHORT_S, "cut shortly")
+
+    async def _cut_for_long(self, member: Member) -> None:
+        await self._cut(member, LONG_S, "cut for long")
+
+    async def _cut(self, member: Member, how_long: tuple[float, float], name: str) -> None:
+        others = [other for other in self._crew if other not in self._afflicted]
+        heal: Heal
+        if not self.links.apart:
+            what, heal = "control connections", self.links.silence(member.pid)
+        elif others and self.rng.random() < 0.5:
+            what, heal = "links to one other", self.links.drop(member.pid, self.rng.choice(others).pid)
+        else:
+            what, heal = "links", self.links.pull(member.pid)
+        self.tally[f"{what} {name}"] += 1
+        try:
+            await asyncio.sleep(self.rng.uniform(*how_long))
+        finally:
+            heal()
+
+    # The end.
+
+    async def _report(self, member: Member) -> None:
+        answer = await self._ask(member, "report")
+        self.tally.update(answer["tally"])
+        self.most_resident = max(self.most_resident, answer["resident"])
+
+    async def _dismiss(self, member: Member) -> None:
+        """Have a worker close its engine and end."""
+        await self._ask(member, "close", how="aclose")
+        await self._report(member)
+        status = await member.leave()
+        self._gone(member)
+        if status:
+            self._violation(f"process {member.pid} ended with status {status}")
+        if left := shared_files(member.pid):
+            self._violation(f"process {member.pid} ended in order and left {left} in /dev/shm")
+
+    async def settle(self) -> None:
+        """Let the mishaps under way come to their end, and then all that the crew does; everyone goes home."""
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+        self.tally["processes that lived to the end"] += len(self._crew)
+        await asyncio.gather(*(self._ask(member, "finish") for member in self._crew), return_exceptions=True)
+        results = await asyncio.gather(*(self._dismiss(m) for m in tuple(self._crew)), return_exceptions=True)
+        for error in results:
+            if error is not None:
+                self._violation(f"at the end: {error!r}")
+
+    async def abort(self) -> None:
+        """End everything at once."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*(member.kill() for member in tuple(self._crew)))

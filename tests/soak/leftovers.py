@@ -1,0 +1,57 @@
+"""What a process has open: its descriptors, its threads, its files in /dev/shm, its memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def descriptors() -> dict[int, str]:
+    """Return this process's descriptors with what they lead to."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:  # the descriptor of this very listing
+            continue
+    return found
+
+
+def threads() -> dict[int, str]:
+    """Return this process's threads with their names."""
+    found = {}
+    for name in os.listdir("/proc/self/task"):
+        try:
+            found[int(name)] = Path(f"/proc/self/task/{name}/comm").read_text().strip()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def shared_files(pid: int) -> list[str]:
+    """Return the files in /dev/shm that a process made, alive or not."""
+    return sorted(p.name for pattern in (f"aiote-{pid}-*", f"{pid}:*") for p in SHARED_MEMORY.glob(pattern))
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    """Return the resident memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Baseline:
+    """What was open at one moment."""
+
+    def __init__(self) -> None:
+        self._descriptors = descriptors()
+        self._threads = threads()
+        self._files = shared_files(os.getpid())
+
+    def left(self) -> list[str]:
+        """Return what is open now and was not then."""
+        return [
+            *(f"descriptor {fd} -> {to}" for fd, to in descriptors().items() if self._descriptors.get(fd) != to),
+            *(f"thread {number} ({name})" for number, name in threads().items() if number not in self._threads),
+            *(f"/dev/shm/{name}" for name in shared_files(os.getpid()) if name not in self._files),
+        ]

@@ -1,0 +1,121 @@
+"""The network of the soak: over tcp each worker has a network namespace of its own, joined to the others by a bridge,
+so that its link can be pulled or its packets to one other dropped; over shm all share one namespace (the doorbell
+needs that), and only the control connection can be cut.
+
+All of it lies in a namespace that the soak enters first (`enter`), as root or with a user namespace, and goes with it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+
+INSIDE = "AIOTE_SOAK_INSIDE"
+WAYS_IN = (["unshare", "-n"], ["unshare", "-Urn"])
+BRIDGE = "soak"
+Heal = Callable[[], None]
+
+
+def enter() -> None:
+    """Start this program again in a network namespace, if that can be had; else say loudly that it cannot."""
+    if os.environ.get(INSIDE):
+        return
+    for way in WAYS_IN:
+        probe = [*way, "ip", "link", "add", BRIDGE, "type", "bridge"]
+        if shutil.which(way[0]) and subprocess.run(probe, capture_output=True).returncode == 0:
+            os.environ[INSIDE] = "yes"
+            os.execvp(way[0], [*way, sys.executable, *sys.argv])
+    print(
+        "!!! NO LINK IS CUT: this user can make no network namespace (that takes root or user namespaces, "
+        "unshare and ip of iproute2, and veth and bridge in the kernel)",
+        flush=True,
+    )
+
+
+def run(*command: str) -> None:
+    """Run a command of the system. Raises RuntimeError with what it said."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+class Links:
+    """The workers' links. A worker is known by the number of its process."""
+
+    def __init__(self, provider: str) -> None:
+        self.inside = bool(os.environ.get(INSIDE))
+        self.apart = self.inside and provider != "shm"
+        self._number = 0
+        self._names: dict[int, str] = {}
+        self._hosts: dict[int, str] = {}
+        self._ports: dict[int, int] = {}
+        if not self.inside:
+            return
+        run("ip", "link", "set", "lo", "up")
+        if self.apart:
+            subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
+            run("ip", "link", "add", BRIDGE, "type", "bridge")
+            run("ip", "link", "set", BRIDGE, "up")
+
+    @property
+    def prefix(self) -> list[str]:
+        """What a worker's command begins with."""
+        return ["unshare", "-n", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"] if self.apart else []
+
+    def join(self, pid: int) -> str:
+        """Give a new worker its link; return the address that its engine is to have, or an empty string for any."""
+        if not self.apart:
+            return ""
+        self._number += 1
+        name, host = f"soak{self._number}", f"10.99.{self._number // 250}.{self._number % 250 + 1}"
+        run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
+        run("ip", "link", "set", name, "master", BRIDGE, "up")
+        self._in(pid, "ip", "addr", "add", f"{host}/16", "dev", "eth0")
+        self._in(pid, "ip", "link", "set", "eth0", "up")
+        self._names[pid], self._hosts[pid] = name, host
+        return host
+
+    def opened(self, pid: int, port: int) -> None:
+        """Take note of the port that a worker's engine listens on."""
+        self._ports[pid] = port
+
+    def forget(self, pid: int) -> None:
+        """Forget a worker that has ended; the kernel takes its link down with it."""
+        for table in (self._names, self._hosts, self._ports):
+            table.pop(pid, None)
+
+    def pull(self, pid: int) -> Heal:
+        """Pull a worker's cable. Raises RuntimeError."""
+        name = self._names[pid]
+        run("ip", "link", "set", name, "down")
+        return lambda: run("ip", "link", "set", name, "up")
+
+    def drop(self, pid: int, other: int) -> Heal:
+        """Drop what goes between two workers, both ways; what is to be done to end that is returned."""
+        rules = [[chain, flag, self._hosts[other]] for chain, flag in (("INPUT", "-s"), ("OUTPUT", "-d"))]
+        for rule in rules:
+            self._in(pid, "iptables", "-w", "-A", *rule, "-j", "DROP")
+
+        def heal() -> None:
+            for rule in rules:
+                self._in(pid, "iptables", "-w", "-D", *rule, "-j", "DROP")
+
+        return heal
+
+    def silence(self, pid: int) -> Heal:
+        """Drop what goes to and from a worker's control port, in the one namespace that all share."""
+        rules = [["INPUT", "-p", "tcp", flag, str(self._ports[pid]), "-j", "DROP"] for flag in ("--dport", "--sport")]
+        for rule in rules:
+            run("iptables", "-w", "-A", *rule)
+
+        def heal() -> None:
+            for rule in rules:
+                run("iptables", "-w", "-D", *rule)
+
+        return heal
+
+    def _in(self, pid: int, *command: str) -> None:
+        run("nsenter", "-t", str(pid), "-n", *command)

@@ -1,0 +1,138 @@
+"""A process of the soak: one engine at a time, told by lines of JSON what to do (`soak.py` is the other end).
+
+It answers each command with one line; violations are lines of their own. It dies with its parent, stopped or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import json
+import os
+import signal
+import sys
+import warnings
+from collections import Counter
+from typing import Any
+
+import numpy  # noqa: F401 - its thread pool starts on import: before the baseline is taken
+import uvloop
+
+import aiote
+from leftovers import Baseline, resident_bytes
+from life import Life
+from watchdog import Watchdog
+
+PR_SET_PDEATHSIG = 1
+GRACE_S = 5.0
+"""What may still be on its way out after an engine was closed."""
+
+
+def say(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
+
+
+def violation(text: str) -> None:
+    say(violation=text)
+
+
+class Worker:
+    """What a worker can be told to do."""
+
+    def __init__(self, seed: int, provider: str, bound: float) -> None:
+        self.seed = seed
+        self.provider = provider
+        self.dog = Watchdog(bound, violation)
+        self.tally: Counter[str] = Counter()
+        self.life: Life | None = None
+        self.baseline = Baseline()
+
+    async def warm_up(self) -> None:
+        """Open and close an engine once, for a library keeps some things for good; then take the baseline."""
+        async with aiote.open_engine(self.provider):
+            pass
+        gc.collect()
+        self.baseline = Baseline()
+
+    async def open(self, life: int, host: str, settings: dict[str, Any]) -> dict[str, Any]:
+        """Open an engine and begin to take what others write."""
+        config = aiote.EngineConfig(host=host or None, cluster_key=f"the soak of seed {self.seed}".encode(), **settings)
+        engine = await aiote.open_engine(self.provider, config=config)
+        self.life = Life(life, engine, self.seed, self.dog, self.tally, violation)
+        return {"address": str(engine.address)}
+
+    async def meet(self, lives: dict[str, str]) -> dict[str, Any]:
+        """Take note of who is there."""
+        if self.life is not None:
+            self.life.meet({int(number): address for number, address in lives.items()})
+        return {}
+
+    async def cancel(self) -> dict[str, Any]:
+        """Cancel many of the awaits that are under way."""
+        return {"cancelled": self.life.cancel_some() if self.life is not None else 0}
+
+    async def finish(self) -> dict[str, Any]:
+        """See everything through and compare notes with the others."""
+        assert self.life is not None
+        await self.life.finish()
+        return {}
+
+    async def close(self, how: str) -> dict[str, Any]:
+        """Close the engine and look for what it left behind."""
+        assert self.life is not None
+        life, self.life = self.life, None
+        await life.close(how)
+        del life
+        waited = 0.0
+        while (left := self._left()) and waited < GRACE_S:
+            await asyncio.sleep(0.05)
+            waited += 0.05
+        if left:
+            violation("left behind by a closed engine:\n  " + "\n  ".join(left))
+        return {}
+
+    def _left(self) -> list[str]:
+        gc.collect()
+        return self.baseline.left()
+
+    async def report(self) -> dict[str, Any]:
+        """Tell what was counted since the last report."""
+        counted, self.tally = dict(self.tally), Counter()
+        if self.life is not None:
+            self.life.tally = self.tally
+        counted["awaits watched"], self.dog.seen = self.dog.seen, 0
+        return {"tally": counted, "resident": resident_bytes()}
+
+
+async def main(seed: int, provider: str, bound: float) -> None:
+    """Answer until the input ends."""
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _loop, context: violation(f"in the event loop: {context}"))
+    worker = Worker(seed, provider, bound)
+    lines = asyncio.StreamReader()
+    stdin, _protocol = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
+    await worker.warm_up()
+    watching = asyncio.ensure_future(worker.dog.run())
+    say(greeting=os.getpid())
+    while line := await lines.readline():
+        command = json.loads(line)
+        number = command.pop("number")
+        try:
+            answer = await getattr(worker, command.pop("do"))(**command)
+        except aiote.AioteError as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        say(number=number, **answer)
+    watching.cancel()
+    stdin.close()
+    if worker.life is not None:
+        worker.life.engine.abort()
+
+
+if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    warnings.simplefilter("error", ResourceWarning)
+    sys.unraisablehook = lambda raised: violation(f"ignored: {raised.exc_value!r} in {raised.object!r}")
+    _script, number, kind, limit, loops = sys.argv
+    runner = uvloop.run if loops == "uvloop" else asyncio.run
+    runner(main(int(number), kind, float(limit)))
