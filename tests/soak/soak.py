@@ -16,9 +16,13 @@ import random
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from aiote.rails import library_summary
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+
 from chaos import HEARTBEATS, Chaos
 from leftovers import SHARED_MEMORY, shared_files
 from links import enter

@@ -14,12 +14,16 @@ import signal
 import sys
 import warnings
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy  # noqa: F401 - its thread pool starts on import: before the baseline is taken
 import uvloop
 
 import aiote
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+
 from leftovers import Baseline, resident_bytes
 from life import Life
 from watchdog import Watchdog

@@ -30,14 +30,15 @@ def threads() -> dict[int, str]:
     return found
 
 
-def shared_files(pid: int) -> list[str]:
-    """Return the files in /dev/shm that a process made, alive or not."""
+def shared_files(pid: int = 0) -> list[str]:
+    """Return the files in /dev/shm that a process made, this one or another, alive or not."""
+    pid = pid or os.getpid()
     return sorted(p.name for pattern in (f"aiote-{pid}-*", f"{pid}:*") for p in SHARED_MEMORY.glob(pattern))
 
 
-def resident_bytes(pid: int | str = "self") -> int:
-    """Return the resident memory of a process."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def resident_bytes() -> int:
+    """Return this process's resident memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Baseline:
@@ -46,12 +47,12 @@ class Baseline:
     def __init__(self) -> None:
         self._descriptors = descriptors()
         self._threads = threads()
-        self._files = shared_files(os.getpid())
+        self._files = shared_files()
 
     def left(self) -> list[str]:
         """Return what is open now and was not then."""
         return [
             *(f"descriptor {fd} -> {to}" for fd, to in descriptors().items() if self._descriptors.get(fd) != to),
             *(f"thread {number} ({name})" for number, name in threads().items() if number not in self._threads),
-            *(f"/dev/shm/{name}" for name in shared_files(os.getpid()) if name not in self._files),
+            *(f"/dev/shm/{name}" for name in shared_files() if name not in self._files),
         ]
