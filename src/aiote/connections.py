@@ -85,15 +85,15 @@ class Connections:
         """Raise ClosedError when the engine is closed."""
         raise NotImplementedError
 
-    def peer_of(self, target: Peer | Address) -> Peer:
+    def peer_of(self, target: Peer | Address, operation: str = "") -> Peer:
         """Return the peer of an address, connecting if it is not connected. Raises UsageError, PeerError for a lost
-        Peer.
+        Peer, which names the operation.
         """
         if isinstance(target, Peer):
             if not target.of(self):
                 raise UsageError("this Peer belongs to another engine; give its address")
             if target.lost:
-                raise target.error()
+                raise target.error(operation)
             return target
         if not isinstance(target, Address):
             raise UsageError(f"a Peer or an Address is expected, got {type(target).__name__}; Address.parse reads text")
@@ -179,10 +179,11 @@ class Connections:
         async def attempt() -> None:
             stream.append(await dial(address, self.config.ssl_client))
 
-        if not await within(self.config.heartbeat_limit, attempt):
+        if not await within(peer.deadline - self.loop.time(), attempt):
             raise PeerError(str(address), f"its control port did not answer within {self.config.heartbeat_limit} s")
         protocol = ControlProtocol(Role.INITIATOR, self._handshake, target=address)
-        session = Session(self, stream[0], protocol, peer, f"to {address.host}:{address.port}")  # type: ignore[arg-type]
+        name, left = f"to {address.host}:{address.port}", peer.deadline - self.loop.time()
+        session = Session(self, stream[0], protocol, peer, name, left)  # type: ignore[arg-type]
         try:
             await self._hear_out(session)
         except SessionOver as over:
@@ -196,7 +197,8 @@ class Connections:
         if self._ending:
             await stream.aclose()
             return
-        session = Session(self, stream, ControlProtocol(Role.ACCEPTOR, self._handshake), None, "from a peer")  # type: ignore[arg-type]
+        protocol = ControlProtocol(Role.ACCEPTOR, self._handshake)
+        session = Session(self, stream, protocol, None, "from a peer", self.patience)  # type: ignore[arg-type]
         self._strangers[session] = None
         if len(self._strangers) > MAX_STRANGERS:
             # The one that has been silent for longest goes, so that a flood of them cannot keep a real one out.

@@ -52,13 +52,15 @@ class FabricError(AioteError, OSError):
 class PeerError(AioteError):
     """The peer refused, died, restarted or fell silent.
 
-    `peer` is the peer's address as text, `reason` what happened.
+    `peer` is the peer's address as text, `reason` what happened, `operation` what was asked of it, or an empty
+    string where that was to connect.
     """
 
-    def __init__(self, peer: str, reason: str) -> None:
-        super().__init__(f"peer {peer}: {reason}")
+    def __init__(self, peer: str, reason: str, *, operation: str = "") -> None:
+        super().__init__(f"{operation}: peer {peer}: {reason}" if operation else f"peer {peer}: {reason}")
         self.peer = peer
         self.reason = reason
+        self.operation = operation
 
 
 class QueueFull(AioteError):

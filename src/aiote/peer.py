@@ -72,9 +72,9 @@ class Peer:
         """Whether the peer is gone; a lost peer never comes back, a new one takes its place."""
         return bool(self.reason)
 
-    def error(self) -> PeerError:
+    def error(self, operation: str = "") -> PeerError:
         """The error of what was asked of a lost peer."""
-        return PeerError(str(self.address), self.reason)
+        return PeerError(str(self.address), self.reason, operation=operation)
 
     def of(self, host: object) -> bool:
         """Whether it is the peer of that engine: its connection is no other's."""
@@ -106,7 +106,7 @@ class Peer:
             transfer.peer = self.successor
             self.successor.submit(transfer, waits=waits)
         elif self.reason:
-            transfer.fail(self.error())
+            transfer.fail(self.error(transfer.description))
         elif not waits and not self.has_room:
             raise QueueFull(
                 f"{transfer.description}: {self._host.max_transfers} transfers toward peer {self.address} are "
@@ -213,7 +213,7 @@ class Peer:
         if self.link is not None:
             self.link.close(PEER_LOST)
         for transfer in tuple(self._pending):
-            transfer.fail(self.error())
+            transfer.fail(self.error(transfer.description))
         self._host.peer_lost(self)
         self._changed.set()
         self._ended.set()

@@ -21,6 +21,7 @@ from .core.control import Authenticated, ControlProtocol, Event, HelloReceived, 
 from .core.frames import Bye, Channel, Failed, Heartbeat, Mapped, Offer, RailOffer, Ready
 from .core.heartbeat import Heartbeat as HeartbeatClock
 from .core.pairing import pair_rails
+from .core.standstill import Standstill
 from .errors import AioteError, PeerError, TransferError
 from .peer import Peer
 
@@ -45,10 +46,17 @@ class Session:
     """The conversation on one stream. `run` is a task's whole life."""
 
     def __init__(
-        self, engine: Engine, stream: aio.ByteStream, protocol: ControlProtocol, peer: Peer | None, name: str
+        self,
+        engine: Engine,
+        stream: aio.ByteStream,
+        protocol: ControlProtocol,
+        peer: Peer | None,
+        name: str,
+        patience: float,
     ) -> None:
         self._engine = engine
         self._protocol = protocol
+        self._patience = patience
         self._role = protocol.role
         self.peer = peer
         self._events: deque[Event] = deque()
@@ -65,6 +73,7 @@ class Session:
         self._channels: list[PendingChannel] = []
         self._tokens: list[bytes] = []
         self._clock = HeartbeatClock(engine.config.heartbeat_interval, engine.config.heartbeat_limit)
+        self._standstill = Standstill(engine.config.heartbeat_interval, engine.config.heartbeat_limit)
 
     def _on_event(self, event: Event) -> None:
         self._clock.heard(self._engine.loop.time())
@@ -85,13 +94,13 @@ class Session:
         self._connection.start()
         self._connection.flush()
         try:
-            limit = self._engine.config.heartbeat_limit
-            if not await aio.within(limit, self._establish):
-                raise SessionOver(f"no connection was made within {limit} s")
+            if not await aio.within(self._patience, self._establish):
+                raise SessionOver(f"no connection was made within {self._engine.config.heartbeat_limit} s")
             await self._serve()
         except AioteError as error:
-            self._connection.send(Failed(GAVE_UP, str(error)))
-            raise SessionOver(str(error)) from error
+            reason = error.reason if isinstance(error, PeerError) else str(error)
+            self._connection.send(Failed(GAVE_UP, reason))
+            raise SessionOver(reason) from error
         except SessionOver as over:
             if not over.busy:
                 self._connection.send(Failed(GAVE_UP, str(over)))
@@ -304,10 +313,26 @@ class Session:
             peer.confirmed = False
             peer.lose(f"it has been silent for {self._engine.config.heartbeat_limit} s")
             return math.inf
+        stuck = self._stands_still(now)
+        if stuck:
+            # What lies in the sockets' buffers may arrive yet, if the connection comes back first.
+            peer.confirmed = False
+            peer.lose(stuck)
+            return math.inf
         if self._clock.due(now, EARLY):
             self._connection.send(Heartbeat())
             self._clock.sent(now)
         return self._clock.next_deadline(now)
+
+    def _stands_still(self, now: float) -> str:
+        """Say so where what is under way does not move: the data connection may be cut and this one not."""
+        link = self._link
+        if link is None or not self._standstill.due(now):
+            return ""
+        stuck = self._standstill.look(now, link.under_way(), link.moved)
+        if stuck is None:
+            return ""
+        return f"the data connection on rail {self._engine.rail_name(link.rail_of(stuck))} has stood still, though the peer is alive"
 
     async def _hear(self) -> None:
         """Take the messages that came; wait for one if there is none."""

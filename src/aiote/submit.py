@@ -60,13 +60,14 @@ def submit_write(
             dst = dst.owner
         elif not isinstance(dst, (Peer, Address)):
             raise UsageError(f"write_imm: dst must be a RemoteRegion, a Peer or an Address, got {type(dst).__name__}")
-        peer = engine.peer_of(dst)
+        what = f"write_imm of immediate {value:#x} alone"
+        peer = engine.peer_of(dst, what)
 
         def launch_alone(transfer: Transfer) -> None:
             assert peer.link is not None
             engine.core.submit_single(peer.link, transfer, False, None, 0, None, 0, 0, value)
 
-        return engine.submit(peer, f"write_imm of immediate {value:#x} alone", launch_alone, waits=waits)
+        return engine.submit(peer, what, launch_alone, waits=waits)
     source = _own(engine, _local(src, verb, "src"), verb)
     target = _remote(dst, verb, "dst")
     if source.nbytes != target.nbytes:
@@ -164,7 +165,8 @@ def submit_send(engine: Engine, to: Peer | Address, payload: object, *, waits: b
         data = payload if type(payload) is bytes else bytes(memoryview(payload))  # type: ignore[arg-type]
     except TypeError:
         raise UsageError(f"send: the payload must be bytes or a buffer, got {type(payload).__name__}") from None
-    peer = engine.peer_of(to)
+    what = f"send of {len(data)} bytes"
+    peer = engine.peer_of(to, what)
     if peer.link is not None and peer.connected and len(data) > peer.link.message_limit:
         raise _too_long(len(data), peer.link.message_limit)
 
@@ -174,7 +176,7 @@ def submit_send(engine: Engine, to: Peer | Address, payload: object, *, waits: b
             raise _too_long(len(data), peer.link.message_limit)
         engine.core.submit_send(peer.link, transfer, data)
 
-    return engine.submit(peer, f"send of {len(data)} bytes", launch, waits=waits)
+    return engine.submit(peer, what, launch, waits=waits)
 
 
 def _too_long(length: int, limit: int) -> UsageError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,21 @@ if TYPE_CHECKING:
     from .peer import Peer
 
 __all__ = ["Transfer"]
+
+BROKEN = frozenset(
+    {
+        errno.ECANCELED,
+        errno.ECONNABORTED,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.EIO,
+        errno.ENOTCONN,
+        errno.EPIPE,
+        errno.ETIMEDOUT,
+    }
+)
+"""What providers report, at random, for a peer that died a moment ago and for a key that its owner withdrew."""
+PERHAPS = "; the peer is gone, or it has closed that memory"
 
 
 class Transfer(Operation):
@@ -88,7 +104,8 @@ class Transfer(Operation):
         if reason:
             cause: AioteError = self.peer.error()
         else:
-            cause = FabricError(self.errno, error_text(self.errno), operation=self.description, rail=rail)
+            text = error_text(self.errno) + (PERHAPS if self.errno in BROKEN else "")
+            cause = FabricError(self.errno, text, operation=self.description, rail=rail)
             where += f" with peer {self.peer.address}"
         return self._error(cause, f"{self.description}{where} failed, {progress}: {cause}")
 

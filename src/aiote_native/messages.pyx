@@ -159,6 +159,7 @@ cdef void send_queued(State* state, Mailbox* self) noexcept nogil:
         if code != 0:
             op_fail(state, op, code, self.channel.rail)
             continue
+        op.rail = self.channel.rail
         op.outstanding = 1
         self.sent += 1
 

@@ -74,6 +74,27 @@ cdef class PeerLink:
     def failed_rail(self) -> int:
         return self.state.error_rail if self.state.failed else -1
 
+    def under_way(self) -> dict[int, int]:
+        """Return how many work requests have ended on each channel that has some outstanding or is refused more."""
+        cdef Mailbox* mailbox = self.state.mailbox
+        cdef bint refused = self.state.head != NULL
+        cdef int i
+        if mailbox != NULL and mailbox.head != NULL and mailbox.sent - mailbox.granted < mailbox.peer_slots:
+            refused = True
+        return {
+            i: self.state.channels[i].ended
+            for i in range(self.state.channel_count)
+            if refused or self.state.channels[i].outstanding
+        }
+
+    def moved(self, int channel) -> int:
+        """Return how many bytes a channel's connection has moved either way; -1 where nobody can tell."""
+        return (<Endpoint> self.endpoints[channel]).moved()
+
+    def rail_of(self, int channel) -> int:
+        """Return our rail under a channel."""
+        return self.state.channels[channel].rail if 0 <= channel < self.state.channel_count else -1
+
     def add_channel(self, Endpoint endpoint, int rail, int remote_rail, uint64_t imm_key, uint64_t imm_address,
                     LocalMemory scratch, uint64_t largest=0, uint64_t least=0, PeerBell bell=None, int slot=-1,
                     int peer_slot=-1, uint32_t peer_generation=0) -> None:

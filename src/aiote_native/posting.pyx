@@ -153,7 +153,8 @@ cdef void op_fail(State* state, Op* op, int status, int rail) noexcept nogil:
     """Stop posting; the first error is kept, and told when nothing is outstanding any more."""
     if op.status == 0:
         op.status = status
-        op.rail = rail
+        if rail >= 0:
+            op.rail = rail
     unlink(state, op.peer, op)
     op.posted_all = True
     if op.outstanding == 0:

@@ -144,6 +144,7 @@ cdef void request_over(State* state, Channel* channel, WorkRequest* wr, const Co
         mailbox_received(state, channel.peer.mailbox, <Slot*> wr.owner, completion)
         return
     channel.outstanding -= 1
+    channel.ended += 1
     if channel.waiting != NULL:
         channel.waiting[0] = channel.outstanding
     state.outstanding -= 1

@@ -70,7 +70,7 @@ async def test_everything_under_way_ends_when_the_peer_is_killed(provider, child
                 except aiote.TransferError as error:
                     failed += 1
                     assert description in str(error)
-                    assert str(killed.address) in str(error)
+                    assert str(error).count(str(killed.address)) == 1
                     assert error.transfer is transfer
                     assert isinstance(error.cause, aiote.AioteError)
                     assert error.__cause__ is error.cause
@@ -79,12 +79,12 @@ async def test_everything_under_way_ends_when_the_peer_is_killed(provider, child
             assert failed >= 3
             assert engine.peers[0].address == other.address
             assert len(engine.peers) == 1
-            with pytest.raises(aiote.PeerError, match=re.escape(reason)):
+            with pytest.raises(aiote.PeerError, match=re.escape(f"send of 1 bytes: peer {killed.address}: {reason}")):
                 await engine.send(peer, b"x")
             await killed.gone()
             with pytest.raises(aiote.PeerError, match="its control port cannot be reached"):
                 await engine.connect(killed.address)
-            with pytest.raises(aiote.PeerError, match=re.escape(str(killed.address))):
+            with pytest.raises(aiote.PeerError, match=re.escape(f"read of 8 bytes: peer {killed.address}: ")):
                 await engine.read(engine.attach(killed.descriptor)[:8], engine.register(bytearray(8)))
             await served_on(engine, other)
 

@@ -25,8 +25,11 @@ class ChildError(Exception):
 class Child:
     """One child process with at most one engine. Made outside of a loop, for starting a process blocks."""
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen([sys.executable, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    def __init__(self, *prefix: str) -> None:
+        """Start it; `prefix` is a command that runs another in its own process, as `nsenter`."""
+        self._process = subprocess.Popen(
+            [*prefix, sys.executable, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._output, False)
         self._unread = b""
@@ -76,8 +79,15 @@ class Child:
         await self._state("T")
 
     async def gone(self) -> None:
-        """Wait until the kernel has closed all that a killed process had."""
-        await self._state("Z")
+        """Wait until the kernel has closed all that a killed process had.
+
+        Its first thread is a zombie before the others have ended; its pidfd tells of the last one.
+        """
+        whole = os.pidfd_open(self.pid)
+        try:
+            await anyio.wait_readable(whole)
+        finally:
+            os.close(whole)
 
     async def _state(self, letter: str) -> None:
         while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != letter:

@@ -33,6 +33,8 @@ cdef class Endpoint:
     cdef const RailOps* ops
     cdef readonly int wait_fd
     cdef readonly bytes address
+    cdef bytes peer_address
+    cdef bint tcp
     cdef readonly uint64_t largest
     cdef readonly uint64_t depth
     cdef FabricEndpoint* give(self) except NULL

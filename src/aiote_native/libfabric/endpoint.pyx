@@ -26,7 +26,7 @@ from aiote_native.libfabric.fabric cimport (
     fi_cq_read, fi_cq_readerr, fi_enable, fi_endpoint, fi_ep_bind, fi_getname, fi_info, fi_msg, fi_msg_rma,
     fi_readmsg, fi_recv, fi_rma_iov, fi_sendmsg, fi_trywait, fi_writemsg, fid, iovec)
 from aiote_native.libfabric.library cimport symbols
-from aiote_native.libfabric.sockets cimport aiote_close_accepted, aiote_shutdown_sockets
+from aiote_native.libfabric.sockets cimport aiote_close_accepted, aiote_moved, aiote_shutdown_sockets
 from aiote_native.status cimport check
 from aiote_native.structs cimport (
     Completion, OP_READ, OP_RECV, OP_SEND, POLL_BATCH, Post, RailOps, WorkRequest)
@@ -326,6 +326,7 @@ cdef class Endpoint:
         memcpy(self.impl.name, name, length)
         self.impl.name_length = length
         self.impl.cuts = self.device.info.fabric_attr.prov_name.startswith(b"tcp;ofi_rxm")
+        self.tcp = self.device.info.fabric_attr.prov_name.startswith(b"tcp")
         if not waits:
             enlist(self.impl)
         return 0
@@ -363,8 +364,19 @@ cdef class Endpoint:
                 check(-ENOTCONN, "connect endpoint")
         cdef int inserted = fi_av_insert(self.impl.av, <const char*> address, 1, &self.impl.peer, 0, NULL)
         check(inserted if inserted < 0 else (0 if inserted == 1 else -22), "fi_av_insert")
+        self.peer_address = address
         self.impl.peer_name_length = min(len(address), sizeof(self.impl.peer_name))
         memcpy(self.impl.peer_name, <const char*> address, self.impl.peer_name_length)
+
+    def moved(self) -> int:
+        """Return how many bytes its connections have received or seen acknowledged; -1 where the provider is not tcp.
+
+        Looks through all of the process's descriptors, for libfabric does not show its sockets.
+        """
+        if not self.tcp or self.peer_address is None:
+            return -1
+        return aiote_moved(<const char*> self.address, len(self.address),
+                           <const char*> self.peer_address, len(self.peer_address))
 
     cdef FabricEndpoint* give(self) except NULL:
         """Hand the endpoint to a channel, which releases it."""

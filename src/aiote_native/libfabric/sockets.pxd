@@ -1,8 +1,14 @@
 # The sockets under a tcp endpoint, which libfabric does not show: found by the addresses at their two ends.
+from libc.stdint cimport uint64_t
+
 cdef extern from *:
     """
     #include <arpa/inet.h>
     #include <dirent.h>
+    #include <linux/tcp.h>
+    #include <stddef.h>
+    #include <stdint.h>
+    #include <stdlib.h>
     #include <string.h>
     #include <sys/socket.h>
     #include <unistd.h>
@@ -27,6 +33,28 @@ cdef extern from *:
         }
         closedir(directory);
     }
+    /* Bytes that the connected sockets between `own` and `peer` have received, or seen acknowledged. */
+    static uint64_t aiote_moved(const void* own, size_t own_length, const void* peer, size_t peer_length) {
+        DIR* directory = opendir("/proc/self/fd");
+        struct dirent* entry;
+        uint64_t sum = 0;
+        if (directory == NULL) return 0;
+        while ((entry = readdir(directory)) != NULL) {
+            struct sockaddr_in here, there;
+            struct tcp_info info;
+            socklen_t here_length = sizeof(here), there_length = sizeof(there), length = sizeof(info);
+            int fd = atoi(entry->d_name);
+            if (entry->d_name[0] == '.' || fd == dirfd(directory)) continue;
+            if (getpeername(fd, (struct sockaddr*)&there, &there_length) != 0) continue;
+            if (getsockname(fd, (struct sockaddr*)&here, &here_length) != 0) continue;
+            if (!aiote_same(&there, peer, peer_length) && !aiote_same(&here, own, own_length)) continue;
+            if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) != 0) continue;
+            if (length < offsetof(struct tcp_info, tcpi_bytes_received) + sizeof(info.tcpi_bytes_received)) continue;
+            sum += info.tcpi_bytes_acked + info.tcpi_bytes_received;
+        }
+        closedir(directory);
+        return sum;
+    }
     /* Close the connections that were accepted at `own`, where nobody listens any more. */
     static void aiote_close_accepted(const void* own, size_t own_length) {
         DIR* directory = opendir("/proc/self/fd");
@@ -45,3 +73,4 @@ cdef extern from *:
     """
     void aiote_shutdown_sockets(const void*, size_t, const void*, size_t) noexcept nogil
     void aiote_close_accepted(const void*, size_t) noexcept nogil
+    uint64_t aiote_moved(const void*, size_t, const void*, size_t) noexcept nogil
