@@ -10,14 +10,14 @@ WITH := PATH="$(abspath $(BIN)):$$PATH"
 READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo test soak fuzz idle lint format wheel venv system clean distclean help
+.PHONY: demo test soak fuzz idle lint format wheel venv system test-system clean distclean help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
 	@$(READY) run --install
 	$(BIN)/aiote demo kvcache $(ARGS)
 
-test: system  ## lint, then every test with the newest libfabric here, then again with the system's
+test: test-system  ## lint, then every test with the newest libfabric here, then again with the system's
 	@$(READY) dev --install
 	$(BIN)/python tools/run_tests.py $(ARGS)
 
@@ -53,6 +53,9 @@ venv: system  ## prepare $(VENV) with everything, aiote built from this checkout
 
 system:  ## install the Debian packages that are missing, with root or sudo; elsewhere name them
 	@sh tools/system.sh "$(PYTHON)"
+
+test-system:  # what only tests need, too
+	@sh tools/system.sh "$(PYTHON)" test
 
 clean:  ## remove what was built and what tools cached
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

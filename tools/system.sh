@@ -2,9 +2,11 @@
 # Finds out what this machine lacks to build and run aiote, and installs it from Debian's packages: with root, or with
 # sudo. On other systems it names what is needed. It touches nothing where nothing is missing.
 #
-# usage: system.sh PYTHON [again]
+# usage: system.sh PYTHON [run|test [again]]
+#   test: what some tests need as well; without it they are skipped, so nothing fails where it cannot be installed
 set -eu
 python=$1
+purpose=${2:-run}
 
 have_header() {  # a compiler that finds the header, and the C library's headers with it
     echo "#include <$1>" | "${CC:-cc}" ${CPPFLAGS:-} ${CFLAGS:-} -E -xc - >/dev/null 2>&1
@@ -45,13 +47,24 @@ else
         need "${own:-python3}-dev"
     in_python 'import ensurepip, venv' || need "${own:-python3}-venv"
 fi
-[ -n "$missing" ] || exit 0
-if [ "${2:-}" = again ]; then
+wished=
+if [ "$purpose" = test ]; then  # network namespaces that are joined, and cut
+    PATH="$PATH:/usr/sbin:/sbin"
+    command -v ip >/dev/null || wished="$wished iproute2"
+    command -v iptables >/dev/null || wished="$wished iptables"
+fi
+[ -n "$missing$wished" ] || exit 0
+if [ "${3:-}" = again ]; then
+    [ -z "$wished" ] || echo "tests that need one of these will be skipped:$wished" >&2
+    [ -n "$missing" ] || exit 0
     echo "error: still not found after installing:$missing" >&2
     exit 1
 fi
-command -v fi_info >/dev/null || need libfabric-bin  # shows what libfabric finds; nothing here needs it
+[ -z "$missing" ] || command -v fi_info >/dev/null || need libfabric-bin  # shows what libfabric finds; no need of ours
 
+if [ -z "$missing" ] && { ! command -v apt-get || { [ "$(id -u)" != 0 ] && ! command -v sudo; }; } >/dev/null; then
+    exec sh "$0" "$python" "$purpose" again
+fi
 if ! command -v apt-get >/dev/null; then
     echo "error: this machine lacks what Debian calls:$missing" >&2
     echo "Install their counterparts and run make again. On Fedora and its kin:" \
@@ -67,8 +80,10 @@ if [ "$(id -u)" != 0 ]; then
     }
     as_root=sudo
 fi
-echo "installing the Debian packages that are missing:$missing"
+echo "installing the Debian packages that are missing:$missing$wished"
 [ -n "$as_root" ] && [ ! -t 0 ] && as_root='sudo -n'
 $as_root apt-get update -qq || echo "apt-get update failed: going on with the package lists that are here" >&2
-$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $missing
-exec sh "$0" "$python" again
+install="$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends"
+[ -z "$missing" ] || $install $missing
+[ -z "$wished" ] || $install $wished || echo "not installed:$wished" >&2
+exec sh "$0" "$python" "$purpose" again

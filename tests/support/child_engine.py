@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 import aiote
+from mix import Mix
 
 
 class Commands:
@@ -22,9 +23,12 @@ class Commands:
         self.memory = bytearray()
         self.events: list[aiote.Event] = []
         self.tasks: set[asyncio.Task[None]] = set()
+        self.mix: Mix | None = None
 
     async def open(self, provider: str, config: dict[str, Any], size: int) -> dict[str, Any]:
-        """Open the engine and register `size` bytes of zeros."""
+        """Open the engine and register `size` bytes of zeros; one that was open is dropped."""
+        if self.engine is not None:
+            self.engine.abort()
         for name in ("cluster_key", "identity"):
             if name in config:
                 config[name] = bytes.fromhex(config[name])
@@ -67,6 +71,41 @@ class Commands:
         """Take one message."""
         return {"data": (await self.engine.recv()).data.hex()}
 
+    async def take(self) -> dict[str, Any]:
+        """Begin to take every message."""
+        self._start(self._take())
+        return {}
+
+    async def mixing(self, descriptor: str) -> dict[str, Any]:
+        """Begin every verb toward the owner of some memory, and wait until each has been done once."""
+        peer = await self.engine.connect(self.engine.attach(bytes.fromhex(descriptor)).owner)
+        self.mix = Mix(self.engine, peer, bytes.fromhex(descriptor))
+        while not all(self.mix.done.values()):
+            await asyncio.sleep(0.001)
+        return {}
+
+    async def mixed(self) -> dict[str, Any]:
+        """Wait until each verb has failed, and tell with what."""
+        return {"ended": await self.mix.over(), "done": self.mix.done}
+
+    async def last(self, address: str) -> dict[str, Any]:
+        """Connect, and write nothing again and again until that fails; tell what both ended with."""
+        try:
+            peer = await self.engine.connect(address)
+            while True:
+                await self.engine.write_imm(None, peer, 7)
+        except aiote.AioteError as error:
+            return {"said": str(error)}
+
+    async def check(self, descriptor: str) -> dict[str, Any]:
+        """Write to a remote region, read it back, and send its owner a message."""
+        remote = self.engine.attach(bytes.fromhex(descriptor))
+        pattern, back = self.engine.register(b"c" * remote.nbytes), bytearray(remote.nbytes)
+        await self.engine.write(pattern, remote)
+        await self.engine.read(remote, self.engine.register(back))
+        await self.engine.send(remote.owner, b"checked")
+        return {"same": back == b"c" * remote.nbytes}
+
     async def close(self) -> dict[str, Any]:
         """Close the engine."""
         await self.engine.aclose()
@@ -80,6 +119,10 @@ class Commands:
                 await self.engine.write_imm(source, remote, imm)
         except aiote.AioteError:
             return
+
+    async def _take(self) -> None:
+        async for _ in self.engine.messages():
+            pass
 
     def _start(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

@@ -8,10 +8,22 @@ from pathlib import Path
 
 import pytest
 
-# marker -> (is it here, what is missing)
-HARDWARE: dict[str, tuple[Callable[[], bool], str]] = {
-    "needs_gpu": (Path("/dev/nvidiactl").exists, "no NVIDIA GPU (/dev/nvidiactl)"),
-    "needs_rdma": (lambda: any(Path("/dev/infiniband").glob("uverbs*")), "no RDMA device (/dev/infiniband/uverbs*)"),
+import namespaces
+
+
+def _gpu() -> str:
+    return "" if Path("/dev/nvidiactl").exists() else "no NVIDIA GPU (/dev/nvidiactl)"
+
+
+def _rdma() -> str:
+    return "" if any(Path("/dev/infiniband").glob("uverbs*")) else "no RDMA device (/dev/infiniband/uverbs*)"
+
+
+# marker -> what is missing, an empty string where nothing
+NEEDS: dict[str, Callable[[], str]] = {
+    "needs_gpu": _gpu,
+    "needs_rdma": _rdma,
+    "needs_namespaces": namespaces.missing,
 }
 
 
@@ -26,10 +38,10 @@ def library() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing = {marker: reason for marker, (present, reason) in HARDWARE.items() if not present()}
-    for item in items:
-        for marker, reason in missing.items():
-            if item.get_closest_marker(marker):
+    for marker, missing in NEEDS.items():
+        concerned = [item for item in items if item.get_closest_marker(marker)]
+        if concerned and (reason := missing()):
+            for item in concerned:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
