@@ -8,8 +8,18 @@ from .config import EngineConfig
 from .core.address import Address
 from .counter import Counter
 from .engine import Engine
-from .errors import AioteError, ClosedError, FabricError, PeerError, QueueFull, TransferError, UsageError
+from .errors import (
+    AioteError,
+    ClosedError,
+    FabricError,
+    LeaseRevokedError,
+    PeerError,
+    QueueFull,
+    TransferError,
+    UsageError,
+)
 from .inbox import Message
+from .leases import Lease
 from .observe import EngineStatistics, Event
 from .opening import open_engine
 from .peer import Peer
@@ -29,6 +39,8 @@ __all__ = [
     "EngineStatistics",
     "Event",
     "FabricError",
+    "Lease",
+    "LeaseRevokedError",
     "Message",
     "Pages",
     "Peer",

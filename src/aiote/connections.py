@@ -139,7 +139,7 @@ class Connections:
 
     def _spawn_dial(self, peer: Peer, address: Address) -> None:
         peer.attempts += 1
-        self._spawn(self._keep_dialling, peer, address, name=f"aiote connect {address.host}:{address.port}")
+        self.spawn(self._keep_dialling, peer, address, name=f"aiote connect {address.host}:{address.port}")
 
     async def _keep_dialling(self, peer: Peer, address: Address) -> None:
         """Make the connection and serve it; where another one between the two is in the way, try again."""
@@ -287,7 +287,12 @@ class Connections:
 
     # The end.
 
-    def _spawn(self, function: object, *args: object, name: str) -> None:
+    def session_of(self, key: tuple[bytes, int]) -> Session | None:
+        """Return the conversation with an engine, however far it has got."""
+        peer = self._peers.get(key)
+        return None if peer is None else peer.session
+
+    def spawn(self, function: object, *args: object, name: str) -> None:
         self._tasks = {task for task in self._tasks if not task.ended}
         self._tasks.add(self.loop.spawn(function, *args, name=name))  # type: ignore[arg-type]
 

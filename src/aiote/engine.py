@@ -17,6 +17,7 @@ from .counter import Counter
 from .errors import UsageError
 from .hosts import bind_host, host_identity
 from .inbox import Inbox, Message, Messages
+from .leases import Leases
 from .lifetime import Lifetime
 from .observe import EngineStatistics, Event, Events
 from .peer import Peer
@@ -54,6 +55,7 @@ class Engine(Connections):
         self.waiting: set[Waiter] = set()
         self._regions: dict[LocalMemory, Region] = {}
         self._idle = Signal(self.loop)
+        self.leases = Leases(self)
         self._next_imm = FIRST_AUTOMATIC + secrets.randbelow(LAST_AUTOMATIC - FIRST_AUTOMATIC)
         host = bind_host(config)
         super().__init__(host)
@@ -136,7 +138,9 @@ class Engine(Connections):
         except (TypeError, ValueError, BufferError) as error:
             raise UsageError(f"register: {error}") from error
         memory = self.fabric.register(buffer)
-        region = Region(self.address, secrets.randbits(64), memory, self._wait_idle, self._region_closed)
+        region = Region(
+            self.address, secrets.randbits(64), memory, self._wait_idle, self._region_closed, self.leases.grant
+        )
         self.memories.add(memory)
         self._regions[memory] = region
         return region
@@ -152,9 +156,12 @@ class Engine(Connections):
             raise UsageError(
                 "attach: the descriptor is of this very engine; its own memory is copied without an engine"
             )
+        if described.lease and described.holder != self.address.identity:
+            raise UsageError("attach: the lease was granted to another engine, which alone may use it")
         return RemoteRegion(described)
 
     async def _wait_idle(self, memory: LocalMemory) -> None:
+        await self.leases.revoke_all(memory)
         while memory.in_flight:
             memory.on_idle = self._idle.set
             await self._idle.wait()
@@ -167,10 +174,10 @@ class Engine(Connections):
     # Transfers.
 
     def submit(
-        self, peer: Peer, description: str, launch: Callable[[Transfer], None], *, waits: bool = False
+        self, peer: Peer, description: str, launch: Callable[[Transfer], None], *, waits: bool = False, lease: int = 0
     ) -> Transfer:
         """Make a transfer and start it as soon as its peer is connected and has room; see `Peer.submit`."""
-        transfer = Transfer(self.loop, peer, description, launch)
+        transfer = Transfer(self.loop, peer, description, launch, lease)
         peer.submit(transfer, waits=waits)
         return transfer
 
@@ -347,6 +354,7 @@ class Engine(Connections):
             for link in tuple(self.core.peers):
                 link.close()
             self.core.reap()
+        self.leases.abandon()
         for memory in self.memories:
             memory.close()
         self.memories.clear()

@@ -8,6 +8,7 @@ Each type answers one question: whose fault was it, and what can be done.
 which.
 * `PeerError`: the other side's, or the network's. The peer refused, died, restarted or fell silent; `reason` says
 which.
+* `LeaseRevokedError`: the other side's right. It has taken back the memory that it had lent.
 * `QueueFull`: nobody's. As many transfers as the config admits are unfinished; nothing was started.
 * `TransferError`: one transfer's. It names the transfer and what became of its bytes; the cause is chained.
 
@@ -17,7 +18,16 @@ are.
 
 from __future__ import annotations
 
-__all__ = ["AioteError", "ClosedError", "FabricError", "PeerError", "QueueFull", "TransferError", "UsageError"]
+__all__ = [
+    "AioteError",
+    "ClosedError",
+    "FabricError",
+    "LeaseRevokedError",
+    "PeerError",
+    "QueueFull",
+    "TransferError",
+    "UsageError",
+]
 
 
 class AioteError(Exception):
@@ -61,6 +71,10 @@ class PeerError(AioteError):
         self.peer = peer
         self.reason = reason
         self.operation = operation
+
+
+class LeaseRevokedError(PeerError):
+    """The peer has taken back the lease that a transfer went through, before it or meanwhile."""
 
 
 class QueueFull(AioteError):

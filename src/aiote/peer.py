@@ -8,6 +8,7 @@ from .aio import EventLoop, Signal, finish, settle
 from .core.address import Address
 from .core.frames import Bye
 from .errors import PeerError, QueueFull
+from .heldleases import HeldLeases
 
 if TYPE_CHECKING:
     from .aio import ControlConnection
@@ -53,6 +54,7 @@ class Peer:
         self.session: Session | None = None
         self.successor: Peer | None = None
         self.link: PeerLink | None = None
+        self.leases = HeldLeases()
         self.connection: ControlConnection | None = None
         self._host = host
         # Transfers that wait for the connection or for room, in order; and how many the native core has.
@@ -112,6 +114,8 @@ class Peer:
                 f"{transfer.description}: {self._host.max_transfers} transfers toward peer {self.address} are "
                 "unfinished; await engine.room(peer), or raise config.max_transfers"
             )
+        elif transfer.lease and not self.leases.begin(transfer):
+            transfer.revoke()
         else:
             self._pending[transfer] = None
             self._start_pending()
@@ -151,6 +155,8 @@ class Peer:
 
     def transfer_over(self, transfer: Transfer, *, started: bool) -> None:
         """Take note that a transfer has ended, in the native core or before it got there."""
+        if transfer.lease:
+            self.leases.end(transfer)
         if started:
             self._started -= 1
             if self._pending:

@@ -12,6 +12,8 @@ from .rails import PageIndex, RemoteMemory
 
 if TYPE_CHECKING:
     from .core.address import Address
+    from .leases import Lease
+    from .peer import Peer
     from .rails import LocalMemory
 
 __all__ = ["Pages", "Region", "RemoteRegion"]
@@ -49,6 +51,7 @@ class Region:
     __slots__ = (
         "__weakref__",
         "_closed",
+        "_grant",
         "_identity",
         "_memory",
         "_on_close",
@@ -60,7 +63,13 @@ class Region:
     )
 
     def __init__(
-        self, owner: Address, identity: int, memory: LocalMemory, wait_idle: Any, on_close: Callable[[Region], None]
+        self,
+        owner: Address,
+        identity: int,
+        memory: LocalMemory,
+        wait_idle: Any,
+        on_close: Callable[[Region], None],
+        grant: Callable[[Region, Peer | Address], Lease],
     ) -> None:
         self._owner = owner
         self._identity = identity
@@ -69,6 +78,7 @@ class Region:
         self._stop = memory.length
         self._wait_idle = wait_idle
         self._on_close = on_close
+        self._grant = grant
         self._parent: Region | None = None
         self._closed = False
 
@@ -93,7 +103,7 @@ class Region:
     def __getitem__(self, item: slice) -> Region:
         start, stop = _bounds(item, self.nbytes, "region")
         part = object.__new__(Region)
-        for name in ("_owner", "_identity", "_memory", "_wait_idle", "_on_close"):
+        for name in ("_owner", "_identity", "_memory", "_wait_idle", "_on_close", "_grant"):
             setattr(part, name, getattr(self, name))
         part._parent = self._parent or self
         part._closed = False
@@ -116,6 +126,19 @@ class Region:
             )
         )
 
+    @property
+    def identity(self) -> int:
+        """The registration's random number."""
+        return self._identity
+
+    def lease(self, item: slice, to: Peer | Address) -> Lease:
+        """Lend a slice of the region to one peer until it is revoked: `async with region.lease(slice(a, b), peer)`.
+
+        The lease has keys of its own. Raises UsageError for a slice that leaves the region and for an address without
+        an identity, FabricError when the NIC refuses.
+        """
+        return self._grant(self[item], to)
+
     def require_open(self) -> None:
         """Raise ClosedError when the region is closed."""
         if self.closed:
@@ -132,9 +155,10 @@ class Region:
         return self._start
 
     async def aclose(self) -> None:
-        """Wait for the transfers that use the region, end the registration and let go of the buffer. Idempotent.
+        """Revoke its leases, wait for the transfers that use it, end the registration and let go of the buffer.
 
-        Closing a slice closes nothing. A cancelled close leaves the region closed for new transfers; call it again.
+        Idempotent. Closing a slice closes nothing. A cancelled close leaves the region closed for new transfers; call
+        it again.
         """
         if self._parent is not None:
             return
@@ -178,6 +202,11 @@ class RemoteRegion:
     def writable(self) -> bool:
         """Whether the owner lets others write to it."""
         return self._descriptor.writable
+
+    @property
+    def lease(self) -> int:
+        """The number of the owner's lease; 0 where it is none."""
+        return self._descriptor.lease
 
     @property
     def memory(self) -> RemoteMemory:

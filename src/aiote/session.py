@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 import struct
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import aiote.aio as aio
 
 from .config import HEARTBEAT_MS, MESSAGE_BYTES, MESSAGE_POOL
 from .core.control import Authenticated, ControlProtocol, Event, HelloReceived, MessageReceived, Refusal, Role
-from .core.frames import Bye, Channel, Failed, Heartbeat, Mapped, Offer, RailOffer, Ready
+from .core.frames import Bye, Channel, Failed, Heartbeat, Mapped, Offer, RailOffer, Ready, Revoke, Revoked
 from .core.heartbeat import Heartbeat as HeartbeatClock
 from .core.pairing import pair_rails
 from .core.standstill import Standstill
@@ -70,6 +71,9 @@ class Session:
         self.who: tuple[bytes, int] | None = None
         self._verdict: SessionOver | None = None
         self._probing = False
+        self._told_void = False
+        self._revoking: set[int] = set()
+        self._given_back = aio.Signal(engine.loop)
         self._channels: list[PendingChannel] = []
         self._tokens: list[bytes] = []
         self._clock = HeartbeatClock(engine.config.heartbeat_interval, engine.config.heartbeat_limit)
@@ -85,6 +89,7 @@ class Session:
 
     def _on_end(self, _reason: str) -> None:
         self._arrived.set()
+        self._given_back.set()
         if self._probing and self._link is not None:
             self._link.close()
             self._engine.kick()
@@ -133,6 +138,7 @@ class Session:
             pending.close()
             self._engine.fabric.free_slot(pending.slot)
         self._channels.clear()
+        self._given_back.set()
 
     async def _next(self, kind: type[T]) -> T:
         """Wait for the next event or message of a kind."""
@@ -156,6 +162,13 @@ class Session:
             case Refusal():
                 whose = "this engine refused it" if item.by_us else "it refused"
                 raise SessionOver(f"{whose}: {item.text}")
+            case Revoke(lease, low, high):
+                if self.peer is not None:
+                    answer = partial(self._connection.send, Revoked(lease))
+                    self.peer.leases.revoke(low, high, lease, answer)
+            case Revoked(lease):
+                self._revoking.discard(lease)
+                self._given_back.set()
             case Bye():
                 raise SessionOver(f"it said goodbye: {item.reason}", busy=item.reason == BUSY)
             case Failed():
@@ -220,6 +233,10 @@ class Session:
                 f"no rail in common: this engine speaks {', '.join(ours)}, it speaks {', '.join(theirs)} "
                 "(tcp of libfabric 1.17 and of 1.18 and later cannot talk to each other, shm only of one version)",
             )
+        # From here on a revocation has to be told by itself.
+        self._told_void = True
+        for low, high in engine.leases.void(peer.key):
+            self._connection.send(Revoke(0, low, high))
         for pair in pairs:
             mine, remote = pair if self._role is Role.INITIATOR else pair[::-1]
             self._offer_channel(mine, remote)
@@ -239,6 +256,26 @@ class Session:
         if self._role is Role.INITIATOR:
             await self._probe(peer, link)
         return link
+
+    async def revoke(self, lease: int, low: int, high: int) -> None:
+        """Return when the peer has nothing under way through a lease and starts nothing, or its channels are closed."""
+        if not self._told_void:
+            # It is told with all that is void before the first channel is opened.
+            return
+        limit = self._engine.drain_timeout
+        self._revoking.add(lease)
+        self._connection.send(Revoke(lease, low, high))
+        if not await aio.within(limit, lambda: self._wait_given_back(lease)):
+            reason = f"it did not give a lease back within {limit} s"
+            if self.peer is not None and self.peer.connected:
+                self.peer.lose(reason)
+            else:
+                self.end(reason)
+                self.discard()
+
+    async def _wait_given_back(self, lease: int) -> None:
+        while lease in self._revoking and not (self._connection.ended and (self._link is None or self._link.closed)):
+            await self._given_back.wait()
 
     async def _probe(self, peer: Peer, link: PeerLink) -> None:
         """Write nothing, to bring up what providers connect lazily; a provider may never say that nobody is there."""
@@ -304,6 +341,7 @@ class Session:
             peer.lose(str(over))
         finally:
             self._engine.heartbeats.remove(self._beat)
+            self._given_back.set()
 
     def _beat(self, now: float) -> float:
         """Tell the peer that we live where that is due, lose it where it has been silent; return when to look again."""
@@ -332,7 +370,8 @@ class Session:
         stuck = self._standstill.look(now, link.under_way(), link.moved)
         if stuck is None:
             return ""
-        return f"the data connection on rail {self._engine.rail_name(link.rail_of(stuck))} has stood still, though the peer is alive"
+        rail = self._engine.rail_name(link.rail_of(stuck))
+        return f"the data connection on rail {rail} has stood still, though the peer is alive"
 
     async def _hear(self) -> None:
         """Take the messages that came; wait for one if there is none."""

@@ -84,7 +84,7 @@ def submit_write(
             peer.link, transfer, False, source.memory, source.start, target.memory, target.start, source.nbytes, value
         )
 
-    return engine.submit(peer, f"{verb} of {source.nbytes} bytes", launch, waits=waits)
+    return engine.submit(peer, f"{verb} of {source.nbytes} bytes", launch, waits=waits, lease=target.lease)
 
 
 def submit_read(engine: Engine, src: RemoteRegion, dst: Region, *, waits: bool = False) -> Transfer:
@@ -117,7 +117,7 @@ def submit_read(engine: Engine, src: RemoteRegion, dst: Region, *, waits: bool =
             NO_IMMEDIATE,
         )
 
-    return engine.submit(peer, f"read of {source.nbytes} bytes", launch, waits=waits)
+    return engine.submit(peer, f"read of {source.nbytes} bytes", launch, waits=waits, lease=source.lease)
 
 
 def submit_pages(engine: Engine, src: Pages, dst: Pages, imm: int | None, *, waits: bool = False) -> Transfer:
@@ -155,7 +155,9 @@ def submit_pages(engine: Engine, src: Pages, dst: Pages, imm: int | None, *, wai
             value,
         )
 
-    return engine.submit(peer, f"write_pages of {len(src)} pages of {src.page_bytes} bytes", launch, waits=waits)
+    return engine.submit(
+        peer, f"write_pages of {len(src)} pages of {src.page_bytes} bytes", launch, waits=waits, lease=target.lease
+    )
 
 
 def submit_send(engine: Engine, to: Peer | Address, payload: object, *, waits: bool = False) -> Transfer:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from .aio import wake
-from .errors import AioteError, ClosedError, FabricError, TransferError, UsageError
+from .errors import AioteError, ClosedError, FabricError, LeaseRevokedError, TransferError, UsageError
 from .rails import Operation, error_text
 
 if TYPE_CHECKING:
@@ -40,11 +40,15 @@ class Transfer(Operation):
     goes on. Several tasks may await one.
     """
 
-    __slots__ = ("_failure", "_launch", "_loop", "_waiters", "description", "peer")
+    __slots__ = ("_failure", "_launch", "_loop", "_revoked", "_waiters", "description", "lease", "peer")
 
-    def __init__(self, loop: EventLoop, peer: Peer, description: str, launch: Callable[[Transfer], None]) -> None:
+    def __init__(
+        self, loop: EventLoop, peer: Peer, description: str, launch: Callable[[Transfer], None], lease: int = 0
+    ) -> None:
         self.peer = peer
         self.description = description
+        self.lease = lease
+        self._revoked = False
         self._loop = loop
         self._launch: Callable[[Transfer], None] | None = launch
         self._failure: AioteError | None = None
@@ -86,6 +90,20 @@ class Transfer(Operation):
         elif not self.done():
             self.peer.cancel_transfer(self)
 
+    def revoke(self) -> None:
+        """End it because its lease was taken back."""
+        if self._launch is not None:
+            self.fail(self._lease_error("nothing was posted"))
+        elif not self.done():
+            self._revoked = True
+            self.peer.cancel_transfer(self)
+
+    def _lease_error(self, progress: str) -> TransferError:
+        cause = LeaseRevokedError(
+            str(self.peer.address), f"it has revoked lease {self.lease}, which this memory was of"
+        )
+        return self._error(cause, f"{self.description} failed, {progress}: {cause}")
+
     def exception(self) -> AioteError | None:
         """Return the error that it ended with, None when it went well or is not over."""
         if self._failure is not None or not self.is_over or (self.errno == 0 and not self.was_cancelled):
@@ -97,6 +115,8 @@ class Transfer(Operation):
         """Say what became of it and of its bytes."""
         reason = self.peer.reason
         progress = f"{self.confirmed_bytes} of {self.total_bytes} bytes confirmed"
+        if self._revoked:
+            return self._lease_error(progress)
         if self.was_cancelled:
             return self._error(None, f"{self.description}: cancelled, {progress}")
         rail = self.peer.rail_name(self.rail)

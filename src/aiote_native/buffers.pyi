@@ -1,6 +1,6 @@
 from typing import Never, final
 
-__all__ = ["Buffer", "acquire"]
+__all__ = ["Buffer", "acquire", "section"]
 
 @final
 class Buffer:
@@ -22,3 +22,4 @@ class Buffer:
     def release(self) -> None: ...
 
 def acquire(obj: object) -> Buffer: ...
+def section(whole: Buffer, start: int, stop: int) -> Buffer: ...

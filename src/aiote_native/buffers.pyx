@@ -131,6 +131,21 @@ cpdef Buffer acquire(object obj):
     raise TypeError(f"{_name(obj)} has no memory to lend: expected an object with {ACCEPTED}")
 
 
+cpdef Buffer section(Buffer whole, uint64_t start, uint64_t stop):
+    """Return bytes `start` to `stop` of a Buffer as a Buffer of their own, which keeps that one alive."""
+    cdef Buffer part = _blank(whole, whole.source)
+    if not start <= stop <= whole.nbytes:
+        raise ValueError(f"bytes {start} to {stop} of a buffer of {whole.nbytes}")
+    part.address = whole.address + start
+    part.nbytes = stop - start
+    part.itemsize = 1
+    part.readonly = whole.readonly
+    part.device = whole.device
+    part.device_id = whole.device_id
+    part._owner = whole
+    return part
+
+
 cdef str _name(object obj):
     """Return the name of an object's type as people write it."""
     kind = type(obj)

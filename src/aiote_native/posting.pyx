@@ -21,8 +21,8 @@ from aiote_native.structs cimport ECANCELED, MAX_STRIPES
 cdef enum:
     # Work requests of one transfer before the next one's turn; TransferEngine found that more lowers EFA's packet rate.
     TURN = 32
-    # Bytes of one channel on their way at once: enough to fill any wire (a microsecond of 400 Gb/s is 50 KB), and little
-    # enough that a cancelled transfer has left the NIC within milliseconds.
+    # Bytes of one channel on their way at once: enough to fill any wire (a microsecond of 400 Gb/s is 50 KB), and so
+    # few that a cancelled transfer has left the NIC within milliseconds.
     WINDOW = 16 << 20
 
 

@@ -10,7 +10,7 @@ import pytest
 
 import aiote
 from aiote.core.control import Authenticated
-from aiote.core.frames import Channel, Heartbeat, Mapped, Offer, RailOffer, Ready, Reset, encode, frame
+from aiote.core.frames import Channel, Heartbeat, Mapped, Offer, RailOffer, Ready, Revoke, encode, frame
 from engines import PATIENCE_S, opened, until
 from strangers import Insider, refusals
 
@@ -111,7 +111,7 @@ async def test_nonsense_is_refused_at_once(case, capfd):
         pytest.param([channel(doorbell=b"\xff" * 128)], id="a doorbell that is none"),
         pytest.param([channel(doorbell=b"x")], id="half a doorbell"),
         pytest.param([Mapped()], id="mapped without a channel"),
-        pytest.param([channel(), Mapped(), Heartbeat(), Reset(0, 0, 0)], id="never ready"),
+        pytest.param([channel(), Mapped(), Heartbeat(), Revoke(0, 0, 0)], id="never ready"),
     ],
 )
 async def test_nonsense_that_only_time_tells(provider, messages, capfd):

@@ -28,8 +28,8 @@ from aiote.core.frames import (
     Proof,
     Ready,
     Refused,
-    Reset,
-    ResetDone,
+    Revoke,
+    Revoked,
     Welcome,
     decode,
     encode,
@@ -230,9 +230,9 @@ def test_what_may_come_before_authentication(role: Role, state: State, kind: typ
 ANYTIME: set[type[Any]] = {Heartbeat, Bye, Failed}
 EXPECTED_AFTERWARDS: dict[State, set[type[Any]]] = {
     State.GREETED: ANYTIME | {Offer},
-    State.OFFERED: ANYTIME | {Channel, Reset, ResetDone, Mapped},
-    State.MAPPED: ANYTIME | {Reset, ResetDone, Ready},
-    State.READY: ANYTIME | {Channel, Reset, ResetDone},
+    State.OFFERED: ANYTIME | {Channel, Revoke, Revoked, Mapped},
+    State.MAPPED: ANYTIME | {Revoke, Revoked, Ready},
+    State.READY: ANYTIME | {Channel, Revoke, Revoked},
     State.ENDED: set(),
 }
 WAY: dict[State, list[Any]] = {

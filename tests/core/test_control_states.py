@@ -18,8 +18,8 @@ from aiote.core.frames import (
     Mapped,
     Offer,
     Ready,
-    Reset,
-    ResetDone,
+    Revoke,
+    Revoked,
     encode,
     frame,
 )
@@ -47,7 +47,7 @@ def may_follow(kind: type[Any], said: list[type[Any]]) -> bool:
         return Mapped in said and Ready not in said
     if kind is Channel and Mapped in said:
         return Ready in said
-    assert kind in (Channel, Reset, ResetDone)
+    assert kind in (Channel, Revoke, Revoked)
     return Offer in said
 
 

@@ -32,7 +32,7 @@ from aiote.core.handshake import RefusalCode
 from control_peers import HANDSHAKE_KINDS, OFFER, TALK, Pair, at, config, messages, split, talked
 
 KEY = b"the key of the cluster"
-AFTER_AN_OFFER = (frames.Heartbeat, frames.Reset, frames.ResetDone)  # in any order, any number
+AFTER_AN_OFFER = (frames.Heartbeat, frames.Revoke, frames.Revoked)  # in any order, any number
 
 
 def heard(protocol: ControlProtocol, data: bytes) -> tuple[list[Any], str | None]:

@@ -22,6 +22,7 @@ class Commands:
         self.engine: aiote.Engine | None = None
         self.memory = bytearray()
         self.events: list[aiote.Event] = []
+        self.failed: list[str] = []
         self.tasks: set[asyncio.Task[None]] = set()
         self.mix: Mix | None = None
 
@@ -61,6 +62,16 @@ class Commands:
         """Begin to write all of the memory to a remote region, counted, again and again; and to read it back."""
         self._start(self._flood(bytes.fromhex(descriptor), imm))
         return {}
+
+    async def hammer(self, descriptor: str, value: int) -> dict[str, Any]:
+        """Begin to fill a remote region with a byte, four writes at a time, until one fails."""
+        for _ in range(4):
+            self._start(self._hammer(bytes.fromhex(descriptor), value))
+        return {}
+
+    async def failures(self) -> dict[str, Any]:
+        """Tell how the hammering ended so far."""
+        return {"failures": self.failed}
 
     async def wait(self, imm: int, n: int) -> dict[str, Any]:
         """Wait for counts."""
@@ -123,6 +134,15 @@ class Commands:
     async def _take(self) -> None:
         async for _ in self.engine.messages():
             pass
+
+    async def _hammer(self, descriptor: bytes, value: int) -> None:
+        remote = self.engine.attach(descriptor)
+        source = self.engine.register(bytes([value]) * remote.nbytes)
+        try:
+            while True:
+                await self.engine.write(source, remote)
+        except aiote.AioteError as error:
+            self.failed.append(f"{type(error).__name__}: {error}")
 
     def _start(self, work: Any) -> None:
         task = asyncio.ensure_future(work)

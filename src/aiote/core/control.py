@@ -2,7 +2,7 @@
 
 `ControlProtocol` owns the order of messages, the framing and sealing of them, and the handshake; it is told what came
 from the stream and says what happened and what to send. It must not know sockets, clocks, rails or what a message
-means to the engine: a `Heartbeat` is not answered here, a `Reset` not obeyed.
+means to the engine: a `Heartbeat` is not answered here, a `Revoke` not obeyed.
 
 Each direction has its own place in the conversation, and the table below is the whole of it: which messages may come,
 in which state, and where they lead. After the handshake the same rows hold for what we send and for what we receive.
@@ -41,8 +41,8 @@ from .frames import (
     Proof,
     Ready,
     Refused,
-    Reset,
-    ResetDone,
+    Revoke,
+    Revoked,
     Seal,
     SessionMessage,
     Welcome,
@@ -110,8 +110,8 @@ SESSION: Mapping[State, Mapping[type[Message], State]] = {
     },
     State.OFFERED: {
         Channel: State.OFFERED,
-        Reset: State.OFFERED,
-        ResetDone: State.OFFERED,
+        Revoke: State.OFFERED,
+        Revoked: State.OFFERED,
         Mapped: State.MAPPED,
         Heartbeat: State.OFFERED,
         Bye: State.ENDED,
@@ -119,16 +119,16 @@ SESSION: Mapping[State, Mapping[type[Message], State]] = {
     },
     State.MAPPED: {
         Ready: State.READY,
-        Reset: State.MAPPED,
-        ResetDone: State.MAPPED,
+        Revoke: State.MAPPED,
+        Revoked: State.MAPPED,
         Heartbeat: State.MAPPED,
         Bye: State.ENDED,
         Failed: State.ENDED,
     },
     State.READY: {
         Channel: State.READY,
-        Reset: State.READY,
-        ResetDone: State.READY,
+        Revoke: State.READY,
+        Revoked: State.READY,
         Heartbeat: State.READY,
         Bye: State.ENDED,
         Failed: State.ENDED,

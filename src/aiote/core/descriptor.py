@@ -6,6 +6,8 @@ remote address that denotes the descriptor's first byte on that rail, a virtual 
 provider has it. A slice advances the address and every base together and keeps region and keys, so that the owner can
 tell which registration is meant whatever was cut from it.
 
+The descriptor of a lease names the lease and its holder, the one engine that may use it.
+
 A descriptor is a claim and gives no right by itself: it may be stale or forged. Who writes through it checks bounds
 here; who owns the memory is protected by the keys and by its own checks.
 """
@@ -17,15 +19,15 @@ from dataclasses import dataclass, replace
 from typing import Annotated, SupportsIndex
 
 from ..errors import UsageError
-from .address import Address
-from .fields import U64, Converted, Cursor, FieldError, Flag, Many, Record, unwrap, wrap
+from .address import ANYONE, IDENTITY_BYTES, Address
+from .fields import U64, Converted, Cursor, FieldError, Fixed, Flag, Many, Record, unwrap, wrap
 
 __all__ = ["MAX_RAILS", "RailKey", "RegionDescriptor"]
 
 MAX_RAILS = 16
 
 _MAGIC = b"aioR"
-_VERSION = 1
+_VERSION = 2
 _END = 1 << 64
 
 
@@ -42,7 +44,8 @@ class RegionDescriptor:
     """The portable description of a range of registered memory; raises UsageError where a part is malformed.
 
     `region` is the registration's random 64-bit number, `address` the virtual address of the first byte, `length` in
-    bytes, `keys` one entry per rail of the owner (1 to 16), in the order of its rails.
+    bytes, `keys` one entry per rail of the owner (1 to 16), in the order of its rails. `lease` is the number of the
+    owner's lease, `holder` the identity that it was granted to: 0 and zeros where it is none.
     """
 
     owner: Annotated[Address, Converted(Address, bytes, Address.from_bytes, 400)]
@@ -51,6 +54,8 @@ class RegionDescriptor:
     length: Annotated[int, U64]
     writable: Annotated[bool, Flag()]
     keys: Annotated[tuple[RailKey, ...], Many(RailKey, 1, MAX_RAILS)]
+    lease: Annotated[int, U64] = 0
+    holder: Annotated[bytes, Fixed(IDENTITY_BYTES)] = ANYONE
 
     def __post_init__(self) -> None:
         try:
@@ -59,6 +64,8 @@ class RegionDescriptor:
             raise UsageError(str(error)) from error
         if self.owner.is_anyone:
             raise UsageError("RegionDescriptor.owner: memory belongs to one engine, give an address with its identity")
+        if (self.lease == 0) != (self.holder == ANYONE):
+            raise UsageError("RegionDescriptor: a lease has a number and a holder, other memory neither")
         for start in (self.address, *(key.base for key in self.keys)):
             # The end itself has to be an address, so that an empty slice there has one.
             if start + self.length >= _END:

@@ -63,8 +63,8 @@ __all__ = [
     "RailOffer",
     "Ready",
     "Refused",
-    "Reset",
-    "ResetDone",
+    "Revoke",
+    "Revoked",
     "Seal",
     "SessionMessage",
     "Welcome",
@@ -206,21 +206,21 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
-class Reset:
-    """Asks the receiver to give up its endpoint of one pair of rails; the names are the sender's."""
+class Revoke:
+    """Takes back the sender's leases of numbers `low` to `high`; where `lease` is not 0 the receiver answers when
+    nothing is under way through that one any more.
+    """
 
-    rail_local: Annotated[int, U8]
-    rail_remote: Annotated[int, U8]
-    generation: Annotated[int, U32]
+    lease: Annotated[int, U64]
+    low: Annotated[int, U64]
+    high: Annotated[int, U64]
 
 
 @dataclass(frozen=True, slots=True)
-class ResetDone:
-    """The sender's endpoint of one pair of rails is gone; the names are the sender's."""
+class Revoked:
+    """The sender has nothing under way through the receiver's lease, and starts nothing more."""
 
-    rail_local: Annotated[int, U8]
-    rail_remote: Annotated[int, U8]
-    generation: Annotated[int, U32]
+    lease: Annotated[int, U64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ class Failed:
     text: Annotated[str, Sentence(1024)]
 
 
-SessionMessage: TypeAlias = Offer | Channel | Mapped | Ready | Heartbeat | Reset | ResetDone | Bye | Failed
+SessionMessage: TypeAlias = Offer | Channel | Mapped | Ready | Heartbeat | Revoke | Revoked | Bye | Failed
 Message: TypeAlias = Hello | Challenge | Proof | Welcome | Refused | SessionMessage
 
 _TYPES: dict[int, type[Message]] = {
@@ -251,8 +251,8 @@ _TYPES: dict[int, type[Message]] = {
     17: Channel,
     18: Ready,
     19: Heartbeat,
-    21: Reset,
-    22: ResetDone,
+    21: Revoke,
+    22: Revoked,
     23: Bye,
     24: Failed,
     25: Mapped,

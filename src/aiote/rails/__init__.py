@@ -4,7 +4,7 @@
 that they handle are re-exported here, because nothing above imports `aiote_native`.
 """
 
-from aiote_native.buffers import Buffer, acquire
+from aiote_native.buffers import Buffer, acquire, section
 from aiote_native.core import Core
 from aiote_native.forks import ForkError, after_fork
 from aiote_native.peers import PeerLink
@@ -38,4 +38,5 @@ __all__ = [
     "error_text",
     "library_summary",
     "read_word",
+    "section",
 ]

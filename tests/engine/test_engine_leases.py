@@ -1,0 +1,226 @@
+"""Leases: one peer's until they are revoked, and nobody's bytes land in them afterwards."""
+
+from __future__ import annotations
+
+import anyio
+import numpy as np
+import pytest
+
+import aiote
+from engines import each_progress, each_provider, linked, opened, pair, until
+
+pytestmark = [pytest.mark.libfabric, pytest.mark.anyio]
+
+BIG = 16 << 20
+
+
+@each_provider
+@each_progress
+async def test_the_holder_writes_and_reads_through_it(provider, progress):
+    async with linked(provider, progress=progress) as (owner, holder):
+        memory = bytearray(b"-" * 4096)
+        region = owner.register(memory)
+        async with region.lease(slice(1024, 2048), holder.address) as lease:
+            assert lease.nbytes == 1024
+            remote = holder.attach(lease.descriptor)
+            assert remote.nbytes == 1024
+            source = holder.register(b"x" * 1024)
+            await holder.write_imm(source, remote, 1)
+            await owner.counter(1).wait(1)
+            await holder.write(source[:4], remote[1020:1024])
+            back = bytearray(1024)
+            await holder.read(remote, holder.register(back))
+            assert back == b"x" * 1024
+            pages = [0, 2]
+            await holder.write_pages(aiote.Pages(source, pages, 256), aiote.Pages(remote, pages, 256), 1)
+            await owner.counter(1).wait(2)
+        assert memory == b"-" * 1024 + b"x" * 1024 + b"-" * 2048
+        assert lease.revoked
+
+
+@each_provider
+async def test_a_revoked_lease_refuses_every_verb_with_an_error_that_says_so(provider):
+    async with linked(provider) as (owner, holder):
+        memory = bytearray(64)
+        region = owner.register(memory)
+        lease = region.lease(slice(0, 64), holder.address)
+        remote = holder.attach(lease.descriptor)
+        source, target = holder.register(b"x" * 64), holder.register(bytearray(64))
+        await holder.write(source, remote)
+        await lease.revoke()
+        memory[:] = bytes(64)
+        late = holder.attach(bytes(remote._descriptor))  # a descriptor that was on its way when it was revoked
+        for submit in (
+            lambda: holder.submit_write(source, remote),
+            lambda: holder.submit_write_imm(source, remote, 1),
+            lambda: holder.submit_write(source[:8], remote[8:16]),
+            lambda: holder.submit_read(remote, target),
+            lambda: holder.submit_write_pages(aiote.Pages(source, [0], 8), aiote.Pages(remote, [0], 8), 1),
+            lambda: holder.submit_write(source, late),
+        ):
+            with pytest.raises(aiote.TransferError, match="revoked lease 1") as caught:
+                await submit()
+            assert isinstance(caught.value.cause, aiote.LeaseRevokedError)
+            assert str(owner.address) in str(caught.value)
+            assert caught.value.confirmed
+        assert memory == bytes(64)
+        assert owner.counter(1).value == 0
+        # The peer is as it was, and so is the region.
+        await holder.write(source, holder.attach(region.descriptor))
+        assert memory == b"x" * 64
+
+
+@each_provider
+@each_progress
+async def test_revoking_in_the_middle_of_a_write(provider, progress):
+    """Nothing arrives after the revocation, and the connection lives on."""
+    async with linked(provider, progress=progress) as (owner, holder):
+        memory = np.zeros(BIG, np.uint8)
+        region = owner.register(memory)
+        source = np.ones(BIG, np.uint8)
+        local = holder.register(source)
+        peer = await holder.connect(owner.address)
+        for turn in range(4):
+            lease = region.lease(slice(0, BIG), holder.address)
+            remote = holder.attach(lease.descriptor)
+            transfers = [holder.submit_write_imm(local, remote, 7) for _ in range(64)]
+            await anyio.sleep(0.001 * turn)
+            await lease.revoke()
+            source[:] = 2
+            assert memory.max() < 2
+            memory[:] = 0
+            await anyio.sleep(0.01)
+            assert not memory.any()
+            for transfer in transfers:
+                assert transfer.done()
+                if transfer.exception() is not None:
+                    assert isinstance(transfer.exception().cause, aiote.LeaseRevokedError)
+            assert isinstance(transfers[-1].exception(), aiote.TransferError)
+            source[:] = 1
+        assert not peer.lost
+
+
+@each_provider
+async def test_other_leases_and_other_holders_go_on(provider):
+    async with pair(provider) as (owner, holder), opened(provider) as third:
+        memory = bytearray(300)
+        region = owner.register(memory)
+        for engine in (holder, third):
+            await engine.connect(owner.address)
+        ends = {
+            name: (engine, region.lease(slice(100 * at, 100 * at + 100), engine.address))
+            for at, (name, engine) in enumerate({"first": holder, "second": holder, "third": third}.items())
+        }
+        remotes = {name: engine.attach(lease.descriptor) for name, (engine, lease) in ends.items()}
+        await ends["first"][1].revoke()
+        with pytest.raises(aiote.TransferError, match="revoked"):
+            await holder.write(holder.register(b"1" * 100), remotes["first"])
+        await holder.write(holder.register(b"2" * 100), remotes["second"])
+        await third.write(third.register(b"3" * 100), remotes["third"])
+        assert memory == bytes(100) + b"2" * 100 + b"3" * 100
+
+
+@each_provider
+async def test_a_lease_revoked_before_its_holder_connects(provider):
+    """It is void from the first connection on, and so it stays after the connection was lost."""
+    async with pair(provider) as (owner, holder):
+        memory = bytearray(64)
+        region = owner.register(memory)
+        revoked, live = (region.lease(slice(0, 64), holder.address) for _ in range(2))
+        void, good = (holder.attach(lease.descriptor) for lease in (revoked, live))
+        await revoked.revoke()
+        source = holder.register(b"x" * 64)
+        for _ in range(2):
+            with pytest.raises(aiote.TransferError, match="revoked lease 1"):
+                await holder.write(source, void)
+            assert memory == bytes(64)
+            await holder.write(source, good)
+            memory[:] = bytes(64)
+            peer = await holder.connect(owner.address)
+            peer.lose("for a test")
+            await until(lambda: not owner.peers)
+        assert len(void._descriptor.keys) == 1
+
+
+async def test_what_waits_for_the_connection_is_refused_as_well():
+    async with pair("tcp") as (owner, holder):
+        region = owner.register(bytearray(64))
+        lease = region.lease(slice(0, 64), holder.address)
+        waiting = holder.submit_write(holder.register(b"x" * 64), holder.attach(lease.descriptor))
+        await lease.revoke()
+        with pytest.raises(aiote.TransferError, match="nothing was posted.*revoked lease 1"):
+            await waiting
+
+
+async def test_only_its_holder_may_use_it():
+    async with linked("tcp") as (owner, holder), opened("tcp") as stranger:
+        region = owner.register(bytearray(64))
+        lease = region.lease(slice(0, 64), holder.address)
+        with pytest.raises(aiote.UsageError, match="granted to another engine"):
+            stranger.attach(lease.descriptor)
+        for wrong, reason in (
+            ("nobody", "a Peer or an Address is expected, got str"),
+            (aiote.Address("127.0.0.1", 1), "must name one engine"),
+            (owner.address, "own address"),
+        ):
+            with pytest.raises(aiote.UsageError, match=reason):
+                region.lease(slice(0, 64), wrong)
+        with pytest.raises(aiote.UsageError, match="leaves its 64 bytes"):
+            region.lease(slice(0, 65), holder.address)
+        with pytest.raises(aiote.UsageError, match="no bytes"):
+            region.lease(slice(5, 5), holder.address)
+
+
+async def test_its_keys_are_its_own():
+    async with linked("tcp") as (owner, holder):
+        region = owner.register(bytearray(64))
+        keys = {holder.attach(region.descriptor)._descriptor.keys[0].key}
+        for _ in range(10):
+            async with region.lease(slice(0, 64), holder.address) as lease:
+                keys.add(holder.attach(lease.descriptor)._descriptor.keys[0].key)
+        assert len(keys) == 11
+        assert len(region.memory.registrations) == 1
+
+
+@each_provider
+async def test_closing_the_region_revokes_its_leases(provider):
+    async with linked(provider) as (owner, holder):
+        memory = bytearray(64)
+        region = owner.register(memory)
+        leases = [region.lease(slice(0, 32), holder.address) for _ in range(3)]
+        remotes = [holder.attach(lease.descriptor) for lease in leases]
+        await region.aclose()
+        assert all(lease.revoked for lease in leases)
+        memory.clear()  # nobody exports it any more
+        for remote in remotes:
+            with pytest.raises(aiote.TransferError, match="revoked"):
+                await holder.write(holder.register(bytes(32)), remote)
+        with pytest.raises(aiote.ClosedError):
+            region.lease(slice(0, 1), holder.address)
+        with pytest.raises(aiote.ClosedError, match="the lease was revoked"):
+            assert leases[0].descriptor
+
+
+@each_provider
+async def test_closing_the_engine_ends_its_leases(provider):
+    async with opened(provider) as holder:
+        async with opened(provider) as owner:
+            memory = bytearray(64)
+            lease = owner.register(memory).lease(slice(0, 64), await owner.connect(holder.address))
+        await lease.revoke()
+        assert lease.revoked
+        memory.clear()
+
+
+async def test_a_cancelled_revocation_goes_on():
+    async with linked("tcp") as (owner, holder):
+        region = owner.register(bytearray(64))
+        lease = region.lease(slice(0, 64), holder.address)
+        remote = holder.attach(lease.descriptor)
+        with anyio.move_on_after(0):
+            await lease.revoke()
+        assert lease.revoked
+        await lease.revoke()
+        await lease.revoke()
+        with pytest.raises(aiote.TransferError, match="revoked"):
+            await holder.write(holder.register(bytes(64)), remote)
