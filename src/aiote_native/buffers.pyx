@@ -36,7 +36,7 @@ from libc.stdint cimport INT64_MAX, UINT64_MAX, int64_t, uint64_t, uintptr_t
 import operator
 import re
 
-__all__ = ["Buffer", "acquire"]
+__all__ = ["Buffer", "acquire", "section"]
 
 cdef enum:
     MAX_NDIM = 64  # PyBUF_MAX_NDIM, and NumPy's limit; a larger number is garbage, not an array
