@@ -85,6 +85,10 @@ class Connections:
         """Raise ClosedError when the engine is closed."""
         raise NotImplementedError
 
+    def tidy_up(self) -> None:
+        """Remove what a lost peer may have left on this host, if it was killed."""
+        raise NotImplementedError
+
     def peer_of(self, target: Peer | Address, operation: str = "") -> Peer:
         """Return the peer of an address, connecting if it is not connected. Raises UsageError, PeerError for a lost
         Peer, which names the operation.
@@ -283,6 +287,8 @@ class Connections:
         if self._peers.get(peer.key) is peer:
             del self._peers[peer.key]
         self.inbox.remove(peer)
+        if not self._ending:
+            self.tidy_up()
         self.events.emit("peer.lost", peer=str(peer.address), reason=peer.reason)
 
     # The end.

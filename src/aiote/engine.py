@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import submit
-from .aio import BellExchange, Driver, Signal, current_loop, wake
+from .aio import BellExchange, Driver, Signal, current_loop, sleep, wake
 from .config import EngineConfig
 from .connections import Connections
 from .core.address import Address
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine"]
 
+TIDY_S = (0.05, 0.5, 2.0)
 FIRST_AUTOMATIC = 1 << 27  # immediates below are left to users who number their own
 LAST_AUTOMATIC = (1 << 28) - 1
 
@@ -56,6 +57,7 @@ class Engine(Connections):
         self._regions: dict[LocalMemory, Region] = {}
         self._idle = Signal(self.loop)
         self.leases = Leases(self)
+        self._tidying = False
         self._next_imm = FIRST_AUTOMATIC + secrets.randbelow(LAST_AUTOMATIC - FIRST_AUTOMATIC)
         host = bind_host(config)
         super().__init__(host)
@@ -292,6 +294,21 @@ class Engine(Connections):
         return watch(self, word)
 
     # Progress and the end.
+
+    def tidy_up(self) -> None:
+        """Remove what a lost peer may have left in shared memory, if it was killed."""
+        if self.fabric.tidy() and not self._tidying:
+            self._tidying = True
+            self.spawn(self._tidy_up, name="aiote tidy up")
+
+    async def _tidy_up(self) -> None:
+        try:
+            # The kernel closes the sockets of a process before its number is free, with all that it had mapped.
+            for pause in TIDY_S:
+                await sleep(pause)
+                self.fabric.tidy()
+        finally:
+            self._tidying = False
 
     def kick(self) -> None:
         """Have the event loop make progress soon."""

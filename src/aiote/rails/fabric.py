@@ -15,6 +15,7 @@ from aiote_native.workrequests import LocalMemory
 
 from ..errors import UsageError
 from .contract import RailInfo
+from .leftovers import remove_leftovers
 from .libfabric import LibfabricRail, choose, fabric_error
 from .library import load
 
@@ -77,6 +78,7 @@ class Fabric:
             for index, (name, node, domain) in enumerate(choose(provider, rails, host, self.library)):
                 self.rails.append(LibfabricRail(index, name, node, domain, self.library))
             self.core = Core(doorbell=any(not rail.traits.waits for rail in self.rails), **core)
+            self.tidy()
             self._scratch = self.register(acquire(bytearray(SCRATCH_BYTES)))
         except StatusError as error:
             self.close()
@@ -84,6 +86,13 @@ class Fabric:
         except BaseException:
             self.close()
             raise
+
+    def tidy(self) -> bool:
+        """Remove what killed processes left in shared memory; False where no rail of ours uses any."""
+        if all(rail.traits.waits for rail in self.rails):
+            return False
+        remove_leftovers()
+        return True
 
     @property
     def scratch(self) -> LocalMemory:

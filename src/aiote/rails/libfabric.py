@@ -12,6 +12,7 @@ from aiote_native.status import StatusError
 
 from ..errors import FabricError, UsageError
 from .contract import RailInfo, Traits, traits_of
+from .leftovers import mark
 from .library import Found
 
 __all__ = ["LibfabricRail", "choose", "source_host"]
@@ -72,7 +73,7 @@ class LibfabricRail:
 
     def open_endpoint(self) -> Endpoint:
         try:
-            return Endpoint(self.device, self.traits.waits)
+            return Endpoint(self.device, self.traits.waits, mark=mark())
         except StatusError as error:
             raise fabric_error(error, "open endpoint", self.name) from error
 

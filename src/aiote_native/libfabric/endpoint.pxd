@@ -33,6 +33,7 @@ cdef class Endpoint:
     cdef const RailOps* ops
     cdef readonly int wait_fd
     cdef readonly bytes address
+    cdef bytes mark
     cdef bytes peer_address
     cdef bint tcp
     cdef readonly uint64_t largest

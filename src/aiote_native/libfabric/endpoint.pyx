@@ -45,18 +45,6 @@ cdef pthread_mutex_t here_lock
 pthread_mutex_init(&here_lock, NULL)
 
 
-cdef dict prefixes = {}
-
-
-cdef bytes process_prefix():
-    """Return how the shm names of this process begin: its number, for whoever cleans up after it, and a random part."""
-    pid = os.getpid()
-    if pid not in prefixes:
-        prefixes.clear()
-        prefixes[pid] = b"fi_shm://aiote-%d-%s-" % (pid, os.urandom(4).hex().encode())
-    return prefixes[pid]
-
-
 cdef void enlist(FabricEndpoint* self) noexcept nogil:
     global here
     pthread_mutex_lock(&here_lock)
@@ -275,8 +263,12 @@ cdef class Endpoint:
         self.impl = NULL
         self.wait_fd = -1
 
-    def __init__(self, Device device, bint waits=True, size_t queue=4096):
-        """Open and enable; `waits` asks for a wait descriptor, which shm does not have. Raises StatusError."""
+    def __init__(self, Device device, bint waits=True, size_t queue=4096, str mark=""):
+        """Open and enable; `waits` asks for a wait descriptor, which shm does not have.
+
+        `mark` is how the name of one without begins, in /dev/shm: this process's own, and no other's. Raises
+        StatusError.
+        """
         if self.impl != NULL or device.domain == NULL:
             raise RuntimeError("the endpoint is open already, or its device is closed")
         own(device.epoch)
@@ -289,6 +281,7 @@ cdef class Endpoint:
         self.largest = device.info.ep_attr.max_msg_size
         self.depth = device.info.tx_attr.size
         try:
+            self.mark = b"fi_shm://" + mark.encode()
             self.open(waits, queue)
         except BaseException:
             self.close()
@@ -340,7 +333,7 @@ cdef class Endpoint:
         cdef fi_info* info = self.device.info
         if waits or info.addr_format != FI_ADDR_STR:
             return check(fi_endpoint(self.device.domain, info, &self.impl.ep, NULL), "fi_endpoint")
-        cdef bytes name = process_prefix() + os.urandom(8).hex().encode()
+        cdef bytes name = self.mark + os.urandom(8).hex().encode()
         info = symbols().dupinfo(info)
         if info == NULL:
             raise MemoryError
@@ -359,7 +352,7 @@ cdef class Endpoint:
         own(self.device.epoch)
         if not self.impl.waits:
             find_twin(self.impl, <const char*> address, len(address))
-            if self.impl.twin == NULL and address.startswith(process_prefix()):
+            if self.impl.twin == NULL and address.startswith(self.mark):
                 # One of this process that is closed: shm of 2.5.1 keeps its name, and crashes on what is gone.
                 check(-ENOTCONN, "connect endpoint")
         cdef int inserted = fi_av_insert(self.impl.av, <const char*> address, 1, &self.impl.peer, 0, NULL)

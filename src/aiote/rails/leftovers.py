@@ -1,0 +1,68 @@
+"""Removing the shared memory of processes that were killed.
+
+Endpoints of `shm` have files in /dev/shm, which a process that is killed with -9 leaves behind. Their names, given by
+us, tell whose they are: `aiote-<process>-<start>-<namespace>-...`, with the process's start time and the namespace of
+its number, so that neither a number in new use nor one of another container is mistaken for its owner.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+__all__ = ["mark", "remove_leftovers"]
+
+SHARED_MEMORY = "/dev/shm"
+NAME = re.compile(r"aiote-(\d+)-(\d+)-(\d+)-[0-9a-f]+")
+
+
+def mark() -> str:
+    """Return how the names of this process's endpoints begin."""
+    pid = os.getpid()
+    return f"aiote-{pid}-{_start(pid) or 0}-{_namespace()}-"
+
+
+def remove_leftovers() -> int:
+    """Remove the files of processes that are dead; return how many. What may not be removed is left."""
+    removed = 0
+    namespace = _namespace()
+    dead: dict[tuple[int, int], bool] = {}
+    for name in _names():
+        match = NAME.match(name)
+        if match is None or int(match[3]) != namespace:
+            continue
+        owner = int(match[1]), int(match[2])
+        if owner not in dead:
+            dead[owner] = _start(owner[0]) != owner[1]
+        if dead[owner]:
+            try:
+                os.unlink(os.path.join(SHARED_MEMORY, name))
+                removed += 1
+            except OSError:
+                pass
+    return removed
+
+
+def _names() -> list[str]:
+    try:
+        return os.listdir(SHARED_MEMORY)
+    except OSError:
+        return []
+
+
+def _namespace() -> int:
+    """Return the number of the namespace that process numbers here are of."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _start(pid: int) -> int | None:
+    """Return when a process was started, in ticks since the boot; None for one that is dead, waited for or not."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
