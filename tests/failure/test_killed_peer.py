@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 import aiote
-from engines import PATIENCE_S, each_provider, opened, until
+from engines import PATIENCE_S, each_provider, opened, served_on, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -32,16 +32,6 @@ def stuck_with(engine: aiote.Engine, peer: aiote.Peer, descriptor: bytes) -> dic
         f"read of {BIG} bytes": engine.submit_read(remote, memory[2]),
         "send of 16000 bytes": [engine.submit_send(peer, bytes(16000)) for _ in range(40)][-1],
     }
-
-
-async def served_on(engine: aiote.Engine, other: aiote.Engine) -> None:
-    """Check that another peer of the engine is served as if nothing had been."""
-    memory = bytearray(1 << 16)
-    await engine.write_imm(engine.register(b"s" * (1 << 16)), engine.attach(other.register(memory).descriptor), 3)
-    await other.counter(3).wait(1)
-    assert memory == b"s" * (1 << 16)
-    await other.send(engine.address, b"fine")
-    assert (await engine.recv()).data == b"fine"
 
 
 @pytest.mark.anyio

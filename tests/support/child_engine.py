@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from typing import Any
 
 import aiote
@@ -59,7 +60,7 @@ class Commands:
         return {"events": [[event.name, str(event.details.get("reason", ""))] for event in self.events]}
 
     async def flood(self, descriptor: str, imm: int) -> dict[str, Any]:
-        """Begin to write all of the memory to a remote region, counted, again and again; and to read it back."""
+        """Begin to write zeros to a remote region, counted, again and again until its owner is lost."""
         self._start(self._flood(bytes.fromhex(descriptor), imm))
         return {}
 
@@ -82,9 +83,13 @@ class Commands:
         """Take one message."""
         return {"data": (await self.engine.recv()).data.hex()}
 
-    async def take(self) -> dict[str, Any]:
-        """Begin to take every message."""
-        self._start(self._take())
+    async def take(self, n: int | None = None) -> dict[str, Any]:
+        """Take so many messages, or begin to take every one."""
+        if n is None:
+            self._start(self._take())
+        else:
+            for _ in range(n):
+                await self.engine.recv()
         return {}
 
     async def mixing(self, descriptor: str) -> dict[str, Any]:
@@ -98,6 +103,11 @@ class Commands:
     async def mixed(self) -> dict[str, Any]:
         """Wait until each verb has failed, and tell with what."""
         return {"ended": await self.mix.over(), "done": self.mix.done}
+
+    async def hold(self, seconds: float) -> dict[str, Any]:
+        """Hold up the loop."""
+        time.sleep(seconds)
+        return {}
 
     async def last(self, address: str) -> dict[str, Any]:
         """Connect, and write nothing again and again until that fails; tell what both ended with."""
@@ -126,7 +136,9 @@ class Commands:
         remote = self.engine.attach(descriptor)
         source = self.engine.register(bytes(remote.nbytes))
         try:
-            while True:
+            # A write to a lost peer would connect anew.
+            peer = await self.engine.connect(remote.owner)
+            while not peer.lost:
                 await self.engine.write_imm(source, remote, imm)
         except aiote.AioteError:
             return

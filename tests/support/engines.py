@@ -54,6 +54,19 @@ def across(user: aiote.Engine, owner: aiote.Engine, memory: Any) -> aiote.Remote
     return user.attach(owner.register(memory).descriptor)
 
 
+async def served_on(engine: aiote.Engine, other: aiote.Engine) -> None:
+    """Check that another peer of the engine is served as if nothing had been."""
+    memory = bytearray(1 << 16)
+    source, target = engine.register(b"s" * (1 << 16)), other.register(memory)
+    await engine.write_imm(source, engine.attach(target.descriptor), 3)
+    await other.counter(3).wait(1)
+    assert memory == b"s" * (1 << 16)
+    await other.send(engine.address, b"fine")
+    assert (await engine.recv()).data == b"fine"
+    await source.aclose()
+    await target.aclose()
+
+
 async def until(condition: Callable[[], object]) -> None:
     """Let the loop run until something holds."""
     while not condition():

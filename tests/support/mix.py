@@ -65,12 +65,16 @@ class Mix:
     async def over(self) -> dict[str, str]:
         """Wait until every await has ended, and let go of the memory; return what each ended with."""
         await asyncio.gather(*self._tasks)
-        for region in self._regions:
-            await region.aclose()
+        await self._let_go()
         return self.ended
 
     async def cancel(self) -> None:
-        """Cancel what is left."""
+        """Cancel every await."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._let_go()
+
+    async def _let_go(self) -> None:
+        for region in self._regions:
+            await region.aclose()

@@ -18,6 +18,7 @@ DEFECTS = {
     ("test_example_send_file_ends.py::test_the_receiver_ends", "shm-9"): LOCK,
     ("test_example_send_file_ends.py::test_the_sender_ends", "shm-9"): LOCK,
     ("test_killed_peer.py::", "shm"): LOCK,
+    ("test_random_points.py::test_killed", "shm"): LOCK,
 }
 
 

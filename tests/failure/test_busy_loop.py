@@ -1,0 +1,99 @@
+"""A loop that is held up for more than a heartbeat's interval, on one side or both: no peer is lost by that.
+
+Times are a quarter of the defaults, in the same proportions: an interval, a limit of three, and a hold of 1.2.
+"""
+
+from __future__ import annotations
+
+import time
+
+import anyio
+import pytest
+
+import aiote
+from children import Child
+from engines import PATIENCE_S, each_provider, opened, served_on
+from mix import ECHOED, Mix
+
+pytestmark = [pytest.mark.libfabric, pytest.mark.blocking_allowed("the loop is held up on purpose")]
+
+SIZE = 1 << 18
+INTERVAL_S = 0.25
+HOLD_S = 1.2 * INTERVAL_S
+DEFAULTS = aiote.EngineConfig()
+TIMES = {
+    "heartbeat_interval": INTERVAL_S,
+    "heartbeat_limit": INTERVAL_S * DEFAULTS.heartbeat_limit / DEFAULTS.heartbeat_interval,
+}
+SIDES = ["ours", "theirs", "both"]
+
+
+async def held_up(side: str, child: Child, seconds: float = HOLD_S) -> None:
+    """Hold up loops once."""
+    if side != "ours":
+        child.tell("hold", seconds=seconds)
+    if side != "theirs":
+        time.sleep(seconds)
+    if side != "ours":
+        await child.answer()
+
+
+async def again_and_again(side: str, child: Child) -> None:
+    """Hold up loops at several moments of the interval, at last, for more than the limit, with hardly a breath between."""
+    for part in (0.4, 0.95, 0.1, 0.1, 0.1, 0.1):
+        await held_up(side, child)
+        await anyio.sleep(part * INTERVAL_S)
+
+
+@each_provider
+@pytest.mark.parametrize("side", SIDES)
+async def test_idle(provider, side, child):
+    held = child()
+    with anyio.fail_after(PATIENCE_S):
+        await held.open(provider, SIZE, **TIMES)
+        async with opened(provider, **TIMES) as engine, opened(provider, **TIMES) as other:
+            await engine.connect(other.address)
+            peer = await engine.connect(held.address)
+            await again_and_again(side, held)
+            assert not peer.lost, peer.reason
+            assert (await held.ask("peers"))["peers"] == [str(engine.address)]
+            await served_on(engine, other)
+
+
+@each_provider
+@pytest.mark.parametrize("side", SIDES)
+async def test_transferring(provider, side, child):
+    held = child()
+    with anyio.fail_after(PATIENCE_S):
+        await held.open(provider, SIZE, **TIMES)
+        async with opened(provider, **TIMES) as engine, opened(provider, **TIMES) as other:
+            await engine.connect(other.address)
+            peer = await engine.connect(held.address)
+            target = engine.register(bytearray(SIZE))
+            await held.ask("take")
+            await held.ask("flood", descriptor=target.descriptor.hex(), imm=ECHOED)
+            mix = Mix(engine, peer, held.descriptor)
+            await again_and_again(side, held)
+            assert mix.ended == {}
+            assert all(mix.done.values()), mix.done
+            assert not peer.lost
+            assert (await held.ask("peers"))["peers"] == [str(engine.address)]
+            await mix.cancel()
+            await served_on(engine, other)
+
+
+@pytest.mark.parametrize("side", SIDES)
+async def test_a_second_with_the_default_times(side, child):
+    held = child()
+    with anyio.fail_after(PATIENCE_S):
+        await held.open("tcp", SIZE)
+        async with opened("tcp") as engine:
+            peer = await engine.connect(held.address)
+            mix = Mix(engine, peer, held.descriptor)
+            await held.ask("take")
+            await held_up(side, held, 1.1)
+            await anyio.sleep(0.1)
+            assert mix.ended == {}
+            assert not peer.lost
+            assert (await held.ask("peers"))["peers"] == [str(engine.address)]
+            await mix.cancel()
