@@ -39,7 +39,7 @@ async def held_up(side: str, child: Child, seconds: float = HOLD_S) -> None:
 
 
 async def again_and_again(side: str, child: Child) -> None:
-    """Hold up loops at several moments of the interval, at last, for more than the limit, with hardly a breath between."""
+    """Hold up loops at several moments of the interval; at last, for more than the limit, hardly ever let go."""
     for part in (0.4, 0.95, 0.1, 0.1, 0.1, 0.1):
         await held_up(side, child)
         await anyio.sleep(part * INTERVAL_S)

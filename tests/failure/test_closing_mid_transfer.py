@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import anyio
 import pytest
 
 import aiote
 from engines import PATIENCE_S, each_provider, opened, pair, until
+from strangers import Stranger
 
 pytestmark = pytest.mark.libfabric
 
@@ -175,3 +178,20 @@ async def test_a_region_closes_after_the_failure_of_what_used_it(provider, child
             memory.clear()
             with pytest.raises(aiote.TransferError):
                 await transfer
+
+
+@pytest.mark.anyio
+async def test_who_connects_in_the_moment_of_a_close_is_hung_up_on(caplog):
+    """The loop has seen the connection, and the one that would accept it is cancelled in the same turn."""
+    for turns in (0, 1, 2):
+        with anyio.fail_after(PATIENCE_S), Stranger().socket as late:
+            engine = await opened("tcp")
+            await anyio.sleep(0.01)
+            late.connect_ex((engine.address.host, engine.address.port))
+            for _ in range(turns):
+                await anyio.lowlevel.checkpoint()
+            engine.abort()
+            await anyio.wait_readable(late)
+            with contextlib.suppress(ConnectionResetError):
+                assert late.recv(1) == b""
+    assert "InvalidStateError" not in caplog.text

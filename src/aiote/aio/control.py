@@ -274,7 +274,7 @@ class ControlListener:
     async def close(self) -> None:
         """Accept no more."""
         if self._task is not None:
-            self._task.cancel()
+            self._stop()
             await self._task.join()
         if self._listener is not None:
             await self._listener.aclose()
@@ -282,9 +282,16 @@ class ControlListener:
     def abandon(self) -> None:
         """Accept no more, without waiting: the port is closed as soon as the loop lets go of it."""
         if self._task is not None:
-            self._task.cancel()
+            self._stop()
             if self._task.ended:
                 self._shut()
+
+    def _stop(self) -> None:
+        assert self._task is not None
+        if not self._task.ended:
+            for listener in self._listener.listeners:
+                self._loop.forget_readable(listener.extra(SocketAttribute.raw_socket).fileno())
+            self._task.cancel()
 
     def _shut(self) -> None:
         self._listener.extra(SocketAttribute.raw_socket).close()

@@ -59,6 +59,7 @@ class EventLoop(Protocol):
         after: Callable[[], object] | None = None,
     ) -> Task: ...
     def call_soon(self, function: Callable[[], object]) -> None: ...
+    def forget_readable(self, fd: int) -> None: ...
     def time(self) -> float: ...
 
 
@@ -111,6 +112,14 @@ class AsyncioLoop:
 
     def call_soon(self, function: Callable[[], object]) -> None:
         self.loop.call_soon(function)
+
+    def forget_readable(self, fd: int) -> None:
+        """Drop what was to be done about a readable descriptor; to be called before its waiter is cancelled.
+
+        asyncio would accept for a waiter that is cancelled in the same turn, and nobody would own that connection.
+        """
+        if not self.loop.is_closed():
+            self.loop.remove_reader(fd)
 
     def spawn(
         self,
@@ -198,6 +207,9 @@ class TrioLoop:
 
     def waiter(self) -> Waiter:
         return TrioWaiter(self._trio)
+
+    def forget_readable(self, fd: int) -> None:
+        """Do nothing: trio accepts in the waiting task itself."""
 
     def time(self) -> float:
         return float(self._trio.current_time())
