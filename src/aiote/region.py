@@ -97,8 +97,8 @@ class Region:
 
     @property
     def closed(self) -> bool:
-        """Whether the registration is gone."""
-        return (self._parent or self)._closed
+        """Whether the registration is gone, or its engine."""
+        return (self._parent or self)._closed or not self._memory.registrations
 
     def __getitem__(self, item: slice) -> Region:
         start, stop = _bounds(item, self.nbytes, "region")

@@ -78,6 +78,25 @@ async def test_a_descriptor_travels_by_message(provider, kind):
             part[0:21]
 
 
+@pytest.mark.parametrize("how", ["aclose", "abort"])
+async def test_a_region_ends_with_its_engine(how):
+    async with opened("tcp") as engine:
+        memory = bytearray(100)
+        region = engine.register(memory)
+        part = region[10:20]
+        if how == "aclose":
+            await engine.aclose()
+        else:
+            engine.abort()
+        assert region.closed
+        assert part.closed
+        for one in (region, part):
+            with pytest.raises(aiote.ClosedError, match="the region is closed"):
+                bytes(one.descriptor)
+        await region.aclose()
+        memory.clear()
+
+
 async def test_a_descriptor_may_be_attached_by_many_and_any_time():
     memory = bytearray(3)
     async with pair("tcp") as (left, right), opened("tcp") as third:
