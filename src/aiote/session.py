@@ -253,6 +253,7 @@ class Session:
         self.committed = True
         self._connection.send(Ready())
         await self._next(Ready)
+        link.greeted()
         if self._role is Role.INITIATOR:
             await self._probe(peer, link)
         return link

@@ -28,6 +28,12 @@ cdef extern from *:
     void aiote_set(uint32_t*, uint32_t) noexcept nogil
     uint32_t aiote_get(const uint32_t*) noexcept nogil
 
+cdef extern from "<sched.h>" nogil:
+    int sched_yield()
+
+cdef enum:
+    LEAVING_ROUNDS = 1000  # a poll takes microseconds; a peer that was stopped within one is not waited for
+
 
 cdef inline bint enter(Channel* channel) noexcept nogil:
     aiote_enter(channel.own_busy)
@@ -65,3 +71,12 @@ cdef void gate_shut(Channel* channel) noexcept nogil:
     """Shut our gate: a peer that is not within its library now carries out nothing of ours any more."""
     if channel.own_gate != NULL:
         aiote_set(channel.own_gate, channel.own_gate[0] | 1)
+
+
+cdef void gate_wait(Channel* channel) noexcept nogil:
+    """Give a peer that is within its library the time to leave it; our gate is shut."""
+    if channel.own_gate != NULL:
+        for _round in range(LEAVING_ROUNDS):
+            if aiote_get(channel.peer_busy) == 0:
+                return
+            sched_yield()

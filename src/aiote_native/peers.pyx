@@ -136,6 +136,7 @@ cdef class PeerLink:
         self.state.channels[self.state.channel_count] = channel
         self.state.channel_count += 1
         if channel.wait_fd < 0:
+            self.state.greeting = True
             greet(self.engine, channel)
         kick(self.engine)
         unlock(self.engine)
@@ -152,7 +153,12 @@ cdef class PeerLink:
             channel.own_gate = &self.engine.bell.gate[slot]
             channel.own_busy = &self.engine.bell.busy[slot]
             channel.peer_gate = &bell.page.gate[peer_slot]
+            channel.peer_busy = &bell.page.busy[peer_slot]
             channel.peer_generation = peer_generation
+
+    def greeted(self) -> None:
+        """Take note that the peer has made progress since we joined its endpoint, and so has looked at ours."""
+        self.state.greeting = False
 
     def open_mailbox(self, LocalMemory memory, uint32_t slots, uint32_t message_bytes, uint32_t peer_slots,
                      uint32_t peer_message_bytes) -> None:

@@ -19,7 +19,7 @@ from posix.unistd cimport read, write
 from aiote_native.counters cimport arrive, done_push
 from aiote_native.doorbell cimport ring
 from aiote_native.forks cimport fork_epoch, own
-from aiote_native.gates cimport gate_poll, gate_shut
+from aiote_native.gates cimport gate_poll, gate_shut, gate_wait
 from aiote_native.messages cimport mailbox_fail, mailbox_pump, mailbox_received, mailbox_sent
 from aiote_native.posting cimport give_back, op_completed, peer_fail, pump_peer
 from aiote_native.status cimport check
@@ -412,12 +412,15 @@ cdef void close_channel(Progress* self, Channel* channel) noexcept nogil:
     """Shut the endpoint, take what it flushes, end the rest and free all. The lock is held.
 
     The gate is shut only where writes or reads are under way: it would also keep the peer from taking messages that
-    were sent to it, and a completed send promises those.
+    were sent to it, and a completed send promises those. It is shut as well while the peer may still have our greeting
+    before it: shm of 1.17 then looks for our memory, and crashes where that is gone.
     """
     cdef int quiet = 0
     drain(&self.state, channel)
-    if holds_transfers(channel):
+    if channel.peer.greeting or holds_transfers(channel):
         gate_shut(channel)
+    if channel.peer.greeting:
+        gate_wait(channel)
     if channel.ops.cut(channel.impl):
         for _turn in range(CUT_ROUNDS):
             quiet = 0 if drain(&self.state, channel) else quiet + 1

@@ -90,6 +90,7 @@ cdef struct Channel:
     uint32_t* own_gate
     uint32_t* own_busy
     const uint32_t* peer_gate
+    const uint32_t* peer_busy
     uint32_t peer_generation
 
 # Something that is over and has to be told to Python; the first member of what can be.
@@ -114,6 +115,7 @@ cdef struct PeerState:
     int error_rail
     bint failed
     bint reported
+    bint greeting  # the peer may not have looked at our endpoint yet
     PyObject* owner
 
 # One cut of a part (a page, or the whole of a single write): `head` plain stripes first, then, when they are over,

@@ -46,6 +46,17 @@ def test_closing_a_link_with_transfers_under_way_shuts_its_gate(rails, under_way
         assert not any(words(page, BUSY))
 
 
+def test_closing_before_the_peer_has_looked_shuts_the_gate(rails):
+    """What would greet it names memory that is gone, and shm of 1.17 crashes on that."""
+    pair = Pair.of(rails, greeted=False)
+    with mmap.mmap(pair.a.core.doorbell.memory_fd, PAGE, prot=mmap.PROT_READ) as page:
+        (gate,) = [word for word in words(page, GATES) if word]
+        pair.a.close_link(pair.ab)
+        assert [word for word in words(page, GATES) if word] == [gate | 1]
+    rails.drive(lambda: pair.ba.failed)
+    assert pair.ba.failed == errno.ENOTCONN
+
+
 def test_a_link_is_quiet_when_its_peer_is_not_within_a_call(rails):
     """`busy` is the peer's word, in the peer's page."""
     pair = Pair.of(rails)

@@ -206,11 +206,13 @@ class Rails:
         *,
         pairs: list[tuple[int, int]] | None = None,
         pools: tuple[tuple[int, int], tuple[int, int]] = ((16, 4096), (16, 4096)),
+        greeted: bool = True,
         probe: bool = True,
     ) -> tuple[PeerLink, PeerLink]:
         """Connect two sides as two sessions do: all channels, then the pools, then progress on both, then a probe.
 
-        `pairs` are (rail of a, rail of b), `pools` (slots, bytes) of a and of b.
+        `pairs` are (rail of a, rail of b), `pools` (slots, bytes) of a and of b; not `greeted`: as if neither knew
+        that the other has made progress.
         """
         chosen = pairs or pair_rails([r.wire for r in a.fabric.rails], [r.wire for r in b.fabric.rails])
         ends = [(a.fabric.open_channel(i, j), b.fabric.open_channel(j, i)) for i, j in chosen]
@@ -226,6 +228,8 @@ class Rails:
         b.fabric.open_mailbox(links[1], *pools[1], *pools[0])
         for side in (a, b) * 2:
             side.core.progress()
+        for link in links if greeted else ():
+            link.greeted()
         a.awake = b.awake = True
         if probe:
             first = a.write(links[0])
