@@ -96,7 +96,10 @@ class Member:
     async def kill(self) -> None:
         """Kill the process, stopped or not, and wait for its end."""
         self.doomed = True
-        self._process.kill()
+        try:
+            self._process.kill()
+        except ProcessLookupError:
+            pass
         await self._reading
 
     async def leave(self) -> int:

@@ -173,6 +173,9 @@ class Life:
             except aiote.AioteError as error:
                 self.failed(error)
             else:
+                if peer in self._courses:
+                    self.violation(f"connecting to life {number} gave {peer}, which is written to already")
+                    return
                 self.tally["connections"] += 1
                 course = self._courses[peer] = Course(self, peer, number)
                 # Shielded, for a life that is no longer to be visited still has transfers to see through.

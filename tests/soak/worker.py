@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import faulthandler
 import gc
 import json
 import os
@@ -134,6 +135,7 @@ async def main(seed: int, provider: str, bound: float) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     warnings.simplefilter("error", ResourceWarning)
     sys.unraisablehook = lambda raised: violation(f"ignored: {raised.exc_value!r} in {raised.object!r}")
