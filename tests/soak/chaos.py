@@ -130,16 +130,21 @@ class Chaos:
     # Mishaps.
 
     async def run(self, seconds: float) -> None:
-        """Let things happen for so long; whoever is hit is hit by one thing at a time, and not all at once."""
+        """Let things happen for so long, each kind once before any comes again.
+
+        Whoever is hit is hit by one thing at a time, and not all are hit at once.
+        """
         deadline = asyncio.get_running_loop().time() + seconds
         weights, mishaps = zip(*self._mishaps, strict=True)
+        first = self.rng.sample(mishaps, len(mishaps))
         while (left := deadline - asyncio.get_running_loop().time()) > 0:
             await asyncio.sleep(min(left, self.rng.uniform(*GAP_S)))
             healthy = [member for member in self._crew if member not in self._afflicted]
             if len(healthy) * 2 > self._size:
                 victim = self.rng.choice(healthy)
                 self._afflicted.add(victim)
-                self._spawn(self._happen(self.rng.choices(mishaps, weights)[0], victim))
+                mishap = first.pop() if first else self.rng.choices(mishaps, weights)[0]
+                self._spawn(self._happen(mishap, victim))
 
     async def _happen(self, mishap: Callable[[Member], Awaitable[None]], victim: Member) -> None:
         try:
