@@ -58,7 +58,12 @@ class Course:
 
     async def run(self) -> None:
         try:
-            await self.life.tell(self.peer, "hello", life=self.life.number)
+            try:
+                await self.life.tell(self.peer, "hello", life=self.life.number)
+            except aiote.AioteError as error:
+                # Nobody cancelled it, so what failed is the connection.
+                self.life.failed(error)
+                await self.life.dog.over(f"the loss of {self.peer} after {error}", self.peer.closed())
             await self.peer.closed()
         finally:
             self._finished.set()
