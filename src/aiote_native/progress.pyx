@@ -78,6 +78,7 @@ cdef enum:
     TICK_FIRST_NS = 1_000_000      # the timer's first interval, doubled to the last one while nothing happens
     TICK_LAST_NS = 32_000_000
     CUT_ROUNDS = 20_000            # polls that a cut wire is given to end what was under way, some tens of milliseconds
+    LAST_TURNS = 64                # times that a queue is drained before its endpoint is shut
     CUT_QUIET = 64                 # empty polls in a row that tell that nothing more comes
     WATCH_FIRST_NS = 50_000
     WATCH_LAST_NS = 1_000_000
@@ -409,14 +410,19 @@ cdef bint holds_transfers(Channel* channel) noexcept nogil:
 
 
 cdef void close_channel(Progress* self, Channel* channel) noexcept nogil:
-    """Shut the endpoint, take what it flushes, end the rest and free all. The lock is held.
+    """Take what has come, shut the endpoint, end the rest and free all. The lock is held.
+
+    Nothing is polled after the endpoint is shut: tcp of 2.5.1 crashes then on what was left over from a write that
+    had failed.
 
     The gate is shut only where writes or reads are under way: it would also keep the peer from taking messages that
     were sent to it, and a completed send promises those. It is shut as well while the peer may still have our greeting
     before it: shm of 1.17 then looks for our memory, and crashes where that is gone.
     """
     cdef int quiet = 0
-    drain(&self.state, channel)
+    for _turn in range(LAST_TURNS):
+        if drain(&self.state, channel) <= 0:
+            break
     if channel.peer.greeting or holds_transfers(channel):
         gate_shut(channel)
     if channel.peer.greeting:
@@ -428,9 +434,6 @@ cdef void close_channel(Progress* self, Channel* channel) noexcept nogil:
                 break
     channel.open = False
     channel.ops.shut(channel.impl)
-    for _turn in range(1024):
-        if drain(&self.state, channel) <= 0:
-            break
     end_requests(&self.state, channel)
     channel.ops.release(channel.impl)
     if channel.waiting != NULL:

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 import aiote
-from engines import PATIENCE_S, each_provider, opened, pair, until
+from engines import PATIENCE_S, each_provider, opened, pair, run_script, until
 from strangers import Stranger
 
 pytestmark = pytest.mark.libfabric
@@ -195,3 +195,39 @@ async def test_who_connects_in_the_moment_of_a_close_is_hung_up_on(caplog):
             with contextlib.suppress(ConnectionResetError):
                 assert late.recv(1) == b""
     assert "InvalidStateError" not in caplog.text
+
+
+@each_provider
+def test_closing_after_a_write_that_was_refused(provider):
+    """In a process of its own: tcp of 2.5.1 crashed when it was polled after its endpoint was closed."""
+    done = run_script(
+        """
+        import asyncio, sys
+        import aiote
+
+        async def main(provider):
+            async with aiote.open_engine(provider) as engine:
+                async with aiote.open_engine(provider) as other:
+                    region = other.register(bytearray(1 << 20))
+                    remote = engine.attach(region.descriptor)
+                    await engine.connect(other.address)
+                    if provider == "tcp":
+                        await region.aclose()
+                        try:
+                            await engine.write(engine.register(bytes(1 << 20)), remote)
+                        except aiote.TransferError:
+                            print("refused")
+                    writes = [engine.submit_write_imm(None, other.address, 3) for _ in range(100)]
+                for write in writes:
+                    try:
+                        await write
+                    except aiote.TransferError:
+                        pass
+            print("closed")
+
+        asyncio.run(main(sys.argv[1]))
+        """,
+        provider,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == (["refused"] if provider == "tcp" else []) + ["closed"]
