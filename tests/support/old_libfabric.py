@@ -14,12 +14,7 @@ from aiote_native.libfabric.library import probe
 LOCK = "libfabric 1.17: shm spins for ever on a lock that a killed process held"
 
 # what a test's name has in it, all of it -> the reason
-DEFECTS = {
-    ("test_example_send_file_ends.py::test_the_receiver_ends", "shm-9"): LOCK,
-    ("test_example_send_file_ends.py::test_the_sender_ends", "shm-9"): LOCK,
-    ("test_killed_peer.py::", "shm"): LOCK,
-    ("test_random_points.py::test_killed", "shm"): LOCK,
-}
+DEFECTS: dict[tuple[str, ...], str] = {}
 
 
 def old() -> bool:

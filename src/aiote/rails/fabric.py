@@ -14,6 +14,7 @@ from aiote_native.status import StatusError
 from aiote_native.workrequests import LocalMemory
 
 from ..errors import UsageError
+from .bereaved import Bereaved
 from .contract import RailInfo
 from .leftovers import remove_leftovers
 from .libfabric import LibfabricRail, choose, fabric_error
@@ -73,6 +74,7 @@ class Fabric:
         self.largest = largest
         self.rails: list[LibfabricRail] = []
         self.core: Core | None = None
+        self._bereaved = Bereaved() if self.library.version < (2, 0) else None
         self._scratch: LocalMemory | None = None
         try:
             for index, (name, node, domain) in enumerate(choose(provider, rails, host, self.library)):
@@ -164,6 +166,8 @@ class Fabric:
                 peer_generation=peer_slot[1],
             )
             pending.bell = None
+            if self._bereaved is not None and not pending.rail.traits.waits:
+                self._bereaved.add(link, pending.address, address)
         except (StatusError, ValueError, RuntimeError) as error:
             raise fabric_error(error, "connect channel", pending.rail.name) from error
 
@@ -178,6 +182,8 @@ class Fabric:
 
     def close(self) -> None:
         """Close core, memory and rails; links and regions are closed before. Idempotent."""
+        if self._bereaved is not None:
+            self._bereaved.close()
         if self.core is not None:
             self.core.close()
         if self._scratch is not None:

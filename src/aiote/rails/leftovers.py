@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 
-__all__ = ["mark", "remove_leftovers"]
+__all__ = ["SHARED_MEMORY", "mark", "owner", "remove_leftovers"]
 
 SHARED_MEMORY = "/dev/shm"
 NAME = re.compile(r"aiote-(\d+)-(\d+)-(\d+)-[0-9a-f]+")
@@ -20,6 +20,12 @@ def mark() -> str:
     """Return how the names of this process's endpoints begin."""
     pid = os.getpid()
     return f"aiote-{pid}-{_start(pid) or 0}-{_namespace()}-"
+
+
+def owner(name: str) -> int | None:
+    """Return the process that a file of ours is of, if it is of this namespace."""
+    match = NAME.match(name)
+    return int(match[1]) if match is not None and int(match[3]) == _namespace() else None
 
 
 def remove_leftovers() -> int:
