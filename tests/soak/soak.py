@@ -19,6 +19,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import aiote
 from aiote.rails import library_summary
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
@@ -77,7 +78,7 @@ class Soak:
         await self._chaos.abort()
         if not work.cancelled() and work.exception() is not None:
             self._violation(f"the soak itself failed: {work.exception()!r}")
-        self._look_around()
+        await self._look_around()
         self._table(time.monotonic() - started)
 
     async def _work(self) -> None:
@@ -88,17 +89,21 @@ class Soak:
             if not self._chaos.tally[name]:
                 self._violation(f"nothing was tested: {name} is 0")
 
-    def _look_around(self) -> None:
-        """Look for processes and files that are left."""
-        try:
-            left = os.waitpid(-1, os.WNOHANG)
-            self._violation(f"a child is left: {left}")
-        except ChildProcessError:
-            pass
-        for pid in self._chaos.pids:
-            for name in shared_files(pid):
-                self._chaos.tally["files in /dev/shm left by killed processes"] += 1
-                (SHARED_MEMORY / name).unlink(missing_ok=True)
+    async def _look_around(self) -> None:
+        """Look for processes and files that are left; what the last to be killed left goes with the next engine."""
+        if not childless():
+            self._violation("a child process is left")
+        self._chaos.tally["files in /dev/shm that nobody had removed yet"] += len(self._files())
+        if self._provider == "shm":
+            async with aiote.open_engine("shm"):
+                pass
+        if left := self._files():
+            self._violation(f"left in /dev/shm by processes that have ended: {left}")
+        for name in left:
+            (SHARED_MEMORY / name).unlink(missing_ok=True)
+
+    def _files(self) -> list[str]:
+        return [name for pid in self._chaos.pids for name in shared_files(pid)]
 
     def _table(self, seconds: float) -> None:
         counts: Counter[str] = self._chaos.tally
@@ -110,6 +115,15 @@ class Soak:
         for name, value in rows:
             print(f"{value:>14}  {name}")
         sys.stdout.flush()
+
+
+def childless() -> bool:
+    """Tell whether every process that was started has ended and was waited for."""
+    try:
+        os.waitpid(-1, os.WNOHANG)
+    except ChildProcessError:
+        return True
+    return False
 
 
 def kills_allowed(provider: str) -> bool:
