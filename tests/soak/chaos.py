@@ -130,15 +130,15 @@ class Chaos:
     # Mishaps.
 
     async def run(self, seconds: float) -> None:
-        """Let things happen for so long, each kind once before any comes again.
+        """Let things happen for so long, and until each kind has come once; none comes again before that.
 
         Whoever is hit is hit by one thing at a time, and not all are hit at once.
         """
         deadline = asyncio.get_running_loop().time() + seconds
         weights, mishaps = zip(*self._mishaps, strict=True)
         first = self.rng.sample(mishaps, len(mishaps))
-        while (left := deadline - asyncio.get_running_loop().time()) > 0:
-            await asyncio.sleep(min(left, self.rng.uniform(*GAP_S)))
+        while first or asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(self.rng.uniform(*GAP_S))
             healthy = [member for member in self._crew if member not in self._afflicted]
             if len(healthy) * 2 > self._size:
                 victim = self.rng.choice(healthy)
