@@ -12,7 +12,7 @@ import os
 import numpy  # noqa: F401 - its thread pool starts on import: before any test counts threads
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["blocking", "leaks", "loops", "not_run", "old_libfabric", "pytester"]
+pytest_plugins = ["blocking", "leaks", "loops", "not_run", "pytester"]
 
 # No deadlines and no complaint about slow data: both would test the machine. A failure prints the blob that repeats it.
 settings.register_profile(

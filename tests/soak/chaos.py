@@ -27,9 +27,7 @@ KILLED_WHILE_STOPPED = 0.3
 class Chaos:
     """The crew and its mishaps. `violation` is called with what must not be."""
 
-    def __init__(
-        self, seed: int, provider: str, size: int, bound: float, kills: bool, violation: Callable[[str], None]
-    ) -> None:
+    def __init__(self, seed: int, provider: str, size: int, bound: float, violation: Callable[[str], None]) -> None:
         self.rng = random.Random(f"{seed}/{provider}/chaos")
         self.tally: Counter[str] = Counter()
         self.most_resident = 0
@@ -47,9 +45,8 @@ class Chaos:
             (1, self._replace_in_order),
             (2, self._stop_shortly),
             (1, self._stop_for_long),
+            (2, self._kill),
         ]
-        if kills:
-            self._mishaps.append((2, self._kill))
         if self.links.inside:
             self._mishaps += [(1, self._cut_shortly), (1, self._cut_for_long)]
 
@@ -190,12 +187,11 @@ class Chaos:
         await self._stop(member, LONG_S, "stopped for long")
 
     async def _stop(self, member: Member, how_long: tuple[float, float], name: str) -> None:
-        kills = any(mishap == self._kill for _weight, mishap in self._mishaps)
         async with member.busy:
             member.stop()
             self.tally[name] += 1
             await asyncio.sleep(self.rng.uniform(*how_long))
-            if not kills or self.rng.random() > KILLED_WHILE_STOPPED:
+            if self.rng.random() > KILLED_WHILE_STOPPED:
                 member.resume()
                 return
         await self._kill(member)

@@ -54,9 +54,7 @@ class Soak:
         self._seconds = seconds
         self._repeat = f"{sys.executable} {sys.argv[0]} --seconds {seconds:g} --seed {seed} --provider {provider}"
         self._violated = asyncio.Event()
-        self._chaos = Chaos(
-            seed, provider, random.Random(seed).randint(3, 5), BOUND_S, kills_allowed(provider), self._violation
-        )
+        self._chaos = Chaos(seed, provider, random.Random(seed).randint(3, 5), BOUND_S, self._violation)
 
     def _violation(self, text: str) -> None:
         self.violations.append(text)
@@ -124,15 +122,6 @@ def childless() -> bool:
     except ChildProcessError:
         return True
     return False
-
-
-def kills_allowed(provider: str) -> bool:
-    """Tell whether processes may be killed without hanging the others within the library."""
-    old = library_summary(os.environ.get("AIOTE_LIBFABRIC", "")).startswith("libfabric 1.")
-    if provider == "shm" and old:
-        print("!!! NO PROCESS IS KILLED over shm: libfabric 1.x spins for ever on a lock that a killed one held")
-        return False
-    return True
 
 
 def main() -> int:
