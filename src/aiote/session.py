@@ -250,6 +250,8 @@ class Session:
         await self._next(Mapped)
         for _ in range(2):
             engine.core.progress()
+        # The core may be left awake by that, and peers do not ring who is awake.
+        engine.kick()
         self.committed = True
         self._connection.send(Ready())
         await self._next(Ready)
