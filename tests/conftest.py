@@ -7,12 +7,20 @@ with what was skipped.
 
 from __future__ import annotations
 
+import gc
 import os
 
 import numpy  # noqa: F401 - its thread pool starts on import: before any test counts threads
 from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["blocking", "leaks", "loops", "not_run", "pytester"]
+
+
+def pytest_collection_finish() -> None:
+    """Keep three thousand tests out of every garbage collection, which would take long enough to count as blocking."""
+    gc.collect()
+    gc.freeze()
+
 
 # No deadlines and no complaint about slow data: both would test the machine. A failure prints the blob that repeats it.
 settings.register_profile(

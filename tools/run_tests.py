@@ -1,7 +1,8 @@
-"""Run the checks in order, all of them even if one fails: lint, every test, and the libfabric tests once more.
+"""Run the checks, all of them even if one fails: lint, every test, and the libfabric tests once more.
 
 The first run of the tests uses the newest libfabric here, the second the system's, which is the oldest that must work;
-that one runs each test on one event loop, for the first has run it on all.
+that one runs each test on one event loop, for the first has run it on all. Both run at the same time, because most of
+a test is waiting; what the second says comes after what the first says.
 A missing library is a failure. Arguments are handed to pytest. The last line counts the tests of both runs.
 """
 
@@ -14,6 +15,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,20 +71,27 @@ def counted(report: Path) -> tuple[int, int, int]:
     return total - failures - errors - skipped, failures + errors, skipped
 
 
-def tests(name: str, library: Path | None, missing: str, *arguments: str) -> Outcome:
-    """Run pytest with one libfabric."""
+def tests(name: str, library: Path | None, missing: str, *arguments: str, aside: IO[str] | None = None) -> Outcome:
+    """Run pytest with one libfabric; what it says goes to `aside` where that is given."""
     if library is None:
         return Outcome(name, False, f"NO LIBRARY: {missing}")
     spoken = "{}.{}".format(*version(library))
-    banner(f"{name}: libfabric {spoken}, {library}")
     report = ROOT / "build" / "test-reports" / f"{name.replace(' ', '-')}.xml"
     report.unlink(missing_ok=True)
     started = time.monotonic()
+    title = f"{name}: libfabric {spoken}, {library}"
+    if aside is None:
+        banner(title)
+    else:
+        aside.write(f"\n{'=' * 100}\n== {title}\n{'=' * 100}\n")
+        aside.flush()
     status = subprocess.run(
         [sys.executable, "-m", "pytest", f"--junit-xml={report}", *arguments, *sys.argv[1:]],
         cwd=ROOT,
         env={**os.environ, "AIOTE_LIBFABRIC": str(library)},
         stdin=subprocess.DEVNULL,
+        stdout=aside,
+        stderr=subprocess.STDOUT if aside else None,
     ).returncode
     counts = counted(report)
     detail = "libfabric {}: {} passed, {} failed, {} skipped".format(spoken, *counts)

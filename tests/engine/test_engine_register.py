@@ -147,6 +147,7 @@ async def test_a_refused_buffer_is_given_back():
 
 
 @each_provider
+@pytest.mark.blocking_allowed("two garbage collections of everything that the tests have made")
 async def test_a_region_holds_its_buffer(provider):
     async with opened(provider) as engine:
         array_ = np.arange(100)

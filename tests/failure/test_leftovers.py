@@ -47,8 +47,6 @@ async def test_who_comes_next_removes_them(child):
         for one in killed:
             one.kill()
             await one.gone()
-        async with opened("tcp"):
-            assert all(shared_files(one.pid) for one in killed)
         async with opened("shm"):
             assert not any(shared_files(one.pid) for one in killed)
 

@@ -21,7 +21,7 @@ from mix import ECHOED, Mix
 
 pytestmark = pytest.mark.libfabric
 
-ROUNDS = 24
+ROUNDS = int(os.environ.get("RANDOM_POINTS_ROUNDS", "10"))
 ALL_S = 100
 """What all rounds of a test may take."""
 SIZE = 1 << 18
