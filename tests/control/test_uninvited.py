@@ -49,8 +49,9 @@ def other(kind: type[Any], name: str) -> Callable[[Any], Any]:
 
     def change(message: Any) -> Any:
         old = getattr(message, name)
-        new: Any = not old if isinstance(old, bool) else old + 1 if isinstance(old, int) else old[:-1] + b"\x55"
-        assert new != old
+        new: Any = (
+            not old if isinstance(old, bool) else old + 1 if isinstance(old, int) else old[:-1] + bytes([old[-1] ^ 1])
+        )
         return dataclasses.replace(message, **{name: new})
 
     return change

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import anyio
 import numpy as np
 import pytest
@@ -90,21 +92,29 @@ async def test_cancelled_under_way(provider, progress):
     source, target = np.full(LARGE, 1, np.uint8), np.zeros(LARGE, np.uint8)
     async with linked(provider, progress=progress, largest_message=STRIPE) as (left, right):
         region, remote = left.register(source), across(left, right, target)
-        transfer = left.submit_write_imm(region, remote, 1)
-        transfer.cancel()
-        with pytest.raises(
-            aiote.TransferError, match=r"write_imm of 8388608 bytes: cancelled, \d+ of 8388608"
-        ) as caught:
-            await transfer
-        assert caught.value.confirmed
-        assert caught.value.cause is None
+        for imm in range(10, 40):
+            target[:] = 0
+            transfer = left.submit_write_imm(region, remote, imm)
+            transfer.cancel()
+            try:
+                await transfer
+            except aiote.TransferError as error:
+                caught = error
+                if (written := target.copy()).sum() < LARGE:
+                    break
+            # A native thread can do it all while this one waits for a processor.
+            assert progress == "thread"
+        else:
+            pytest.fail("every cancellation came too late")
+        assert re.search(r"write_imm of 8388608 bytes: cancelled, \d+ of 8388608", str(caught))
+        assert caught.confirmed
+        assert caught.cause is None
         assert transfer.done()
-        written = target.copy()
-        assert 0 < written.sum() < LARGE
+        assert written.sum() > 0
         source[:] = 2
         await quiet()
         assert np.array_equal(target, written)
-        assert right.counter(1).value == 0
+        assert right.counter(imm).value == 0
         assert left.statistics().outstanding == left.statistics().queued == 0
         transfer.cancel()
         await left.write_imm(region, remote, 2)
