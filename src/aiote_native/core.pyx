@@ -18,8 +18,8 @@ from aiote_native.messages cimport mailbox_cancel, mailbox_start
 from aiote_native.peers cimport PeerLink, open_peer
 from aiote_native.posting cimport cut_part, op_cancel, op_start
 from aiote_native.progress cimport (
-    Watched, alive, kick, lock, new_epoch, progress_once, pthread_create, pthread_join, pthread_mutex_init,
-    run_thread, unlock, usable, watch_descriptor, watch_unlink)
+    Watched, alive, kick, lock, new_epoch, progress_once, pthread_join, pthread_mutex_init,
+    start_thread, unlock, usable, watch_descriptor, watch_unlink)
 from aiote_native.status cimport check
 from aiote_native.structs cimport Done, OP_READ, OP_SEND, OP_WRITE, Op
 from aiote_native.waits cimport CounterHandle, Watch, open_counter, start_watch
@@ -71,7 +71,8 @@ cdef class Core:
             table_init(&self.engine.state.counters, counters)
             self.open_descriptors(doorbell)
             if threaded:
-                check(-pthread_create(&self.engine.thread, NULL, run_thread, &self.engine), "pthread_create")
+                where = f" on processor {processor}, which thread_processor asks for" if processor >= 0 else ""
+                check(-start_thread(&self.engine), f"start the native thread{where}")
         except BaseException:
             self.engine.threaded = False
             self.close()

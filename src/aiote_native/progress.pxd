@@ -13,7 +13,6 @@ cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_lock(pthread_mutex_t*)
     int pthread_mutex_trylock(pthread_mutex_t*)
     int pthread_mutex_unlock(pthread_mutex_t*)
-    int pthread_create(pthread_t*, void*, void* (*)(void*) noexcept nogil, void*)
     int pthread_join(pthread_t, void**)
 
 # A word in memory whose growth is awaited.
@@ -59,7 +58,7 @@ cdef void watch_link(Progress* self, Watched* watched) noexcept nogil
 cdef void watch_unlink(Progress* self, Watched* watched) noexcept nogil
 cdef void close_channel(Progress* self, Channel* channel) noexcept nogil
 cdef int progress_once(Progress* self) noexcept nogil
-cdef void* run_thread(void* argument) noexcept nogil
+cdef int start_thread(Progress* self) noexcept nogil
 cdef uint64_t clock_ns() noexcept nogil
 cdef void lock(Progress* self) noexcept
 cdef void unlock(Progress* self) noexcept nogil

@@ -42,19 +42,27 @@ cdef extern from *:
         default: return __atomic_load_n((const uint64_t*)address, __ATOMIC_ACQUIRE);
         }
     }
-    static inline void aiote_pin(int processor) {
+    /* Start a thread that runs on one processor from its first instruction; a negative one is any. */
+    static int aiote_start(pthread_t* thread, int processor, void* (*function)(void*), void* argument) {
+        pthread_attr_t attributes;
         cpu_set_t set;
-        if (processor < 0) return;
+        int status = pthread_attr_init(&attributes);
+        if (status != 0) return status;
         CPU_ZERO(&set);
-        CPU_SET(processor, &set);
-        sched_setaffinity(0, sizeof(set), &set);
+        if (processor >= 0) {
+            if (processor < CPU_SETSIZE) CPU_SET(processor, &set);
+            status = pthread_attr_setaffinity_np(&attributes, sizeof(set), &set);
+        }
+        if (status == 0) status = pthread_create(thread, &attributes, function, argument);
+        pthread_attr_destroy(&attributes);
+        return status;
     }
     """
     void aiote_store_word(uint32_t*, uint32_t) noexcept nogil
     void aiote_full_fence() noexcept nogil
     int aiote_add(int*, int) noexcept nogil
     uint64_t aiote_load_word(const void*, int) noexcept nogil
-    void aiote_pin(int) noexcept nogil
+    int aiote_start(pthread_t*, int, void* (*)(void*) noexcept nogil, void*) noexcept nogil
 
 cdef extern from "<sched.h>" nogil:
     int sched_yield()
@@ -362,7 +370,6 @@ cdef void* run_thread(void* argument) noexcept nogil:
     cdef Progress* self = <Progress*> argument
     cdef epoll_event events[8]
     cdef int again
-    aiote_pin(self.processor)
     while True:
         pthread_mutex_lock(&self.lock)
         if self.stop:
@@ -378,6 +385,11 @@ cdef void* run_thread(void* argument) noexcept nogil:
         # A mutex is not fair: without this the event loop could wait for as long as the thread spins.
         while aiote_add(&self.wanted, 0) > 0:
             sched_yield()
+
+
+cdef int start_thread(Progress* self) noexcept nogil:
+    """Start the native thread; return 0 or an error number (EINVAL where it may not run on the processor asked for)."""
+    return aiote_start(&self.thread, self.processor, run_thread, self)
 
 
 cdef void end_requests(State* state, Channel* channel) noexcept nogil:

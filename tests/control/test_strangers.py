@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import socket
+from dataclasses import replace
 
 import anyio
 import pytest
 
 from aiote.core.frames import Hello, encode, frame
-from engines import PATIENCE_S, opened, pair, until
+from engines import PATIENCE_S, linked, opened, pair, until
+from leftovers import descriptors
 from strangers import Stranger, refusals, stranger
 
 pytestmark = pytest.mark.libfabric
@@ -168,3 +171,33 @@ async def test_a_byte_at_a_time():
                 group.cancel_scope.cancel()
             assert ["no connection was made within 0.5 s" in reason for reason in reasons] == [True]
             await left.connect(right.address)
+
+
+def listening_ports() -> set[int]:
+    """Return the TCP ports at which this process listens, the libraries' own among them."""
+    ports = set()
+    for number, leads_to in descriptors().items():
+        if leads_to.startswith("socket:"):
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
+                if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    ports.add(copy.getsockname()[1])
+    return ports
+
+
+async def test_silent_connections_to_the_data_ports_go_with_the_peer():
+    """libfabric 2.5.1 and 1.17 forget them when the endpoint is closed; the leak check is the rest of this test."""
+    with anyio.fail_after(PATIENCE_S), contextlib.ExitStack() as stack:
+        silent = []
+        async with linked("tcp") as (left, right):
+            data_ports = listening_ports() - {left.address.port, right.address.port}
+            assert data_ports
+            before = len(descriptors())
+            for port in data_ports:
+                silent.append(one := Stranger())
+                stack.enter_context(one.socket)
+                await one.dial(replace(left.address, port=port))
+            await until(lambda: len(descriptors()) >= before + 2 * len(silent))
+            await left.send(right.address, b"not in the way")
+            assert (await right.recv()).data == b"not in the way"
+        for one in silent:
+            assert await one.hear(until_end=True) == b""

@@ -171,6 +171,14 @@ async def test_the_native_thread_is_pinned():
 
 
 @pytest.mark.libfabric
+async def test_a_processor_that_is_not_there_is_refused():
+    config = aiote.EngineConfig(progress="thread", thread_processor=4095)
+    with pytest.raises(aiote.FabricError, match="native thread on processor 4095, which thread_processor asks for"):
+        async with aiote.open_engine("tcp", config=config):
+            pass
+
+
+@pytest.mark.libfabric
 async def test_one_library_a_process(tmp_path):
     async with opened("tcp"):
         with pytest.raises(aiote.UsageError, match=r"libfabric is open from .* use one library a process"):

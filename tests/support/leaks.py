@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import threading
 import time
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
-from pathlib import Path
 
 import pytest
 import uvloop
 
 import aiote
+import leftovers
 
 GRACE_S = 3.0
 
@@ -26,26 +25,13 @@ GRACE_S = 3.0
 def descriptors() -> dict[int, str]:
     """Return every open descriptor with what it leads to, without the one that `multiprocessing` keeps for good."""
     kept = getattr(resource_tracker._resource_tracker, "_fd", None)
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
-        except FileNotFoundError:  # the descriptor of this very listing
-            continue
-    found.pop(kept, None)
-    return found
+    return {fd: to for fd, to in leftovers.descriptors().items() if fd != kept}
 
 
 def threads() -> dict[int, str]:
     """Return every thread of the process by its kernel id, without the idle ones that trio keeps for ten seconds."""
     cached = {thread.native_id for thread in threading.enumerate() if thread.name.startswith("Trio thread")}
-    found = {}
-    for name in os.listdir("/proc/self/task"):
-        try:
-            found[int(name)] = Path(f"/proc/self/task/{name}/comm").read_text().strip()
-        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-            continue
-    return {number: comm for number, comm in found.items() if number not in cached}
+    return {number: comm for number, comm in leftovers.threads().items() if number not in cached}
 
 
 def left_behind(fds: dict[int, str], tasks: dict[int, str]) -> list[str]:
@@ -54,7 +40,7 @@ def left_behind(fds: dict[int, str], tasks: dict[int, str]) -> list[str]:
     while True:
         gc.collect()
         now_fds, now_tasks = descriptors(), threads()
-        found = [f"descriptor {fd} -> {to}" for fd, to in now_fds.items() if fds.get(fd) != to]
+        found = [leftovers.described(fd, to) for fd, to in now_fds.items() if fds.get(fd) != to]
         found += [f"thread {number} ({comm})" for number, comm in now_tasks.items() if number not in tasks]
         if not found or (len(now_fds) <= len(fds) and len(now_tasks) <= len(tasks)):
             return []

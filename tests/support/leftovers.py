@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+from contextlib import suppress
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -17,6 +19,17 @@ def descriptors() -> dict[int, str]:
         except FileNotFoundError:  # the descriptor of this very listing
             continue
     return found
+
+
+def described(fd: int, leads_to: str) -> str:
+    """Return one line on a descriptor; of a socket also the addresses at its two ends."""
+    ends = []
+    if leads_to.startswith("socket:"):
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as copy:
+            ends.append(f"{copy.family.name} at {copy.getsockname()}")
+            ends.append("listens" if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) else "does not listen")
+            ends.append(f"leads to {copy.getpeername()}")
+    return ", ".join([f"descriptor {fd} -> {leads_to}", *ends])
 
 
 def threads() -> dict[int, str]:
@@ -52,7 +65,7 @@ class Baseline:
     def left(self) -> list[str]:
         """Return what is open now and was not then."""
         return [
-            *(f"descriptor {fd} -> {to}" for fd, to in descriptors().items() if self._descriptors.get(fd) != to),
+            *(described(fd, to) for fd, to in descriptors().items() if self._descriptors.get(fd) != to),
             *(f"thread {number} ({name})" for number, name in threads().items() if number not in self._threads),
             *(f"/dev/shm/{name}" for name in shared_files() if name not in self._files),
         ]

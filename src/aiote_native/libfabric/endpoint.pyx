@@ -224,9 +224,9 @@ cdef void shut(void* impl) noexcept nogil:
         return
     if self.waits:
         fi_close(&self.ep.fid)
-        # 1.17's rxm forgets a connection that it accepted and had not finished to set up.
-        if self.cuts:
-            aiote_close_accepted(self.name, self.name_length)
+        # A connection that it accepted, and whose request it had not read, is forgotten open and watched: by rxm in
+        # 1.17, by tcp in 2.5. With the latter a request that came later would use the freed listener.
+        aiote_close_accepted(self.name, self.name_length)
     else:
         pthread_mutex_lock(&here_lock)
         sever_twin(self)
