@@ -45,8 +45,7 @@ class Lease:
         self._region = region
         self._memory = memory
         self._ended = Signal(book.engine.loop)
-        self._revoking = False
-        self.over = False
+        self._revoking = self._over = False
 
     @property
     def nbytes(self) -> int:
@@ -56,12 +55,17 @@ class Lease:
     @property
     def revoked(self) -> bool:
         """Whether it was revoked or is being revoked."""
-        return self._revoking or self.over
+        return self._revoking
 
     @property
     def memory(self) -> LocalMemory:
         """The native registration."""
         return self._memory
+
+    @property
+    def whole(self) -> LocalMemory:
+        """The native registration of the region that it is a slice of."""
+        return self._region.memory
 
     @property
     def descriptor(self) -> bytes:
@@ -88,15 +92,19 @@ class Lease:
         `config.drain_timeout` loses its connection. Cancelling the wait leaves the revocation to go on; it may be
         awaited again. Idempotent.
         """
-        if not self._revoking:
-            self._revoking = True
-            self._book.begin_revoking(self)
-        while not self.over:
+        self.begin_revoking()
+        while not self._over:
             await self._ended.wait()
 
+    def begin_revoking(self) -> None:
+        """Start the revocation without waiting for its end. Idempotent."""
+        if not self._revoking:
+            self._revoking = True
+            self._book.ask_back(self)
+
     def end(self) -> None:
-        """Take note that nobody can write through it."""
-        self._revoking = self.over = True
+        """Take note that nobody can write through it any more: for the book of the leases, which knows."""
+        self._revoking = self._over = True
         self._ended.set()
 
     async def __aenter__(self) -> Lease:
@@ -108,7 +116,7 @@ class Lease:
         await self.revoke()
 
     def __repr__(self) -> str:
-        state = "revoked" if self.over else "being revoked" if self._revoking else "live"
+        state = "revoked" if self._over else "being revoked" if self._revoking else "live"
         return f"<Lease of {self._memory.length} bytes to {self.holder}, {state}>"
 
 
@@ -143,8 +151,8 @@ class Leases:
         """Return the ranges of numbers that are void for a holder."""
         return list(self._grants.void(holder))
 
-    def begin_revoking(self, lease: Lease) -> None:
-        """Start to revoke a lease; `Lease.over` tells the end."""
+    def ask_back(self, lease: Lease) -> None:
+        """Ask the holder to give a lease back, and end the lease when it has or can no longer use it."""
         holder = _key(lease.holder)
         low, high = self._grants.revoke(holder, lease.number)
         session = self.engine.session_of(holder)
@@ -161,21 +169,18 @@ class Leases:
             self._end(lease)
 
     def _end(self, lease: Lease) -> None:
-        whole = lease._region.memory
-        leases = self._live.get(whole, {})
+        leases = self._live.get(lease.whole, {})
         if leases.pop(lease, True) is None:
             lease.memory.close()
         if not leases:
-            self._live.pop(whole, None)
+            self._live.pop(lease.whole, None)
         lease.end()
 
     async def revoke_all(self, whole: LocalMemory) -> None:
         """Revoke the leases of one registration."""
         leases = tuple(self._live.get(whole, ()))
         for lease in leases:
-            if not lease.revoked:
-                lease._revoking = True
-                self.begin_revoking(lease)
+            lease.begin_revoking()
         for lease in leases:
             await lease.revoke()
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Host", "Peer"]
 
 QUIET_S = 0.05
-"""How long a peer behind its gate is given to come out: longer than any call into a library that is not stopped."""
+"""How long a peer in a call into its library is looked at through its gate; one that takes longer is asked."""
 PEER_LOST = 104  # ECONNRESET: what the transfers of a lost peer end with in the native core
 
 

@@ -6,6 +6,8 @@ Times are a quarter of the defaults, in the same proportions: an interval, a lim
 from __future__ import annotations
 
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import anyio
 import pytest
@@ -45,16 +47,15 @@ async def again_and_again(side: str, child: Child) -> None:
         await anyio.sleep(part * INTERVAL_S)
 
 
-@each_provider
-@pytest.mark.parametrize("side", SIDES)
-async def test_idle(provider, side, child):
-    held = child()
+@asynccontextmanager
+async def still_served(provider: str, held: Child) -> AsyncIterator[tuple[aiote.Engine, aiote.Peer]]:
+    """An engine and its peer in a child; in the end the two must still know each other, and a third be served."""
     with anyio.fail_after(PATIENCE_S):
         await held.open(provider, SIZE, **TIMES)
         async with opened(provider, **TIMES) as engine, opened(provider, **TIMES) as other:
             await engine.connect(other.address)
             peer = await engine.connect(held.address)
-            await again_and_again(side, held)
+            yield engine, peer
             assert not peer.lost, peer.reason
             assert (await held.ask("peers"))["peers"] == [str(engine.address)]
             await served_on(engine, other)
@@ -62,24 +63,25 @@ async def test_idle(provider, side, child):
 
 @each_provider
 @pytest.mark.parametrize("side", SIDES)
+async def test_idle(provider, side, child):
+    held = child()
+    async with still_served(provider, held):
+        await again_and_again(side, held)
+
+
+@each_provider
+@pytest.mark.parametrize("side", SIDES)
 async def test_transferring(provider, side, child):
     held = child()
-    with anyio.fail_after(PATIENCE_S):
-        await held.open(provider, SIZE, **TIMES)
-        async with opened(provider, **TIMES) as engine, opened(provider, **TIMES) as other:
-            await engine.connect(other.address)
-            peer = await engine.connect(held.address)
-            target = engine.register(bytearray(SIZE))
-            await held.ask("take")
-            await held.ask("flood", descriptor=target.descriptor.hex(), imm=ECHOED)
-            mix = Mix(engine, peer, held.descriptor)
-            await again_and_again(side, held)
-            assert mix.ended == {}
-            assert all(mix.done.values()), mix.done
-            assert not peer.lost
-            assert (await held.ask("peers"))["peers"] == [str(engine.address)]
-            await mix.cancel()
-            await served_on(engine, other)
+    async with still_served(provider, held) as (engine, peer):
+        target = engine.register(bytearray(SIZE))
+        await held.ask("take")
+        await held.ask("flood", descriptor=target.descriptor.hex(), imm=ECHOED)
+        mix = Mix(engine, peer, held.descriptor)
+        await again_and_again(side, held)
+        assert mix.ended == {}
+        assert all(mix.done.values()), mix.done
+        await mix.cancel()
 
 
 @pytest.mark.parametrize("side", SIDES)
