@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import aiote
+from aiote.rails import libfabric
 from engines import opened, pair
 
 KEY = b"a secret of sixteen bytes or more"
@@ -132,6 +133,33 @@ async def test_another_loopback_address():
         assert left.address.host == "127.0.0.2"
         await right.send(left.address, b"x")
         assert (await left.recv()).data == b"x"
+
+
+def with_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the library list no other NIC, as on a machine whose network is not up yet."""
+    listed = libfabric.discover
+    monkeypatch.setattr(
+        libfabric,
+        "discover",
+        lambda provider: [offer for offer in listed(provider) if libfabric.source_host(offer) == "127.0.0.1"],
+    )
+
+
+@pytest.mark.libfabric
+async def test_an_address_that_no_rail_leads_to_is_refused(monkeypatch):
+    """On loopback, which once was taken silently, whoever connected would have written to a process of its own host."""
+    with_loopback_alone(monkeypatch)
+    with pytest.raises(aiote.UsageError, match=r"host='192.0.2.7': no rail leads there.*loopback \(127.0.0.1\)"):
+        async with opened("tcp", host="192.0.2.7", cluster_key=KEY):
+            pass
+
+
+@pytest.mark.libfabric
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.2", "::1", "localhost"])
+async def test_any_other_host_makes_do_with_loopback(monkeypatch, host):
+    with_loopback_alone(monkeypatch)
+    async with opened("tcp", host=host, cluster_key=KEY) as engine:
+        assert [rail.name for rail in engine.rails] == ["lo"]
 
 
 @pytest.mark.libfabric

@@ -125,12 +125,18 @@ def choose(provider: str, names: tuple[str, ...] | None, host: str, library: Fou
 def _nearest(host: str, hosts: list[str]) -> str:
     """Return the rail for a host that need not be one that the provider lists, as 127.0.0.2, ::1 or a name.
 
-    A loopback address gets a loopback rail where there is one: no NIC that others reach.
+    A loopback address gets a loopback rail where there is one: no NIC that others reach. Raises UsageError where the
+    host is an address for others, and loopback is all that there is: who connected would write to itself.
     """
     if host in hosts:
         return host
     inside = [other for other in hosts if _is_loopback(other)]
     outside = [other for other in hosts if other not in inside]
+    if hosts and not outside and _is_outside(host):
+        raise UsageError(
+            f"host={host!r}: no rail leads there; this machine has none but loopback ({', '.join(inside)}). Is the NIC "
+            "up, and has it an IPv4 address? Or name the rail: rails=[...]"
+        )
     return next(iter(inside + outside if _is_loopback(host) else outside + inside), "")
 
 
@@ -139,6 +145,15 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _is_outside(host: str) -> bool:
+    """Tell whether it is an address that others can reach; of a name nothing is known."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return not (address.is_loopback or address.is_unspecified)
 
 
 def _node(name: str, hosts: dict[str, str], names: tuple[str, ...]) -> str:
