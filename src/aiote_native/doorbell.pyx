@@ -163,7 +163,7 @@ cdef class PeerBell:
 
     def busy(self, int slot) -> bool:
         """Tell whether the peer is within a call into its library for that slot of its own."""
-        return self.page != NULL and 0 <= slot < BELL_SLOTS and aiote_load(&self.page.busy[slot]) != 0
+        return self.page != NULL and 0 <= slot < BELL_SLOTS and aiote_load(&self.page.busy[slot]) & 1 != 0
 
     def silence(self) -> None:
         """Close the eventfd and keep the page. Idempotent; nobody rings it any more."""

@@ -4,22 +4,26 @@ Over shm the *target* of a write copies it, whenever it next calls its library, 
 for it: a process that was stopped and continues would still write. So each side looks at its peer's gate before
 every call into the library, and says in its own page that it is within one:
 
-    caller:  busy = 1; fence; the peer's gate open? call; busy = 0
+    caller:  busy + 1 (odd); fence; the peer's gate open? call; busy + 1 (even)
     closer:  gate shut; fence; the peer busy? no: nothing that was posted is ever carried out
 
 Store, fence, load on both sides (Dekker): either the caller sees the gate shut, or the closer sees the caller busy. A
 peer that is stopped outside of the library cannot move a byte once it is shut; one that is stopped within is busy for
 as long as it stands. The words lie in the doorbell's pages, each written by its owner alone; a gate's value is the
 generation of its slot, even while it is open, so that a slot in new use opens nothing for its old peer.
+
+The same word paces a flood: one call into shm goes on for as long as its queue is not empty, and what it completes
+lets the poster post more, so one fast enough would hold the target's event loop for good. Hence no more than a window
+is posted within one call of the peer's, which its epoch tells from the next.
 """
 
 from libc.errno cimport ENOTCONN
-from libc.stdint cimport uint32_t
+from libc.stdint cimport uint32_t, uint64_t
 
 cdef extern from *:
     """
-    #define aiote_enter(p) __atomic_store_n((p), 1, __ATOMIC_SEQ_CST)
-    #define aiote_leave(p) __atomic_store_n((p), 0, __ATOMIC_RELEASE)
+    #define aiote_enter(p) __atomic_store_n((p), *(p) + 1, __ATOMIC_SEQ_CST)
+    #define aiote_leave(p) __atomic_store_n((p), *(p) + 1, __ATOMIC_RELEASE)
     #define aiote_set(p, v) __atomic_store_n((p), (v), __ATOMIC_SEQ_CST)
     #define aiote_get(p) __atomic_load_n((const uint32_t*)(p), __ATOMIC_SEQ_CST)
     """
@@ -77,6 +81,18 @@ cdef void gate_wait(Channel* channel) noexcept nogil:
     """Give a peer that is within its library the time to leave it; our gate is shut."""
     if channel.own_gate != NULL:
         for _round in range(LEAVING_ROUNDS):
-            if aiote_get(channel.peer_busy) == 0:
+            if not aiote_get(channel.peer_busy) & 1:
                 return
             sched_yield()
+
+
+cdef bint gate_paced(Channel* channel, uint64_t payload, uint64_t window) noexcept nogil:
+    """Tell whether this much more is over the window of the call that the peer is in now, if it is in one."""
+    cdef uint32_t epoch
+    if channel.peer_busy == NULL:
+        return False
+    epoch = aiote_get(channel.peer_busy)
+    if epoch != channel.paced_epoch:
+        channel.paced_epoch = epoch
+        channel.paced_bytes = 0
+    return epoch & 1 and channel.paced_bytes and channel.paced_bytes + payload > window

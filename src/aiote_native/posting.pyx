@@ -15,7 +15,7 @@ from libc.stdint cimport uint32_t, uint64_t
 
 from aiote_native.counters cimport done_push
 from aiote_native.doorbell cimport ring
-from aiote_native.gates cimport gate_post
+from aiote_native.gates cimport gate_paced, gate_post
 from aiote_native.structs cimport ECANCELED, MAX_STRIPES
 
 cdef enum:
@@ -104,6 +104,7 @@ cdef int post_on(State* state, Channel* channel, const Post* args, void* owner) 
         return code
     channel.outstanding += 1
     channel.in_flight += args.payload
+    channel.paced_bytes += args.payload
     if channel.waiting != NULL:
         channel.waiting[0] = channel.outstanding
     state.outstanding += 1
@@ -242,6 +243,9 @@ cdef int post_next(State* state, PeerState* peer, Op* op) noexcept nogil:
             continue
         describe_post(op, channel, &args)
         if channel.in_flight and channel.in_flight + args.payload > WINDOW:
+            continue
+        if gate_paced(channel, args.payload, WINDOW):
+            code = -EAGAIN
             continue
         code = post_on(state, channel, &args, op)
         if code != -EAGAIN:

@@ -92,6 +92,9 @@ cdef struct Channel:
     const uint32_t* peer_gate
     const uint32_t* peer_busy
     uint32_t peer_generation
+    # what was posted since the peer's last step into or out of its library, which its epoch tells
+    uint32_t paced_epoch
+    uint64_t paced_bytes
 
 # Something that is over and has to be told to Python; the first member of what can be.
 cdef struct Done:

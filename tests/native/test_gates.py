@@ -18,6 +18,8 @@ TCP = next(kind for kind in KINDS if kind.provider == "tcp")
 GATES, BUSY = 64 + 4 * 1000, 64 + 8 * 1000
 PAGE = 64 + 12 * 1000
 SIZE = 1 << 20
+WINDOW = 16 << 20
+WITHIN = (4711).to_bytes(4, "little")  # an odd epoch
 
 
 @pytest.fixture
@@ -43,7 +45,7 @@ def test_closing_a_link_with_transfers_under_way_shuts_its_gate(rails, under_way
             pair.a.write(pair.ab, source, target.remote)
         pair.a.close_link(pair.ab)
         assert [word for word in words(page, GATES) if word] == [gate | under_way]
-        assert not any(words(page, BUSY))
+        assert not any(word % 2 for word in words(page, BUSY))
 
 
 def test_closing_before_the_peer_has_looked_shuts_the_gate(rails):
@@ -95,6 +97,25 @@ def test_a_peer_with_a_shut_gate_is_not_polled(rails):
         assert [link.failed for link in pair.b.failed] == [errno.ENOTCONN]
         assert not target.array.any()
         assert not operation.is_over
+
+
+def test_no_more_than_a_window_is_posted_within_one_call_of_the_peers(rails):
+    """Its epoch is put back after each of its calls, as if they were one that the poster keeps going."""
+    pair = Pair.of(rails)
+    source, target = pair.a.register(filled(4 * WINDOW)), pair.b.register(4 * WINDOW)
+    places = range(0, 4 * WINDOW, SIZE)
+    with mmap.mmap(pair.b.core.doorbell.memory_fd, PAGE) as page:
+        at = BUSY + 4 * taken(pair.b.core.doorbell)
+        page[at : at + 4] = WITHIN
+        writes = [pair.a.write(pair.ab, source, target.remote, SIZE, at=(place, place)) for place in places]
+        for _ in range(2000):
+            pair.b.turn(True)
+            page[at : at + 4] = WITHIN
+            pair.a.turn(True)
+        assert sum(write.is_over for write in writes) == WINDOW // SIZE
+        page[at : at + 4] = bytes(4)  # it has left that call
+    rails.finish(*writes)
+    assert (target.array == source.array).all()
 
 
 def test_tcp_has_no_gates():
