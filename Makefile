@@ -10,7 +10,7 @@ WITH := PATH="$(abspath $(BIN)):$$PATH"
 READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo test soak fuzz idle lint format wheel venv system test-system clean distclean help
+.PHONY: demo test soak fuzz mutants idle lint format wheel venv system test-system clean distclean help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
@@ -28,6 +28,10 @@ soak: system  ## ten minutes of faults under load; ARGS="--seconds N --seed S --
 fuzz: system  ## fuzz all that reads bytes from outside, for a minute; ARGS="--seconds 3600" for longer
 	@$(READY) fuzz --install
 	$(BIN)/python tools/fuzz.py $(ARGS)
+
+mutants: test-system  ## take out each mechanism and see its tests fail; ARGS="--only NAME", ARGS=--list
+	@$(READY) dev --install
+	$(BIN)/python tools/mutants.py $(ARGS)
 
 idle: system  ## measure what an engine with nothing to do costs; ARGS="--seconds 60" for longer
 	@$(READY) run --install

@@ -181,6 +181,9 @@ cdef void op_completed(State* state, Op* op, const Completion* completion, Chann
     if op.outstanding == 0:
         if op.posted_all:
             op_end(state, op)
+        elif op.peer.failed:
+            # It rested between its head and its tail, so it was not in the queue that the failure emptied.
+            op_fail(state, op, op.peer.error, op.peer.error_rail)
         elif op.phase == 0 and not op.queued:
             # The plain stripes have arrived; only now may the immediates follow, for nothing is ordered.
             op.phase = 1

@@ -173,3 +173,18 @@ def test_a_bound_of_one_side_is_its_own(rails: Rails):
     exchange(rails, b, a, pair.ba, sizes=(5000,))
     assert b.core.statistics()["immediates"] == 16
     assert a.core.statistics()["immediates"] == 1
+
+
+def test_a_link_that_is_closed_between_head_and_tail_ends_its_writes(rails: Rails):
+    """The head's last completion, taken by the closing itself, once queued a tail that nobody was left to post."""
+    a, b = rails.side(largest=LARGEST), rails.side(largest=LARGEST)
+    source, target = a.register(filled(40 * LARGEST)), b.register(40 * LARGEST)
+    for turns in range(12):
+        ab, _ = rails.join(a, b)
+        writes = [a.write(ab, source, target.remote, imm=IMM) for _ in range(3)]
+        for _ in range(turns):
+            b.turn(True)
+        a.close_link(ab)
+        a.core.reap()
+        assert [write.is_over for write in writes] == [True] * 3
+    source.local.close()
