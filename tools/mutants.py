@@ -111,7 +111,7 @@ def run(tests: list[str], library: str) -> tuple[int | None, str]:
 def first_failure(said: str) -> str:
     """Return the test that failed, from what pytest said."""
     lines = [line for line in said.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return lines[0].split(" ")[1] if lines else "a crash"
+    return lines[0].partition(" ")[2].partition(" - ")[0] if lines else "a crash"
 
 
 def missed(mechanism: Mechanism) -> str | None:

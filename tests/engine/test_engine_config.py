@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,23 @@ async def test_host_and_port_are_where_it_listens(monkeypatch):
         assert caught.value.errno == errno.EADDRINUSE
         assert caught.value.operation == "open control port"
         assert isinstance(caught.value, OSError)
+
+
+@pytest.mark.libfabric
+async def test_loopback_is_there_where_no_nic_has_an_ipv4_address(monkeypatch):
+    """glibc then refuses 127.0.0.1 to who asks for the families that the machine has."""
+    resolve = socket.getaddrinfo
+
+    def without_ipv4(*arguments, **named):
+        flags = named.get("flags", arguments[5] if len(arguments) > 5 else 0)
+        if flags & socket.AI_ADDRCONFIG:
+            raise socket.gaierror(socket.EAI_ADDRFAMILY, "Address family for hostname not supported")
+        return resolve(*arguments, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", without_ipv4)
+    async with opened("tcp") as left, opened("tcp") as right:
+        await right.send(left.address, b"x")
+        assert (await left.recv()).data == b"x"
 
 
 @pytest.mark.libfabric

@@ -188,3 +188,22 @@ def test_a_link_that_is_closed_between_head_and_tail_ends_its_writes(rails: Rail
         a.core.reap()
         assert [write.is_over for write in writes] == [True] * 3
     source.local.close()
+
+
+def test_the_tail_waits_until_the_head_has_arrived(rails: Rails):
+    """No order holds among writes: a count that came with the head still under way would say too much."""
+    a, b = rails.side(largest=LARGEST), rails.side(largest=LARGEST)
+    link, _ = rails.join(a, b)
+    source, target = a.register(filled(40 * LARGEST)), b.register(40 * LARGEST)
+    rails.finish(a.write(link, source, target.remote, LARGEST))
+    before = a.core.statistics()
+    write = a.write(link, source, target.remote, imm=IMM)
+
+    def over() -> bool:
+        now = a.core.statistics()
+        assert now["posted"] - before["posted"] <= 24 or now["completed"] - before["completed"] >= 24
+        return write.is_over
+
+    assert not over()
+    rails.drive(over)
+    assert a.core.statistics()["posted"] - before["posted"] == 40

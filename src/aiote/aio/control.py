@@ -7,12 +7,13 @@ peer does not read holds at most `MAX_UNSENT` bytes; one more message ends it.
 from __future__ import annotations
 
 import errno
+import socket
 import ssl
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import anyio
-from anyio.abc import ByteStream, Listener, SocketAttribute, TaskGroup
+from anyio.abc import ByteStream, SocketAttribute, SocketListener, TaskGroup
 from anyio.streams.tls import TLSStream
 
 from ..core.address import Address
@@ -24,6 +25,7 @@ from .waiting import Signal
 
 __all__ = ["ControlConnection", "ControlListener", "dial"]
 
+BACKLOG = 1024
 MAX_UNSENT = 1 << 20
 READ_BYTES = 65536
 TLS_PATIENCE_S = 5
@@ -203,6 +205,25 @@ async def dial(address: Address, context: ssl.SSLContext | None) -> ByteStream:
         raise
 
 
+def bound(addresses: Sequence[tuple[int, tuple[Any, ...]]]) -> list[socket.socket]:
+    """Return sockets that listen at these addresses (family and address), all on one port. Raises OSError."""
+    sockets: list[socket.socket] = []
+    try:
+        for family, (host, port, *rest) in addresses:
+            sockets.append(one := socket.socket(family, socket.SOCK_STREAM))
+            one.setblocking(False)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            one.bind((host, port or sockets[0].getsockname()[1], *rest))
+            one.listen(BACKLOG)
+    except BaseException:
+        for one in sockets:
+            one.close()
+        raise
+    return sockets
+
+
 class ControlListener:
     """The engine's own control port. Each connection goes to `on_connection`, which owns the stream; `on_failure` hears
     of those that came to nothing before.
@@ -219,21 +240,25 @@ class ControlListener:
         self._context = context
         self._on_connection = on_connection
         self._on_failure = on_failure
-        self._listener: Any = None
+        self._listeners: list[SocketListener] = []
         self._task: Task | None = None
         self._fresh: set[ByteStream] = set()
         self.port = 0
 
     async def open(self, host: str, port: int) -> None:
-        """Bind and begin to accept. Raises OSError."""
-        self._listener = await anyio.create_tcp_listener(local_host=host, local_port=port, backlog=1024)
-        self.port = int(self._listener.extra(SocketAttribute.local_port))
+        """Bind and begin to accept, at each address of the host. Raises OSError."""
+        # Not anyio.create_tcp_listener: it resolves with AI_ADDRCONFIG, which refuses 127.0.0.1 on a machine whose
+        # NICs have no IPv4 address at that moment.
+        found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for raw in bound(sorted({(int(family), address) for family, _, _, _, address in found})):
+            self._listeners.append(await SocketListener.from_socket(raw))
+        self.port = int(self._listeners[0].extra(SocketAttribute.local_port))
         self._task = self._loop.spawn(self._serve, name="aiote control listener", after=self._shut)
 
     async def _serve(self) -> None:
         try:
             async with anyio.create_task_group() as group:
-                for listener in self._listener.listeners:
+                for listener in self._listeners:
                     group.start_soon(self._accept, listener, group)
         finally:
             # A handler that was cancelled before its first step never owned its stream.
@@ -241,10 +266,10 @@ class ControlListener:
                 for stream in self._fresh:
                     await anyio.aclose_forcefully(stream)
 
-    async def _accept(self, listener: Listener[ByteStream], group: TaskGroup) -> None:
+    async def _accept(self, listener: SocketListener, group: TaskGroup) -> None:
         while True:
             try:
-                stream = await listener.accept()  # type: ignore[attr-defined]
+                stream = await listener.accept()
             except OSError as error:
                 if error.errno not in ACCEPT_LATER:
                     raise
@@ -276,8 +301,8 @@ class ControlListener:
         if self._task is not None:
             self._stop()
             await self._task.join()
-        if self._listener is not None:
-            await self._listener.aclose()
+        for listener in self._listeners:
+            await listener.aclose()
 
     def abandon(self) -> None:
         """Accept no more, without waiting: the port is closed as soon as the loop lets go of it."""
@@ -289,9 +314,10 @@ class ControlListener:
     def _stop(self) -> None:
         assert self._task is not None
         if not self._task.ended:
-            for listener in self._listener.listeners:
+            for listener in self._listeners:
                 self._loop.forget_readable(listener.extra(SocketAttribute.raw_socket).fileno())
             self._task.cancel()
 
     def _shut(self) -> None:
-        self._listener.extra(SocketAttribute.raw_socket).close()
+        for listener in self._listeners:
+            listener.extra(SocketAttribute.raw_socket).close()
