@@ -31,6 +31,8 @@ from watchdog import Watchdog
 
 PR_SET_PDEATHSIG = 1
 GRACE_S = 5.0
+NIC_PATIENCE = 100
+"""How many tenths of a second a host may be without its NIC: a cable that was cut, and the kernel's own second."""
 """What may still be on its way out after an engine was closed."""
 
 
@@ -63,9 +65,20 @@ class Worker:
     async def open(self, life: int, host: str, settings: dict[str, Any]) -> dict[str, Any]:
         """Open an engine and begin to take what others write."""
         config = aiote.EngineConfig(host=host or None, cluster_key=f"the soak of seed {self.seed}".encode(), **settings)
-        engine = await aiote.open_engine(self.provider, config=config)
+        engine = await self._opened(config)
         self.life = Life(life, engine, self.seed, self.dog, self.tally, violation)
         return {"address": str(engine.address)}
+
+    async def _opened(self, config: aiote.EngineConfig) -> aiote.Engine:
+        """Open an engine; where the cable of its host was cut just then, when it is back."""
+        for _ in range(NIC_PATIENCE):
+            try:
+                return await aiote.open_engine(self.provider, config=config)
+            except aiote.UsageError as error:
+                if "no rail leads there" not in str(error):
+                    raise
+                await asyncio.sleep(0.1)
+        return await aiote.open_engine(self.provider, config=config)
 
     async def meet(self, lives: dict[str, str]) -> dict[str, Any]:
         """Take note of who is there."""
