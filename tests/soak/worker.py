@@ -31,9 +31,9 @@ from watchdog import Watchdog
 
 PR_SET_PDEATHSIG = 1
 GRACE_S = 5.0
+"""What may still be on its way out after an engine was closed."""
 NIC_PATIENCE = 100
 """How many tenths of a second a host may be without its NIC: a cable that was cut, and the kernel's own second."""
-"""What may still be on its way out after an engine was closed."""
 
 
 def say(**fields: Any) -> None:
