@@ -60,7 +60,7 @@ class Counter:
 
     async def _sleep(self, waiting: CounterWait) -> None:
         waiter = self._engine.loop.waiter()
-        waiting.on_over = lambda _waiting: wake(waiter)
+        waiting.waiter = waiter
         self._waiters.add(waiter)
         self._engine.waiting.add(waiter)
         try:

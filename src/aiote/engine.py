@@ -21,8 +21,8 @@ from .leases import Leases
 from .lifetime import Lifetime
 from .observe import EngineStatistics, Event, Events
 from .peer import Peer
-from .rails import Fabric, PeerLink, RailInfo, acquire, error_text
-from .region import Pages, Region, RemoteRegion
+from .rails import Fabric, PeerLink, RailInfo, acquire, error_text, quick
+from .region import Pages, Region, RegionBook, RemoteRegion
 from .transfer import Transfer
 from .watching import Changes, watch
 
@@ -140,9 +140,11 @@ class Engine(Connections):
         except (TypeError, ValueError, BufferError) as error:
             raise UsageError(f"register: {error}") from error
         memory = self.fabric.register(buffer)
-        region = Region(
-            self.address, secrets.randbits(64), memory, self._wait_idle, self._region_closed, self.leases.grant
+        memory.owner = self.core
+        book = RegionBook(
+            self.address, secrets.randbits(64), self._wait_idle, self._region_closed, self.leases.grant
         )
+        region = Region(memory, 0, memory.length, book, is_slice=False)
         self.memories.add(memory)
         self._regions[memory] = region
         return region
@@ -160,7 +162,7 @@ class Engine(Connections):
             )
         if described.lease and described.holder != self.address.identity:
             raise UsageError("attach: the lease was granted to another engine, which alone may use it")
-        return RemoteRegion(described)
+        return RemoteRegion.described(described)
 
     async def _wait_idle(self, memory: LocalMemory) -> None:
         await self.leases.revoke_all(memory)
@@ -179,7 +181,7 @@ class Engine(Connections):
         self, peer: Peer, description: str, launch: Callable[[Transfer], None], *, waits: bool = False, lease: int = 0
     ) -> Transfer:
         """Make a transfer and start it as soon as its peer is connected and has room; see `Peer.submit`."""
-        transfer = Transfer(self.loop, peer, description, launch, lease)
+        transfer = Transfer(peer, description, launch, lease)
         peer.submit(transfer, waits=waits)
         return transfer
 
@@ -193,7 +195,7 @@ class Engine(Connections):
 
     def submit_write(self, src: Region, dst: RemoteRegion, imm: int | None = None) -> Transfer:
         """Start a write of all of `src` to all of `dst` (same length); with `imm` it counts 1 at the receiver."""
-        return submit.submit_write(self, src, dst, imm)
+        return quick(self.core, Transfer, src, dst, False, imm) or submit.submit_write(self, src, dst, imm)
 
     async def write(self, src: Region, dst: RemoteRegion) -> None:
         """Write all of `src` to all of `dst`, one-sided; the bytes are there when this returns.
@@ -201,25 +203,36 @@ class Engine(Connections):
         `src` belongs to the NIC until then. Cancelling drops what is not posted and drains what is, then
         raises. Raises UsageError, TransferError, PeerError, ClosedError.
         """
-        await submit.submit_write(self, src, dst, None, waits=True)
+        await (
+            quick(self.core, Transfer, src, dst, False, None)
+            or submit.submit_write(self, src, dst, None, waits=True)
+        )
 
     def submit_write_imm(self, src: Region | None, dst: RemoteRegion | Peer | Address, imm: int) -> Transfer:
         """Start a write that counts 1 at the receiver, or (`src` None) an immediate alone to a peer or an owner."""
-        return submit.submit_write(self, src, dst, imm)
+        return quick(self.core, Transfer, src, dst, False, imm) or submit.submit_write(self, src, dst, imm)
 
     async def write_imm(self, src: Region | None, dst: RemoteRegion | Peer | Address, imm: int) -> None:
         """Write and count 1 on immediate `imm` (28 bits) at the receiver once the bytes are there; else as `write`."""
-        await submit.submit_write(self, src, dst, imm, waits=True)
+        await (
+            quick(self.core, Transfer, src, dst, False, imm)
+            or submit.submit_write(self, src, dst, imm, waits=True)
+        )
 
     def submit_read(self, src_remote: RemoteRegion, dst_local: Region) -> Transfer:
         """Start a read of all of `src_remote` into all of `dst_local` (same length)."""
-        return submit.submit_read(self, src_remote, dst_local)
+        return quick(self.core, Transfer, dst_local, src_remote, True, None) or submit.submit_read(
+            self, src_remote, dst_local
+        )
 
     async def read(self, src_remote: RemoteRegion, dst_local: Region) -> None:
         """Read all of `src_remote` into all of `dst_local`, one-sided; `dst_local` belongs to the NIC until this
         returns.
         """
-        await submit.submit_read(self, src_remote, dst_local, waits=True)
+        await (
+            quick(self.core, Transfer, dst_local, src_remote, True, None)
+            or submit.submit_read(self, src_remote, dst_local, waits=True)
+        )
 
     def submit_write_pages(self, src: Pages, dst: Pages, imm: int | None = None) -> Transfer:
         """Start paged writes, page i of `src` to page i of `dst`; with `imm` each page counts 1 at the receiver."""
@@ -333,8 +346,8 @@ class Engine(Connections):
         def launch(transfer: Transfer) -> None:
             self.core.submit_single(link, transfer, False, None, 0, None, 0, 0, -1)
 
-        transfer = Transfer(self.loop, peer, "probe", launch)
-        peer.start(transfer)
+        transfer = Transfer(peer, "probe", launch)
+        peer.start(transfer, link)
         await transfer
 
     async def aclose(self) -> None:

@@ -57,9 +57,9 @@ class Peer:
         self.leases = HeldLeases()
         self.connection: ControlConnection | None = None
         self._host = host
-        # Transfers that wait for the connection or for room, in order; and how many the native core has.
+        self.waiter = host.loop.waiter
+        # Transfers that wait for the connection or for room, in order; the link counts what the native core has.
         self._pending: dict[Transfer, None] = {}
-        self._started = 0
         self._room = Signal(host.loop)
         self._changed = Signal(host.loop)
         self._ended = Signal(host.loop)
@@ -123,7 +123,8 @@ class Peer:
     @property
     def has_room(self) -> bool:
         """Whether one more transfer would be within the limit."""
-        return self._started + len(self._pending) < self._host.max_transfers
+        started = self.link.unfinished if self.link is not None else 0
+        return started + len(self._pending) < self._host.max_transfers
 
     async def room(self) -> None:
         """Wait until there is room for one more transfer. Raises PeerError when the peer is lost."""
@@ -140,29 +141,37 @@ class Peer:
 
     def _start_pending(self) -> None:
         """Hand what waits to the native core, as far as there is room."""
-        if not self.connected:
+        link = self.link
+        if not self.connected or link is None:
             return
-        while self._pending and self._started < self._host.max_transfers:
+        # What starts may end at once, and have this called again.
+        while self._pending and link.unfinished < link.limit:
             transfer = next(iter(self._pending))
             del self._pending[transfer]
-            self.start(transfer)
+            self.start(transfer, link)
+        # Nobody may overtake what waits in line.
+        link.ready = not self._pending
 
-    def start(self, transfer: Transfer) -> None:
-        """Hand a transfer to the native core, whatever waits."""
-        self._started += 1
+    def start(self, transfer: Transfer, link: PeerLink) -> None:
+        """Hand a transfer over a link to the native core, whatever waits."""
+        transfer.belong(link)
         transfer.start()
         self._host.kick()
 
-    def transfer_over(self, transfer: Transfer, *, started: bool) -> None:
-        """Take note that a transfer has ended, in the native core or before it got there."""
+    def transfer_refused(self, transfer: Transfer) -> None:
+        """Take note that a transfer has ended without the native core."""
         if transfer.lease:
             self.leases.end(transfer)
-        if started:
-            self._started -= 1
-            if self._pending:
-                self._start_pending()
-        else:
-            self._pending.pop(transfer, None)
+        self._pending.pop(transfer, None)
+        self._made_room()
+
+    def lease_over(self, transfer: Transfer) -> None:
+        """Take note that a transfer through a lease is over."""
+        self.leases.end(transfer)
+
+    def _made_room(self) -> None:
+        if self._pending:
+            self._start_pending()
         self._room.wake_one()
 
     def cancel_transfer(self, transfer: Operation) -> None:
@@ -203,7 +212,11 @@ class Peer:
 
     def established(self) -> None:
         """Take note that transfers may flow, and start those that waited for it."""
+        assert self.link is not None
         self.connected = True
+        self.link.peer = self
+        self.link.limit = self._host.max_transfers
+        self.link.on_room = self._made_room
         self._start_pending()
         self._changed.set()
 
@@ -213,6 +226,8 @@ class Peer:
             return
         self.reason = reason or "lost"
         self.connected = False
+        if self.link is not None:
+            self.link.ready = False
         if self.connection is not None:
             self.connection.send(Bye(self.reason[:500]))
             self.connection.end(self.reason)

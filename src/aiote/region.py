@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .core.descriptor import RailKey, RegionDescriptor
 from .errors import ClosedError, UsageError
-from .rails import PageIndex, RemoteMemory
+from .rails import LocalSlice, PageIndex, RemoteMemory, RemoteSlice
 
 if TYPE_CHECKING:
     from .core.address import Address
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from .peer import Peer
     from .rails import LocalMemory
 
-__all__ = ["Pages", "Region", "RemoteRegion"]
+__all__ = ["Pages", "Region", "RegionBook", "RemoteRegion"]
 
 
 def _bounds(item: object, length: int, kind: str) -> tuple[int, int]:
@@ -41,51 +42,29 @@ def _integer(what: str, value: Any) -> int:
         raise UsageError(f"{what} is {value!r}, expected an integer") from None
 
 
-class Region:
+@dataclass(frozen=True, slots=True)
+class RegionBook:
+    """What a registration has of its engine: `identity` is its random number; the others are for its end and leases."""
+
+    owner: Address
+    identity: int
+    wait_idle: Callable[[LocalMemory], Awaitable[None]]
+    on_close: Callable[[Region], None]
+    grant: Callable[[Region, Peer | Address], Lease]
+
+
+class Region(LocalSlice):
     """Registered local memory, or a slice of it.
 
     Made by `Engine.register`. It keeps its buffer alive and exported until it is closed; `region[a:b]` are bytes
     a to b of it, with the same registration. The buffer must not be freed or moved by others meanwhile.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_closed",
-        "_grant",
-        "_identity",
-        "_memory",
-        "_on_close",
-        "_owner",
-        "_parent",
-        "_start",
-        "_stop",
-        "_wait_idle",
-    )
+    __slots__ = ("__weakref__", "_book", "_is_slice")
 
-    def __init__(
-        self,
-        owner: Address,
-        identity: int,
-        memory: LocalMemory,
-        wait_idle: Any,
-        on_close: Callable[[Region], None],
-        grant: Callable[[Region, Peer | Address], Lease],
-    ) -> None:
-        self._owner = owner
-        self._identity = identity
-        self._memory = memory
-        self._start = 0
-        self._stop = memory.length
-        self._wait_idle = wait_idle
-        self._on_close = on_close
-        self._grant = grant
-        self._parent: Region | None = None
-        self._closed = False
-
-    @property
-    def nbytes(self) -> int:
-        """Length in bytes."""
-        return self._stop - self._start
+    def __init__(self, memory: LocalMemory, start: int, nbytes: int, book: RegionBook, *, is_slice: bool) -> None:
+        self._book = book
+        self._is_slice = is_slice
 
     def __len__(self) -> int:
         return self.nbytes
@@ -93,23 +72,16 @@ class Region:
     @property
     def writable(self) -> bool:
         """Whether transfers may write to it."""
-        return self._memory.writable
+        return self.memory.writable
 
     @property
     def closed(self) -> bool:
         """Whether the registration is gone, or its engine."""
-        return (self._parent or self)._closed or not self._memory.registrations
+        return self.memory.closing or not self.memory.registrations
 
     def __getitem__(self, item: slice) -> Region:
         start, stop = _bounds(item, self.nbytes, "region")
-        part = object.__new__(Region)
-        for name in ("_owner", "_identity", "_memory", "_wait_idle", "_on_close", "_grant"):
-            setattr(part, name, getattr(self, name))
-        part._parent = self._parent or self
-        part._closed = False
-        part._start = self._start + start
-        part._stop = self._start + stop
-        return part
+        return Region(self.memory, self.start + start, stop - start, self._book, is_slice=True)
 
     @property
     def descriptor(self) -> bytes:
@@ -117,19 +89,19 @@ class Region:
         self.require_open()
         return bytes(
             RegionDescriptor(
-                owner=self._owner,
-                region=self._identity,
-                address=self._memory.address + self._start,
+                owner=self._book.owner,
+                region=self._book.identity,
+                address=self.memory.address + self.start,
                 length=self.nbytes,
-                writable=self._memory.writable,
-                keys=tuple(RailKey(key, base + self._start) for key, base in self._memory.keys),
+                writable=self.memory.writable,
+                keys=tuple(RailKey(key, base + self.start) for key, base in self.memory.keys),
             )
         )
 
     @property
     def identity(self) -> int:
         """The registration's random number."""
-        return self._identity
+        return self._book.identity
 
     def lease(self, item: slice, to: Peer | Address) -> Lease:
         """Lend a slice of the region to one peer until it is revoked: `async with region.lease(slice(a, b), peer)`.
@@ -137,22 +109,12 @@ class Region:
         The lease has keys of its own. Raises UsageError for a slice that leaves the region and for an address without
         an identity, FabricError when the NIC refuses.
         """
-        return self._grant(self[item], to)
+        return self._book.grant(self[item], to)
 
     def require_open(self) -> None:
         """Raise ClosedError when the region is closed."""
         if self.closed:
             raise ClosedError("the region is closed")
-
-    @property
-    def memory(self) -> LocalMemory:
-        """The native registration."""
-        return self._memory
-
-    @property
-    def start(self) -> int:
-        """Where this slice begins in the registration."""
-        return self._start
 
     async def aclose(self) -> None:
         """Revoke its leases, wait for the transfers that use it, end the registration and let go of the buffer.
@@ -160,40 +122,37 @@ class Region:
         Idempotent. Closing a slice closes nothing. A cancelled close leaves the region closed for new transfers; call
         it again.
         """
-        if self._parent is not None:
+        if self._is_slice:
             return
-        self._closed = True
-        if self._memory.registrations:
-            await self._wait_idle(self._memory)
-            self._on_close(self)
+        self.memory.closing = True
+        if self.memory.registrations:
+            await self._book.wait_idle(self.memory)
+            self._book.on_close(self)
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
-        return f"<Region {self.nbytes} bytes at {self._memory.address + self._start:#x}, {state}>"
+        return f"<Region {self.nbytes} bytes at {self.memory.address + self.start:#x}, {state}>"
 
 
-class RemoteRegion:
+class RemoteRegion(RemoteSlice):
     """Another engine's memory, or a slice of it, as its descriptor says. Made by `Engine.attach`."""
 
-    __slots__ = ("_descriptor", "_memory", "_start", "_stop")
+    __slots__ = ("_descriptor",)
 
-    def __init__(self, descriptor: RegionDescriptor) -> None:
+    def __init__(self, memory: RemoteMemory, start: int, nbytes: int, descriptor: RegionDescriptor) -> None:
         self._descriptor = descriptor
-        self._memory = RemoteMemory(
-            descriptor.length, descriptor.writable, [(item.key, item.base) for item in descriptor.keys]
-        )
-        self._start = 0
-        self._stop = descriptor.length
+
+    @classmethod
+    def described(cls, descriptor: RegionDescriptor) -> RemoteRegion:
+        """Make one of what its owner says of it."""
+        keys = [(item.key, item.base) for item in descriptor.keys]
+        memory = RemoteMemory(descriptor.length, descriptor.writable, keys)
+        return cls(memory, 0, descriptor.length, descriptor)
 
     @property
     def owner(self) -> Address:
         """The address of the engine that owns the memory."""
         return self._descriptor.owner
-
-    @property
-    def nbytes(self) -> int:
-        """Length in bytes."""
-        return self._stop - self._start
 
     def __len__(self) -> int:
         return self.nbytes
@@ -208,24 +167,9 @@ class RemoteRegion:
         """The number of the owner's lease; 0 where it is none."""
         return self._descriptor.lease
 
-    @property
-    def memory(self) -> RemoteMemory:
-        """The native description."""
-        return self._memory
-
-    @property
-    def start(self) -> int:
-        """Where this slice begins in what the descriptor describes."""
-        return self._start
-
     def __getitem__(self, item: slice) -> RemoteRegion:
         start, stop = _bounds(item, self.nbytes, "remote")
-        part = object.__new__(RemoteRegion)
-        part._descriptor = self._descriptor
-        part._memory = self._memory
-        part._start = self._start + start
-        part._stop = self._start + stop
-        return part
+        return RemoteRegion(self.memory, self.start + start, stop - start, self._descriptor)
 
     def __repr__(self) -> str:
         return f"<RemoteRegion {self.nbytes} bytes of {self.owner}>"

@@ -46,6 +46,17 @@ def _own(engine: Engine, region: Region, verb: str) -> Region:
     return region
 
 
+def _peer_of(engine: Engine, remote: RemoteRegion) -> Peer:
+    """Return the peer that owns remote memory, and note its link there: the next transfer starts without a search.
+
+    Memory of a lease is looked at each time, for its transfers have to be known when it is revoked.
+    """
+    peer = engine.peer_of(remote.owner)
+    if peer.connected and not remote.lease:
+        remote.memory.link = peer.link
+    return peer
+
+
 def submit_write(
     engine: Engine, src: Region | None, dst: RemoteRegion | Peer | Address, imm: int | None, *, waits: bool = False
 ) -> Transfer:
@@ -76,7 +87,7 @@ def submit_write(
         )
     if not target.writable:
         raise UsageError(f"{verb}: the remote memory is read-only, its owner registered a read-only buffer")
-    peer = engine.peer_of(target.owner)
+    peer = _peer_of(engine, target)
 
     def launch(transfer: Transfer) -> None:
         assert peer.link is not None
@@ -101,7 +112,7 @@ def submit_read(engine: Engine, src: RemoteRegion, dst: Region, *, waits: bool =
         raise UsageError(
             "read: the local memory is read-only, so it cannot be a destination; register a writable buffer"
         )
-    peer = engine.peer_of(source.owner)
+    peer = _peer_of(engine, source)
 
     def launch(transfer: Transfer) -> None:
         assert peer.link is not None
@@ -136,7 +147,7 @@ def submit_pages(engine: Engine, src: Pages, dst: Pages, imm: int | None, *, wai
     if not target.writable:
         raise UsageError("write_pages: the remote memory is read-only, its owner registered a read-only buffer")
     value = NO_IMMEDIATE if imm is None else check_immediate(imm)
-    peer = engine.peer_of(target.owner)
+    peer = _peer_of(engine, target)
 
     def launch(transfer: Transfer) -> None:
         assert peer.link is not None

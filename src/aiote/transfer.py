@@ -6,12 +6,10 @@ import errno
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from .aio import wake
 from .errors import AioteError, ClosedError, FabricError, LeaseRevokedError, TransferError, UsageError
-from .rails import Operation, error_text
+from .rails import Request, error_text
 
 if TYPE_CHECKING:
-    from .aio import EventLoop, Waiter
     from .peer import Peer
 
 __all__ = ["Transfer"]
@@ -32,7 +30,7 @@ BROKEN = frozenset(
 PERHAPS = "; the peer is gone, or it has closed that memory"
 
 
-class Transfer(Operation):
+class Transfer(Request):
     """A transfer under way: awaitable, and `cancel()`.
 
     Awaiting it ends when the transfer is over, by then no NIC uses its local buffer. Cancelling a task that
@@ -40,20 +38,29 @@ class Transfer(Operation):
     goes on. Several tasks may await one.
     """
 
-    __slots__ = ("_failure", "_launch", "_loop", "_revoked", "_waiters", "description", "lease", "peer")
+    # One that starts at once is made without `__init__` (`rails.quick`): then these are all that there is.
+    peer: Peer
+    lease = 0
+    _text = ""
+    _revoked = False
+    _failure: AioteError | None = None
+    _launch: Callable[[Transfer], None] | None = None
 
-    def __init__(
-        self, loop: EventLoop, peer: Peer, description: str, launch: Callable[[Transfer], None], lease: int = 0
-    ) -> None:
+    def __init__(self, peer: Peer, description: str, launch: Callable[[Transfer], None], lease: int = 0) -> None:
         self.peer = peer
-        self.description = description
-        self.lease = lease
-        self._revoked = False
-        self._loop = loop
-        self._launch: Callable[[Transfer], None] | None = launch
-        self._failure: AioteError | None = None
-        self._waiters: list[Waiter] | None = None
-        self.on_over = self._over
+        self._text = description
+        self._launch = launch
+        if lease:
+            self.lease = lease
+            self.on_over = peer.lease_over
+
+    @property
+    def description(self) -> str:
+        """What it does, for people: the verb and its extent."""
+        if self._text:
+            return self._text
+        verb = "read" if self.reads else "write_imm" if self.counts else "write"
+        return f"{verb} of {self.total_bytes} bytes"
 
     def start(self) -> None:
         """Hand it to the native core; called once, when the peer is connected and has room."""
@@ -62,26 +69,22 @@ class Transfer(Operation):
         try:
             launch(self)
         except AioteError as error:
-            self._end(error, started=True)
+            self._end(error)
         except ValueError as error:
-            self._end(UsageError(f"{self.description}: {error}"), started=True)
+            self._end(UsageError(f"{self.description}: {error}"))
         except RuntimeError as error:
-            self._end(ClosedError(f"{self.description}: {error}"), started=True)
+            self._end(ClosedError(f"{self.description}: {error}"))
 
     def fail(self, error: AioteError) -> None:
         """End it before it was handed to the core."""
         if self._failure is None and not self.is_over:
             self._launch = None
-            self._end(error, started=False)
+            self._end(error)
 
-    def _end(self, error: AioteError, *, started: bool) -> None:
+    def _end(self, error: AioteError) -> None:
         self._failure = error
-        self.peer.transfer_over(self, started=started)
-        self._wake_waiters()
-
-    def done(self) -> bool:
-        """Whether it is over, well or not."""
-        return self.is_over or self._failure is not None
+        self.refuse()
+        self.peer.transfer_refused(self)
 
     def cancel(self) -> None:
         """Ask it to end: nothing more is posted, and what was posted drains. It is not over yet when this returns."""
@@ -141,35 +144,18 @@ class Transfer(Operation):
         error.__cause__ = cause
         return error
 
-    def _over(self, _item: object) -> None:
-        self.peer.transfer_over(self, started=True)
-        self._wake_waiters()
-
-    def _wake_waiters(self) -> None:
-        waiters, self._waiters = self._waiters, None
-        for waiter in waiters or ():
-            wake(waiter)
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        if not self.done():
-            waiter = self._loop.waiter()
-            if self._waiters is None:
-                self._waiters = [waiter]
-            else:
-                self._waiters.append(waiter)
-            try:
-                yield from waiter.__await__()
-            except GeneratorExit:
-                # The coroutine is being dropped, not cancelled: nothing can be awaited any more.
-                self.cancel()
-                raise
-            except BaseException:
-                self.cancel()
-                if not self.done():
-                    yield from self.peer.drain(self).__await__()
-                raise
-        if (self.errno or self._failure is not None) and (error := self.exception()) is not None:
+    def raise_failure(self) -> None:
+        """Raise the error that it ended with, if there is one."""
+        error = self.exception()
+        if error is not None:
             raise error
+
+    def interrupted(self, error: BaseException) -> Generator[Any, Any, None]:
+        """Go on where an exception interrupted an await: cancel, drain, and raise it."""
+        self.cancel()
+        if not self.done():
+            yield from self.peer.drain(self).__await__()
+        raise error
 
     def __repr__(self) -> str:
         state = "over" if self.done() else "waiting for its peer" if self._launch is not None else "under way"

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 from aiote_native.doorbell import Doorbell
 from aiote_native.peers import PeerLink
 from aiote_native.waits import CounterHandle, Watch
@@ -6,6 +8,8 @@ from aiote_native.workrequests import LocalMemory, Operation, PageIndex, RemoteM
 class Core:
     doorbell: Doorbell | None
     peers: set[PeerLink]
+    on_submit: Callable[[], object] | None
+    awake: bool
     def __init__(
         self,
         spin_us: int = 50,
@@ -56,7 +60,6 @@ class Core:
         page_bytes: int,
         imm: int,
     ) -> None: ...
-    def start(self, peer: PeerLink, operation: Operation, reads: bool, imm: int) -> None: ...
     def submit_send(self, peer: PeerLink, operation: Operation, payload: bytes) -> None: ...
     def cancel(self, operation: Operation) -> None: ...
     def counter(self, imm: int) -> CounterHandle: ...

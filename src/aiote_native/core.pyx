@@ -18,7 +18,7 @@ from aiote_native.messages cimport mailbox_cancel, mailbox_start
 from aiote_native.peers cimport PeerLink, open_peer
 from aiote_native.posting cimport cut_part, op_cancel, op_start
 from aiote_native.progress cimport (
-    Watched, alive, kick, lock, new_epoch, progress_once, pthread_join, pthread_mutex_init,
+    Watched, alive, kick, lock, new_epoch, progress_slice, pthread_join, pthread_mutex_init,
     start_thread, unlock, usable, watch_descriptor, watch_unlink)
 from aiote_native.status cimport check
 from aiote_native.structs cimport Done, OP_READ, OP_SEND, OP_WRITE, Op
@@ -109,12 +109,15 @@ cdef class Core:
         return self.engine.threaded
 
     def progress(self) -> bool:
-        """Do one round. True: call again soon; False: it is safe to sleep until `fd` is readable."""
+        """Make progress. True: call again soon; False: it is safe to sleep until `fd` is readable.
+
+        One round, or rounds for 20 us at most where the last call was just now and nothing is over.
+        """
         cdef int again
         usable(&self.engine)
         lock(&self.engine)
         with nogil:
-            again = progress_once(&self.engine)
+            again = progress_slice(&self.engine)
         unlock(&self.engine)
         return again != 0
 
@@ -176,7 +179,7 @@ cdef class Core:
         operation.take(local, local_offset, remote, remote_offset, length, length, reads)
         operation.op.part_bytes = length
         operation.op.parts = 1
-        self.start(peer, operation, reads, imm)
+        self.begin(peer, operation, reads, imm)
 
     def submit_pages(self, PeerLink peer, Operation operation, LocalMemory local, uint64_t local_offset,
                      PageIndex source, uint64_t source_stride, RemoteMemory remote, uint64_t remote_offset,
@@ -203,9 +206,9 @@ cdef class Core:
         operation.op.remote_stride = target_stride
         operation.op.part_bytes = page_bytes
         operation.op.parts = source.count
-        self.start(peer, operation, False, imm)
+        self.begin(peer, operation, False, imm)
 
-    def start(self, PeerLink peer, Operation operation, bint reads, int64_t imm) -> None:
+    cdef int begin(self, PeerLink peer, Operation operation, bint reads, int64_t imm) except -1:
         cdef Op* op = &operation.op
         if peer.closed:
             raise RuntimeError("the peer is closed")
@@ -217,6 +220,7 @@ cdef class Core:
         op.total = op.part_bytes * op.parts
         cut_part(op.part_bytes, peer.state.channel_count, peer.largest(), self.smallest, op.counted, &op.cut)
         self.launch(peer, operation)
+        return 0
 
     def submit_send(self, PeerLink peer, Operation operation, bytes payload) -> None:
         """Start one message; the peer's pool bounds its length, and a credit is waited for. Raises ValueError."""

@@ -10,6 +10,11 @@ cdef class PeerLink:
     cdef object core
     cdef Progress* engine
     cdef readonly object tag
+    cdef public object peer
+    cdef public bint ready
+    cdef public uint64_t unfinished
+    cdef public uint64_t limit
+    cdef public object on_room
     cdef readonly bint closed
     cdef readonly uint32_t message_limit
     cdef list endpoints

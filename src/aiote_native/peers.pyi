@@ -1,9 +1,17 @@
+from collections.abc import Callable
+from typing import Any
+
 from aiote_native.doorbell import PeerBell
 from aiote_native.libfabric.endpoint import Endpoint
 from aiote_native.workrequests import LocalMemory
 
 class PeerLink:
     tag: object
+    peer: Any
+    ready: bool
+    unfinished: int
+    limit: int
+    on_room: Callable[[], object] | None
     closed: bool
     message_limit: int
     leftover: list[bytes]

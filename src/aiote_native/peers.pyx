@@ -37,7 +37,11 @@ cdef PeerLink open_peer(object core, Progress* engine, object tag):
 
 
 cdef class PeerLink:
-    """The channels to one peer. `tag` is the caller's own object."""
+    """The channels to one peer. `tag` and `peer` are the caller's own objects.
+
+    While it is `ready`, and fewer than `limit` requests are `unfinished`, requests start without the caller's consent
+    (`requests.pyx`); `on_room` is called when one has ended.
+    """
 
     def __cinit__(self):
         memset(&self.state, 0, sizeof(self.state))

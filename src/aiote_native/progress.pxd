@@ -38,6 +38,7 @@ cdef struct Progress:
     uint64_t last_activity
     uint64_t seen_events
     uint64_t tick_ns
+    uint64_t left_ns
     bint timer_armed
     uint64_t waits
     uint64_t receivers
@@ -58,6 +59,7 @@ cdef void watch_link(Progress* self, Watched* watched) noexcept nogil
 cdef void watch_unlink(Progress* self, Watched* watched) noexcept nogil
 cdef void close_channel(Progress* self, Channel* channel) noexcept nogil
 cdef int progress_once(Progress* self) noexcept nogil
+cdef int progress_slice(Progress* self) noexcept nogil
 cdef int start_thread(Progress* self) noexcept nogil
 cdef uint64_t clock_ns() noexcept nogil
 cdef void lock(Progress* self) noexcept

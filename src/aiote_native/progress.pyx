@@ -88,6 +88,10 @@ cdef enum:
     CUT_ROUNDS = 20_000            # polls that a cut wire is given to end what was under way, some tens of milliseconds
     LAST_TURNS = 64                # times that a queue is drained before its endpoint is shut
     CUT_QUIET = 64                 # empty polls in a row that tell that nothing more comes
+    # An event loop that came back within ALONE_NS has nothing else to do, so it may be kept for SLICE_NS: a turn of a
+    # loop costs 3 to 6 us, in which nothing that arrives is seen.
+    ALONE_NS = 30_000
+    SLICE_NS = 20_000
     WATCH_FIRST_NS = 50_000
     WATCH_LAST_NS = 1_000_000
 
@@ -356,11 +360,30 @@ cdef int progress_once(Progress* self) noexcept nogil:
     return 0
 
 
+cdef bint news(Progress* self) noexcept nogil:
+    """Whether there is something that the event loop wants to hear of."""
+    return self.state.done.head != NULL or self.state.failures or (self.state.inbox and self.receivers)
+
+
+cdef int progress_slice(Progress* self) noexcept nogil:
+    """Rounds for an event loop: one, or, while it has nothing else to do, as many as a slice of time has, until there
+    is news. The lock is held; returns as `progress_once` does.
+    """
+    cdef uint64_t begun = clock_ns()
+    cdef bint alone = begun - self.left_ns < ALONE_NS
+    cdef int again = progress_once(self)
+    while again and alone and not news(self) and clock_ns() - begun < SLICE_NS:
+        if aiote_add(&self.wanted, 0) > 0:
+            break
+        again = progress_once(self)
+    self.left_ns = clock_ns()
+    return again
+
+
 cdef void notify(Progress* self) noexcept nogil:
     """Tell the event loop, once for all that it has not collected yet."""
     cdef uint64_t one = 1
-    cdef State* state = &self.state
-    if not self.notified and (state.done.head != NULL or state.failures or (state.inbox and self.receivers)):
+    if not self.notified and news(self):
         self.notified = True
         write(self.notify_fd, &one, sizeof(one))
 

@@ -5,9 +5,11 @@ from aiote_native.structs cimport MAX_CHANNELS, MAX_RAILS, Op
 cdef class Waitable:
     cdef readonly bint is_over
     cdef public object on_over
+    cdef public object waiter
     cdef void settled(self)
 
 cdef int finish(Waitable item) except -1
+cdef int wake(object waiter) except -1
 
 cdef class LocalMemory:
     cdef void* descs[MAX_RAILS]
@@ -18,9 +20,12 @@ cdef class LocalMemory:
     cdef readonly tuple registrations
     cdef public uint64_t in_flight
     cdef public object on_idle
+    cdef public object owner
+    cdef public bint closing
     cdef void leave(self)
 
 cdef class RemoteMemory:
+    cdef public object link
     cdef uint64_t bases[MAX_CHANNELS]
     cdef uint64_t keys[MAX_CHANNELS]
     cdef readonly int rails

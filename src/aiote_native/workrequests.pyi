@@ -7,6 +7,7 @@ from aiote_native.libfabric.device import Device
 class Waitable:
     is_over: bool
     on_over: Callable[[Any], object] | None
+    waiter: Any
 
 class LocalMemory:
     address: int
@@ -16,12 +17,15 @@ class LocalMemory:
     registrations: tuple[object, ...]
     in_flight: int
     on_idle: Callable[[], object] | None
+    owner: object
+    closing: bool
     def __init__(self, buffer: Buffer, devices: list[Device], remote: bool = True) -> None: ...
     @property
     def keys(self) -> tuple[tuple[int, int], ...]: ...
     def close(self) -> None: ...
 
 class RemoteMemory:
+    link: Any
     rails: int
     length: int
     writable: bool

@@ -18,10 +18,27 @@ from aiote_native.libfabric.device cimport Device, FabricMemory
 
 
 cdef class Waitable:
-    """Something that is over some day: `on_over(self)` is called once, by `Core.reap`."""
+    """Something that is over some day: `Core.reap` wakes its `waiter` and calls `on_over(self)`, once.
+
+    A waiter is a future of the event loop's, or a list of them.
+    """
 
     cdef void settled(self):
         pass
+
+
+cdef int wake(object waiter) except -1:
+    """Wake whoever awaits it; nothing happens if that was done, or if its loop was closed under it."""
+    if type(waiter) is list:
+        for one in waiter:
+            wake(one)
+        return 0
+    try:
+        if not waiter.done():
+            waiter.set_result(None)
+    except RuntimeError:
+        pass
+    return 0
 
 
 cdef int finish(Waitable item) except -1:
@@ -30,6 +47,10 @@ cdef int finish(Waitable item) except -1:
         return 0
     item.is_over = True
     item.settled()
+    waiter = item.waiter
+    if waiter is not None:
+        item.waiter = None
+        wake(waiter)
     callback = item.on_over
     item.on_over = None
     if callback is not None:

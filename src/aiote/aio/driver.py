@@ -27,12 +27,13 @@ class Driver:
         self._core = core
         self._on_round = on_round
         self._loop = loop
-        self._scheduled = False
         self._running = True
         self._sleeping = False
         self._collecting = False
         self._more = False
         self._task: Task | None = None
+        # The core calls this for what it starts by itself, unless it is `awake`: somebody will look soon anyway.
+        core.on_submit = self.kick
         self._asyncio = loop.loop if isinstance(loop, AsyncioLoop) else None
         if self._asyncio is not None:
             try:
@@ -42,6 +43,7 @@ class Driver:
                     "this event loop watches no descriptors (a proactor?): use asyncio's selector loop"
                 ) from None
         else:
+            core.awake = True
             self._task = loop.spawn(self._run_trio, name="aiote progress")
 
     def kick(self) -> None:
@@ -52,18 +54,18 @@ class Driver:
             # What was over at once needs no wake-up of the thread's.
             self._collect()
         elif self._asyncio is not None:
-            if not self._scheduled:
-                self._scheduled = True
+            if not self._core.awake:
+                self._core.awake = True
                 self._asyncio.call_soon(self._again)
         elif self._sleeping:
             self._core.wake()
 
     def _readable(self) -> None:
-        if not self._scheduled:
+        if not self._core.awake:
             self._round()
 
     def _again(self) -> None:
-        self._scheduled = False
+        self._core.awake = False
         self._round()
 
     def _round(self) -> None:
@@ -71,8 +73,8 @@ class Driver:
             return
         again = False if self._core.threaded else self._core.progress()
         self._collect()
-        if again and self._running and not self._scheduled and self._asyncio is not None:
-            self._scheduled = True
+        if again and self._running and not self._core.awake and self._asyncio is not None:
+            self._core.awake = True
             self._asyncio.call_soon(self._again)
 
     def _collect(self) -> None:
@@ -98,9 +100,9 @@ class Driver:
             if again:
                 await lowlevel.cancel_shielded_checkpoint()
                 continue
-            self._sleeping = True
+            self._sleeping, self._core.awake = True, False
             await lowlevel.wait_readable(self._core.fd)
-            self._sleeping = False
+            self._sleeping, self._core.awake = False, True
 
     async def stop(self) -> None:
         """Watch no longer."""
@@ -113,5 +115,6 @@ class Driver:
         """Watch no longer, without waiting for a task: for an engine that is dropped."""
         if self._running:
             self._running = False
+            self._core.on_submit = None
             if self._asyncio is not None and not self._asyncio.is_closed():
                 self._asyncio.remove_reader(self._core.fd)

@@ -8,6 +8,7 @@ from aiote_native.buffers import Buffer, acquire, section
 from aiote_native.core import Core
 from aiote_native.forks import ForkError, after_fork
 from aiote_native.peers import PeerLink
+from aiote_native.requests import LocalSlice, RemoteSlice, Request, quick
 from aiote_native.status import StatusError, error_text
 from aiote_native.waits import CounterHandle, CounterWait, Watch, read_word
 from aiote_native.workrequests import LocalMemory, Operation, PageIndex, RemoteMemory, Waitable
@@ -24,12 +25,15 @@ __all__ = [
     "Fabric",
     "ForkError",
     "LocalMemory",
+    "LocalSlice",
     "Operation",
     "PageIndex",
     "PeerLink",
     "PendingChannel",
     "RailInfo",
     "RemoteMemory",
+    "RemoteSlice",
+    "Request",
     "StatusError",
     "Waitable",
     "Watch",
@@ -37,6 +41,7 @@ __all__ = [
     "after_fork",
     "error_text",
     "library_summary",
+    "quick",
     "read_word",
     "section",
 ]

@@ -1,0 +1,181 @@
+"""The processes of a comparison, as the driver sees them: workers that are told lines and answer in JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import IO, Any, Protocol
+
+__all__ = ["BenchError", "Lines", "LocalSide", "Pair", "Side", "Unsupported", "bells"]
+
+PATIENCE_S = 120.0
+PEEK_BYTES = 4000
+
+
+class BenchError(Exception):
+    """A worker failed; the text says which and why."""
+
+
+class Unsupported(BenchError):
+    """A worker cannot do what it was asked for."""
+
+
+class Side(Protocol):
+    """One worker."""
+
+    name: str
+
+    def tell(self, line: str) -> None: ...
+    def hear(self, patience: float = PATIENCE_S) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+
+
+class Lines:
+    """Lines of JSON from a descriptor, each waited for at most so long."""
+
+    def __init__(self, name: str, stream: IO[bytes]) -> None:
+        self.name = name
+        self._fd = stream.fileno()
+        self._held = b""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._fd, selectors.EVENT_READ)
+
+    def next(self, patience: float) -> dict[str, Any]:
+        """Return the next answer. Raises BenchError for an error, silence, and the end."""
+        deadline = time.monotonic() + patience
+        while b"\n" not in self._held:
+            if not self._selector.select(max(0.0, deadline - time.monotonic())):
+                raise BenchError(f"{self.name}: no answer in {patience:.0f} s")
+            data = os.read(self._fd, 65536)
+            if not data:
+                raise BenchError(f"{self.name}: ended without an answer")
+            self._held += data
+        line, self._held = self._held.split(b"\n", 1)
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            raise BenchError(f"{self.name}: not an answer: {line[:200]!r}") from None
+        if not isinstance(answer, dict) or "error" in answer:
+            raise BenchError(f"{self.name}: {answer['error'] if isinstance(answer, dict) else answer!r}")
+        if "unsupported" in answer:
+            raise Unsupported(f"{self.name}: {answer['unsupported']}")
+        return answer
+
+    def close(self) -> None:
+        self._selector.close()
+
+
+class LocalSide:
+    """A worker on this machine; ended with this object, whatever it does."""
+
+    def __init__(
+        self, name: str, command: Sequence[str], environment: dict[str, str] | None = None, fds: Sequence[int] = ()
+    ) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **(environment or {})},
+            pass_fds=fds,
+        )
+        assert self._process.stdout is not None
+        self._lines = Lines(name, self._process.stdout)
+
+    def tell(self, line: str) -> None:
+        """Send a line. Raises BenchError when the worker is gone."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{line}\n".encode())
+            self._process.stdin.flush()
+        except OSError:
+            # What it said before it ended tells more than the broken pipe.
+            self._lines.next(1.0)
+            raise BenchError(f"{self.name}: ended") from None
+
+    def hear(self, patience: float = PATIENCE_S) -> dict[str, Any]:
+        """Return its next answer."""
+        return self._lines.next(patience)
+
+    def close(self) -> None:
+        """End it: asked first, killed after two seconds."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        try:
+            process.wait(2)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        self._lines.close()
+        process.stdout.close()
+
+
+@contextlib.contextmanager
+def bells() -> Iterator[tuple[int, int]]:
+    """Make the two descriptors through which a pair of raw workers wakes each other over shm."""
+    fds = os.eventfd(0, os.EFD_NONBLOCK), os.eventfd(0, os.EFD_NONBLOCK)
+    try:
+        yield fds
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+class Pair:
+    """The two workers of one contestant, connected."""
+
+    def __init__(self, name: str, target: Side, initiator: Side) -> None:
+        self.name = name
+        self.target = target
+        self.initiator = initiator
+        self.library = ""
+
+    def meet(self) -> None:
+        """Have them connect."""
+        cards = {side: side.hear() for side in (self.target, self.initiator)}
+        self.library = str(cards[self.initiator].get("library", ""))
+        self.target.tell(f"peer {cards[self.initiator]['address']}")
+        self.initiator.tell(f"peer {cards[self.target]['address']}")
+        for side in (self.target, self.initiator):
+            side.hear()
+
+    def run(self, line: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Do one run and return the results of initiator and target. Raises BenchError, Unsupported."""
+        sides = self.target, self.initiator
+        for side in sides:
+            side.tell(line)
+        refusals: list[Unsupported] = []
+        for side in sides:
+            # Both are heard, so that what the second says is not taken for the answer to the next line.
+            try:
+                side.hear()
+            except Unsupported as refusal:
+                refusals.append(refusal)
+        if refusals:
+            raise refusals[0]
+        for side in sides:
+            side.tell("go")
+        result = self.initiator.hear()
+        return result, self.target.hear()
+
+    def close(self) -> None:
+        """End both."""
+        for side in (self.initiator, self.target):
+            side.close()
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
