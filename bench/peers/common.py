@@ -155,7 +155,7 @@ class Arena:
         raw = np.zeros(size + 4096, dtype=np.uint8)
         start = -raw.ctypes.data % 4096
         self.bytes: npt.NDArray[np.uint8] = raw[start : start + size]
-        self.view = memoryview(self.bytes)
+        self.view = self.bytes.data
         self.size = size
         self.address: int = self.bytes.ctypes.data
 
@@ -171,7 +171,8 @@ class Arena:
         if task.op == "pages":
             return self._holds_pages(task)
         return all(
-            np.array_equal(self.bytes[start : start + len(chunk)], chunk) for start, chunk in pattern(task.used, task.seed)
+            np.array_equal(self.bytes[start : start + len(chunk)], chunk)
+            for start, chunk in pattern(task.used, task.seed)
         )
 
     def _holds_pages(self, task: Task) -> bool:
@@ -245,6 +246,30 @@ class Worker(abc.ABC):
 
     def close(self) -> None:  # noqa: B027
         """Let go of the library's resources."""
+
+
+class Unavailable(Exception):
+    """Raised while a worker is made: the library is there, but cannot be used on this machine."""
+
+
+class Refusing(Worker):
+    """Stand in for a worker that is unavailable: connect to nothing, and refuse every task."""
+
+    def __init__(self, options: Options, arena: Arena, why: str) -> None:
+        super().__init__(options, arena)
+        self.library = self._why = why
+
+    def address(self) -> str:
+        return "-"
+
+    def connect(self, peer: str) -> None:
+        pass
+
+    def refusal(self, task: Task) -> str:
+        return self._why
+
+    def run(self, task: Task) -> Outcome:
+        raise NotImplementedError
 
 
 class Parent:
@@ -331,7 +356,11 @@ def serve(make: Callable[[Options, Arena], Worker]) -> None:
     os.sched_setaffinity(0, {options.cpu})
     parent = Parent()
     with reporting(parent):
-        worker = make(options, Arena(options.arena))
+        arena = Arena(options.arena)
+        try:
+            worker = make(options, arena)
+        except Unavailable as error:
+            worker = Refusing(options, arena, str(error))
         parent.say(address=worker.address(), library=worker.library)
         while (line := parent.line(worker)) != "quit":
             word, _, rest = line.partition(" ")

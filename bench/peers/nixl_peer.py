@@ -1,40 +1,63 @@
 """Measure NIXL through its public Python API, `nixl_agent`.
 
 What was chosen, each as the fastest of what was tried:
-* Descriptor lists are prepared once (`prep_xfer_dlist`), one transfer per slot is made of them (`make_prepped_xfer`) and
-  posted again and again (`transfer`): nothing but posting and looking is left in the measured loop. A request for pages
-  is one transfer with as many descriptors.
-* No progress thread: with one processor a side it competes with the thread that polls. What is measured polls anyway
-  (`check_xfer_state`, `get_new_notifs`); there is nothing to sleep on, so the mode `event` is unsupported.
-* A transfer that is "DONE" has been flushed to the target by NIXL; round trips are writes with a notification.
-* UCX: transports by UCX_TLS, `tcp` on the loopback interface or shared memory with cross-memory attach.
+* Descriptor lists are prepared once (`prep_xfer_dlist`), one transfer a slot is made of them (`make_prepped_xfer`) and
+  posted again and again (`transfer`): nothing but posting and looking is left in the measured loop. A request for
+  pages is one transfer with as many descriptors.
+* No progress thread: with one processor a side it competes with the thread that polls, and everything takes several
+  times as long. What is measured polls anyway (`check_xfer_state`, `get_new_notifs`); there is nothing to sleep on, so
+  the mode `event` is unsupported.
+* Round trips and messages are notifications (`send_notif`) that carry the bytes: a write with a notification takes
+  two to three times as long, for the data is flushed before the notification leaves.
+* `ucx`: transports by UCX_TLS, TCP on the loopback interface, or shared memory with cross-memory attach. Segments of
+  256 KiB on TCP, for reads are answered in segments: at the usual 8 KiB they reach a quarter.
+* `ucx-copy`: shared memory without cross-memory attach, through UCX's own buffers. One system call for each descriptor
+  is what it saves; so small pages are several times as fast, and the largest transfers slower.
+* `libfabric`: NIXL's other back end, over libfabric's tcp. It cannot be opened on the loopback interface alone (a veth
+  pair does). Its "DONE" need not mean that the target has the data, so the time includes a notification there and back.
 """
 
 from __future__ import annotations
 
 import base64
+import ctypes
 import json
 import os
+import sys
+import sysconfig
 import time
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-from common import Arena, Clock, Options, Outcome, Task, Worker, serve
+from common import Arena, Clock, Options, Outcome, Task, Unavailable, Worker, serve
 
-TRANSPORTS = {"tcp": "tcp,self", "shm": "posix,sysv,cma,self"}
-HELLO, END, BYE, PING = b"hello", b"end", b"bye", b"ping"
+SHARED_MEMORY = {"ucx": "posix,sysv,cma,self", "ucx-copy": "posix,self"}
+HELLO, END, BYE = b"hello", b"end", b"bye"
 LARGEST_NOTIFICATION = 4096
+STAND_INS = Path(sys.prefix) / "lib" / "stand-ins"  # what tools/bench_peers.py builds where there is no NVIDIA driver
 
 
-def load(options: Options) -> Any:
-    """Import NIXL with the settings that must be there before."""
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    os.environ.setdefault("UCX_TLS", TRANSPORTS[options.provider])
-    if options.provider == "tcp":
-        os.environ.setdefault("UCX_NET_DEVICES", "lo")
-    import nixl
+def use_ucx(options: Options) -> dict[str, str]:
+    """Set UCX up by its variables, and return what the back end is to be given."""
+    if options.provider == "shm":
+        os.environ.setdefault("UCX_TLS", SHARED_MEMORY[options.variant or "ucx"])
+        return {"ucx_error_handling_mode": "none"}  # shared memory has no other
+    os.environ.setdefault("UCX_TLS", "tcp,self")
+    os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    os.environ.setdefault("UCX_TCP_TX_SEG_SIZE", "256k")
+    os.environ.setdefault("UCX_TCP_RX_SEG_SIZE", "256k")
+    return {}
 
-    return nixl
+
+def use_libfabric() -> dict[str, str]:
+    """Load the libraries that NIXL's plugin needs and does not bring: it then finds them by their names."""
+    os.environ.setdefault("FI_PROVIDER", "tcp")
+    runtime = Path(sysconfig.get_path("purelib")) / "nvidia" / "cuda_runtime" / "lib" / "libcudart.so.12"
+    for library in (STAND_INS / "libcuda.so.1", runtime, Path(sys.prefix) / "lib" / "mpich" / "libfabric.so.1"):
+        if library.exists():
+            ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+    return {}
 
 
 class Nixl(Worker):
@@ -44,13 +67,20 @@ class Nixl(Worker):
 
     def __init__(self, options: Options, arena: Arena) -> None:
         super().__init__(options, arena)
-        nixl = load(options)
-        self.backend = options.variant.upper() or "UCX"
-        config = nixl.nixl_agent_config(enable_prog_thread=bool(os.environ.get("PROG")), backends=[])
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+        self.backend = "LIBFABRIC" if options.variant == "libfabric" else "UCX"
+        self.flushes = self.backend == "UCX"  # before a transfer is "DONE"
+        settings = use_libfabric() if options.variant == "libfabric" else use_ucx(options)
+        import nixl
+
+        config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[])
         self.agent = nixl.nixl_agent(f"{options.role}-{os.getpid()}", config)
-        self.agent.create_backend(self.backend, {"ucx_error_handling_mode": os.environ.get("EH","none")})
-        self.memory = self.agent.register_memory([(arena.address, arena.size, 0, "")], "DRAM")
         self.library = f"NIXL {version('nixl')} ({self.backend})"
+        try:
+            self.agent.create_backend(self.backend, settings)
+        except nixl._bindings.nixlBackendError as error:
+            raise Unavailable(f"{self.library} has no back end here; has it a network besides loopback?") from error
+        self.memory = self.agent.register_memory([(arena.address, arena.size, 0, "")], "DRAM")
         self.notifications: list[bytes] = []
         self.transfers: list[Any] = []
         self.lists: list[Any] = []
@@ -78,7 +108,7 @@ class Nixl(Worker):
 
     def prepare(self, task: Task) -> None:
         self._release()
-        if task.op == "send" or not (self.options.initiator or task.op == "latency"):
+        if task.op in ("send", "latency") or not self.options.initiator:
             return
         pieces = task.used // task.size
         ours, theirs = (
@@ -103,16 +133,27 @@ class Nixl(Worker):
         if self.options.initiator:
             with clock:
                 self._transfer(task)
-            self.agent.send_notif(self.peer, END)
-            self._expect(BYE)
+                if not self.flushes:
+                    self._end()
+            if self.flushes:
+                self._end()
         else:
             with clock:
                 self._expect(END)
             self.agent.send_notif(self.peer, BYE)
         return clock.outcome()
 
+    def _end(self) -> None:
+        self.agent.send_notif(self.peer, END)
+        self._expect(BYE)
+
     def _transfer(self, task: Task) -> None:
-        transfer, check, transfers, window = self.agent.transfer, self.agent.check_xfer_state, self.transfers, task.window
+        transfer, check, transfers, window = (
+            self.agent.transfer,
+            self.agent.check_xfer_state,
+            self.transfers,
+            task.window,
+        )
         done = [True] * len(transfers)
         for number in range(task.count + window):
             slot = number % window
@@ -129,29 +170,24 @@ class Nixl(Worker):
                 if state == "ERR":
                     raise OSError("NIXL refused a transfer")
 
-    def _write_with_notification(self) -> None:
-        if os.environ.get("LAT"):
-            self.agent.send_notif(self.peer, PING); return
-        if self.agent.transfer(self.transfers[0], PING) == "DONE":
-            return
-        while self.agent.check_xfer_state(self.transfers[0]) != "DONE":
-            pass
-
     def _ping(self, task: Task) -> Outcome:
-        times, now = [], time.perf_counter_ns
+        times, now, notify, peer = [], time.perf_counter_ns, self.agent.send_notif, self.peer
+        message = bytes(self.arena.view[:8])
         with Clock() as clock:
             for _ in range(task.count):
                 start = now()
-                self._write_with_notification()
-                self._expect(PING)
+                notify(peer, message)
+                self._next()
                 times.append(now() - start)
         return clock.outcome(times)
 
     def _pong(self, task: Task) -> Outcome:
+        notify, peer, message = self.agent.send_notif, self.peer, b""
         with Clock() as clock:
             for _ in range(task.count):
-                self._expect(PING)
-                self._write_with_notification()
+                message = self._next()
+                notify(peer, message)
+        self.arena.view[:8] = message
         return clock.outcome()
 
     def _send(self, task: Task) -> Outcome:
@@ -199,6 +235,12 @@ class Nixl(Worker):
         while message not in self.notifications:
             self._poll()
         self.notifications.remove(message)
+
+    def _next(self) -> bytes:
+        """Wait for whatever notification comes next."""
+        while not self.notifications:
+            self._poll()
+        return self.notifications.pop(0)
 
     def idle(self) -> None:
         self._poll()

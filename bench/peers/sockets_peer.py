@@ -1,14 +1,14 @@
 """Measure plain stream sockets under asyncio: with uvloop, and with asyncio's own loop.
 
 What was chosen, each as the fastest of what was tried:
-* The stream carries payload alone, message after message, so that the receiver's `BufferedProtocol` lets the kernel write
-  straight into the slots, as much at a time as has arrived; no header, no copy. What has come whole is acknowledged
-  by a byte a message, all that one reading completed at once.
+* The stream carries payload alone, message after message, so that the receiver's `BufferedProtocol` lets the kernel
+  write straight into the slots, as much at a time as has arrived; no header, no copy. What has come whole is
+  acknowledged by a byte a message, all that one reading completed at once.
 * uvloop: `transport.write` of a memoryview, which it gathers with its neighbours into one `writev`. asyncio's own
   transport copies what the kernel does not take at once, so there `loop.sock_sendall` sends.
 * Pages are copied into one piece: as an iovec they cost more than the copy.
-* `tcp` is TCP on the loopback interface, `shm` a Unix socket. The mode `spin` keeps a callback ready, so that the loop never
-  sleeps; `event` is what everybody runs.
+* `tcp` is TCP on the loopback interface, `shm` a Unix socket. The mode `spin` keeps a callback ready, so that the loop
+  never sleeps; `event` is what everybody runs.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
 from common import Arena, Clock, Gather, Options, Outcome, Task, Worker, serve
 
-SOCKET_BUFFER = 4 << 20
+SOCKET_BUFFER = 1 << 20
 ECHO = 8  # bytes of a round trip
 
 
@@ -149,17 +148,17 @@ class Sockets(Worker):
         self.loop.run_until_complete(self._adopt(connection))
 
     async def _adopt(self, connection: socket.socket) -> None:
-        make: Callable[[], asyncio.BaseProtocol] = lambda: Receiving(self.loop, self.arena)  # noqa: E731
-        if self.options.initiator:
-            make = lambda: Acknowledged(self.loop)  # noqa: E731
-            if not self.uvloop:
-                # asyncio lets a descriptor either have a transport or be written to by sock_sendall
-                self.socket = connection.dup()
-                self.socket.setblocking(False)
+        if self.options.initiator and not self.uvloop:
+            # asyncio lets a descriptor either have a transport or be written to by sock_sendall
+            self.socket = connection.dup()
+            self.socket.setblocking(False)
         connection.setblocking(False)
         if connection.family == socket.AF_INET:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.transport, self.protocol = await self.loop.create_connection(make, sock=connection)
+        self.transport, self.protocol = await self.loop.create_connection(self._make_protocol, sock=connection)
+
+    def _make_protocol(self) -> asyncio.BaseProtocol:
+        return Acknowledged(self.loop) if self.options.initiator else Receiving(self.loop, self.arena)
 
     def refusal(self, task: Task) -> str:
         return "sockets have no one-sided operations" if task.op == "read" else ""
@@ -171,7 +170,7 @@ class Sockets(Worker):
         self.protocol.arrived = 0
         self.gather = Gather(self.arena, task) if task.op == "pages" else None
         if self.gather:
-            self.buffers = [memoryview(piece) for piece in self.gather.pieces]
+            self.buffers = [piece.data for piece in self.gather.pieces]
         else:
             self.buffers = [self.arena.view[start : start + task.stride] for start in range(0, task.used, task.stride)]
 
@@ -200,7 +199,8 @@ class Sockets(Worker):
             self.loop.call_soon(self._spin)
 
     async def _write(self, task: Task) -> None:
-        protocol, buffers, gather, window, write = self.protocol, self.buffers, self.gather, task.window, self.transport.write
+        protocol, buffers, gather, window = self.protocol, self.buffers, self.gather, task.window
+        write = self.transport.write
         for number in range(task.count):
             slot = number % window
             if protocol.arrived <= number - window:
@@ -240,7 +240,7 @@ class Sockets(Worker):
 def enlarge(connection: socket.socket) -> None:
     """Ask for large buffers, before the connection is made: TCP settles its window scale then."""
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        if value := int(os.environ.get("SB", SOCKET_BUFFER)): connection.setsockopt(socket.SOL_SOCKET, option, value)
+        connection.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 Neither has one-sided operations, so a transfer is a tagged message, received where it belongs and acknowledged.
 What was chosen, each as the fastest of what was tried:
-* `core` (`ucxx._lib.libucxx`, what ucxx's own benchmark calls ucxx-core): all receives are posted a window ahead, every
-  turn calls `progress` once and looks at the oldest request alone; one acknowledgement tells how many messages have come.
-  The mode `event` waits in `progress_worker_event`, on UCX's descriptor.
+* `core` (`ucxx._lib.libucxx`, what ucxx's own benchmark calls ucxx-core): all receives are posted a window ahead,
+  every turn calls `progress` once and looks at the oldest request alone; one acknowledgement tells how many messages
+  have come. The mode `event` waits in `progress_worker_event`, on UCX's descriptor.
 * `asyncio` (`Endpoint.send`, `recv`): one coroutine a slot. The mode `spin` is its progress mode "polling". The mode
   `event` is "thread" with Python futures, its only one in which an await does not spin on `asyncio.sleep(0)`.
 * Pages are copied into one piece and sent as one message: a message a page costs several times as much.
@@ -238,7 +238,8 @@ class Asyncio(Ucxx):
         self._await(asyncio.sleep(0))
 
     def run(self, task: Task) -> Outcome:
-        return self._await(self._run(task))
+        outcome: Outcome = self._await(self._run(task))
+        return outcome
 
     async def _run(self, task: Task) -> Outcome:
         times: list[int] = []

@@ -48,32 +48,31 @@ class Counter:
         UsageError for n that is not an integer from 0 to 2**40, ClosedError when the counter or the engine is
         closed before or meanwhile.
         """
+        waiting = self._handle.begin(n) or self._handle.begin(self._checked(n))
+        if waiting is None:
+            raise UsageError(f"wait({n!r}): the counter of immediate {self.imm:#x} takes no waits")
+        if not waiting.satisfied:
+            waiter = waiting.waiter = self._engine.loop.waiter()
+            self._waiters.add(waiter)
+            try:
+                await waiter
+            except BaseException:
+                self._withdraw(waiting)
+                raise
+            finally:
+                self._waiters.discard(waiter)
+            if not waiting.satisfied:
+                # The counter or the engine was closed under it.
+                self._withdraw(waiting)
+                self._require_open()
+        waiting.take()
+
+    def _checked(self, n: object) -> int:
+        """Return the number as a plain one. Raises what keeps a wait for it from being queued."""
         if not isinstance(n, int) or not 0 <= n <= 1 << 40:
             raise UsageError(f"wait({n!r}): expected the number of writes to wait for, an integer from 0 to 2**40")
         self._require_open()
-        waiting = CounterWait()
-        self._handle.wait(waiting, n)
-        self._engine.kick()
-        if not waiting.satisfied:
-            await self._sleep(waiting)
-        waiting.take()
-
-    async def _sleep(self, waiting: CounterWait) -> None:
-        waiter = self._engine.loop.waiter()
-        waiting.waiter = waiter
-        self._waiters.add(waiter)
-        self._engine.waiting.add(waiter)
-        try:
-            await waiter
-        except BaseException:
-            self._withdraw(waiting)
-            raise
-        finally:
-            self._waiters.discard(waiter)
-            self._engine.waiting.discard(waiter)
-        if not waiting.satisfied:
-            self._withdraw(waiting)
-            self._require_open()
+        return int(n)
 
     def _withdraw(self, waiting: CounterWait) -> None:
         """End a wait, and look soon: what it leaves may be enough for the next in line."""

@@ -360,6 +360,7 @@ class Engine(Connections):
         if not self._lifetime.begin_close():
             await self._lifetime.wait_closed(self.loop)
             return
+        self.core.closing = True
         try:
             await self.disconnect("its engine was closed")
             await self._driver.stop()
@@ -376,6 +377,7 @@ class Engine(Connections):
         if self._lifetime.inherited:
             return
         self._lifetime.begin_close()
+        self.core.closing = True
         self._driver.detach()
         self.abandon_connections("the engine was aborted")
         if self.bells is not None:

@@ -11,5 +11,7 @@ cdef class Core:
     cdef uint64_t smallest
     cdef public object on_submit
     cdef public bint awake
+    cdef public bint closing
+    cdef bint woke
     cdef int begin(self, PeerLink peer, Operation operation, bint reads, int64_t imm) except -1
     cdef int launch(self, PeerLink peer, Operation operation) except -1

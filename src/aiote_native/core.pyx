@@ -18,10 +18,11 @@ from aiote_native.messages cimport mailbox_cancel, mailbox_start
 from aiote_native.peers cimport PeerLink, open_peer
 from aiote_native.posting cimport cut_part, op_cancel, op_start
 from aiote_native.progress cimport (
-    Watched, alive, kick, lock, new_epoch, progress_slice, pthread_join, pthread_mutex_init,
-    start_thread, unlock, usable, watch_descriptor, watch_unlink)
+    Watched, alive, clock_ns, kick, lock, new_epoch, progress_once, progress_until, pthread_join, pthread_mutex_init,
+    slice_end, start_thread, unlock, usable, watch_descriptor, watch_unlink)
 from aiote_native.status cimport check
 from aiote_native.structs cimport Done, OP_READ, OP_SEND, OP_WRITE, Op
+from aiote_native.wakers cimport wake_all
 from aiote_native.waits cimport CounterHandle, Watch, open_counter, start_watch
 from aiote_native.workrequests cimport LocalMemory, Operation, PageIndex, RemoteMemory, Waitable, finish
 
@@ -109,17 +110,45 @@ cdef class Core:
         return self.engine.threaded
 
     def progress(self) -> bool:
-        """Make progress. True: call again soon; False: it is safe to sleep until `fd` is readable.
-
-        One round, or rounds for 20 us at most where the last call was just now and nothing is over.
-        """
+        """Do one round. True: call again soon; False: it is safe to sleep until `fd` is readable."""
         cdef int again
         usable(&self.engine)
         lock(&self.engine)
         with nogil:
-            again = progress_slice(&self.engine)
+            again = progress_once(&self.engine)
         unlock(&self.engine)
         return again != 0
+
+    def turn(self, on_round) -> bool:
+        """Make progress and wake who waited for it; for a callback of the event loop's own. Returns as `progress` does.
+
+        One round, or as many as fit in 20 us where the last turn was just now and the loop had nothing else to do.
+        `on_round(failed)` is called where peers failed or messages are there.
+        """
+        cdef uint64_t deadline = slice_end(&self.engine)
+        cdef bint again = True
+        # What the tasks that wake start is looked at here, so it needs nobody to be told.
+        self.awake = True
+        try:
+            while again:
+                usable(&self.engine)
+                lock(&self.engine)
+                with nogil:
+                    again = progress_until(&self.engine, deadline)
+                unlock(&self.engine)
+                self.woke = False
+                failed = self.reap(True)
+                if failed or self.engine.state.inbox:
+                    on_round(failed)
+                if not alive(&self.engine):
+                    return False
+                again = again or self.woke
+                if clock_ns() >= deadline:
+                    break
+        finally:
+            self.awake = False
+        self.engine.left_ns = clock_ns()
+        return again
 
     def wake(self) -> None:
         """Make `fd` readable, or wake the native thread; callable from any thread. Nothing once it is closed."""
@@ -130,12 +159,16 @@ cdef class Core:
         usable(&self.engine)
         write(self.engine.wake_fd, &one, sizeof(one))
 
-    def reap(self) -> list[PeerLink]:
-        """Call `on_over` of everything that is over; return the peers that failed since the last call."""
+    def reap(self, bint direct=False) -> list[PeerLink]:
+        """Finish everything that is over and wake who waits for it; return the peers that failed since the last call.
+
+        `direct`: no task is running, so those that are woken may run at once.
+        """
         cdef Done* item
         cdef Done* following
         cdef uint64_t value
         cdef bint failures
+        cdef list woken = []
         if not alive(&self.engine):
             # In a child of a fork the lock may be held for good, and the descriptor is the parent's, too.
             return []
@@ -149,8 +182,14 @@ cdef class Core:
         unlock(&self.engine)
         while item != NULL:
             following = item.next
-            finish(<Waitable> <object> item.owner)
+            finish(<Waitable> <object> item.owner, woken)
             item = following
+        # Only now, when all has ended that is over: a task may do anything.
+        if woken:
+            self.woke = True
+            raised = wake_all(woken, direct)
+            if raised is not None:
+                raise raised
         return self.failed_peers() if failures else []
 
     def failed_peers(self) -> list[PeerLink]:

@@ -59,7 +59,8 @@ cdef void watch_link(Progress* self, Watched* watched) noexcept nogil
 cdef void watch_unlink(Progress* self, Watched* watched) noexcept nogil
 cdef void close_channel(Progress* self, Channel* channel) noexcept nogil
 cdef int progress_once(Progress* self) noexcept nogil
-cdef int progress_slice(Progress* self) noexcept nogil
+cdef int progress_until(Progress* self, uint64_t deadline) noexcept nogil
+cdef uint64_t slice_end(Progress* self) noexcept nogil
 cdef int start_thread(Progress* self) noexcept nogil
 cdef uint64_t clock_ns() noexcept nogil
 cdef void lock(Progress* self) noexcept

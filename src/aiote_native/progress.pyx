@@ -365,18 +365,19 @@ cdef bint news(Progress* self) noexcept nogil:
     return self.state.done.head != NULL or self.state.failures or (self.state.inbox and self.receivers)
 
 
-cdef int progress_slice(Progress* self) noexcept nogil:
-    """Rounds for an event loop: one, or, while it has nothing else to do, as many as a slice of time has, until there
-    is news. The lock is held; returns as `progress_once` does.
+cdef uint64_t slice_end(Progress* self) noexcept nogil:
+    """Return until when an event loop that calls now may be kept; 0 where it has other things to do."""
+    cdef uint64_t now = clock_ns()
+    return now + SLICE_NS if now - self.left_ns < ALONE_NS else 0
+
+
+cdef int progress_until(Progress* self, uint64_t deadline) noexcept nogil:
+    """Do one round, and more of them until there is news or the deadline has come. The lock is held; returns as
+    `progress_once` does.
     """
-    cdef uint64_t begun = clock_ns()
-    cdef bint alone = begun - self.left_ns < ALONE_NS
     cdef int again = progress_once(self)
-    while again and alone and not news(self) and clock_ns() - begun < SLICE_NS:
-        if aiote_add(&self.wanted, 0) > 0:
-            break
+    while again and not news(self) and self.wanted == 0 and clock_ns() < deadline:
         again = progress_once(self)
-    self.left_ns = clock_ns()
     return again
 
 

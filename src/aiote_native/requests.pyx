@@ -12,7 +12,7 @@ from aiote_native.core cimport Core
 from aiote_native.counters cimport IMMEDIATE_BITS
 from aiote_native.progress cimport alive
 from aiote_native.structs cimport OP_READ
-from aiote_native.workrequests cimport wake
+from aiote_native.wakers cimport wake
 
 cdef extern from "Python.h":
     ctypedef struct PyTypeObject:
@@ -178,7 +178,7 @@ def quick(Core core, type kind, local, remote, bint reads, imm):
         return None
     here = <LocalSlice> local
     there = <RemoteSlice> remote
-    if there.memory.link is None or here.nbytes != there.nbytes or core.on_submit is None:
+    if there.memory.link is None or here.nbytes != there.nbytes or core.closing or core.on_submit is None:
         return None
     link = <PeerLink?> there.memory.link
     if not link.ready or link.core is not core or link.closed or link.state.failed or link.unfinished >= link.limit:

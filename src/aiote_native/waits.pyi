@@ -2,6 +2,7 @@ from aiote_native.buffers import Buffer
 from aiote_native.workrequests import Waitable
 
 class CounterHandle:
+    def begin(self, n: object) -> CounterWait | None: ...
     imm: int
     @property
     def value(self) -> int: ...

@@ -14,6 +14,9 @@ from aiote_native.progress cimport alive, kick, lock, unlock, usable, watch_link
 from aiote_native.workrequests cimport Waitable, finish
 
 
+cdef object MOST_COUNTS = 1 << 40
+
+
 cdef CounterHandle open_counter(object core, Progress* engine, uint32_t imm):
     cdef CounterHandle handle = CounterHandle.__new__(CounterHandle)
     usable(engine)
@@ -51,7 +54,7 @@ cdef class CounterHandle:
         usable(self.engine)
         if self.counter == NULL:
             raise RuntimeError("the counter is closed")
-        if n > 1 << 40:
+        if n > <uint64_t> MOST_COUNTS:
             raise ValueError(f"a wait for {n} counts is over the limit of 2**40")
         if waiting.handle is not None:
             raise RuntimeError("a wait is queued once")
@@ -64,6 +67,19 @@ cdef class CounterHandle:
         enqueue(self.counter, &waiting.wait, n * UNITS, &self.engine.state.done)
         kick(self.engine)
         unlock(self.engine)
+
+    def begin(self, n) -> CounterWait | None:
+        """Make and queue a wait in one step. None: something needs a closer look, and nothing was done."""
+        cdef CounterWait waiting
+        if type(n) is not int or not 0 <= n <= MOST_COUNTS or self.counter == NULL or self.core.closing:
+            return None
+        if not alive(self.engine):
+            return None
+        waiting = CounterWait.__new__(CounterWait)
+        self.wait(waiting, n)
+        if not self.core.awake and self.core.on_submit is not None:
+            self.core.on_submit()
+        return waiting
 
     def close(self, bint discard=False) -> None:
         """Give the handle up; with `discard`, and no other handle, drop what was counted too. Idempotent."""

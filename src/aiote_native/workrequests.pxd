@@ -8,8 +8,7 @@ cdef class Waitable:
     cdef public object waiter
     cdef void settled(self)
 
-cdef int finish(Waitable item) except -1
-cdef int wake(object waiter) except -1
+cdef int finish(Waitable item, list woken=*) except -1
 
 cdef class LocalMemory:
     cdef void* descs[MAX_RAILS]

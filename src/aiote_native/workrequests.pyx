@@ -15,6 +15,7 @@ from libc.string cimport memcpy, memset, strcmp
 
 from aiote_native.buffers cimport Buffer
 from aiote_native.libfabric.device cimport Device, FabricMemory
+from aiote_native.wakers cimport wake
 
 
 cdef class Waitable:
@@ -27,22 +28,8 @@ cdef class Waitable:
         pass
 
 
-cdef int wake(object waiter) except -1:
-    """Wake whoever awaits it; nothing happens if that was done, or if its loop was closed under it."""
-    if type(waiter) is list:
-        for one in waiter:
-            wake(one)
-        return 0
-    try:
-        if not waiter.done():
-            waiter.set_result(None)
-    except RuntimeError:
-        pass
-    return 0
-
-
-cdef int finish(Waitable item) except -1:
-    """Deliver one end, once, and drop the reference that the core had."""
+cdef int finish(Waitable item, list woken=None) except -1:
+    """Deliver one end, once, and drop the reference that the core had. Its waiters join `woken`, or are woken."""
     if item.is_over:
         return 0
     item.is_over = True
@@ -50,7 +37,12 @@ cdef int finish(Waitable item) except -1:
     waiter = item.waiter
     if waiter is not None:
         item.waiter = None
-        wake(waiter)
+        if woken is None:
+            wake(waiter)
+        elif type(waiter) is list:
+            woken.extend(waiter)
+        else:
+            woken.append(waiter)
     callback = item.on_over
     item.on_over = None
     if callback is not None:

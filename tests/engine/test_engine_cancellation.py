@@ -191,7 +191,7 @@ async def test_shielded_it_goes_on(provider):
 
 
 async def test_a_cancellation_that_meets_the_completion_is_not_lost():
-    """The transfer is over, its task is about to be told, and is cancelled: the task hears of the cancellation."""
+    """The transfer is over, its task is about to be told, and is cancelled by one that was told before."""
     async with linked("tcp") as (left, right):
         target = bytearray(8)
         transfer = left.submit_write(left.register(b"12345678"), across(left, right, target))
@@ -199,13 +199,17 @@ async def test_a_cancellation_that_meets_the_completion_is_not_lost():
         async def wait() -> None:
             await transfer
 
-        task = asyncio.create_task(wait())
+        async def wait_and_cancel() -> None:
+            await transfer
+            assert not second.done()
+            assert second.cancel()
+
+        first, second = asyncio.create_task(wait_and_cancel()), asyncio.create_task(wait())
         await asyncio.sleep(0)
-        while not transfer.done():
-            await asyncio.sleep(0)
-        assert task.cancel()
+        assert not transfer.done(), "both wait"
+        await first
         with pytest.raises(asyncio.CancelledError):
-            await task
+            await second
         assert transfer.exception() is None
         assert target == b"12345678"
 

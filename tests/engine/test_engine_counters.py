@@ -141,23 +141,41 @@ async def test_a_cancellation_that_meets_the_satisfaction(progress, turns):
 
 
 async def test_a_cancellation_between_satisfaction_and_wake_up_gives_the_counts_back():
-    """The wait was satisfied in this turn of the loop, its task runs in the next: cancelled in between."""
-    async with linked("tcp") as (left, right):
-        counter = right.counter(7)
-        task = asyncio.create_task(counter.wait(2))
-        await asyncio.sleep(0)
-        transfers = [left.submit_write_imm(None, right.address, 7) for _ in range(2)]
-        while right.statistics().immediates < 2:
-            assert not task.done()
+    """Both waits were satisfied in one round, and the task of the first cancels the other before that has run."""
+    async with linked("shm") as (left, right):
+        await count(left, right, 1, 1)
+        between = 0
+        for number in range(50):
+            counter = right.counter(number + 7)
+            arrived = right.statistics().immediates
+
+            async def wait_and_cancel(counter: aiote.Counter, second: asyncio.Task[None], arrived: int) -> bool:
+                await counter.wait(1)
+                satisfied = right.statistics().immediates == arrived + 3 and counter.value == 0
+                assert second.cancel()
+                return satisfied
+
+            # The first in line is the first to wait, so the second task is made first and starts later.
+            gate = asyncio.Event()
+
+            async def wait_later(counter: aiote.Counter, gate: asyncio.Event) -> None:
+                await gate.wait()
+                await counter.wait(2)
+
+            second = asyncio.create_task(wait_later(counter, gate))
+            first = asyncio.create_task(wait_and_cancel(counter, second, arrived))
             await asyncio.sleep(0)
-        assert counter.value == 0, "they were consumed for the wait"
-        assert task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert counter.value == 2
-        await counter.wait(2)
-        for transfer in transfers:
-            await transfer
+            gate.set()
+            await asyncio.sleep(0)
+            transfers = [left.submit_write_imm(None, right.address, number + 7) for _ in range(3)]
+            between += await first
+            with pytest.raises(asyncio.CancelledError):
+                await second
+            for transfer in transfers:
+                await transfer
+            await counter.wait(2)
+            assert counter.value == 0
+        assert between, "never satisfied before it was cancelled: nothing was tried"
 
 
 async def test_a_wait_that_ran_out_of_time_may_be_repeated():

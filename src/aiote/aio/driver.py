@@ -71,13 +71,13 @@ class Driver:
     def _round(self) -> None:
         if not self._running:
             return
-        again = False if self._core.threaded else self._core.progress()
-        self._collect()
-        if again and self._running and not self._core.awake and self._asyncio is not None:
+        if self._core.threaded:
+            self._collect(direct=True)
+        elif self._core.turn(self._on_round) and self._running and not self._core.awake and self._asyncio is not None:
             self._core.awake = True
             self._asyncio.call_soon(self._again)
 
-    def _collect(self) -> None:
+    def _collect(self, *, direct: bool = False) -> None:
         # What ends may start what waited for it, which kicks: that is collected here in turn, not deeper and deeper.
         self._more = True
         if self._collecting:
@@ -86,7 +86,7 @@ class Driver:
         try:
             while self._more and self._running:
                 self._more = False
-                self._on_round(self._core.reap())
+                self._on_round(self._core.reap(direct))
         finally:
             self._collecting = False
 

@@ -8,11 +8,13 @@ of theirs, so an engine may be opened in one task and closed in another (as test
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 from collections.abc import Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import UsageError
+from ..rails import NativeWaiter
 
 if TYPE_CHECKING:
     import trio
@@ -105,7 +107,7 @@ class AsyncioLoop:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.waiter = loop.create_future
+        self.waiter = functools.partial(NativeWaiter, loop, asyncio.CancelledError)
         self.time = loop.time
         # The loop holds tasks weakly; an engine's own must live until they are over.
         self._tasks: set[asyncio.Task[None]] = set()

@@ -11,6 +11,7 @@ from aiote_native.peers import PeerLink
 from aiote_native.requests import LocalSlice, RemoteSlice, Request, quick
 from aiote_native.status import StatusError, error_text
 from aiote_native.waits import CounterHandle, CounterWait, Watch, read_word
+from aiote_native.wakers import Waiter as NativeWaiter
 from aiote_native.workrequests import LocalMemory, Operation, PageIndex, RemoteMemory, Waitable
 
 from .contract import RailInfo
@@ -26,6 +27,7 @@ __all__ = [
     "ForkError",
     "LocalMemory",
     "LocalSlice",
+    "NativeWaiter",
     "Operation",
     "PageIndex",
     "PeerLink",

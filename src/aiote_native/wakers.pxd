@@ -1,0 +1,18 @@
+cdef class Waiter:
+    cdef object loop
+    cdef object cancelled_error
+    cdef object callback
+    cdef object context
+    cdef object message
+    cdef bint is_done
+    cdef bint is_cancelled
+    cdef public bint _asyncio_future_blocking
+    cdef int now(self) except -1
+    cdef int settle(self) except -1
+
+cdef class Pause:
+    cdef Waiter waiter
+    cdef bint yielded
+
+cdef int wake(object waiter) except -1
+cdef object wake_all(list waiters, bint direct)
