@@ -110,7 +110,9 @@ def install_requirements(venv: Path, group: str) -> None:
 def fingerprint() -> str:
     """Return a digest of every file that the installed package is made of."""
     digest = hashlib.sha256()
-    files = (p for p in (ROOT / "src").rglob("*") if p.is_file() and p.suffix not in (".pyc", ".so"))
+    folders = (ROOT / "src", ROOT / "bench" / "raw")
+    found = (path for folder in folders for path in folder.rglob("*"))
+    files = (path for path in found if path.is_file() and path.suffix not in (".pyc", ".so"))
     for path in sorted([*files, ROOT / "meson.build", ROOT / "pyproject.toml"]):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(ROOT)}\n{len(content)}\n".encode() + content)

@@ -14,7 +14,6 @@ the slot where it belongs (`recv_into`) and acknowledged. What was chosen, each 
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from typing import Any
 
@@ -31,7 +30,6 @@ class Pyzmq(Worker):
     def __init__(self, options: Options, arena: Arena) -> None:
         super().__init__(options, arena)
         self.library = f"pyzmq {zmq.pyzmq_version()} (ZeroMQ {zmq.zmq_version()})"
-        self.folder = tempfile.TemporaryDirectory()
         self.context = zmq.Context(io_threads=1)
         self.socket = self.context.socket(zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
@@ -44,8 +42,8 @@ class Pyzmq(Worker):
     def address(self) -> str:
         if self.options.initiator:
             return "-"
-        path = os.path.join(self.folder.name, "socket")
-        self.socket.bind("tcp://127.0.0.1:*" if self.options.provider == "tcp" else f"ipc://{path}")
+        # "@" makes it a name that is no file, so that nothing is left over if a worker is killed
+        self.socket.bind("tcp://127.0.0.1:*" if self.options.provider == "tcp" else f"ipc://@aiote-bench-{os.getpid()}")
         return str(self.socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def connect(self, peer: str) -> None:
@@ -124,7 +122,6 @@ class Pyzmq(Worker):
     def close(self) -> None:
         self.socket.close()
         self.context.term()
-        self.folder.cleanup()
 
 
 if __name__ == "__main__":

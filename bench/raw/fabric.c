@@ -50,8 +50,8 @@ static struct fi_info *query(struct raw *self, const char *domain) {
     hints->fabric_attr->prov_name = strdup(self->provider);
     if (tcp) hints->addr_format = FI_SOCKADDR_IN;
     if (*domain) hints->domain_attr->name = strdup(domain);
-    check(getinfo(FI_VERSION(1, 17), tcp && !*domain ? "127.0.0.1" : NULL, NULL, tcp && !*domain ? FI_SOURCE : 0,
-                  hints, &found), "fi_getinfo");
+    check(getinfo(FI_VERSION(1, 17), tcp && !*domain ? self->host : NULL, NULL, tcp && !*domain ? FI_SOURCE : 0, hints,
+                  &found), "fi_getinfo");
     freeinfo(hints);
     return found;
 }

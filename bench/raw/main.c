@@ -11,7 +11,7 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 
-enum { LINE_BYTES = 16384 };
+enum { LINE_BYTES = 16384, HUGE_BYTES = 2 << 20 };
 
 _Noreturn void fail(const char *format, ...) {
     char text[512];
@@ -32,12 +32,23 @@ static const char *value_of(int argc, char **argv, const char *name, const char 
     return otherwise;
 }
 
+/* Huge pages from the first byte on: with small ones a copy between processes costs twice as much. */
+static uint8_t *allocate(size_t bytes) {
+    uint8_t *memory = mmap(NULL, bytes + HUGE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) fail("no memory for an arena of %zu bytes", bytes);
+    memory += HUGE_BYTES - (uintptr_t)memory % HUGE_BYTES;
+    madvise(memory, bytes, MADV_HUGEPAGE);
+    memset(memory, 0, bytes);
+    return memory;
+}
+
 static void settings(struct raw *self, int argc, char **argv) {
     cpu_set_t set;
     if (argc % 2 == 0) fail("options come in pairs: --name value");
     self->target = strcmp(value_of(argc, argv, "--role", "target"), "target") == 0;
     self->provider = value_of(argc, argv, "--provider", "tcp");
     self->library = value_of(argc, argv, "--library", "libfabric.so.1");
+    self->host = value_of(argc, argv, "--host", "127.0.0.1");
     self->rails = value_of(argc, argv, "--rails", "");
     self->sleeps = strcmp(value_of(argc, argv, "--mode", "spin"), "event") == 0;
     self->processor = atoi(value_of(argc, argv, "--cpu", "-1"));
@@ -49,11 +60,7 @@ static void settings(struct raw *self, int argc, char **argv) {
         CPU_SET(self->processor, &set);
         if (sched_setaffinity(0, sizeof(set), &set) != 0) fail("cannot run on processor %d", self->processor);
     }
-    self->arena = mmap(NULL, self->arena_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (self->arena == MAP_FAILED) fail("no memory for an arena of %zu bytes", self->arena_bytes);
-    /* As NumPy's allocator has it: with small pages every copy between processes costs twice as much. */
-    madvise(self->arena, self->arena_bytes, MADV_HUGEPAGE);
-    memset(self->arena, 0, self->arena_bytes);
+    self->arena = allocate(self->arena_bytes);
 }
 
 static void say_address(struct raw *self) {

@@ -54,7 +54,7 @@ struct card {
 };
 
 struct raw {
-    const char *provider, *library, *rails;
+    const char *provider, *library, *rails, *host;
     bool target, sleeps;
     int processor, own_bell, peer_bell;
     uint8_t *arena;

@@ -141,9 +141,7 @@ class Engine(Connections):
             raise UsageError(f"register: {error}") from error
         memory = self.fabric.register(buffer)
         memory.owner = self.core
-        book = RegionBook(
-            self.address, secrets.randbits(64), self._wait_idle, self._region_closed, self.leases.grant
-        )
+        book = RegionBook(self.address, secrets.randbits(64), self._wait_idle, self._region_closed, self.leases.grant)
         region = Region(memory, 0, memory.length, book, is_slice=False)
         self.memories.add(memory)
         self._regions[memory] = region
@@ -204,8 +202,7 @@ class Engine(Connections):
         raises. Raises UsageError, TransferError, PeerError, ClosedError.
         """
         await (
-            quick(self.core, Transfer, src, dst, False, None)
-            or submit.submit_write(self, src, dst, None, waits=True)
+            quick(self.core, Transfer, src, dst, False, None) or submit.submit_write(self, src, dst, None, waits=True)
         )
 
     def submit_write_imm(self, src: Region | None, dst: RemoteRegion | Peer | Address, imm: int) -> Transfer:
@@ -214,10 +211,7 @@ class Engine(Connections):
 
     async def write_imm(self, src: Region | None, dst: RemoteRegion | Peer | Address, imm: int) -> None:
         """Write and count 1 on immediate `imm` (28 bits) at the receiver once the bytes are there; else as `write`."""
-        await (
-            quick(self.core, Transfer, src, dst, False, imm)
-            or submit.submit_write(self, src, dst, imm, waits=True)
-        )
+        await (quick(self.core, Transfer, src, dst, False, imm) or submit.submit_write(self, src, dst, imm, waits=True))
 
     def submit_read(self, src_remote: RemoteRegion, dst_local: Region) -> Transfer:
         """Start a read of all of `src_remote` into all of `dst_local` (same length)."""

@@ -107,7 +107,7 @@ class AsyncioLoop:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self.waiter = functools.partial(NativeWaiter, loop, asyncio.CancelledError)
+        self.waiter: Callable[[], Waiter] = functools.partial(NativeWaiter, loop, asyncio.CancelledError)
         self.time = loop.time
         # The loop holds tasks weakly; an engine's own must live until they are over.
         self._tasks: set[asyncio.Task[None]] = set()

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import selectors
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,6 @@ from typing import IO, Any, Protocol
 __all__ = ["BenchError", "Lines", "LocalSide", "Pair", "Side", "Unsupported", "bells"]
 
 PATIENCE_S = 120.0
-PEEK_BYTES = 4000
 
 
 class BenchError(Exception):
@@ -39,7 +39,7 @@ class Side(Protocol):
 class Lines:
     """Lines of JSON from a descriptor, each waited for at most so long."""
 
-    def __init__(self, name: str, stream: IO[bytes]) -> None:
+    def __init__(self, name: str, stream: IO[bytes] | socket.socket) -> None:
         self.name = name
         self._fd = stream.fileno()
         self._held = b""
@@ -102,6 +102,18 @@ class LocalSide:
     def hear(self, patience: float = PATIENCE_S) -> dict[str, Any]:
         """Return its next answer."""
         return self._lines.next(patience)
+
+    @property
+    def output(self) -> IO[bytes]:
+        """What it answers, for somebody who passes it on."""
+        assert self._process.stdout is not None
+        return self._process.stdout
+
+    def feed(self, data: bytes) -> None:
+        """Pass on what somebody else told it."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(data)
+        self._process.stdin.flush()
 
     def close(self) -> None:
         """End it: asked first, killed after two seconds."""

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from aiote.cli import bench
 from aiote.cli.demo import kvcache, weightfile
 
 __all__ = ["run"]
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 demo = typer.Typer(help="See the engine at work on real input.", no_args_is_help=True)
 app.add_typer(demo, name="demo")
+app.add_typer(bench.app, name="bench")
 demo.command("kvcache")(kvcache.command)
 demo.command("weights")(weightfile.command)
 

@@ -1,0 +1,161 @@
+"""Runs that alternate between the contestants, and what is made of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from aiote.bench.congestion import congestion_control
+from aiote.bench.contestants import Setting
+from aiote.bench.records import UNITS, Record, Run
+from aiote.bench.sides import BenchError, Pair, Unsupported
+from aiote.bench.statistics import Spread, paired_ratio
+from aiote.bench.work import Work
+
+__all__ = ["Entry", "Plan", "arena_for", "measure"]
+
+LEAST_ARENA = 32 << 20
+HUGE_BYTES = 2 << 20
+FIRST_BYTES = 32 << 20
+FIRST_REQUESTS = 500
+ALONE = 0.9
+"""A process that spins and gets less than this of a core shares it with somebody: its run says little."""
+RETRIES = 5
+SEEDS = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How often and for how long: `runs` of about `seconds` each, after a cold one and one that finds the length."""
+
+    runs: int = 5
+    seconds: float = 0.3
+
+
+@dataclass(slots=True)
+class Entry:
+    """One contestant at one kind of work, as far as it was measured. `loop` is "" where none matters."""
+
+    pair: Pair
+    loop: str = ""
+    count: int = 0
+    cold: float = 0.0
+    runs: list[Run] = field(default_factory=list)
+    refusal: str = ""
+
+
+def arena_for(works: Sequence[Work]) -> int:
+    """Return the bytes that an arena needs for any of these, the raw one's receives included, in huge pages."""
+    most = max(LEAST_ARENA, *(work.window * work.request_bytes + 8 for work in works))
+    return -(-most // HUGE_BYTES) * HUGE_BYTES
+
+
+def _once(entry: Entry, work: Work, count: int) -> Run:
+    """Do one run. Raises BenchError when what arrived is not what was sent."""
+    work = replace(work, count=count, seed=next(SEEDS))
+    initiator, target = entry.pair.run(work.line())
+    for side, answer in (("initiator", initiator), ("target", target)):
+        if answer.get("verified") is not True:
+            raise BenchError(f"{entry.pair.name} {side}: the data are wrong after {work.line()!r}")
+    try:
+        return Run.of(work, initiator, target)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise BenchError(f"{entry.pair.name}: not a result: {initiator!r}, {target!r}") from error
+
+
+def _whole(work: Work, count: float) -> int:
+    """Round to whole windows, so that every coroutine has the same share."""
+    return max(1, round(count / work.window)) * work.window
+
+
+def _warm_up(entry: Entry, work: Work, plan: Plan) -> None:
+    """Do the cold run, and find how many requests take as long as a run should."""
+    size = max(work.request_bytes, 1)
+    count = _whole(work, min(FIRST_REQUESTS, max(work.window, FIRST_BYTES // size)))
+    run = _once(entry, work, count)
+    entry.cold = run.value
+    for _ in range(8):
+        wanted = _whole(work, count * plan.seconds / max(run.seconds, 1e-6))
+        if run.seconds >= plan.seconds / 4:
+            break
+        # A short run says little about the speed, so the next is at most ten times as long.
+        count = min(wanted, count * 10)
+        run = _once(entry, work, count)
+    entry.count = _whole(work, count * plan.seconds / max(run.seconds, 1e-6))
+
+
+def _shared(run: Run) -> bool:
+    return min(run.cpu_initiator, run.cpu_target) < ALONE * run.seconds
+
+
+def _in_turn(entries: Sequence[Entry], work: Work, plan: Plan, *, spins: bool) -> int:
+    """Do the runs, one of each contestant in turn, every other round in the opposite order; return how many rounds were
+    thrown away because a spinning process of the engine or the baseline had to share its core.
+    """
+    disturbed = 0
+    number = 0
+    while number < plan.runs:
+        order = entries if number % 2 == 0 else list(reversed(entries))
+        found = {id(entry): _once(entry, work, entry.count) for entry in order}
+        ours = [found[id(entry)] for entry in entries if entry.pair.name in ("aiote", "raw")]
+        if spins and disturbed < RETRIES and any(_shared(run) for run in ours):
+            disturbed += 1
+            continue
+        for entry in entries:
+            entry.runs.append(found[id(entry)])
+        number += 1
+    return disturbed
+
+
+def measure(
+    entries: Sequence[Entry], work: Work, setting: Setting, plan: Plan, on_step: Callable[[str], object] | None = None
+) -> list[Record]:
+    """Measure one kind of work for all contestants; one that cannot do it has a record without a figure.
+
+    Raises BenchError where a worker fails or the data are wrong.
+    """
+    able: list[Entry] = []
+    for entry in entries:
+        if on_step is not None:
+            on_step(f"{work.op} {work.size}: {entry.pair.name}")
+        try:
+            _warm_up(entry, work, plan)
+            able.append(entry)
+        except Unsupported as refusal:
+            entry.refusal = str(refusal)
+    disturbed = _in_turn(able, work, plan, spins=setting.mode == "spin") if able else 0
+    raw = next((entry for entry in able if entry.pair.name == "raw"), None)
+    return [_record(entry, work, setting, raw, disturbed) for entry in entries]
+
+
+def _record(entry: Entry, work: Work, setting: Setting, raw: Entry | None, disturbed: int) -> Record:
+    runs = entry.runs
+    ratio = None
+    if raw is not None and raw is not entry and runs:
+        ratio = paired_ratio([run.value for run in runs], [run.value for run in raw.runs])
+    timed = work.op == "latency" and bool(runs)
+    return Record(
+        op=work.op,
+        contestant=entry.pair.name,
+        provider=setting.provider,
+        library=entry.pair.library,
+        loop=entry.loop,
+        mode=setting.mode,
+        rails=setting.rails,
+        congestion=congestion_control() if setting.provider != "shm" else "",
+        size=work.size,
+        window=work.window,
+        pages=work.pages,
+        runs=len(runs),
+        unit=UNITS[work.op],
+        value=Spread.of([run.value for run in runs] or [0.0]),
+        cold=entry.cold,
+        cpu_initiator=Spread.of([run.cpu_initiator / run.seconds for run in runs] or [0.0]).median,
+        cpu_target=Spread.of([run.cpu_target / run.seconds for run in runs] or [0.0]).median,
+        p99_us=Spread.of([run.p99_us for run in runs]).median if timed else None,
+        max_us=max(run.max_us for run in runs) if timed else None,
+        ratio=ratio,
+        disturbed=disturbed,
+        note=entry.refusal,
+    )

@@ -1,0 +1,115 @@
+"""What is written down of a measurement."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aiote.bench.statistics import Spread
+from aiote.bench.work import Work
+
+__all__ = ["FORMAT", "Record", "Run", "machine", "value_of", "write_json"]
+
+FORMAT = 1
+GIB = 1 << 30
+UNITS = {"write": "GiB/s", "read": "GiB/s", "pages": "GiB/s", "send": "GiB/s", "rate": "ops/s", "latency": "us"}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of one contestant: `value` in the unit of its kind of work, CPU seconds of each side, and its length."""
+
+    value: float
+    seconds: float
+    cpu_initiator: float
+    cpu_target: float
+    p99_us: float = 0.0
+    max_us: float = 0.0
+
+    @classmethod
+    def of(cls, work: Work, initiator: dict[str, Any], target: dict[str, Any]) -> Run:
+        """Make one of what the two sides answered. Raises KeyError, TypeError for answers that are none."""
+        return cls(
+            value=value_of(work, initiator),
+            seconds=float(initiator["seconds"]),
+            cpu_initiator=float(initiator["cpu"]),
+            cpu_target=float(target["cpu"]),
+            p99_us=float(initiator.get("p99_us", 0.0)),
+            max_us=float(initiator.get("max_us", 0.0)),
+        )
+
+
+def value_of(work: Work, answer: dict[str, Any]) -> float:
+    """Return GiB/s, requests a second, or the middle of the round trips in microseconds."""
+    if work.op == "latency":
+        return float(answer["p50_us"])
+    each = work.count / float(answer["seconds"])
+    return each if UNITS[work.op] == "ops/s" else each * work.request_bytes / GIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One line of the table: a contestant at one kind of work.
+
+    `value` is in `unit`; of the cold run, the first after the processes met, there is one value, and it is in no other
+    figure. `cpu_initiator` and `cpu_target` are CPU seconds for a second of the run. `ratio` is to the raw loops, each
+    run divided by its neighbour's: of bandwidths and rates more is better, of round trips less. `disturbed` counts
+    runs that were thrown away because a process that spins did not have a core to itself.
+    """
+
+    op: str
+    contestant: str
+    provider: str
+    library: str
+    loop: str
+    mode: str
+    rails: str
+    congestion: str
+    size: int
+    window: int
+    pages: int
+    runs: int
+    unit: str
+    value: Spread
+    cold: float
+    cpu_initiator: float
+    cpu_target: float
+    p99_us: float | None
+    max_us: float | None
+    ratio: Spread | None
+    disturbed: int
+    note: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return dataclasses.asdict(self)
+
+
+def machine() -> dict[str, Any]:
+    """Return what the figures are of."""
+    model = ""
+    if (info := Path("/proc/cpuinfo")).exists():
+        lines = (line.partition(":") for line in info.read_text().splitlines())
+        model = next((value.strip() for name, _, value in lines if name.strip() == "model name"), "")
+    return {
+        "processor": model or platform.machine(),
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+    }
+
+
+def write_json(path: Path, records: Sequence[Record]) -> None:
+    """Write all records; a file that is there is replaced at once or not at all."""
+    text = json.dumps(
+        {"format": FORMAT, "machine": machine(), "records": [record.as_dict() for record in records]}, indent=1
+    )
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text + "\n")
+    beside.replace(path)
