@@ -23,6 +23,4 @@ cdef class Awaiting:
     cdef Request request
     cdef object inner
     cdef bint interrupted
-    cdef object enlist(self)
     cdef object interrupt(self, error)
-    cdef int conclude(self) except -1

@@ -5,6 +5,7 @@ room. Everything else is the caller's, who knows how to wait and what to complai
 times a second used to cost 7 us, most of it in a dozen Python calls that found nothing to do.
 """
 
+cimport cython
 from cpython.ref cimport PyObject
 from libc.stdint cimport int64_t, uint64_t
 
@@ -12,13 +13,14 @@ from aiote_native.core cimport Core
 from aiote_native.counters cimport IMMEDIATE_BITS
 from aiote_native.progress cimport alive
 from aiote_native.structs cimport OP_READ
-from aiote_native.wakers cimport wake
+from aiote_native.wakers cimport Waiter, wake
 
 cdef extern from "Python.h":
     ctypedef struct PyTypeObject:
         object (*tp_new)(type, tuple, PyObject*)
 
 cdef tuple NOTHING = ()
+cdef object MORE = object()  # what an iterator gives that has no more
 cdef object LARGEST_IMMEDIATE = (1 << IMMEDIATE_BITS) - 1
 
 
@@ -92,6 +94,19 @@ cdef class Request(Operation):
         return awaiting
 
 
+cdef object enlist(Request request):
+    """Have a coroutine wait for the request, and return what its event loop is to be given, or an iterator of that."""
+    waiter = request.peer.waiter()
+    if request.waiter is None:
+        request.waiter = waiter
+    elif type(request.waiter) is list:
+        request.waiter.append(waiter)
+    else:
+        request.waiter = [request.waiter, waiter]
+    return waiter if type(waiter) is Waiter else waiter.__await__()
+
+
+@cython.freelist(64)
 cdef class Awaiting:
     """One await of a request: the iterator that a coroutine delegates to."""
 
@@ -99,20 +114,37 @@ cdef class Awaiting:
         return self
 
     def __next__(self):
-        return self.send(None)
-
-    def send(self, value):
+        # Everything is in this one function: Cython ends an iterator without an exception only where it says so itself,
+        # and one that goes through a call costs a traceback for each.
         cdef Request request = self.request
         if self.inner is None:
-            if request.is_over or request.refused:
-                self.conclude()
-            self.inner = self.enlist()
+            if not (request.is_over or request.refused):
+                self.inner = enlist(request)
+                if type(self.inner) is Waiter:
+                    (<Waiter> self.inner)._asyncio_future_blocking = True
+                    return self.inner
+        if self.inner is not None and type(self.inner) is not Waiter:
+            try:
+                item = next(self.inner, MORE)
+            except BaseException as error:
+                # trio lets a cancellation arrive like this, asyncio has it thrown in.
+                return self.interrupt(error)
+            if item is not MORE:
+                return item
+        if request.refused or request.op.status != 0:
+            request.raise_failure()
+        raise StopIteration
+
+    def send(self, value):
+        if value is None or self.inner is None or type(self.inner) is Waiter:
+            return next(self)
         try:
-            return next(self.inner) if value is None else self.inner.send(value)
+            return self.inner.send(value)
         except StopIteration:
-            self.conclude()
+            if self.request.refused or self.request.op.status != 0:
+                self.request.raise_failure()
+            raise
         except BaseException as error:
-            # trio lets a cancellation arrive like this, asyncio has it thrown in.
             return self.interrupt(error)
 
     def throw(self, kind, error=None, trace=None):
@@ -120,30 +152,19 @@ cdef class Awaiting:
             error = kind() if isinstance(kind, type) else kind
         if self.inner is None:
             raise error
+        if type(self.inner) is Waiter:
+            return self.interrupt(error)
         try:
             return self.inner.throw(error)
-        except StopIteration:
-            self.conclude()
         except BaseException as raised:
             return self.interrupt(raised)
 
     def close(self):
         if self.inner is not None:
-            self.inner.close()
+            if type(self.inner) is not Waiter:
+                self.inner.close()
             if not self.interrupted:
                 self.request.cancel()
-
-    cdef object enlist(self):
-        """Wait for the request, and return what the event loop is to be given."""
-        cdef Request request = self.request
-        waiter = request.peer.waiter()
-        if request.waiter is None:
-            request.waiter = waiter
-        elif type(request.waiter) is list:
-            request.waiter.append(waiter)
-        else:
-            request.waiter = [request.waiter, waiter]
-        return waiter.__await__()
 
     cdef object interrupt(self, error):
         """Hand an exception over to the request's own way of ending, once."""
@@ -151,14 +172,7 @@ cdef class Awaiting:
             raise error
         self.interrupted = True
         self.inner = self.request.interrupted(error)
-        return self.send(None)
-
-    cdef int conclude(self) except -1:
-        """End the await, as the request has ended."""
-        if self.request.refused or self.request.op.status != 0:
-            self.request.raise_failure()
-        raise StopIteration
-
+        return next(self)
 
 def quick(Core core, type kind, local, remote, bint reads, imm):
     """Start one write (or read) between two slices and return its request, made of `kind` without its `__init__`.

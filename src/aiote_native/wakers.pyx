@@ -6,6 +6,11 @@ the selector and 2 us. A waiter that is woken in a callback of the loop's own, w
 task right there, which is what that next turn would do.
 """
 
+cimport cython
+from cpython.contextvars cimport PyContext_Enter, PyContext_Exit
+
+
+@cython.freelist(64)
 cdef class Waiter:
     """One sleep of one task. `loop` is asyncio's or uvloop's, `cancelled_error` what a cancelled sleep raises."""
 
@@ -67,10 +72,15 @@ cdef class Waiter:
         callback, self.callback = self.callback, None
         if callback is None:
             return 0
-        if self.context is None:
+        context = self.context
+        if context is None:
             callback(self)
-        else:
-            self.context.run(callback, self)
+            return 0
+        PyContext_Enter(context)
+        try:
+            callback(self)
+        finally:
+            PyContext_Exit(context)
         return 0
 
     def __await__(self):

@@ -76,29 +76,26 @@ class Arena:
         return slice(slot * work.request_bytes, (slot + 1) * work.request_bytes)
 
 
-def _request(arena: Arena, work: Work, slot: int) -> Callable[[], Awaitable[None]]:
-    """Return what makes one request of a slot: the verb with its arguments, which are the same each time."""
+def _request(arena: Arena, work: Work, slot: int) -> tuple[Callable[..., Awaitable[None]], tuple[Any, ...]]:
+    """Return the verb that a slot's requests are made with, and its arguments, which are the same each time."""
     engine, where = arena.engine, arena.slot(work, slot)
     here, there = arena.region[where], arena.there[where]
     if work.op == "read":
-        return lambda: engine.read(there, here)
+        return engine.read, (there, here)
     if work.op == "send":
-        payload = arena.words.view(np.uint8)[where].tobytes()
-        owner = there.owner
-        return lambda: engine.send(owner, payload)
+        return engine.send, (there.owner, arena.words.view(np.uint8)[where].tobytes())
     if work.op == "pages":
         order = np.arange(work.pages)
-        source = aiote.Pages(here, order, work.size)
         target = aiote.Pages(there, order * PAGE_STEP % work.pages, work.size)
-        return lambda: engine.write_pages(source, target, COUNTED)
-    return lambda: engine.write(here, there)
+        return engine.write_pages, (aiote.Pages(here, order, work.size), target, COUNTED)
+    return engine.write, (here, there)
 
 
 async def _stream(arena: Arena, work: Work) -> None:
     async def lane(slot: int) -> None:
-        request = _request(arena, work, slot)
+        verb, arguments = _request(arena, work, slot)
         for _ in range(slot, work.count, work.window):
-            await request()
+            await verb(*arguments)
 
     async with anyio.create_task_group() as group:
         for slot in range(work.slots):
