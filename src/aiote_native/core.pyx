@@ -122,7 +122,7 @@ cdef class Core:
     def turn(self, on_round) -> bool:
         """Make progress and wake who waited for it; for a callback of the event loop's own. Returns as `progress` does.
 
-        One round, or as many as fit in 20 us where the last turn was just now and the loop had nothing else to do.
+        One round, or as many as fit in 50 us where the last turn was just now and the loop had nothing else to do.
         `on_round(failed)` is called where peers failed or messages are there.
         """
         cdef uint64_t deadline = slice_end(&self.engine)

@@ -91,7 +91,7 @@ cdef enum:
     # An event loop that came back within ALONE_NS has nothing else to do, so it may be kept for SLICE_NS: a turn of a
     # loop costs 3 to 6 us, in which nothing that arrives is seen.
     ALONE_NS = 30_000
-    SLICE_NS = 20_000
+    SLICE_NS = 50_000
     WATCH_FIRST_NS = 50_000
     WATCH_LAST_NS = 1_000_000
 

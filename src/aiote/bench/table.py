@@ -57,7 +57,7 @@ def show(records: Sequence[Record], console: Console) -> None:
         under = f", TCP congestion control {congestion}" if congestion else ""
         table = Table(title=f"{provider}, {library}, {mode}{under}", title_justify="left")
         for name in ("work", "who"):
-            table.add_column(name, no_wrap=name == "who")
+            table.add_column(name, no_wrap=True)
         for name in ("median", "least-most", "cold", "CPU from/to", "to raw"):
             table.add_column(name, justify="right", no_wrap=True)
         for record in group:
