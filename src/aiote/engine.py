@@ -21,7 +21,7 @@ from .leases import Leases
 from .lifetime import Lifetime
 from .observe import EngineStatistics, Event, Events
 from .peer import Peer
-from .rails import Fabric, PeerLink, RailInfo, acquire, error_text, quick
+from .rails import Fabric, PeerLink, RailInfo, acquire, error_text, quick, quick_send
 from .region import Pages, Region, RegionBook, RemoteRegion
 from .transfer import Transfer
 from .watching import Changes, watch
@@ -242,14 +242,18 @@ class Engine(Connections):
 
     def submit_send(self, to: Peer | Address, payload: Any) -> Transfer:
         """Start a message of at most the receiver's `message_bytes`; the payload is copied before this returns."""
-        return submit.submit_send(self, to, payload)
+        return self._quick_send(to, payload) or submit.submit_send(self, to, payload)
 
     async def send(self, to: Peer | Address, payload: Any) -> None:
         """Send a message; the payload may be reused at once. A sender that outruns the receiver's pool waits here.
 
         Returning means that the message is on its way into the receiver's pool, not that anyone took it.
         """
-        await submit.submit_send(self, to, payload, waits=True)
+        await (self._quick_send(to, payload) or submit.submit_send(self, to, payload, waits=True))
+
+    def _quick_send(self, to: Peer | Address, payload: Any) -> Transfer | None:
+        peer = to if type(to) is Peer else self._known(to) if type(to) is Address else None
+        return None if peer is None or peer.link is None else quick_send(self.core, Transfer, peer.link, payload)
 
     async def recv(self) -> Message:
         """Return the next message of any peer; waiting costs nothing, cancelling loses nothing."""

@@ -57,10 +57,7 @@ class Transfer(Request):
     @property
     def description(self) -> str:
         """What it does, for people: the verb and its extent."""
-        if self._text:
-            return self._text
-        verb = "read" if self.reads else "write_imm" if self.counts else "write"
-        return f"{verb} of {self.total_bytes} bytes"
+        return self._text or f"{self.verb} of {self.total_bytes} bytes"
 
     def start(self) -> None:
         """Hand it to the native core; called once, when the peer is connected and has room."""

@@ -12,7 +12,7 @@ from libc.stdint cimport int64_t, uint64_t
 from aiote_native.core cimport Core
 from aiote_native.counters cimport IMMEDIATE_BITS
 from aiote_native.progress cimport alive
-from aiote_native.structs cimport OP_READ
+from aiote_native.structs cimport OP_READ, OP_SEND
 from aiote_native.wakers cimport Waiter, wake
 
 cdef extern from "Python.h":
@@ -50,14 +50,13 @@ cdef class Request(Operation):
     """
 
     @property
-    def reads(self) -> bool:
-        """Whether it reads, which is known once it was submitted."""
-        return self.op.opcode == OP_READ
-
-    @property
-    def counts(self) -> bool:
-        """Whether it counts at the receiver, which is known once it was submitted."""
-        return self.op.counted
+    def verb(self) -> str:
+        """What it does, which is known once it was submitted."""
+        if self.op.opcode == OP_READ:
+            return "read"
+        if self.op.opcode == OP_SEND:
+            return "send"
+        return "write_imm" if self.op.counted else "write"
 
     def refuse(self) -> None:
         """End it without the core, which does not have it, and wake who awaits it."""
@@ -174,6 +173,26 @@ cdef class Awaiting:
         self.inner = self.request.interrupted(error)
         return next(self)
 
+cdef bint open_for(Core core, PeerLink link):
+    """Whether one more request may start over a link, with nobody asked."""
+    return (link.ready and link.core is core and not link.closed and not link.state.failed
+            and link.unfinished < link.limit)
+
+
+cdef Request fresh(type kind, PeerLink link):
+    cdef Request request = <Request> (<PyTypeObject*> kind).tp_new(kind, NOTHING, NULL)
+    request.peer = link.peer
+    return request
+
+
+cdef int started(Core core, PeerLink link, Request request) except -1:
+    request.link = link
+    link.unfinished += 1
+    if not core.awake:
+        core.on_submit()
+    return 0
+
+
 def quick(Core core, type kind, local, remote, bint reads, imm):
     """Start one write (or read) between two slices and return its request, made of `kind` without its `__init__`.
 
@@ -195,22 +214,29 @@ def quick(Core core, type kind, local, remote, bint reads, imm):
     if there.memory.link is None or here.nbytes != there.nbytes or core.closing or core.on_submit is None:
         return None
     link = <PeerLink?> there.memory.link
-    if not link.ready or link.core is not core or link.closed or link.state.failed or link.unfinished >= link.limit:
-        return None
-    if there.memory.rails <= link.widest():
+    if not open_for(core, link) or there.memory.rails <= link.widest():
         return None
     if here.memory.owner is not core or here.memory.closing or not here.memory.registrations or not alive(&core.engine):
         return None
     if not (here.memory.writable if reads else there.memory.writable):
         return None
-    request = <Request> (<PyTypeObject*> kind).tp_new(kind, NOTHING, NULL)
-    request.peer = link.peer
+    request = fresh(kind, link)
     request.take(here.memory, here.start, there.memory, there.start, here.nbytes, here.nbytes, reads)
     request.op.part_bytes = here.nbytes
     request.op.parts = 1
     core.begin(link, request, reads, value)
-    request.link = link
-    link.unfinished += 1
-    if not core.awake:
-        core.on_submit()
+    started(core, link, request)
+    return request
+
+
+def quick_send(Core core, type kind, PeerLink link, payload):
+    """Start one message, as `quick` does; None as there."""
+    cdef Request request
+    if type(payload) is not bytes or core.closing or core.on_submit is None or not open_for(core, link):
+        return None
+    if link.state.mailbox == NULL or len(<bytes> payload) > link.message_limit or not alive(&core.engine):
+        return None
+    request = fresh(kind, link)
+    core.submit_send(link, request, payload)
+    started(core, link, request)
     return request

@@ -18,7 +18,7 @@ __all__ = ["FORMAT", "Record", "Run", "machine", "value_of", "write_json"]
 
 FORMAT = 1
 GIB = 1 << 30
-UNITS = {"write": "GiB/s", "read": "GiB/s", "pages": "GiB/s", "send": "GiB/s", "rate": "ops/s", "latency": "us"}
+UNITS = {"write": "GiB/s", "read": "GiB/s", "pages": "GiB/s", "send": "ops/s", "rate": "ops/s", "latency": "us"}
 
 
 @dataclass(frozen=True, slots=True)

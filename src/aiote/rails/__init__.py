@@ -8,7 +8,7 @@ from aiote_native.buffers import Buffer, acquire, section
 from aiote_native.core import Core
 from aiote_native.forks import ForkError, after_fork
 from aiote_native.peers import PeerLink
-from aiote_native.requests import LocalSlice, RemoteSlice, Request, quick
+from aiote_native.requests import LocalSlice, RemoteSlice, Request, quick, quick_send
 from aiote_native.status import StatusError, error_text
 from aiote_native.waits import CounterHandle, CounterWait, Watch, read_word
 from aiote_native.wakers import Waiter as NativeWaiter
@@ -44,6 +44,7 @@ __all__ = [
     "error_text",
     "library_summary",
     "quick",
+    "quick_send",
     "read_word",
     "section",
 ]
