@@ -10,7 +10,7 @@ WITH := PATH="$(abspath $(BIN)):$$PATH"
 READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo test soak fuzz mutants idle lint format wheel venv system test-system clean distclean help
+.PHONY: demo test soak fuzz mutants idle bench bench-peers lint format wheel venv system test-system clean distclean help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
@@ -36,6 +36,15 @@ mutants: test-system  ## take out each mechanism and see its tests fail; ARGS="-
 idle: system  ## measure what an engine with nothing to do costs; ARGS="--seconds 60" for longer
 	@$(READY) run --install
 	$(BIN)/python tools/idle.py $(ARGS)
+
+bench: system  ## measure aiote beside plain C, tcp and shm, with every libfabric here; ARGS="write --runs 9"
+	@$(READY) bench --install
+	$(BIN)/python tools/bench.py $(ARGS)
+
+bench-peers: system  ## the same beside NIXL, ucxx, Mooncake, pyzmq and sockets, which it installs (1.5 GB)
+	@$(READY) bench --install
+	$(BIN)/python tools/bench_peers.py install
+	$(BIN)/python tools/bench.py --peers $(ARGS)
 
 lint: system  ## ruff, mypy --strict and cython-lint
 	@$(READY) dev
@@ -69,5 +78,5 @@ distclean: clean  ## remove the environment as well
 	rm -rf "$(VENV)"
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1:\2/p' Makefile | while IFS=: read -r target text; do printf "  make %-10s %s\n" "$$target" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1:\2/p' Makefile | while IFS=: read -r target text; do printf "  make %-12s %s\n" "$$target" "$$text"; done
 	@echo "  PYTHON=python3.12 chooses the interpreter, VENV=folder its environment, ARGS=... goes to the command"

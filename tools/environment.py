@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = Path("build") / str(sys.implementation.cache_tag)
 RUN = ["cli", "libfabric", "safetensors"]
-EXTRAS = {"run": RUN, "dev": [*RUN, "trio", "uvloop", "dev"], "fuzz": [*RUN, "fuzz"]}
+EXTRAS = {"run": RUN, "dev": [*RUN, "trio", "uvloop", "dev"], "fuzz": [*RUN, "fuzz"], "bench": [*RUN, "uvloop", "plot"]}
 NEVER_BUILT = "atheris"  # its source wants a clang of its own making
 
 

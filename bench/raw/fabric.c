@@ -5,6 +5,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <poll.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
@@ -94,11 +95,15 @@ void fabric_card(struct raw *self, int i, struct card *out) {
     out->base = rail->info->domain_attr->mr_mode & FI_MR_VIRT_ADDR ? (uint64_t)(uintptr_t)self->arena : 0;
     check(fi_getname(&rail->endpoint->fid, out->name, &length), "fi_getname");
     out->length = (uint32_t)length;
+    snprintf(out->wire, sizeof(out->wire), "%s", rail->info->fabric_attr->prov_name);
 }
 
 void fabric_connect(struct raw *self, int i, const struct card *peer) {
     struct rail *rail = &self->rail[i];
-    int inserted = fi_av_insert(rail->vector, peer->name, 1, &rail->peer, 0, NULL);
+    int inserted;
+    if (strncmp(rail->info->fabric_attr->prov_name, peer->wire, sizeof(peer->wire)) != 0)
+        fail("%s here cannot talk to the other side's: both need libfabrics of one kind", rail->info->fabric_attr->prov_name);
+    inserted = fi_av_insert(rail->vector, peer->name, 1, &rail->peer, 0, NULL);
     check(inserted, "fi_av_insert");
     if (inserted != 1) fail("fi_av_insert refused the peer's address");
     rail->remote_key = peer->key;

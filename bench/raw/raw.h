@@ -51,6 +51,7 @@ struct card {
     uint64_t key, base;
     uint32_t length;
     uint8_t name[NAME_BYTES];
+    char wire[NAME_BYTES];  /* the provider's name: tcp and tcp;ofi_rxm do not understand each other, and would wait */
 };
 
 struct raw {

@@ -62,7 +62,7 @@ class Lines:
         except ValueError:
             raise BenchError(f"{self.name}: not an answer: {line[:200]!r}") from None
         if not isinstance(answer, dict) or "error" in answer:
-            raise BenchError(f"{self.name}: {answer['error'] if isinstance(answer, dict) else answer!r}")
+            raise BenchError(f"{self.name}: {answer['error'] if isinstance(answer, dict) else repr(answer)}")
         if "unsupported" in answer:
             raise Unsupported(f"{self.name}: {answer['unsupported']}")
         return answer

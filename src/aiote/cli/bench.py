@@ -125,6 +125,14 @@ def _works(ops: Sequence[str], sizes: str, window: int, pages: int) -> tuple[Wor
     return tuple(works)
 
 
+def _libraries(paths: Sequence[str] | None) -> list[str]:
+    """Return the libraries to measure with. The one that engines take is named, so that the raw loops take the same."""
+    try:
+        return [find(path).path for path in paths or [aiote.EngineConfig().library or ""]]
+    except aiote.AioteError as error:
+        _fail(f"--library: {error}", 2)
+
+
 def _options(ops: Sequence[str], values: dict[str, Any]) -> Options:
     """Check all that was given before anything is started."""
     works = _works(ops, values["sizes"], values["window"], values["pages"])
@@ -136,11 +144,7 @@ def _options(ops: Sequence[str], values: dict[str, Any]) -> Options:
         rails=values["rails"],
         arena=arena_for(works),
     )
-    try:
-        # The one that engines take is named, so that the raw loops take the same.
-        libraries = [find(path).path for path in values["library"] or [aiote.EngineConfig().library or ""]]
-    except aiote.AioteError as error:
-        _fail(f"--library: {error}", 2)
+    libraries = _libraries(values["library"])
     settings = tuple(
         replace(first, provider=provider.strip(), library=library)
         for provider in values["provider"].split(",")
@@ -210,10 +214,11 @@ def _measure(contestants: Sequence[Contestant], options: Options) -> None:
 
 def _listen(place: str) -> None:
     """Serve targets until interrupted."""
+    library = _libraries(None)[0]
 
     def command(kind: str, fields: dict[str, Any], host: str) -> list[str]:
         processor = sorted(os.sched_getaffinity(0))[-1]
-        return worker_command(Contestant(kind, kind), "target", Setting(**fields), processor, host)
+        return worker_command(Contestant(kind, kind), "target", Setting(**fields, library=library), processor, host)
 
     try:
         host, port = parse_place(place, default_host="127.0.0.1")

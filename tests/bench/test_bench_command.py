@@ -1,0 +1,186 @@
+"""`aiote bench` as users run it: every kind of work on real providers, what it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from aiote.bench.work import OPS
+
+AIOTE = [sys.executable, "-m", "aiote", "bench"]
+QUICK = ["--runs", "2", "--seconds", "0.02"]
+
+
+def bench(*arguments: str, timeout: float = 110) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*AIOTE, *arguments], capture_output=True, text=True, timeout=timeout)
+
+
+@pytest.mark.libfabric
+@pytest.mark.parametrize("mode", ["spin", "event"])
+@pytest.mark.parametrize("provider", ["tcp", "shm"])
+def test_everything_is_measured_beside_the_raw_loops(provider, mode, tmp_path):
+    file = tmp_path / "records.json"
+    done = bench("compare", "--provider", provider, "--mode", mode, *QUICK, "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    told = json.loads(file.read_text())
+    assert told["format"] == 1
+    assert told["machine"]["cores"] == os.cpu_count()
+    records = told["records"]
+    assert {(r["op"], r["contestant"]) for r in records} == {(op, who) for op in OPS for who in ("raw", "aiote")}
+    for record in records:
+        assert record["runs"] == 2
+        assert 0 < record["value"]["least"] <= record["value"]["median"] <= record["value"]["most"]
+        assert record["cold"] > 0
+        assert record["cpu_initiator"] > 0
+        assert record["cpu_target"] > 0
+        assert (record["ratio"] is None) == (record["contestant"] == "raw")
+        assert (record["p99_us"] is None) == (record["op"] != "latency")
+        assert re.match(r"libfabric \d+\.\d+", record["library"])
+        assert (record["congestion"] == "") == (provider == "shm")
+    # Both were given the same library.
+    assert len({re.match(r"libfabric \d+\.\d+", r["library"])[0] for r in records}) == 1
+
+
+@pytest.mark.libfabric
+@pytest.mark.parametrize("loop", ["uvloop", "trio"])
+def test_on_the_other_loops_and_by_the_native_thread(loop):
+    done = bench("latency", "--provider", "shm", "--loop", loop, "--progress", "thread", "--mode", "default", *QUICK)
+    assert done.returncode == 0, done.stderr
+    assert f"aiote ({loop})" in done.stdout
+
+
+@pytest.mark.libfabric
+def test_raw_alone_and_a_picture(tmp_path):
+    file = tmp_path / "picture.png"
+    done = bench(
+        "raw", "write", "--provider", "shm", "--sizes", "4K,64KiB", "--window", "3", *QUICK, "--plot", str(file)
+    )
+    assert done.returncode == 0, done.stderr
+    assert "write 64K, 3 out" in done.stdout
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.libfabric
+@pytest.mark.needs_namespaces
+def test_a_namespace_with_reno():
+    done = bench("rate", "--reno", *QUICK)
+    assert done.returncode == 0, done.stderr
+    assert "TCP congestion control reno" in done.stdout
+
+
+@pytest.mark.libfabric
+def test_two_machines():
+    with subprocess.Popen(
+        [*AIOTE, "write", "--listen", "--host", "127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as listener:
+        try:
+            place = re.search(r"127\.0\.0\.1:\d+", listener.stdout.readline())[0]
+            done = bench("compare", "write", "--provider", "tcp", "--sizes", "64K", *QUICK, "--connect", place)
+            assert done.returncode == 0, done.stderr
+            assert "aiote (asyncio)" in done.stdout
+        finally:
+            listener.send_signal(signal.SIGINT)
+            out, error = listener.communicate(timeout=30)
+        assert "aiote over tcp" in out
+        assert "raw over tcp" in out
+        assert listener.returncode == 130
+        assert "Traceback" not in error
+
+
+@pytest.mark.libfabric
+@pytest.mark.parametrize("victim", ["aiote.bench.worker", "aiote-bench-raw"])
+def test_a_worker_that_is_killed_ends_the_run_with_its_name(victim, tmp_path):
+    command = [*AIOTE, "compare", "rate", "--provider", "shm", "--runs", "50", "--seconds", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        kill_one(process.pid, victim)
+        _, error = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert "target" in error or "initiator" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.libfabric
+def test_ctrl_c_ends_everything():
+    command = [*AIOTE, "write", "--provider", "shm", "--runs", "500"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        found = workers(process.pid, "aiote.bench.worker")
+        time.sleep(0.5)
+        os.killpg(process.pid, signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in error
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in found)
+
+
+def workers(parent: int, name: str) -> list[int]:
+    """Wait for the two processes of that name that a bench started."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        # A process that has only just been forked has its parent's command line, and no children of that name.
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        found = [int(pid) for pid in children if name in Path(f"/proc/{pid}/cmdline").read_text()]
+        if len(found) == 2:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(f"no workers among {children}")
+
+
+def kill_one(parent: int, name: str) -> None:
+    found = workers(parent, name)
+    time.sleep(1)
+    os.kill(found[0], signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("write", "--sizes", "12"), "whole 8-byte words"),
+        (("write", "--sizes", "many"), "'many' is no size"),
+        (("write", "--sizes", "16G", "--window", "16"), "ask for smaller"),
+        (("compare", "fly"), "'fly' is nothing to measure"),
+        (("raw", "fly"), "'fly' is nothing to measure"),
+        (("write", "--library", "/nowhere/libfabric.so.1"), "/nowhere/libfabric.so.1"),
+        (("compare", "--mode", "default"), "spinning with spinning"),
+        (("raw", "write", "--mode", "default"), "spin or sleep"),
+        (("compare", "--with", "/nowhere"), "--with"),
+        (("write", "--mode", "fast"), "Invalid value"),
+        (("write", "--runs", "0"), "Invalid value"),
+        (("fly",), "No such command"),
+    ],
+)
+def test_what_is_refused_before_anything_is_started(arguments, why):
+    done = bench(*arguments)
+    assert done.returncode == 2
+    assert why in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.libfabric
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("write", "--provider", "nonsense"), "nonsense"),
+        (("raw", "write", "--provider", "nonsense"), "fi_getinfo"),
+        (("write", "--connect", "127.0.0.1:1"), "--listen"),
+        (("write", "--listen", "--host", "127.0.0.1:99999"), "99999"),
+        (("send", "--provider", "shm", "--sizes", "128K", *QUICK), "65536"),
+    ],
+)
+def test_what_fails_says_why(arguments, why):
+    done = bench(*arguments)
+    assert done.returncode == 1
+    assert why in done.stderr
+    assert "Traceback" not in done.stderr
