@@ -3,12 +3,14 @@ cdef class Waiter:
     cdef object cancelled_error
     cdef object callback
     cdef object context
+    cdef list others
     cdef object message
     cdef bint is_done
     cdef bint is_cancelled
     cdef public bint _asyncio_future_blocking
     cdef int now(self) except -1
     cdef int settle(self) except -1
+    cdef int settle_others(self) except -1
 
 cdef class Pause:
     cdef Waiter waiter

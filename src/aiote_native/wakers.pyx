@@ -34,9 +34,10 @@ cdef class Waiter:
             raise RuntimeError("nothing has woken it yet")
 
     def add_done_callback(self, callback, *, context=None) -> None:
-        """Call it when this is over: it is a task's wake-up, and there is one."""
+        """Call it when this is over: it is a task's wake-up. There is one as a rule, and any number may be."""
         if self.callback is not None:
-            raise RuntimeError("a waiter is awaited once")
+            self.others = [*(self.others or ()), (callback, context)]
+            return
         self.callback = callback
         self.context = context
         if self.is_done:
@@ -62,6 +63,13 @@ cdef class Waiter:
         callback, self.callback = self.callback, None
         if callback is not None:
             self.loop.call_soon(callback, self, context=self.context)
+        self.settle_others()
+        return 0
+
+    cdef int settle_others(self) except -1:
+        others, self.others = self.others, None
+        for callback, context in others or ():
+            self.loop.call_soon(callback, self, context=context)
         return 0
 
     cdef int now(self) except -1:
@@ -72,6 +80,7 @@ cdef class Waiter:
         callback, self.callback = self.callback, None
         if callback is None:
             return 0
+        self.settle_others()
         context = self.context
         if context is None:
             callback(self)

@@ -128,7 +128,11 @@ def main() -> int:
         run_on(arguments.loop, arguments)
     except KeyboardInterrupt:
         return 130
-    except Exception as error:
+    except Exception as raised:
+        error = raised
+        # The coroutines of a window fail together, and alike.
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
         say({"error": f"{type(error).__name__}: {error}"})
         return 1
     return 0
