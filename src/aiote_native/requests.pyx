@@ -45,9 +45,20 @@ cdef class RemoteSlice:
 cdef class Request(Operation):
     """A transfer that coroutines await. `refused`: it ended without having been submitted.
 
-    A subclass has `cancel()`, `raise_failure()`, which raises what it failed with if it did, and `interrupted(error)`, a
-    generator that goes on where an exception interrupted an await, and raises it in the end.
+    A subclass says what to cancel, what it failed with, and how an await goes on that an exception has interrupted.
     """
+
+    def cancel(self) -> None:
+        """Ask it to end."""
+        raise NotImplementedError
+
+    def raise_failure(self) -> None:
+        """Raise what it failed with, if it did."""
+        raise NotImplementedError
+
+    def interrupted(self, error):
+        """Return a generator that an interrupted await goes on with, and that raises the error in the end."""
+        raise NotImplementedError
 
     @property
     def verb(self) -> str:
