@@ -23,7 +23,7 @@ from .observe import EngineStatistics, Event, Events
 from .peer import Peer
 from .rails import Fabric, PeerLink, RailInfo, acquire, error_text, quick, quick_send
 from .region import Pages, Region, RegionBook, RemoteRegion
-from .transfer import Transfer
+from .transfer import Launch, Transfer
 from .watching import Changes, watch
 
 if TYPE_CHECKING:
@@ -175,9 +175,7 @@ class Engine(Connections):
 
     # Transfers.
 
-    def submit(
-        self, peer: Peer, description: str, launch: Callable[[Transfer], None], *, waits: bool = False, lease: int = 0
-    ) -> Transfer:
+    def submit(self, peer: Peer, description: str, launch: Launch, *, waits: bool = False, lease: int = 0) -> Transfer:
         """Make a transfer and start it as soon as its peer is connected and has room; see `Peer.submit`."""
         transfer = Transfer(peer, description, launch, lease)
         peer.submit(transfer, waits=waits)
@@ -341,7 +339,7 @@ class Engine(Connections):
     async def probe(self, peer: Peer, link: PeerLink) -> None:
         """Write nothing to a peer, to see that the data path is there. Raises PeerError."""
 
-        def launch(transfer: Transfer) -> None:
+        def launch(transfer: Transfer, link: PeerLink) -> None:
             self.core.submit_single(link, transfer, False, None, 0, None, 0, 0, -1)
 
         transfer = Transfer(peer, "probe", launch)

@@ -9,6 +9,7 @@ from .core.address import Address
 from .core.frames import Bye
 from .errors import PeerError, QueueFull
 from .heldleases import HeldLeases
+from .line import Line
 
 if TYPE_CHECKING:
     from .aio import ControlConnection
@@ -58,9 +59,8 @@ class Peer:
         self.connection: ControlConnection | None = None
         self._host = host
         self.waiter = host.loop.waiter
-        # Transfers that wait for the connection or for room, in order; the link counts what the native core has.
-        self._pending: dict[Transfer, None] = {}
-        self._room = Signal(host.loop)
+        # Transfers that wait for the connection or for room; the link counts what the native core has.
+        self._line = Line(host.loop, host.max_transfers, self.start)
         self._changed = Signal(host.loop)
         self._ended = Signal(host.loop)
 
@@ -109,70 +109,57 @@ class Peer:
             self.successor.submit(transfer, waits=waits)
         elif self.reason:
             transfer.fail(self.error(transfer.description))
-        elif not waits and not self.has_room:
+        elif not waits and self._line.use_place():
+            assert self.link is not None
+            self._begin(transfer, self.link)
+        elif not waits and not self._line.has_room:
             raise QueueFull(
                 f"{transfer.description}: {self._host.max_transfers} transfers toward peer {self.address} are "
                 "unfinished; await engine.room(peer), or raise config.max_transfers"
             )
-        elif transfer.lease and not self.leases.begin(transfer):
-            transfer.revoke()
         else:
-            self._pending[transfer] = None
-            self._start_pending()
+            self._begin(transfer, None)
 
-    @property
-    def has_room(self) -> bool:
-        """Whether one more transfer would be within the limit."""
-        started = self.link.unfinished if self.link is not None else 0
-        return started + len(self._pending) < self._host.max_transfers
+    def _begin(self, transfer: Transfer, link: PeerLink | None) -> None:
+        """Start a transfer over a link that has room for it, or put it in line; its lease may be void."""
+        if transfer.lease and not self.leases.begin(transfer):
+            transfer.revoke()
+        elif link is not None:
+            self.start(transfer, link)
+        else:
+            self._line.add(transfer)
 
     async def room(self) -> None:
-        """Wait until there is room for one more transfer. Raises PeerError when the peer is lost."""
+        """Wait until there is room for one more transfer, in line. Raises PeerError when the peer is lost.
+
+        The room is the caller's until its next await.
+        """
         peer = self
-        while peer.successor is not None or not peer.has_room:
+        while peer.successor is not None or peer.reason or not peer._line.has_room:
             if peer.successor is not None:
                 peer = peer.successor
             elif peer.reason:
                 raise peer.error()
             else:
-                await peer._room.wait()
-        # There may be room for the next in line, too.
-        peer._room.wake_one()
-
-    def _start_pending(self) -> None:
-        """Hand what waits to the native core, as far as there is room."""
-        link = self.link
-        if not self.connected or link is None:
-            return
-        # What starts may end at once, and have this called again.
-        while self._pending and link.unfinished < link.limit:
-            transfer = next(iter(self._pending))
-            del self._pending[transfer]
-            self.start(transfer, link)
-        # Nobody may overtake what waits in line.
-        link.ready = not self._pending
+                await peer._line.place()
+                if not (peer.successor or peer.reason):
+                    return
 
     def start(self, transfer: Transfer, link: PeerLink) -> None:
         """Hand a transfer over a link to the native core, whatever waits."""
         transfer.belong(link)
-        transfer.start()
+        transfer.start(link)
         self._host.kick()
 
     def transfer_refused(self, transfer: Transfer) -> None:
         """Take note that a transfer has ended without the native core."""
         if transfer.lease:
             self.leases.end(transfer)
-        self._pending.pop(transfer, None)
-        self._made_room()
+        self._line.remove(transfer)
 
     def lease_over(self, transfer: Transfer) -> None:
         """Take note that a transfer through a lease is over."""
         self.leases.end(transfer)
-
-    def _made_room(self) -> None:
-        if self._pending:
-            self._start_pending()
-        self._room.wake_one()
 
     def cancel_transfer(self, transfer: Operation) -> None:
         """Have a transfer end: nothing more is posted, what was posted drains."""
@@ -203,21 +190,17 @@ class Peer:
     def follow(self, other: Peer) -> None:
         """Give way to the peer that this one turned out to be, with all that waits."""
         self.successor = other
-        pending, self._pending = self._pending, {}
-        for transfer in pending:
+        for transfer in self._line.dissolve():
             transfer.peer = other
             other.submit(transfer)
         self._changed.set()
-        self._room.set()
 
     def established(self) -> None:
         """Take note that transfers may flow, and start those that waited for it."""
         assert self.link is not None
         self.connected = True
         self.link.peer = self
-        self.link.limit = self._host.max_transfers
-        self.link.on_room = self._made_room
-        self._start_pending()
+        self._line.open(self.link)
         self._changed.set()
 
     def lose(self, reason: str) -> None:
@@ -226,19 +209,17 @@ class Peer:
             return
         self.reason = reason or "lost"
         self.connected = False
-        if self.link is not None:
-            self.link.ready = False
+        waiting = list(self._line.dissolve())
         if self.connection is not None:
             self.connection.send(Bye(self.reason[:500]))
             self.connection.end(self.reason)
         if self.link is not None:
             self.link.close(PEER_LOST)
-        for transfer in tuple(self._pending):
+        for transfer in waiting:
             transfer.fail(self.error(transfer.description))
         self._host.peer_lost(self)
         self._changed.set()
         self._ended.set()
-        self._room.set()
         self._host.kick()
 
     def __repr__(self) -> str:

@@ -16,6 +16,7 @@ from .transfer import Transfer
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .rails import PeerLink
 
 __all__ = ["submit_pages", "submit_read", "submit_send", "submit_write"]
 
@@ -74,9 +75,8 @@ def submit_write(
         what = f"write_imm of immediate {value:#x} alone"
         peer = engine.peer_of(dst, what)
 
-        def launch_alone(transfer: Transfer) -> None:
-            assert peer.link is not None
-            engine.core.submit_single(peer.link, transfer, False, None, 0, None, 0, 0, value)
+        def launch_alone(transfer: Transfer, link: PeerLink) -> None:
+            engine.core.submit_single(link, transfer, False, None, 0, None, 0, 0, value)
 
         return engine.submit(peer, what, launch_alone, waits=waits)
     source = _own(engine, _local(src, verb, "src"), verb)
@@ -89,10 +89,9 @@ def submit_write(
         raise UsageError(f"{verb}: the remote memory is read-only, its owner registered a read-only buffer")
     peer = _peer_of(engine, target)
 
-    def launch(transfer: Transfer) -> None:
-        assert peer.link is not None
+    def launch(transfer: Transfer, link: PeerLink) -> None:
         engine.core.submit_single(
-            peer.link, transfer, False, source.memory, source.start, target.memory, target.start, source.nbytes, value
+            link, transfer, False, source.memory, source.start, target.memory, target.start, source.nbytes, value
         )
 
     return engine.submit(peer, f"{verb} of {source.nbytes} bytes", launch, waits=waits, lease=target.lease)
@@ -114,10 +113,9 @@ def submit_read(engine: Engine, src: RemoteRegion, dst: Region, *, waits: bool =
         )
     peer = _peer_of(engine, source)
 
-    def launch(transfer: Transfer) -> None:
-        assert peer.link is not None
+    def launch(transfer: Transfer, link: PeerLink) -> None:
         engine.core.submit_single(
-            peer.link,
+            link,
             transfer,
             True,
             target.memory,
@@ -149,10 +147,9 @@ def submit_pages(engine: Engine, src: Pages, dst: Pages, imm: int | None, *, wai
     value = NO_IMMEDIATE if imm is None else check_immediate(imm)
     peer = _peer_of(engine, target)
 
-    def launch(transfer: Transfer) -> None:
-        assert peer.link is not None
+    def launch(transfer: Transfer, link: PeerLink) -> None:
         engine.core.submit_pages(
-            peer.link,
+            link,
             transfer,
             source.memory,
             source.start + src.offset,
@@ -183,11 +180,10 @@ def submit_send(engine: Engine, to: Peer | Address, payload: object, *, waits: b
     if peer.link is not None and peer.connected and len(data) > peer.link.message_limit:
         raise _too_long(len(data), peer.link.message_limit)
 
-    def launch(transfer: Transfer) -> None:
-        assert peer.link is not None
-        if len(data) > peer.link.message_limit:
-            raise _too_long(len(data), peer.link.message_limit)
-        engine.core.submit_send(peer.link, transfer, data)
+    def launch(transfer: Transfer, link: PeerLink) -> None:
+        if len(data) > link.message_limit:
+            raise _too_long(len(data), link.message_limit)
+        engine.core.submit_send(link, transfer, data)
 
     return engine.submit(peer, what, launch, waits=waits)
 

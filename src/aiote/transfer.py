@@ -11,8 +11,9 @@ from .rails import Request, error_text
 
 if TYPE_CHECKING:
     from .peer import Peer
+    from .rails import PeerLink
 
-__all__ = ["Transfer"]
+__all__ = ["Launch", "Transfer"]
 
 BROKEN = frozenset(
     {
@@ -27,7 +28,13 @@ BROKEN = frozenset(
     }
 )
 """What providers report, at random, for a peer that died a moment ago and for a key that its owner withdrew."""
+Launch = Callable[["Transfer", "PeerLink"], None]
+"""Hands a transfer to the native core over the link that its peer has by then."""
 PERHAPS = "; the peer is gone, or it has closed that memory"
+
+
+def _lease_over(transfer: Transfer) -> None:
+    transfer.peer.lease_over(transfer)
 
 
 class Transfer(Request):
@@ -44,33 +51,38 @@ class Transfer(Request):
     _text = ""
     _revoked = False
     _failure: AioteError | None = None
-    _launch: Callable[[Transfer], None] | None = None
+    _launch: Launch | None = None
 
-    def __init__(self, peer: Peer, description: str, launch: Callable[[Transfer], None], lease: int = 0) -> None:
+    def __init__(self, peer: Peer, description: str, launch: Launch, lease: int = 0) -> None:
         self.peer = peer
         self._text = description
         self._launch = launch
         if lease:
             self.lease = lease
-            self.on_over = peer.lease_over
+            # Late: the peer that it waits for may give way to another.
+            self.on_over = _lease_over
 
     @property
     def description(self) -> str:
         """What it does, for people: the verb and its extent."""
         return self._text or f"{self.verb} of {self.total_bytes} bytes"
 
-    def start(self) -> None:
-        """Hand it to the native core; called once, when the peer is connected and has room."""
+    def start(self, link: PeerLink) -> None:
+        """Hand it to the native core, over this link; called once, when the peer is connected and has room."""
         launch, self._launch = self._launch, None
         assert launch is not None
         try:
-            launch(self)
+            launch(self, link)
         except AioteError as error:
             self._end(error)
         except ValueError as error:
             self._end(UsageError(f"{self.description}: {error}"))
         except RuntimeError as error:
             self._end(ClosedError(f"{self.description}: {error}"))
+        except BaseException as error:
+            # Nobody else knows of it any more: who awaits it must hear.
+            self._end(ClosedError(f"{self.description}: {error!r}"))
+            raise
 
     def fail(self, error: AioteError) -> None:
         """End it before it was handed to the core."""

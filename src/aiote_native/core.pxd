@@ -12,6 +12,9 @@ cdef class Core:
     cdef public object on_submit
     cdef public bint awake
     cdef public bint closing
+    cdef public bint shares
     cdef bint woke
+    cdef list rooms
+    cdef object tell(self, list failed, on_round)
     cdef int begin(self, PeerLink peer, Operation operation, bint reads, int64_t imm) except -1
     cdef int launch(self, PeerLink peer, Operation operation) except -1

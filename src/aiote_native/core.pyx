@@ -62,6 +62,7 @@ cdef class Core:
             raise RuntimeError("the core is open already")
         new_epoch(&self.engine)
         self.peers = set()
+        self.rooms = []
         self.smallest = smallest
         self.engine.closed = False
         self.engine.spin_ns = spin_us * 1000
@@ -122,10 +123,11 @@ cdef class Core:
     def turn(self, on_round) -> bool:
         """Make progress and wake who waited for it; for a callback of the event loop's own. Returns as `progress` does.
 
-        One round, or as many as fit in 50 us where the last turn was just now and the loop had nothing else to do.
+        One round, or as many as fit in 50 us where the last turn was just now and the loop had nothing else to do; with
+        `shares`, which says that other cores are on the same loop, always one.
         `on_round(failed)` is called where peers failed or messages are there.
         """
-        cdef uint64_t deadline = slice_end(&self.engine)
+        cdef uint64_t deadline = 0 if self.shares else slice_end(&self.engine)
         cdef bint again = True
         # What the tasks that wake start is looked at here, so it needs nobody to be told.
         self.awake = True
@@ -137,9 +139,7 @@ cdef class Core:
                     again = progress_until(&self.engine, deadline)
                 unlock(&self.engine)
                 self.woke = False
-                failed = self.reap(True)
-                if failed or self.engine.state.inbox:
-                    on_round(failed)
+                self.reap(True, on_round)
                 if not alive(&self.engine):
                     return False
                 again = again or self.woke
@@ -159,19 +159,22 @@ cdef class Core:
         usable(&self.engine)
         write(self.engine.wake_fd, &one, sizeof(one))
 
-    def reap(self, bint direct=False) -> list[PeerLink]:
+    def reap(self, bint direct=False, on_round=None) -> list[PeerLink]:
         """Finish everything that is over and wake who waits for it; return the peers that failed since the last call.
 
-        `direct`: no task is running, so those that are woken may run at once.
+        First all of it ends, then those hear who make room or care for peers (`on_room` of the links, `on_round(failed)`
+        where peers failed or messages are there), then tasks wake: they may do anything. `direct`: no task is running,
+        so they may run at once. What interrupts any of these is raised in the end.
         """
         cdef Done* item
         cdef Done* following
         cdef uint64_t value
         cdef bint failures
         cdef list woken = []
+        cdef list failed = []
         if not alive(&self.engine):
             # In a child of a fork the lock may be held for good, and the descriptor is the parent's, too.
-            return []
+            return failed
         lock(&self.engine)
         if self.engine.notified:
             self.engine.notified = False
@@ -184,13 +187,36 @@ cdef class Core:
             following = item.next
             finish(<Waitable> <object> item.owner, woken)
             item = following
-        # Only now, when all has ended that is over: a task may do anything.
+        if failures:
+            failed = self.failed_peers()
+        raised = self.tell(failed, on_round)
         if woken:
             self.woke = True
-            raised = wake_all(woken, direct)
-            if raised is not None:
-                raise raised
-        return self.failed_peers() if failures else []
+            raised = wake_all(woken, direct) or raised
+        if raised is not None:
+            raise raised
+        return failed
+
+    cdef object tell(self, list failed, on_round):
+        """Let those act who make room and care for peers; return what interrupted one of them."""
+        cdef PeerLink link
+        cdef list rooms = self.rooms
+        raised = None
+        if rooms:
+            self.rooms = []
+            for link in rooms:
+                link.roomy = False
+                try:
+                    if link.on_room is not None:
+                        link.on_room()
+                except BaseException as error:
+                    raised = error
+        if on_round is not None and (failed or self.engine.state.inbox):
+            try:
+                on_round(failed)
+            except BaseException as error:
+                raised = error
+        return raised
 
     def failed_peers(self) -> list[PeerLink]:
         """Return the peers that failed since the last call."""

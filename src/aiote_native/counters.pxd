@@ -14,7 +14,9 @@ cdef enum WaitState:
 cdef struct Counter:
     Counter* chain
     uint32_t imm
-    uint32_t handles
+    uint32_t handles     # all that keeps the counter: handles of users, and waits
+    uint32_t opened      # handles of users
+    bint dropped         # the last of those was closed: what is counted is nobody's
     uint64_t units
     Wait* head
     Wait* tail

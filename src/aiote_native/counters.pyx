@@ -167,10 +167,13 @@ cdef void withdraw(Table* table, Wait* wait, DoneList* done) noexcept nogil:
         else:
             wait.next.prev = wait.prev
     elif wait.state == WAIT_SATISFIED:
-        counter.units += wait.need
+        if not counter.dropped:
+            counter.units += wait.need
     else:
         return
     wait.state = WAIT_OVER
+    if counter.dropped and counter.head == NULL:
+        counter.units = 0
     settle(counter, done)
     drop_if_empty(table, counter)
 

@@ -15,6 +15,7 @@ cdef class PeerLink:
     cdef public uint64_t unfinished
     cdef public uint64_t limit
     cdef public object on_room
+    cdef public bint roomy
     cdef readonly bint closed
     cdef readonly uint32_t message_limit
     cdef list endpoints

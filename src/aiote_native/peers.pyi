@@ -12,6 +12,7 @@ class PeerLink:
     unfinished: int
     limit: int
     on_room: Callable[[], object] | None
+    roomy: bool
     closed: bool
     message_limit: int
     leftover: list[bytes]

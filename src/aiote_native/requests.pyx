@@ -82,8 +82,10 @@ cdef class Request(Operation):
         if link is not None:
             self.link = None
             link.unfinished -= 1
-            if link.on_room is not None:
-                link.on_room()
+            if not link.roomy:
+                # Told once for all that ended together.
+                link.roomy = True
+                (<Core> link.core).rooms.append(link)
 
     def belong(self, PeerLink link) -> None:
         """Count as one of the link's unfinished requests until it is over."""
@@ -94,9 +96,9 @@ cdef class Request(Operation):
         """Whether it is over, well or not."""
         return self.is_over or self.refused
 
-    cdef void settled(self):
-        Operation.settled(self)
+    cdef int settled(self) except -1:
         self.leave()
+        return Operation.settled(self)
 
     def __await__(self):
         cdef Awaiting awaiting = Awaiting.__new__(Awaiting)
@@ -143,6 +145,8 @@ cdef class Awaiting:
                 return item
         if request.refused or request.op.status != 0:
             request.raise_failure()
+        if not (request.is_over or request.refused):
+            raise RuntimeError("the await of a transfer was resumed before that was over: this loop drives it wrongly")
         raise StopIteration
 
     def send(self, value):

@@ -26,6 +26,8 @@ cdef CounterHandle open_counter(object core, Progress* engine, uint32_t imm):
     handle.counter = table_get(&engine.state.counters, imm)
     if handle.counter != NULL:
         handle.counter.handles += 1
+        handle.counter.opened += 1
+        handle.counter.dropped = False
     unlock(engine)
     if handle.counter == NULL:
         raise OverflowError(f"{engine.state.counters.limit} immediates are in use, which is the limit")
@@ -89,8 +91,10 @@ cdef class CounterHandle:
             return
         lock(self.engine)
         counter.handles -= 1
-        if discard and counter.handles == 0 and counter.head == NULL:
+        counter.opened -= 1
+        if discard and counter.opened == 0:
             counter.units = 0
+            counter.dropped = True
         drop_if_empty(&self.engine.state.counters, counter)
         unlock(self.engine)
 
@@ -99,6 +103,7 @@ cdef class CounterHandle:
         if self.counter != NULL and alive(self.engine):
             lock(self.engine)
             self.counter.handles -= 1
+            self.counter.opened -= 1
             drop_if_empty(&self.engine.state.counters, self.counter)
             unlock(self.engine)
 
@@ -141,8 +146,9 @@ cdef class CounterWait(Waitable):
         if pending:
             finish(self)
 
-    cdef void settled(self):
+    cdef int settled(self) except -1:
         self.handle.engine.waits -= 1
+        return 0
 
 
 cdef int start_watch(object core, Progress* engine, Watch watch, object old) except -1:

@@ -6,7 +6,7 @@ cdef class Waitable:
     cdef readonly bint is_over
     cdef public object on_over
     cdef public object waiter
-    cdef void settled(self)
+    cdef int settled(self) except -1
 
 cdef int finish(Waitable item, list woken=*) except -1
 
@@ -21,7 +21,7 @@ cdef class LocalMemory:
     cdef public object on_idle
     cdef public object owner
     cdef public bint closing
-    cdef void leave(self)
+    cdef int leave(self) except -1
 
 cdef class RemoteMemory:
     cdef public object link

@@ -24,8 +24,8 @@ cdef class Waitable:
     A waiter is a future of the event loop's, or a list of them.
     """
 
-    cdef void settled(self):
-        pass
+    cdef int settled(self) except -1:
+        return 0
 
 
 cdef int finish(Waitable item, list woken=None) except -1:
@@ -33,25 +33,26 @@ cdef int finish(Waitable item, list woken=None) except -1:
     if item.is_over:
         return 0
     item.is_over = True
-    item.settled()
     waiter = item.waiter
-    if waiter is not None:
-        item.waiter = None
-        if woken is None:
-            wake(waiter)
-        elif type(waiter) is list:
-            woken.extend(waiter)
-        else:
-            woken.append(waiter)
-    callback = item.on_over
-    item.on_over = None
-    if callback is not None:
-        try:
+    item.waiter = None
+    # What is called here is its owner's: a mistake in it must not keep this one, or others, from hearing of their ends.
+    try:
+        item.settled()
+        callback = item.on_over
+        item.on_over = None
+        if callback is not None:
             callback(item)
-        except BaseException as error:
-            # A callback's mistake is its owner's: it must not keep others from hearing of theirs.
-            PyErr_SetObject(type(error), error)
-            PyErr_WriteUnraisable(callback)
+    except BaseException as error:
+        PyErr_SetObject(type(error), error)
+        PyErr_WriteUnraisable(item)
+    if waiter is None:
+        pass
+    elif woken is None:
+        wake(waiter)
+    elif type(waiter) is list:
+        woken.extend(waiter)
+    else:
+        woken.append(waiter)
     Py_DECREF(item)
     return 0
 
@@ -82,10 +83,11 @@ cdef class LocalMemory:
             self.close()
             raise
 
-    cdef void leave(self):
+    cdef int leave(self) except -1:
         self.in_flight -= 1
         if self.in_flight == 0 and self.on_idle is not None:
             self.on_idle()
+        return 0
 
     @property
     def keys(self) -> tuple[tuple[int, int], ...]:
@@ -251,9 +253,11 @@ cdef class Operation(Waitable):
         self.remote = remote
         return 0
 
-    cdef void settled(self):
-        if self.local is not None:
-            self.local.leave()
-            self.local = None
+    cdef int settled(self) except -1:
+        cdef LocalMemory local = self.local
+        self.local = None
         self.remote = None
         self.kept = None
+        if local is not None:
+            local.leave()
+        return 0

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["Driver"]
 
 
+_cores: dict[int, set[Core]] = {}
+"""The cores of each event loop of asyncio's kind, by the loop's number."""
+
+
 class Driver:
     """Progress of one core on one event loop. `on_round` hears of the peers that failed, after each collection."""
 
@@ -36,6 +40,7 @@ class Driver:
         core.on_submit = self.kick
         self._asyncio = loop.loop if isinstance(loop, AsyncioLoop) else None
         if self._asyncio is not None:
+            self._join()
             try:
                 self._asyncio.add_reader(core.fd, self._readable)
             except NotImplementedError:
@@ -45,6 +50,21 @@ class Driver:
         else:
             core.awake = True
             self._task = loop.spawn(self._run_trio, name="aiote progress")
+
+    def _join(self) -> None:
+        """Take note of the other cores of this loop: with those, none keeps the loop for longer than a round."""
+        others = _cores.setdefault(id(self._asyncio), set())
+        others.add(self._core)
+        for core in others:
+            core.shares = len(others) > 1
+
+    def _leave(self) -> None:
+        others = _cores.get(id(self._asyncio), set())
+        others.discard(self._core)
+        for core in others:
+            core.shares = len(others) > 1
+        if not others:
+            _cores.pop(id(self._asyncio), None)
 
     def kick(self) -> None:
         """Say that something was submitted: look soon."""
@@ -73,12 +93,19 @@ class Driver:
             return
         if self._core.threaded:
             self._collect(direct=True)
-        elif self._core.turn(self._on_round) and self._running and not self._core.awake and self._asyncio is not None:
-            self._core.awake = True
-            self._asyncio.call_soon(self._again)
+            return
+        again = True
+        try:
+            again = self._core.turn(self._on_round)
+        finally:
+            # An interrupt that a task met ends the loop, or does not: then the next turn has to come all the same.
+            if again and self._running and not self._core.awake and self._asyncio is not None:
+                self._core.awake = True
+                self._asyncio.call_soon(self._again)
 
     def _collect(self, *, direct: bool = False) -> None:
         # What ends may start what waited for it, which kicks: that is collected here in turn, not deeper and deeper.
+        # Tasks run within the first collection alone; what they start may be over at once, and would go on for ever.
         self._more = True
         if self._collecting:
             return
@@ -86,7 +113,8 @@ class Driver:
         try:
             while self._more and self._running:
                 self._more = False
-                self._on_round(self._core.reap(direct))
+                self._core.reap(direct, self._on_round)
+                direct = False
         finally:
             self._collecting = False
 
@@ -116,5 +144,6 @@ class Driver:
         if self._running:
             self._running = False
             self._core.on_submit = None
+            self._leave()
             if self._asyncio is not None and not self._asyncio.is_closed():
                 self._asyncio.remove_reader(self._core.fd)

@@ -1,0 +1,124 @@
+"""Who waits for room toward one peer, in order: transfers to be started, and tasks that want to submit one.
+
+At most `limit` transfers toward a peer are unfinished. What has no room stands in line, first come, first served, and
+nobody overtakes: a link is `ready`, which lets transfers start without asking, only while the line is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from .aio import wake
+
+if TYPE_CHECKING:
+    from .aio import EventLoop, Waiter
+    from .rails import PeerLink
+    from .transfer import Transfer
+
+__all__ = ["Line"]
+
+
+class Place:
+    """The place of a task that is about to submit a transfer. `held`: the task runs, and the place is its own."""
+
+    __slots__ = ("held", "waiter")
+
+    def __init__(self, waiter: Waiter) -> None:
+        self.waiter = waiter
+        self.held = False
+
+
+class Line:
+    """The line toward one peer. `link` is None while there is no connection, or none any more."""
+
+    def __init__(self, loop: EventLoop, limit: int, start: Callable[[Transfer, PeerLink], None]) -> None:
+        self.link: PeerLink | None = None
+        self._loop = loop
+        self._limit = limit
+        self._start = start
+        self._waiting: dict[Transfer | Place, None] = {}
+        self._granted: set[Place] = set()
+        self._moving = False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more transfer would be within the limit."""
+        started = self.link.unfinished if self.link is not None else 0
+        return started + len(self._waiting) + len(self._granted) < self._limit
+
+    def open(self, link: PeerLink) -> None:
+        """Begin to start what waits, over this link."""
+        self.link = link
+        link.limit = self._limit
+        link.on_room = self.move
+        self.move()
+
+    def add(self, transfer: Transfer) -> None:
+        """Start a transfer now, or when its turn has come."""
+        self._waiting[transfer] = None
+        self.move()
+
+    def remove(self, transfer: Transfer) -> None:
+        """Take note that a transfer has ended without the native core: from the line, or refused by it."""
+        self._waiting.pop(transfer, None)
+        self.move()
+
+    def move(self) -> None:
+        """Start what stands first, for as long as there is room."""
+        link = self.link
+        if link is None or self._moving:
+            # What starts may end at once, and come here again: whoever is at it goes on.
+            return
+        self._moving = True
+        try:
+            while self._waiting and self.link is link and link.unfinished + len(self._granted) < self._limit:
+                first = next(iter(self._waiting))
+                del self._waiting[first]
+                if isinstance(first, Place):
+                    self._granted.add(first)
+                    wake(first.waiter)
+                else:
+                    self._start(first, link)
+        finally:
+            self._moving = False
+            link.ready = self.link is link and not self._waiting and not self._granted
+
+    async def place(self) -> None:
+        """Wait in line for room, or for the end of the line. The room is the caller's until its next await."""
+        place = Place(self._loop.waiter())
+        self._waiting[place] = None
+        if self.link is not None:
+            self.link.ready = False
+        try:
+            await place.waiter
+        except BaseException:
+            self._waiting.pop(place, None)
+            self._expire(place)
+            raise
+        place.held = True
+        self._loop.call_soon(lambda: self._expire(place))
+
+    def _expire(self, place: Place) -> None:
+        self._granted.discard(place)
+        self.move()
+
+    def use_place(self) -> bool:
+        """Take the room that the running task has waited for; False when it has not."""
+        held = next((place for place in self._granted if place.held), None)
+        if held is None:
+            return False
+        self._granted.discard(held)
+        return True
+
+    def dissolve(self) -> Iterator[Transfer]:
+        """Start nothing more: yield the transfers in line and wake the tasks, who have to look where else to go."""
+        if self.link is not None:
+            self.link.ready = False
+        self.link = None
+        waiting, self._waiting = self._waiting, {}
+        for one in waiting:
+            if isinstance(one, Place):
+                wake(one.waiter)
+            else:
+                yield one
