@@ -162,8 +162,8 @@ cdef class Core:
     def reap(self, bint direct=False, on_round=None) -> list[PeerLink]:
         """Finish everything that is over and wake who waits for it; return the peers that failed since the last call.
 
-        First all of it ends, then those hear who make room or care for peers (`on_room` of the links, `on_round(failed)`
-        where peers failed or messages are there), then tasks wake: they may do anything. `direct`: no task is running,
+        First all of it ends, then those hear who care for peers or make room (`on_round(failed)` where peers failed or
+        messages are there, `on_room` of the links), then tasks wake: they may do anything. `direct`: no task is running,
         so they may run at once. What interrupts any of these is raised in the end.
         """
         cdef Done* item
@@ -202,6 +202,12 @@ cdef class Core:
         cdef PeerLink link
         cdef list rooms = self.rooms
         raised = None
+        # Peers first: a lost one has no room for anybody.
+        if on_round is not None and (failed or self.engine.state.inbox):
+            try:
+                on_round(failed)
+            except BaseException as error:
+                raised = error
         if rooms:
             self.rooms = []
             for link in rooms:
@@ -211,11 +217,6 @@ cdef class Core:
                         link.on_room()
                 except BaseException as error:
                     raised = error
-        if on_round is not None and (failed or self.engine.state.inbox):
-            try:
-                on_round(failed)
-            except BaseException as error:
-                raised = error
         return raised
 
     def failed_peers(self) -> list[PeerLink]:
