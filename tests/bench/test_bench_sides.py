@@ -139,6 +139,15 @@ def test_wrong_data_are_no_measurement():
         measure([Entry(made)], Work("write", 8, 1, 1), Setting("shm"), Plan(runs=1, seconds=0.01))
 
 
+def test_another_library_s_failure_is_a_note_and_ends_nobody_else_s_measurement():
+    with pair("raw") as raw, pair("theirs", target={**GOOD, "verified": False}) as theirs:
+        for _ in range(2):
+            entries = [Entry(raw), Entry(theirs, optional=True)]
+            ours, other = measure(entries, Work("rate", 8, 1, 1), Setting("shm", mode="event"), Plan(2, 0.01))
+            assert (ours.runs, other.runs, other.ratio) == (2, 0, None)
+            assert "the data are wrong" in other.note
+
+
 def test_half_a_result_is_no_measurement():
     with pair(initiator={"verified": True}) as made, pytest.raises(BenchError, match="not a result"):
         measure([Entry(made)], Work("write", 8, 1, 1), Setting("shm"), Plan(runs=1, seconds=0.01))

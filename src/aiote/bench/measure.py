@@ -35,10 +35,14 @@ class Plan:
 
 @dataclass(slots=True)
 class Entry:
-    """One contestant at one kind of work, as far as it was measured. `loop` is "" where none matters."""
+    """One contestant at one kind of work, as far as it was measured. `loop` is "" where none matters.
+
+    `optional`: its failure is noted, and does not end the measurement of the others.
+    """
 
     pair: Pair
     loop: str = ""
+    optional: bool = False
     count: int = 0
     cold: float = 0.0
     runs: list[Run] = field(default_factory=list)
@@ -89,21 +93,40 @@ def _shared(run: Run) -> bool:
     return min(run.cpu_initiator, run.cpu_target) < ALONE * run.seconds
 
 
+def _round(entries: Sequence[Entry], work: Work) -> dict[int, Run]:
+    """Do one run of each; one that fails and may is left out from then on."""
+    found = {}
+    for entry in entries:
+        try:
+            found[id(entry)] = _once(entry, work, entry.count)
+        except BenchError as error:
+            _note(entry, error)
+    return found
+
+
+def _note(entry: Entry, error: BenchError) -> None:
+    """Leave a contestant out that failed. Raises the error where its failure counts."""
+    if not entry.optional:
+        raise error
+    entry.refusal = entry.pair.broken = str(error)
+    entry.runs.clear()
+
+
 def _in_turn(entries: Sequence[Entry], work: Work, plan: Plan, *, spins: bool) -> int:
     """Do the runs, one of each contestant in turn, every other round in the opposite order; return how many rounds were
     thrown away because a spinning process of the engine or the baseline had to share its core.
     """
     disturbed = 0
     number = 0
-    while number < plan.runs:
-        order = entries if number % 2 == 0 else list(reversed(entries))
-        found = {id(entry): _once(entry, work, entry.count) for entry in order}
-        ours = [found[id(entry)] for entry in entries if entry.pair.name in ("aiote", "raw")]
+    while number < plan.runs and (able := [entry for entry in entries if not entry.refusal]):
+        found = _round(able if number % 2 == 0 else list(reversed(able)), work)
+        ours = [found[id(entry)] for entry in able if entry.pair.name in ("aiote", "raw")]
         if spins and disturbed < RETRIES and any(_shared(run) for run in ours):
             disturbed += 1
             continue
-        for entry in entries:
-            entry.runs.append(found[id(entry)])
+        for entry in able:
+            if not entry.refusal:
+                entry.runs.append(found[id(entry)])
         number += 1
     return disturbed
 
@@ -120,10 +143,14 @@ def measure(
         if on_step is not None:
             on_step(f"{work.op} {work.size}: {entry.pair.name}")
         try:
+            if entry.pair.broken:
+                raise BenchError(entry.pair.broken)
             _warm_up(entry, work, plan)
             able.append(entry)
         except Unsupported as refusal:
             entry.refusal = str(refusal)
+        except BenchError as error:
+            _note(entry, error)
     disturbed = _in_turn(able, work, plan, spins=setting.mode == "spin") if able else 0
     raw = next((entry for entry in able if entry.pair.name == "raw"), None)
     return [_record(entry, work, setting, raw, disturbed) for entry in entries]

@@ -150,6 +150,7 @@ class Pair:
         self.target = target
         self.initiator = initiator
         self.library = ""
+        self.broken = ""
 
     def meet(self) -> None:
         """Have them connect."""

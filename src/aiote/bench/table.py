@@ -11,6 +11,8 @@ from aiote.bench.records import Record
 
 __all__ = ["show", "size_text"]
 
+NOTE = 40
+
 
 def size_text(size: int) -> str:
     """Write a number of bytes as people do: 64K, 1M."""
@@ -37,7 +39,7 @@ def _figure(record: Record) -> str:
 
 def _ratio(record: Record) -> str:
     if record.ratio is None:
-        return record.note or ""
+        return record.note[:NOTE]
     return f"{record.ratio.median:.2f} ({record.ratio.least:.2f}-{record.ratio.most:.2f})"
 
 

@@ -165,8 +165,9 @@ def _one_setting(
     setting: Setting,
     connection: Connection | None,
     console: Console,
-) -> list[Record]:
-    records: list[Record] = []
+    records: list[Record],
+) -> None:
+    """Measure over one provider with one library, and add what was found."""
     with contextlib.ExitStack() as stack, console.status("starting") as status:
         entries = []
         for contestant in contestants:
@@ -181,11 +182,10 @@ def _one_setting(
                 # Another library's failure is told, and does not take the measurement away.
                 console.print(f"left out: {error}")
                 continue
-            entries.append((pair, setting.loop if contestant.kind == "aiote" else ""))
+            entries.append((pair, setting.loop if contestant.kind == "aiote" else "", contestant.kind == "other"))
         for work in options.works:
-            taking_part = [Entry(pair, loop) for pair, loop in entries]
+            taking_part = [Entry(pair, loop, optional) for pair, loop, optional in entries]
             records += measure(taking_part, work, setting, options.plan, status.update)
-    return records
 
 
 def _measure(contestants: Sequence[Contestant], options: Options) -> None:
@@ -197,7 +197,7 @@ def _measure(contestants: Sequence[Contestant], options: Options) -> None:
             enter_namespace("reno")
         connection = Connection(*parse_place(options.connect, default_host="127.0.0.1")) if options.connect else None
         for setting in options.settings:
-            records += _one_setting(contestants, options, setting, connection, progress)
+            _one_setting(contestants, options, setting, connection, progress, records)
     except (BenchError, NamespaceError, ValueError) as error:
         _fail(str(error))
     finally:
