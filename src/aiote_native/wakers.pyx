@@ -63,12 +63,13 @@ cdef class Waiter:
         callback, self.callback = self.callback, None
         if callback is not None:
             self.loop.call_soon(callback, self, context=self.context)
-        self.settle_others()
+        if self.others is not None:
+            self.settle_others()
         return 0
 
     cdef int settle_others(self) except -1:
         others, self.others = self.others, None
-        for callback, context in others or ():
+        for callback, context in others:
             self.loop.call_soon(callback, self, context=context)
         return 0
 
@@ -80,7 +81,8 @@ cdef class Waiter:
         callback, self.callback = self.callback, None
         if callback is None:
             return 0
-        self.settle_others()
+        if self.others is not None:
+            self.settle_others()
         context = self.context
         if context is None:
             callback(self)

@@ -43,7 +43,7 @@ LARGE, LARGE_WINDOW = 16 << 20, 4
 PAGES = 2048
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 LARGEST_ARENA = 1 << 34
-WIDTH = 140
+WIDTH = 170
 
 Ops = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help=f"Which of {', '.join(OPS)}. Default: all.")]
 Op = Annotated[str, typer.Argument(metavar="OP", help=f"One of {', '.join(OPS)}.")]
