@@ -200,7 +200,8 @@ cdef int drain(State* state, Channel* channel) noexcept nogil:
         for i in range(got):
             handle(state, channel, &batch[i])
         total += got
-        if got == 0:
+        if got < POLL_BATCH:
+            # Empty, or so nearly that the next round will do: a poll takes the locks that the peer's posts take.
             break
     if total:
         state.events += total
