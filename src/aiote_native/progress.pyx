@@ -344,9 +344,7 @@ cdef bint happened(Progress* self) noexcept nogil:
 
 
 cdef bint spins(Progress* self) noexcept nogil:
-    """Whether it is too early to sleep: something is awaited, and has been for less than `spin_ns` since the last
-    thing that happened. The clock is looked at in every eighth idle round, for it costs as much as the round.
-    """
+    """Whether it is too early to sleep. The clock is looked at in every eighth idle round: it costs as much as one."""
     cdef uint64_t now
     if self.spin_ns == 0 or not active(self):
         return False

@@ -84,7 +84,10 @@ cdef class CounterHandle:
         return waiting
 
     def close(self, bint discard=False) -> None:
-        """Give the handle up; with `discard`, and no other handle, drop what was counted too. Idempotent."""
+        """Give the handle up; with `discard`, and no other handle, drop what was counted too. Idempotent.
+
+        Waits go on, and keep what is counted for as long as the last of them does.
+        """
         cdef Counter* counter = self.counter
         self.counter = NULL
         if counter == NULL or not alive(self.engine):
@@ -93,8 +96,9 @@ cdef class CounterHandle:
         counter.handles -= 1
         counter.opened -= 1
         if discard and counter.opened == 0:
-            counter.units = 0
             counter.dropped = True
+            if counter.head == NULL:
+                counter.units = 0
         drop_if_empty(&self.engine.state.counters, counter)
         unlock(self.engine)
 
