@@ -163,8 +163,8 @@ cdef class Core:
         """Finish everything that is over and wake who waits for it; return the peers that failed since the last call.
 
         First all of it ends, then those hear who care for peers or make room (`on_round(failed)` where peers failed or
-        messages are there, `on_room` of the links), then tasks wake: they may do anything. `direct`: no task is running,
-        so they may run at once. What interrupts any of these is raised in the end.
+        messages are there, `on_room` of the links), then tasks wake: they may do anything. `direct`: no task is
+        running, so they may run at once. What interrupts any of these is raised in the end.
         """
         cdef Done* item
         cdef Done* following

@@ -89,9 +89,9 @@ cdef void gate_wait(Channel* channel) noexcept nogil:
 cdef bint gate_paced(Channel* channel, uint64_t payload, uint64_t window) noexcept nogil:
     """Tell whether this much more may be over the window of the call that the peer is in now, if it is in one.
 
-    The peer's epoch is looked at once for each half window that was posted: the peer writes there twice a call, and a look
-    at every post would fetch that line from its cache each time (a quarter of a microsecond a page). Half a window may
-    be in the call before it is seen to have begun, and half in it afterwards.
+    The peer's epoch is looked at once for each half window that was posted: the peer writes there twice a call, and a
+    look at every post would fetch that line from its cache each time (a quarter of a microsecond a page). Half a window
+    may be in the call before it is seen to have begun, and half in it afterwards.
     """
     cdef uint32_t epoch
     if channel.peer_busy == NULL or channel.paced_bytes + payload <= window // 2:

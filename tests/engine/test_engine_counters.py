@@ -142,7 +142,7 @@ async def test_a_cancellation_that_meets_the_satisfaction(progress, turns):
 
 async def test_a_cancellation_between_satisfaction_and_wake_up_gives_the_counts_back():
     """Both waits were satisfied in one round, and the task of the first cancels the other before that has run."""
-    async with linked("shm") as (left, right):
+    async with linked("tcp") as (left, right):
         await count(left, right, 1, 1)
         between = 0
         for number in range(50):
