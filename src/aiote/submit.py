@@ -42,7 +42,7 @@ def _remote(value: object, verb: str, what: str) -> RemoteRegion:
 
 
 def _own(engine: Engine, region: Region, verb: str) -> Region:
-    if region.memory not in engine.memories:
+    if region.memory.owner is not engine.core:
         raise UsageError(f"{verb}: the local region belongs to another engine; register the memory with this one too")
     return region
 

@@ -16,5 +16,5 @@ cdef class Pause:
     cdef Waiter waiter
     cdef bint yielded
 
-cdef int wake(object waiter) except -1
+cpdef int wake(object waiter) except -1
 cdef object wake_all(list waiters, bint direct)

@@ -128,7 +128,7 @@ cdef class Pause:
         pass
 
 
-cdef int wake(object waiter) except -1:
+cpdef int wake(object waiter) except -1:
     """Wake whoever awaits it, soon; nothing happens if that was done, or if its loop was closed under it."""
     if type(waiter) is list:
         for one in waiter:

@@ -40,13 +40,13 @@ class Driver:
         core.on_submit = self.kick
         self._asyncio = loop.loop if isinstance(loop, AsyncioLoop) else None
         if self._asyncio is not None:
-            self._join()
             try:
                 self._asyncio.add_reader(core.fd, self._readable)
             except NotImplementedError:
                 raise UsageError(
                     "this event loop watches no descriptors (a proactor?): use asyncio's selector loop"
                 ) from None
+            self._join()
         else:
             core.awake = True
             self._task = loop.spawn(self._run_trio, name="aiote progress")
@@ -144,6 +144,7 @@ class Driver:
         if self._running:
             self._running = False
             self._core.on_submit = None
-            self._leave()
-            if self._asyncio is not None and not self._asyncio.is_closed():
-                self._asyncio.remove_reader(self._core.fd)
+            if self._asyncio is not None:
+                self._leave()
+                if not self._asyncio.is_closed():
+                    self._asyncio.remove_reader(self._core.fd)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import anyio
 
+from ..rails import wake
 from .loops import EventLoop, Waiter
 
 __all__ = ["Over", "Signal", "finish", "settle", "sleep", "wake", "within"]
@@ -23,15 +24,6 @@ class Over(Protocol):
     def is_over(self) -> bool: ...
 
     on_over: Callable[[Any], object] | None
-
-
-def wake(waiter: Waiter) -> None:
-    """Wake whoever awaits it; nothing happens if that was done, or if its loop was closed under it."""
-    if not waiter.done():
-        try:
-            waiter.set_result(None)
-        except RuntimeError:
-            pass
 
 
 async def finish(loop: EventLoop, item: Over, patience: float) -> bool:

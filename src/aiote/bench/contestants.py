@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from aiote.bench.remote import Connection
@@ -33,12 +33,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """`kind` is aiote, raw, or other; others have a command of their own. `loop` is set where one matters."""
+    """`kind` is aiote, raw, or other; others have a command of their own, and say over which providers."""
 
     name: str
     kind: str
     command: tuple[str, ...] = ()
-    providers: tuple[str, ...] = field(default=())
+    providers: tuple[str, ...] = ()
 
     @classmethod
     def others(cls, path: Path) -> list[Contestant]:

@@ -12,18 +12,17 @@ import numpy as np
 
 import aiote
 from aiote.bench.statistics import LatencySummary
-from aiote.bench.work import PAGE_STEP, Work, pattern
+from aiote.bench.work import HUGE_BYTES, PAGE_STEP, Work, pattern
 
 __all__ = ["COUNTED", "ENDED", "Arena", "initiate", "serve"]
 
 COUNTED = 1
 ENDED = 2
-HUGE_BYTES = 2 << 20
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def _aligned(nbytes: int) -> Words:
-    """Allocate whole huge pages: with small ones a copy between processes costs twice as much."""
+    """Allocate from the start of a huge page on."""
     memory = np.zeros(nbytes + HUGE_BYTES, dtype=np.uint8)
     start = -memory.ctypes.data % HUGE_BYTES
     return memory[start : start + nbytes].view(np.uint64)

@@ -11,12 +11,11 @@ from aiote.bench.contestants import Setting
 from aiote.bench.records import UNITS, Record, Run
 from aiote.bench.sides import BenchError, Pair, Unsupported
 from aiote.bench.statistics import Spread, paired_ratio
-from aiote.bench.work import Work
+from aiote.bench.work import HUGE_BYTES, Work
 
 __all__ = ["Entry", "Plan", "arena_for", "measure"]
 
 LEAST_ARENA = 32 << 20
-HUGE_BYTES = 2 << 20
 FIRST_BYTES = 32 << 20
 FIRST_REQUESTS = 500
 ALONE = 0.9

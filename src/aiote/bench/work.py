@@ -21,8 +21,10 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["OPS", "PAGE_STEP", "Work", "pattern"]
+__all__ = ["HUGE_BYTES", "OPS", "PAGE_STEP", "Work", "pattern"]
 
+HUGE_BYTES = 2 << 20
+"""An arena is whole huge pages: with small ones a copy between processes costs twice as much."""
 OPS = ("write", "pages", "latency", "rate", "read", "send")
 PAGE_STEP = 7919
 """Page j of a request goes to page j * PAGE_STEP modulo the pages of a request: a prime, so that all are hit."""

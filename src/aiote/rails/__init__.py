@@ -12,6 +12,7 @@ from aiote_native.requests import LocalSlice, RemoteSlice, Request, quick, quick
 from aiote_native.status import StatusError, error_text
 from aiote_native.waits import CounterHandle, CounterWait, Watch, read_word
 from aiote_native.wakers import Waiter as NativeWaiter
+from aiote_native.wakers import wake
 from aiote_native.workrequests import LocalMemory, Operation, PageIndex, RemoteMemory, Waitable
 
 from .contract import RailInfo
@@ -47,4 +48,5 @@ __all__ = [
     "quick_send",
     "read_word",
     "section",
+    "wake",
 ]
