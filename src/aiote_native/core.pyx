@@ -117,6 +117,9 @@ cdef class Core:
         lock(&self.engine)
         with nogil:
             again = progress_once(&self.engine)
+            if again:
+                # A native thread that sleeps has just been made to look awake to its peers: it has to be.
+                kick(&self.engine)
         unlock(&self.engine)
         return again != 0
 
