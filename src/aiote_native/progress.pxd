@@ -36,6 +36,8 @@ cdef struct Progress:
     BellPage* bell
     uint64_t spin_ns
     uint64_t last_activity
+    bint fresh            # something has happened since the clock was last looked at
+    uint32_t idle         # rounds in which nothing happened
     uint64_t seen_events
     uint64_t tick_ns
     uint64_t left_ns

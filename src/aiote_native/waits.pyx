@@ -1,5 +1,6 @@
 """What is awaited beside transfers: counts of immediates, and words in memory."""
 
+cimport cython
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_INCREF
 from libc.stdint cimport uint32_t, uint64_t
@@ -37,6 +38,7 @@ cdef CounterHandle open_counter(object core, Progress* engine, uint32_t imm):
     return handle
 
 
+@cython.no_gc_clear  # a cleared handle would have lost the core that its counter lives in
 cdef class CounterHandle:
     """A handle of one immediate's count; the count lives while it is not zero or somebody has a handle."""
 

@@ -6,13 +6,16 @@ import fcntl
 import mmap
 import os
 import select
+import sys
 import time
+from collections.abc import Callable
 
 import pytest
 
 from aiote.errors import FabricError
 from aiote_native.core import Core
 from aiote_native.doorbell import Doorbell, PeerBell
+from aiote_native.waits import CounterWait
 from rail_pair import KINDS, Pair, opened
 
 PAGE = 64 + 3 * 4 * 1000  # the epoch with its padding, then what is waited for, the gate and who is busy, for each slot
@@ -223,3 +226,33 @@ def test_a_bell_is_made_once():
         peer.__init__(0, 0)
     peer.close()
     bell.close()
+
+
+def epoch_of(bell: Doorbell) -> int:
+    """Read an own page as the peers do: odd while the engine sleeps."""
+    with mmap.mmap(bell.memory_fd, PAGE, prot=mmap.PROT_READ) as page:
+        return int.from_bytes(page[:4], sys.byteorder)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_round_in_the_threads_place_leaves_nobody_asleep_who_looks_awake():
+    """Peers do not ring an engine that is awake, so the round that says so has to wake the native thread as well."""
+    core = Core(threaded=True, doorbell=True, spin_us=50)
+    try:
+        bell = core.doorbell
+        assert bell is not None
+        core.counter(1).wait(CounterWait(), 1)  # something is awaited, so there is a reason to go on looking
+        for _ in range(20):
+            until(lambda: epoch_of(bell) % 2 == 1)
+            before = epoch_of(bell)
+            assert core.progress(), "it looks several times before it sleeps"
+            assert epoch_of(bell) != before
+        until(lambda: epoch_of(bell) % 2 == 1)
+    finally:
+        core.close()
