@@ -117,7 +117,7 @@ cdef class Core:
         lock(&self.engine)
         with nogil:
             again = progress_once(&self.engine)
-            if again:
+            if again and self.engine.threaded:
                 # A native thread that sleeps has just been made to look awake to its peers: it has to be.
                 kick(&self.engine)
         unlock(&self.engine)
