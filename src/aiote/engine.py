@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from . import submit
 from .aio import BellExchange, Driver, Signal, current_loop, sleep, wake
+from .barrier import barrier
 from .config import EngineConfig
 from .connections import Connections
 from .core.address import Address
@@ -15,6 +16,7 @@ from .core.descriptor import RegionDescriptor
 from .core.striping import check_immediate
 from .counter import Counter
 from .errors import UsageError
+from .group import PeerGroup, ScatterTarget, make_group, submit_scatter
 from .hosts import bind_host, host_identity
 from .inbox import Inbox, Message, Messages
 from .leases import Leases
@@ -235,6 +237,48 @@ class Engine(Connections):
         at once.
         """
         await submit.submit_pages(self, src, dst, imm, waits=True)
+
+    # Many peers at once.
+
+    async def peer_group(self, members: Iterable[Peer | Address | str]) -> PeerGroup:
+        """Connect to engines, all at once, and return them as a group for `scatter` and `barrier`.
+
+        Raises UsageError for one that is named twice, PeerError for one that cannot be reached.
+        """
+        self.require_open()
+        return await make_group(self, members)
+
+    async def room_for(self, group: PeerGroup) -> None:
+        """Wait until a `submit_scatter` to any member would not raise QueueFull. Raises PeerError, ClosedError."""
+        while (full := next((peer for peer in group if peer.lost or not peer.has_room), None)) is not None:
+            await self.room(full)
+
+    def submit_scatter(self, group: PeerGroup, targets: Iterable[ScatterTarget], imm: int | None = None) -> Transfer:
+        """Start a write to each target, one request for all; with `imm` each counts 1 at its receiver."""
+        return submit_scatter(self, group, targets, imm)
+
+    async def scatter(self, group: PeerGroup, targets: Iterable[ScatterTarget], imm: int | None = None) -> None:
+        """Write each target's `src` to its `dst`, all over when this returns; with `imm` each counts 1 at its receiver.
+
+        Lengths and places are each target's own, several may go to one member, none is over at once. A target that
+        fails stops no other; the error names the first. Cancelling is as of `write`, for all of them. Raises
+        UsageError, TransferError, PeerError, ClosedError.
+        """
+        chosen = list(targets)
+        self.require_open()
+        if isinstance(group, PeerGroup):
+            await self.room_for(group)
+        await submit_scatter(self, group, chosen, imm)
+
+    async def barrier(self, group: PeerGroup, imm: int) -> None:
+        """Wait until every member of the group is here: each has called its own `barrier` as often as this engine.
+
+        Immediates alone are written; the values `imm` and `imm ^ 1` belong to the barrier. An empty group is through
+        at once. Cancelled or failed, the group's rounds on that value are out of step, and it says so from then on.
+        Raises PeerError for a member that is lost before all have come, UsageError, ClosedError.
+        """
+        self.require_open()
+        await barrier(self, group, imm)
 
     # Messages.
 

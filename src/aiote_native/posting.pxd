@@ -28,6 +28,7 @@ cdef int post_on(State* state, Channel* channel, const Post* args, void* owner) 
 cdef void give_back(Channel* channel, WorkRequest* wr) noexcept nogil
 
 cdef void op_start(State* state, PeerState* peer, Op* op) noexcept nogil
+cdef void ops_start(State* state, Op* parent) noexcept nogil
 cdef void op_cancel(State* state, Op* op) noexcept nogil
 cdef void op_completed(State* state, Op* op, const Completion* completion, Channel* channel,
                        uint64_t length) noexcept nogil

@@ -147,7 +147,33 @@ cdef void op_end(State* state, Op* op) noexcept nogil:
     unlink(state, op.peer, op)
     op.over = True
     state.events += 1
-    done_push(&state.done, &op.done)
+    if op.parent != NULL:
+        child_over(state, op.parent, op)
+    else:
+        done_push(&state.done, &op.done)
+
+
+cdef void child_over(State* state, Op* parent, Op* child) noexcept nogil:
+    """Take one target of many as over; the first error is the request's, and the others go on."""
+    parent.outstanding -= 1
+    parent.confirmed += child.confirmed
+    if child.status != 0 and parent.status == 0:
+        parent.status = child.status
+        parent.provider_errno = child.provider_errno
+        parent.rail = child.rail
+    if parent.outstanding == 0:
+        op_end(state, parent)
+
+
+cdef void ops_start(State* state, Op* parent) noexcept nogil:
+    """Start every target of a request; it is over when they all are, and one without any is over at once."""
+    cdef uint32_t i
+    parent.posted_all = True
+    parent.outstanding = parent.child_count
+    if parent.child_count == 0:
+        op_end(state, parent)
+    for i in range(parent.child_count):
+        op_start(state, parent.children[i].peer, &parent.children[i])
 
 
 cdef void op_fail(State* state, Op* op, int status, int rail) noexcept nogil:
@@ -163,10 +189,17 @@ cdef void op_fail(State* state, Op* op, int status, int rail) noexcept nogil:
 
 
 cdef void op_cancel(State* state, Op* op) noexcept nogil:
+    cdef uint32_t i
     if op.over:
         return
     op.cancelled = True
-    op_fail(state, op, -ECANCELED, -1)
+    if op.child_count == 0:
+        op_fail(state, op, -ECANCELED, -1)
+        return
+    if op.status == 0:
+        op.status = -ECANCELED
+    for i in range(op.child_count):
+        op_cancel(state, &op.children[i])
 
 
 cdef void op_completed(State* state, Op* op, const Completion* completion, Channel* channel,

@@ -3,6 +3,7 @@ from typing import Any, Self, TypeVar
 
 from aiote_native.core import Core
 from aiote_native.peers import PeerLink
+from aiote_native.targets import Targets
 from aiote_native.workrequests import LocalMemory, Operation, RemoteMemory
 
 class LocalSlice:
@@ -20,6 +21,7 @@ class RemoteSlice:
 class Request(Operation):
     peer: Any
     refused: bool
+    targets: Targets | None
     @property
     def verb(self) -> str: ...
     def refuse(self) -> None: ...

@@ -163,6 +163,10 @@ cdef struct Op:
     int status
     int provider_errno
     int rail
+    # Of a request with a target each for many peers: `parent` of a target, `children` and `child_count` of the request.
+    Op* parent
+    Op* children
+    uint32_t child_count
 
 cdef struct Slot:
     WorkRequest wr

@@ -37,6 +37,9 @@ cdef class PageIndex:
     cdef int allocate(self, uint64_t count) except -1
     cdef bint copy_buffer(self, object indices) except -1
 
+cdef int fill(Op* op, LocalMemory local, uint64_t local_offset, RemoteMemory remote, uint64_t remote_offset,
+              uint64_t local_extent, uint64_t remote_extent, bint into_local) except -1
+
 cdef class Operation(Waitable):
     cdef Op op
     cdef bint submitted
