@@ -16,7 +16,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 from aiote_native.doorbell cimport ring
-from aiote_native.gates cimport gate_post
+from aiote_native.gates cimport gate_leave, gate_post
 from aiote_native.posting cimport op_end, op_fail, peer_fail
 from aiote_native.structs cimport ECANCELED, OP_RECV, OP_SEND, Post
 
@@ -89,6 +89,7 @@ cdef void post_receives(State* state, Mailbox* self) noexcept nogil:
         args.length = self.slot_bytes
         slot.wr.busy = True
         code = gate_post(self.channel, &args, &slot.wr)
+        gate_leave(self.channel)
         if code != 0:
             slot.wr.busy = False
             if code == -EAGAIN:
@@ -122,6 +123,7 @@ cdef int post_message(State* state, Mailbox* self, Kind kind, const void* payloa
     slot.wr.busy = True
     slot.wr.length = length
     code = gate_post(self.channel, &args, &slot.wr)
+    gate_leave(self.channel)
     if code != 0:
         slot.wr.busy = False
         state.refused += 1

@@ -7,6 +7,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from aiote_native.doorbell cimport BELL_SLOTS, PeerBell
+from aiote_native.gates cimport gate_leave
 from aiote_native.libfabric.endpoint cimport Endpoint
 from aiote_native.messages cimport (
     HEADER_BYTES, mailbox_bytes, mailbox_consume, mailbox_fail, mailbox_free, mailbox_new, mailbox_open, mailbox_peek)
@@ -322,6 +323,7 @@ cdef void greet(Progress* engine, Channel* channel) noexcept nogil:
     args.remote = channel.imm_address
     args.key = channel.imm_key
     post_on(&engine.state, channel, &args, NULL)
+    gate_leave(channel)
 
 
 def pool_bytes(uint32_t slots, uint32_t message_bytes, uint32_t peer_message_bytes) -> int:

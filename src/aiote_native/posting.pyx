@@ -15,7 +15,7 @@ from libc.stdint cimport uint32_t, uint64_t
 
 from aiote_native.counters cimport done_push
 from aiote_native.doorbell cimport ring
-from aiote_native.gates cimport gate_paced, gate_post
+from aiote_native.gates cimport gate_leave, gate_paced, gate_post
 from aiote_native.structs cimport ECANCELED, MAX_STRIPES
 
 cdef enum:
@@ -293,6 +293,14 @@ cdef int post_next(State* state, PeerState* peer, Op* op) noexcept nogil:
 
 cdef int pump_op(State* state, PeerState* peer, Op* op) noexcept nogil:
     """Post up to a turn's worth. 0: posted all there is for now; 1: its turn is over; else as `post_next`."""
+    cdef int code = post_turn(state, peer, op)
+    cdef int i
+    for i in range(peer.channel_count):
+        gate_leave(peer.channels[i])
+    return code
+
+
+cdef int post_turn(State* state, PeerState* peer, Op* op) noexcept nogil:
     cdef int budget = TURN
     cdef int code
     while budget > 0:

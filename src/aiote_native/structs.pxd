@@ -92,6 +92,7 @@ cdef struct Channel:
     const uint32_t* peer_gate
     const uint32_t* peer_busy
     uint32_t peer_generation
+    bint within          # the gate, between the posts of one turn
     # what was posted since the peer's last step into or out of its library, which its epoch tells
     uint32_t paced_epoch
     uint64_t paced_bytes
