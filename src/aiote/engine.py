@@ -373,6 +373,8 @@ class Engine(Connections):
             where = f" on rail {rail}" if rail else ""
             session: Session = link.tag  # type: ignore[assignment]
             session.link_failed(f"the data connection{where} failed: {error_text(link.failed)}")
+        for link in self.core.noticed():
+            link.tag.notice(link)  # type: ignore[attr-defined]
         if self.core.inbox:
             self.inbox.arrived()
 
@@ -380,15 +382,15 @@ class Engine(Connections):
         """Name a rail by its index; an empty string when there is none."""
         return self.fabric.rails[rail].name if 0 <= rail < len(self.fabric.rails) else ""
 
-    async def probe(self, peer: Peer, link: PeerLink) -> None:
-        """Write nothing to a peer, to see that the data path is there. Raises PeerError."""
+    def probe(self, peer: Peer, link: PeerLink, number: int) -> Transfer:
+        """Start to write nothing to a peer over one channel, to see that the data path is there."""
 
         def launch(transfer: Transfer, link: PeerLink) -> None:
-            self.core.submit_single(link, transfer, False, None, 0, None, 0, 0, -1)
+            self.core.submit_probe(link, transfer, number)
 
         transfer = Transfer(peer, "probe", launch)
         peer.start(transfer, link)
-        await transfer
+        return transfer
 
     async def aclose(self) -> None:
         """Say goodbye to every peer, end every await with an error, and let go of all memory. Idempotent.

@@ -4,7 +4,7 @@ from aiote_native.posting cimport State
 from aiote_native.structs cimport Channel, Completion, Mailbox, Op, PeerState, Slot
 
 cdef enum:
-    HEADER_BYTES = 16
+    HEADER_BYTES = 24
     CREDIT_SLOTS = 2
 
 cdef Mailbox* mailbox_new(Channel* channel, uint32_t slots, uint32_t slot_bytes, uint32_t peer_slots, uint8_t* memory,
@@ -20,3 +20,7 @@ cdef Slot* mailbox_peek(Mailbox* self) noexcept nogil
 cdef void mailbox_consume(State* state, Mailbox* self) noexcept nogil
 cdef void mailbox_cancel(State* state, Mailbox* self, Op* op) noexcept nogil
 cdef void mailbox_fail(State* state, Mailbox* self, int status, int rail) noexcept nogil
+cdef void mailbox_detach(Mailbox* self) noexcept nogil
+cdef bint mailbox_unsure(State* state, Mailbox* self, uint64_t top, const uint64_t* holes, uint64_t count) noexcept nogil
+cdef void mailbox_attach(State* state, Mailbox* self, Channel* channel, void* desc) noexcept nogil
+cdef void mailbox_release(State* state, Mailbox* self) noexcept nogil

@@ -18,7 +18,8 @@ from libc.string cimport memcpy
 from aiote_native.doorbell cimport ring
 from aiote_native.gates cimport gate_leave, gate_post
 from aiote_native.posting cimport op_end, op_fail, peer_fail
-from aiote_native.structs cimport ECANCELED, OP_RECV, OP_SEND, Post
+from aiote_native.recovery cimport channel_fault
+from aiote_native.structs cimport BROKEN, ECANCELED, OP_RECV, OP_SEND, Post
 
 cdef enum Kind:
     DATA = 1
@@ -28,6 +29,7 @@ cdef struct Header:
     uint32_t kind
     uint32_t length
     uint64_t consumed
+    uint64_t number
 
 
 cdef size_t mailbox_bytes(uint32_t slots, uint32_t slot_bytes) noexcept nogil:
@@ -44,7 +46,8 @@ cdef Mailbox* mailbox_new(Channel* channel, uint32_t slots, uint32_t slot_bytes,
         raise MemoryError
     self.receive = <Slot*> calloc(count, sizeof(Slot))
     self.transmit = <Slot*> calloc(count, sizeof(Slot))
-    if self.receive == NULL or self.transmit == NULL:
+    self.seen = <uint64_t*> calloc(slots, sizeof(uint64_t))
+    if self.receive == NULL or self.transmit == NULL or self.seen == NULL:
         mailbox_free(self)
         raise MemoryError
     self.channel = channel
@@ -74,14 +77,28 @@ cdef void mailbox_free(Mailbox* self) noexcept nogil:
     if self != NULL:
         free(self.receive)
         free(self.transmit)
+        free(self.seen)
         free(self)
+
+
+cdef bint able(const Mailbox* self) noexcept nogil:
+    """Whether there is a channel to post to."""
+    return self.channel != NULL and self.channel.open and not self.channel.paused
+
+
+cdef void channel_broken(State* state, Mailbox* self, int code) noexcept nogil:
+    """Take a refused or failed message for the end of its channel: whether it came, and its credit, is not known."""
+    if self.channel.peer.survivable:
+        channel_fault(state, self.channel, BROKEN, code)
+    else:
+        peer_fail(state, self.channel.peer, code, self.channel.rail)
 
 
 cdef void post_receives(State* state, Mailbox* self) noexcept nogil:
     cdef Slot* slot
     cdef Post args
     cdef int code
-    while self.repost != NULL and self.channel.open:
+    while self.repost != NULL and able(self):
         slot = self.repost
         args.opcode = OP_RECV
         args.local = slot.memory
@@ -95,7 +112,7 @@ cdef void post_receives(State* state, Mailbox* self) noexcept nogil:
             if code == -EAGAIN:
                 state.blocked += 1
             else:
-                peer_fail(state, self.channel.peer, code, self.channel.rail)
+                channel_broken(state, self, code)
             return
         self.repost = slot.next
         slot.next = NULL
@@ -105,30 +122,43 @@ cdef int post_message(State* state, Mailbox* self, Kind kind, const void* payloa
                       Op* op) noexcept nogil:
     cdef Slot* slot = self.spare_transmit
     cdef Header* header
-    cdef Post args
     cdef int code
     if slot == NULL:
         return -EAGAIN
     header = <Header*> slot.memory
     header.kind = kind
     header.length = length
-    header.consumed = self.consumed
+    header.number = self.numbered + 1 if kind == DATA else 0
     if length:
         memcpy(slot.memory + HEADER_BYTES, payload, length)
+    slot.op = op
+    slot.number = header.number
+    slot.length = length
+    code = post_slot(state, self, slot)
+    if code == 0:
+        self.spare_transmit = slot.next
+        self.numbered += kind == DATA
+    return code
+
+
+cdef int post_slot(State* state, Mailbox* self, Slot* slot) noexcept nogil:
+    """Post a message that is in its slot already."""
+    cdef Post args
+    cdef int code
+    (<Header*> slot.memory).consumed = self.consumed
     args.opcode = OP_SEND
     args.local = slot.memory
     args.desc = self.desc
-    args.length = HEADER_BYTES + length
-    slot.op = op
+    args.length = HEADER_BYTES + slot.length
     slot.wr.busy = True
-    slot.wr.length = length
+    slot.wr.lost = False
+    slot.wr.length = slot.length
     code = gate_post(self.channel, &args, &slot.wr)
     gate_leave(self.channel)
     if code != 0:
         slot.wr.busy = False
         state.refused += 1
         return code
-    self.spare_transmit = slot.next
     self.advertised = self.consumed
     self.channel.outstanding += 1
     if self.channel.waiting != NULL:
@@ -149,6 +179,9 @@ cdef void send_queued(State* state, Mailbox* self) noexcept nogil:
         code = post_message(state, self, DATA, <void*> op.local_address, <uint32_t> op.part_bytes, op)
         if code == -EAGAIN:
             state.blocked += 1
+            return
+        if code != 0 and self.channel.peer.survivable:
+            channel_fault(state, self.channel, BROKEN, code)
             return
         self.head = op.next
         if self.head == NULL:
@@ -177,7 +210,7 @@ cdef void send_credits(State* state, Mailbox* self) noexcept nogil:
     elif code == -EAGAIN:
         state.blocked += 1
     else:
-        peer_fail(state, self.channel.peer, code, self.channel.rail)
+        channel_broken(state, self, code)
 
 
 cdef void mailbox_open(State* state, Mailbox* self) noexcept nogil:
@@ -186,10 +219,14 @@ cdef void mailbox_open(State* state, Mailbox* self) noexcept nogil:
 
 cdef void mailbox_pump(State* state, Mailbox* self) noexcept nogil:
     """Repost receives, send what has credits, and give credits back where nothing else carries them."""
-    if not self.channel.open:
+    if not able(self):
         return
     if self.repost != NULL:
         post_receives(state, self)
+    if self.held:
+        return
+    if self.resend != NULL:
+        send_again(state, self)
     if self.head != NULL:
         send_queued(state, self)
     if self.consumed != self.advertised:
@@ -240,6 +277,14 @@ cdef void mailbox_cancel(State* state, Mailbox* self, Op* op) noexcept nogil:
         op_fail(state, op, -ECANCELED, -1)
 
 
+cdef bint expected(const Mailbox* self, const Header* header) noexcept nogil:
+    """Whether a message is within the pool's credits and new."""
+    if header.kind == CREDITS:
+        return header.number == 0
+    return (0 < header.number <= self.consumed + self.slots
+            and self.seen[header.number % self.slots] < header.number)
+
+
 cdef void mailbox_received(State* state, Mailbox* self, Slot* slot, const Completion* completion) noexcept nogil:
     cdef Header* header = <Header*> slot.memory
     slot.wr.busy = False
@@ -247,10 +292,11 @@ cdef void mailbox_received(State* state, Mailbox* self, Slot* slot, const Comple
         slot.next = self.repost
         self.repost = slot
         if self.channel.open:
-            peer_fail(state, self.channel.peer, completion.status, self.channel.rail)
+            channel_broken(state, self, completion.status)
         return
     if (completion.length < HEADER_BYTES or header.length > completion.length - HEADER_BYTES
-            or (header.kind != DATA and header.kind != CREDITS) or header.consumed > self.sent):
+            or (header.kind != DATA and header.kind != CREDITS) or header.consumed > self.sent
+            or not expected(self, header)):
         slot.next = self.repost
         self.repost = slot
         peer_fail(state, self.channel.peer, -EPROTO, self.channel.rail)
@@ -262,6 +308,9 @@ cdef void mailbox_received(State* state, Mailbox* self, Slot* slot, const Comple
         slot.next = self.repost
         self.repost = slot
         return
+    self.seen[header.number % self.slots] = header.number
+    if header.number > self.top:
+        self.top = header.number
     slot.length = header.length
     if self.ready_tail == NULL:
         self.ready_head = slot
@@ -293,6 +342,107 @@ cdef void mailbox_sent(State* state, Mailbox* self, Slot* slot, const Completion
         peer_fail(state, self.channel.peer, completion.status, self.channel.rail)
 
 
+cdef void mailbox_detach(Mailbox* self) noexcept nogil:
+    """Take everything back from a channel that was shut: what was sent and did not end well is unsure."""
+    cdef Slot* slot
+    cdef uint32_t i
+    for i in range(self.slots + CREDIT_SLOTS):
+        slot = &self.receive[i]
+        if slot.wr.busy:
+            slot.wr.busy = False
+            slot.next = self.repost
+            self.repost = slot
+        slot = &self.transmit[i]
+        if slot.wr.busy:
+            slot.wr.busy = slot.wr.lost = False
+            if slot.op == NULL:
+                slot.next = self.spare_transmit
+                self.spare_transmit = slot
+            else:
+                slot.next = self.unsure
+                self.unsure = slot
+    self.credits_in_flight = 0
+    # What was told of our consumption may be lost; it is a running total, so telling it again does no harm.
+    self.advertised = 0
+    self.channel = NULL
+
+
+cdef bint mailbox_unsure(State* state, Mailbox* self, uint64_t top, const uint64_t* holes, uint64_t count) noexcept nogil:
+    """Take the peer's word for what came: the others are sent again. False where it claims what was never sent."""
+    cdef Slot* slot
+    cdef bint arrived
+    cdef uint64_t i
+    if top > self.numbered:
+        return False
+    while self.unsure != NULL:
+        slot = self.unsure
+        self.unsure = slot.next
+        arrived = slot.number <= top
+        for i in range(count):
+            arrived = arrived and holes[i] != slot.number
+        if arrived:
+            message_arrived(state, self, slot)
+        else:
+            slot.next = self.resend
+            self.resend = slot
+    return True
+
+
+cdef void message_arrived(State* state, Mailbox* self, Slot* slot) noexcept nogil:
+    cdef Op* op = slot.op
+    slot.op = NULL
+    slot.next = self.spare_transmit
+    self.spare_transmit = slot
+    op.outstanding = 0
+    op.confirmed = op.part_bytes
+    op_end(state, op)
+
+
+cdef void mailbox_attach(State* state, Mailbox* self, Channel* channel, void* desc) noexcept nogil:
+    """Go on over another channel; nothing is sent before `mailbox_release`, for the peer may not listen there yet."""
+    cdef uint32_t i
+    self.channel = channel
+    self.desc = desc
+    self.held = True
+    for i in range(self.slots + CREDIT_SLOTS):
+        self.receive[i].wr.channel = channel
+        self.transmit[i].wr.channel = channel
+    post_receives(state, self)
+
+
+cdef void mailbox_release(State* state, Mailbox* self) noexcept nogil:
+    """The peer listens on the new channel: send."""
+    self.held = False
+    mailbox_pump(state, self)
+
+
+cdef void send_again(State* state, Mailbox* self) noexcept nogil:
+    cdef Slot* slot
+    cdef int code
+    while self.resend != NULL and able(self):
+        slot = self.resend
+        code = post_slot(state, self, slot)
+        if code == -EAGAIN:
+            state.blocked += 1
+            return
+        if code != 0:
+            channel_broken(state, self, code)
+            return
+        self.resend = slot.next
+
+
+cdef void end_slots(State* state, Slot* slot, int status, int rail) noexcept nogil:
+    """End messages that were sent once and never will be again."""
+    cdef Op* op
+    while slot != NULL:
+        op = slot.op
+        slot.op = NULL
+        slot = slot.next
+        if op != NULL:
+            op.outstanding = 0
+            op_fail(state, op, status, rail)
+
+
 cdef Slot* mailbox_peek(Mailbox* self) noexcept nogil:
     return self.ready_head
 
@@ -318,3 +468,6 @@ cdef void mailbox_fail(State* state, Mailbox* self, int status, int rail) noexce
         op = self.head
         withdraw(state, self, op)
         op_fail(state, op, status, rail)
+    end_slots(state, self.unsure, status, rail)
+    end_slots(state, self.resend, status, rail)
+    self.unsure = self.resend = NULL

@@ -10,7 +10,7 @@ from libc.stdlib cimport calloc, free
 
 from aiote_native.core cimport Core
 from aiote_native.peers cimport PeerLink
-from aiote_native.posting cimport cut_part, ops_start
+from aiote_native.posting cimport cut_op, ops_start
 from aiote_native.progress cimport kick, lock, unlock, usable
 from aiote_native.requests cimport Request, leave_link
 from aiote_native.structs cimport OP_WRITE
@@ -45,7 +45,7 @@ cdef class Targets:
         if length and (local is None or remote is None):
             raise ValueError(f"{length} bytes need both a local and a remote memory: only nothing goes without")
         op = &self.ops[self.count]
-        op.rail = -1
+        op.rail = op.pin = -1
         op.opcode = OP_WRITE
         op.peer = &link.state
         fill(op, local, local_offset, remote, remote_offset, length, length, False)
@@ -108,7 +108,7 @@ def scatter(Core core, Request request, Targets targets, int64_t imm) -> None:
         op.parent = &request.op
         op.counted = imm >= 0
         op.imm = <uint32_t> imm if imm >= 0 else 0
-        cut_part(op.part_bytes, link.state.channel_count, link.largest(), core.smallest, op.counted, &op.cut)
+        cut_op(op, &link.state, link.largest(), core.smallest)
         request.op.total += op.total
     request.op.opcode = OP_WRITE
     request.op.counted = imm >= 0

@@ -220,7 +220,7 @@ cdef class Operation(Waitable):
     def __cinit__(self):
         memset(&self.op, 0, sizeof(Op))
         self.op.done.owner = <PyObject*> self
-        self.op.rail = -1
+        self.op.rail = self.op.pin = -1
 
     @property
     def errno(self) -> int:

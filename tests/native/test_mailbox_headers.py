@@ -15,15 +15,19 @@ from hypothesis import strategies as st
 import compiled
 
 SLOT_BYTES = 64
-HEADER = struct.Struct("=IIQ")  # kind, length, messages of ours that it has consumed
+SLOTS = 4
+HEADER = struct.Struct("=IIQQ")  # kind, length, messages of ours that it has consumed, its number
 DATA, CREDITS = 1, 2
 Deliver = Callable[[list[bytes]], tuple[list[bytes], int]]
 
-FIELDS = st.sampled_from([0, 1, 2, 3, 47, 48, 49, 2**31, 2**32 - 16, 2**32 - 1])
-HEADERS = st.builds(HEADER.pack, FIELDS, FIELDS, st.sampled_from([0, 0, 0, 1, 2**63, 2**64 - 1]))
-HONEST = st.binary(max_size=48).map(lambda payload: HEADER.pack(DATA, len(payload), 0) + payload)
-MESSAGES = HONEST | st.just(HEADER.pack(CREDITS, 0, 0)) | st.binary(max_size=SLOT_BYTES)
-MESSAGES |= st.builds(lambda head, rest: (head + rest)[:SLOT_BYTES], HEADERS, st.binary(max_size=48))
+FIELDS = st.sampled_from([0, 1, 2, 3, 39, 40, 41, 2**31, 2**32 - 24, 2**32 - 1])
+NUMBERS = st.sampled_from([1, 2, 3, 4, 1, 2, 3, 4, 5, 6, 8, 9, 0, 2**63, 2**64 - 1])
+HEADERS = st.builds(HEADER.pack, FIELDS, FIELDS, st.sampled_from([0, 0, 0, 1, 2**63, 2**64 - 1]), NUMBERS)
+HONEST = st.builds(
+    lambda payload, number: HEADER.pack(DATA, len(payload), 0, number) + payload, st.binary(max_size=40), NUMBERS
+)
+MESSAGES = HONEST | st.just(HEADER.pack(CREDITS, 0, 0, 0)) | st.binary(max_size=SLOT_BYTES)
+MESSAGES |= st.builds(lambda head, rest: (head + rest)[:SLOT_BYTES], HEADERS, st.binary(max_size=40))
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +42,32 @@ def deliver(tmp_path_factory: pytest.TempPathFactory) -> Deliver:
 
 def expected(messages: list[bytes]) -> tuple[list[bytes], int]:
     """What a mailbox says to them that has sent nothing itself, so that no credit can come back."""
-    taken = []
+    taken: list[bytes] = []
+    seen = [0] * SLOTS
     for message in messages:
         if len(message) < HEADER.size:
             return taken, errno.EPROTO
-        kind, length, consumed = HEADER.unpack(message[: HEADER.size])
+        kind, length, consumed, number = HEADER.unpack(message[: HEADER.size])
         if kind not in (DATA, CREDITS) or length > len(message) - HEADER.size or consumed:
             return taken, errno.EPROTO
+        # Each is taken at once, so as many are consumed as were taken; a number that came before is refused.
+        if number if kind == CREDITS else not (seen[number % SLOTS] < number <= len(taken) + SLOTS):
+            return taken, errno.EPROTO
         if kind == DATA:
+            seen[number % SLOTS] = number
             taken.append(message[HEADER.size : HEADER.size + length])
     return taken, 0
 
 
 @given(messages=st.lists(MESSAGES, max_size=4))
-@example([HEADER.pack(DATA, 48, 0) + b"x" * 48])
-@example([HEADER.pack(DATA, 49, 0) + b"x" * 48])
-@example([HEADER.pack(DATA, 2**32 - 1, 0)])
-@example([HEADER.pack(DATA, 0, 0), b"x" * 15])
-@example([HEADER.pack(CREDITS, 0, 1)])
+@example([HEADER.pack(DATA, 40, 0, 1) + b"x" * 40])
+@example([HEADER.pack(DATA, 41, 0, 1) + b"x" * 40])
+@example([HEADER.pack(DATA, 2**32 - 1, 0, 1)])
+@example([HEADER.pack(DATA, 0, 0, 1), b"x" * 23])
+@example([HEADER.pack(DATA, 0, 0, 2), HEADER.pack(DATA, 0, 0, 1)])
+@example([HEADER.pack(DATA, 0, 0, 1), HEADER.pack(DATA, 0, 0, 1)])
+@example([HEADER.pack(DATA, 0, 0, 1), HEADER.pack(DATA, 0, 0, 5), HEADER.pack(DATA, 0, 0, 1)])
+@example([HEADER.pack(CREDITS, 0, 1, 0)])
+@example([HEADER.pack(CREDITS, 0, 0, 1)])
 def test_any_bytes_are_a_message_or_the_end_of_the_peer(deliver: Deliver, messages: list[bytes]) -> None:
     assert deliver(messages) == expected(messages)

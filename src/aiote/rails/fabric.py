@@ -145,9 +145,10 @@ class Fabric:
         imm_key: int,
         imm_base: int,
         peer_slot: tuple[int, int] = (-1, 0),
+        number: int = -1,
     ) -> None:
         """Connect a pending channel to the peer's endpoint and hand it to the link. `peer_slot` is the peer's doorbell
-        slot with its generation. Raises FabricError.
+        slot with its generation, `number` a shut channel whose place it takes. Raises FabricError.
         """
         try:
             pending.endpoint.connect(address)
@@ -164,6 +165,7 @@ class Fabric:
                 slot=pending.slot,
                 peer_slot=peer_slot[0],
                 peer_generation=peer_slot[1],
+                number=number,
             )
             pending.bell = None
             if self._bereaved is not None and not pending.rail.traits.waits:
