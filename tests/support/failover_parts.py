@@ -9,18 +9,20 @@ from aiote.core.control import Role
 from aiote.core.counters import ImmCounters
 from aiote.core.failover import Arrivals, ChannelStates, Ledger
 from aiote.core.recovery import MessageNumbers, Post, Work
+from aiote.core.striping import decode_immediate
 
 FAULTS = {
-    "arrivals as of the own shut": "arrivals are taken when the own endpoint is shut, whatever is still being settled",
-    "posted again too early": "what is unconfirmed goes to other channels as soon as the own endpoint is shut",
-    "settlements not applied": "the receiver ignores Settle",
-    "settlements not taken out": "the sender keeps what it has settled",
-    "no settlements": "the sender's ledger grows",
-    "queue not drained": "arrivals are told before the completion queue is read to the end",
-    "ledger kept": "a channel that comes back goes on with its old ledger",
-    "messages not looked up": "unconfirmed messages are sent again whether or not they arrived",
-    "tail with head": "the counted part of a write is posted along with the part before it",
+    "arrivals as of the own shut": "the peer says",
+    "posted again too early": "a byte landed for a transfer that is over",
+    "settlements not applied": "the peer says",
+    "settlements not taken out": "the peer says",
+    "no settlements": "the sender's ledger is over its limit",
+    "queue not drained": "the peer says",
+    "ledger kept": "the peer says",
+    "messages not looked up": "came twice",
+    "tail with head": "is counted before its bytes are there",
 }
+"""What an engine might leave out or do wrongly, and by what it shows."""
 
 
 class Broken(AssertionError):
@@ -103,3 +105,20 @@ class Side:
         self.counted: Counter[int] = Counter()
         self.arrived: Counter[int] = Counter()
         self.placed: Counter[int] = Counter()
+
+
+def check_counts(side: Side, other: Side) -> None:
+    """See that what one side sent was counted by the other: exactly, but for what was cancelled."""
+    sure: Counter[int] = Counter()
+    doubtful: Counter[int] = Counter()
+    for transfer in side.transfers:
+        if transfer.word is not None:
+            kind = doubtful if transfer.cancelled else sure
+            kind[transfer.word] += decode_immediate(transfer.word)[1]
+    for word in {*sure, *other.counted}:
+        came = other.counted[word]
+        check(sure[word] <= came <= sure[word] + doubtful[word], f"{came} of the word {word:#x}, not {sure[word]}")
+    values = Counter(decode_immediate(one.word)[0] for one in side.transfers if one.word is not None)
+    unsure = {decode_immediate(word)[0] for word in doubtful}
+    for imm, writes in values.items():
+        check(imm in unsure or other.counters.value(imm) == writes, f"the value {imm} is not {writes}")
