@@ -122,3 +122,15 @@ def check_counts(side: Side, other: Side) -> None:
     unsure = {decode_immediate(word)[0] for word in doubtful}
     for imm, writes in values.items():
         check(imm in unsure or other.counters.value(imm) == writes, f"the value {imm} is not {writes}")
+
+
+def check_ledger(side: Side, other: Side, k: int, limit: int) -> None:
+    """See that the receiver's ledger holds nothing but what is under way."""
+    arrived = side.ledgers[k]._arrived
+    if len(arrived) <= limit:
+        return
+    posts = len(other.posted[k]) + len(other.unconfirmed[k])
+    unread = sum(len(rest[0]) for kind, at, _, *rest in other.control if kind == "settle" and at == k)
+    above = sum(n > 0 for n in arrived.values())
+    check(above <= len(other.ledgers[k].confirmed) + posts + unread, "the receiver's ledger grows")
+    check(len(arrived) - above <= len(side.completions), "the receiver's ledger is below zero for no reason")
