@@ -30,7 +30,8 @@ unconfirmed on another dead channel is taken over by a second recovery (without 
 it is over, and until then the first is not over. A rewrite is uncounted, and is posted again.
 
 When a work is cancelled, its posts that are in a recovery are settled at once, unless they are being rewritten: then as
-soon as that is settled. How many immediates are missing is counted when they are posted, by what is live then.
+soon as that is settled. A recovery that has no posts left is cancelled in its turn. How many immediates are missing is
+counted when they are posted, by what is live then.
 
 This module knows neither channels nor time. What it returns is to be posted on any live channel, in any order.
 """
@@ -121,11 +122,6 @@ class Recovery(Work):
             post.recovery = self
             post.work.taken[post] = None
 
-    @property
-    def live(self) -> bool:
-        """Whether one of its posts is."""
-        return any(post.live for post in self.posts)
-
     def rewrites(self) -> list[Post]:
         """Return what brings the bytes: the first step."""
         again = []
@@ -193,11 +189,26 @@ def settled(post: Post) -> list[Post]:
 def cancel(work: Work) -> list[Post]:
     """Cancel a work; return what may be posted now. What of it is posted drains, what is queued is to be settled."""
     work.cancelled = True
-    over = [post for post in work.taken if post.rewrite is None]
-    for post in over:
-        if post.recovery is not None:
-            post.recovery.release(post)
-    return _settle(over)
+    return _settle(_let_go(list(work.taken)))
+
+
+def _let_go(posts: list[Post]) -> list[Post]:
+    """Take posts that nobody wants out of their recoveries, unless they are being rewritten; return what is settled.
+
+    A recovery that has none left is cancelled itself, and so on with the immediates that it has in others.
+    """
+    over = []
+    while posts:
+        post = posts.pop()
+        if post.recovery is None or post.rewrite is not None:
+            continue
+        recovery = post.recovery
+        recovery.release(post)
+        over.append(post)
+        if not recovery.posts:
+            recovery.cancelled = True
+            posts += recovery.taken
+    return over
 
 
 def _settle(over: list[Post]) -> list[Post]:
@@ -210,9 +221,8 @@ def _settle(over: list[Post]) -> list[Post]:
         origin = post.origin
         if origin is not None:
             origin.rewrite = None
-            if not origin.live and origin.recovery is not None:
-                origin.recovery.release(origin)
-                over.append(origin)
+            if not origin.live:
+                over += _let_go([origin])
         if isinstance(work, Recovery):
             more, done = work.advance()
             again += more
