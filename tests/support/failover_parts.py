@@ -134,3 +134,14 @@ def check_ledger(side: Side, other: Side, k: int, limit: int) -> None:
     above = sum(n > 0 for n in arrived.values())
     check(above <= len(other.ledgers[k].confirmed) + posts + unread, "the receiver's ledger grows")
     check(len(arrived) - above <= len(side.completions), "the receiver's ledger is below zero for no reason")
+
+
+def check_uncounted(transfer: Transfer, side: Side, other: Side) -> None:
+    """See that the receiver cannot have concluded yet, from the count, that all writes of this value are there.
+
+    Where one of them was cancelled, it can conclude nothing.
+    """
+    imm = decode_immediate(transfer.word or 0)[0]
+    writes = [one for one in side.transfers if one.word is not None and decode_immediate(one.word)[0] == imm]
+    if not any(one.cancelled for one in writes):
+        check(other.counters.value(imm) < len(writes), "a byte landed although its value is counted in full")

@@ -6,9 +6,10 @@ the completion in the sender's); bytes and immediates move until the *target's* 
 did; queues and control messages are read whenever it likes; channels die or are only believed dead, on either side or
 on both, also while others recover and while they come back; transfers are cancelled at any time.
 
-`check` looks at each step: no byte lands for what is over; no word is counted more often than posts of it have their
-bytes in place; nothing is over before its bytes and its counts are there; no message comes twice. At the end nothing
-hangs, every count is exact and every channel is back. A schedule that breaks this raises `Broken`.
+`check` looks at each step: no byte lands for what is over, or when the receiver has counted all of its value; no word
+is counted more often than posts of it have their bytes in place; nothing is over before its bytes and its counts are
+there; no message comes twice. At the end nothing hangs, every count is exact and every channel is back. A schedule that
+breaks this raises `Broken`.
 
 `fault` takes out one part of what the engine has to do, to see that this is noticed: `failover_parts.FAULTS`. Parts of
 the pure modules are taken out by whoever patches them.
@@ -35,7 +36,7 @@ from aiote.core.failover import (
 )
 from aiote.core.recovery import Post, Recovery, cancel, settled, take_over
 from aiote.core.striping import decode_immediate, encode_immediate
-from failover_parts import Broken, Flight, Side, Stripe, Transfer, check, check_counts, check_ledger
+from failover_parts import Broken, Flight, Side, Stripe, Transfer, check, check_counts, check_ledger, check_uncounted
 
 MARK = Arrivals().messages
 STEPS = 300
@@ -127,6 +128,8 @@ class World:
             return
         transfer = self.transfer_of(post)
         check(not transfer.over, "a byte landed for a transfer that is over")
+        if transfer.word is not None:
+            check_uncounted(transfer, self.sides[transfer.side], self.sides[1 - transfer.side])
         if not stripe.placed:
             stripe.placed = True
             if transfer.word is not None:
