@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from .core.control import Role
     from .engine import Engine
     from .peer import Peer
-    from .rails import PeerLink, PendingChannel
+    from .rails import Operation, PeerLink, PendingChannel
     from .transfer import Transfer
 
 __all__ = ["Failover"]
@@ -102,7 +102,7 @@ class Failover:
             self._engine.events.emit("rail.failed", peer=str(self._peer.address), rail=rail, reason=reason)
         self._do(self._states.failed(number, f"rail {rail}: {reason}"[:500], self._engine.loop.time()))
 
-    def release(self, transfer: Transfer) -> bool:
+    def release(self, transfer: Operation) -> bool:
         """Take out what does not let go of a cancelled transfer; False where nothing else would be left."""
         holding = self._link.holding(transfer)
         if not holding or not any(number not in holding for number in self._states.live):

@@ -301,7 +301,7 @@ cdef class PeerLink:
         """Whether a channel under suspicion is gone, as far as its provider or its connection tells."""
         if self.state.channels[number].fault == BROKEN:
             return True
-        return self.endpoints[number] is None or (<Endpoint> self.endpoints[number]).moved() == 0
+        return self.endpoints[number] is None or (<Endpoint> self.endpoints[number]).broken
 
     def acquit(self, int number) -> None:
         """Say that a channel is sound: what ended badly on it did so by its own fault, and fails."""
