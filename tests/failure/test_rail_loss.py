@@ -1,0 +1,208 @@
+"""A rail that fails among several: everything completes, no count is wrong, and the rail comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import numpy as np
+import pytest
+
+import aiote
+from aiote import ScatterTarget
+from connections import cut, data_connections
+from engines import across, linked, until
+
+pytestmark = pytest.mark.libfabric
+
+FAST = {"heartbeat_interval": 0.2, "heartbeat_limit": 0.8}
+SIZE = 200_000
+WRITES = 120
+MESSAGES = 150
+IMM = 7
+
+
+@asynccontextmanager
+async def railed(rails: int, **settings) -> AsyncIterator[tuple[aiote.Engine, aiote.Engine, list[str]]]:
+    """Open two connected engines with so many rails, and write down what becomes of these."""
+    async with linked("tcp", ["127.0.0.1"] * rails, **FAST, **settings) as (left, right):
+        seen: list[str] = []
+        left.listen_events(lambda event: seen.append(event.name))
+        yield left, right, seen
+
+
+def noise(count: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (count, SIZE), np.uint8)
+
+
+class Traffic:
+    """Everything that goes between two engines, both ways, and what has to come of it."""
+
+    def __init__(self, left: aiote.Engine, right: aiote.Engine, seed: int) -> None:
+        self.left, self.right = left, right
+        self.sent, self.got = noise(WRITES, seed), np.zeros((WRITES, SIZE), np.uint8)
+        self.back = np.zeros((WRITES // 4, SIZE), np.uint8)
+        self.source = left.register(self.sent.reshape(-1))
+        self.target = across(left, right, self.got.reshape(-1))
+        self.there = right.attach(self.source.descriptor)
+        self.local = right.register(self.back.reshape(-1))
+        self.messages: list[bytes] = []
+
+    def part(self, region, i: int):
+        return region[i * SIZE : (i + 1) * SIZE]
+
+    async def write(self) -> None:
+        half = WRITES // 2
+        pages = [
+            aiote.Pages(region, range(half * 50, WRITES * 50), SIZE // 50) for region in (self.source, self.target)
+        ]
+        transfers = [
+            self.left.submit_write_imm(self.part(self.source, i), self.part(self.target, i), IMM) for i in range(half)
+        ]
+        transfers.append(self.left.submit_write_pages(*pages, IMM))
+        transfers += [self.left.submit_write_imm(None, self.target, IMM) for _ in range(50)]
+        for transfer in transfers:
+            await transfer
+
+    async def read(self) -> None:
+        for i in range(WRITES // 4):
+            await self.right.read(self.part(self.there, i), self.part(self.local, i))
+
+    async def send(self) -> None:
+        for number in range(MESSAGES):
+            await self.left.send(self.right.address, b"%d" % number)
+
+    async def receive(self) -> None:
+        while len(self.messages) < MESSAGES:
+            self.messages.append((await self.right.recv()).data)
+
+    async def run(self) -> None:
+        await asyncio.gather(self.write(), self.read(), self.send(), self.receive(), self.count())
+
+    async def count(self) -> None:
+        await self.right.counter(IMM).wait(WRITES // 2 + WRITES // 2 * 50 + 50)
+        # At the count all bytes are there, whichever rail they came by.
+        assert np.array_equal(self.got, self.sent)
+
+    def check(self) -> None:
+        assert self.right.counter(IMM).value == 0
+        assert np.array_equal(self.got, self.sent)
+        assert np.array_equal(self.back, self.sent[: WRITES // 4])
+        assert sorted(self.messages, key=int) == [b"%d" % number for number in range(MESSAGES)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_a_data_connection_is_cut_in_the_middle_of_everything(seed):
+    draw = random.Random(seed)
+    async with railed(2 + seed % 3) as (left, right, seen):
+        traffic = Traffic(left, right, seed)
+        victims = data_connections(left, right)
+        running = asyncio.create_task(traffic.run())
+        await asyncio.sleep(draw.random() * 0.03)
+        cut(draw.choice(victims))
+        await running
+        traffic.check()
+        await until(lambda: "rail.back" in seen or "rail.failed" not in seen)
+        # At full strength again: everything once more.
+        again = Traffic(left, right, seed + 100)
+        await again.run()
+        again.check()
+
+
+async def test_cut_again_and_again():
+    draw = random.Random(3)
+    async with railed(3) as (left, right, _):
+        for turn in range(5):
+            traffic = Traffic(left, right, turn)
+            running = asyncio.create_task(traffic.run())
+            while not running.done():
+                await asyncio.sleep(draw.random() * 0.05)
+                peer = next(iter(left.core.peers))
+                if sum(peer.carries(i) for i in range(3)) == 3 and (victims := data_connections(left, right)):
+                    cut(draw.choice(victims))
+            await running
+            traffic.check()
+
+
+async def test_no_rail_is_left():
+    async with railed(2) as (left, right, _):
+        traffic = Traffic(left, right, 1)
+        running = asyncio.gather(traffic.write(), return_exceptions=True)
+        await asyncio.sleep(0.002)
+        for victim in data_connections(left, right):
+            cut(victim)
+        (failure,) = await running
+        if failure is not None:
+            # The second may have been cut after the first was back; then there always was one.
+            assert isinstance(failure, aiote.TransferError)
+            assert "no channel is left" in str(failure)
+
+
+async def test_a_scatter_over_a_rail_that_fails():
+    async with railed(2) as (left, right, _):
+        traffic = Traffic(left, right, 5)
+        group = await left.peer_group([right.address])
+        targets = [
+            ScatterTarget(traffic.part(traffic.source, i), traffic.part(traffic.target, i)) for i in range(WRITES)
+        ]
+        transfer = left.submit_scatter(group, targets, IMM)
+        cut(data_connections(left, right)[0])
+        await transfer
+        await right.counter(IMM).wait(WRITES)
+        assert right.counter(IMM).value == 0
+        assert np.array_equal(traffic.got, traffic.sent)
+
+
+async def test_cancelled_while_its_rail_is_gone():
+    """The cancelled ones let go, the others complete, and the count is of those at least."""
+    async with railed(2) as (left, right, _):
+        traffic = Traffic(left, right, 6)
+        transfers = [
+            left.submit_write_imm(traffic.part(traffic.source, i), traffic.part(traffic.target, i), IMM)
+            for i in range(WRITES)
+        ]
+        cut(data_connections(left, right)[1])
+        for transfer in transfers[::3]:
+            transfer.cancel()
+        ended = await asyncio.gather(*transfers, return_exceptions=True)
+        well = [i for i, error in enumerate(ended) if error is None]
+        assert set(range(WRITES)) - set(range(0, WRITES, 3)) <= set(well)
+        await right.counter(IMM).wait(len(well))
+        assert all(np.array_equal(traffic.got[i], traffic.sent[i]) for i in well)
+        assert traffic.source.memory.in_flight == 0
+        with anyio.fail_after(5):
+            await traffic.source.aclose()
+
+
+async def test_memory_that_its_owner_has_closed_is_no_fault_of_the_rails():
+    async with railed(2) as (left, right, seen):
+        memory = right.register(bytearray(SIZE))
+        remote = left.attach(memory.descriptor)
+        source = left.register(bytes(SIZE))
+        await left.write(source, remote)
+        await memory.aclose()
+        with pytest.raises(aiote.TransferError):
+            await left.write(source, remote)
+        assert "rail.failed" not in seen
+        traffic = Traffic(left, right, 7)
+        await traffic.run()
+        traffic.check()
+
+
+async def test_many_values_are_settled():
+    """More values than a tally holds, before and after a rail is lost."""
+    async with railed(2) as (left, right, _):
+        target = across(left, right, bytearray(8))
+        for start in (0, 3000):
+            transfers = [left.submit_write_imm(None, target, start + i) for i in range(3000)]
+            if start:
+                cut(data_connections(left, right)[0])
+            for transfer in transfers:
+                await transfer
+        for imm in range(6000):
+            with right.counter(imm) as counter:
+                await counter.wait(1)
+                assert counter.value == 0
