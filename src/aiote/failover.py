@@ -24,11 +24,13 @@ from .core.failover import (
 )
 from .core.failover import Arrivals as ArrivalsOf
 from .core.frames import (
+    MAX_WORDS,
     Arrivals,
     Channel,
     ChannelMessage,
     Joined,
     MailMoved,
+    MemoryKey,
     RailDown,
     Range,
     Settle,
@@ -67,19 +69,18 @@ class Failover:
         self._pairs = pairs
         self._send = send
         self._initiates = role.value == 0
-        self._states = ChannelStates(len(pairs), role, random.Random())
+        self._states = ChannelStates(len(pairs), role, random.Random(), grace=engine.patience)
         self._pending: dict[int, PendingChannel] = {}
         self._told: dict[int, Channel] = {}
         self._probes: dict[int, Transfer] = {}
+        # What a RailDown asked of us, and what the peer's Arrivals said of ours, until the next step uses it.
+        self._asked: dict[int, tuple[MemoryKey, ...]] = {}
+        self._unknown: dict[int, list[int]] = {}
 
     @property
     def deadline(self) -> float | None:
         """When `tick` is due."""
         return self._states.deadline
-
-    def survives(self, number: int) -> bool:
-        """Whether there is another channel than this one in use."""
-        return any(other != number for other in self._states.live)
 
     # What happens here.
 
@@ -88,12 +89,11 @@ class Failover:
         if number not in self._states.live and not self._probes.get(number):
             return
         if errnum == 0:
-            words = tuple(WordCount(word, times) for word, times in self._link.settlement(number))
-            self._send(Settle(number, self._states.generation(number), words))
-        elif self._link.broken(number):
-            self.fail(number, f"the data connection failed: {error_text(errnum)}")
+            words = [WordCount(word, times) for word, times in self._link.settlement(number)]
+            for start in range(0, len(words), MAX_WORDS):
+                self._send(Settle(number, self._states.generation(number), tuple(words[start : start + MAX_WORDS])))
         else:
-            self._link.acquit(number)
+            self.fail(number, f"the data connection failed: {error_text(errnum)}")
 
     def fail(self, number: int, reason: str) -> None:
         """Take a channel out of use."""
@@ -103,13 +103,11 @@ class Failover:
         self._do(self._states.failed(number, f"rail {rail}: {reason}"[:500], self._engine.loop.time()))
 
     def release(self, transfer: Operation) -> bool:
-        """Take out what does not let go of a cancelled transfer; False where nothing else would be left."""
+        """Take out what does not let go of a cancelled transfer; False where nothing holds it."""
         holding = self._link.holding(transfer)
-        if not holding or not any(number not in holding for number in self._states.live):
-            return False
         for number in holding:
             self.fail(number, "a cancelled transfer did not leave the NIC")
-        return True
+        return bool(holding)
 
     def tick(self, now: float) -> None:
         """Do what time alone asks for."""
@@ -132,12 +130,14 @@ class Failover:
                     number, [(item.word, item.times) for item in words]
                 ):
                     raise FailoverError("it has too many words that it does not settle")
-            case RailDown(number, generation, reason):
+            case RailDown(number, generation, reason, keys):
+                self._asked[number] = keys
                 if number in self._states.live:
                     rail = self._engine.rail_name(self._pairs[number][0])
                     self._engine.events.emit("rail.failed", peer=str(self._peer.address), rail=rail, reason=reason)
                 self._do(self._states.heard_down(number, generation, reason, now))
-            case Arrivals(number, generation, words, high, beyond):
+            case Arrivals(number, generation, words, high, beyond, unknown):
+                self._unknown[number] = [item.key for item in unknown]
                 mark = Mark(high, tuple((item.first, item.last) for item in beyond))
                 came = ArrivalsOf(tuple((item.word, item.times) for item in words), mark)
                 self._do(self._states.heard_arrivals(number, generation, came, now))
@@ -180,11 +180,15 @@ class Failover:
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
+            if self._peer.lost:
+                # Everything ended with it.
+                return
             match action:
                 case Shut(number):
                     self._shut(number)
                 case TellDown(number, generation, reason):
-                    self._send(RailDown(number, generation, reason[:500]))
+                    keys = tuple(MemoryKey(key) for key in self._link.lost_keys(number))
+                    self._send(RailDown(number, generation, reason[:500], keys))
                 case TellArrivals(number, generation):
                     self._tell_arrivals(number, generation)
                 case Reconcile(number, arrivals):
@@ -196,7 +200,7 @@ class Failover:
                     self._engine.spawn(self._prove, number, self._states.generation(number), name="aiote rail")
                 case Lose(reason):
                     self._peer.lose(reason)
-        if self._states.deadline is not None:
+        if self.deadline is not None:
             self._engine.heartbeats.look()
         self._engine.kick()
 
@@ -226,14 +230,24 @@ class Failover:
                 tuple(WordCount(word, times) for word, times in words),
                 mark.high,
                 tuple(Range(*item) for item in mark.beyond),
+                self._unknown_of(number),
             )
         )
 
+    def _unknown_of(self, number: int) -> tuple[MemoryKey, ...]:
+        """Return those of the keys that the peer asked for which no memory has on the channel's rail."""
+        known = self._engine.fabric.keys_of(self._pairs[number][0])
+        return tuple(item for item in self._asked.pop(number, ()) if item.key not in known)
+
     def _reconcile(self, number: int, arrivals: ArrivalsOf) -> None:
         top, holes = unmarked(arrivals.messages)
-        if not self._link.reconcile(number, list(arrivals.words), top, holes):
+        if not self._link.reconcile(number, list(arrivals.words), top, holes, self._unknown.pop(number, [])):
             raise FailoverError("it says that what was not sent has come")
-        if self._initiates and self._link.mailbox_channel < 0:
+        self._move_mailbox()
+
+    def _move_mailbox(self) -> None:
+        """Have messages go over a channel that is in use, if theirs has failed; who initiated the connection chooses."""
+        if self._initiates and self._link.mailbox_channel < 0 and self._states.live:
             chosen = self._states.live[0]
             self._link.move_mailbox(chosen)
             self._send(MailMoved(chosen, self._states.generation(chosen)))
@@ -285,6 +299,7 @@ class Failover:
             self._link.admit(number)
             rail = self._engine.rail_name(self._pairs[number][0])
             self._engine.events.emit("rail.back", peer=str(self._peer.address), rail=rail)
+            self._move_mailbox()
 
 
 def marked(top: int, holes: list[int]) -> Mark:

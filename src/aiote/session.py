@@ -421,7 +421,7 @@ class Session:
         stuck = self._standstill.look(now, link.under_way(), link.moved)
         if stuck is None:
             return ""
-        if self.failover is not None and self.failover.survives(stuck):
+        if self.failover is not None:
             self.failover.fail(stuck, "the data connection has stood still, though the peer is alive")
             return ""
         rail = self._engine.rail_name(link.rail_of(stuck))

@@ -112,7 +112,7 @@ cdef void shut_channel(Progress* self, Channel* channel) noexcept nogil:
             forget_outstanding(self, channel)
     channel.in_flight = 0
     if channel.peer.mailbox != NULL and channel.peer.mailbox.channel == channel:
-        for i in range(channel.peer.mailbox.slots + CREDIT_SLOTS):
+        for i in range(channel.peer.mailbox.transmit_slots):
             wr = &channel.peer.mailbox.transmit[i].wr
             if wr.busy and not wr.lost:
                 forget_outstanding(self, channel)
@@ -167,6 +167,7 @@ cdef void end_requests(Progress* self, Channel* channel) noexcept nogil:
         for i in range(mailbox.slots + CREDIT_SLOTS):
             if mailbox.receive[i].wr.busy:
                 request_over(&self.state, channel, &mailbox.receive[i].wr, &cancelled)
+        for i in range(mailbox.transmit_slots):
             wr = &mailbox.transmit[i].wr
             if wr.busy and wr.lost:
                 mailbox_sent(&self.state, mailbox, <Slot*> wr.owner, &cancelled)

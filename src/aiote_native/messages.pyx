@@ -30,10 +30,16 @@ cdef struct Header:
     uint32_t length
     uint64_t consumed
     uint64_t number
+    uint64_t floor
 
 
-cdef size_t mailbox_bytes(uint32_t slots, uint32_t slot_bytes) noexcept nogil:
-    return 2 * <size_t> (slots + CREDIT_SLOTS) * slot_bytes
+cdef uint32_t transmit_slots_of(uint32_t slots, uint32_t peer_slots) noexcept nogil:
+    """As many as the peer takes: with several channels a message keeps its slot until the peer says that it came."""
+    return (peer_slots if peer_slots > slots else slots) + CREDIT_SLOTS
+
+
+cdef size_t mailbox_bytes(uint32_t slots, uint32_t peer_slots, uint32_t slot_bytes) noexcept nogil:
+    return <size_t> (slots + CREDIT_SLOTS + transmit_slots_of(slots, peer_slots)) * slot_bytes
 
 
 cdef Mailbox* mailbox_new(Channel* channel, uint32_t slots, uint32_t slot_bytes, uint32_t peer_slots, uint8_t* memory,
@@ -44,8 +50,9 @@ cdef Mailbox* mailbox_new(Channel* channel, uint32_t slots, uint32_t slot_bytes,
     cdef uint32_t count = slots + CREDIT_SLOTS
     if self == NULL:
         raise MemoryError
+    self.transmit_slots = transmit_slots_of(slots, peer_slots)
     self.receive = <Slot*> calloc(count, sizeof(Slot))
-    self.transmit = <Slot*> calloc(count, sizeof(Slot))
+    self.transmit = <Slot*> calloc(self.transmit_slots, sizeof(Slot))
     self.seen = <uint64_t*> calloc(slots, sizeof(uint64_t))
     if self.receive == NULL or self.transmit == NULL or self.seen == NULL:
         mailbox_free(self)
@@ -58,9 +65,10 @@ cdef Mailbox* mailbox_new(Channel* channel, uint32_t slots, uint32_t slot_bytes,
     self.desc = desc
     for i in range(count):
         prepare(self, &self.receive[i], memory + <size_t> i * slot_bytes, OP_RECV)
-        prepare(self, &self.transmit[i], memory + <size_t> (count + i) * slot_bytes, OP_SEND)
         self.receive[i].next = self.repost
         self.repost = &self.receive[i]
+    for i in range(self.transmit_slots):
+        prepare(self, &self.transmit[i], memory + <size_t> (count + i) * slot_bytes, OP_SEND)
         self.transmit[i].next = self.spare_transmit
         self.spare_transmit = &self.transmit[i]
     return self
@@ -146,6 +154,7 @@ cdef int post_slot(State* state, Mailbox* self, Slot* slot) noexcept nogil:
     cdef Post args
     cdef int code
     (<Header*> slot.memory).consumed = self.consumed
+    (<Header*> slot.memory).floor = self.floor
     args.opcode = OP_SEND
     args.local = slot.memory
     args.desc = self.desc
@@ -277,11 +286,25 @@ cdef void mailbox_cancel(State* state, Mailbox* self, Op* op) noexcept nogil:
         op_fail(state, op, -ECANCELED, -1)
 
 
+cdef void free_arrived(Mailbox* self, uint64_t floor) noexcept nogil:
+    """Let go of the messages that have come, and are over."""
+    cdef Slot** link = &self.unsure
+    cdef Slot* slot
+    while link[0] != NULL:
+        slot = link[0]
+        if slot.number <= floor and slot.op == NULL:
+            link[0] = slot.next
+            slot.next = self.spare_transmit
+            self.spare_transmit = slot
+        else:
+            link = &slot.next
+
+
 cdef bint expected(const Mailbox* self, const Header* header) noexcept nogil:
     """Whether a message is within the pool's credits and new."""
     if header.kind == CREDITS:
         return header.number == 0
-    return (0 < header.number <= self.consumed + self.slots
+    return (0 < header.number <= self.floor + self.slots
             and self.seen[header.number % self.slots] < header.number)
 
 
@@ -303,6 +326,8 @@ cdef void mailbox_received(State* state, Mailbox* self, Slot* slot, const Comple
         return
     if header.consumed > self.granted:
         self.granted = header.consumed
+    if self.unsure != NULL:
+        free_arrived(self, header.floor)
     slot.next = NULL
     if header.kind == CREDITS:
         slot.next = self.repost
@@ -311,6 +336,8 @@ cdef void mailbox_received(State* state, Mailbox* self, Slot* slot, const Comple
     self.seen[header.number % self.slots] = header.number
     if header.number > self.top:
         self.top = header.number
+    while self.floor < self.top and self.seen[(self.floor + 1) % self.slots] == self.floor + 1:
+        self.floor += 1
     slot.length = header.length
     if self.ready_tail == NULL:
         self.ready_head = slot
@@ -325,11 +352,16 @@ cdef void mailbox_sent(State* state, Mailbox* self, Slot* slot, const Completion
     cdef Op* op = slot.op
     slot.wr.busy = False
     slot.op = NULL
-    slot.next = self.spare_transmit
-    self.spare_transmit = slot
-    if op == NULL:
-        self.credits_in_flight -= 1
+    if self.channel.peer.survivable and slot.number:
+        # Providers call a message sent when a socket has taken it, so the channel may still lose it.
+        slot.next = self.unsure
+        self.unsure = slot
     else:
+        slot.next = self.spare_transmit
+        self.spare_transmit = slot
+    if slot.number == 0:
+        self.credits_in_flight -= 1
+    elif op != NULL:
         op.outstanding = 0
         if completion.status == 0:
             op.confirmed = op.part_bytes
@@ -352,10 +384,11 @@ cdef void mailbox_detach(Mailbox* self) noexcept nogil:
             slot.wr.busy = False
             slot.next = self.repost
             self.repost = slot
+    for i in range(self.transmit_slots):
         slot = &self.transmit[i]
         if slot.wr.busy:
             slot.wr.busy = slot.wr.lost = False
-            if slot.op == NULL:
+            if slot.number == 0:
                 slot.next = self.spare_transmit
                 self.spare_transmit = slot
             else:
@@ -393,9 +426,10 @@ cdef void message_arrived(State* state, Mailbox* self, Slot* slot) noexcept nogi
     slot.op = NULL
     slot.next = self.spare_transmit
     self.spare_transmit = slot
-    op.outstanding = 0
-    op.confirmed = op.part_bytes
-    op_end(state, op)
+    if op != NULL:
+        op.outstanding = 0
+        op.confirmed = op.part_bytes
+        op_end(state, op)
 
 
 cdef void mailbox_attach(State* state, Mailbox* self, Channel* channel, void* desc) noexcept nogil:
@@ -406,6 +440,7 @@ cdef void mailbox_attach(State* state, Mailbox* self, Channel* channel, void* de
     self.held = True
     for i in range(self.slots + CREDIT_SLOTS):
         self.receive[i].wr.channel = channel
+    for i in range(self.transmit_slots):
         self.transmit[i].wr.channel = channel
     post_receives(state, self)
 

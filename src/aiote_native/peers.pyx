@@ -1,9 +1,9 @@
 """A peer as the native floor has it: its channels, its mailbox, and their end."""
 
+from cpython.array cimport array
 from cpython.object cimport PyObject
 from libc.errno cimport EIO
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport free, malloc
 from libc.string cimport memset
 
 from aiote_native.channels cimport close_channel, free_channel, greet, new_channel, shut_channel
@@ -15,9 +15,9 @@ from aiote_native.messages cimport (
     mailbox_peek, mailbox_release, mailbox_unsure)
 from aiote_native.posting cimport peer_fail, pump_peer
 from aiote_native.progress cimport alive, kick, lock, unlock, usable, watch_descriptor
-from aiote_native.recovery cimport blame_requests, impossible, redo_all
+from aiote_native.recovery cimport Account, impossible, lost_keys, redo_all
 from aiote_native.schedule cimport fade
-from aiote_native.structs cimport BROKEN, Channel, MAX_CHANNELS, MAX_RAILS, Mailbox, SOUND, Slot
+from aiote_native.structs cimport Channel, MAX_CHANNELS, MAX_RAILS, Mailbox, SOUND, Slot
 from aiote_native.workrequests cimport LocalMemory, Operation
 
 
@@ -58,7 +58,7 @@ cdef class PeerLink:
         cdef uint64_t least = 0xFFFFFFFFFFFFFFFFULL
         cdef int i
         for i in range(self.state.channel_count):
-            if self.state.channels[i].open and self.state.channels[i].largest < least:
+            if self.state.channels[i].largest < least:
                 least = self.state.channels[i].largest
         return least
 
@@ -186,7 +186,7 @@ cdef class PeerLink:
         usable(self.engine)
         if self.state.channel_count == 0 or self.state.mailbox != NULL:
             raise RuntimeError("a mailbox needs a channel, and there is one for a peer")
-        if memory.length < mailbox_bytes(slots, slot_bytes):
+        if memory.length < mailbox_bytes(slots, peer_slots, slot_bytes):
             raise ValueError("the pool's memory is too short")
         lock(self.engine)
         try:
@@ -278,6 +278,11 @@ cdef class PeerLink:
     def survivable(self, bint value):
         self.state.survivable = value
 
+    cdef Channel* channel_of(self, int number) except NULL:
+        if self.closed or not alive(self.engine) or not 0 <= number < self.state.channel_count:
+            raise RuntimeError(f"there is no channel {number}")
+        return self.state.channels[number]
+
     cdef void drop_notice(self, Channel* channel) noexcept nogil:
         if channel.noticed:
             channel.noticed = False
@@ -290,45 +295,30 @@ cdef class PeerLink:
         cdef Channel* channel
         cdef int i
         found = []
-        for i in range(self.state.channel_count):
+        for i in range(self.state.channel_count if alive(self.engine) else 0):
             channel = self.state.channels[i]
             if channel.noticed:
                 self.drop_notice(channel)
                 found.append((i, -channel.error if channel.fault != SOUND else 0))
         return found
 
-    def broken(self, int number) -> bool:
-        """Whether a channel under suspicion is gone, as far as its provider or its connection tells."""
-        if self.state.channels[number].fault == BROKEN:
-            return True
-        return self.endpoints[number] is None or (<Endpoint> self.endpoints[number]).broken
-
-    def acquit(self, int number) -> None:
-        """Say that a channel is sound: what ended badly on it did so by its own fault, and fails."""
-        lock(self.engine)
-        blame_requests(&self.engine.state, self.state.channels[number])
-        self.state.channels[number].fault = SOUND
-        self.admit_locked(number)
-        unlock(self.engine)
-
     def admit(self, int number) -> None:
         """Let a channel carry what is queued."""
+        cdef Channel* channel = self.channel_of(number)
         lock(self.engine)
-        self.admit_locked(number)
-        unlock(self.engine)
-
-    cdef void admit_locked(self, int number) noexcept nogil:
-        self.state.channels[number].paused = False
+        channel.paused = False
         pump_peer(&self.engine.state, &self.state)
         kick(self.engine)
+        unlock(self.engine)
 
     def carries(self, int number) -> bool:
         """Whether a channel carries what is queued."""
-        return self.state.channels[number].open and not self.state.channels[number].paused
+        cdef Channel* channel = self.channel_of(number)
+        return channel.open and not channel.paused
 
     def shut(self, int number) -> None:
         """Shut a channel's endpoint: no byte moves through it any more when this returns. Idempotent."""
-        cdef Channel* channel = self.state.channels[number]
+        cdef Channel* channel = self.channel_of(number)
         usable(self.engine)
         lock(self.engine)
         with nogil:
@@ -344,10 +334,11 @@ cdef class PeerLink:
         """Return what came over a channel that was shut, as (word, times), less what was settled; and, of the messages
         of the peer, the highest number that came and those below it that did not.
         """
+        cdef Channel* channel = self.channel_of(number)
         lock(self.engine)
         try:
             top, holes = self.received()
-            return tally_items(&self.state.channels[number].arrived), top, holes
+            return tally_items(&channel.arrived), top, holes
         finally:
             unlock(self.engine)
 
@@ -359,42 +350,47 @@ cdef class PeerLink:
         first = mailbox.top - mailbox.slots + 1 if mailbox.top >= mailbox.slots else 1
         return mailbox.top, [n for n in range(first, mailbox.top + 1) if mailbox.seen[n % mailbox.slots] != n]
 
-    def reconcile(self, int number, list arrivals, uint64_t top, list holes) -> bool:
+    def lost_keys(self, int number) -> list[int]:
+        """Return the keys of the peer's memory that a shut channel has lost work for, each once."""
+        cdef Channel* channel = self.channel_of(number)
+        lock(self.engine)
+        keys = lost_keys(channel)
+        unlock(self.engine)
+        return keys
+
+    def reconcile(self, int number, list arrivals, uint64_t top, list holes, list unknown) -> bool:
         """Do again what a shut channel has lost, given what the peer, which has shut it too, says that came.
 
-        False where what it says cannot be.
+        What is for keys `unknown` to the peer fails. False where what it says cannot be.
         """
-        cdef Channel* channel = self.state.channels[number]
-        cdef uint64_t count = len(arrivals), missing = len(holes), i
-        cdef uint32_t* words = <uint32_t*> malloc((count or 1) * sizeof(uint32_t))
-        cdef uint64_t* counts = <uint64_t*> malloc((count or 1) * sizeof(uint64_t))
-        cdef uint64_t* lost = <uint64_t*> malloc((missing or 1) * sizeof(uint64_t))
+        cdef Channel* channel = self.channel_of(number)
+        cdef array words = array("I", [word for word, _ in arrivals])
+        cdef array counts = array("Q", [times for _, times in arrivals])
+        cdef array lost = array("Q", holes)
+        cdef array keys = array("Q", unknown)
         cdef bint honest
-        try:
-            if words == NULL or counts == NULL or lost == NULL:
-                raise MemoryError
-            for i in range(count):
-                words[i], counts[i] = arrivals[i]
-            for i in range(missing):
-                lost[i] = holes[i]
-            lock(self.engine)
-            with nogil:
-                honest = impossible(channel, words, counts, count) < 0
-                if honest and self.state.mailbox != NULL and self.state.mailbox.unsure != NULL:
-                    honest = mailbox_unsure(&self.engine.state, self.state.mailbox, top, lost, missing)
-                if honest:
-                    redo_all(&self.engine.state, channel, words, counts, count)
-                kick(self.engine)
-            unlock(self.engine)
-        finally:
-            free(words)
-            free(counts)
-            free(lost)
+        cdef uint64_t missing = len(holes)
+        cdef Account account
+        account.words = words.data.as_uints
+        account.counts = <uint64_t*> counts.data.as_ulonglongs
+        account.count = len(arrivals)
+        account.unknown = <uint64_t*> keys.data.as_ulonglongs
+        account.unknown_count = len(unknown)
+        lock(self.engine)
+        with nogil:
+            honest = impossible(channel, &account) < 0
+            if honest and self.state.mailbox != NULL and self.state.mailbox.channel == NULL:
+                honest = mailbox_unsure(&self.engine.state, self.state.mailbox, top,
+                                        <uint64_t*> lost.data.as_ulonglongs, missing)
+            if honest:
+                redo_all(&self.engine.state, channel, &account)
+            kick(self.engine)
+        unlock(self.engine)
         return honest
 
     def settlement(self, int number) -> list[tuple[int, int]]:
         """Take what was confirmed on a channel out of its tally, for the peer to do the same."""
-        cdef Channel* channel = self.state.channels[number]
+        cdef Channel* channel = self.channel_of(number)
         lock(self.engine)
         items = tally_items(&channel.confirmed)
         tally_free(&channel.confirmed)
@@ -403,7 +399,7 @@ cdef class PeerLink:
 
     def settle(self, int number, list items) -> bool:
         """Take what the peer has settled out of the tally of what came; False where there is no room."""
-        cdef Channel* channel = self.state.channels[number]
+        cdef Channel* channel = self.channel_of(number)
         cdef bint fits = True
         lock(self.engine)
         for word, count in items:
@@ -413,7 +409,8 @@ cdef class PeerLink:
 
     def fade(self) -> None:
         """Let go of what is known of the speed of idle channels, by and by."""
-        fade(&self.state)
+        if not self.closed:
+            fade(&self.state)
 
     @property
     def mailbox_channel(self) -> int:
@@ -426,7 +423,7 @@ cdef class PeerLink:
 
     def move_mailbox(self, int number) -> None:
         """Receive messages over another channel; none is sent before `release_mailbox`."""
-        cdef Channel* channel = self.state.channels[number]
+        cdef Channel* channel = self.channel_of(number)
         lock(self.engine)
         if self.state.mailbox != NULL and channel.open:
             mailbox_attach(&self.engine.state, self.state.mailbox, channel, self.mailbox_memory.descs[channel.rail])
@@ -487,6 +484,6 @@ cdef class PeerLink:
             self.state.next_peer.prev_peer = self.state.prev_peer
 
 
-def pool_bytes(uint32_t slots, uint32_t message_bytes, uint32_t peer_message_bytes) -> int:
+def pool_bytes(uint32_t slots, uint32_t message_bytes, uint32_t peer_slots, uint32_t peer_message_bytes) -> int:
     """Return the bytes of memory that `open_mailbox` needs for these numbers."""
-    return mailbox_bytes(slots, max(message_bytes, peer_message_bytes) + HEADER_BYTES)
+    return mailbox_bytes(slots, peer_slots, max(message_bytes, peer_message_bytes) + HEADER_BYTES)

@@ -175,6 +175,8 @@ cdef void op_end(State* state, Op* op) noexcept nogil:
     unlink(state, op.peer, op)
     op.over = True
     state.events += 1
+    if op.proof:
+        op.peer.probing -= 1
     if op.kind != PLAIN:
         redone(state, op)
     elif op.parent != NULL:
@@ -376,6 +378,17 @@ cdef void ring_all(State* state, PeerState* peer) noexcept nogil:
             state.rings += ring(peer.channels[i], False)
 
 
+cdef void pump_probes(State* state, PeerState* peer) noexcept nogil:
+    """Post what is to prove channels, wherever it stands: what stands before it may wait for just these."""
+    cdef Op* op = peer.head
+    cdef Op* following
+    while op != NULL:
+        following = op.next
+        if op.proof:
+            state.blocked += pump_op(state, peer, op) < 0
+        op = following
+
+
 cdef void pump_peer(State* state, PeerState* peer) noexcept nogil:
     """Give each queued transfer of a peer a turn, until all is posted or the provider refuses."""
     cdef Op* op
@@ -383,6 +396,8 @@ cdef void pump_peer(State* state, PeerState* peer) noexcept nogil:
     cdef uint64_t before = state.posted
     cdef uint64_t started
     cdef uint64_t turns = 64
+    if peer.probing:
+        pump_probes(state, peer)
     while peer.head != NULL and turns > 0:
         turns -= 1
         op = peer.head
@@ -392,8 +407,8 @@ cdef void pump_peer(State* state, PeerState* peer) noexcept nogil:
         if code != 0 and op.next != NULL and state.posted != started:
             unlink(state, peer, op)
             link_tail(state, peer, op)
-        if code < 0 and (op.proof or op.pin >= 0) and op.next != NULL:
-            # It waits for one channel; the others go on, and it is tried again in the next round.
+        if code < 0 and op.pin >= 0 and op.next != NULL:
+            # It waits for one rail; the others go on, and it is tried again in the next round.
             unlink(state, peer, op)
             link_tail(state, peer, op)
             state.blocked += code == -EAGAIN
@@ -411,6 +426,7 @@ cdef void op_start(State* state, PeerState* peer, Op* op) noexcept nogil:
     """Queue a transfer and post what can be posted at once."""
     op.peer = peer
     op.phase = 0 if op.cut.head_count else 1
+    peer.probing += op.proof != 0
     if peer.failed:
         op.status = peer.error
         op.rail = peer.error_rail
@@ -422,7 +438,7 @@ cdef void op_start(State* state, PeerState* peer, Op* op) noexcept nogil:
         op_end(state, op)
         return
     link_tail(state, peer, op)
-    if peer.head == op:
+    if peer.head == op or op.proof:
         pump_peer(state, peer)
 
 

@@ -89,32 +89,41 @@ cdef void came(State* state, Channel* channel, uint32_t word) noexcept nogil:
         peer_fail(state, channel.peer, -ENOMEM, channel.rail)
 
 
-cdef void blame_requests(State* state, Channel* channel) noexcept nogil:
-    """The channel is sound, so the requests that ended badly on it failed by their own fault: end their transfers."""
-    cdef WorkRequest* wr
-    cdef Op* op
-    cdef uint32_t i
-    for i in range(channel.depth):
-        wr = &channel.requests[i]
-        if wr.busy and wr.lost:
-            op = <Op*> wr.owner
-            channel.in_flight -= wr.length
-            give_back(channel, wr)
-            op_completed(state, op, wr.status, wr.provider_errno, channel.rail, wr.length)
-
-
 cdef bint given_up(const Op* op) noexcept nogil:
     """Whether the transfer of a piece is not to go on: it was cancelled, or failed elsewhere."""
     cdef const Op* origin = (<const Piece*> op).origin
     return origin.cancelled or origin.status != 0
 
 
-cdef uint64_t arrivals_of(uint32_t word, const uint32_t* words, const uint64_t* counts, uint64_t count) noexcept nogil:
+cdef uint64_t arrivals_of(uint32_t word, const Account* account) noexcept nogil:
     cdef uint64_t i
-    for i in range(count):
-        if words[i] == word:
-            return counts[i]
+    for i in range(account.count):
+        if account.words[i] == word:
+            return account.counts[i]
     return 0
+
+
+cdef uint64_t key_of(const Channel* channel, const WorkRequest* wr) noexcept nogil:
+    """Return the key of the peer's memory that a request was for, or 0 where it was for none."""
+    cdef const Op* op = <const Op*> wr.owner
+    return op.remote_key[channel.remote_rail] if op != NULL and op.remote_key != NULL and wr.length else 0
+
+
+cdef bint for_nobody(const Channel* channel, const WorkRequest* wr, const Account* account) noexcept nogil:
+    """Whether the peer does not have the memory any more: then the request has failed by its own fault."""
+    cdef uint64_t key = key_of(channel, wr)
+    cdef uint64_t i
+    for i in range(account.unknown_count if wr.length and wr.owner != NULL else 0):
+        if account.unknown[i] == key:
+            return True
+    return False
+
+
+cdef list lost_keys(const Channel* channel):
+    """Return the keys that a shut channel has lost work for, each once."""
+    cdef uint32_t i
+    return list({key_of(channel, &channel.requests[i]): None for i in range(channel.depth)
+                 if channel.requests[i].busy and channel.requests[i].lost and channel.requests[i].length})
 
 
 cdef bint lost_counted(const WorkRequest* wr, uint32_t word) noexcept nogil:
@@ -140,7 +149,7 @@ cdef bint first_of(Channel* channel, uint32_t at) noexcept nogil:
     return True
 
 
-cdef int64_t impossible(Channel* channel, const uint32_t* words, const uint64_t* counts, uint64_t count) noexcept nogil:
+cdef int64_t impossible(Channel* channel, const Account* account) noexcept nogil:
     """Return a word of which the peer says that fewer came than ended well, or more than were sent; -1: none."""
     cdef WorkRequest* wr
     cdef int64_t came_now
@@ -148,15 +157,13 @@ cdef int64_t impossible(Channel* channel, const uint32_t* words, const uint64_t*
     for i in range(channel.depth):
         wr = &channel.requests[i]
         if first_of(channel, i):
-            came_now = (<int64_t> arrivals_of(wr.word, words, counts, count)
-                        - tally_get(&channel.confirmed, wr.word))
+            came_now = <int64_t> arrivals_of(wr.word, account) - tally_get(&channel.confirmed, wr.word)
             if came_now < 0 or came_now > <int64_t> lost_of(channel, wr.word):
                 return wr.word
     return -1
 
 
-cdef int redo_all(State* state, Channel* channel, const uint32_t* words, const uint64_t* counts,
-                  uint64_t count) noexcept nogil:
+cdef int redo_all(State* state, Channel* channel, const Account* account) noexcept nogil:
     """End or do again everything that a shut channel has lost; -ENOMEM ends the peer."""
     cdef WorkRequest* wr
     cdef uint64_t arrived
@@ -167,13 +174,13 @@ cdef int redo_all(State* state, Channel* channel, const uint32_t* words, const u
         if not wr.busy or not wr.lost or code != 0:
             continue
         if not wr.counted:
-            code = redo(state, channel, wr, NULL)
+            code = redo(state, channel, wr, NULL, account)
         elif first_of(channel, i):
-            arrived = arrivals_of(wr.word, words, counts, count) - <uint64_t> tally_get(&channel.confirmed, wr.word)
+            arrived = arrivals_of(wr.word, account) - <uint64_t> tally_get(&channel.confirmed, wr.word)
             if arrived == lost_of(channel, wr.word):
                 end_word(state, channel, wr.word)
             else:
-                code = redo_word(state, channel, wr.word, arrived)
+                code = redo_word(state, channel, wr.word, arrived, account)
     if code != 0:
         peer_fail(state, channel.peer, code, channel.rail)
     return code
@@ -197,7 +204,8 @@ cdef void end_request(State* state, Channel* channel, WorkRequest* wr, int statu
         op_completed(state, op, status, 0, channel.rail, length)
 
 
-cdef int redo_word(State* state, Channel* channel, uint32_t word, uint64_t arrived) noexcept nogil:
+cdef int redo_word(State* state, Channel* channel, uint32_t word, uint64_t arrived,
+                   const Account* account) noexcept nogil:
     """Do all requests of a word again; those whose transfers have been given up just end."""
     cdef Recovery* recovery = <Recovery*> calloc(1, sizeof(Recovery))
     cdef WorkRequest* wr
@@ -214,18 +222,19 @@ cdef int redo_word(State* state, Channel* channel, uint32_t word, uint64_t arriv
     for i in range(channel.depth):
         wr = &channel.requests[i]
         if lost_counted(wr, word) and recovery.op.status == 0:
-            recovery.op.status = redo(state, channel, wr, recovery)
+            recovery.op.status = redo(state, channel, wr, recovery, account)
     code = recovery.op.status
     piece_done(state, recovery)
     return code
 
 
-cdef int redo(State* state, Channel* channel, WorkRequest* wr, Recovery* recovery) noexcept nogil:
+cdef int redo(State* state, Channel* channel, WorkRequest* wr, Recovery* recovery,
+              const Account* account) noexcept nogil:
     """Start a piece in the place of one lost request."""
     cdef Op* origin = <Op*> wr.owner
     cdef Piece* piece
-    if origin == NULL or origin.cancelled or origin.status != 0:
-        end_request(state, channel, wr, -ECANCELED)
+    if origin == NULL or origin.cancelled or origin.status != 0 or for_nobody(channel, wr, account):
+        end_request(state, channel, wr, wr.status)
         return 0
     piece = <Piece*> calloc(1, sizeof(Piece))
     if piece == NULL:

@@ -74,7 +74,7 @@ cdef struct RailOps:
     void (*shut)(void* impl) noexcept nogil
     void (*release)(void* impl) noexcept nogil
 
-# What is known against a channel: a request ended badly on it, which may be that request's own fault; or it is broken.
+# What is known against a channel: a request ended badly on it, and others may still end well; or nothing more will.
 cdef enum Fault:
     SOUND = 0
     SUSPECT = 1
@@ -153,6 +153,7 @@ cdef struct PeerState:
     bint reported
     bint survivable  # there are several channels, and what one has lost is done again on the others
     int choice       # the channel that the last post was made on
+    int probing      # transfers that prove a channel and are not over
     bint greeting  # the peer may not have looked at our endpoint yet
     PyObject* owner
 
@@ -226,6 +227,7 @@ cdef struct Mailbox:
     Channel* channel
     uint32_t slots
     uint32_t peer_slots
+    uint32_t transmit_slots
     uint32_t slot_bytes
     uint8_t* memory
     void* desc
@@ -244,8 +246,9 @@ cdef struct Mailbox:
     # Messages are numbered from 1 on, so that each is taken once whatever becomes of the channel that it came by.
     uint64_t numbered
     uint64_t top
+    uint64_t floor       # all up to this one have come
     uint64_t* seen       # seen[n % slots] is n when message n has come
-    Slot* unsure         # sent over a channel that failed, not known to have arrived
+    Slot* unsure         # sent, and not known to have arrived
     Slot* resend
     bint held            # a new channel was taken, and the peer has not said that it has it, too
     Op* head

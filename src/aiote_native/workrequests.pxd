@@ -11,6 +11,7 @@ cdef class Waitable:
 cdef int finish(Waitable item, list woken=*) except -1
 
 cdef class LocalMemory:
+    cdef object __weakref__
     cdef void* descs[MAX_RAILS]
     cdef readonly uint64_t address
     cdef readonly uint64_t length

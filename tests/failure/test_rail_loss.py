@@ -177,19 +177,22 @@ async def test_cancelled_while_its_rail_is_gone():
             await traffic.source.aclose()
 
 
-async def test_memory_that_its_owner_has_closed_is_no_fault_of_the_rails():
+async def test_memory_that_its_owner_has_closed_does_not_lose_the_peer():
+    """Its connections break, those of all rails that had a stripe; the write fails by itself, and the rest goes on."""
     async with railed(2) as (left, right, seen):
         memory = right.register(bytearray(SIZE))
         remote = left.attach(memory.descriptor)
         source = left.register(bytes(SIZE))
         await left.write(source, remote)
         await memory.aclose()
-        with pytest.raises(aiote.TransferError):
-            await left.write(source, remote)
-        assert "rail.failed" not in seen
         traffic = Traffic(left, right, 7)
-        await traffic.run()
+        running = asyncio.create_task(traffic.run())
+        with pytest.raises(aiote.TransferError):
+            await left.write_imm(source, remote, IMM + 1)
+        await running
         traffic.check()
+        assert "peer.lost" not in seen
+        assert right.counter(IMM + 1).value == 0
 
 
 async def test_many_values_are_settled():

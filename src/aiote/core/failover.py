@@ -44,7 +44,7 @@ and yet be taken out of the sender's table, and posts would count as arrived tha
 | DOWN (acceptor)     | `heard_reopen`, next generation     | JOINING   | OpenAgain of that generation        |
 | DOWN (acceptor)     | `heard_down`, next generation       | LEAVING   | Shut: it came to nothing over there |
 | JOINING             | `joined`                            | LIVE      |                                     |
-| any                 | no channel is LIVE any more         | all LOST  | Lose, instead of the other actions  |
+| any                 | no channel was LIVE for `grace`     | all LOST  | Lose, instead of the other actions  |
 
 What comes for an older generation is ignored, and so is `failed` of a channel that is on its way down, `joined` of one
 that is not JOINING, and a Reopen that crosses the failure of its generation. Anything else that the table does not have
@@ -325,15 +325,19 @@ class _Channel:
 class ChannelStates:
     """The channels toward one peer; all are LIVE at first. Times are seconds of any steady clock.
 
+    `grace` is for how long the peer may be without any channel before it is lost; what is to be posted waits meanwhile.
     Every method returns what is to be done, in that order; the caller does it before it calls another. After Lose there
     is nothing more to do. What a peer says may raise FailoverError.
     """
 
-    def __init__(self, count: int, role: Role, source: random.Random) -> None:
+    def __init__(self, count: int, role: Role, source: random.Random, grace: float = 0.0) -> None:
         if count < 1:
             raise UsageError(f"{count} channels, expected at least 1")
         self.role = role
         self._source = source
+        self._grace = grace
+        self._bare_until = math.inf
+        self._bare_reason = ""
         self._channels = [_Channel() for _ in range(count)]
 
     @property
@@ -344,7 +348,7 @@ class ChannelStates:
     @property
     def deadline(self) -> float | None:
         """When to call `due` at the latest, or None."""
-        first = min(channel.until for channel in self._channels)
+        first = min(self._bare_until, *(channel.until for channel in self._channels))
         return None if first == math.inf else first
 
     def state(self, k: int) -> ChannelState:
@@ -435,11 +439,14 @@ class ChannelStates:
         channel = self._own(k)
         if channel.state is JOINING:
             channel.state, channel.since, channel.until = LIVE, now, math.inf
+            self._bare_until = math.inf
         return []
 
     def due(self, now: float) -> list[Action]:
         """Open what has waited long enough; take for failed what was not joined in time."""
         actions: list[Action] = []
+        if now >= self._bare_until:
+            return self._lose()
         for k, channel in enumerate(self._channels):
             if now < channel.until:
                 continue
@@ -457,11 +464,18 @@ class ChannelStates:
         if channel.state is LIVE and now - channel.since >= WELL:
             channel.failures = 0
         channel.state, channel.reason, channel.until = state, reason, math.inf
-        if self.live:
-            return [Shut(k)]
+        if not self.live and self._bare_until == math.inf:
+            self._bare_until = now + self._grace
+            self._bare_reason = f"no channel is left, and the last, channel {k}, failed: {reason}"
+            if self._grace <= 0:
+                return self._lose()
+        return [Shut(k)]
+
+    def _lose(self) -> list[Action]:
         for each in self._channels:
             each.state, each.until = LOST, math.inf
-        return [Lose(f"no channel is left, and the last, channel {k}, failed: {reason}")]
+        self._bare_until = math.inf
+        return [Lose(self._bare_reason)]
 
     def _own(self, k: int) -> _Channel:
         if not 0 <= k < len(self._channels):

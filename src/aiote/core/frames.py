@@ -43,6 +43,7 @@ from .fields import (
 
 __all__ = [
     "FAILED_PROTOCOL",
+    "MAX_WORDS",
     "NONCE_BYTES",
     "PLAIN_LIMIT",
     "PROOF_BYTES",
@@ -61,6 +62,7 @@ __all__ = [
     "Joined",
     "MailMoved",
     "Mapped",
+    "MemoryKey",
     "Message",
     "Offer",
     "Proof",
@@ -90,7 +92,8 @@ PLAIN_LIMIT = 1 << 10
 SEALED_LIMIT = 1 << 16
 
 MAX_WORDS = 4096  # of 12 bytes each: a frame's 64 KiB hold them with what else there is
-MAX_RANGES = 512
+MAX_RANGES = 256
+MAX_KEYS = 256  # as many as a channel has work requests
 
 FAILED_PROTOCOL = 1
 """The code of a `Failed` that answers a violation of the protocol; the others are the engine's to give."""
@@ -237,18 +240,26 @@ class Settle:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryKey:
+    """The key of a registration, as posts name it."""
+
+    key: Annotated[int, U64]
+
+
+@dataclass(frozen=True, slots=True)
 class RailDown:
-    """The sender's endpoint of a channel is shut, and it settles nothing more there."""
+    """The sender's endpoint of a channel is shut, and it settles nothing more there. It has lost work for `keys`."""
 
     channel: Annotated[int, U8]
     generation: Annotated[int, U32]
     reason: Annotated[str, Sentence(512)]
+    keys: Annotated[tuple[MemoryKey, ...], Many(MemoryKey, 0, MAX_KEYS)]
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """What came to the sender over a channel that both sides have shut, and which messages on any: all up to `high`,
-    and the ranges beyond.
+    """What came to the sender over a channel that both sides have shut; which messages on any, all up to `high` and the
+    ranges beyond; and which of the keys that it was told are not, or no more, of its memory.
     """
 
     channel: Annotated[int, U8]
@@ -256,6 +267,7 @@ class Arrivals:
     words: Annotated[tuple[WordCount, ...], Many(WordCount, 0, MAX_WORDS)]
     high: Annotated[int, U64]
     beyond: Annotated[tuple[Range, ...], Many(Range, 0, MAX_RANGES)]
+    unknown: Annotated[tuple[MemoryKey, ...], Many(MemoryKey, 0, MAX_KEYS)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,7 @@ class Fabric:
         self.core: Core | None = None
         self._bereaved = Bereaved() if self.library.version < (2, 0) else None
         self._scratch: LocalMemory | None = None
+        self._memories: weakref.WeakSet[LocalMemory] = weakref.WeakSet()
         try:
             for index, (name, node, domain) in enumerate(choose(provider, rails, host, self.library)):
                 self.rails.append(LibfabricRail(index, name, node, domain, self.library))
@@ -118,10 +120,16 @@ class Fabric:
                 "register a pinned host buffer and copy to it"
             )
         try:
-            return LocalMemory(buffer, [rail.device for rail in self.rails], remote)
+            memory = LocalMemory(buffer, [rail.device for rail in self.rails], remote)
         except StatusError as error:
             buffer.release()
             raise fabric_error(error, "register memory", ", ".join(rail.name for rail in self.rails)) from error
+        self._memories.add(memory)
+        return memory
+
+    def keys_of(self, rail: int) -> set[int]:
+        """Return the keys of all memory that is registered now, on one rail."""
+        return {memory.keys[rail][0] for memory in self._memories if memory.registrations}
 
     def open_channel(self, rail: int, remote_rail: int) -> PendingChannel:
         """Open an endpoint for one peer. Raises FabricError."""
@@ -175,7 +183,7 @@ class Fabric:
 
     def open_mailbox(self, link: PeerLink, slots: int, message_bytes: int, peer_slots: int, peer_bytes: int) -> None:
         """Give a link its message pools. Raises FabricError."""
-        memory = self.register(acquire(bytearray(pool_bytes(slots, message_bytes, peer_bytes))), remote=False)
+        memory = self.register(acquire(bytearray(pool_bytes(slots, message_bytes, peer_slots, peer_bytes))), remote=False)
         try:
             link.open_mailbox(memory, slots, message_bytes, peer_slots, peer_bytes)
         except BaseException:

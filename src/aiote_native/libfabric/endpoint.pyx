@@ -366,20 +366,10 @@ cdef class Endpoint:
 
         Looks through all of the process's descriptors, for libfabric does not show its sockets.
         """
-        cdef int broken
         if not self.tcp or self.peer_address is None:
             return -1
         return aiote_moved(<const char*> self.address, len(self.address),
-                           <const char*> self.peer_address, len(self.peer_address), &broken)
-
-    @property
-    def broken(self) -> bool:
-        """Whether its connection is known to be gone, or to be left by the peer; never where the provider is not tcp."""
-        cdef int broken = 0
-        if self.tcp and self.peer_address is not None:
-            aiote_moved(<const char*> self.address, len(self.address),
-                        <const char*> self.peer_address, len(self.peer_address), &broken)
-        return broken != 0
+                           <const char*> self.peer_address, len(self.peer_address))
 
     cdef FabricEndpoint* give(self) except NULL:
         """Hand the endpoint to a channel, which releases it."""

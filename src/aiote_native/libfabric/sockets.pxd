@@ -33,14 +33,11 @@ cdef extern from *:
         }
         closedir(directory);
     }
-    /* Bytes that the connected sockets between `own` and `peer` have received, or seen acknowledged. `broken`: whether
-       there is none, or one that the other side has left. */
-    static uint64_t aiote_moved(const void* own, size_t own_length, const void* peer, size_t peer_length, int* broken) {
+    /* Bytes that the connected sockets between `own` and `peer` have received, or seen acknowledged. */
+    static uint64_t aiote_moved(const void* own, size_t own_length, const void* peer, size_t peer_length) {
         DIR* directory = opendir("/proc/self/fd");
         struct dirent* entry;
         uint64_t sum = 0;
-        int found = 0, left = 0;
-        *broken = 0;
         if (directory == NULL) return 0;
         while ((entry = readdir(directory)) != NULL) {
             struct sockaddr_in here, there;
@@ -54,11 +51,8 @@ cdef extern from *:
             if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) != 0) continue;
             if (length < offsetof(struct tcp_info, tcpi_bytes_received) + sizeof(info.tcpi_bytes_received)) continue;
             sum += info.tcpi_bytes_acked + info.tcpi_bytes_received;
-            found++;
-            left += info.tcpi_state != 1 /* TCP_ESTABLISHED */;
         }
         closedir(directory);
-        *broken = !found || left;
         return sum;
     }
     /* Close the connections that were accepted at `own`, where nobody listens any more. */
@@ -79,4 +73,4 @@ cdef extern from *:
     """
     void aiote_shutdown_sockets(const void*, size_t, const void*, size_t) noexcept nogil
     void aiote_close_accepted(const void*, size_t) noexcept nogil
-    uint64_t aiote_moved(const void*, size_t, const void*, size_t, int*) noexcept nogil
+    uint64_t aiote_moved(const void*, size_t, const void*, size_t) noexcept nogil
