@@ -7,10 +7,13 @@ is a wait descriptor. The contract suite in `tests/rails` runs the same expectat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from aiote_native.libfabric.device import Device
 from aiote_native.libfabric.endpoint import Endpoint
+
+if TYPE_CHECKING:
+    from .topology import Place
 
 __all__ = ["TRAITS", "Rail", "RailInfo", "Traits", "traits_of"]
 
@@ -68,6 +71,11 @@ class Rail(Protocol):
     @property
     def info(self) -> RailInfo:
         """Describe the rail."""
+        ...
+
+    @property
+    def place(self) -> Place:
+        """Where the NIC is; unknown for what has no place."""
         ...
 
     @property
