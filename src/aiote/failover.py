@@ -7,6 +7,7 @@ control connection of one session.
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from .core.failover import (
@@ -246,7 +247,7 @@ class Failover:
         self._move_mailbox()
 
     def _move_mailbox(self) -> None:
-        """Have messages go over a channel that is in use, if theirs has failed; who initiated the connection chooses."""
+        """Have messages go over a channel in use, if theirs has failed; who initiated the connection chooses."""
         if self._initiates and self._link.mailbox_channel < 0 and self._states.live:
             chosen = self._states.live[0]
             self._link.move_mailbox(chosen)
@@ -307,7 +308,7 @@ def marked(top: int, holes: list[int]) -> Mark:
     if not holes:
         return Mark(top, ())
     bounds = [*holes, top + 1]
-    ranges = [(low + 1, high - 1) for low, high in zip(bounds, bounds[1:], strict=False) if low + 1 <= high - 1]
+    ranges = [(low + 1, high - 1) for low, high in pairwise(bounds) if low + 1 <= high - 1]
     return Mark(holes[0] - 1, tuple(ranges))
 
 

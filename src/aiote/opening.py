@@ -50,7 +50,8 @@ def open_engine(
 ) -> _Opening:
     """Open an engine on the running event loop: `async with open_engine(...) as engine`.
 
-    provider: "auto" (the best that is present), "tcp", "shm", or a libfabric provider's name. rails: names or
+    provider: "auto" (the best that is present, and shared memory for peers on this host), "tcp", "shm", or a libfabric
+    provider's name. rails: names or
     local IP addresses of the NICs to open; without them the one that the engine's own address belongs to. config:
     an `EngineConfig`. Awaiting instead gives an engine that the caller closes with `await engine.aclose()`.
     Raises FabricError when there is no libfabric or no such provider, UsageError.

@@ -185,10 +185,13 @@ class Peer:
         if await finish(self._host.loop, transfer, self._host.drain_timeout):
             return
         failover = self.session.failover if self.session is not None else None
-        if failover is not None and failover.release(transfer):
-            # The others go on: both sides agree over the control connection that those channels are shut.
-            if await finish(self._host.loop, transfer, self._host.patience):
-                return
+        if (
+            failover is not None
+            # The other rails go on: both sides agree over the control connection that those channels are shut.
+            and failover.release(transfer)
+            and await finish(self._host.loop, transfer, self._host.patience)
+        ):
+            return
         self.tear_down()
         await finish(self._host.loop, transfer, self._host.patience)
         await self.agree()

@@ -259,25 +259,41 @@ class Session:
         self._clock.told = offer.heartbeat_ms / 1000
         return offer
 
+    def _pair(self, peer: Peer, offer: Offer) -> list[tuple[int, int]]:
+        """Return the pairs of (our rail, its rail) that are joined; both sides find the same. Raises PeerError."""
+        ours = {rail.index: rail.wire for rail in self._engine.fabric.rails}
+        theirs = {number: rail.wire for number, rail in enumerate(offer.rails)}
+        near = {rail.wire for rail in self._engine.fabric.rails if rail.traits.host_only} & set(theirs.values())
+        if len(set(ours.values()) - near) > 0 and len(set(theirs.values()) - near) > 0:
+            # Where there are others, too: shared memory alone is used on one host, and never between two.
+            here = offer.host_id == self._engine.host_id
+            ours, theirs = (
+                {number: wire for number, wire in rails.items() if not near or (wire in near) is here}
+                for rails in (ours, theirs)
+            )
+        mine, remote = list(ours), list(theirs)
+        if self._role is Role.INITIATOR:
+            found = pair_rails(list(ours.values()), list(theirs.values()))
+        else:
+            found = [pair[::-1] for pair in pair_rails(list(theirs.values()), list(ours.values()))]
+        if not found:
+            raise PeerError(
+                str(peer.address),
+                f"no rail in common: this engine speaks {', '.join(ours.values())}, it speaks "
+                f"{', '.join(theirs.values())} (tcp of libfabric 1.17 and of 1.18 and later cannot talk to each other, "
+                "shm only of one version)",
+            )
+        return [(mine[i], remote[j]) for i, j in found]
+
     async def _join_channels(self, peer: Peer, offer: Offer) -> PeerLink:
         """Open, tell, hear and join the channels, then let both sides know; return the link that may be written to."""
         engine = self._engine
-        ours = [rail.wire for rail in engine.fabric.rails]
-        theirs = [rail.wire for rail in offer.rails]
-        initiator, acceptor = (ours, theirs) if self._role is Role.INITIATOR else (theirs, ours)
-        pairs = pair_rails(initiator, acceptor)
-        if not pairs:
-            raise PeerError(
-                str(peer.address),
-                f"no rail in common: this engine speaks {', '.join(ours)}, it speaks {', '.join(theirs)} "
-                "(tcp of libfabric 1.17 and of 1.18 and later cannot talk to each other, shm only of one version)",
-            )
+        pairs = self._pair(peer, offer)
         # From here on a revocation has to be told by itself.
         self._told_void = True
         for low, high in engine.leases.void(peer.key):
             self._connection.send(Revoke(0, low, high))
-        mine_first = [pair if self._role is Role.INITIATOR else pair[::-1] for pair in pairs]
-        for mine, remote in mine_first:
+        for mine, remote in pairs:
             self._offer_channel(mine, remote)
         link = self._link = engine.core.add_peer(self)
         link.survivable = len(pairs) > 1
@@ -297,7 +313,7 @@ class Session:
         await self._next(Ready)
         link.greeted()
         if link.survivable:
-            self.failover = Failover(engine, peer, link, self._role, mine_first, self._connection.send)
+            self.failover = Failover(engine, peer, link, self._role, pairs, self._connection.send)
         if self._role is Role.INITIATOR:
             await self._probe(peer, link, len(pairs))
         return link

@@ -1,6 +1,6 @@
 """A channel's life: made, shut where it has failed, closed.
 
-`shut_channel` ends the endpoint and keeps what it has lost, which is done again or ended by the recovery (recovery.pyx);
+`shut_channel` ends the endpoint and keeps what it has lost, which the recovery does again or ends (recovery.pyx);
 `close_channel` ends everything. When either returns no byte moves through the endpoint.
 """
 
@@ -9,7 +9,8 @@ from libc.stdlib cimport calloc, free
 
 from aiote_native.gates cimport gate_leave, gate_shut, gate_wait
 from aiote_native.ledger cimport tally_free
-from aiote_native.messages cimport CREDIT_SLOTS, mailbox_detach, mailbox_sent
+from aiote_native.messages cimport CREDIT_SLOTS, mailbox_sent
+from aiote_native.moving cimport mailbox_detach
 from aiote_native.posting cimport give_back, op_completed, post_on
 from aiote_native.progress cimport drain, request_over
 from aiote_native.recovery cimport lose_request

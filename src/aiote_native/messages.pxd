@@ -20,7 +20,4 @@ cdef Slot* mailbox_peek(Mailbox* self) noexcept nogil
 cdef void mailbox_consume(State* state, Mailbox* self) noexcept nogil
 cdef void mailbox_cancel(State* state, Mailbox* self, Op* op) noexcept nogil
 cdef void mailbox_fail(State* state, Mailbox* self, int status, int rail) noexcept nogil
-cdef void mailbox_detach(Mailbox* self) noexcept nogil
-cdef bint mailbox_unsure(State* state, Mailbox* self, uint64_t top, const uint64_t* holes, uint64_t count) noexcept nogil
-cdef void mailbox_attach(State* state, Mailbox* self, Channel* channel, void* desc) noexcept nogil
-cdef void mailbox_release(State* state, Mailbox* self) noexcept nogil
+cdef void post_receives(State* state, Mailbox* self) noexcept nogil

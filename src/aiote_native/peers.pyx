@@ -11,8 +11,8 @@ from aiote_native.doorbell cimport BELL_SLOTS, PeerBell
 from aiote_native.ledger cimport tally_add, tally_free, tally_items
 from aiote_native.libfabric.endpoint cimport Endpoint
 from aiote_native.messages cimport (
-    HEADER_BYTES, mailbox_attach, mailbox_bytes, mailbox_consume, mailbox_fail, mailbox_free, mailbox_new, mailbox_open,
-    mailbox_peek, mailbox_release, mailbox_unsure)
+    HEADER_BYTES, mailbox_bytes, mailbox_consume, mailbox_fail, mailbox_free, mailbox_new, mailbox_open, mailbox_peek)
+from aiote_native.moving cimport mailbox_attach, mailbox_release, mailbox_unsure
 from aiote_native.posting cimport peer_fail, pump_peer
 from aiote_native.progress cimport alive, kick, lock, unlock, usable, watch_descriptor
 from aiote_native.recovery cimport Account, impossible, lost_keys, redo_all

@@ -314,9 +314,8 @@ cdef int post_next(State* state, PeerState* peer, Op* op) noexcept nogil:
     cdef Post args
     cdef Channel* channel
     cdef int code = -EBUSY
-    cdef int attempt
     cdef uint32_t refused = 0
-    for attempt in range(peer.channel_count):
+    for _attempt in range(peer.channel_count):
         channel = choose(peer, op, refused)
         if channel == NULL:
             break

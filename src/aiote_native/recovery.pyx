@@ -122,8 +122,8 @@ cdef bint for_nobody(const Channel* channel, const WorkRequest* wr, const Accoun
 cdef list lost_keys(const Channel* channel):
     """Return the keys that a shut channel has lost work for, each once."""
     cdef uint32_t i
-    return list({key_of(channel, &channel.requests[i]): None for i in range(channel.depth)
-                 if channel.requests[i].busy and channel.requests[i].lost and channel.requests[i].length})
+    return [*{key_of(channel, &channel.requests[i]): None for i in range(channel.depth)
+              if channel.requests[i].busy and channel.requests[i].lost and channel.requests[i].length}]
 
 
 cdef bint lost_counted(const WorkRequest* wr, uint32_t word) noexcept nogil:

@@ -1,7 +1,7 @@
 """The targets of one scatter: a native transfer each, one Python object and one await for all of them.
 
-The children are posted in one pass under one lock; each stands in its own peer's queue and ends by itself. The parent is
-over when the last of them is: a target that failed stops nobody else's bytes, and the first error is the parent's.
+The children are posted in one pass under one lock; each stands in its own peer's queue and ends by itself. The parent
+is over when the last of them is: a target that failed stops nobody else's bytes, and the first error is the parent's.
 """
 
 from cpython.ref cimport Py_INCREF

@@ -467,9 +467,7 @@ class ChannelStates:
         if not self.live and self._bare_until == math.inf:
             self._bare_until = now + self._grace
             self._bare_reason = f"no channel is left, and the last, channel {k}, failed: {reason}"
-            if self._grace <= 0:
-                return self._lose()
-        return [Shut(k)]
+        return self._lose() if self._bare_until <= now else [Shut(k)]
 
     def _lose(self) -> list[Action]:
         for each in self._channels:

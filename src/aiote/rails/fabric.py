@@ -183,7 +183,9 @@ class Fabric:
 
     def open_mailbox(self, link: PeerLink, slots: int, message_bytes: int, peer_slots: int, peer_bytes: int) -> None:
         """Give a link its message pools. Raises FabricError."""
-        memory = self.register(acquire(bytearray(pool_bytes(slots, message_bytes, peer_slots, peer_bytes))), remote=False)
+        memory = self.register(
+            acquire(bytearray(pool_bytes(slots, message_bytes, peer_slots, peer_bytes))), remote=False
+        )
         try:
             link.open_mailbox(memory, slots, message_bytes, peer_slots, peer_bytes)
         except BaseException:

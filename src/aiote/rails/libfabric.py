@@ -120,11 +120,18 @@ def source_host(attributes: dict[str, Any]) -> str:
 def choose(provider: str, names: tuple[str, ...] | None, host: str, library: Found) -> list[tuple[str, str, str]]:
     """Return (provider, node, domain) of the rails to open.
 
-    `names` are the user's (NIC names or local IP addresses); without them the rail that owns `host` is taken.
-    Raises UsageError for names or a provider that are not there.
+    `names` are the user's (NIC names or local IP addresses); without them the rail that owns `host` is taken. "auto" is
+    the best provider that is there, and shared memory beside it, for peers on this host. Raises UsageError for names or
+    a provider that are not there.
     """
-    if provider == "auto":
-        provider = next((name for name in AUTO_ORDER if _offers(name)), "tcp")
+    if provider != "auto":
+        return _choose(provider, names, host, library)
+    best = next((name for name in AUTO_ORDER if _offers(name)), "tcp")
+    near = [("shm", "", str(offer["domain"])) for offer in _offers("shm")[:1]]
+    return _choose(best, names, host, library) + near
+
+
+def _choose(provider: str, names: tuple[str, ...] | None, host: str, library: Found) -> list[tuple[str, str, str]]:
     offers = _offers(provider)
     if not offers:
         raise UsageError(
