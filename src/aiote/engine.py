@@ -177,9 +177,20 @@ class Engine(Connections):
 
     # Transfers.
 
-    def submit(self, peer: Peer, description: str, launch: Launch, *, waits: bool = False, lease: int = 0) -> Transfer:
+    def submit(
+        self,
+        peer: Peer,
+        description: str,
+        launch: Launch,
+        *,
+        waits: bool = False,
+        lease: int = 0,
+        rail: str | int | None = None,
+    ) -> Transfer:
         """Make a transfer and start it as soon as its peer is connected and has room; see `Peer.submit`."""
         transfer = Transfer(peer, description, launch, lease)
+        if rail is not None:
+            transfer.prefer(self._rail_of(rail))
         peer.submit(transfer, waits=waits)
         return transfer
 
@@ -191,52 +202,72 @@ class Engine(Connections):
         self.require_open()
         await self.peer_of(target.owner if isinstance(target, RemoteRegion) else target).room()
 
-    def submit_write(self, src: Region, dst: RemoteRegion, imm: int | None = None) -> Transfer:
+    def submit_write(
+        self, src: Region, dst: RemoteRegion, imm: int | None = None, *, rail: str | int | None = None
+    ) -> Transfer:
         """Start a write of all of `src` to all of `dst` (same length); with `imm` it counts 1 at the receiver."""
-        return quick(self.core, Transfer, src, dst, False, imm) or submit.submit_write(self, src, dst, imm)
+        return quick(self.core, Transfer, src, dst, False, imm, rail) or submit.submit_write(
+            self, src, dst, imm, rail=rail
+        )
 
-    async def write(self, src: Region, dst: RemoteRegion) -> None:
+    async def write(self, src: Region, dst: RemoteRegion, *, rail: str | int | None = None) -> None:
         """Write all of `src` to all of `dst`, one-sided; the bytes are there when this returns.
 
-        `src` belongs to the NIC until then. Cancelling drops what is not posted and drains what is, then
-        raises. Raises UsageError, TransferError, PeerError, ClosedError.
+        `src` belongs to the NIC until then. `rail` names one of `engine.rails`, or is its position: the write goes over
+        that one alone for as long as it is there; without it over those that will have carried it first. Cancelling
+        drops what is not posted and drains what is, then raises. Raises UsageError, TransferError, PeerError,
+        ClosedError.
         """
         await (
-            quick(self.core, Transfer, src, dst, False, None) or submit.submit_write(self, src, dst, None, waits=True)
+            quick(self.core, Transfer, src, dst, False, None, rail)
+            or submit.submit_write(self, src, dst, None, waits=True, rail=rail)
         )
 
-    def submit_write_imm(self, src: Region | None, dst: RemoteRegion | Peer | Address, imm: int) -> Transfer:
+    def submit_write_imm(
+        self, src: Region | None, dst: RemoteRegion | Peer | Address, imm: int, *, rail: str | int | None = None
+    ) -> Transfer:
         """Start a write that counts 1 at the receiver, or (`src` None) an immediate alone to a peer or an owner."""
-        return quick(self.core, Transfer, src, dst, False, imm) or submit.submit_write(self, src, dst, imm)
-
-    async def write_imm(self, src: Region | None, dst: RemoteRegion | Peer | Address, imm: int) -> None:
-        """Write and count 1 on immediate `imm` (28 bits) at the receiver once the bytes are there; else as `write`."""
-        await (quick(self.core, Transfer, src, dst, False, imm) or submit.submit_write(self, src, dst, imm, waits=True))
-
-    def submit_read(self, src_remote: RemoteRegion, dst_local: Region) -> Transfer:
-        """Start a read of all of `src_remote` into all of `dst_local` (same length)."""
-        return quick(self.core, Transfer, dst_local, src_remote, True, None) or submit.submit_read(
-            self, src_remote, dst_local
+        return quick(self.core, Transfer, src, dst, False, imm, rail) or submit.submit_write(
+            self, src, dst, imm, rail=rail
         )
 
-    async def read(self, src_remote: RemoteRegion, dst_local: Region) -> None:
+    async def write_imm(
+        self, src: Region | None, dst: RemoteRegion | Peer | Address, imm: int, *, rail: str | int | None = None
+    ) -> None:
+        """Write and count 1 on immediate `imm` (28 bits) at the receiver once the bytes are there; else as `write`."""
+        await (
+            quick(self.core, Transfer, src, dst, False, imm, rail)
+            or submit.submit_write(self, src, dst, imm, waits=True, rail=rail)
+        )
+
+    def submit_read(self, src_remote: RemoteRegion, dst_local: Region, *, rail: str | int | None = None) -> Transfer:
+        """Start a read of all of `src_remote` into all of `dst_local` (same length)."""
+        return quick(self.core, Transfer, dst_local, src_remote, True, None, rail) or submit.submit_read(
+            self, src_remote, dst_local, rail=rail
+        )
+
+    async def read(self, src_remote: RemoteRegion, dst_local: Region, *, rail: str | int | None = None) -> None:
         """Read all of `src_remote` into all of `dst_local`, one-sided; `dst_local` belongs to the NIC until this
         returns.
         """
         await (
-            quick(self.core, Transfer, dst_local, src_remote, True, None)
-            or submit.submit_read(self, src_remote, dst_local, waits=True)
+            quick(self.core, Transfer, dst_local, src_remote, True, None, rail)
+            or submit.submit_read(self, src_remote, dst_local, waits=True, rail=rail)
         )
 
-    def submit_write_pages(self, src: Pages, dst: Pages, imm: int | None = None) -> Transfer:
+    def submit_write_pages(
+        self, src: Pages, dst: Pages, imm: int | None = None, *, rail: str | int | None = None
+    ) -> Transfer:
         """Start paged writes, page i of `src` to page i of `dst`; with `imm` each page counts 1 at the receiver."""
-        return submit.submit_pages(self, src, dst, imm)
+        return submit.submit_pages(self, src, dst, imm, rail=rail)
 
-    async def write_pages(self, src: Pages, dst: Pages, imm: int | None = None) -> None:
+    async def write_pages(
+        self, src: Pages, dst: Pages, imm: int | None = None, *, rail: str | int | None = None
+    ) -> None:
         """Write page i of `src` to page i of `dst` for all i, one request and one await for all; an empty list is over
         at once.
         """
-        await submit.submit_pages(self, src, dst, imm, waits=True)
+        await submit.submit_pages(self, src, dst, imm, waits=True, rail=rail)
 
     # Many peers at once.
 
@@ -377,6 +408,14 @@ class Engine(Connections):
             link.tag.notice(link)  # type: ignore[attr-defined]
         if self.core.inbox:
             self.inbox.arrived()
+
+    def _rail_of(self, rail: str | int) -> int:
+        """Return the position of a rail. Raises UsageError where there is none of that name or number."""
+        names = [one.name for one in self.fabric.rails]
+        position = names.index(rail) if rail in names else rail
+        if isinstance(position, int) and 0 <= position < len(names):
+            return position
+        raise UsageError(f"rail={rail!r}: expected one of {', '.join(names)}, or a number from 0 to {len(names) - 1}")
 
     def rail_name(self, rail: int) -> str:
         """Name a rail by its index; an empty string when there is none."""

@@ -297,6 +297,7 @@ class Session:
             self._offer_channel(mine, remote)
         link = self._link = engine.core.add_peer(self)
         link.survivable = len(pairs) > 1
+        link.in_turn = engine.config.schedule == "in-turn"
         for pending in list(self._channels):
             await self._join(peer, link, pending, await self._next(Channel))
         engine.fabric.open_mailbox(

@@ -93,6 +93,10 @@ cdef class PeerLink:
             if self.state.channels[i].open and (refused or self.state.channels[i].outstanding)
         }
 
+    def ended(self) -> list[int]:
+        """Return how many work requests have ended on each channel since it was opened."""
+        return [self.state.channels[i].ended for i in range(self.state.channel_count)]
+
     def moved(self, int channel) -> int:
         """Return how many bytes a channel's connection has moved either way; -1 where nobody can tell."""
         return (<Endpoint> self.endpoints[channel]).moved() if self.endpoints[channel] is not None else -1
@@ -277,6 +281,15 @@ cdef class PeerLink:
     @survivable.setter
     def survivable(self, bint value):
         self.state.survivable = value
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether the channels take turns, instead of each getting what it is able to carry."""
+        return self.state.in_turn
+
+    @in_turn.setter
+    def in_turn(self, bint value):
+        self.state.in_turn = value
 
     cdef Channel* channel_of(self, int number) except NULL:
         if self.closed or not alive(self.engine) or not 0 <= number < self.state.channel_count:

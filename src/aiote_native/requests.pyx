@@ -215,7 +215,7 @@ cdef int started(Core core, PeerLink link, Request request) except -1:
     return 0
 
 
-def quick(Core core, type kind, local, remote, bint reads, imm):
+def quick(Core core, type kind, local, remote, bint reads, imm, rail=None):
     """Start one write (or read) between two slices and return its request, made of `kind` without its `__init__`.
 
     None: something needs a closer look, and nothing was done.
@@ -225,6 +225,8 @@ def quick(Core core, type kind, local, remote, bint reads, imm):
     cdef PeerLink link
     cdef Request request
     cdef int64_t value = -1
+    if rail is not None:
+        return None
     if imm is not None:
         if type(imm) is not int or not 0 <= imm <= LARGEST_IMMEDIATE:
             return None

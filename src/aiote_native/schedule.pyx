@@ -81,6 +81,9 @@ cdef Channel* choose(PeerState* peer, const Op* op, uint32_t refused) noexcept n
         channel = peer.channels[at]
         if refused >> at & 1 or not takes(channel) or pinned_away(peer, op, channel):
             continue
+        if peer.in_turn:
+            peer.choice = at
+            return channel
         end = (channel.in_flight + bytes) * (channel.cost if channel.cost else unknown)
         if best == NULL or end < least:
             best = channel

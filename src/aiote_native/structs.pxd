@@ -153,6 +153,7 @@ cdef struct PeerState:
     bint reported
     bint survivable  # there are several channels, and what one has lost is done again on the others
     int choice       # the channel that the last post was made on
+    bint in_turn     # channels take turns, whatever they are able to carry
     int probing      # transfers that prove a channel and are not over
     bint greeting  # the peer may not have looked at our endpoint yet
     PyObject* owner

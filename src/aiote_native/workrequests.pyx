@@ -237,6 +237,12 @@ cdef class Operation(Waitable):
         """The rail of the first failure, or of the last post; -1 where there was none."""
         return self.op.rail
 
+    def prefer(self, int rail) -> None:
+        """Use this rail only, for as long as it is there; said before it is submitted."""
+        if self.submitted:
+            raise RuntimeError("an operation is submitted once")
+        self.op.pin = rail
+
     @property
     def was_cancelled(self) -> bool:
         return self.op.cancelled

@@ -1,6 +1,6 @@
 """A NIC of several is lost for real: every transfer completes, every count is right, and the rail comes back.
 
-Each engine is a process in a network namespace of its own. Cable 0 carries the control connection, the others are rails.
+Each engine is a process in a network namespace of its own. Cable 0 carries the control connection, others are rails.
 """
 
 from __future__ import annotations
