@@ -2,7 +2,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aiote_native.doorbell import PeerBell
-from aiote_native.libfabric.endpoint import Endpoint
+from aiote_native.kinds import NativeEndpoint
 from aiote_native.workrequests import LocalMemory
 
 class PeerLink:
@@ -29,7 +29,7 @@ class PeerLink:
     def quiet(self) -> bool: ...
     def add_channel(
         self,
-        endpoint: Endpoint,
+        endpoint: NativeEndpoint,
         rail: int,
         remote_rail: int,
         imm_key: int,

@@ -7,7 +7,7 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from aiote_native.doorbell cimport BELL_SLOTS, PeerBell
-from aiote_native.libfabric.endpoint cimport Endpoint
+from aiote_native.kinds cimport NativeEndpoint
 from aiote_native.messages cimport (
     HEADER_BYTES, mailbox_bytes, mailbox_consume, mailbox_fail, mailbox_free, mailbox_new, mailbox_open, mailbox_peek)
 from aiote_native.posting cimport peer_fail, post_on
@@ -93,13 +93,13 @@ cdef class PeerLink:
 
     def moved(self, int channel) -> int:
         """Return how many bytes a channel's connection has moved either way; -1 where nobody can tell."""
-        return (<Endpoint> self.endpoints[channel]).moved()
+        return (<NativeEndpoint> self.endpoints[channel]).moved()
 
     def rail_of(self, int channel) -> int:
         """Return our rail under a channel."""
         return self.state.channels[channel].rail if 0 <= channel < self.state.channel_count else -1
 
-    def add_channel(self, Endpoint endpoint, int rail, int remote_rail, uint64_t imm_key, uint64_t imm_address,
+    def add_channel(self, NativeEndpoint endpoint, int rail, int remote_rail, uint64_t imm_key, uint64_t imm_address,
                     LocalMemory scratch, uint64_t largest=0, uint64_t least=0, PeerBell bell=None, int slot=-1,
                     int peer_slot=-1, uint32_t peer_generation=0) -> None:
         """Take an endpoint that is connected to the peer's.
@@ -244,14 +244,14 @@ cdef class PeerLink:
         unlock(self.engine)
         self.closed = True
         for endpoint in self.endpoints:
-            (<Endpoint> endpoint).taken_back()
+            (<NativeEndpoint> endpoint).taken_back()
         for bell, _slot in self.bells:
             bell.silence()
         for slot in self.slots:
             self.core.doorbell.free_slot(slot)
         if self.mailbox_memory is not None:
             self.mailbox_memory.close()
-        self.core.peers.discard(self)
+        self.core.peers.pop(self, None)
 
     @property
     def quiet(self) -> bool:

@@ -317,10 +317,13 @@ cdef void set_timer(Progress* self) noexcept nogil:
     else:
         interval = self.tick_ns if TICK_FIRST_NS <= self.tick_ns <= TICK_LAST_NS else TICK_FIRST_NS
         self.tick_ns = interval * 2 if interval * 2 <= TICK_LAST_NS else TICK_LAST_NS
+    self.timer_armed = True
+    if self.clock != NULL:
+        self.clock.alarm(self.clock_context, self.timer_fd, interval)
+        return
     memset(&when, 0, sizeof(when))
     when.it_value.tv_nsec = interval
     timerfd_settime(self.timer_fd, 0, &when, NULL)
-    self.timer_armed = True
 
 
 cdef void bell_sleep(Progress* self) noexcept nogil:
@@ -384,7 +387,10 @@ cdef bint news(Progress* self) noexcept nogil:
 
 cdef uint64_t slice_end(Progress* self) noexcept nogil:
     """Return until when an event loop that calls now may be kept; 0 where it has other things to do."""
-    cdef uint64_t now = clock_ns()
+    cdef uint64_t now
+    if self.clock != NULL:
+        return 0
+    now = clock_ns()
     return now + SLICE_NS if now - self.left_ns < ALONE_NS else 0
 
 
