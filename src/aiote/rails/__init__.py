@@ -18,6 +18,7 @@ from aiote_native.workrequests import LocalMemory, Operation, PageIndex, RemoteM
 from .contract import RailInfo
 from .fabric import Fabric, PendingChannel
 from .library import library_summary
+from .sim import sim_identity
 
 __all__ = [
     "Buffer",
@@ -48,5 +49,6 @@ __all__ = [
     "quick_send",
     "read_word",
     "section",
+    "sim_identity",
     "wake",
 ]

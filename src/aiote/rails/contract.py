@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from aiote_native.libfabric.device import Device
-from aiote_native.libfabric.endpoint import Endpoint
+from aiote_native.kinds import NativeDevice, NativeEndpoint
 
 __all__ = ["TRAITS", "Rail", "RailInfo", "Traits", "traits_of"]
 
@@ -63,7 +62,17 @@ class Rail(Protocol):
 
     index: int
     traits: Traits
-    device: Device
+    device: NativeDevice
+
+    @property
+    def provider(self) -> str:
+        """Name the provider in full."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Name the NIC."""
+        ...
 
     @property
     def info(self) -> RailInfo:
@@ -75,7 +84,7 @@ class Rail(Protocol):
         """Name what travels on the wire; two rails can be joined when they say the same."""
         ...
 
-    def open_endpoint(self) -> Endpoint:
+    def open_endpoint(self) -> NativeEndpoint:
         """Open an endpoint for one peer. Raises FabricError."""
         ...
 
