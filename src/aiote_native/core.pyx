@@ -125,9 +125,12 @@ cdef class Core:
         lock(&self.engine)
         with nogil:
             again = progress_once(&self.engine)
-            if again and self.engine.threaded:
-                # A native thread that sleeps has just been made to look awake to its peers: it has to be.
-                kick(&self.engine)
+            if self.engine.threaded:
+                # The round may have taken the wake-up that a thread was given which sleeps on, so count it as asleep.
+                self.engine.asleep = True
+                if again:
+                    # And it has just been made to look awake to its peers: it has to be.
+                    kick(&self.engine)
         unlock(&self.engine)
         return again != 0
 

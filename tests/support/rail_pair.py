@@ -32,6 +32,8 @@ from aiote.rails import (
     RemoteMemory,
     acquire,
 )
+from aiote.rails.sim import current_network
+from aiote.testing import Fabric as SimFabric
 
 LIMIT_S = 20.0
 SLICE_S = 0.001  # how often conditions are looked at that a native thread announces to nobody
@@ -49,6 +51,7 @@ class Kind:
 KINDS = (
     Kind("tcp", nic="lo", guards=True),
     Kind("shm"),
+    Kind("sim", nic="sim0", guards=True),
 )
 
 
@@ -188,13 +191,18 @@ class Rails:
         self.sides: list[Side] = []
         self._core = {"spin_us": 0, **core}
         self._poll = select.poll()
+        self._sim = SimFabric(seed=1) if kind.provider == "sim" else None
 
     def side(self, rails: int = 1, **more: Any) -> Side:
         """Open a fabric; more than one rail are all of the kind's one NIC. `more` are arguments of fabric and core."""
         names = (self.kind.nic,) * rails if rails > 1 else None
         library = os.environ.get("AIOTE_LIBFABRIC", "")
         core = {"threaded": self.threaded, **self._core, **more}
-        side = Side(Fabric(self.kind.provider, names, host="127.0.0.1", library=library, **core))
+        token = current_network.set(self._sim.network if self._sim else None)
+        try:
+            side = Side(Fabric(self.kind.provider, names, host="127.0.0.1", library=library, **core))
+        finally:
+            current_network.reset(token)
         self.sides.append(side)
         self._poll.register(side.core.fd, select.POLLIN)
         return side
@@ -302,6 +310,8 @@ class Rails:
                 link.close()
         while self.sides:
             self.sides.pop().close()
+        if self._sim is not None:
+            self._sim.close()
 
 
 @contextmanager
