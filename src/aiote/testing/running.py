@@ -15,14 +15,14 @@ from .virtual import VirtualLoop
 __all__ = ["run"]
 
 T = TypeVar("T")
-DAY_S = 86_400.0
+HOUR_S = 3600.0
 
 
 def run(
     main: Coroutine[Any, Any, T] | Callable[[Fabric], Coroutine[Any, Any, T]],
     seed: int = 0,
     *,
-    limit: float = DAY_S,
+    limit: float = HOUR_S,
     debug: bool | None = None,
     **fabric: Any,
 ) -> T:

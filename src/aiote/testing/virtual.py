@@ -112,6 +112,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         future.add_done_callback(self._job_ended)
         return future
 
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """Wait for the executor's threads, in real time."""
+        self._jobs += 1
+        try:
+            await super().shutdown_default_executor()
+        finally:
+            self._jobs -= 1
+
     def _job_ended(self, _future: Any) -> None:
         self._jobs -= 1
 

@@ -137,6 +137,7 @@ cdef struct SimEndpoint:
     bint broken
     Work* works
     uint32_t outstanding
+    uint64_t moved       # bytes and immediates that came or went
     Entry* ring
     uint32_t ring_size
     uint32_t ring_first

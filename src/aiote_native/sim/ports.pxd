@@ -5,4 +5,5 @@ from aiote_native.sim.net cimport SimEndpoint
 cdef class Endpoint(NativeEndpoint):
     cdef SimDevice device
     cdef SimEndpoint* impl
+    cdef SimEndpoint* lent
     cdef int open(self) except -1

@@ -224,6 +224,7 @@ cdef class Endpoint(NativeEndpoint):
 
     def __cinit__(self):
         self.impl = NULL
+        self.lent = NULL
 
     def __init__(self, SimDevice device):
         """Open. Raises StatusError where the NIC is broken."""
@@ -293,9 +294,14 @@ cdef class Endpoint(NativeEndpoint):
             raise RuntimeError("the endpoint is closed or owned by a channel already")
         cdef SimEndpoint* impl = self.impl
         self.impl = NULL
+        self.lent = impl
         return impl
 
+    def moved(self) -> int:
+        return self.lent.moved if self.lent != NULL else -1
+
     cdef void taken_back(self):
+        self.lent = NULL
         self.device.children -= 1
 
     def close(self) -> None:

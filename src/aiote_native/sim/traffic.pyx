@@ -141,6 +141,12 @@ cdef const Memory* granted(Net* net, const Work* work, const SimEndpoint* target
     return memory if work.length <= memory.length - (work.remote - memory.base) else NULL
 
 
+cdef void count_moved(Work* work, SimEndpoint* target, uint64_t bytes_) noexcept nogil:
+    target.moved += bytes_
+    if work.source != NULL:
+        work.source.moved += bytes_
+
+
 cdef void place(Net* net, Work* work, SimEndpoint* target) noexcept nogil:
     """Move the next piece between the two memories."""
     cdef const Memory* memory = granted(net, work, target)
@@ -160,6 +166,7 @@ cdef void place(Net* net, Work* work, SimEndpoint* target) noexcept nogil:
         memcpy(near + low, there + low, high - low)
     else:
         memcpy(there + low, near + low, high - low)
+    count_moved(work, target, high - low + 1)
     saw(net, SAW_PLACE, target.nic, work.number, high - low, 0)
     work.piece += 1
     if work.piece < work.pieces:
@@ -191,6 +198,7 @@ cdef bint deliver(Net* net, Work* work, SimEndpoint* target) noexcept nogil:
         push_entry(target, receive.wr, 0, 0, work.length, False)
     else:
         push_entry(target, NULL, 0, work.imm, 0, False)
+    count_moved(work, target, work.length + 1)
     saw(net, SAW_DELIVER, target.nic, work.number, work.length, 0)
     work.stage = STAGE_COMPLETE
     after(net, work, work.nic.model.answer)
