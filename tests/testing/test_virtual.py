@@ -171,7 +171,7 @@ def test_sockets_listen_in_memory():
             async with stream:
                 await stream.send(await stream.receive() + b"!")
 
-        async with anyio.create_task_group() as group:
+        async with listener, anyio.create_task_group() as group:
             group.start_soon(listener.serve, answer)
             async with await anyio.connect_tcp("localhost", port) as stream:
                 await stream.send(b"hello")

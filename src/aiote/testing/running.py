@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import random
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from ..errors import UsageError
@@ -37,13 +38,12 @@ def run(
 
     async def body() -> T:
         with Fabric(seed, **fabric) as network:
-            async with asyncio.timeout(limit):
-                return await (main if inspect.iscoroutine(main) else main(network))  # type: ignore[operator]
+            return await (main if inspect.iscoroutine(main) else main(network))  # type: ignore[operator]
 
     state = random.getstate()
     random.seed(seed)
     try:
-        with asyncio.Runner(debug=debug, loop_factory=VirtualLoop) as runner:
+        with asyncio.Runner(debug=debug, loop_factory=partial(VirtualLoop, limit)) as runner:
             return runner.run(body())
     finally:
         random.setstate(state)

@@ -70,9 +70,13 @@ class VirtualSelector(selectors.BaseSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """See above. Networks whose time it is are attached; connections over TCP are made in memory."""
+    """See above. Networks whose time it is are attached; connections over TCP are made in memory.
 
-    def __init__(self) -> None:
+    `limit` seconds is how long it runs before TimeoutError is raised, once: what cleans up goes on.
+    """
+
+    def __init__(self, limit: float = math.inf) -> None:
+        self._limit = limit
         self._now = 0
         self._jobs = 0
         self._worlds: list[World] = []
@@ -100,6 +104,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             raise StandstillError(
                 "virtual time stands still: every task waits, no timer is set and nothing is under way"
             )
+        if min(due) > self._limit * SECOND:
+            limit, self._limit = self._limit, math.inf
+            raise TimeoutError(f"not over after {limit} s of virtual time")
         self._now = max(self._now, min(due))
         for world in self._worlds:
             if not world.closed:
