@@ -16,6 +16,7 @@ from libc.string cimport memset
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 from posix.unistd cimport read, write
 
+from aiote_native.clocks cimport start_timer
 from aiote_native.counters cimport arrive, done_push
 from aiote_native.doorbell cimport ring
 from aiote_native.forks cimport fork_epoch, own
@@ -29,7 +30,6 @@ from aiote_native.structs cimport (
 cdef extern from *:
     """
     #include <sys/epoll.h>
-    #include <sys/timerfd.h>
     #include <sched.h>
     #define aiote_store_word(p, v) __atomic_store_n((p), (v), __ATOMIC_SEQ_CST)
     #define aiote_add(p, v) __atomic_add_fetch((p), (v), __ATOMIC_SEQ_CST)
@@ -74,12 +74,6 @@ cdef extern from "<sys/epoll.h>" nogil:
     int epoll_ctl(int, int, int, epoll_event*)
     const int EPOLL_CTL_ADD
     const uint32_t EPOLLIN
-
-cdef extern from "<sys/timerfd.h>" nogil:
-    struct itimerspec:
-        timespec it_interval
-        timespec it_value
-    int timerfd_settime(int, int, const itimerspec*, itimerspec*)
 
 cdef enum:
     DRAIN_ROUNDS = 8               # batches taken from one queue before the next one's turn
@@ -306,7 +300,6 @@ cdef bint needs_tick(Progress* self) noexcept nogil:
 
 
 cdef void set_timer(Progress* self) noexcept nogil:
-    cdef itimerspec when
     cdef uint64_t interval
     cdef bint watching = self.watches != NULL
     if self.timer_armed or not (watching or needs_tick(self)):
@@ -317,13 +310,8 @@ cdef void set_timer(Progress* self) noexcept nogil:
     else:
         interval = self.tick_ns if TICK_FIRST_NS <= self.tick_ns <= TICK_LAST_NS else TICK_FIRST_NS
         self.tick_ns = interval * 2 if interval * 2 <= TICK_LAST_NS else TICK_LAST_NS
+    start_timer(self.clock, self.clock_context, self.timer_fd, interval)
     self.timer_armed = True
-    if self.clock != NULL:
-        self.clock.alarm(self.clock_context, self.timer_fd, interval)
-        return
-    memset(&when, 0, sizeof(when))
-    when.it_value.tv_nsec = interval
-    timerfd_settime(self.timer_fd, 0, &when, NULL)
 
 
 cdef void bell_sleep(Progress* self) noexcept nogil:

@@ -65,14 +65,18 @@ def test_the_thread_mode_is_refused_in_virtual_time():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"rails": 0}, {"rails": 9}, {"rails": 3, "model": [UNRULY]}, {"model": []}], ids=lambda wrong: str(list(wrong))
+    "wrong",
+    [{"rails": 0}, {"rails": 9}, {"rails": 3, "model": [UNRULY]}, {"model": []}],
+    ids=lambda wrong: str(list(wrong)),
 )
 def test_numbers_of_rails_are_checked(wrong):
     with pytest.raises(aiote.UsageError, match="from 1 to 8"):
         Fabric(1, **wrong)
 
 
-@pytest.mark.parametrize("wrong", [{"gbps": -1}, {"pieces": 5}, {"refusals": 1}, {"queue": 0}], ids=lambda wrong: str(wrong))
+@pytest.mark.parametrize(
+    "wrong", [{"gbps": -1}, {"pieces": 5}, {"refusals": 1}, {"queue": 0}], ids=lambda wrong: str(wrong)
+)
 def test_models_are_checked(wrong):
     with pytest.raises(aiote.UsageError):
         NicModel(name="none", **wrong)

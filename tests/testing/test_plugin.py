@@ -60,4 +60,3 @@ def test_the_plugin_s_fixtures_and_marks(pytester: pytest.Pytester):
     result = pytester.run(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:asyncio")
     result.assert_outcomes(passed=9, failed=2)
     result.stdout.fnmatch_lines(["*in virtual time, with seed 11", "*virtual time stands still*"])
-

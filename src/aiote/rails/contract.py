@@ -62,7 +62,11 @@ class Rail(Protocol):
 
     index: int
     traits: Traits
-    device: NativeDevice
+
+    @property
+    def device(self) -> NativeDevice:
+        """The native NIC."""
+        ...
 
     @property
     def provider(self) -> str:

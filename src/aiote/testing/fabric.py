@@ -27,9 +27,9 @@ SECOND = 1_000_000_000
 class Happened(NamedTuple):
     """One thing that happened: when (seconds), what, on which NIC of which engine, with which operation.
 
-    `what`: post, place (a piece of the payload is in memory), deliver (the immediate or the message is), complete, fail,
-    open and close (of an endpoint), fault. `status` is a negative error number; of a post the opcode, of a fault the
-    state.
+    `what`: post, place (a piece of the payload is in memory), deliver (the immediate or the message is), complete,
+    fail, open and close (of an endpoint), fault. `status` is a negative error number; of a post the opcode, of a fault
+    the state.
     """
 
     time: float
@@ -171,9 +171,7 @@ class Fabric:
         """Bring a NIC back: new endpoints on it work, and so do old ones if it was only silent."""
         self._change(engine, rail, "up", at, after)
 
-    def _change(
-        self, engine: aiote.Engine, rail: int | str, state: str, at: float | None, after: int | None
-    ) -> None:
+    def _change(self, engine: aiote.Engine, rail: int | str, state: str, at: float | None, after: int | None) -> None:
         self.rail(engine, rail).device.change(state, self._when(at), after)
 
     def slow_rail(

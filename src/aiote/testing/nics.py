@@ -24,9 +24,9 @@ class NicModel:
     name: for people. gbps: what it carries of payload (0: any amount at once); speed_gbps: what its label says.
     operation_us: its time for an operation of no bytes, the inverse of its message rate. overlap: how well that and the
     bytes overlap, time = (operation^x + bytes^x)^(1/x), 0 for perfectly. queue: operations that an endpoint takes
-    before it refuses more; events: arrivals that lie untaken before more wait. pieces: the most pieces that a payload is
-    placed in, in any order. refusals: the share of posts that are refused for now without a reason. lingers: what has
-    left a NIC arrives though its endpoint was closed meanwhile, as bytes on a wire do.
+    before it refuses more; events: arrivals that lie untaken before more wait. pieces: the most pieces that a payload
+    is placed in, in any order. refusals: the share of posts that are refused for now without a reason. lingers: what
+    has left a NIC arrives though its endpoint was closed meanwhile, as bytes on a wire do.
     """
 
     name: str
@@ -78,7 +78,7 @@ CONNECTX7_400G = NicModel(
     name="ConnectX-7 400G",
     gbps=376,
     speed_gbps=400,
-    latency_us=8.6,
+    latency_us=8.4,
     answer_us=3.0,
     operation_us=0.088,
     overlap=2,
@@ -88,17 +88,13 @@ EFA_200G = NicModel(
     name="EFA 200G",
     gbps=182,
     speed_gbps=200,
-    latency_us=25.0,
-    answer_us=7.5,
+    latency_us=24.5,
+    answer_us=7.4,
     operation_us=0.948,
 )
 
-EFA_100G = NicModel(
-    name="EFA 100G", gbps=91, speed_gbps=100, latency_us=25.0, answer_us=7.5, operation_us=0.948
-)
+EFA_100G = NicModel(name="EFA 100G", gbps=91, speed_gbps=100, latency_us=24.5, answer_us=7.4, operation_us=0.948)
 
-EFA_400G = NicModel(
-    name="EFA 400G", gbps=364, speed_gbps=400, latency_us=25.0, answer_us=7.5, operation_us=0.474
-)
+EFA_400G = NicModel(name="EFA 400G", gbps=364, speed_gbps=400, latency_us=24.5, answer_us=7.4, operation_us=0.474)
 
 MODELS = {model.name: model for model in (UNRULY, CONNECTX7_400G, EFA_100G, EFA_200G, EFA_400G)}

@@ -38,7 +38,7 @@ def run(
 
     async def body() -> T:
         with Fabric(seed, **fabric) as network:
-            return await (main if inspect.iscoroutine(main) else main(network))  # type: ignore[operator]
+            return await (main if inspect.iscoroutine(main) else main(network))
 
     state = random.getstate()
     random.seed(seed)

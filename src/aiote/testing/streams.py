@@ -208,6 +208,9 @@ class MemoryServer(asyncio.AbstractServer):
         self._task.cancel()
         self._ports.forget(self._listener)
 
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        return self._task.get_loop()
+
     def is_serving(self) -> bool:
         return not self._task.done()
 

@@ -113,17 +113,17 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 world.advance(self._now)
         return True
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
         future = super().run_in_executor(executor, func, *args)
         self._jobs += 1
         future.add_done_callback(self._job_ended)
         return future
 
-    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+    async def shutdown_default_executor(self, *arguments: Any) -> None:
         """Wait for the executor's threads, in real time."""
         self._jobs += 1
         try:
-            await super().shutdown_default_executor()
+            await super().shutdown_default_executor(*arguments)
         finally:
             self._jobs -= 1
 

@@ -3,9 +3,7 @@ from aiote_native.sim.world import World
 
 class SimDevice(NativeDevice):
     world: World
-    def __init__(
-        self, world: World, node: int, rail: int, model: dict[str, float], offsets: bool = False
-    ) -> None: ...
+    def __init__(self, world: World, node: int, rail: int, model: dict[str, float], offsets: bool = False) -> None: ...
     @property
     def closed(self) -> bool: ...
     @property

@@ -16,7 +16,7 @@ from aiote_native.forks cimport fork_epoch, own
 from aiote_native.sim.nics cimport SimDevice
 from aiote_native.sim.net cimport (
     BUCKETS, Entry, ITEM_WORK, Memory, Model, NIC_BROKEN, Net, Receive, SAW_CLOSE, SAW_OPEN, SAW_POST, Work, draw,
-    find_endpoint, find_memory, net_now, pthread_mutex_lock, pthread_mutex_unlock, saw, set_alarm_clock)
+    find_endpoint, net_now, pthread_mutex_lock, pthread_mutex_unlock, saw, set_alarm_clock)
 from aiote_native.sim.traffic cimport close_works, plan_work, run_due, serve_line
 from aiote_native.status cimport check
 from aiote_native.structs cimport Completion, OP_READ, OP_RECV, Post, RailOps, WorkRequest
