@@ -60,3 +60,34 @@ def test_the_plugin_s_fixtures_and_marks(pytester: pytest.Pytester):
     result = pytester.run(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:asyncio")
     result.assert_outcomes(passed=9, failed=2)
     result.stdout.fnmatch_lines(["*in virtual time, with seed 11", "*virtual time stands still*"])
+
+
+BESIDE = """
+import asyncio
+import pytest
+from aiote.testing import VirtualLoop
+
+@pytest.mark.virtual_time
+async def test_alone(fabric):
+    assert isinstance(asyncio.get_running_loop(), VirtualLoop)
+
+class TestMany:
+    @pytest.mark.virtual_time
+    async def test_one(self, fabric):
+        assert isinstance(asyncio.get_running_loop(), VirtualLoop)
+        await asyncio.sleep(1000)
+
+async def test_real():
+    assert not isinstance(asyncio.get_running_loop(), VirtualLoop)
+"""
+
+
+@pytest.mark.parametrize("mode", ["auto", "none"])
+def test_beside_pytest_asyncio(pytester: pytest.Pytester, mode):
+    """Where that takes every coroutine for its own the mark goes before it."""
+    pytester.makepyfile(BESIDE if mode == "auto" else BESIDE[: BESIDE.index("async def test_real")])
+    asyncio_ini = f"asyncio_mode = {mode}\nasyncio_default_fixture_loop_scope = function\n" if mode == "auto" else ""
+    pytester.makeini("[pytest]\naddopts = --strict-markers\nfilterwarnings = error\n" + asyncio_ini)
+    without = ["-p", "no:asyncio"] if mode == "none" else []
+    result = pytester.run(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *without)
+    result.assert_outcomes(passed=3 if mode == "auto" else 2)

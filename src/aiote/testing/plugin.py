@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -28,11 +29,24 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+def coroutine_function(obj: Any) -> Callable[..., Any] | None:
+    """Return the coroutine function that a test is, also where another plugin has wrapped it to run it by itself."""
+    if inspect.iscoroutinefunction(obj):
+        return obj  # type: ignore[no-any-return]
+    wrapped = getattr(obj, "__wrapped__", None)
+    if not inspect.iscoroutinefunction(wrapped):
+        return None
+    if inspect.ismethod(obj) and not inspect.ismethod(wrapped):
+        return partial(wrapped, obj.__self__)
+    return wrapped  # type: ignore[no-any-return]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a coroutine test that is marked; `seed`, where a test takes it as an argument, is the network's."""
     mark = pyfuncitem.get_closest_marker("virtual_time")
-    if mark is None or not inspect.iscoroutinefunction(pyfuncitem.obj):
+    function = coroutine_function(pyfuncitem.obj)
+    if mark is None or function is None:
         return None
     from .running import run
 
@@ -40,7 +54,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     given = {name: pyfuncitem.funcargs[name] for name in names}
     settings = {"seed": given.get("seed", 0), **mark.kwargs}
     try:
-        run(pyfuncitem.obj(**given), *mark.args, **settings)
+        run(function(**given), *mark.args, **settings)
     except BaseException as error:
         error.add_note(f"in virtual time, with seed {settings['seed']}")
         raise
