@@ -79,6 +79,10 @@ class Connections:
         """The engines that are connected now."""
         return tuple(peer for peer in self._peers.values() if peer.connected)
 
+    def control_streams(self) -> tuple[ByteStream, ...]:
+        """Return the control connections as they are now; `aiote.testing` holds up what they carry."""
+        return tuple(session.stream for session in self._sessions)
+
     # Finding and making peers.
 
     def require_open(self) -> None:

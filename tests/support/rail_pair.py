@@ -33,7 +33,7 @@ from aiote.rails import (
     acquire,
 )
 from aiote.rails.sim import current_network
-from aiote.testing import UNRULY
+from aiote.testing import UNRULY, NicModel
 from aiote.testing import Fabric as SimFabric
 
 TAKING = replace(UNRULY, refusals=0)
@@ -186,15 +186,15 @@ class Side:
 
 
 class Rails:
-    """The fabrics of one test. `core` are arguments of every core."""
+    """The fabrics of one test. `core` are arguments of every core, `model` is what simulated NICs are like."""
 
-    def __init__(self, kind: Kind, threaded: bool = False, **core: Any) -> None:
+    def __init__(self, kind: Kind, threaded: bool = False, model: NicModel = TAKING, **core: Any) -> None:
         self.kind = kind
         self.threaded = threaded
         self.sides: list[Side] = []
         self._core = {"spin_us": 0, **core}
         self._poll = select.poll()
-        self._sim = SimFabric(seed=1, model=TAKING) if kind.provider == "sim" else None
+        self._sim = SimFabric(seed=1, model=model) if kind.provider == "sim" else None
 
     def side(self, rails: int = 1, **more: Any) -> Side:
         """Open a fabric; more than one rail are all of the kind's one NIC. `more` are arguments of fabric and core."""

@@ -126,3 +126,21 @@ def test_the_trace_says_what_happened():
             assert sorted(entry.time for entry in after) == [entry.time for entry in after]
 
     run(main, 3)
+
+
+def test_a_watched_word_and_a_refused_post_have_virtual_timers():
+    """What no descriptor announces is looked at by timers, and those are virtual."""
+    word = bytearray(8)
+
+    async def main(fabric: Fabric) -> None:
+        async with fabric.open_engine() as left, fabric.open_engine() as right:
+            asyncio.get_running_loop().call_later(5, word.__setitem__, 0, 1)
+            async for _, new in left.watch(word):
+                assert new == 1
+                break
+            assert 5 <= fabric.now < 5.01
+            await asyncio.gather(*(left.write_imm(None, right.address, 3) for _ in range(500)))
+            assert left.statistics().refused > 100
+            assert right.counter(3).value == 500
+
+    run(main, 3, model=NicModel(name="refusing", refusals=0.5))

@@ -126,6 +126,45 @@ def test_a_crash_is_heard_by_the_peer():
     run(main, 1, model=CALM)
 
 
+def test_a_partition_is_found_by_both_and_heals():
+    """Neither hears anything of the other, and no byte of what was under way comes late."""
+
+    async def main(fabric: Fabric) -> None:
+        async with two(fabric) as pair:
+            fabric.partition(pair.right)
+            outcome = await pair.write()
+            assert "silent for" in outcome or "stood still" in outcome
+            assert 1 < fabric.now < 6
+            await asyncio.sleep(10)
+            assert not pair.left.peers
+            assert not pair.right.peers
+            fabric.heal(pair.right)
+            await asyncio.sleep(10)
+            assert not any(pair.pool)
+            assert await pair.write() == "done"
+            assert pair.pool == pair.content
+            assert pair.right.counter(5).value == 1
+
+    run(main, 1, model=CALM)
+
+
+def test_a_short_partition_is_survived():
+    async def main(fabric: Fabric) -> None:
+        async with two(fabric) as pair:
+            writing = asyncio.ensure_future(pair.write())
+            await asyncio.sleep(12e-6)
+            fabric.partition(pair.left)
+            await asyncio.sleep(1)
+            fabric.heal(pair.left)
+            assert await writing == "done"
+            assert pair.pool == pair.content
+            await pair.left.send(pair.right.address, b"x")
+            assert (await pair.right.recv()).data == b"x"
+            assert len(pair.left.peers) == 1
+
+    run(main, 1, model=CALM)
+
+
 def test_a_new_engine_uses_a_rail_that_was_restored():
     async def main(fabric: Fabric) -> None:
         async with two(fabric) as pair:

@@ -8,6 +8,8 @@ from collections.abc import Generator, Iterable, Sequence
 from contextvars import Token
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from anyio.abc import SocketAttribute
+
 import aiote
 
 from ..errors import UsageError
@@ -195,6 +197,34 @@ class Fabric:
         for rail in engine.fabric.rails:
             self.kill_rail(engine, rail.index, silently=True)
         engine.abort()
+
+    def partition(self, engine: aiote.Engine) -> None:
+        """Cut an engine's host off: its NICs are silent, and its connections carry nothing; nobody is told.
+
+        In virtual time alone. Both sides live on, and hear no more of each other. Raises UsageError.
+        """
+        self._hold(engine, held=True)
+        for rail in engine.fabric.rails:
+            self.kill_rail(engine, rail.index, silently=True)
+
+    def heal(self, engine: aiote.Engine) -> None:
+        """End a partition: what was held up goes on. Raises UsageError."""
+        self._hold(engine, held=False)
+        for rail in engine.fabric.rails:
+            self.restore_rail(engine, rail.index)
+
+    def _hold(self, engine: aiote.Engine, *, held: bool) -> None:
+        loop = running_virtual_loop()
+        if loop is None:
+            raise UsageError("connections are held up in virtual time alone: use aiote.testing.run")
+        loop.ports.hold(engine.address.port, held)
+        for stream in engine.control_streams():
+            near = stream.extra(SocketAttribute.raw_socket).transport  # type: ignore[attr-defined]
+            for transport in (near, near.other):
+                if held:
+                    transport.cut()
+                else:
+                    transport.heal()
 
     # What happened.
 

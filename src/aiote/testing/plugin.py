@@ -11,7 +11,7 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -32,13 +32,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def coroutine_function(obj: Any) -> Callable[..., Any] | None:
     """Return the coroutine function that a test is, also where another plugin has wrapped it to run it by itself."""
     if inspect.iscoroutinefunction(obj):
-        return obj  # type: ignore[no-any-return]
+        return cast("Callable[..., Any]", obj)
     wrapped = getattr(obj, "__wrapped__", None)
     if not inspect.iscoroutinefunction(wrapped):
         return None
     if inspect.ismethod(obj) and not inspect.ismethod(wrapped):
         return partial(wrapped, obj.__self__)
-    return wrapped  # type: ignore[no-any-return]
+    return cast("Callable[..., Any]", wrapped)
 
 
 @pytest.hookimpl(tryfirst=True)

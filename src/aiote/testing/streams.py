@@ -17,6 +17,7 @@ from typing import Any
 __all__ = ["MemoryServer", "MemorySocket", "MemoryTransport", "Ports"]
 
 LATENCY_S = 25e-6
+RETRY_S = 1.0
 MOST_UNREAD = 1 << 18
 """Bytes that nobody has read, after which the writer is asked to pause."""
 FIRST_PORT = 40_000
@@ -66,7 +67,8 @@ class MemoryTransport(asyncio.Transport):
         self._unread = 0
         self._written_eof = False
         self._closing = False
-        self.cut = False
+        self._cut = False
+        self._held = 0
 
     def begin(self, protocol: Any) -> None:
         """Give it its protocol; what had come before is delivered now."""
@@ -134,14 +136,26 @@ class MemoryTransport(asyncio.Transport):
         self._loop.call_later(LATENCY_S, self._carry)
 
     def _carry(self) -> None:
-        data = self._wire.popleft()
-        if self.cut:
+        if self._cut:
+            self._held += 1
             return
+        data = self._wire.popleft()
         if not self.other._closing:
             self.other._arrived.append(data)
             self.other._deliver()
         elif data is not None and not self._closing:
             self._end(ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)))
+
+    def cut(self) -> None:
+        """Hold what is written from here on, as a network does that is partitioned."""
+        self._cut = True
+
+    def heal(self) -> None:
+        """Let it go on."""
+        self._cut = False
+        held, self._held = self._held, 0
+        for _ in range(held):
+            self._loop.call_later(LATENCY_S, self._carry)
 
     def _deliver(self) -> None:
         while self._arrived and not self._paused and not self._closing and self._protocol is not None:
@@ -170,6 +184,7 @@ class Listener:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, address: Any) -> None:
         self.address = address
+        self.cut = False
         self._loop = loop
         self._fresh: deque[MemoryTransport] = deque()
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -257,6 +272,12 @@ class Ports:
 
         return MemoryServer(self, listener, factory, self._loop.create_task(accept()))
 
+    def hold(self, port: int, held: bool) -> None:
+        """Let nobody connect to a port, or let those go on who try to."""
+        for _, listener in self._listeners.values():
+            if listener.address[1] == port:
+                listener.cut = held
+
     def forget(self, listener: Listener) -> None:
         """Listen there no longer."""
         listener.close()
@@ -284,6 +305,8 @@ class Ports:
             raise ConnectionRefusedError(
                 errno.ECONNREFUSED, f"nobody on this event loop listens at {host} port {port}, and time is virtual"
             )
+        while listener.cut:  # noqa: ASYNC110 - a SYN that nobody answers is sent again
+            await asyncio.sleep(RETRY_S)
         own = (host, self._fresh_port())
         near = MemoryTransport(self._loop, own, listener.address)
         far = MemoryTransport(self._loop, listener.address, own)
