@@ -9,6 +9,7 @@ import pytest
 
 import aiote
 from aiote.testing import CONNECTX7_400G, UNRULY, Fabric, NicModel, run
+from engines import run_script
 
 pytestmark = pytest.mark.libfabric
 
@@ -144,3 +145,27 @@ def test_a_watched_word_and_a_refused_post_have_virtual_timers():
             assert right.counter(3).value == 500
 
     run(main, 3, model=NicModel(name="refusing", refusals=0.5))
+
+
+def test_it_needs_no_libfabric():
+    done = run_script(
+        """
+        import aiote
+        from aiote.testing import Fabric, run
+
+        async def main(fabric: Fabric) -> None:
+            async with aiote.open_engine("sim") as left, aiote.open_engine("sim") as right:
+                await left.write_imm(None, right.address, 3)
+                await right.counter(3).wait(1)
+                fabric.kill_rail(left)
+                try:
+                    await left.write_imm(None, right.address, 3)
+                except aiote.AioteError as error:
+                    print(error)
+
+        run(main)
+        """,
+        AIOTE_LIBFABRIC="/nonexistent/libfabric.so.1",
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "sim0" in done.stdout
