@@ -13,7 +13,7 @@ import os
 import numpy  # noqa: F401 - its thread pool starts on import: before any test counts threads
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["blocking", "leaks", "loops", "not_run", "pytester"]
+pytest_plugins = ["blocking", "leaks", "loops", "not_run", "engines", "pytester"]
 
 
 def pytest_collection_finish() -> None:

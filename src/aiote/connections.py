@@ -43,9 +43,9 @@ class Connections:
         self._address = Address(host, self.config.port or 1, identity, incarnation)
         self._peers: dict[tuple[bytes, int], Peer] = {}
         self._dialling: dict[tuple[str, int], Peer] = {}
-        self._tasks: set[Task] = set()
+        self._tasks: dict[Task, None] = {}
         self._strangers: dict[Session, None] = {}
-        self._sessions: set[Session] = set()
+        self._sessions: dict[Session, None] = {}
         self._ending = False
         self.heartbeats = Heartbeats(self.loop)
         self._listener = ControlListener(self.loop, self.config.ssl_server, self._on_connection, self._refused)
@@ -78,6 +78,10 @@ class Connections:
     def peers(self) -> tuple[Peer, ...]:
         """The engines that are connected now."""
         return tuple(peer for peer in self._peers.values() if peer.connected)
+
+    def control_streams(self) -> tuple[ByteStream, ...]:
+        """Return the control connections as they are now; `aiote.testing` holds up what they carry."""
+        return tuple(session.stream for session in self._sessions)
 
     # Finding and making peers.
 
@@ -218,7 +222,7 @@ class Connections:
             self._strangers.pop(session, None)
 
     async def _hear_out(self, session: Session) -> None:
-        self._sessions.add(session)
+        self._sessions[session] = None
         reason, busy = "its engine was closed", False
         try:
             await session.run()
@@ -226,7 +230,7 @@ class Connections:
             reason, busy = str(over), over.busy
             raise
         finally:
-            self._sessions.discard(session)
+            self._sessions.pop(session, None)
             peer = session.peer
             if peer is not None and session.admitted:
                 if peer.session is session:
@@ -299,8 +303,8 @@ class Connections:
         return None if peer is None else peer.session
 
     def spawn(self, function: object, *args: object, name: str) -> None:
-        self._tasks = {task for task in self._tasks if not task.ended}
-        self._tasks.add(self.loop.spawn(function, *args, name=name))  # type: ignore[arg-type]
+        self._tasks = {task: None for task in self._tasks if not task.ended}
+        self._tasks[self.loop.spawn(function, *args, name=name)] = None  # type: ignore[arg-type]
 
     async def disconnect(self, reason: str) -> None:
         """Say goodbye to everyone, and stop to listen and to dial."""

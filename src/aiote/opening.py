@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Generator, Iterable
 from typing import TYPE_CHECKING, Any
 
 from .config import EngineConfig
 from .engine import Engine
 from .errors import UsageError
+from .rails import sim_identity
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -23,7 +25,11 @@ class _Opening:
         self._engine: Engine | None = None
 
     async def _open(self) -> Engine:
-        engine = Engine(*self._arguments)
+        provider, rails, config = self._arguments
+        if provider == "sim" and config.identity is None:
+            # Which of two crossing connections stays depends on it, and a seed is to give the same each time.
+            config = dataclasses.replace(config, identity=sim_identity())
+        engine = Engine(provider, rails, config)
         try:
             await engine.open()
         except BaseException:
@@ -50,11 +56,11 @@ def open_engine(
 ) -> _Opening:
     """Open an engine on the running event loop: `async with open_engine(...) as engine`.
 
-    provider: "auto" (the best that is present, and shared memory for peers on this host), "tcp", "shm", or a libfabric
-    provider's name. rails: names or
-    local IP addresses of the NICs to open; without them the one that the engine's own address belongs to. config:
-    an `EngineConfig`. Awaiting instead gives an engine that the caller closes with `await engine.aclose()`.
-    Raises FabricError when there is no libfabric or no such provider, UsageError.
+    provider: "auto" (the best that is present, and shared memory for peers on this host), "tcp", "shm", a libfabric
+    provider's name, or "sim" (within an `aiote.testing.Fabric`). rails: names or local IP addresses of the NICs to
+    open; without them the one that the engine's own address belongs to, or all of the simulated ones. config: an
+    `EngineConfig`. Awaiting instead gives an engine that the caller closes with `await engine.aclose()`. Raises
+    FabricError when there is no libfabric or no such provider, UsageError.
     """
     if not isinstance(provider, str):
         raise UsageError(f"provider must be a name, got {type(provider).__name__}")

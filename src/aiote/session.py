@@ -82,6 +82,7 @@ class Session:
         self.peer = peer
         self._events: deque[Event] = deque()
         self._arrived = aio.Signal(engine.loop)
+        self.stream = stream
         self._connection = aio.ControlConnection(engine.loop, stream, protocol, name)
         self._connection.on_event = self._on_event
         self._connection.on_end = self._on_end

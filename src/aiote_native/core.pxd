@@ -1,5 +1,6 @@
 from libc.stdint cimport int64_t, uint64_t
 
+from aiote_native.clocks cimport Clock
 from aiote_native.peers cimport PeerLink
 from aiote_native.progress cimport Progress
 from aiote_native.workrequests cimport Operation
@@ -7,7 +8,8 @@ from aiote_native.workrequests cimport Operation
 cdef class Core:
     cdef Progress engine
     cdef readonly object doorbell
-    cdef readonly set peers
+    cdef Clock clock
+    cdef readonly dict peers
     cdef uint64_t smallest
     cdef public object on_submit
     cdef public bint awake

@@ -1,5 +1,6 @@
 from collections.abc import Callable
 
+from aiote_native.clocks import Clock
 from aiote_native.doorbell import Doorbell
 from aiote_native.peers import PeerLink
 from aiote_native.waits import CounterHandle, Watch
@@ -7,7 +8,7 @@ from aiote_native.workrequests import LocalMemory, Operation, PageIndex, RemoteM
 
 class Core:
     doorbell: Doorbell | None
-    peers: set[PeerLink]
+    peers: dict[PeerLink, None]
     on_submit: Callable[[], object] | None
     awake: bool
     closing: bool
@@ -20,6 +21,7 @@ class Core:
         smallest: int = 16384,
         counters: int = 1048576,
         doorbell: bool = False,
+        clock: Clock | None = None,
     ) -> None: ...
     @property
     def closed(self) -> bool: ...

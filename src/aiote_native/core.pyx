@@ -12,6 +12,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 from posix.unistd cimport close, read, write
 
+from aiote_native.clocks cimport Clock
 from aiote_native.counters cimport Wait, table_find, table_free, table_init, table_pop_wait
 from aiote_native.doorbell cimport Doorbell
 from aiote_native.messages cimport mailbox_cancel, mailbox_start
@@ -48,7 +49,7 @@ cdef class Core:
     `spin_us` bounds spinning after the last thing that happened, `threaded` moves progress to a native thread
     (pinned to `processor` if that is not negative), `smallest` is the least size of a stripe that is cut for the
     sake of spreading, `counters` the limit of live immediates, `doorbell` is needed by rails without a wait
-    descriptor.
+    descriptor. With a `clock` time is somebody else's: nothing spins, and timers are set there.
     """
 
     def __cinit__(self):
@@ -57,15 +58,19 @@ cdef class Core:
         self.engine.closed = True
 
     def __init__(self, uint64_t spin_us=50, bint threaded=False, int processor=-1, uint64_t smallest=16384,
-                 uint64_t counters=1 << 20, bint doorbell=False):
+                 uint64_t counters=1 << 20, bint doorbell=False, Clock clock=None):
         if not self.engine.closed:
             raise RuntimeError("the core is open already")
         new_epoch(&self.engine)
-        self.peers = set()
+        self.peers = {}  # in the order of their making, which a set would not keep
         self.rooms = []
         self.smallest = smallest
         self.engine.closed = False
-        self.engine.spin_ns = spin_us * 1000
+        self.engine.spin_ns = spin_us * 1000 if clock is None else 0
+        self.clock = clock
+        if clock is not None:
+            self.engine.clock = clock.clock_ops
+            self.engine.clock_context = clock.clock_context
         self.engine.threaded = threaded
         self.engine.processor = processor
         pthread_mutex_init(&self.engine.lock, NULL)
@@ -83,7 +88,10 @@ cdef class Core:
     def open_descriptors(self, bint doorbell) -> None:
         self.engine.epoll_fd = epoll_create1(EPOLL_CLOEXEC)
         check(-errno if self.engine.epoll_fd < 0 else 0, "epoll_create1")
-        self.engine.timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)
+        if self.engine.clock == NULL:
+            self.engine.timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)
+        else:
+            self.engine.timer_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
         check(-errno if self.engine.timer_fd < 0 else 0, "timerfd_create")
         self.engine.notify_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
         check(-errno if self.engine.notify_fd < 0 else 0, "eventfd")
@@ -117,9 +125,12 @@ cdef class Core:
         lock(&self.engine)
         with nogil:
             again = progress_once(&self.engine)
-            if again and self.engine.threaded:
-                # A native thread that sleeps has just been made to look awake to its peers: it has to be.
-                kick(&self.engine)
+            if self.engine.threaded:
+                # The round may have taken the wake-up that a thread was given which sleeps on, so count it as asleep.
+                self.engine.asleep = True
+                if again:
+                    # And it has just been made to look awake to its peers: it has to be.
+                    kick(&self.engine)
         unlock(&self.engine)
         return again != 0
 
@@ -364,7 +375,7 @@ cdef class Core:
     def add_peer(self, tag: object) -> PeerLink:
         """Make the native half of a peer, without channels yet."""
         cdef PeerLink link = open_peer(self, &self.engine, tag)
-        self.peers.add(link)
+        self.peers[link] = None
         return link
 
     def counter(self, uint32_t imm) -> CounterHandle:
@@ -433,6 +444,8 @@ cdef class Core:
             self.reap()
             self.end_waits()
         self.engine.closed = True
+        if self.engine.clock != NULL:
+            self.engine.clock.forget(self.engine.clock_context, self.engine.timer_fd)
         for fd in (self.engine.epoll_fd, self.engine.timer_fd, self.engine.notify_fd,
                    -1 if self.doorbell is not None else self.engine.wake_fd):
             if fd >= 0:

@@ -5,7 +5,7 @@ from aiote_native.structs cimport Channel, Completion, Mailbox, Op, PeerState, S
 
 cdef enum:
     HEADER_BYTES = 32
-    CREDIT_SLOTS = 2
+    CREDIT_SLOTS = 4
 
 cdef Mailbox* mailbox_new(Channel* channel, uint32_t slots, uint32_t slot_bytes, uint32_t peer_slots, uint8_t* memory,
                           void* desc) except NULL

@@ -2,10 +2,11 @@
 
 The receiver posts `slots` receive buffers for each peer and reposts one when its message was taken; the sender has as
 many credits, so a sender that outruns the receiver waits at home and nothing is buffered or dropped by a provider.
-Every message carries how many of the other direction's have been consumed so far (a running total, so it may be late
-or repeated but never wrong); when half a pool was consumed and nothing flows back, a message of credits alone is
-sent. At most two of those can be under way, because the second half must be consumed to send the second one and the
-first must have arrived for the third: two more slots take them.
+Every message has a number, and carries how many of the other direction's have been consumed so far and up to which
+number all have come (running totals, so they may be late or repeated but never wrong); no more than a pool is sent
+beyond either. When half a pool was consumed, or has come, and nothing flows back, a message of credits alone is sent.
+At most four of those can be under way, for each stands for half a pool of one or the other, and neither gets further
+than a pool before the first has arrived; as many more slots take them.
 
 The caller holds the engine's lock.
 """
@@ -169,6 +170,7 @@ cdef int post_slot(State* state, Mailbox* self, Slot* slot) noexcept nogil:
         state.refused += 1
         return code
     self.advertised = self.consumed
+    self.told_floor = self.floor
     self.channel.outstanding += 1
     if self.channel.waiting != NULL:
         self.channel.waiting[0] = self.channel.outstanding
@@ -183,7 +185,8 @@ cdef int post_slot(State* state, Mailbox* self, Slot* slot) noexcept nogil:
 cdef void send_queued(State* state, Mailbox* self) noexcept nogil:
     cdef Op* op
     cdef int code
-    while self.head != NULL and self.sent - self.granted < self.peer_slots:
+    while (self.head != NULL and self.sent - self.granted < self.peer_slots
+           and self.numbered - self.peer_floor < self.peer_slots):
         op = self.head
         code = post_message(state, self, DATA, <void*> op.local_address, <uint32_t> op.part_bytes, op)
         if code == -EAGAIN:
@@ -211,7 +214,8 @@ cdef void send_queued(State* state, Mailbox* self) noexcept nogil:
 cdef void send_credits(State* state, Mailbox* self) noexcept nogil:
     cdef uint64_t owed = self.consumed - self.advertised
     cdef int code
-    if owed * 2 < self.slots or self.credits_in_flight >= CREDIT_SLOTS:
+    if (owed * 2 < self.slots and (self.floor - self.told_floor) * 2 < self.slots
+            or self.credits_in_flight >= CREDIT_SLOTS):
         return
     code = post_message(state, self, CREDITS, NULL, 0, NULL)
     if code == 0:
@@ -238,7 +242,7 @@ cdef void mailbox_pump(State* state, Mailbox* self) noexcept nogil:
         send_again(state, self)
     if self.head != NULL:
         send_queued(state, self)
-    if self.consumed != self.advertised:
+    if self.consumed != self.advertised or self.floor != self.told_floor:
         send_credits(state, self)
 
 
@@ -319,6 +323,7 @@ cdef void mailbox_received(State* state, Mailbox* self, Slot* slot, const Comple
         return
     if (completion.length < HEADER_BYTES or header.length > completion.length - HEADER_BYTES
             or (header.kind != DATA and header.kind != CREDITS) or header.consumed > self.sent
+            or header.floor > self.numbered
             or not expected(self, header)):
         slot.next = self.repost
         self.repost = slot
@@ -326,7 +331,8 @@ cdef void mailbox_received(State* state, Mailbox* self, Slot* slot, const Comple
         return
     if header.consumed > self.granted:
         self.granted = header.consumed
-    if self.unsure != NULL:
+    if header.floor > self.peer_floor:
+        self.peer_floor = header.floor
         free_arrived(self, header.floor)
     slot.next = NULL
     if header.kind == CREDITS:

@@ -8,3 +8,4 @@ cdef bint mailbox_unsure(State* state, Mailbox* self, uint64_t top, const uint64
                          uint64_t count) noexcept nogil
 cdef void mailbox_attach(State* state, Mailbox* self, Channel* channel, void* desc) noexcept nogil
 cdef void mailbox_release(State* state, Mailbox* self) noexcept nogil
+cdef tuple mailbox_came(const Mailbox* self)

@@ -33,7 +33,7 @@ cdef void mailbox_detach(Mailbox* self) noexcept nogil:
                 self.unsure = slot
     self.credits_in_flight = 0
     # What was told of our consumption may be lost; it is a running total, so telling it again does no harm.
-    self.advertised = 0
+    self.advertised = self.told_floor = 0
     self.channel = NULL
 
 
@@ -87,3 +87,12 @@ cdef void mailbox_release(State* state, Mailbox* self) noexcept nogil:
     """The peer listens on the new channel: send."""
     self.held = False
     mailbox_pump(state, self)
+
+
+cdef tuple mailbox_came(const Mailbox* self):
+    """Return the highest number of a message that came, and those below it that did not."""
+    cdef uint64_t n, first
+    if self == NULL:
+        return 0, []
+    first = self.top - self.slots + 1 if self.top >= self.slots else 1
+    return self.top, [n for n in range(first, self.top + 1) if self.seen[n % self.slots] != n]

@@ -28,7 +28,6 @@ cdef class PeerLink:
     cdef void hang_bell(self, Channel* channel, PeerBell bell, int slot, int peer_slot, uint32_t peer_generation)
     cdef Channel* channel_of(self, int number) except NULL
     cdef void drop_notice(self, Channel* channel) noexcept nogil
-    cdef tuple received(self)
     cdef void leave(self)
 
 cdef PeerLink open_peer(object core, Progress* engine, object tag)

@@ -2,7 +2,7 @@ from collections.abc import Callable
 from typing import Any
 
 from aiote_native.doorbell import PeerBell
-from aiote_native.libfabric.endpoint import Endpoint
+from aiote_native.kinds import NativeEndpoint
 from aiote_native.workrequests import LocalMemory, Operation
 
 class PeerLink:
@@ -49,7 +49,7 @@ class PeerLink:
     def quiet(self) -> bool: ...
     def add_channel(
         self,
-        endpoint: Endpoint,
+        endpoint: NativeEndpoint,
         rail: int,
         remote_rail: int,
         imm_key: int,
@@ -62,6 +62,7 @@ class PeerLink:
         peer_slot: int = -1,
         peer_generation: int = 0,
         number: int = -1,
+        speed_mbps: int = 0,
     ) -> None: ...
     def greeted(self) -> None: ...
     def open_mailbox(

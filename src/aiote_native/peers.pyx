@@ -8,15 +8,15 @@ from libc.string cimport memset
 
 from aiote_native.channels cimport close_channel, free_channel, greet, new_channel, shut_channel
 from aiote_native.doorbell cimport BELL_SLOTS, PeerBell
+from aiote_native.kinds cimport NativeEndpoint
 from aiote_native.ledger cimport tally_add, tally_free, tally_items
-from aiote_native.libfabric.endpoint cimport Endpoint
 from aiote_native.messages cimport (
     HEADER_BYTES, mailbox_bytes, mailbox_consume, mailbox_fail, mailbox_free, mailbox_new, mailbox_open, mailbox_peek)
-from aiote_native.moving cimport mailbox_attach, mailbox_release, mailbox_unsure
+from aiote_native.moving cimport mailbox_attach, mailbox_came, mailbox_release, mailbox_unsure
 from aiote_native.posting cimport peer_fail, pump_peer
 from aiote_native.progress cimport alive, kick, lock, unlock, usable, watch_descriptor
 from aiote_native.recovery cimport Account, impossible, lost_keys, redo_all
-from aiote_native.schedule cimport fade
+from aiote_native.schedule cimport cost_of, fade
 from aiote_native.structs cimport Channel, MAX_CHANNELS, MAX_RAILS, Mailbox, SOUND, Slot
 from aiote_native.workrequests cimport LocalMemory, Operation
 
@@ -29,6 +29,7 @@ cdef PeerLink open_peer(object core, Progress* engine, object tag):
     link.tag = tag
     link.closed = False
     link.state.owner = <PyObject*> link
+    link.state.timed = engine.clock == NULL
     lock(engine)
     link.state.next_peer = engine.state.peers
     if engine.state.peers != NULL:
@@ -99,22 +100,24 @@ cdef class PeerLink:
 
     def moved(self, int channel) -> int:
         """Return how many bytes a channel's connection has moved either way; -1 where nobody can tell."""
-        return (<Endpoint> self.endpoints[channel]).moved() if self.endpoints[channel] is not None else -1
+        return (<NativeEndpoint> self.endpoints[channel]).moved() if self.endpoints[channel] is not None else -1
 
     def rail_of(self, int channel) -> int:
         """Return our rail under a channel."""
         return self.state.channels[channel].rail if 0 <= channel < self.state.channel_count else -1
 
-    def add_channel(self, Endpoint endpoint, int rail, int remote_rail, uint64_t imm_key, uint64_t imm_address,
+    def add_channel(self, NativeEndpoint endpoint, int rail, int remote_rail, uint64_t imm_key, uint64_t imm_address,
                     LocalMemory scratch, uint64_t largest=0, uint64_t least=0, PeerBell bell=None, int slot=-1,
-                    int peer_slot=-1, uint32_t peer_generation=0, int number=-1) -> None:
+                    int peer_slot=-1, uint32_t peer_generation=0, int number=-1,
+                    uint64_t speed_mbps=0) -> None:
         """Take an endpoint that is connected to the peer's.
 
         `scratch` is local memory for operations without any, `imm_key` and `imm_address` the peer's target of
         an immediate alone, `largest` bounds a message below the provider's own limit, `least` is what an
         immediate alone carries, `bell` is the peer's doorbell with the slot that this side has in its own
         page and the slot that the peer has in its, with that one's generation. `number` names a channel that was shut,
-        in whose place this one comes; it carries nothing before `admit`.
+        in whose place this one comes; it carries nothing before `admit`. `speed_mbps` is what the NIC says of itself
+        (0: nothing), which counts until there is a measurement.
         """
         cdef Channel* channel
         usable(self.engine)
@@ -131,6 +134,7 @@ cdef class PeerLink:
         channel.rail = rail
         channel.remote_rail = remote_rail
         channel.wait_fd = endpoint.wait_fd
+        channel.cost = cost_of(speed_mbps)
         channel.largest = min(largest, endpoint.largest) if largest else endpoint.largest
         channel.least = least
         channel.imm_key = imm_key
@@ -262,14 +266,14 @@ cdef class PeerLink:
         self.closed = True
         for endpoint in self.endpoints:
             if endpoint is not None:
-                (<Endpoint> endpoint).taken_back()
+                (<NativeEndpoint> endpoint).taken_back()
         for bell, _slot in self.bells:
             bell.silence()
         for slot in self.slots:
             self.core.doorbell.free_slot(slot)
         if self.mailbox_memory is not None:
             self.mailbox_memory.close()
-        self.core.peers.discard(self)
+        self.core.peers.pop(self, None)
 
     # Channels that fail, where there are several: the protocol is `aiote.core.failover`.
 
@@ -341,7 +345,7 @@ cdef class PeerLink:
         unlock(self.engine)
         endpoint, self.endpoints[number] = self.endpoints[number], None
         if endpoint is not None:
-            (<Endpoint> endpoint).taken_back()
+            (<NativeEndpoint> endpoint).taken_back()
 
     def arrivals(self, int number) -> tuple[list[tuple[int, int]], int, list[int]]:
         """Return what came over a channel that was shut, as (word, times), less what was settled; and, of the messages
@@ -350,18 +354,10 @@ cdef class PeerLink:
         cdef Channel* channel = self.channel_of(number)
         lock(self.engine)
         try:
-            top, holes = self.received()
+            top, holes = mailbox_came(self.state.mailbox)
             return tally_items(&channel.arrived), top, holes
         finally:
             unlock(self.engine)
-
-    cdef tuple received(self):
-        cdef Mailbox* mailbox = self.state.mailbox
-        cdef uint64_t n, first
-        if mailbox == NULL:
-            return 0, []
-        first = mailbox.top - mailbox.slots + 1 if mailbox.top >= mailbox.slots else 1
-        return mailbox.top, [n for n in range(first, mailbox.top + 1) if mailbox.seen[n % mailbox.slots] != n]
 
     def lost_keys(self, int number) -> list[int]:
         """Return the keys of the peer's memory that a shut channel has lost work for, each once."""

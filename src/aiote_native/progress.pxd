@@ -1,5 +1,6 @@
 from libc.stdint cimport uint32_t, uint64_t
 
+from aiote_native.clocks cimport ClockOps
 from aiote_native.doorbell cimport BellPage
 from aiote_native.posting cimport State
 from aiote_native.structs cimport Channel, Completion, Done, PeerState, WorkRequest
@@ -56,6 +57,8 @@ cdef struct Progress:
     pthread_t thread
     uint64_t sleeps
     uint64_t rounds
+    const ClockOps* clock  # NULL: the system's; else nobody spins, and the timer's descriptor is an eventfd
+    void* clock_context
 
 cdef void watch_link(Progress* self, Watched* watched) noexcept nogil
 cdef void watch_unlink(Progress* self, Watched* watched) noexcept nogil

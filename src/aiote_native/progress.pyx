@@ -15,6 +15,7 @@ from libc.string cimport memset
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 from posix.unistd cimport read, write
 
+from aiote_native.clocks cimport start_timer
 from aiote_native.counters cimport arrive, done_push
 from aiote_native.doorbell cimport ring
 from aiote_native.forks cimport fork_epoch, own
@@ -30,7 +31,6 @@ from aiote_native.structs cimport (
 cdef extern from *:
     """
     #include <sys/epoll.h>
-    #include <sys/timerfd.h>
     #include <sched.h>
     #define aiote_store_word(p, v) __atomic_store_n((p), (v), __ATOMIC_SEQ_CST)
     #define aiote_add(p, v) __atomic_add_fetch((p), (v), __ATOMIC_SEQ_CST)
@@ -75,12 +75,6 @@ cdef extern from "<sys/epoll.h>" nogil:
     int epoll_ctl(int, int, int, epoll_event*)
     const int EPOLL_CTL_ADD
     const uint32_t EPOLLIN
-
-cdef extern from "<sys/timerfd.h>" nogil:
-    struct itimerspec:
-        timespec it_interval
-        timespec it_value
-    int timerfd_settime(int, int, const itimerspec*, itimerspec*)
 
 cdef enum:
     DRAIN_ROUNDS = 8               # batches taken from one queue before the next one's turn
@@ -221,7 +215,7 @@ cdef int drain(State* state, Channel* channel) noexcept nogil:
             break
     if total:
         state.events += total
-        if channel.rate_bytes:
+        if channel.rate_bytes and channel.peer.timed:
             measure(channel)
     if channel.peer_bell != NULL:
         state.rings += ring(channel, total == 0)
@@ -325,7 +319,6 @@ cdef bint needs_tick(Progress* self) noexcept nogil:
 
 
 cdef void set_timer(Progress* self) noexcept nogil:
-    cdef itimerspec when
     cdef uint64_t interval
     cdef bint watching = self.watches != NULL
     if self.timer_armed or not (watching or needs_tick(self)):
@@ -336,9 +329,7 @@ cdef void set_timer(Progress* self) noexcept nogil:
     else:
         interval = self.tick_ns if TICK_FIRST_NS <= self.tick_ns <= TICK_LAST_NS else TICK_FIRST_NS
         self.tick_ns = interval * 2 if interval * 2 <= TICK_LAST_NS else TICK_LAST_NS
-    memset(&when, 0, sizeof(when))
-    when.it_value.tv_nsec = interval
-    timerfd_settime(self.timer_fd, 0, &when, NULL)
+    start_timer(self.clock, self.clock_context, self.timer_fd, interval)
     self.timer_armed = True
 
 
@@ -403,7 +394,10 @@ cdef bint news(Progress* self) noexcept nogil:
 
 cdef uint64_t slice_end(Progress* self) noexcept nogil:
     """Return until when an event loop that calls now may be kept; 0 where it has other things to do."""
-    cdef uint64_t now = clock_ns()
+    cdef uint64_t now
+    if self.clock != NULL:
+        return 0
+    now = clock_ns()
     return now + SLICE_NS if now - self.left_ns < ALONE_NS else 0
 
 

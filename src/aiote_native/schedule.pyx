@@ -92,6 +92,12 @@ cdef Channel* choose(PeerState* peer, const Op* op, uint32_t refused) noexcept n
     return best
 
 
+cdef uint64_t cost_of(uint64_t mbps) noexcept nogil:
+    """Return the cost of a link of so many Mbit/s: picoseconds for 8192 bits; 0 where nothing is known."""
+    cdef uint64_t cost = <uint64_t> 8192 * 1_000_000 // mbps if mbps else 0
+    return cost if cost < MOST_COST else MOST_COST
+
+
 cdef void begin_measure(Channel* channel) noexcept nogil:
     """Take note that an idle channel gets work."""
     channel.rate_since = now_ns()

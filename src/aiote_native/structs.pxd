@@ -153,6 +153,7 @@ cdef struct PeerState:
     bint reported
     bint survivable  # there are several channels, and what one has lost is done again on the others
     int choice       # the channel that the last post was made on
+    bint timed       # channels are measured by the clock, which there is none of in virtual time
     bint in_turn     # channels take turns, whatever they are able to carry
     int probing      # transfers that prove a channel and are not over
     bint greeting  # the peer may not have looked at our endpoint yet
@@ -248,6 +249,8 @@ cdef struct Mailbox:
     uint64_t numbered
     uint64_t top
     uint64_t floor       # all up to this one have come
+    uint64_t told_floor  # and the peer was told so up to this one
+    uint64_t peer_floor  # what the peer has told of ours
     uint64_t* seen       # seen[n % slots] is n when message n has come
     Slot* unsure         # sent, and not known to have arrived
     Slot* resend

@@ -1,8 +1,8 @@
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 from aiote_native.buffers import Buffer
-from aiote_native.libfabric.device import Device
+from aiote_native.kinds import NativeDevice
 
 class Waitable:
     is_over: bool
@@ -19,7 +19,7 @@ class LocalMemory:
     on_idle: Callable[[], object] | None
     owner: object
     closing: bool
-    def __init__(self, buffer: Buffer, devices: list[Device], remote: bool = True) -> None: ...
+    def __init__(self, buffer: Buffer, devices: Sequence[NativeDevice], remote: bool = True) -> None: ...
     @property
     def keys(self) -> tuple[tuple[int, int], ...]: ...
     def close(self) -> None: ...

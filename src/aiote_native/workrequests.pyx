@@ -14,7 +14,7 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset, strcmp
 
 from aiote_native.buffers cimport Buffer
-from aiote_native.libfabric.device cimport Device, FabricMemory
+from aiote_native.kinds cimport NativeDevice, Registration
 from aiote_native.wakers cimport wake
 
 
@@ -61,8 +61,8 @@ cdef class LocalMemory:
     """Memory registered with every rail of an engine; it keeps its buffer exported until it is closed."""
 
     def __init__(self, Buffer buffer, list devices, bint remote=True):
-        cdef FabricMemory registration
-        cdef Device device
+        cdef Registration registration
+        cdef NativeDevice device
         cdef int rail = 0
         if self.buffer is not None:
             raise RuntimeError("the memory is registered already")

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 import aiote
-from engines import PATIENCE_S, each_provider, opened, pair, until
+from engines import PATIENCE_S, each_provider, opened, pair, real_provider, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -94,7 +94,7 @@ async def test_five_at_once(provider, way, way_back):
             await settled(engines)
 
 
-@each_provider
+@real_provider
 async def test_two_processes_at_once(provider, child):
     """Two loops of their own, so that the moments are the machine's choice."""
     other = child()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines import each_provider, run_script, two_kinds
+from engines import real_provider, run_script, two_kinds
 
 pytestmark = pytest.mark.libfabric
 
@@ -67,7 +67,7 @@ def test_left_open_and_dropped(provider, progress):
     )
 
 
-@each_provider
+@real_provider
 def test_left_open_with_somebody_waiting(provider):
     """Tasks that wait, and a transfer that nobody takes, when the loop ends under them."""
     said(

@@ -18,7 +18,7 @@ import pytest
 
 import aiote
 from crowd import Crowd
-from engines import PATIENCE_S, across, each_progress, each_provider, opened, until
+from engines import PATIENCE_S, across, each_progress, each_provider, opened, real_provider, until
 from strangers import Stranger, refusals, stranger
 
 pytestmark = pytest.mark.libfabric
@@ -56,7 +56,7 @@ async def assert_idle(*engines: aiote.Engine) -> None:
     assert time.process_time() - cpu <= MOST_CPU_S
 
 
-@each_provider
+@real_provider
 @each_progress
 async def test_ten_regions_and_ten_peers(provider, progress, crowd):
     """Nothing outstanding; then a wait for a count that nobody adds to, and one for a message that nobody sends."""
@@ -151,7 +151,7 @@ TROUBLES: list[Callable[[aiote.Engine, Crowd, str], Awaitable[None]]] = [
 ]
 
 
-@each_provider
+@real_provider
 @each_progress
 async def test_after_trouble(provider, progress, crowd):
     """One after the other, on one engine, which goes on serving."""

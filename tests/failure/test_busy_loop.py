@@ -14,7 +14,7 @@ import pytest
 
 import aiote
 from children import Child
-from engines import PATIENCE_S, each_provider, opened, served_on
+from engines import PATIENCE_S, opened, real_provider, served_on
 from mix import ECHOED, Mix
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.blocking_allowed("the loop is held up on purpose")]
@@ -61,7 +61,7 @@ async def still_served(provider: str, held: Child) -> AsyncIterator[tuple[aiote.
             await served_on(engine, other)
 
 
-@each_provider
+@real_provider
 @pytest.mark.parametrize("side", SIDES)
 async def test_idle(provider, side, child):
     held = child()
@@ -69,7 +69,7 @@ async def test_idle(provider, side, child):
         await again_and_again(side, held)
 
 
-@each_provider
+@real_provider
 @pytest.mark.parametrize("side", SIDES)
 async def test_transferring(provider, side, child):
     held = child()

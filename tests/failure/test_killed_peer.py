@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 import aiote
-from engines import PATIENCE_S, each_provider, opened, served_on, until
+from engines import PATIENCE_S, opened, real_provider, served_on, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -35,7 +35,7 @@ def stuck_with(engine: aiote.Engine, peer: aiote.Peer, descriptor: bytes) -> dic
 
 
 @pytest.mark.anyio
-@each_provider
+@real_provider
 async def test_everything_under_way_ends_when_the_peer_is_killed(provider, child):
     killed = child()
     with anyio.fail_after(PATIENCE_S):
@@ -79,7 +79,7 @@ async def test_everything_under_way_ends_when_the_peer_is_killed(provider, child
             await served_on(engine, other)
 
 
-@each_provider
+@real_provider
 async def test_killed_while_it_runs(provider, child):
     """Writes and reads by the thousand toward it and from it, and a kill at no particular moment."""
     killed = child()
@@ -126,7 +126,7 @@ async def test_killed_while_it_runs(provider, child):
             await target.aclose()
 
 
-@each_provider
+@real_provider
 async def test_killed_while_it_is_connected_to(provider, child):
     """Stopped before: its kernel accepts, and nobody speaks; then it dies."""
     killed = child()
@@ -152,7 +152,7 @@ async def test_killed_while_it_is_connected_to(provider, child):
             assert engine.peers == ()
 
 
-@each_provider
+@real_provider
 async def test_killed_in_the_midst_of_connecting(provider, child):
     """At some moment of the handshake, the channels, or just after."""
     with anyio.fail_after(PATIENCE_S):

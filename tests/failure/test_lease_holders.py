@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import PATIENCE_S, each_progress, each_provider, opened, until
+from engines import PATIENCE_S, each_progress, opened, real_provider, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -34,7 +34,7 @@ async def failed(holder, count: int) -> list[str]:
     return failures
 
 
-@each_provider
+@real_provider
 @each_progress
 async def test_a_holder_stopped_in_the_middle_of_a_write(provider, progress, child):
     """The memory is another's at once: what the holder had under way does not land when it continues."""
@@ -66,7 +66,7 @@ async def test_a_holder_stopped_in_the_middle_of_a_write(provider, progress, chi
                 assert not memory.any()
 
 
-@each_provider
+@real_provider
 async def test_a_holder_that_is_killed(provider, child):
     holder = child()
     with anyio.fail_after(PATIENCE_S):
@@ -87,7 +87,7 @@ async def test_a_holder_that_is_killed(provider, child):
             assert (memory == ord("3")).all()
 
 
-@each_provider
+@real_provider
 async def test_a_live_holder_gives_it_back_and_stays(provider, child):
     holder = child()
     with anyio.fail_after(PATIENCE_S):

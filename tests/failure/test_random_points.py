@@ -16,7 +16,7 @@ import pytest
 
 import aiote
 from children import Child
-from engines import each_provider, opened, served_on, until
+from engines import opened, real_provider, served_on, until
 from mix import ECHOED, Mix
 
 pytestmark = pytest.mark.libfabric
@@ -89,7 +89,7 @@ async def opened_child(child: Child, provider: str, port: int = 0) -> Child:
     return child
 
 
-@each_provider
+@real_provider
 async def test_killed(provider, child, moments):
     async with survivor(provider, heartbeat_limit=NEVER_S) as ours:
         victim = await opened_child(child(), provider)
@@ -105,7 +105,7 @@ async def test_killed(provider, child, moments):
             victim = heir
 
 
-@each_provider
+@real_provider
 async def test_stopped(provider, child, moments):
     async with survivor(provider, heartbeat_interval=0.1, heartbeat_limit=0.5) as ours:
         victim = await opened_child(child(), provider)
@@ -119,7 +119,7 @@ async def test_stopped(provider, child, moments):
                 await anyio.sleep(0.005)
 
 
-@each_provider
+@real_provider
 async def test_closed(provider, child, moments):
     async with survivor(provider, heartbeat_limit=NEVER_S) as ours:
         victim = await opened_child(child(), provider)
@@ -134,7 +134,7 @@ async def test_closed(provider, child, moments):
             await ours.finds_anew(address, descriptor, victim)
 
 
-@each_provider
+@real_provider
 async def test_a_full_receiver(provider, child, moments):
     """One that takes some messages and then no more: who sends waits, nothing is lost, all else goes on."""
     async with survivor(provider, heartbeat_limit=NEVER_S, message_pool=POOL) as ours:

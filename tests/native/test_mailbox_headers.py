@@ -49,8 +49,8 @@ def expected(messages: list[bytes]) -> tuple[list[bytes], int]:
     for message in messages:
         if len(message) < HEADER.size:
             return taken, errno.EPROTO
-        kind, length, consumed, number, _ = HEADER.unpack(message[: HEADER.size])
-        if kind not in (DATA, CREDITS) or length > len(message) - HEADER.size or consumed:
+        kind, length, consumed, number, arrived = HEADER.unpack(message[: HEADER.size])
+        if kind not in (DATA, CREDITS) or length > len(message) - HEADER.size or consumed or arrived:
             return taken, errno.EPROTO
         if number if kind == CREDITS else not (seen[number % SLOTS] < number <= floor + SLOTS):
             return taken, errno.EPROTO

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engines import each_provider
+from engines import real_provider
 
 pytestmark = pytest.mark.libfabric
 
@@ -31,7 +31,7 @@ def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@each_provider
+@real_provider
 def test_a_short_soak(provider, request):
     done = soak("--seconds", SECONDS, "--seed", SEED, "--provider", provider)
     print(done.stdout)

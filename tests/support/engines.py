@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,18 +14,40 @@ import anyio
 import pytest
 
 import aiote
+from aiote.testing import Fabric
 
 PATIENCE_S = 30
 """A test that takes longer hangs."""
 
-each_provider = pytest.mark.parametrize("provider", ["tcp", "shm"])
+each_provider = pytest.mark.parametrize("provider", ["tcp", "shm", "sim"])
+real_provider = pytest.mark.parametrize("provider", ["tcp", "shm"])
+"""For what is about libfabric, other processes or the system's own resources."""
 each_progress = pytest.mark.parametrize("progress", ["adaptive", "thread"])
 two_kinds = pytest.mark.parametrize(("provider", "progress"), [("tcp", "adaptive"), ("shm", "thread")])
 """For scripts, which take half a second each with libfabric 1.17."""
 
 
+_fabrics: list[Fabric] = []
+
+
+def fabric() -> Fabric:
+    """Return the simulated network of the running test."""
+    if not _fabrics:
+        _fabrics.append(Fabric(seed=1))
+    return _fabrics[0]
+
+
+@pytest.fixture(autouse=True)
+def no_fabric_stays() -> Iterator[None]:
+    yield
+    while _fabrics:
+        _fabrics.pop().close()
+
+
 def opened(provider: str, rails: list[str] | None = None, **settings: Any) -> Any:
-    """Open an engine whose config has these settings."""
+    """Open an engine whose config has these settings; a simulated one on the running test's network."""
+    if provider == "sim":
+        return fabric().open_engine(rails, aiote.EngineConfig(**settings))
     return aiote.open_engine(provider, rails, aiote.EngineConfig(**settings))
 
 

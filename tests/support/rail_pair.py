@@ -14,7 +14,7 @@ import select
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,12 @@ from aiote.rails import (
     RemoteMemory,
     acquire,
 )
+from aiote.rails.sim import current_network
+from aiote.testing import UNRULY, NicModel
+from aiote.testing import Fabric as SimFabric
 
+TAKING = replace(UNRULY, refusals=0)
+"""Some expectations are of senders that do nothing more, which a refused post needs them to."""
 LIMIT_S = 20.0
 SLICE_S = 0.001  # how often conditions are looked at that a native thread announces to nobody
 
@@ -49,6 +54,7 @@ class Kind:
 KINDS = (
     Kind("tcp", nic="lo", guards=True),
     Kind("shm"),
+    Kind("sim", nic="sim0", guards=True),
 )
 
 
@@ -180,21 +186,26 @@ class Side:
 
 
 class Rails:
-    """The fabrics of one test. `core` are arguments of every core."""
+    """The fabrics of one test. `core` are arguments of every core, `model` is what simulated NICs are like."""
 
-    def __init__(self, kind: Kind, threaded: bool = False, **core: Any) -> None:
+    def __init__(self, kind: Kind, threaded: bool = False, model: NicModel = TAKING, **core: Any) -> None:
         self.kind = kind
         self.threaded = threaded
         self.sides: list[Side] = []
         self._core = {"spin_us": 0, **core}
         self._poll = select.poll()
+        self._sim = SimFabric(seed=1, model=model) if kind.provider == "sim" else None
 
     def side(self, rails: int = 1, **more: Any) -> Side:
         """Open a fabric; more than one rail are all of the kind's one NIC. `more` are arguments of fabric and core."""
         names = (self.kind.nic,) * rails if rails > 1 else None
         library = os.environ.get("AIOTE_LIBFABRIC", "")
         core = {"threaded": self.threaded, **self._core, **more}
-        side = Side(Fabric(self.kind.provider, names, host="127.0.0.1", library=library, **core))
+        token = current_network.set(self._sim.network if self._sim else None)
+        try:
+            side = Side(Fabric(self.kind.provider, names, host="127.0.0.1", library=library, **core))
+        finally:
+            current_network.reset(token)
         self.sides.append(side)
         self._poll.register(side.core.fd, select.POLLIN)
         return side
@@ -268,14 +279,18 @@ class Rails:
         """Drive until no core does anything of its own accord any more: what is over is over then."""
         if self.threaded:
             still = None
-            while still != (still := [self._work(side) for side in self.sides]):
+            while still != (still := [self._work(side) for side in self.sides]) or self._on_its_way():
                 time.sleep(0.02)
                 self.drive(lambda: True)
             return
         deadline = time.monotonic() + LIMIT_S
-        while self._poll.poll(0) or any(side.awake for side in self.sides):
+        while self._poll.poll(0) or any(side.awake for side in self.sides) or self._on_its_way():
             self.drive(lambda: True)
             assert time.monotonic() < deadline, "some core never rests"
+
+    def _on_its_way(self) -> bool:
+        """Whether a simulated network has something that will come by itself."""
+        return self._sim is not None and self._sim.network.opened and self._sim.network.world.under_way > 0
 
     @staticmethod
     def _work(side: Side) -> tuple[int, ...]:
@@ -302,6 +317,8 @@ class Rails:
                 link.close()
         while self.sides:
             self.sides.pop().close()
+        if self._sim is not None:
+            self._sim.close()
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from aiote_native.workrequests import LocalMemory, Operation, PageIndex, RemoteM
 from .contract import RailInfo
 from .fabric import Fabric, PendingChannel
 from .library import library_summary
+from .sim import sim_identity
 
 __all__ = [
     "Buffer",
@@ -51,5 +52,6 @@ __all__ = [
     "read_word",
     "scatter",
     "section",
+    "sim_identity",
     "wake",
 ]

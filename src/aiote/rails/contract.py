@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from aiote_native.libfabric.device import Device
-from aiote_native.libfabric.endpoint import Endpoint
+from aiote_native.kinds import NativeDevice, NativeEndpoint
 
 if TYPE_CHECKING:
     from .topology import Place
@@ -66,7 +65,21 @@ class Rail(Protocol):
 
     index: int
     traits: Traits
-    device: Device
+
+    @property
+    def device(self) -> NativeDevice:
+        """The native NIC."""
+        ...
+
+    @property
+    def provider(self) -> str:
+        """Name the provider in full."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Name the NIC."""
+        ...
 
     @property
     def info(self) -> RailInfo:
@@ -83,7 +96,7 @@ class Rail(Protocol):
         """Name what travels on the wire; two rails can be joined when they say the same."""
         ...
 
-    def open_endpoint(self) -> Endpoint:
+    def open_endpoint(self) -> NativeEndpoint:
         """Open an endpoint for one peer. Raises FabricError."""
         ...
 

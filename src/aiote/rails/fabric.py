@@ -9,17 +9,18 @@ from typing import Any
 from aiote_native.buffers import Buffer, acquire
 from aiote_native.core import Core
 from aiote_native.doorbell import PeerBell
-from aiote_native.libfabric.endpoint import Endpoint
+from aiote_native.kinds import NativeEndpoint
 from aiote_native.peers import PeerLink, pool_bytes
 from aiote_native.status import StatusError
 from aiote_native.workrequests import LocalMemory
 
 from ..errors import UsageError
 from .bereaved import Bereaved
-from .contract import RailInfo
+from .contract import Rail, RailInfo
 from .leftovers import remove_leftovers
 from .libfabric import LibfabricRail, choose, fabric_error
-from .library import load
+from .library import Found, load
+from .sim import network
 
 __all__ = ["Fabric", "PendingChannel"]
 
@@ -30,12 +31,12 @@ SCRATCH_BYTES = 64
 class PendingChannel:
     """An endpoint that was opened for one peer and waits for the other side's address."""
 
-    def __init__(self, rail: LibfabricRail, remote_rail: int, slot: int, generation: int) -> None:
+    def __init__(self, rail: Rail, remote_rail: int, slot: int, generation: int) -> None:
         self.rail = rail
         self.remote_rail = remote_rail
         self.slot = slot
         self.generation = generation
-        self.endpoint: Endpoint = rail.open_endpoint()
+        self.endpoint: NativeEndpoint = rail.open_endpoint()
         self.bell: PeerBell | None = None
         self.on_bell: Callable[[], object] | None = None
 
@@ -71,16 +72,18 @@ class Fabric:
         self, provider: str, rails: tuple[str, ...] | None, *, host: str, library: str, largest: int = 0, **core: Any
     ) -> None:
         """Open everything, or nothing. Raises FabricError and UsageError."""
-        self.library = load(library)
+        found = load(library) if provider != "sim" else None
         self.largest = largest
-        self.rails: list[LibfabricRail] = []
+        self.rails: list[Rail] = []
         self.core: Core | None = None
-        self._bereaved = Bereaved() if self.library.version < (2, 0) else None
+        self._bereaved = Bereaved() if found is not None and found.version < (2, 0) else None
         self._scratch: LocalMemory | None = None
         self._memories: weakref.WeakSet[LocalMemory] = weakref.WeakSet()
         try:
-            for index, (name, node, domain) in enumerate(choose(provider, rails, host, self.library)):
-                self.rails.append(LibfabricRail(index, name, node, domain, self.library))
+            if found is None:
+                core["clock"] = self._plug(rails, threaded=bool(core.get("threaded")))
+            else:
+                self._open(provider, rails, host, found)
             self.core = Core(doorbell=any(not rail.traits.waits for rail in self.rails), **core)
             self.tidy()
             self._scratch = self.register(acquire(bytearray(SCRATCH_BYTES)))
@@ -90,6 +93,18 @@ class Fabric:
         except BaseException:
             self.close()
             raise
+
+    def _open(self, provider: str, rails: tuple[str, ...] | None, host: str, found: Found) -> None:
+        for index, (name, node, domain) in enumerate(choose(provider, rails, host, found)):
+            self.rails.append(LibfabricRail(index, name, node, domain, found))
+
+    def _plug(self, rails: tuple[str, ...] | None, *, threaded: bool) -> Any:
+        """Open rails of the simulated network; return the clock that it is, where its time is virtual."""
+        sim = network()
+        self.rails += sim.plug(rails)
+        if sim.world.virtual and threaded:
+            raise UsageError("progress='thread' knows the system's time alone: in virtual time take 'adaptive'")
+        return sim.world.clock
 
     def tidy(self) -> bool:
         """Remove what killed processes left in shared memory; False where no rail of ours uses any."""
@@ -174,6 +189,7 @@ class Fabric:
                 peer_slot=peer_slot[0],
                 peer_generation=peer_slot[1],
                 number=number,
+                speed_mbps=pending.rail.info.speed_mbps,
             )
             pending.bell = None
             if self._bereaved is not None and not pending.rail.traits.waits:

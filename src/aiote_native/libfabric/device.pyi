@@ -1,9 +1,10 @@
 from typing import Any
 
+from aiote_native.kinds import NativeDevice, Registration
+
 def discover(provider: str, node: str = "", domain: str = "") -> list[dict[str, Any]]: ...
 
-class Device:
-    children: int
+class Device(NativeDevice):
     def __init__(self, provider: str, node: str = "", domain: str = "") -> None: ...
     @property
     def attributes(self) -> dict[str, Any]: ...
@@ -12,9 +13,6 @@ class Device:
     def register(self, address: int, length: int, writable: bool = True, remote: bool = True) -> FabricMemory: ...
     def close(self) -> None: ...
 
-class FabricMemory:
-    key: int
-    base: int
-    length: int
+class FabricMemory(Registration):
     def __init__(self, device: Device, address: int, length: int, writable: bool, remote: bool) -> None: ...
     def close(self) -> None: ...

@@ -91,7 +91,7 @@ def discover(str provider, str node="", str domain="") -> list[dict]:
     return found
 
 
-cdef class Device:
+cdef class Device(NativeDevice):
     """An opened fabric and domain: what endpoints are made on and memory is registered with."""
 
     def __cinit__(self):
@@ -152,7 +152,7 @@ cdef class Device:
             self.info = NULL
 
 
-cdef class FabricMemory:
+cdef class FabricMemory(Registration):
     """A memory registration: a key for peers and a descriptor for this side's own operations."""
 
     def __cinit__(self):

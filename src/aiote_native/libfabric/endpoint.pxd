@@ -1,8 +1,8 @@
 from libc.stdint cimport uint64_t
 
+from aiote_native.kinds cimport NativeEndpoint
 from aiote_native.libfabric.device cimport Device
 from aiote_native.libfabric.fabric cimport fi_addr_t, fid_av, fid_cq, fid_ep, fid_fabric
-from aiote_native.structs cimport RailOps
 
 cdef enum:
     NAME_BYTES = 256
@@ -27,18 +27,11 @@ cdef struct FabricEndpoint:
     FabricEndpoint* next
     FabricEndpoint* prev
 
-cdef class Endpoint:
+cdef class Endpoint(NativeEndpoint):
     cdef Device device
     cdef FabricEndpoint* impl
-    cdef const RailOps* ops
-    cdef readonly int wait_fd
-    cdef readonly bytes address
     cdef bytes mark
     cdef bytes peer_address
     cdef bint tcp
-    cdef readonly uint64_t largest
-    cdef readonly uint64_t depth
-    cdef FabricEndpoint* give(self) except NULL
     cdef int open_endpoint(self, bint waits) except -1
     cdef int open(self, bint waits, size_t queue) except -1
-    cdef void taken_back(self)

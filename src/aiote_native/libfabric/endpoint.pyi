@@ -1,10 +1,7 @@
+from aiote_native.kinds import NativeEndpoint
 from aiote_native.libfabric.device import Device
 
-class Endpoint:
-    wait_fd: int
-    address: bytes
-    largest: int
-    depth: int
+class Endpoint(NativeEndpoint):
     def __init__(self, device: Device, waits: bool = True, queue: int = 4096, mark: str = "") -> None: ...
     def connect(self, address: bytes) -> None: ...
     def moved(self) -> int: ...

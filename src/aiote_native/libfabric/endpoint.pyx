@@ -256,12 +256,11 @@ operations.shut = shut
 operations.release = release
 
 
-cdef class Endpoint:
+cdef class Endpoint(NativeEndpoint):
     """An enabled endpoint: its address travels to the peer, the peer's is set by `connect`."""
 
     def __cinit__(self):
         self.impl = NULL
-        self.wait_fd = -1
 
     def __init__(self, Device device, bint waits=True, size_t queue=4096, str mark=""):
         """Open and enable; `waits` asks for a wait descriptor, which shm does not have.
@@ -371,7 +370,7 @@ cdef class Endpoint:
         return aiote_moved(<const char*> self.address, len(self.address),
                            <const char*> self.peer_address, len(self.peer_address))
 
-    cdef FabricEndpoint* give(self) except NULL:
+    cdef void* give(self) except NULL:
         """Hand the endpoint to a channel, which releases it."""
         if self.impl == NULL:
             raise RuntimeError("the endpoint is closed or owned by a channel already")

@@ -1,0 +1,24 @@
+"""A simulated network for tests: `Fabric`, and `run`, which runs a coroutine on it in virtual time.
+
+See docs/testing.md. Nothing here needs libfabric or a NIC.
+"""
+
+from .fabric import Fabric, Happened
+from .nics import CONNECTX7_400G, EFA_100G, EFA_200G, EFA_400G, MODELS, UNRULY, NicModel
+from .running import run
+from .virtual import StandstillError, VirtualLoop
+
+__all__ = [
+    "CONNECTX7_400G",
+    "EFA_100G",
+    "EFA_200G",
+    "EFA_400G",
+    "MODELS",
+    "UNRULY",
+    "Fabric",
+    "Happened",
+    "NicModel",
+    "StandstillError",
+    "VirtualLoop",
+    "run",
+]

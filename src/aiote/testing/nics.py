@@ -1,0 +1,100 @@
+"""What simulated NICs are like.
+
+A NIC is busy with one operation for `operation_us` and `bytes / gbps`, joined by `overlap`; what it has sent is in the
+other side's memory `latency_us` later, and that is known here `answer_us` after that. `jitter_us` is the most that is
+drawn on top of each of these, independently, and that alone changes the order of things.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import UsageError
+from ..rails.sim import SimNic
+
+__all__ = ["CONNECTX7_400G", "EFA_100G", "EFA_200G", "EFA_400G", "MODELS", "UNRULY", "NicModel"]
+
+MOST_PIECES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NicModel:
+    """A kind of NIC; times in microseconds.
+
+    name: for people. gbps: what it carries of payload (0: any amount at once); speed_gbps: what its label says.
+    operation_us: its time for an operation of no bytes, the inverse of its message rate. overlap: how well that and the
+    bytes overlap, time = (operation^x + bytes^x)^(1/x), 0 for perfectly. queue: operations that an endpoint takes
+    before it refuses more; events: arrivals that lie untaken before more wait. pieces: the most pieces that a payload
+    is placed in, in any order. refusals: the share of posts that are refused for now without a reason. lingers: what
+    has left a NIC arrives though its endpoint was closed meanwhile, as bytes on a wire do.
+    """
+
+    name: str
+    gbps: float = 0.0
+    speed_gbps: float = 0.0
+    latency_us: float = 1.0
+    answer_us: float = 1.0
+    jitter_us: float = 0.0
+    operation_us: float = 0.0
+    overlap: float = 0.0
+    queue: int = 256
+    events: int = 256
+    pieces: int = 1
+    refusals: float = 0.0
+    lingers: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the numbers. Raises UsageError."""
+        times = (self.gbps, self.latency_us, self.answer_us, self.jitter_us, self.operation_us, self.overlap)
+        if min(times) < 0 or not 0 <= self.refusals < 1:
+            raise UsageError("a NIC's times and its bandwidth are not negative, refusals are from 0 to below 1")
+        if not 1 <= self.pieces <= MOST_PIECES or self.queue < 1 or self.events < 1:
+            raise UsageError(f"a NIC's queue and events are at least 1, its pieces from 1 to {MOST_PIECES}")
+
+    def nic(self, index: int) -> SimNic:
+        """Return what the simulated network takes for NIC `index` of a host."""
+        numbers: dict[str, float] = {
+            "latency": round(self.latency_us * 1000),
+            "answer": round(self.answer_us * 1000),
+            "jitter": round(self.jitter_us * 1000),
+            "operation": round(self.operation_us * 1000),
+            "per_byte": 8 / self.gbps if self.gbps else 0.0,
+            "overlap": self.overlap,
+            "depth": self.queue,
+            "events": self.events,
+            "pieces": self.pieces,
+            "refusals": round(self.refusals * 65536),
+            "lingers": self.lingers,
+        }
+        return SimNic(f"sim{index}", round((self.speed_gbps or self.gbps) * 1000), numbers)
+
+
+UNRULY = NicModel(
+    name="unruly", latency_us=2, answer_us=1, jitter_us=20, queue=64, events=64, pieces=4, refusals=1 / 128
+)
+"""No NIC that there is: it puts everything in any order, in pieces, with short queues. For tests."""
+
+CONNECTX7_400G = NicModel(
+    name="ConnectX-7 400G",
+    gbps=376,
+    speed_gbps=400,
+    latency_us=8.4,
+    answer_us=3.0,
+    operation_us=0.088,
+    overlap=2,
+)
+
+EFA_200G = NicModel(
+    name="EFA 200G",
+    gbps=182,
+    speed_gbps=200,
+    latency_us=24.5,
+    answer_us=7.4,
+    operation_us=0.948,
+)
+
+EFA_100G = NicModel(name="EFA 100G", gbps=91, speed_gbps=100, latency_us=24.5, answer_us=7.4, operation_us=0.948)
+
+EFA_400G = NicModel(name="EFA 400G", gbps=364, speed_gbps=400, latency_us=24.5, answer_us=7.4, operation_us=0.474)
+
+MODELS = {model.name: model for model in (UNRULY, CONNECTX7_400G, EFA_100G, EFA_200G, EFA_400G)}

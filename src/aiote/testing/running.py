@@ -1,0 +1,49 @@
+"""Running a coroutine in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
+
+from ..errors import UsageError
+from .fabric import Fabric
+from .virtual import VirtualLoop
+
+__all__ = ["run"]
+
+T = TypeVar("T")
+HOUR_S = 3600.0
+
+
+def run(
+    main: Coroutine[Any, Any, T] | Callable[[Fabric], Coroutine[Any, Any, T]],
+    seed: int = 0,
+    *,
+    limit: float = HOUR_S,
+    debug: bool | None = None,
+    **fabric: Any,
+) -> T:
+    """Run a coroutine in virtual time, within a `Fabric` of this seed, and return what it returns.
+
+    A function is called with the fabric. `fabric` are more arguments of that. `limit` bounds the virtual time, in
+    seconds: TimeoutError. StandstillError where everything waits and nothing is due. Python's own random numbers are
+    seeded meanwhile.
+    """
+    if not inspect.iscoroutine(main) and not callable(main):
+        raise UsageError(f"run: a coroutine, or a function that returns one, is expected, got {type(main).__name__}")
+
+    async def body() -> T:
+        with Fabric(seed, **fabric) as network:
+            return await (main if inspect.iscoroutine(main) else main(network))
+
+    state = random.getstate()
+    random.seed(seed)
+    try:
+        with asyncio.Runner(debug=debug, loop_factory=partial(VirtualLoop, limit)) as runner:
+            return runner.run(body())
+    finally:
+        random.setstate(state)

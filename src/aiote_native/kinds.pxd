@@ -1,0 +1,22 @@
+from libc.stdint cimport uint64_t
+
+from aiote_native.structs cimport RailOps
+
+cdef class NativeDevice:
+    cdef public int children
+    cdef uint64_t epoch
+
+cdef class Registration:
+    cdef void* desc
+    cdef readonly uint64_t key
+    cdef readonly uint64_t base
+    cdef readonly size_t length
+
+cdef class NativeEndpoint:
+    cdef const RailOps* ops
+    cdef readonly int wait_fd
+    cdef readonly bytes address
+    cdef readonly uint64_t largest
+    cdef readonly uint64_t depth
+    cdef void* give(self) except NULL
+    cdef void taken_back(self)

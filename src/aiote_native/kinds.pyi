@@ -1,0 +1,19 @@
+class NativeDevice:
+    children: int
+    def register(self, address: int, length: int, writable: bool = True, remote: bool = True) -> Registration: ...
+    def close(self) -> None: ...
+
+class Registration:
+    key: int
+    base: int
+    length: int
+    def close(self) -> None: ...
+
+class NativeEndpoint:
+    wait_fd: int
+    address: bytes
+    largest: int
+    depth: int
+    def connect(self, address: bytes) -> None: ...
+    def moved(self) -> int: ...
+    def close(self) -> None: ...

@@ -1,0 +1,52 @@
+"""What every kind of rail has in common: an opened NIC, memory registered with it, and an endpoint for one peer.
+
+What is above (regions, peers) knows these alone; libfabric's and the simulated ones are subclasses.
+"""
+
+from libc.stdint cimport uint64_t
+
+
+cdef class NativeDevice:
+    """An opened NIC; `children` counts what is open on it."""
+
+    def register(self, uint64_t address, size_t length, bint writable=True, bint remote=True) -> Registration:
+        """Register memory; `remote` opens it to peers. The caller keeps it alive until that is closed."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Close the NIC; everything under it must be closed before. Idempotent."""
+        raise NotImplementedError
+
+
+cdef class Registration:
+    """Memory that a NIC knows: `key` and `base` (the address of its first byte) are for peers."""
+
+    def close(self) -> None:
+        """End the registration: the key is refused from here on. Idempotent."""
+        raise NotImplementedError
+
+
+cdef class NativeEndpoint:
+    """An endpoint for one peer: its address travels, the peer's is set by `connect`."""
+
+    def __cinit__(self):
+        self.wait_fd = -1
+
+    def connect(self, bytes address) -> None:
+        """Name the one peer endpoint that this one talks to."""
+        raise NotImplementedError
+
+    def moved(self) -> int:
+        """Return how many bytes its connection has moved either way; -1 where nobody can tell."""
+        return -1
+
+    cdef void* give(self) except NULL:
+        """Hand the endpoint to a channel, which releases it."""
+        raise NotImplementedError
+
+    cdef void taken_back(self):
+        """Note that the channel released what was handed to it."""
+
+    def close(self) -> None:
+        """Close what is not handed to a channel. Idempotent."""
+        raise NotImplementedError

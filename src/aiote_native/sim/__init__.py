@@ -1,0 +1,1 @@
+"""The simulated network: NICs, memory and endpoints of one process."""

@@ -1,0 +1,13 @@
+from aiote_native.kinds cimport NativeDevice, Registration
+from aiote_native.sim.net cimport Memory, Nic
+from aiote_native.sim.world cimport World
+
+cdef class SimDevice(NativeDevice):
+    cdef readonly World world
+    cdef Nic* nic
+    cdef bint offsets
+    cdef bint opened
+
+cdef class SimMemory(Registration):
+    cdef SimDevice device
+    cdef Memory* memory

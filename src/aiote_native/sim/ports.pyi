@@ -1,0 +1,10 @@
+from struct import Struct
+
+from aiote_native.kinds import NativeEndpoint
+from aiote_native.sim.nics import SimDevice
+
+ADDRESS: Struct
+MARK: bytes
+
+class Endpoint(NativeEndpoint):
+    def __init__(self, device: SimDevice) -> None: ...

@@ -1,0 +1,311 @@
+"""An endpoint of the simulated network: posts, a completion queue of its own, and a descriptor to sleep on.
+
+Where time is virtual whoever moves it on lets things happen; else everybody does who polls, and the descriptor becomes
+readable when something is due.
+"""
+
+from libc.errno cimport EAGAIN, EFAULT, EINVAL, ENETDOWN, ENOMEM, ENOTCONN, errno
+from libc.stdint cimport uint8_t, uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
+from posix.unistd cimport close, read
+
+import struct
+
+from aiote_native.forks cimport fork_epoch, own
+from aiote_native.sim.nics cimport SimDevice
+from aiote_native.sim.net cimport (
+    BUCKETS, Entry, ITEM_WORK, Memory, Model, NIC_BROKEN, Net, Receive, SAW_CLOSE, SAW_OPEN, SAW_POST, Work, draw,
+    find_endpoint, net_now, pthread_mutex_lock, pthread_mutex_unlock, saw, set_alarm_clock)
+from aiote_native.sim.traffic cimport close_works, plan_work, run_due, serve_line
+from aiote_native.status cimport check
+from aiote_native.structs cimport Completion, OP_READ, OP_RECV, Post, RailOps, WorkRequest
+
+cdef extern from "<sys/eventfd.h>" nogil:
+    int eventfd(unsigned int, int)
+    const int EFD_CLOEXEC, EFD_NONBLOCK
+
+cdef extern from "<sys/epoll.h>" nogil:
+    struct epoll_event:
+        unsigned int events
+    int epoll_create1(int)
+    int epoll_ctl(int, int, int, epoll_event*)
+    const int EPOLL_CLOEXEC, EPOLL_CTL_ADD
+    const unsigned int EPOLLIN
+
+ADDRESS = struct.Struct("<8sQ")
+MARK = b"aiotesim"
+
+
+cdef int post_receive(SimEndpoint* self, const Post* args, WorkRequest* wr) noexcept nogil:
+    cdef Receive* receive
+    if self.receive_count == self.nic.model.receives:
+        return -EAGAIN
+    if self.receive_count == 0:
+        self.receive_first = 0
+    receive = &self.receives[(self.receive_first + self.receive_count) % self.nic.model.receives]
+    receive.wr = wr
+    receive.memory = <uint8_t*> args.local
+    receive.length = args.length
+    self.receive_count += 1
+    if self.line != NULL:
+        serve_line(self.net, self)
+    return 0
+
+
+cdef bint registered(SimEndpoint* self, const Post* args) noexcept nogil:
+    """Whether this side's memory is what its descriptor says."""
+    cdef const Memory* memory = <const Memory*> args.desc
+    cdef uint64_t address = <uint64_t> args.local
+    if args.length == 0:
+        return True
+    if memory == NULL or memory.nic != self.nic or (args.opcode == OP_READ and not memory.writable):
+        return False
+    return (address >= memory.address and address - memory.address <= memory.length
+            and args.length <= memory.length - (address - memory.address))
+
+
+cdef int post_work(SimEndpoint* self, const Post* args, WorkRequest* wr) noexcept nogil:
+    cdef const Model* model = &self.nic.model
+    cdef SimEndpoint* target
+    cdef Work* work
+    if self.outstanding >= model.depth or (model.refusals and draw(self.net, 65536) < model.refusals):
+        return -EAGAIN
+    if args.length > model.largest or not registered(self, args):
+        return -EINVAL if args.length > model.largest else -EFAULT
+    work = <Work*> calloc(1, sizeof(Work))
+    if work == NULL:
+        return -ENOMEM
+    target = find_endpoint(self.net, self.peer)
+    self.net.works += 1
+    work.item.kind = ITEM_WORK
+    work.source = self
+    work.nic = self.nic
+    work.far = NULL if target == NULL else target.nic
+    work.target = self.peer
+    work.number = self.net.works
+    work.wr = wr
+    work.opcode = args.opcode
+    work.local = <uint8_t*> args.local
+    work.length = args.length
+    if args.length:
+        work.local_key = (<const Memory*> args.desc).key
+    describe(work, args)
+    work.next = self.works
+    if self.works != NULL:
+        self.works.prev = work
+    self.works = work
+    self.outstanding += 1
+    saw(self.net, SAW_POST, self.nic, work.number, work.length, args.opcode)
+    plan_work(self.net, work)
+    return 0
+
+
+cdef void describe(Work* work, const Post* args) noexcept nogil:
+    """Take what only one-sided operations have."""
+    if args.opcode <= OP_READ:
+        work.remote = args.remote
+        work.key = args.key
+        work.with_imm = args.with_imm
+        work.imm = args.imm
+
+
+cdef int post(void* impl, const Post* args, WorkRequest* wr) noexcept nogil:
+    cdef SimEndpoint* self = <SimEndpoint*> impl
+    cdef int code
+    pthread_mutex_lock(&self.net.lock)
+    if self.closed or self.peer == 0:
+        code = -ENOTCONN
+    elif self.broken or self.nic.state == NIC_BROKEN:
+        code = -ENETDOWN
+    elif args.opcode == OP_RECV:
+        code = post_receive(self, args, wr)
+    else:
+        code = post_work(self, args, wr)
+    set_alarm_clock(self.net)
+    pthread_mutex_unlock(&self.net.lock)
+    return code
+
+
+cdef void look(SimEndpoint* self) noexcept nogil:
+    if not self.net.is_virtual:
+        run_due(self.net, net_now(self.net))
+
+
+cdef int poll(void* impl, Completion* out, int capacity) noexcept nogil:
+    cdef SimEndpoint* self = <SimEndpoint*> impl
+    cdef Entry* entry
+    cdef int got = 0
+    pthread_mutex_lock(&self.net.lock)
+    look(self)
+    while got < capacity and self.ring_count:
+        entry = &self.ring[self.ring_first]
+        out[got] = entry.completion
+        if entry.own:
+            self.outstanding -= 1
+        else:
+            self.arrivals -= 1
+        self.ring_first = (self.ring_first + 1) % self.ring_size
+        self.ring_count -= 1
+        got += 1
+    if self.ring_count == 0:
+        self.ring_first = 0
+    if got and self.line != NULL:
+        serve_line(self.net, self)
+        set_alarm_clock(self.net)
+    pthread_mutex_unlock(&self.net.lock)
+    return got
+
+
+cdef int arm(void* impl) noexcept nogil:
+    cdef SimEndpoint* self = <SimEndpoint*> impl
+    cdef uint64_t value
+    pthread_mutex_lock(&self.net.lock)
+    look(self)
+    if self.raised:
+        self.raised = False
+        read(self.event_fd, &value, sizeof(value))
+    self.armed = self.ring_count == 0
+    pthread_mutex_unlock(&self.net.lock)
+    return 0 if self.armed else 1
+
+
+cdef bint cut(void* impl) noexcept nogil:
+    return False
+
+
+cdef void shut(void* impl) noexcept nogil:
+    cdef SimEndpoint* self = <SimEndpoint*> impl
+    cdef SimEndpoint** place
+    if self.closed:
+        return
+    pthread_mutex_lock(&self.net.lock)
+    self.closed = True
+    place = &self.net.endpoint_table[self.number % BUCKETS]
+    while place[0] != self:
+        place = &place[0].next
+    place[0] = self.next
+    close_works(self.net, self)
+    saw(self.net, SAW_CLOSE, self.nic, self.number, 0, 0)
+    set_alarm_clock(self.net)
+    pthread_mutex_unlock(&self.net.lock)
+
+
+cdef void release(void* impl) noexcept nogil:
+    cdef SimEndpoint* self = <SimEndpoint*> impl
+    shut(impl)
+    if self.wait_fd >= 0 and self.wait_fd != self.event_fd:
+        close(self.wait_fd)
+    if self.event_fd >= 0:
+        close(self.event_fd)
+    free(self.ring)
+    free(self.receives)
+    free(self)
+
+
+cdef RailOps operations
+operations.post = post
+operations.poll = poll
+operations.arm = arm
+operations.cut = cut
+operations.shut = shut
+operations.release = release
+
+
+cdef int watched(int epoll_fd, int fd) except -1:
+    cdef epoll_event event
+    memset(&event, 0, sizeof(event))
+    event.events = EPOLLIN
+    return check(-errno if epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &event) else 0, "epoll_ctl")
+
+
+cdef class Endpoint(NativeEndpoint):
+    """An open endpoint: its address travels to the peer, the peer's is set by `connect`."""
+
+    def __cinit__(self):
+        self.impl = NULL
+        self.lent = NULL
+
+    def __init__(self, SimDevice device):
+        """Open. Raises StatusError where the NIC is broken."""
+        cdef Net* net = device.world.net
+        if self.impl != NULL or device.closed:
+            raise RuntimeError("the endpoint is open already, or its device is closed")
+        own(device.epoch)
+        check(-ENETDOWN if device.nic.state == NIC_BROKEN else 0, "open endpoint")
+        self.impl = <SimEndpoint*> calloc(1, sizeof(SimEndpoint))
+        if self.impl == NULL:
+            raise MemoryError
+        self.impl.event_fd = self.impl.wait_fd = -1
+        self.impl.closed = True
+        self.device = device
+        self.ops = &operations
+        self.largest = device.nic.model.largest
+        self.depth = device.nic.model.depth
+        device.children += 1
+        self.impl.net = net
+        self.impl.nic = device.nic
+        try:
+            self.open()
+        except BaseException:
+            self.close()
+            raise
+
+    cdef int open(self) except -1:
+        cdef SimEndpoint* impl = self.impl
+        cdef Net* net = impl.net
+        cdef const Model* model = &impl.nic.model
+        impl.ring_size = model.depth + model.events + model.receives
+        impl.ring = <Entry*> calloc(impl.ring_size, sizeof(Entry))
+        impl.receives = <Receive*> calloc(model.receives, sizeof(Receive))
+        if impl.ring == NULL or impl.receives == NULL:
+            raise MemoryError
+        impl.event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
+        check(-errno if impl.event_fd < 0 else 0, "eventfd")
+        impl.wait_fd = impl.event_fd
+        if not net.is_virtual:
+            impl.wait_fd = epoll_create1(EPOLL_CLOEXEC)
+            check(-errno if impl.wait_fd < 0 else 0, "epoll_create1")
+            watched(impl.wait_fd, impl.event_fd)
+            watched(impl.wait_fd, net.timer_fd)
+        self.wait_fd = impl.wait_fd
+        pthread_mutex_lock(&net.lock)
+        net.endpoints += 1
+        impl.number = net.endpoints
+        impl.closed = False
+        impl.next = net.endpoint_table[impl.number % BUCKETS]
+        net.endpoint_table[impl.number % BUCKETS] = impl
+        saw(net, SAW_OPEN, impl.nic, impl.number, 0, 0)
+        pthread_mutex_unlock(&net.lock)
+        self.address = ADDRESS.pack(MARK, impl.number)
+        return 0
+
+    def connect(self, bytes address) -> None:
+        """Name the one peer endpoint that this one talks to. Raises ValueError for what is no address."""
+        if self.impl == NULL:
+            raise RuntimeError("the endpoint is closed or owned by a channel")
+        own(self.device.epoch)
+        if len(address) != ADDRESS.size or not address.startswith(MARK):
+            raise ValueError(f"{address!r} is no address of a simulated endpoint")
+        self.impl.peer = ADDRESS.unpack(address)[1]
+
+    cdef void* give(self) except NULL:
+        if self.impl == NULL:
+            raise RuntimeError("the endpoint is closed or owned by a channel already")
+        cdef SimEndpoint* impl = self.impl
+        self.impl = NULL
+        self.lent = impl
+        return impl
+
+    def moved(self) -> int:
+        return self.lent.moved if self.lent != NULL else -1
+
+    cdef void taken_back(self):
+        self.lent = NULL
+        self.device.children -= 1
+
+    def close(self) -> None:
+        if self.impl != NULL and self.device.epoch == fork_epoch():
+            release(self.impl)
+            self.impl = NULL
+            self.device.children -= 1

@@ -1,0 +1,235 @@
+"""The simulated network as Python sees it: its time, its faults, and what happened in it."""
+
+from libc.errno cimport errno
+from libc.stdint cimport int64_t, uint64_t
+from libc.stdlib cimport calloc, free
+from posix.time cimport CLOCK_MONOTONIC
+from posix.unistd cimport close
+
+from aiote_native.clocks cimport Clock, ClockOps
+from aiote_native.forks cimport fork_epoch, own
+from aiote_native.sim.nics cimport SimDevice
+from aiote_native.sim.net cimport (
+    Alarm, Fault, ITEM_ALARM, ITEM_FAULT, Item, Net, Nic, Seen, Work, net_now, pthread_mutex_destroy,
+    pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock, put, set_alarm_clock, take_out)
+from aiote_native.sim.traffic cimport change_nic, free_work, run_due
+from aiote_native.status cimport check
+
+cdef extern from "<sys/timerfd.h>" nogil:
+    int timerfd_create(int, int)
+    const int TFD_CLOEXEC, TFD_NONBLOCK
+
+HAPPENINGS = ("post", "place", "deliver", "complete", "fail", "open", "close", "fault")
+
+
+cdef void set_alarm(void* context, int fd, uint64_t ns) noexcept nogil:
+    """Have an engine's timer go off, in virtual time."""
+    cdef Net* net = <Net*> context
+    cdef Alarm* alarm
+    forget_alarm(context, fd)
+    alarm = <Alarm*> calloc(1, sizeof(Alarm))
+    if alarm == NULL:
+        return
+    pthread_mutex_lock(&net.lock)
+    alarm.item.kind = ITEM_ALARM
+    alarm.fd = fd
+    alarm.next = net.alarms
+    net.alarms = alarm
+    put(net, &alarm.item, net_now(net) + ns)
+    pthread_mutex_unlock(&net.lock)
+
+
+cdef void forget_alarm(void* context, int fd) noexcept nogil:
+    cdef Net* net = <Net*> context
+    cdef Alarm** place
+    cdef Alarm* alarm
+    pthread_mutex_lock(&net.lock)
+    place = &net.alarms
+    while place[0] != NULL:
+        alarm = place[0]
+        if alarm.fd == fd:
+            place[0] = alarm.next
+            take_out(net, &alarm.item)
+            free(alarm)
+        else:
+            place = &alarm.next
+    pthread_mutex_unlock(&net.lock)
+
+
+cdef ClockOps clock_operations
+clock_operations.alarm = set_alarm
+clock_operations.forget = forget_alarm
+
+
+cdef class World(Clock):
+    """A simulated network. `virtual`: its time stands still but for `advance`; else it is the system's.
+
+    `remembered` of what happens is kept in full, and all of it goes into `digest`. One that is virtual is also the
+    clock of the cores on it.
+    """
+
+    def __cinit__(self):
+        self.net = NULL
+        self.closed = True
+
+    def __init__(self, uint64_t seed=0, bint virtual=False, uint64_t remembered=100_000):
+        if self.net != NULL:
+            raise RuntimeError("the network is open already")
+        self.epoch = fork_epoch()
+        self.net = <Net*> calloc(1, sizeof(Net))
+        if self.net == NULL:
+            raise MemoryError
+        self.net.timer_fd = -1
+        self.net.digest = 0xCBF29CE484222325ULL
+        self.net.seen_limit = remembered
+        self.net.random = seed
+        self.net.is_virtual = virtual
+        pthread_mutex_init(&self.net.lock, NULL)
+        self.net.seen = <Seen*> calloc(remembered + 1, sizeof(Seen))
+        if self.net.seen == NULL:
+            raise MemoryError
+        if virtual:
+            self.clock_ops = &clock_operations
+            self.clock_context = self.net
+        else:
+            self.net.origin = net_now(self.net)
+            self.net.timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)
+            check(-errno if self.net.timer_fd < 0 else 0, "timerfd_create")
+        self.closed = False
+
+    cpdef int usable(self) except -1:
+        own(self.epoch)
+        if self.closed:
+            raise RuntimeError("the network is closed")
+        return 0
+
+    @property
+    def virtual(self) -> bool:
+        return self.net.is_virtual
+
+    @property
+    def clock(self) -> World | None:
+        """What a core on this network is given for a clock."""
+        return self if self.net.is_virtual else None
+
+    @property
+    def now(self) -> int:
+        """Nanoseconds since the network was made."""
+        return net_now(self.net)
+
+    @property
+    def events(self) -> int:
+        """How many things have happened by themselves: stages of operations, faults, timers."""
+        return self.net.events
+
+    @property
+    def digest(self) -> int:
+        """64 bits over everything that happened; over its times as well where these are virtual."""
+        return self.net.digest
+
+    @property
+    def under_way(self) -> int:
+        """How many things are due at some time."""
+        return self.net.heap_count
+
+    def next_time(self) -> int:
+        """Return when the next thing is due, in nanoseconds; -1 where nothing is."""
+        cdef int64_t first
+        pthread_mutex_lock(&self.net.lock)
+        first = <int64_t> self.net.heap[1].time if self.net.heap_count else -1
+        pthread_mutex_unlock(&self.net.lock)
+        return first
+
+    def advance(self, uint64_t until) -> None:
+        """Move virtual time on, and let happen what is due until then."""
+        self.usable()
+        with nogil:
+            pthread_mutex_lock(&self.net.lock)
+            run_due(self.net, until)
+            pthread_mutex_unlock(&self.net.lock)
+
+    def plan_fault(self, SimDevice device, int state, int64_t slow, at, after) -> None:
+        """Change a NIC now, at a time, or after so many events."""
+        cdef Fault* fault
+        cdef uint64_t time = 0 if at is None else at
+        cdef uint64_t count = 0 if after is None else after
+        self.usable()
+        fault = <Fault*> calloc(1, sizeof(Fault))
+        if fault == NULL:
+            raise MemoryError
+        fault.item.kind = ITEM_FAULT
+        fault.nic = device.nic
+        fault.state = state
+        fault.slows = slow >= 0
+        fault.slow = slow if slow >= 0 else 0
+        pthread_mutex_lock(&self.net.lock)
+        if at is not None:
+            put(self.net, &fault.item, max(time, net_now(self.net)))
+            set_alarm_clock(self.net)
+        elif after is not None:
+            fault.after = self.net.events + count
+            fault.next = self.net.faults
+            self.net.faults = fault
+        elif fault.slows:
+            device.nic.slow = fault.slow
+            free(fault)
+        else:
+            change_nic(self.net, device.nic, state)
+            set_alarm_clock(self.net)
+            free(fault)
+        pthread_mutex_unlock(&self.net.lock)
+
+    def seen(self) -> list[tuple[int, str, int, int, int, int, int]]:
+        """Return what happened first: (time, what, node, rail, number, length, status), at most as much as is kept."""
+        cdef Seen* entry
+        cdef uint64_t i
+        found = []
+        pthread_mutex_lock(&self.net.lock)
+        for i in range(self.net.seen_count):
+            entry = &self.net.seen[i]
+            found.append((entry.time, HAPPENINGS[entry.kind], entry.node, entry.rail, entry.number, entry.length,
+                          entry.status))
+        pthread_mutex_unlock(&self.net.lock)
+        return found
+
+    def close(self) -> None:
+        """End the network; what is on it must be closed before. Idempotent; nothing in a child of a fork."""
+        if self.closed or self.epoch != fork_epoch():
+            return
+        if self.children:
+            raise RuntimeError(f"{self.children} NICs of this network are still open")
+        self.closed = True
+        if self.net.timer_fd >= 0:
+            close(self.net.timer_fd)
+            self.net.timer_fd = -1
+
+    cdef void free_net(self):
+        cdef Net* net = self.net
+        cdef Nic* nic
+        cdef Fault* fault
+        cdef Item* item
+        while net.heap_count:
+            item = net.heap[1]
+            take_out(net, item)
+            if item.kind == ITEM_FAULT or item.kind == ITEM_ALARM:
+                free(item)
+            else:
+                free_work(net, <Work*> item)
+        while net.faults != NULL:
+            fault = net.faults
+            net.faults = fault.next
+            free(fault)
+        while net.nics != NULL:
+            nic = net.nics
+            net.nics = nic.next
+            free(nic)
+        free(net.heap)
+        free(net.seen)
+        pthread_mutex_destroy(&net.lock)
+        free(net)
+
+    def __dealloc__(self):
+        # Devices and endpoints hold the network, so nothing of theirs is left; in a fork's child it is left alone.
+        if self.net != NULL and self.epoch == fork_epoch():
+            self.free_net()
+            self.net = NULL

@@ -1,0 +1,39 @@
+"""docs/testing.md: its example runs as it stands, and its table says what the models give."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from aiote.testing.tables import cells
+
+PAGE = (Path(__file__).parents[2] / "docs" / "testing.md").read_text()
+WORST = 0.07
+AUTO = "asyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n"
+
+
+def test_the_example_runs(pytester: pytest.Pytester):
+    (text,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    pytester.makepyfile(text)
+    pytester.makeini("[pytest]\naddopts = --strict-markers\nfilterwarnings = error\n" + AUTO)
+    result = pytester.run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    result.assert_outcomes(passed=29)
+
+
+def test_the_table_says_what_the_models_give():
+    """Each published figure, the model's, and how much that is off."""
+    rows = re.findall(
+        r"^\| (\w+ \w+) \| (\d) x ([^|]+) \| (\d+) KiB \| (\d+) \| ([\d.]+) \| ([+-]\d+) % \|$", PAGE, re.M
+    )
+    told = {(row[0], row[2], int(row[3])): row for row in rows}
+    simulated = list(cells())
+    assert len(simulated) == len(told) == 16
+    for cell in simulated:
+        row = told[cell.what, cell.model.name, cell.size >> 10]
+        assert (int(row[1]), int(row[4])) == (cell.rails, cell.published)
+        assert float(row[5]) == pytest.approx(cell.simulated, rel=0.005)
+        assert int(row[6]) == round(100 * cell.error)
+        assert abs(cell.error) < WORST
