@@ -67,4 +67,3 @@ def test_a_key_that_is_gone_or_was_never_given(rails: Rails):
     assert refused(pair, source, RemoteMemory(SIZE, True, private.keys))
     private.close()
     assert not target.array.any()
-
