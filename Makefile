@@ -25,6 +25,14 @@ soak: system  ## ten minutes of faults under load; ARGS="--seconds N --seed S --
 	@$(READY) dev --install
 	$(BIN)/python tests/soak/soak.py $(ARGS)
 
+soak-rails: system  ## cut rails in mid-transfer a thousand times; ARGS="--runs N --first SEED"
+	@$(READY) dev --install
+	$(BIN)/python tests/soak/rails.py $(ARGS)
+
+bench-rails: test-system  ## measure several rails with a rate limit each, and the loss of one
+	@$(READY) dev --install
+	$(BIN)/python tools/bench_rails.py $(ARGS)
+
 fuzz: system  ## fuzz all that reads bytes from outside, for a minute; ARGS="--seconds 3600" for longer
 	@$(READY) fuzz --install
 	$(BIN)/python tools/fuzz.py $(ARGS)

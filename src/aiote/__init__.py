@@ -18,6 +18,7 @@ from .errors import (
     TransferError,
     UsageError,
 )
+from .group import PeerGroup, ScatterTarget
 from .inbox import Message
 from .leases import Lease
 from .observe import EngineStatistics, Event
@@ -45,10 +46,12 @@ __all__ = [
     "Pages",
     "Peer",
     "PeerError",
+    "PeerGroup",
     "QueueFull",
     "RailInfo",
     "Region",
     "RemoteRegion",
+    "ScatterTarget",
     "Transfer",
     "TransferError",
     "UsageError",

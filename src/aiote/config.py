@@ -39,7 +39,8 @@ class EngineConfig:
     this for the sake of spreading over rails. largest_message: transfers are cut in pieces of at most this, so that a
     cancelled one has little to wait for (0: the provider's own limit). max_transfers: unfinished transfers toward one
     peer; beyond, awaited verbs wait in line and `submit_` forms raise QueueFull. max_counters: immediates in use at
-    once. library: path of libfabric.so.1 (AIOTE_LIBFABRIC).
+    once. schedule: which rail gets the next stripe or page: "first-over" (the one that will have carried it first) or
+    "in-turn" (one after the other). library: path of libfabric.so.1 (AIOTE_LIBFABRIC).
     """
 
     cluster_key: bytes | None = field(default=None, repr=False)
@@ -60,6 +61,7 @@ class EngineConfig:
     largest_message: int = 4 << 20
     max_transfers: int = 16384
     max_counters: int = 1 << 20
+    schedule: Literal["first-over", "in-turn"] = "first-over"
     library: str | None = None
 
     def __post_init__(self) -> None:
@@ -81,6 +83,8 @@ class EngineConfig:
             raise UsageError(f"identity has {len(self.identity)} bytes, expected 16")
         if self.progress not in ("adaptive", "thread"):
             raise UsageError(f"progress={self.progress!r}: expected 'adaptive' or 'thread'")
+        if self.schedule not in ("first-over", "in-turn"):
+            raise UsageError(f"schedule={self.schedule!r}: expected 'first-over' or 'in-turn'")
         if self.cluster_key is None and self.host is not None and not _is_loopback(self.host):
             raise UsageError(
                 f"host={self.host!r} without a cluster_key: an engine without a key listens on loopback only; "

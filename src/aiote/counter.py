@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .aio import wake
@@ -48,10 +49,18 @@ class Counter:
         UsageError for n that is not an integer from 0 to 2**40, ClosedError when the counter or the engine is
         closed before or meanwhile.
         """
+        await self.wait_unless(n, None)
+
+    async def wait_unless(self, n: int, lost: Callable[[], BaseException | None] | None) -> None:
+        """Wait as `wait` does, or until `wake_waits` is called and `lost` returns an error, which is raised then."""
         waiting = self._handle.begin(n) or self._handle.begin(self._checked(n))
         if waiting is None:
             raise UsageError(f"wait({n!r}): the counter of immediate {self.imm:#x} takes no waits")
-        if not waiting.satisfied:
+        while not waiting.satisfied:
+            error = lost() if lost is not None else None
+            if error is not None:
+                self._withdraw(waiting)
+                raise error
             waiter = waiting.waiter = self._engine.loop.waiter()
             self._waiters.add(waiter)
             try:
@@ -61,11 +70,21 @@ class Counter:
                 raise
             finally:
                 self._waiters.discard(waiter)
-            if not waiting.satisfied:
+            if not waiting.satisfied and (lost is None or self._closed or self._engine.closed):
                 # The counter or the engine was closed under it.
                 self._withdraw(waiting)
                 self._require_open()
+                break
         waiting.take()
+
+    def wake_waits(self) -> None:
+        """Have the waits that may be given up look again whether they are."""
+        for waiter in tuple(self._waiters):
+            wake(waiter)
+
+    def release(self) -> None:
+        """Let go of the count without dropping what it has."""
+        self._handle.close()
 
     def _checked(self, n: object) -> int:
         """Return the number as a plain one. Raises what keeps a wait for it from being queued."""

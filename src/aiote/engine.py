@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from . import submit
 from .aio import BellExchange, Driver, Signal, current_loop, sleep, wake
+from .barrier import barrier
 from .config import EngineConfig
 from .connections import Connections
 from .core.address import Address
@@ -15,6 +16,7 @@ from .core.descriptor import RegionDescriptor
 from .core.striping import check_immediate
 from .counter import Counter
 from .errors import UsageError
+from .group import PeerGroup, ScatterTarget, make_group, submit_scatter
 from .hosts import bind_host, host_identity
 from .inbox import Inbox, Message, Messages
 from .leases import Leases
@@ -175,9 +177,20 @@ class Engine(Connections):
 
     # Transfers.
 
-    def submit(self, peer: Peer, description: str, launch: Launch, *, waits: bool = False, lease: int = 0) -> Transfer:
+    def submit(
+        self,
+        peer: Peer,
+        description: str,
+        launch: Launch,
+        *,
+        waits: bool = False,
+        lease: int = 0,
+        rail: str | int | None = None,
+    ) -> Transfer:
         """Make a transfer and start it as soon as its peer is connected and has room; see `Peer.submit`."""
         transfer = Transfer(peer, description, launch, lease)
+        if rail is not None:
+            transfer.prefer(self._rail_of(rail))
         peer.submit(transfer, waits=waits)
         return transfer
 
@@ -189,52 +202,114 @@ class Engine(Connections):
         self.require_open()
         await self.peer_of(target.owner if isinstance(target, RemoteRegion) else target).room()
 
-    def submit_write(self, src: Region, dst: RemoteRegion, imm: int | None = None) -> Transfer:
+    def submit_write(
+        self, src: Region, dst: RemoteRegion, imm: int | None = None, *, rail: str | int | None = None
+    ) -> Transfer:
         """Start a write of all of `src` to all of `dst` (same length); with `imm` it counts 1 at the receiver."""
-        return quick(self.core, Transfer, src, dst, False, imm) or submit.submit_write(self, src, dst, imm)
+        return quick(self.core, Transfer, src, dst, False, imm, rail) or submit.submit_write(
+            self, src, dst, imm, rail=rail
+        )
 
-    async def write(self, src: Region, dst: RemoteRegion) -> None:
+    async def write(self, src: Region, dst: RemoteRegion, *, rail: str | int | None = None) -> None:
         """Write all of `src` to all of `dst`, one-sided; the bytes are there when this returns.
 
-        `src` belongs to the NIC until then. Cancelling drops what is not posted and drains what is, then
-        raises. Raises UsageError, TransferError, PeerError, ClosedError.
+        `src` belongs to the NIC until then. `rail` names one of `engine.rails`, or is its position: the write goes over
+        that one alone for as long as it is there; without it over those that will have carried it first. Cancelling
+        drops what is not posted and drains what is, then raises. Raises UsageError, TransferError, PeerError,
+        ClosedError.
         """
         await (
-            quick(self.core, Transfer, src, dst, False, None) or submit.submit_write(self, src, dst, None, waits=True)
+            quick(self.core, Transfer, src, dst, False, None, rail)
+            or submit.submit_write(self, src, dst, None, waits=True, rail=rail)
         )
 
-    def submit_write_imm(self, src: Region | None, dst: RemoteRegion | Peer | Address, imm: int) -> Transfer:
+    def submit_write_imm(
+        self, src: Region | None, dst: RemoteRegion | Peer | Address, imm: int, *, rail: str | int | None = None
+    ) -> Transfer:
         """Start a write that counts 1 at the receiver, or (`src` None) an immediate alone to a peer or an owner."""
-        return quick(self.core, Transfer, src, dst, False, imm) or submit.submit_write(self, src, dst, imm)
-
-    async def write_imm(self, src: Region | None, dst: RemoteRegion | Peer | Address, imm: int) -> None:
-        """Write and count 1 on immediate `imm` (28 bits) at the receiver once the bytes are there; else as `write`."""
-        await (quick(self.core, Transfer, src, dst, False, imm) or submit.submit_write(self, src, dst, imm, waits=True))
-
-    def submit_read(self, src_remote: RemoteRegion, dst_local: Region) -> Transfer:
-        """Start a read of all of `src_remote` into all of `dst_local` (same length)."""
-        return quick(self.core, Transfer, dst_local, src_remote, True, None) or submit.submit_read(
-            self, src_remote, dst_local
+        return quick(self.core, Transfer, src, dst, False, imm, rail) or submit.submit_write(
+            self, src, dst, imm, rail=rail
         )
 
-    async def read(self, src_remote: RemoteRegion, dst_local: Region) -> None:
+    async def write_imm(
+        self, src: Region | None, dst: RemoteRegion | Peer | Address, imm: int, *, rail: str | int | None = None
+    ) -> None:
+        """Write and count 1 on immediate `imm` (28 bits) at the receiver once the bytes are there; else as `write`."""
+        await (
+            quick(self.core, Transfer, src, dst, False, imm, rail)
+            or submit.submit_write(self, src, dst, imm, waits=True, rail=rail)
+        )
+
+    def submit_read(self, src_remote: RemoteRegion, dst_local: Region, *, rail: str | int | None = None) -> Transfer:
+        """Start a read of all of `src_remote` into all of `dst_local` (same length)."""
+        return quick(self.core, Transfer, dst_local, src_remote, True, None, rail) or submit.submit_read(
+            self, src_remote, dst_local, rail=rail
+        )
+
+    async def read(self, src_remote: RemoteRegion, dst_local: Region, *, rail: str | int | None = None) -> None:
         """Read all of `src_remote` into all of `dst_local`, one-sided; `dst_local` belongs to the NIC until this
         returns.
         """
         await (
-            quick(self.core, Transfer, dst_local, src_remote, True, None)
-            or submit.submit_read(self, src_remote, dst_local, waits=True)
+            quick(self.core, Transfer, dst_local, src_remote, True, None, rail)
+            or submit.submit_read(self, src_remote, dst_local, waits=True, rail=rail)
         )
 
-    def submit_write_pages(self, src: Pages, dst: Pages, imm: int | None = None) -> Transfer:
+    def submit_write_pages(
+        self, src: Pages, dst: Pages, imm: int | None = None, *, rail: str | int | None = None
+    ) -> Transfer:
         """Start paged writes, page i of `src` to page i of `dst`; with `imm` each page counts 1 at the receiver."""
-        return submit.submit_pages(self, src, dst, imm)
+        return submit.submit_pages(self, src, dst, imm, rail=rail)
 
-    async def write_pages(self, src: Pages, dst: Pages, imm: int | None = None) -> None:
+    async def write_pages(
+        self, src: Pages, dst: Pages, imm: int | None = None, *, rail: str | int | None = None
+    ) -> None:
         """Write page i of `src` to page i of `dst` for all i, one request and one await for all; an empty list is over
         at once.
         """
-        await submit.submit_pages(self, src, dst, imm, waits=True)
+        await submit.submit_pages(self, src, dst, imm, waits=True, rail=rail)
+
+    # Many peers at once.
+
+    async def peer_group(self, members: Iterable[Peer | Address | str]) -> PeerGroup:
+        """Connect to engines, all at once, and return them as a group for `scatter` and `barrier`.
+
+        Raises UsageError for one that is named twice, PeerError for one that cannot be reached.
+        """
+        self.require_open()
+        return await make_group(self, members)
+
+    async def room_for(self, group: PeerGroup) -> None:
+        """Wait until a `submit_scatter` to any member would not raise QueueFull. Raises PeerError, ClosedError."""
+        while (full := next((peer for peer in group if peer.lost or not peer.has_room), None)) is not None:
+            await self.room(full)
+
+    def submit_scatter(self, group: PeerGroup, targets: Iterable[ScatterTarget], imm: int | None = None) -> Transfer:
+        """Start a write to each target, one request for all; with `imm` each counts 1 at its receiver."""
+        return submit_scatter(self, group, targets, imm)
+
+    async def scatter(self, group: PeerGroup, targets: Iterable[ScatterTarget], imm: int | None = None) -> None:
+        """Write each target's `src` to its `dst`, all over when this returns; with `imm` each counts 1 at its receiver.
+
+        Lengths and places are each target's own, several may go to one member, none is over at once. A target that
+        fails stops no other; the error names the first. Cancelling is as of `write`, for all of them. Raises
+        UsageError, TransferError, PeerError, ClosedError.
+        """
+        chosen = list(targets)
+        self.require_open()
+        if isinstance(group, PeerGroup):
+            await self.room_for(group)
+        await submit_scatter(self, group, chosen, imm)
+
+    async def barrier(self, group: PeerGroup, imm: int) -> None:
+        """Wait until every member of the group is here: each has called its own `barrier` as often as this engine.
+
+        Immediates alone are written; the values `imm` and `imm ^ 1` belong to the barrier. An empty group is through
+        at once. Cancelled or failed, the group's rounds on that value are out of step, and it says so from then on.
+        Raises PeerError for a member that is lost before all have come, UsageError, ClosedError.
+        """
+        self.require_open()
+        await barrier(self, group, imm)
 
     # Messages.
 
@@ -329,22 +404,32 @@ class Engine(Connections):
             where = f" on rail {rail}" if rail else ""
             session: Session = link.tag  # type: ignore[assignment]
             session.link_failed(f"the data connection{where} failed: {error_text(link.failed)}")
+        for link in self.core.noticed():
+            link.tag.notice(link)  # type: ignore[attr-defined]
         if self.core.inbox:
             self.inbox.arrived()
+
+    def _rail_of(self, rail: str | int) -> int:
+        """Return the position of a rail. Raises UsageError where there is none of that name or number."""
+        names = [one.name for one in self.fabric.rails]
+        position = names.index(rail) if rail in names else rail
+        if isinstance(position, int) and 0 <= position < len(names):
+            return position
+        raise UsageError(f"rail={rail!r}: expected one of {', '.join(names)}, or a number from 0 to {len(names) - 1}")
 
     def rail_name(self, rail: int) -> str:
         """Name a rail by its index; an empty string when there is none."""
         return self.fabric.rails[rail].name if 0 <= rail < len(self.fabric.rails) else ""
 
-    async def probe(self, peer: Peer, link: PeerLink) -> None:
-        """Write nothing to a peer, to see that the data path is there. Raises PeerError."""
+    def probe(self, peer: Peer, link: PeerLink, number: int) -> Transfer:
+        """Start to write nothing to a peer over one channel, to see that the data path is there."""
 
         def launch(transfer: Transfer, link: PeerLink) -> None:
-            self.core.submit_single(link, transfer, False, None, 0, None, 0, 0, -1)
+            self.core.submit_probe(link, transfer, number)
 
         transfer = Transfer(peer, "probe", launch)
         peer.start(transfer, link)
-        await transfer
+        return transfer
 
     async def aclose(self) -> None:
         """Say goodbye to every peer, end every await with an error, and let go of all memory. Idempotent.

@@ -36,6 +36,10 @@ class Heartbeats:
         else:
             self._changed.set()
 
+    def look(self) -> None:
+        """Call them all soon: one may have become due earlier than it said."""
+        self._changed.set()
+
     def remove(self, beat: Callable[[float], float]) -> None:
         """Call it no more."""
         self._beats.pop(beat, None)

@@ -21,22 +21,22 @@ class HeldLeases:
         self._under_way: dict[int, set[Transfer]] = {}
         self._idle: dict[int, Callable[[], object]] = {}
 
-    def begin(self, transfer: Transfer) -> bool:
-        """Take note of a transfer that starts; False where its lease is void."""
-        if transfer.lease in self._void:
+    def begin(self, transfer: Transfer, lease: int) -> bool:
+        """Take note of a transfer that starts; False where the lease is void."""
+        if lease in self._void:
             return False
-        self._under_way.setdefault(transfer.lease, set()).add(transfer)
+        self._under_way.setdefault(lease, set()).add(transfer)
         return True
 
-    def end(self, transfer: Transfer) -> None:
+    def end(self, transfer: Transfer, lease: int) -> None:
         """Take note that a transfer is over."""
-        transfers = self._under_way.get(transfer.lease)
+        transfers = self._under_way.get(lease)
         if transfers is None:
             return
         transfers.discard(transfer)
         if not transfers:
-            del self._under_way[transfer.lease]
-            answer = self._idle.pop(transfer.lease, None)
+            del self._under_way[lease]
+            answer = self._idle.pop(lease, None)
             if answer is not None:
                 answer()
 

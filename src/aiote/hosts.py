@@ -31,7 +31,9 @@ def bind_host(config: EngineConfig) -> str:
 
 
 def host_identity() -> bytes:
-    """Return 32 bytes that two engines share exactly when they run on one host, in one network namespace."""
+    """Return 32 bytes that two engines share exactly when they run on one host, with one network and one set of process
+    numbers, and see the same shared memory.
+    """
     parts = []
     for path in ("/proc/sys/kernel/random/boot_id", "/etc/machine-id"):
         try:
@@ -39,8 +41,14 @@ def host_identity() -> bytes:
                 parts.append(file.read().strip())
         except OSError:
             parts.append("")
+    for name in ("net", "pid"):
+        try:
+            parts.append(os.readlink(f"/proc/self/ns/{name}"))
+        except OSError:
+            parts.append("")
     try:
-        parts.append(os.readlink("/proc/self/ns/net"))
+        # Containers may share a network and not the shared memory.
+        parts.append(str(os.stat("/dev/shm").st_dev))
     except OSError:
         parts.append("")
     return hashlib.sha256("\n".join(parts).encode()).digest()

@@ -103,6 +103,11 @@ class Line:
         self._granted.discard(place)
         self.move()
 
+    @property
+    def has_place(self) -> bool:
+        """Whether the running task has waited for room and may take it."""
+        return any(place.held for place in self._granted)
+
     def use_place(self) -> bool:
         """Take the room that the running task has waited for; False when it has not."""
         held = next((place for place in self._granted if place.held), None)

@@ -13,6 +13,7 @@ from .line import Line
 
 if TYPE_CHECKING:
     from .aio import ControlConnection
+    from .counter import Counter
     from .rails import Core, Operation, PeerLink
     from .session import Session
     from .transfer import Transfer
@@ -56,6 +57,7 @@ class Peer:
         self.successor: Peer | None = None
         self.link: PeerLink | None = None
         self.leases = HeldLeases()
+        self.mourners: set[Counter] = set()
         self.connection: ControlConnection | None = None
         self._host = host
         self.waiter = host.loop.waiter
@@ -122,7 +124,7 @@ class Peer:
 
     def _begin(self, transfer: Transfer, link: PeerLink | None) -> None:
         """Start a transfer over a link that has room for it, or put it in line; its lease may be void."""
-        if transfer.lease and not self.leases.begin(transfer):
+        if transfer.lease and not self.leases.begin(transfer, transfer.lease):
             transfer.revoke()
         elif link is not None:
             self.start(transfer, link)
@@ -145,6 +147,15 @@ class Peer:
                 if not (peer.successor or peer.reason):
                     return
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a transfer of the running task would be within the limit, by a place that it has waited for, too."""
+        return self._line.has_room or self._line.has_place
+
+    def take_room(self) -> bool:
+        """Take room for one transfer that is started at once; False when there is none."""
+        return self._line.use_place() or self._line.has_room
+
     def start(self, transfer: Transfer, link: PeerLink) -> None:
         """Hand a transfer over a link to the native core, whatever waits."""
         transfer.belong(link)
@@ -154,12 +165,12 @@ class Peer:
     def transfer_refused(self, transfer: Transfer) -> None:
         """Take note that a transfer has ended without the native core."""
         if transfer.lease:
-            self.leases.end(transfer)
+            self.leases.end(transfer, transfer.lease)
         self._line.remove(transfer)
 
     def lease_over(self, transfer: Transfer) -> None:
         """Take note that a transfer through a lease is over."""
-        self.leases.end(transfer)
+        self.leases.end(transfer, transfer.lease)
 
     def cancel_transfer(self, transfer: Operation) -> None:
         """Have a transfer end: nothing more is posted, what was posted drains."""
@@ -173,15 +184,31 @@ class Peer:
         """
         if await finish(self._host.loop, transfer, self._host.drain_timeout):
             return
-        connection, link = self.connection, self.link
-        if connection is not None:
-            connection.linger = self._host.patience
+        failover = self.session.failover if self.session is not None else None
+        if (
+            failover is not None
+            # The other rails go on: both sides agree over the control connection that those channels are shut.
+            and failover.release(transfer)
+            and await finish(self._host.loop, transfer, self._host.patience)
+        ):
+            return
+        self.tear_down()
+        await finish(self._host.loop, transfer, self._host.patience)
+        await self.agree()
+
+    def tear_down(self) -> None:
+        """Lose the peer because a cancelled transfer did not leave the NIC in time."""
+        if self.connection is not None:
+            self.connection.linger = self._host.patience
         self.confirmed = False
         self.lose(
             f"a cancelled transfer did not leave the NIC within {self._host.drain_timeout} s, "
             "so the connection was torn down"
         )
-        await finish(self._host.loop, transfer, self._host.patience)
+
+    async def agree(self) -> None:
+        """Find out whether the peer, torn down, is known to carry out nothing more of ours."""
+        connection, link = self.connection, self.link
         if link is not None and await settle(self._host.loop, lambda: link.quiet, QUIET_S):
             self.confirmed = True
         elif connection is not None:
@@ -220,6 +247,8 @@ class Peer:
         self._host.peer_lost(self)
         self._changed.set()
         self._ended.set()
+        for counter in tuple(self.mourners):
+            counter.wake_waits()
         self._host.kick()
 
     def __repr__(self) -> str:

@@ -19,12 +19,32 @@ import aiote.aio as aio
 
 from .config import HEARTBEAT_MS, MESSAGE_BYTES, MESSAGE_POOL
 from .core.control import Authenticated, ControlProtocol, Event, HelloReceived, MessageReceived, Refusal, Role
-from .core.frames import Bye, Channel, Failed, Heartbeat, Mapped, Offer, RailOffer, Ready, Revoke, Revoked
+from .core.failover import FailoverError
+from .core.frames import (
+    Arrivals,
+    Bye,
+    Channel,
+    ChannelMessage,
+    Failed,
+    Heartbeat,
+    Joined,
+    MailMoved,
+    Mapped,
+    Offer,
+    RailDown,
+    RailOffer,
+    Ready,
+    Revoke,
+    Revoked,
+    Settle,
+)
 from .core.heartbeat import Heartbeat as HeartbeatClock
 from .core.pairing import pair_rails
 from .core.standstill import Standstill
 from .errors import AioteError, PeerError, TransferError
+from .failover import Failover
 from .peer import Peer
+from .rails import error_text
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -67,6 +87,7 @@ class Session:
         self._connection.on_event = self._on_event
         self._connection.on_end = self._on_end
         self._link: PeerLink | None = None
+        self.failover: Failover | None = None
         self.admitted = False
         self.committed = False
         self.who: tuple[bytes, int] | None = None
@@ -167,6 +188,8 @@ class Session:
                 if self.peer is not None:
                     answer = partial(self._connection.send, Revoked(lease))
                     self.peer.leases.revoke(low, high, lease, answer)
+            case Settle() | RailDown() | Arrivals() | Channel() | Joined() | MailMoved():
+                self._hear_channels(item)
             case Revoked(lease):
                 self._revoking.discard(lease)
                 self._given_back.set()
@@ -176,6 +199,22 @@ class Session:
                 raise SessionOver(f"it gave up: {item.text}")
             case _:
                 pass
+
+    def _hear_channels(self, message: ChannelMessage) -> None:
+        if self.failover is None:
+            raise SessionOver("it spoke of channels that fail, where there is one that does not")
+        try:
+            self.failover.hear(message)
+        except FailoverError as error:
+            raise SessionOver(str(error)) from error
+
+    def notice(self, link: PeerLink) -> None:
+        """Look at the channels of a link that the native core has something to say about."""
+        for number, errnum in link.notices():
+            if self.failover is not None and self.peer is not None and not self.peer.lost:
+                self.failover.notice(number, errnum)
+            elif errnum:
+                self.link_failed(f"the data connection failed: {error_text(errnum)}")
 
     async def _establish(self) -> None:
         if self._role is Role.ACCEPTOR:
@@ -221,27 +260,45 @@ class Session:
         self._clock.told = offer.heartbeat_ms / 1000
         return offer
 
+    def _pair(self, peer: Peer, offer: Offer) -> list[tuple[int, int]]:
+        """Return the pairs of (our rail, its rail) that are joined; both sides find the same. Raises PeerError."""
+        ours = {rail.index: rail.wire for rail in self._engine.fabric.rails}
+        theirs = {number: rail.wire for number, rail in enumerate(offer.rails)}
+        near = {rail.wire for rail in self._engine.fabric.rails if rail.traits.host_only} & set(theirs.values())
+        if len(set(ours.values()) - near) > 0 and len(set(theirs.values()) - near) > 0:
+            # Where there are others, too: shared memory alone is used on one host, and never between two.
+            here = offer.host_id == self._engine.host_id
+            ours, theirs = (
+                {number: wire for number, wire in rails.items() if not near or (wire in near) is here}
+                for rails in (ours, theirs)
+            )
+        mine, remote = list(ours), list(theirs)
+        if self._role is Role.INITIATOR:
+            found = pair_rails(list(ours.values()), list(theirs.values()))
+        else:
+            found = [pair[::-1] for pair in pair_rails(list(theirs.values()), list(ours.values()))]
+        if not found:
+            raise PeerError(
+                str(peer.address),
+                f"no rail in common: this engine speaks {', '.join(ours.values())}, it speaks "
+                f"{', '.join(theirs.values())} (tcp of libfabric 1.17 and of 1.18 and later cannot talk to each other, "
+                "shm only of one version)",
+            )
+        return [(mine[i], remote[j]) for i, j in found]
+
     async def _join_channels(self, peer: Peer, offer: Offer) -> PeerLink:
         """Open, tell, hear and join the channels, then let both sides know; return the link that may be written to."""
         engine = self._engine
-        ours = [rail.wire for rail in engine.fabric.rails]
-        theirs = [rail.wire for rail in offer.rails]
-        initiator, acceptor = (ours, theirs) if self._role is Role.INITIATOR else (theirs, ours)
-        pairs = pair_rails(initiator, acceptor)
-        if not pairs:
-            raise PeerError(
-                str(peer.address),
-                f"no rail in common: this engine speaks {', '.join(ours)}, it speaks {', '.join(theirs)} "
-                "(tcp of libfabric 1.17 and of 1.18 and later cannot talk to each other, shm only of one version)",
-            )
+        pairs = self._pair(peer, offer)
         # From here on a revocation has to be told by itself.
         self._told_void = True
         for low, high in engine.leases.void(peer.key):
             self._connection.send(Revoke(0, low, high))
-        for pair in pairs:
-            mine, remote = pair if self._role is Role.INITIATOR else pair[::-1]
+        for mine, remote in pairs:
             self._offer_channel(mine, remote)
         link = self._link = engine.core.add_peer(self)
+        link.survivable = len(pairs) > 1
+        link.in_turn = engine.config.schedule == "in-turn"
         for pending in list(self._channels):
             await self._join(peer, link, pending, await self._next(Channel))
         engine.fabric.open_mailbox(
@@ -257,8 +314,10 @@ class Session:
         self._connection.send(Ready())
         await self._next(Ready)
         link.greeted()
+        if link.survivable:
+            self.failover = Failover(engine, peer, link, self._role, pairs, self._connection.send)
         if self._role is Role.INITIATOR:
-            await self._probe(peer, link)
+            await self._probe(peer, link, len(pairs))
         return link
 
     async def revoke(self, lease: int, low: int, high: int) -> None:
@@ -281,11 +340,12 @@ class Session:
         while lease in self._revoking and not (self._connection.ended and (self._link is None or self._link.closed)):
             await self._given_back.wait()
 
-    async def _probe(self, peer: Peer, link: PeerLink) -> None:
+    async def _probe(self, peer: Peer, link: PeerLink, channels: int) -> None:
         """Write nothing, to bring up what providers connect lazily; a provider may never say that nobody is there."""
         self._probing = True
         try:
-            await self._engine.probe(peer, link)
+            for probe in [self._engine.probe(peer, link, number) for number in range(channels)]:
+                await probe
         except TransferError:
             if self._connection.ended:
                 raise SessionOver(self._connection.reason) from None
@@ -345,6 +405,8 @@ class Session:
             peer.lose(str(over))
         finally:
             self._engine.heartbeats.remove(self._beat)
+            if self.failover is not None:
+                self.failover.close()
             self._given_back.set()
 
     def _beat(self, now: float) -> float:
@@ -355,6 +417,8 @@ class Session:
             peer.confirmed = False
             peer.lose(f"it has been silent for {self._engine.config.heartbeat_limit} s")
             return math.inf
+        if self.failover is not None:
+            self.failover.tick(now)
         stuck = self._stands_still(now)
         if stuck:
             # What lies in the sockets' buffers may arrive yet, if the connection comes back first.
@@ -364,7 +428,8 @@ class Session:
         if self._clock.due(now, EARLY):
             self._connection.send(Heartbeat())
             self._clock.sent(now)
-        return self._clock.next_deadline(now)
+        soon = self.failover.deadline if self.failover is not None else None
+        return min(self._clock.next_deadline(now), math.inf if soon is None else soon)
 
     def _stands_still(self, now: float) -> str:
         """Say so where what is under way does not move: the data connection may be cut and this one not."""
@@ -373,6 +438,9 @@ class Session:
             return ""
         stuck = self._standstill.look(now, link.under_way(), link.moved)
         if stuck is None:
+            return ""
+        if self.failover is not None:
+            self.failover.fail(stuck, "the data connection has stood still, though the peer is alive")
             return ""
         rail = self._engine.rail_name(link.rail_of(stuck))
         return f"the data connection on rail {rail} has stood still, though the peer is alive"

@@ -59,7 +59,13 @@ def _peer_of(engine: Engine, remote: RemoteRegion) -> Peer:
 
 
 def submit_write(
-    engine: Engine, src: Region | None, dst: RemoteRegion | Peer | Address, imm: int | None, *, waits: bool = False
+    engine: Engine,
+    src: Region | None,
+    dst: RemoteRegion | Peer | Address,
+    imm: int | None,
+    *,
+    waits: bool = False,
+    rail: str | int | None = None,
 ) -> Transfer:
     """Start one write, with or without an immediate, or an immediate alone."""
     engine.require_open()
@@ -78,7 +84,7 @@ def submit_write(
         def launch_alone(transfer: Transfer, link: PeerLink) -> None:
             engine.core.submit_single(link, transfer, False, None, 0, None, 0, 0, value)
 
-        return engine.submit(peer, what, launch_alone, waits=waits)
+        return engine.submit(peer, what, launch_alone, waits=waits, rail=rail)
     source = _own(engine, _local(src, verb, "src"), verb)
     target = _remote(dst, verb, "dst")
     if source.nbytes != target.nbytes:
@@ -94,10 +100,12 @@ def submit_write(
             link, transfer, False, source.memory, source.start, target.memory, target.start, source.nbytes, value
         )
 
-    return engine.submit(peer, f"{verb} of {source.nbytes} bytes", launch, waits=waits, lease=target.lease)
+    return engine.submit(peer, f"{verb} of {source.nbytes} bytes", launch, waits=waits, lease=target.lease, rail=rail)
 
 
-def submit_read(engine: Engine, src: RemoteRegion, dst: Region, *, waits: bool = False) -> Transfer:
+def submit_read(
+    engine: Engine, src: RemoteRegion, dst: Region, *, waits: bool = False, rail: str | int | None = None
+) -> Transfer:
     """Start one read."""
     engine.require_open()
     source = _remote(src, "read", "src_remote")
@@ -126,10 +134,12 @@ def submit_read(engine: Engine, src: RemoteRegion, dst: Region, *, waits: bool =
             NO_IMMEDIATE,
         )
 
-    return engine.submit(peer, f"read of {source.nbytes} bytes", launch, waits=waits, lease=source.lease)
+    return engine.submit(peer, f"read of {source.nbytes} bytes", launch, waits=waits, lease=source.lease, rail=rail)
 
 
-def submit_pages(engine: Engine, src: Pages, dst: Pages, imm: int | None, *, waits: bool = False) -> Transfer:
+def submit_pages(
+    engine: Engine, src: Pages, dst: Pages, imm: int | None, *, waits: bool = False, rail: str | int | None = None
+) -> Transfer:
     """Start paged writes."""
     engine.require_open()
     if not isinstance(src, Pages) or not isinstance(dst, Pages):
@@ -164,7 +174,12 @@ def submit_pages(engine: Engine, src: Pages, dst: Pages, imm: int | None, *, wai
         )
 
     return engine.submit(
-        peer, f"write_pages of {len(src)} pages of {src.page_bytes} bytes", launch, waits=waits, lease=target.lease
+        peer,
+        f"write_pages of {len(src)} pages of {src.page_bytes} bytes",
+        launch,
+        waits=waits,
+        lease=target.lease,
+        rail=rail,
     )
 
 

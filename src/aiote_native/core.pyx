@@ -17,7 +17,7 @@ from aiote_native.counters cimport Wait, table_find, table_free, table_init, tab
 from aiote_native.doorbell cimport Doorbell
 from aiote_native.messages cimport mailbox_cancel, mailbox_start
 from aiote_native.peers cimport PeerLink, open_peer
-from aiote_native.posting cimport cut_part, op_cancel, op_start
+from aiote_native.posting cimport cut_op, op_cancel, op_start
 from aiote_native.progress cimport (
     Watched, alive, clock_ns, kick, lock, new_epoch, progress_once, progress_until, pthread_join, pthread_mutex_init,
     slice_end, start_thread, unlock, usable, watch_descriptor, watch_unlink)
@@ -217,7 +217,7 @@ cdef class Core:
         cdef list rooms = self.rooms
         raised = None
         # Peers first: a lost one has no room for anybody.
-        if on_round is not None and (failed or self.engine.state.inbox):
+        if on_round is not None and (failed or self.engine.state.inbox or self.engine.state.failures):
             try:
                 on_round(failed)
             except BaseException as error:
@@ -232,6 +232,19 @@ cdef class Core:
                 except BaseException as error:
                     raised = error
         return raised
+
+    def noticed(self) -> list[PeerLink]:
+        """Return the peers with `notices`."""
+        cdef PeerLink link
+        cdef int i
+        found = []
+        if self.engine.state.failures:
+            for link in self.peers:
+                for i in range(link.state.channel_count):
+                    if link.state.channels[i].noticed:
+                        found.append(link)
+                        break
+        return found
 
     def failed_peers(self) -> list[PeerLink]:
         """Return the peers that failed since the last call."""
@@ -260,6 +273,16 @@ cdef class Core:
         operation.op.part_bytes = length
         operation.op.parts = 1
         self.begin(peer, operation, reads, imm)
+
+    def submit_probe(self, PeerLink peer, Operation operation, int number) -> None:
+        """Start a write of nothing over one channel, which need not be in use yet."""
+        usable(&self.engine)
+        if not 0 <= number < peer.state.channel_count:
+            raise RuntimeError(f"there is no channel {number}")
+        operation.take(None, 0, None, 0, 0, 0, False)
+        operation.op.parts = 1
+        operation.op.proof = number + 1
+        self.begin(peer, operation, False, -1)
 
     def submit_pages(self, PeerLink peer, Operation operation, LocalMemory local, uint64_t local_offset,
                      PageIndex source, uint64_t source_stride, RemoteMemory remote, uint64_t remote_offset,
@@ -298,7 +321,7 @@ cdef class Core:
         op.counted = imm >= 0
         op.imm = <uint32_t> imm if imm >= 0 else 0
         op.total = op.part_bytes * op.parts
-        cut_part(op.part_bytes, peer.state.channel_count, peer.largest(), self.smallest, op.counted, &op.cut)
+        cut_op(op, &peer.state, peer.largest(), self.smallest)
         self.launch(peer, operation)
         return 0
 

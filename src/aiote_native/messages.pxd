@@ -4,13 +4,13 @@ from aiote_native.posting cimport State
 from aiote_native.structs cimport Channel, Completion, Mailbox, Op, PeerState, Slot
 
 cdef enum:
-    HEADER_BYTES = 16
+    HEADER_BYTES = 32
     CREDIT_SLOTS = 2
 
 cdef Mailbox* mailbox_new(Channel* channel, uint32_t slots, uint32_t slot_bytes, uint32_t peer_slots, uint8_t* memory,
                           void* desc) except NULL
 cdef void mailbox_free(Mailbox* self) noexcept nogil
-cdef size_t mailbox_bytes(uint32_t slots, uint32_t slot_bytes) noexcept nogil
+cdef size_t mailbox_bytes(uint32_t slots, uint32_t peer_slots, uint32_t slot_bytes) noexcept nogil
 cdef void mailbox_open(State* state, Mailbox* self) noexcept nogil
 cdef void mailbox_pump(State* state, Mailbox* self) noexcept nogil
 cdef void mailbox_received(State* state, Mailbox* self, Slot* slot, const Completion* completion) noexcept nogil
@@ -20,3 +20,4 @@ cdef Slot* mailbox_peek(Mailbox* self) noexcept nogil
 cdef void mailbox_consume(State* state, Mailbox* self) noexcept nogil
 cdef void mailbox_cancel(State* state, Mailbox* self, Op* op) noexcept nogil
 cdef void mailbox_fail(State* state, Mailbox* self, int status, int rail) noexcept nogil
+cdef void post_receives(State* state, Mailbox* self) noexcept nogil

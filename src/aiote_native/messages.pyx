@@ -16,9 +16,10 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
 from aiote_native.doorbell cimport ring
-from aiote_native.gates cimport gate_post
+from aiote_native.gates cimport gate_leave, gate_post
 from aiote_native.posting cimport op_end, op_fail, peer_fail
-from aiote_native.structs cimport ECANCELED, OP_RECV, OP_SEND, Post
+from aiote_native.recovery cimport channel_fault
+from aiote_native.structs cimport BROKEN, ECANCELED, OP_RECV, OP_SEND, Post
 
 cdef enum Kind:
     DATA = 1
@@ -28,10 +29,17 @@ cdef struct Header:
     uint32_t kind
     uint32_t length
     uint64_t consumed
+    uint64_t number
+    uint64_t floor
 
 
-cdef size_t mailbox_bytes(uint32_t slots, uint32_t slot_bytes) noexcept nogil:
-    return 2 * <size_t> (slots + CREDIT_SLOTS) * slot_bytes
+cdef uint32_t transmit_slots_of(uint32_t slots, uint32_t peer_slots) noexcept nogil:
+    """As many as the peer takes: with several channels a message keeps its slot until the peer says that it came."""
+    return (peer_slots if peer_slots > slots else slots) + CREDIT_SLOTS
+
+
+cdef size_t mailbox_bytes(uint32_t slots, uint32_t peer_slots, uint32_t slot_bytes) noexcept nogil:
+    return <size_t> (slots + CREDIT_SLOTS + transmit_slots_of(slots, peer_slots)) * slot_bytes
 
 
 cdef Mailbox* mailbox_new(Channel* channel, uint32_t slots, uint32_t slot_bytes, uint32_t peer_slots, uint8_t* memory,
@@ -42,9 +50,11 @@ cdef Mailbox* mailbox_new(Channel* channel, uint32_t slots, uint32_t slot_bytes,
     cdef uint32_t count = slots + CREDIT_SLOTS
     if self == NULL:
         raise MemoryError
+    self.transmit_slots = transmit_slots_of(slots, peer_slots)
     self.receive = <Slot*> calloc(count, sizeof(Slot))
-    self.transmit = <Slot*> calloc(count, sizeof(Slot))
-    if self.receive == NULL or self.transmit == NULL:
+    self.transmit = <Slot*> calloc(self.transmit_slots, sizeof(Slot))
+    self.seen = <uint64_t*> calloc(slots, sizeof(uint64_t))
+    if self.receive == NULL or self.transmit == NULL or self.seen == NULL:
         mailbox_free(self)
         raise MemoryError
     self.channel = channel
@@ -55,9 +65,10 @@ cdef Mailbox* mailbox_new(Channel* channel, uint32_t slots, uint32_t slot_bytes,
     self.desc = desc
     for i in range(count):
         prepare(self, &self.receive[i], memory + <size_t> i * slot_bytes, OP_RECV)
-        prepare(self, &self.transmit[i], memory + <size_t> (count + i) * slot_bytes, OP_SEND)
         self.receive[i].next = self.repost
         self.repost = &self.receive[i]
+    for i in range(self.transmit_slots):
+        prepare(self, &self.transmit[i], memory + <size_t> (count + i) * slot_bytes, OP_SEND)
         self.transmit[i].next = self.spare_transmit
         self.spare_transmit = &self.transmit[i]
     return self
@@ -74,14 +85,28 @@ cdef void mailbox_free(Mailbox* self) noexcept nogil:
     if self != NULL:
         free(self.receive)
         free(self.transmit)
+        free(self.seen)
         free(self)
+
+
+cdef bint able(const Mailbox* self) noexcept nogil:
+    """Whether there is a channel to post to."""
+    return self.channel != NULL and self.channel.open and not self.channel.paused
+
+
+cdef void channel_broken(State* state, Mailbox* self, int code) noexcept nogil:
+    """Take a refused or failed message for the end of its channel: whether it came, and its credit, is not known."""
+    if self.channel.peer.survivable:
+        channel_fault(state, self.channel, BROKEN, code)
+    else:
+        peer_fail(state, self.channel.peer, code, self.channel.rail)
 
 
 cdef void post_receives(State* state, Mailbox* self) noexcept nogil:
     cdef Slot* slot
     cdef Post args
     cdef int code
-    while self.repost != NULL and self.channel.open:
+    while self.repost != NULL and able(self):
         slot = self.repost
         args.opcode = OP_RECV
         args.local = slot.memory
@@ -89,12 +114,13 @@ cdef void post_receives(State* state, Mailbox* self) noexcept nogil:
         args.length = self.slot_bytes
         slot.wr.busy = True
         code = gate_post(self.channel, &args, &slot.wr)
+        gate_leave(self.channel)
         if code != 0:
             slot.wr.busy = False
             if code == -EAGAIN:
                 state.blocked += 1
             else:
-                peer_fail(state, self.channel.peer, code, self.channel.rail)
+                channel_broken(state, self, code)
             return
         self.repost = slot.next
         slot.next = NULL
@@ -104,29 +130,44 @@ cdef int post_message(State* state, Mailbox* self, Kind kind, const void* payloa
                       Op* op) noexcept nogil:
     cdef Slot* slot = self.spare_transmit
     cdef Header* header
-    cdef Post args
     cdef int code
     if slot == NULL:
         return -EAGAIN
     header = <Header*> slot.memory
     header.kind = kind
     header.length = length
-    header.consumed = self.consumed
+    header.number = self.numbered + 1 if kind == DATA else 0
     if length:
         memcpy(slot.memory + HEADER_BYTES, payload, length)
+    slot.op = op
+    slot.number = header.number
+    slot.length = length
+    code = post_slot(state, self, slot)
+    if code == 0:
+        self.spare_transmit = slot.next
+        self.numbered += kind == DATA
+    return code
+
+
+cdef int post_slot(State* state, Mailbox* self, Slot* slot) noexcept nogil:
+    """Post a message that is in its slot already."""
+    cdef Post args
+    cdef int code
+    (<Header*> slot.memory).consumed = self.consumed
+    (<Header*> slot.memory).floor = self.floor
     args.opcode = OP_SEND
     args.local = slot.memory
     args.desc = self.desc
-    args.length = HEADER_BYTES + length
-    slot.op = op
+    args.length = HEADER_BYTES + slot.length
     slot.wr.busy = True
-    slot.wr.length = length
+    slot.wr.lost = False
+    slot.wr.length = slot.length
     code = gate_post(self.channel, &args, &slot.wr)
+    gate_leave(self.channel)
     if code != 0:
         slot.wr.busy = False
         state.refused += 1
         return code
-    self.spare_transmit = slot.next
     self.advertised = self.consumed
     self.channel.outstanding += 1
     if self.channel.waiting != NULL:
@@ -147,6 +188,9 @@ cdef void send_queued(State* state, Mailbox* self) noexcept nogil:
         code = post_message(state, self, DATA, <void*> op.local_address, <uint32_t> op.part_bytes, op)
         if code == -EAGAIN:
             state.blocked += 1
+            return
+        if code != 0 and self.channel.peer.survivable:
+            channel_fault(state, self.channel, BROKEN, code)
             return
         self.head = op.next
         if self.head == NULL:
@@ -175,7 +219,7 @@ cdef void send_credits(State* state, Mailbox* self) noexcept nogil:
     elif code == -EAGAIN:
         state.blocked += 1
     else:
-        peer_fail(state, self.channel.peer, code, self.channel.rail)
+        channel_broken(state, self, code)
 
 
 cdef void mailbox_open(State* state, Mailbox* self) noexcept nogil:
@@ -184,10 +228,14 @@ cdef void mailbox_open(State* state, Mailbox* self) noexcept nogil:
 
 cdef void mailbox_pump(State* state, Mailbox* self) noexcept nogil:
     """Repost receives, send what has credits, and give credits back where nothing else carries them."""
-    if not self.channel.open:
+    if not able(self):
         return
     if self.repost != NULL:
         post_receives(state, self)
+    if self.held:
+        return
+    if self.resend != NULL:
+        send_again(state, self)
     if self.head != NULL:
         send_queued(state, self)
     if self.consumed != self.advertised:
@@ -238,6 +286,28 @@ cdef void mailbox_cancel(State* state, Mailbox* self, Op* op) noexcept nogil:
         op_fail(state, op, -ECANCELED, -1)
 
 
+cdef void free_arrived(Mailbox* self, uint64_t floor) noexcept nogil:
+    """Let go of the messages that have come, and are over."""
+    cdef Slot** link = &self.unsure
+    cdef Slot* slot
+    while link[0] != NULL:
+        slot = link[0]
+        if slot.number <= floor and slot.op == NULL:
+            link[0] = slot.next
+            slot.next = self.spare_transmit
+            self.spare_transmit = slot
+        else:
+            link = &slot.next
+
+
+cdef bint expected(const Mailbox* self, const Header* header) noexcept nogil:
+    """Whether a message is within the pool's credits and new."""
+    if header.kind == CREDITS:
+        return header.number == 0
+    return (0 < header.number <= self.floor + self.slots
+            and self.seen[header.number % self.slots] < header.number)
+
+
 cdef void mailbox_received(State* state, Mailbox* self, Slot* slot, const Completion* completion) noexcept nogil:
     cdef Header* header = <Header*> slot.memory
     slot.wr.busy = False
@@ -245,21 +315,29 @@ cdef void mailbox_received(State* state, Mailbox* self, Slot* slot, const Comple
         slot.next = self.repost
         self.repost = slot
         if self.channel.open:
-            peer_fail(state, self.channel.peer, completion.status, self.channel.rail)
+            channel_broken(state, self, completion.status)
         return
     if (completion.length < HEADER_BYTES or header.length > completion.length - HEADER_BYTES
-            or (header.kind != DATA and header.kind != CREDITS) or header.consumed > self.sent):
+            or (header.kind != DATA and header.kind != CREDITS) or header.consumed > self.sent
+            or not expected(self, header)):
         slot.next = self.repost
         self.repost = slot
         peer_fail(state, self.channel.peer, -EPROTO, self.channel.rail)
         return
     if header.consumed > self.granted:
         self.granted = header.consumed
+    if self.unsure != NULL:
+        free_arrived(self, header.floor)
     slot.next = NULL
     if header.kind == CREDITS:
         slot.next = self.repost
         self.repost = slot
         return
+    self.seen[header.number % self.slots] = header.number
+    if header.number > self.top:
+        self.top = header.number
+    while self.floor < self.top and self.seen[(self.floor + 1) % self.slots] == self.floor + 1:
+        self.floor += 1
     slot.length = header.length
     if self.ready_tail == NULL:
         self.ready_head = slot
@@ -274,11 +352,16 @@ cdef void mailbox_sent(State* state, Mailbox* self, Slot* slot, const Completion
     cdef Op* op = slot.op
     slot.wr.busy = False
     slot.op = NULL
-    slot.next = self.spare_transmit
-    self.spare_transmit = slot
-    if op == NULL:
-        self.credits_in_flight -= 1
+    if self.channel.peer.survivable and slot.number:
+        # Providers call a message sent when a socket has taken it, so the channel may still lose it.
+        slot.next = self.unsure
+        self.unsure = slot
     else:
+        slot.next = self.spare_transmit
+        self.spare_transmit = slot
+    if slot.number == 0:
+        self.credits_in_flight -= 1
+    elif op != NULL:
         op.outstanding = 0
         if completion.status == 0:
             op.confirmed = op.part_bytes
@@ -289,6 +372,33 @@ cdef void mailbox_sent(State* state, Mailbox* self, Slot* slot, const Completion
     # Whether a failed message arrived is not known, and so neither is its credit: the pair cannot go on.
     if completion.status != 0 and self.channel.open:
         peer_fail(state, self.channel.peer, completion.status, self.channel.rail)
+
+
+cdef void send_again(State* state, Mailbox* self) noexcept nogil:
+    cdef Slot* slot
+    cdef int code
+    while self.resend != NULL and able(self):
+        slot = self.resend
+        code = post_slot(state, self, slot)
+        if code == -EAGAIN:
+            state.blocked += 1
+            return
+        if code != 0:
+            channel_broken(state, self, code)
+            return
+        self.resend = slot.next
+
+
+cdef void end_slots(State* state, Slot* slot, int status, int rail) noexcept nogil:
+    """End messages that were sent once and never will be again."""
+    cdef Op* op
+    while slot != NULL:
+        op = slot.op
+        slot.op = NULL
+        slot = slot.next
+        if op != NULL:
+            op.outstanding = 0
+            op_fail(state, op, status, rail)
 
 
 cdef Slot* mailbox_peek(Mailbox* self) noexcept nogil:
@@ -316,3 +426,6 @@ cdef void mailbox_fail(State* state, Mailbox* self, int status, int rail) noexce
         op = self.head
         withdraw(state, self, op)
         op_fail(state, op, status, rail)
+    end_slots(state, self.unsure, status, rail)
+    end_slots(state, self.resend, status, rail)
+    self.unsure = self.resend = NULL

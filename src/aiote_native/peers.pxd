@@ -26,6 +26,9 @@ cdef class PeerLink:
     cdef uint64_t largest(self) noexcept nogil
     cdef int widest(self) noexcept nogil
     cdef void hang_bell(self, Channel* channel, PeerBell bell, int slot, int peer_slot, uint32_t peer_generation)
+    cdef Channel* channel_of(self, int number) except NULL
+    cdef void drop_notice(self, Channel* channel) noexcept nogil
+    cdef tuple received(self)
     cdef void leave(self)
 
 cdef PeerLink open_peer(object core, Progress* engine, object tag)

@@ -1,22 +1,24 @@
 """A peer as the native floor has it: its channels, its mailbox, and their end."""
 
+from cpython.array cimport array
 from cpython.object cimport PyObject
 from libc.errno cimport EIO
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
+from aiote_native.channels cimport close_channel, free_channel, greet, new_channel, shut_channel
 from aiote_native.doorbell cimport BELL_SLOTS, PeerBell
 from aiote_native.kinds cimport NativeEndpoint
+from aiote_native.ledger cimport tally_add, tally_free, tally_items
 from aiote_native.messages cimport (
     HEADER_BYTES, mailbox_bytes, mailbox_consume, mailbox_fail, mailbox_free, mailbox_new, mailbox_open, mailbox_peek)
-from aiote_native.posting cimport peer_fail, post_on
-from aiote_native.progress cimport alive, close_channel, kick, lock, unlock, usable, watch_descriptor
-from aiote_native.structs cimport Channel, MAX_CHANNELS, MAX_RAILS, Mailbox, OP_WRITE, Post, Slot, WorkRequest
-from aiote_native.workrequests cimport LocalMemory
-
-cdef enum:
-    DEPTH = 256  # work requests that one channel holds at most: enough to fill a wire, few enough to drain soon
+from aiote_native.moving cimport mailbox_attach, mailbox_release, mailbox_unsure
+from aiote_native.posting cimport peer_fail, pump_peer
+from aiote_native.progress cimport alive, kick, lock, unlock, usable, watch_descriptor
+from aiote_native.recovery cimport Account, impossible, lost_keys, redo_all
+from aiote_native.schedule cimport fade
+from aiote_native.structs cimport Channel, MAX_CHANNELS, MAX_RAILS, Mailbox, SOUND, Slot
+from aiote_native.workrequests cimport LocalMemory, Operation
 
 
 cdef PeerLink open_peer(object core, Progress* engine, object tag):
@@ -88,12 +90,16 @@ cdef class PeerLink:
         return {
             i: self.state.channels[i].ended
             for i in range(self.state.channel_count)
-            if refused or self.state.channels[i].outstanding
+            if self.state.channels[i].open and (refused or self.state.channels[i].outstanding)
         }
+
+    def ended(self) -> list[int]:
+        """Return how many work requests have ended on each channel since it was opened."""
+        return [self.state.channels[i].ended for i in range(self.state.channel_count)]
 
     def moved(self, int channel) -> int:
         """Return how many bytes a channel's connection has moved either way; -1 where nobody can tell."""
-        return (<NativeEndpoint> self.endpoints[channel]).moved()
+        return (<NativeEndpoint> self.endpoints[channel]).moved() if self.endpoints[channel] is not None else -1
 
     def rail_of(self, int channel) -> int:
         """Return our rail under a channel."""
@@ -101,17 +107,20 @@ cdef class PeerLink:
 
     def add_channel(self, NativeEndpoint endpoint, int rail, int remote_rail, uint64_t imm_key, uint64_t imm_address,
                     LocalMemory scratch, uint64_t largest=0, uint64_t least=0, PeerBell bell=None, int slot=-1,
-                    int peer_slot=-1, uint32_t peer_generation=0) -> None:
+                    int peer_slot=-1, uint32_t peer_generation=0, int number=-1) -> None:
         """Take an endpoint that is connected to the peer's.
 
         `scratch` is local memory for operations without any, `imm_key` and `imm_address` the peer's target of
         an immediate alone, `largest` bounds a message below the provider's own limit, `least` is what an
         immediate alone carries, `bell` is the peer's doorbell with the slot that this side has in its own
-        page and the slot that the peer has in its, with that one's generation.
+        page and the slot that the peer has in its, with that one's generation. `number` names a channel that was shut,
+        in whose place this one comes; it carries nothing before `admit`.
         """
         cdef Channel* channel
         usable(self.engine)
-        if self.closed or self.state.channel_count >= MAX_CHANNELS:
+        if number >= 0 and (number >= self.state.channel_count or self.state.channels[number].open):
+            raise RuntimeError(f"channel {number} is not shut")
+        if self.closed or (number < 0 and self.state.channel_count >= MAX_CHANNELS):
             raise RuntimeError(f"the peer is closed or has {MAX_CHANNELS} channels already")
         if not 0 <= rail < MAX_RAILS or not 0 <= remote_rail < MAX_CHANNELS:
             raise ValueError(f"no such rail: {rail} here, {remote_rail} there")
@@ -132,13 +141,20 @@ cdef class PeerLink:
             self.hang_bell(channel, bell, slot, peer_slot, peer_generation)
         channel.ops = endpoint.ops
         channel.impl = endpoint.give()
-        self.endpoints.append(endpoint)
         channel.open = True
+        channel.paused = number >= 0
         if channel.wait_fd >= 0:
             watch_descriptor(self.engine.epoll_fd, channel.wait_fd)
         lock(self.engine)
-        self.state.channels[self.state.channel_count] = channel
-        self.state.channel_count += 1
+        if number >= 0:
+            self.drop_notice(self.state.channels[number])
+            free_channel(self.state.channels[number])
+            self.state.channels[number] = channel
+            self.endpoints[number] = endpoint
+        else:
+            self.state.channels[self.state.channel_count] = channel
+            self.state.channel_count += 1
+            self.endpoints.append(endpoint)
         if channel.wait_fd < 0:
             self.state.greeting = True
             greet(self.engine, channel)
@@ -174,7 +190,7 @@ cdef class PeerLink:
         usable(self.engine)
         if self.state.channel_count == 0 or self.state.mailbox != NULL:
             raise RuntimeError("a mailbox needs a channel, and there is one for a peer")
-        if memory.length < mailbox_bytes(slots, slot_bytes):
+        if memory.length < mailbox_bytes(slots, peer_slots, slot_bytes):
             raise ValueError("the pool's memory is too short")
         lock(self.engine)
         try:
@@ -237,6 +253,7 @@ cdef class PeerLink:
         lock(self.engine)
         with nogil:
             for i in range(self.state.channel_count):
+                self.drop_notice(self.state.channels[i])
                 close_channel(self.engine, self.state.channels[i])
             self.state.channel_count = 0
         self.keep_messages()
@@ -244,7 +261,8 @@ cdef class PeerLink:
         unlock(self.engine)
         self.closed = True
         for endpoint in self.endpoints:
-            (<NativeEndpoint> endpoint).taken_back()
+            if endpoint is not None:
+                (<NativeEndpoint> endpoint).taken_back()
         for bell, _slot in self.bells:
             bell.silence()
         for slot in self.slots:
@@ -252,6 +270,199 @@ cdef class PeerLink:
         if self.mailbox_memory is not None:
             self.mailbox_memory.close()
         self.core.peers.pop(self, None)
+
+    # Channels that fail, where there are several: the protocol is `aiote.core.failover`.
+
+    @property
+    def survivable(self) -> bool:
+        """Whether the loss of a channel is not that of the peer; said before the first is added."""
+        return self.state.survivable
+
+    @survivable.setter
+    def survivable(self, bint value):
+        self.state.survivable = value
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether the channels take turns, instead of each getting what it is able to carry."""
+        return self.state.in_turn
+
+    @in_turn.setter
+    def in_turn(self, bint value):
+        self.state.in_turn = value
+
+    cdef Channel* channel_of(self, int number) except NULL:
+        if self.closed or not alive(self.engine) or not 0 <= number < self.state.channel_count:
+            raise RuntimeError(f"there is no channel {number}")
+        return self.state.channels[number]
+
+    cdef void drop_notice(self, Channel* channel) noexcept nogil:
+        if channel.noticed:
+            channel.noticed = False
+            self.engine.state.failures -= 1
+
+    def notices(self) -> list[tuple[int, int]]:
+        """Return (channel, error number) of those that have something to be looked at since the last call; 0: it is
+        only to be settled.
+        """
+        cdef Channel* channel
+        cdef int i
+        found = []
+        for i in range(self.state.channel_count if alive(self.engine) else 0):
+            channel = self.state.channels[i]
+            if channel.noticed:
+                self.drop_notice(channel)
+                found.append((i, -channel.error if channel.fault != SOUND else 0))
+        return found
+
+    def admit(self, int number) -> None:
+        """Let a channel carry what is queued."""
+        cdef Channel* channel = self.channel_of(number)
+        lock(self.engine)
+        channel.paused = False
+        pump_peer(&self.engine.state, &self.state)
+        kick(self.engine)
+        unlock(self.engine)
+
+    def carries(self, int number) -> bool:
+        """Whether a channel carries what is queued."""
+        cdef Channel* channel = self.channel_of(number)
+        return channel.open and not channel.paused
+
+    def shut(self, int number) -> None:
+        """Shut a channel's endpoint: no byte moves through it any more when this returns. Idempotent."""
+        cdef Channel* channel = self.channel_of(number)
+        usable(self.engine)
+        lock(self.engine)
+        with nogil:
+            shut_channel(self.engine, channel)
+            self.drop_notice(channel)
+            kick(self.engine)
+        unlock(self.engine)
+        endpoint, self.endpoints[number] = self.endpoints[number], None
+        if endpoint is not None:
+            (<NativeEndpoint> endpoint).taken_back()
+
+    def arrivals(self, int number) -> tuple[list[tuple[int, int]], int, list[int]]:
+        """Return what came over a channel that was shut, as (word, times), less what was settled; and, of the messages
+        of the peer, the highest number that came and those below it that did not.
+        """
+        cdef Channel* channel = self.channel_of(number)
+        lock(self.engine)
+        try:
+            top, holes = self.received()
+            return tally_items(&channel.arrived), top, holes
+        finally:
+            unlock(self.engine)
+
+    cdef tuple received(self):
+        cdef Mailbox* mailbox = self.state.mailbox
+        cdef uint64_t n, first
+        if mailbox == NULL:
+            return 0, []
+        first = mailbox.top - mailbox.slots + 1 if mailbox.top >= mailbox.slots else 1
+        return mailbox.top, [n for n in range(first, mailbox.top + 1) if mailbox.seen[n % mailbox.slots] != n]
+
+    def lost_keys(self, int number) -> list[int]:
+        """Return the keys of the peer's memory that a shut channel has lost work for, each once."""
+        cdef Channel* channel = self.channel_of(number)
+        lock(self.engine)
+        keys = lost_keys(channel)
+        unlock(self.engine)
+        return keys
+
+    def reconcile(self, int number, list arrivals, uint64_t top, list holes, list unknown) -> bool:
+        """Do again what a shut channel has lost, given what the peer, which has shut it too, says that came.
+
+        What is for keys `unknown` to the peer fails. False where what it says cannot be.
+        """
+        cdef Channel* channel = self.channel_of(number)
+        cdef array words = array("I", [word for word, _ in arrivals])
+        cdef array counts = array("Q", [times for _, times in arrivals])
+        cdef array lost = array("Q", holes)
+        cdef array keys = array("Q", unknown)
+        cdef bint honest
+        cdef uint64_t missing = len(holes)
+        cdef Account account
+        account.words = words.data.as_uints
+        account.counts = <uint64_t*> counts.data.as_ulonglongs
+        account.count = len(arrivals)
+        account.unknown = <uint64_t*> keys.data.as_ulonglongs
+        account.unknown_count = len(unknown)
+        lock(self.engine)
+        with nogil:
+            honest = impossible(channel, &account) < 0
+            if honest and self.state.mailbox != NULL and self.state.mailbox.channel == NULL:
+                honest = mailbox_unsure(&self.engine.state, self.state.mailbox, top,
+                                        <uint64_t*> lost.data.as_ulonglongs, missing)
+            if honest:
+                redo_all(&self.engine.state, channel, &account)
+            kick(self.engine)
+        unlock(self.engine)
+        return honest
+
+    def settlement(self, int number) -> list[tuple[int, int]]:
+        """Take what was confirmed on a channel out of its tally, for the peer to do the same."""
+        cdef Channel* channel = self.channel_of(number)
+        lock(self.engine)
+        items = tally_items(&channel.confirmed)
+        tally_free(&channel.confirmed)
+        unlock(self.engine)
+        return items
+
+    def settle(self, int number, list items) -> bool:
+        """Take what the peer has settled out of the tally of what came; False where there is no room."""
+        cdef Channel* channel = self.channel_of(number)
+        cdef bint fits = True
+        lock(self.engine)
+        for word, count in items:
+            fits = tally_add(&channel.arrived, word, -count) == 0 and fits
+        unlock(self.engine)
+        return fits
+
+    def fade(self) -> None:
+        """Let go of what is known of the speed of idle channels, by and by."""
+        if not self.closed:
+            fade(&self.state)
+
+    @property
+    def mailbox_channel(self) -> int:
+        """The channel that carries messages, or -1."""
+        cdef int i
+        for i in range(self.state.channel_count):
+            if self.state.mailbox != NULL and self.state.mailbox.channel == self.state.channels[i]:
+                return i
+        return -1
+
+    def move_mailbox(self, int number) -> None:
+        """Receive messages over another channel; none is sent before `release_mailbox`."""
+        cdef Channel* channel = self.channel_of(number)
+        lock(self.engine)
+        if self.state.mailbox != NULL and channel.open:
+            mailbox_attach(&self.engine.state, self.state.mailbox, channel, self.mailbox_memory.descs[channel.rail])
+        kick(self.engine)
+        unlock(self.engine)
+
+    def release_mailbox(self) -> None:
+        """Say that the peer receives there, too."""
+        lock(self.engine)
+        if self.state.mailbox != NULL and self.state.mailbox.channel != NULL:
+            mailbox_release(&self.engine.state, self.state.mailbox)
+        kick(self.engine)
+        unlock(self.engine)
+
+    def holding(self, Operation operation) -> list[int]:
+        """Return the open channels that have work of a transfer."""
+        cdef uint32_t j
+        cdef int i
+        found = []
+        for i in range(self.state.channel_count):
+            for j in range(self.state.channels[i].depth):
+                if (self.state.channels[i].open and self.state.channels[i].requests[j].busy
+                        and self.state.channels[i].requests[j].owner == &operation.op):
+                    found.append(i)
+                    break
+        return found
 
     @property
     def quiet(self) -> bool:
@@ -286,44 +497,6 @@ cdef class PeerLink:
             self.state.next_peer.prev_peer = self.state.prev_peer
 
 
-cdef Channel* new_channel(uint64_t depth) except NULL:
-    """Allocate a channel with its work requests, as many as the provider's queue takes but no more than DEPTH."""
-    cdef Channel* channel = <Channel*> calloc(1, sizeof(Channel))
-    cdef uint32_t i
-    if channel == NULL:
-        raise MemoryError
-    channel.depth = <uint32_t> min(depth, DEPTH)
-    channel.requests = <WorkRequest*> calloc(channel.depth, sizeof(WorkRequest))
-    if channel.requests == NULL:
-        free(channel)
-        raise MemoryError
-    for i in range(channel.depth):
-        channel.requests[i].channel = channel
-        channel.requests[i].next = channel.spare
-        channel.spare = &channel.requests[i]
-    return channel
-
-
-cdef void greet(Progress* engine, Channel* channel) noexcept nogil:
-    """Try one write before the endpoint is first polled.
-
-    shm of 2.5.1 maps a peer of the same process only while it answers that peer's connection request, and sends
-    none of its own to one that it has answered: commands the other way then carry an offset instead of an address
-    and crash the process. If both sides ask before they answer, both are mapped.
-    """
-    cdef Post args
-    args.opcode = OP_WRITE
-    args.with_imm = False
-    args.imm = 0
-    args.local = channel.scratch
-    args.desc = channel.scratch_desc
-    args.length = channel.least
-    args.payload = 0
-    args.remote = channel.imm_address
-    args.key = channel.imm_key
-    post_on(&engine.state, channel, &args, NULL)
-
-
-def pool_bytes(uint32_t slots, uint32_t message_bytes, uint32_t peer_message_bytes) -> int:
+def pool_bytes(uint32_t slots, uint32_t message_bytes, uint32_t peer_slots, uint32_t peer_message_bytes) -> int:
     """Return the bytes of memory that `open_mailbox` needs for these numbers."""
-    return mailbox_bytes(slots, max(message_bytes, peer_message_bytes) + HEADER_BYTES)
+    return mailbox_bytes(slots, peer_slots, max(message_bytes, peer_message_bytes) + HEADER_BYTES)

@@ -1,7 +1,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from aiote_native.counters cimport Table
-from aiote_native.structs cimport Channel, Completion, Cut, DoneList, Op, PeerState, Post, WorkRequest
+from aiote_native.structs cimport Channel, Cut, DoneList, Op, PeerState, Post, WorkRequest
 
 # What all channels of an engine share. Guarded by the engine's lock.
 cdef struct State:
@@ -22,15 +22,17 @@ cdef struct State:
 
 cdef int cut_part(uint64_t length, uint32_t lanes, uint64_t largest, uint64_t smallest, bint counted,
                   Cut* out) noexcept nogil
+cdef void cut_op(Op* op, const PeerState* peer, uint64_t largest, uint64_t smallest) noexcept nogil
 cdef void cut_piece(uint64_t length, uint64_t pieces, uint64_t j, uint64_t* offset, uint64_t* size) noexcept nogil
 
 cdef int post_on(State* state, Channel* channel, const Post* args, void* owner) noexcept nogil
 cdef void give_back(Channel* channel, WorkRequest* wr) noexcept nogil
 
 cdef void op_start(State* state, PeerState* peer, Op* op) noexcept nogil
+cdef void ops_start(State* state, Op* parent) noexcept nogil
 cdef void op_cancel(State* state, Op* op) noexcept nogil
-cdef void op_completed(State* state, Op* op, const Completion* completion, Channel* channel,
-                       uint64_t length) noexcept nogil
+cdef void op_completed(State* state, Op* op, int status, int provider_errno, int rail, uint64_t length) noexcept nogil
+cdef void describe_post(Op* op, Channel* channel, Post* args) noexcept nogil
 cdef void op_end(State* state, Op* op) noexcept nogil
 cdef void op_fail(State* state, Op* op, int status, int rail) noexcept nogil
 cdef void pump_peer(State* state, PeerState* peer) noexcept nogil

@@ -15,8 +15,10 @@ from libc.stdint cimport uint32_t, uint64_t
 
 from aiote_native.counters cimport done_push
 from aiote_native.doorbell cimport ring
-from aiote_native.gates cimport gate_paced, gate_post
-from aiote_native.structs cimport ECANCELED, MAX_STRIPES
+from aiote_native.gates cimport gate_leave, gate_paced, gate_post
+from aiote_native.recovery cimport breaks, channel_fault, given_up, redone
+from aiote_native.schedule cimport begin_measure, choose, usable
+from aiote_native.structs cimport BROKEN, ECANCELED, MAX_STRIPES, PIECE, PLAIN, RESENT
 
 cdef enum:
     # Work requests of one transfer before the next one's turn; TransferEngine found that more lowers EFA's packet rate.
@@ -24,6 +26,8 @@ cdef enum:
     # Bytes of one channel on their way at once: enough to fill any wire (a microsecond of 400 Gb/s is 50 KB), and so
     # few that a cancelled transfer has left the NIC within milliseconds.
     WINDOW = 16 << 20
+    STRIPES_A_LANE = 4
+    GRAIN = 1 << 19  # bytes of a stripe that is cut beyond one for each rail
 
 
 cdef int cut_part(uint64_t length, uint32_t lanes, uint64_t largest, uint64_t smallest, bint counted,
@@ -55,6 +59,22 @@ cdef int cut_part(uint64_t length, uint32_t lanes, uint64_t largest, uint64_t sm
         out.head_bytes = length - out.tail_bytes
         out.head_count = out.head_bytes // largest + (1 if out.head_bytes % largest else 0)
     return 0
+
+
+cdef void cut_op(Op* op, const PeerState* peer, uint64_t largest, uint64_t smallest) noexcept nogil:
+    """Cut the parts of a transfer for the channels that its peer has now; a pinned one is not cut to be spread."""
+    cdef uint64_t lanes = usable(peer)
+    cdef uint64_t grains = op.part_bytes // GRAIN
+    if lanes <= 1 or op.pin >= 0:
+        lanes = 1
+    elif grains > lanes:
+        # Several stripes for each rail, so that unequal rails can share a large write as they are able to.
+        lanes = grains if grains < lanes * STRIPES_A_LANE else lanes * STRIPES_A_LANE
+    cut_part(op.part_bytes, <uint32_t> lanes, largest, smallest, op.counted, &op.cut)
+    if op.cut.tail_count:
+        op.stripe_bytes = op.cut.tail_bytes // op.cut.tail_count
+    else:
+        op.stripe_bytes = op.cut.head_bytes // op.cut.head_count
 
 
 cdef void cut_piece(uint64_t length, uint64_t pieces, uint64_t j, uint64_t* offset, uint64_t* size) noexcept nogil:
@@ -96,6 +116,12 @@ cdef int post_on(State* state, Channel* channel, const Post* args, void* owner) 
     wr.owner = owner
     wr.opcode = args.opcode
     wr.length = args.payload
+    wr.part = args.part
+    wr.stripe = args.stripe
+    wr.phase = args.phase
+    wr.counted = args.with_imm
+    wr.word = args.imm
+    wr.lost = False
     wr.busy = True
     code = gate_post(channel, args, wr)
     if code != 0:
@@ -103,6 +129,8 @@ cdef int post_on(State* state, Channel* channel, const Post* args, void* owner) 
         state.refused += 1
         return code
     channel.outstanding += 1
+    if channel.in_flight == 0 and channel.peer.survivable:
+        begin_measure(channel)
     channel.in_flight += args.payload
     channel.paced_bytes += args.payload
     if channel.waiting != NULL:
@@ -147,7 +175,37 @@ cdef void op_end(State* state, Op* op) noexcept nogil:
     unlink(state, op.peer, op)
     op.over = True
     state.events += 1
-    done_push(&state.done, &op.done)
+    if op.proof:
+        op.peer.probing -= 1
+    if op.kind != PLAIN:
+        redone(state, op)
+    elif op.parent != NULL:
+        child_over(state, op.parent, op)
+    else:
+        done_push(&state.done, &op.done)
+
+
+cdef void child_over(State* state, Op* parent, Op* child) noexcept nogil:
+    """Take one target of many as over; the first error is the request's, and the others go on."""
+    parent.outstanding -= 1
+    parent.confirmed += child.confirmed
+    if child.status != 0 and parent.status == 0:
+        parent.status = child.status
+        parent.provider_errno = child.provider_errno
+        parent.rail = child.rail
+    if parent.outstanding == 0:
+        op_end(state, parent)
+
+
+cdef void ops_start(State* state, Op* parent) noexcept nogil:
+    """Start every target of a request; it is over when they all are, and one without any is over at once."""
+    cdef uint32_t i
+    parent.posted_all = True
+    parent.outstanding = parent.child_count
+    if parent.child_count == 0:
+        op_end(state, parent)
+    for i in range(parent.child_count):
+        op_start(state, parent.children[i].peer, &parent.children[i])
 
 
 cdef void op_fail(State* state, Op* op, int status, int rail) noexcept nogil:
@@ -163,19 +221,26 @@ cdef void op_fail(State* state, Op* op, int status, int rail) noexcept nogil:
 
 
 cdef void op_cancel(State* state, Op* op) noexcept nogil:
+    cdef uint32_t i
     if op.over:
         return
     op.cancelled = True
-    op_fail(state, op, -ECANCELED, -1)
+    if op.child_count == 0:
+        op_fail(state, op, -ECANCELED, -1)
+        return
+    if op.status == 0:
+        op.status = -ECANCELED
+    for i in range(op.child_count):
+        op_cancel(state, &op.children[i])
 
 
-cdef void op_completed(State* state, Op* op, const Completion* completion, Channel* channel,
-                       uint64_t length) noexcept nogil:
+cdef void op_completed(State* state, Op* op, int status, int provider_errno, int rail, uint64_t length) noexcept nogil:
+    """Take one work request as over. The op may be gone when this returns, where it is a piece of a recovery."""
     op.outstanding -= 1
-    if completion.status != 0:
+    if status != 0:
         if op.status == 0:
-            op.provider_errno = completion.provider_errno
-        op_fail(state, op, completion.status, channel.rail)
+            op.provider_errno = provider_errno
+        op_fail(state, op, status, rail)
         return
     op.confirmed += length
     if op.outstanding == 0:
@@ -191,7 +256,7 @@ cdef void op_completed(State* state, Op* op, const Completion* completion, Chann
             link_tail(state, op.peer, op)
 
 
-cdef inline void describe_post(Op* op, Channel* channel, Post* args) noexcept nogil:
+cdef void describe_post(Op* op, Channel* channel, Post* args) noexcept nogil:
     """Fill in the next work request of a transfer for one channel, with that channel's own keys."""
     cdef uint64_t offset = 0
     cdef uint64_t size = 0
@@ -205,7 +270,14 @@ cdef inline void describe_post(Op* op, Channel* channel, Post* args) noexcept no
     remote = op.part if op.remote_index == NULL else <uint64_t> op.remote_index[op.part]
     args.opcode = op.opcode
     args.with_imm = op.counted and op.phase == 1
-    args.imm = op.imm | ((op.cut.tail_count - 1) << 28) if args.with_imm else 0
+    args.part = op.part
+    args.stripe = op.stripe
+    args.phase = op.phase
+    if args.with_imm:
+        # Immediates that are sent again are words already.
+        args.imm = op.imm if op.kind == RESENT else op.imm | ((op.cut.tail_count - 1) << 28)
+    else:
+        args.imm = 0
     args.length = args.payload = size
     if size == 0:
         args.length = channel.least
@@ -235,33 +307,52 @@ cdef bint advance(Op* op) noexcept nogil:
 
 
 cdef int post_next(State* state, PeerState* peer, Op* op) noexcept nogil:
-    """Post the next stripe on the first channel that takes it. -EAGAIN: the provider refused; -EBUSY: all are full."""
+    """Post the next stripe on the channel that will have carried it first.
+
+    -EAGAIN: the provider refused, or a channel has just failed; -EBUSY: wait for completions.
+    """
     cdef Post args
     cdef Channel* channel
     cdef int code = -EBUSY
-    cdef int attempt
-    for attempt in range(peer.channel_count):
-        channel = peer.channels[(peer.turn + attempt) % peer.channel_count]
-        if not channel.open:
-            continue
+    cdef uint32_t refused = 0
+    for _attempt in range(peer.channel_count):
+        channel = choose(peer, op, refused)
+        if channel == NULL:
+            break
         describe_post(op, channel, &args)
         if channel.in_flight and channel.in_flight + args.payload > WINDOW:
-            continue
+            # It will be first all the same: what is posted elsewhere now would be over later.
+            return -EBUSY if code == -EBUSY else -EAGAIN
         if gate_paced(channel, args.payload, WINDOW):
             code = -EAGAIN
-            continue
-        code = post_on(state, channel, &args, op)
+        else:
+            code = post_on(state, channel, &args, op)
+            if code != 0 and code != -EAGAIN and peer.survivable and breaks(code):
+                channel_fault(state, channel, BROKEN, code)
+                code = -EAGAIN
         if code != -EAGAIN:
             op.rail = channel.rail
             break
+        refused |= <uint32_t> 1 << peer.choice
     peer.turn += 1
     return code
 
 
 cdef int pump_op(State* state, PeerState* peer, Op* op) noexcept nogil:
     """Post up to a turn's worth. 0: posted all there is for now; 1: its turn is over; else as `post_next`."""
+    cdef int code = post_turn(state, peer, op)
+    cdef int i
+    for i in range(peer.channel_count):
+        gate_leave(peer.channels[i])
+    return code
+
+
+cdef int post_turn(State* state, PeerState* peer, Op* op) noexcept nogil:
     cdef int budget = TURN
     cdef int code
+    if op.kind == PIECE and given_up(op):
+        op_fail(state, op, -ECANCELED, -1)
+        return 0
     while budget > 0:
         code = post_next(state, peer, op)
         if code == -EAGAIN or code == -EBUSY:
@@ -286,6 +377,17 @@ cdef void ring_all(State* state, PeerState* peer) noexcept nogil:
             state.rings += ring(peer.channels[i], False)
 
 
+cdef void pump_probes(State* state, PeerState* peer) noexcept nogil:
+    """Post what is to prove channels, wherever it stands: what stands before it may wait for just these."""
+    cdef Op* op = peer.head
+    cdef Op* following
+    while op != NULL:
+        following = op.next
+        if op.proof:
+            state.blocked += pump_op(state, peer, op) < 0
+        op = following
+
+
 cdef void pump_peer(State* state, PeerState* peer) noexcept nogil:
     """Give each queued transfer of a peer a turn, until all is posted or the provider refuses."""
     cdef Op* op
@@ -293,6 +395,8 @@ cdef void pump_peer(State* state, PeerState* peer) noexcept nogil:
     cdef uint64_t before = state.posted
     cdef uint64_t started
     cdef uint64_t turns = 64
+    if peer.probing:
+        pump_probes(state, peer)
     while peer.head != NULL and turns > 0:
         turns -= 1
         op = peer.head
@@ -302,6 +406,12 @@ cdef void pump_peer(State* state, PeerState* peer) noexcept nogil:
         if code != 0 and op.next != NULL and state.posted != started:
             unlink(state, peer, op)
             link_tail(state, peer, op)
+        if code < 0 and op.pin >= 0 and op.next != NULL:
+            # It waits for one rail; the others go on, and it is tried again in the next round.
+            unlink(state, peer, op)
+            link_tail(state, peer, op)
+            state.blocked += code == -EAGAIN
+            continue
         if code < 0:
             # A full channel has completions to come, and each of them brings us here again; a refusal needs the timer.
             state.blocked += code == -EAGAIN
@@ -315,6 +425,7 @@ cdef void op_start(State* state, PeerState* peer, Op* op) noexcept nogil:
     """Queue a transfer and post what can be posted at once."""
     op.peer = peer
     op.phase = 0 if op.cut.head_count else 1
+    peer.probing += op.proof != 0
     if peer.failed:
         op.status = peer.error
         op.rail = peer.error_rail
@@ -326,7 +437,7 @@ cdef void op_start(State* state, PeerState* peer, Op* op) noexcept nogil:
         op_end(state, op)
         return
     link_tail(state, peer, op)
-    if peer.head == op:
+    if peer.head == op or op.proof:
         pump_peer(state, peer)
 
 

@@ -3,7 +3,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from aiote_native.clocks cimport ClockOps
 from aiote_native.doorbell cimport BellPage
 from aiote_native.posting cimport State
-from aiote_native.structs cimport Channel, Done, PeerState
+from aiote_native.structs cimport Channel, Completion, Done, PeerState, WorkRequest
 
 cdef extern from "<pthread.h>" nogil:
     ctypedef struct pthread_mutex_t:
@@ -62,7 +62,8 @@ cdef struct Progress:
 
 cdef void watch_link(Progress* self, Watched* watched) noexcept nogil
 cdef void watch_unlink(Progress* self, Watched* watched) noexcept nogil
-cdef void close_channel(Progress* self, Channel* channel) noexcept nogil
+cdef int drain(State* state, Channel* channel) noexcept nogil
+cdef void request_over(State* state, Channel* channel, WorkRequest* wr, const Completion* completion) noexcept nogil
 cdef int progress_once(Progress* self) noexcept nogil
 cdef int progress_until(Progress* self, uint64_t deadline) noexcept nogil
 cdef uint64_t slice_end(Progress* self) noexcept nogil

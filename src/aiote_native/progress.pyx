@@ -11,7 +11,6 @@ The same function serves both modes: called from an event loop, or by a native t
 
 from libc.errno cimport errno
 from libc.stdint cimport uint32_t, uint64_t
-from libc.stdlib cimport free
 from libc.string cimport memset
 from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 from posix.unistd cimport read, write
@@ -20,12 +19,14 @@ from aiote_native.clocks cimport start_timer
 from aiote_native.counters cimport arrive, done_push
 from aiote_native.doorbell cimport ring
 from aiote_native.forks cimport fork_epoch, own
-from aiote_native.gates cimport gate_poll, gate_shut, gate_wait
+from aiote_native.gates cimport gate_poll
 from aiote_native.messages cimport mailbox_fail, mailbox_pump, mailbox_received, mailbox_sent
 from aiote_native.posting cimport give_back, op_completed, peer_fail, pump_peer
+from aiote_native.recovery cimport came, channel_fault, confirm, lose_request
+from aiote_native.schedule cimport measure
 from aiote_native.status cimport check
 from aiote_native.structs cimport (
-    Completion, ECANCELED, OP_RECV, OP_SEND, Op, POLL_BATCH, PeerState, Slot, WorkRequest)
+    BROKEN, Completion, OP_RECV, OP_SEND, Op, POLL_BATCH, PeerState, SUSPECT, Slot, WorkRequest)
 
 cdef extern from *:
     """
@@ -79,9 +80,6 @@ cdef enum:
     DRAIN_ROUNDS = 8               # batches taken from one queue before the next one's turn
     TICK_FIRST_NS = 1_000_000      # the timer's first interval, doubled to the last one while nothing happens
     TICK_LAST_NS = 32_000_000
-    CUT_ROUNDS = 20_000            # polls that a cut wire is given to end what was under way, some tens of milliseconds
-    LAST_TURNS = 64                # times that a queue is drained before its endpoint is shut
-    CUT_QUIET = 64                 # empty polls in a row that tell that nothing more comes
     # An event loop that came back within ALONE_NS has nothing else to do, so it may be kept for SLICE_NS: a turn of a
     # loop costs 3 to 6 us, in which nothing that arrives is seen.
     ALONE_NS = 30_000
@@ -157,23 +155,41 @@ cdef void request_over(State* state, Channel* channel, WorkRequest* wr, const Co
         channel.waiting[0] = channel.outstanding
     state.outstanding -= 1
     state.completed += 1
+    if completion.status != 0 and channel.peer.survivable and channel.open and wr.owner != NULL:
+        lose_request(state, wr, completion.status, completion.provider_errno)
+        channel_fault(state, channel, SUSPECT, completion.status)
+        return
     if wr.opcode == OP_SEND:
         mailbox_sent(state, channel.peer.mailbox, <Slot*> wr.owner, completion)
         return
     op = <Op*> wr.owner
     channel.in_flight -= length
+    if channel.peer.survivable:
+        channel.rate_bytes += length
+        if wr.counted:
+            confirm(state, channel, wr)
     give_back(channel, wr)
     if op != NULL:
-        op_completed(state, op, completion, channel, length)
+        op_completed(state, op, completion.status, completion.provider_errno, channel.rail, length)
+
+
+cdef void queue_failed(State* state, Channel* channel, int status) noexcept nogil:
+    """A completion queue reports what is no request's own: the channel is gone, and the peer where it has no other."""
+    if channel.peer.survivable:
+        channel_fault(state, channel, BROKEN, status)
+    else:
+        peer_fail(state, channel.peer, status, channel.rail)
 
 
 cdef void handle(State* state, Channel* channel, const Completion* completion) noexcept nogil:
     cdef int code
     if completion.wr == NULL:
         if completion.status != 0:
-            peer_fail(state, channel.peer, completion.status, channel.rail)
+            queue_failed(state, channel, completion.status)
             return
         state.immediates += 1
+        if channel.peer.survivable:
+            came(state, channel, completion.imm)
         code = arrive(&state.counters, completion.imm, &state.done)
         if code != 0:
             peer_fail(state, channel.peer, code, channel.rail)
@@ -189,7 +205,7 @@ cdef int drain(State* state, Channel* channel) noexcept nogil:
     for _turn in range(DRAIN_ROUNDS):
         got = gate_poll(channel, batch, POLL_BATCH)
         if got < 0:
-            peer_fail(state, channel.peer, got, channel.rail)
+            queue_failed(state, channel, got)
             break
         for i in range(got):
             handle(state, channel, &batch[i])
@@ -199,6 +215,8 @@ cdef int drain(State* state, Channel* channel) noexcept nogil:
             break
     if total:
         state.events += total
+        if channel.rate_bytes:
+            measure(channel)
     if channel.peer_bell != NULL:
         state.rings += ring(channel, total == 0)
     return total
@@ -249,7 +267,7 @@ cdef void one_round(Progress* self) noexcept nogil:
     state.blocked = 0
     while peer != NULL:
         for i in range(peer.channel_count):
-            if peer.channels[i].open:
+            if peer.channels[i].open and peer.channels[i].fault != BROKEN:
                 drain(state, peer.channels[i])
         if not peer.failed:
             if peer.mailbox != NULL:
@@ -280,7 +298,8 @@ cdef bint all_armed(Progress* self) noexcept nogil:
     cdef int i
     while peer != NULL:
         for i in range(peer.channel_count):
-            if peer.channels[i].open and peer.channels[i].ops.arm(peer.channels[i].impl) != 0:
+            if (peer.channels[i].open and peer.channels[i].fault != BROKEN
+                    and peer.channels[i].ops.arm(peer.channels[i].impl) != 0):
                 return False
         peer = peer.next_peer
     return True
@@ -429,65 +448,3 @@ cdef void* run_thread(void* argument) noexcept nogil:
 cdef int start_thread(Progress* self) noexcept nogil:
     """Start the native thread; return 0 or an error number (EINVAL where it may not run on the processor asked for)."""
     return aiote_start(&self.thread, self.processor, run_thread, self)
-
-
-cdef void end_requests(State* state, Channel* channel) noexcept nogil:
-    """End what the provider did not report before its endpoint was closed: no NIC holds it any more."""
-    cdef Completion lost
-    cdef uint32_t i
-    lost.status = -ECANCELED
-    lost.provider_errno = 0
-    lost.length = 0
-    for i in range(channel.depth):
-        if channel.requests[i].busy:
-            lost.wr = &channel.requests[i]
-            request_over(state, channel, lost.wr, &lost)
-    if channel.peer.mailbox != NULL and channel.peer.mailbox.channel == channel:
-        for i in range(channel.peer.mailbox.slots + 2):
-            lost.wr = &channel.peer.mailbox.receive[i].wr
-            if lost.wr.busy:
-                request_over(state, channel, lost.wr, &lost)
-            lost.wr = &channel.peer.mailbox.transmit[i].wr
-            if lost.wr.busy:
-                request_over(state, channel, lost.wr, &lost)
-
-
-cdef bint holds_transfers(Channel* channel) noexcept nogil:
-    cdef uint32_t i
-    for i in range(channel.depth):
-        if channel.requests[i].busy:
-            return True
-    return False
-
-
-cdef void close_channel(Progress* self, Channel* channel) noexcept nogil:
-    """Take what has come, shut the endpoint, end the rest and free all. The lock is held.
-
-    Nothing is polled after the endpoint is shut: tcp of 2.5.1 crashes then on what was left over from a write that
-    had failed.
-
-    The gate is shut only where writes or reads are under way: it would also keep the peer from taking messages that
-    were sent to it, and a completed send promises those. It is shut as well while the peer may still have our greeting
-    before it: shm of 1.17 then looks for our memory, and crashes where that is gone.
-    """
-    cdef int quiet = 0
-    for _turn in range(LAST_TURNS):
-        if drain(&self.state, channel) <= 0:
-            break
-    if channel.peer.greeting or holds_transfers(channel):
-        gate_shut(channel)
-    if channel.peer.greeting:
-        gate_wait(channel)
-    if channel.ops.cut(channel.impl):
-        for _turn in range(CUT_ROUNDS):
-            quiet = 0 if drain(&self.state, channel) else quiet + 1
-            if quiet >= CUT_QUIET and channel.outstanding == 0:
-                break
-    channel.open = False
-    channel.ops.shut(channel.impl)
-    end_requests(&self.state, channel)
-    channel.ops.release(channel.impl)
-    if channel.waiting != NULL:
-        channel.waiting[0] = 0
-    free(channel.requests)
-    free(channel)

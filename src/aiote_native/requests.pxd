@@ -16,8 +16,11 @@ cdef class RemoteSlice:
 cdef class Request(Operation):
     cdef public object peer
     cdef public bint refused
+    cdef readonly object targets
     cdef PeerLink link
     cdef void leave(self)
+
+cdef int leave_link(PeerLink link) except -1
 
 cdef class Awaiting:
     cdef Request request

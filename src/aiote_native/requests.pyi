@@ -3,6 +3,7 @@ from typing import Any, Self, TypeVar
 
 from aiote_native.core import Core
 from aiote_native.peers import PeerLink
+from aiote_native.targets import Targets
 from aiote_native.workrequests import LocalMemory, Operation, RemoteMemory
 
 class LocalSlice:
@@ -20,6 +21,7 @@ class RemoteSlice:
 class Request(Operation):
     peer: Any
     refused: bool
+    targets: Targets | None
     @property
     def verb(self) -> str: ...
     def refuse(self) -> None: ...
@@ -39,5 +41,7 @@ class Awaiting:
 
 _R = TypeVar("_R", bound=Request)
 
-def quick(core: Core, kind: type[_R], local: object, remote: object, reads: bool, imm: object) -> _R | None: ...
+def quick(
+    core: Core, kind: type[_R], local: object, remote: object, reads: bool, imm: object, rail: object = None
+) -> _R | None: ...
 def quick_send(core: Core, kind: type[_R], link: PeerLink, payload: object) -> _R | None: ...

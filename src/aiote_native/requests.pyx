@@ -24,6 +24,15 @@ cdef object MORE = object()  # what an iterator gives that has no more
 cdef object LARGEST_IMMEDIATE = (1 << IMMEDIATE_BITS) - 1
 
 
+cdef int leave_link(PeerLink link) except -1:
+    """Count one request less as unfinished; the link hears once for all that ended together."""
+    link.unfinished -= 1
+    if not link.roomy:
+        link.roomy = True
+        (<Core> link.core).rooms.append(link)
+    return 0
+
+
 cdef class LocalSlice:
     """Bytes `start` to `start + nbytes` of registered memory."""
 
@@ -81,11 +90,7 @@ cdef class Request(Operation):
         cdef PeerLink link = self.link
         if link is not None:
             self.link = None
-            link.unfinished -= 1
-            if not link.roomy:
-                # Told once for all that ended together.
-                link.roomy = True
-                (<Core> link.core).rooms.append(link)
+            leave_link(link)
 
     def belong(self, PeerLink link) -> None:
         """Count as one of the link's unfinished requests until it is over."""
@@ -98,6 +103,8 @@ cdef class Request(Operation):
 
     cdef int settled(self) except -1:
         self.leave()
+        if self.targets is not None:
+            self.targets.leave()
         return Operation.settled(self)
 
     def __await__(self):
@@ -208,7 +215,7 @@ cdef int started(Core core, PeerLink link, Request request) except -1:
     return 0
 
 
-def quick(Core core, type kind, local, remote, bint reads, imm):
+def quick(Core core, type kind, local, remote, bint reads, imm, rail=None):
     """Start one write (or read) between two slices and return its request, made of `kind` without its `__init__`.
 
     None: something needs a closer look, and nothing was done.
@@ -218,6 +225,8 @@ def quick(Core core, type kind, local, remote, bint reads, imm):
     cdef PeerLink link
     cdef Request request
     cdef int64_t value = -1
+    if rail is not None:
+        return None
     if imm is not None:
         if type(imm) is not int or not 0 <= imm <= LARGEST_IMMEDIATE:
             return None

@@ -4,6 +4,8 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from posix.types cimport pid_t
 
+from aiote_native.ledger cimport Tally
+
 cdef enum Opcode:
     OP_WRITE = 0
     OP_READ = 1
@@ -26,6 +28,16 @@ cdef struct WorkRequest:
     uint64_t length
     int opcode
     bint busy
+    # where in its transfer it is, and what it counts: for doing it again elsewhere
+    uint64_t part
+    uint64_t stripe
+    int phase
+    bint counted
+    uint32_t word
+    # `lost`: its channel failed before it ended well, so nobody knows whether it arrived (recovery.pyx)
+    bint lost
+    int status
+    int provider_errno
 
 # The arguments of one posted operation.
 cdef struct Post:
@@ -38,6 +50,9 @@ cdef struct Post:
     uint64_t remote
     uint64_t key
     uint64_t payload       # bytes of the user's, which `length` exceeds where a provider cannot write nothing
+    uint64_t part
+    uint64_t stripe
+    int phase
 
 # One thing that a completion queue reported: the end of a work request, or (wr is NULL) an immediate that arrived.
 cdef struct Completion:
@@ -59,6 +74,12 @@ cdef struct RailOps:
     void (*shut)(void* impl) noexcept nogil
     void (*release)(void* impl) noexcept nogil
 
+# What is known against a channel: a request ended badly on it, and others may still end well; or nothing more will.
+cdef enum Fault:
+    SOUND = 0
+    SUSPECT = 1
+    BROKEN = 2
+
 # One endpoint pair: a local rail's endpoint and the one remote endpoint that it talks to.
 cdef struct Channel:
     const RailOps* ops
@@ -68,6 +89,10 @@ cdef struct Channel:
     int remote_rail
     int wait_fd
     bint open
+    bint paused          # nothing more is posted: it is suspected, or being brought up
+    Fault fault
+    int error            # the negative error number of the fault
+    bint noticed         # Python has still to hear of the fault, or that it is time to settle
     uint32_t depth
     uint32_t outstanding
     uint64_t in_flight   # bytes of transfers that were posted and are not over
@@ -92,9 +117,17 @@ cdef struct Channel:
     const uint32_t* peer_gate
     const uint32_t* peer_busy
     uint32_t peer_generation
+    bint within          # the gate, between the posts of one turn
     # what was posted since the peer's last step into or out of its library, which its epoch tells
     uint32_t paced_epoch
     uint64_t paced_bytes
+    # what has ended well and what has come over it, by word (ledger.pyx); used where a peer has several channels
+    Tally confirmed
+    Tally arrived
+    # how fast it is (schedule.pyx)
+    uint64_t rate_since
+    uint64_t rate_bytes
+    uint64_t cost
 
 # Something that is over and has to be told to Python; the first member of what can be.
 cdef struct Done:
@@ -118,6 +151,10 @@ cdef struct PeerState:
     int error_rail
     bint failed
     bint reported
+    bint survivable  # there are several channels, and what one has lost is done again on the others
+    int choice       # the channel that the last post was made on
+    bint in_turn     # channels take turns, whatever they are able to carry
+    int probing      # transfers that prove a channel and are not over
     bint greeting  # the peer may not have looked at our endpoint yet
     PyObject* owner
 
@@ -129,15 +166,24 @@ cdef struct Cut:
     uint64_t tail_bytes
     uint32_t tail_count
 
+# A user's transfer; a part of one that is done again; the immediates that are sent again (recovery.pyx).
+cdef enum OpKind:
+    PLAIN = 0
+    PIECE = 1
+    RESENT = 2
+
 # A transfer: `parts` parts of `part_bytes`, each cut in the same way.
 cdef struct Op:
     Done done
     Op* prev
     Op* next
     PeerState* peer
+    OpKind kind
     int opcode
     bint counted
     uint32_t imm
+    int pin              # the only rail to use while it is there; -1: any
+    int proof            # the channel, counted from 1, that this is to prove, though it carries nothing else yet
     bint queued
     bint over
     bint cancelled
@@ -154,6 +200,7 @@ cdef struct Op:
     uint64_t part_bytes
     uint64_t parts
     Cut cut
+    uint64_t stripe_bytes  # about the size of each stripe
     uint64_t part
     uint64_t stripe
     int phase
@@ -163,12 +210,17 @@ cdef struct Op:
     int status
     int provider_errno
     int rail
+    # Of a request with a target each for many peers: `parent` of a target, `children` and `child_count` of the request.
+    Op* parent
+    Op* children
+    uint32_t child_count
 
 cdef struct Slot:
     WorkRequest wr
     uint8_t* memory
     Slot* next
     uint32_t length
+    uint64_t number
     Op* op
 
 # Two-sided messages of one peer: a pool of receive slots, and as many credits at the sender (messages.pyx).
@@ -176,6 +228,7 @@ cdef struct Mailbox:
     Channel* channel
     uint32_t slots
     uint32_t peer_slots
+    uint32_t transmit_slots
     uint32_t slot_bytes
     uint8_t* memory
     void* desc
@@ -191,6 +244,14 @@ cdef struct Mailbox:
     uint64_t granted
     uint64_t sent
     uint32_t credits_in_flight
+    # Messages are numbered from 1 on, so that each is taken once whatever becomes of the channel that it came by.
+    uint64_t numbered
+    uint64_t top
+    uint64_t floor       # all up to this one have come
+    uint64_t* seen       # seen[n % slots] is n when message n has come
+    Slot* unsure         # sent, and not known to have arrived
+    Slot* resend
+    bint held            # a new channel was taken, and the peer has not said that it has it, too
     Op* head
     Op* tail
 

@@ -11,6 +11,7 @@ cdef class Waitable:
 cdef int finish(Waitable item, list woken=*) except -1
 
 cdef class LocalMemory:
+    cdef object __weakref__
     cdef void* descs[MAX_RAILS]
     cdef readonly uint64_t address
     cdef readonly uint64_t length
@@ -36,6 +37,9 @@ cdef class PageIndex:
     cdef readonly uint64_t count
     cdef int allocate(self, uint64_t count) except -1
     cdef bint copy_buffer(self, object indices) except -1
+
+cdef int fill(Op* op, LocalMemory local, uint64_t local_offset, RemoteMemory remote, uint64_t remote_offset,
+              uint64_t local_extent, uint64_t remote_extent, bint into_local) except -1
 
 cdef class Operation(Waitable):
     cdef Op op

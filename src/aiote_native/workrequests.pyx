@@ -192,13 +192,35 @@ cdef class PageIndex:
         return bad
 
 
+cdef int fill(Op* op, LocalMemory local, uint64_t local_offset, RemoteMemory remote, uint64_t remote_offset,
+              uint64_t local_extent, uint64_t remote_extent, bint into_local) except -1:
+    """Check both ranges, before anything is posted: providers fail late, hang or lie about a bad one."""
+    if local is not None:
+        if local_offset > local.length or local_extent > local.length - local_offset:
+            raise ValueError(f"local range {local_offset}+{local_extent} leaves a region of {local.length} bytes")
+        if into_local and not local.writable:
+            raise ValueError("the local memory is read-only")
+        op.local_address = local.address + local_offset
+        op.local_desc = local.descs
+    if remote is not None:
+        if remote_offset > remote.length or remote_extent > remote.length - remote_offset:
+            raise ValueError(
+                f"remote range {remote_offset}+{remote_extent} leaves a region of {remote.length} bytes")
+        if not into_local and not remote.writable:
+            raise ValueError("the remote memory is read-only")
+        op.remote_base = remote.bases
+        op.remote_key = remote.keys
+        op.remote_offset = remote_offset
+    return 0
+
+
 cdef class Operation(Waitable):
     """A transfer. It is made empty, handed to one of `Core.submit_*`, and over when `is_over`."""
 
     def __cinit__(self):
         memset(&self.op, 0, sizeof(Op))
         self.op.done.owner = <PyObject*> self
-        self.op.rail = -1
+        self.op.rail = self.op.pin = -1
 
     @property
     def errno(self) -> int:
@@ -215,6 +237,12 @@ cdef class Operation(Waitable):
         """The rail of the first failure, or of the last post; -1 where there was none."""
         return self.op.rail
 
+    def prefer(self, int rail) -> None:
+        """Use this rail only, for as long as it is there; said before it is submitted."""
+        if self.submitted:
+            raise RuntimeError("an operation is submitted once")
+        self.op.pin = rail
+
     @property
     def was_cancelled(self) -> bool:
         return self.op.cancelled
@@ -230,25 +258,9 @@ cdef class Operation(Waitable):
 
     cdef int take(self, LocalMemory local, uint64_t local_offset, RemoteMemory remote, uint64_t remote_offset,
                   uint64_t local_extent, uint64_t remote_extent, bint into_local) except -1:
-        """Check both ranges, before anything is posted: providers fail late, hang or lie about a bad one."""
         if self.submitted:
             raise RuntimeError("an operation is submitted once")
-        if local is not None:
-            if local_offset > local.length or local_extent > local.length - local_offset:
-                raise ValueError(f"local range {local_offset}+{local_extent} leaves a region of {local.length} bytes")
-            if into_local and not local.writable:
-                raise ValueError("the local memory is read-only")
-            self.op.local_address = local.address + local_offset
-            self.op.local_desc = local.descs
-        if remote is not None:
-            if remote_offset > remote.length or remote_extent > remote.length - remote_offset:
-                raise ValueError(
-                    f"remote range {remote_offset}+{remote_extent} leaves a region of {remote.length} bytes")
-            if not into_local and not remote.writable:
-                raise ValueError("the remote memory is read-only")
-            self.op.remote_base = remote.bases
-            self.op.remote_key = remote.keys
-            self.op.remote_offset = remote_offset
+        fill(&self.op, local, local_offset, remote, remote_offset, local_extent, remote_extent, into_local)
         self.local = local
         self.remote = remote
         return 0

@@ -6,11 +6,16 @@ import os
 import subprocess
 import sys
 
+LAZY = {"aiote.rails.topology", "aiote.rails.sysfs", "aiote.rails.numa", "ctypes"}
 OPTIONAL = {"torch", "cupy", "trio", "uvloop", "typer", "rich", "safetensors"}
 
 
 def imported_by(statement: str) -> set[str]:
-    code = f"{statement}\nimport sys\nprint(*(name for name in sys.modules if '.' not in name))"
+    return {name for name in imported_modules(statement) if "." not in name}
+
+
+def imported_modules(statement: str) -> set[str]:
+    code = f"{statement}\nimport sys\nprint(*sys.modules)"
     environment = {**os.environ, "AIOTE_LIBFABRIC": "/nonexistent/libfabric.so.1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -23,5 +28,10 @@ def test_import_needs_no_library_and_no_extra():
     assert names & OPTIONAL == set()
 
 
+def test_import_reads_no_topology():
+    assert imported_modules("import aiote") & LAZY == set()
+
+
 def test_the_measure():
     assert "rich" in imported_by("import rich")
+    assert imported_modules("import aiote.rails.sysfs, aiote.rails.numa") >= LAZY

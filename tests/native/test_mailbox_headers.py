@@ -15,15 +15,21 @@ from hypothesis import strategies as st
 import compiled
 
 SLOT_BYTES = 64
-HEADER = struct.Struct("=IIQ")  # kind, length, messages of ours that it has consumed
+SLOTS = 4
+HEADER = struct.Struct(
+    "=IIQQQ"
+)  # kind, length, messages of ours that it has consumed, its number, and up to which ours have come
 DATA, CREDITS = 1, 2
 Deliver = Callable[[list[bytes]], tuple[list[bytes], int]]
 
-FIELDS = st.sampled_from([0, 1, 2, 3, 47, 48, 49, 2**31, 2**32 - 16, 2**32 - 1])
-HEADERS = st.builds(HEADER.pack, FIELDS, FIELDS, st.sampled_from([0, 0, 0, 1, 2**63, 2**64 - 1]))
-HONEST = st.binary(max_size=48).map(lambda payload: HEADER.pack(DATA, len(payload), 0) + payload)
-MESSAGES = HONEST | st.just(HEADER.pack(CREDITS, 0, 0)) | st.binary(max_size=SLOT_BYTES)
-MESSAGES |= st.builds(lambda head, rest: (head + rest)[:SLOT_BYTES], HEADERS, st.binary(max_size=48))
+FIELDS = st.sampled_from([0, 1, 2, 3, 31, 32, 33, 2**31, 2**32 - 32, 2**32 - 1])
+NUMBERS = st.sampled_from([1, 2, 3, 4, 1, 2, 3, 4, 5, 6, 8, 9, 0, 2**63, 2**64 - 1])
+HEADERS = st.builds(HEADER.pack, FIELDS, FIELDS, st.sampled_from([0, 0, 0, 1, 2**63, 2**64 - 1]), NUMBERS, NUMBERS)
+HONEST = st.builds(
+    lambda payload, number: HEADER.pack(DATA, len(payload), 0, number, 0) + payload, st.binary(max_size=32), NUMBERS
+)
+MESSAGES = HONEST | st.just(HEADER.pack(CREDITS, 0, 0, 0, 0)) | st.binary(max_size=SLOT_BYTES)
+MESSAGES |= st.builds(lambda head, rest: (head + rest)[:SLOT_BYTES], HEADERS, st.binary(max_size=32))
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +44,33 @@ def deliver(tmp_path_factory: pytest.TempPathFactory) -> Deliver:
 
 def expected(messages: list[bytes]) -> tuple[list[bytes], int]:
     """What a mailbox says to them that has sent nothing itself, so that no credit can come back."""
-    taken = []
+    taken: list[bytes] = []
+    seen, floor = [0] * SLOTS, 0
     for message in messages:
         if len(message) < HEADER.size:
             return taken, errno.EPROTO
-        kind, length, consumed = HEADER.unpack(message[: HEADER.size])
+        kind, length, consumed, number, _ = HEADER.unpack(message[: HEADER.size])
         if kind not in (DATA, CREDITS) or length > len(message) - HEADER.size or consumed:
             return taken, errno.EPROTO
+        if number if kind == CREDITS else not (seen[number % SLOTS] < number <= floor + SLOTS):
+            return taken, errno.EPROTO
         if kind == DATA:
+            seen[number % SLOTS] = number
+            while floor + 1 in seen:
+                floor += 1
             taken.append(message[HEADER.size : HEADER.size + length])
     return taken, 0
 
 
 @given(messages=st.lists(MESSAGES, max_size=4))
-@example([HEADER.pack(DATA, 48, 0) + b"x" * 48])
-@example([HEADER.pack(DATA, 49, 0) + b"x" * 48])
-@example([HEADER.pack(DATA, 2**32 - 1, 0)])
-@example([HEADER.pack(DATA, 0, 0), b"x" * 15])
-@example([HEADER.pack(CREDITS, 0, 1)])
+@example([HEADER.pack(DATA, 32, 0, 1, 0) + b"x" * 32])
+@example([HEADER.pack(DATA, 33, 0, 1, 0) + b"x" * 32])
+@example([HEADER.pack(DATA, 2**32 - 1, 0, 1, 0)])
+@example([HEADER.pack(DATA, 0, 0, 1, 0), b"x" * 31])
+@example([HEADER.pack(DATA, 0, 0, 2, 0), HEADER.pack(DATA, 0, 0, 1, 0)])
+@example([HEADER.pack(DATA, 0, 0, 1, 0), HEADER.pack(DATA, 0, 0, 1, 0)])
+@example([HEADER.pack(DATA, 0, 0, 1, 0), HEADER.pack(DATA, 0, 0, 5, 9), HEADER.pack(DATA, 0, 0, 1, 0)])
+@example([HEADER.pack(CREDITS, 0, 1, 0, 0)])
+@example([HEADER.pack(CREDITS, 0, 0, 1, 0)])
 def test_any_bytes_are_a_message_or_the_end_of_the_peer(deliver: Deliver, messages: list[bytes]) -> None:
     assert deliver(messages) == expected(messages)

@@ -7,7 +7,9 @@ process ends when its input does, so it does not outlive the tests.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import random
 import sys
 import time
 from typing import Any
@@ -27,14 +29,17 @@ class Commands:
         self.tasks: set[asyncio.Task[None]] = set()
         self.mix: Mix | None = None
 
-    async def open(self, provider: str, config: dict[str, Any], size: int) -> dict[str, Any]:
+    async def open(
+        self, provider: str, config: dict[str, Any], size: int, rails: list[str] | None = None
+    ) -> dict[str, Any]:
         """Open the engine and register `size` bytes of zeros; one that was open is dropped."""
         if self.engine is not None:
             self.engine.abort()
         for name in ("cluster_key", "identity"):
             if name in config:
                 config[name] = bytes.fromhex(config[name])
-        self.engine = await aiote.open_engine(provider, config=aiote.EngineConfig(**config))
+        self.engine = await aiote.open_engine(provider, rails, aiote.EngineConfig(**config))
+        self.events = []
         self.engine.listen_events(self.events.append)
         self.memory = bytearray(size)
         return {"address": str(self.engine.address), "descriptor": self.engine.register(self.memory).descriptor.hex()}
@@ -103,6 +108,33 @@ class Commands:
     async def mixed(self) -> dict[str, Any]:
         """Wait until each verb has failed, and tell with what."""
         return {"ended": await self.mix.over(), "done": self.mix.done}
+
+    async def pour(self, descriptor: str, imm: int, size: int, count: int, window: int) -> dict[str, Any]:
+        """Write random bytes over a remote region, in `count` counted writes of `size` bytes, `window` at a time; tell
+        how long that took, and what is there now.
+        """
+        remote = self.engine.attach(bytes.fromhex(descriptor))
+        data = random.Random(imm).randbytes(len(remote))
+        source = self.engine.register(data)
+        places = iter([i * size % (len(data) - size + 1) for i in range(count)])
+        began = time.monotonic()
+
+        async def stream() -> None:
+            for at in places:
+                await self.engine.write_imm(source[at : at + size], remote[at : at + size], imm)
+
+        await asyncio.gather(*(stream() for _ in range(window)))
+        seconds = time.monotonic() - began
+        await source.aclose()
+        return {"seconds": seconds, "digest": hashlib.sha256(data).hexdigest()}
+
+    async def poured(self, imm: int, count: int) -> dict[str, Any]:
+        """Wait for the counts of a pour, and tell what is here and what else was counted."""
+        counter = self.engine.counter(imm)
+        await counter.wait(count)
+        digest = hashlib.sha256(self.memory).hexdigest()
+        await asyncio.sleep(0.2)
+        return {"digest": digest, "left": counter.value}
 
     async def hold(self, seconds: float) -> dict[str, Any]:
         """Hold up the loop."""

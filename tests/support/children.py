@@ -66,10 +66,10 @@ class Child:
         """Give a command; its answer, if anybody wants it, is the next of `answer`."""
         os.write(self._input, json.dumps({"do": do, **arguments}).encode() + b"\n")
 
-    async def open(self, provider: str, size: int = 4096, **config: Any) -> None:
+    async def open(self, provider: str, size: int = 4096, rails: list[str] | None = None, **config: Any) -> None:
         """Open the child's engine; bytes in the config travel as hexadecimal text."""
         settings = {name: value.hex() if isinstance(value, bytes) else value for name, value in config.items()}
-        answer = await self.ask("open", provider=provider, config=settings, size=size)
+        answer = await self.ask("open", provider=provider, rails=rails, config=settings, size=size)
         self.address = aiote.Address.parse(answer["address"])
         self.descriptor = bytes.fromhex(answer["descriptor"])
 

@@ -1,4 +1,4 @@
-"""Two network namespaces that a cable joins (a veth pair), to be cut in several ways.
+"""Two network namespaces that cables join (veth pairs), to be cut in several ways and made slow.
 
 They are held by two processes that wait on a pipe, so they end with the tests, however those end. Root makes them as it
 is, anybody else within a user namespace. `missing` says what keeps this machine from making them.
@@ -19,6 +19,7 @@ TOOLS = ("ip", "iptables", "nsenter", "unshare")
 PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 CABLE = "cable0"
 HOSTS = ("10.199.7.1", "10.199.7.2")
+"""The two ends of the first cable; those of cable i are in 10.199.(7 + i)."""
 # iptables' lock lies where only root may write; within namespaces of our own nobody competes for it.
 ENVIRONMENT = {**os.environ, "PATH": PATH, "XTABLES_LOCKFILE": os.devnull}
 
@@ -39,10 +40,16 @@ def missing() -> str:
     return ""
 
 
-class Network:
-    """Side 0 and side 1, each with a loopback of its own, and between them the cable. Making it blocks."""
+def end_of(cable: int, side: int) -> str:
+    """Return the address of one end of a cable."""
+    return f"10.199.{7 + cable}.{1 + side}"
 
-    def __init__(self) -> None:
+
+class Network:
+    """Side 0 and side 1, each with a loopback of its own, and between them the cables. Making it blocks."""
+
+    def __init__(self, cables: int = 1) -> None:
+        self.cables = [f"cable{i}" for i in range(cables)]
         self._user = ["--user", "--preserve-credentials"] if os.geteuid() else []
         self._holders: list[subprocess.Popen[bytes]] = []
 
@@ -51,11 +58,13 @@ class Network:
             self._hold("unshare", *(["--user", "--map-root-user"] if self._user else []), "--net")
             self._hold(*self.enter(0), "unshare", "--net")
             far = str(self._holders[1].pid)
-            self.run(0, "ip", "link", "add", CABLE, "type", "veth", "peer", "name", CABLE, "netns", far)
-            for side, host in enumerate(HOSTS):
+            for side in (0, 1):
                 self.run(side, "ip", "link", "set", "lo", "up")
-                self.run(side, "ip", "address", "add", f"{host}/24", "dev", CABLE)
-                self.run(side, "ip", "link", "set", CABLE, "up")
+            for number, cable in enumerate(self.cables):
+                self.run(0, "ip", "link", "add", cable, "type", "veth", "peer", "name", cable, "netns", far)
+                for side in (0, 1):
+                    self.run(side, "ip", "address", "add", f"{end_of(number, side)}/24", "dev", cable)
+                    self.run(side, "ip", "link", "set", cable, "up")
             # The kernel calls a link running up to a second later, and libfabric lists no NIC before.
             while not self._runs():
                 time.sleep(0.01)
@@ -99,18 +108,35 @@ class Network:
         return subprocess.run([*self.enter(side), *command], env=ENVIRONMENT, check=True, capture_output=True).stdout
 
     def _runs(self) -> bool:
-        return all(b"state UP" in self.run(side, "ip", "-oneline", "link", "show", "dev", CABLE) for side in (0, 1))
+        return all(
+            b"state UP" in self.run(side, "ip", "-oneline", "link", "show", "dev", cable)
+            for side in (0, 1)
+            for cable in self.cables
+        )
 
     async def tell(self, side: int, *command: str) -> None:
         """Run a command on a side, without holding up the loop."""
         await anyio.run_process([*self.enter(side), *command], env=ENVIRONMENT)
 
-    async def pull(self) -> None:
-        """Take the cable out."""
-        await self.tell(0, "ip", "link", "set", CABLE, "down")
+    async def pull(self, cable: str = CABLE) -> None:
+        """Take a cable out."""
+        await self.tell(0, "ip", "link", "set", cable, "down")
 
-    async def refuse(self, *target: str, ports: tuple[int, ...] = (), but: tuple[int, ...] = ()) -> None:
-        """Have what comes over the cable go to an iptables target, on both sides: all of it, or that from and to some
+    async def limit(self, cable: str, mbit: int) -> None:
+        """Let so many Mbit/s through a cable each way (a token bucket), or, for 0, whatever it takes."""
+        for side in (0, 1):
+            if mbit:
+                rate = ("tbf", "rate", f"{mbit}mbit", "burst", "256kb", "latency", "50ms")
+                await self.tell(side, "tc", "qdisc", "replace", "dev", cable, "root", *rate)
+            else:
+                await anyio.run_process(
+                    [*self.enter(side), "tc", "qdisc", "del", "dev", cable, "root"], env=ENVIRONMENT, check=False
+                )
+
+    async def refuse(
+        self, *target: str, ports: tuple[int, ...] = (), but: tuple[int, ...] = (), cable: str = CABLE
+    ) -> None:
+        """Have what comes over a cable go to an iptables target, on both sides: all of it, or that from and to some
         ports, or all but that.
         """
         either = [(way, str(port)) for port in ports or but for way in ("--sport", "--dport")]
@@ -119,12 +145,13 @@ class Network:
         rules += [[*match, "-j", *target] for match in (some if ports else [["-p", "tcp"]])]
         for side in (0, 1):
             for rule in rules:
-                await self.tell(side, "iptables", "-A", "INPUT", "-i", CABLE, *rule)
+                await self.tell(side, "iptables", "-A", "INPUT", "-i", cable, *rule)
 
     async def heal(self) -> None:
-        """Put the cable in and drop all rules."""
+        """Put the cables in and drop all rules."""
         for side in (0, 1):
             await self.tell(side, "iptables", "-F")
-        await self.tell(0, "ip", "link", "set", CABLE, "up")
+        for cable in self.cables:
+            await self.tell(0, "ip", "link", "set", cable, "up")
         while not await anyio.to_thread.run_sync(self._runs):
             await anyio.sleep(0.01)

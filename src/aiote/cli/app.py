@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from aiote.cli import bench
+from aiote.cli import bench, info
 from aiote.cli.demo import kvcache, weightfile
 
 __all__ = ["run"]
@@ -23,6 +23,7 @@ app = typer.Typer(
 demo = typer.Typer(help="See the engine at work on real input.", no_args_is_help=True)
 app.add_typer(demo, name="demo")
 app.add_typer(bench.app, name="bench")
+app.command("info")(info.command)
 demo.command("kvcache")(kvcache.command)
 demo.command("weights")(weightfile.command)
 

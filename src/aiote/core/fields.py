@@ -269,10 +269,11 @@ class Record(Field[T]):
 
 
 class Many(Field[tuple[T, ...]]):
-    """Between `least` and `most` records behind an 8-bit count."""
+    """Between `least` and `most` records behind their count, of 8 bits where `most` fits in them, else of 16."""
 
     def __init__(self, kind: type[T], least: int, most: int) -> None:
         self._record = Record(kind)
+        self._count = U8 if most < 1 << 8 else U16
         self._least = least
         self._most = most
 
@@ -283,10 +284,10 @@ class Many(Field[tuple[T, ...]]):
     def pack(self, value: tuple[T, ...]) -> bytes:
         _expect(value, tuple)
         self._check(len(value))
-        return U8.pack(len(value)) + b"".join(self._record.pack(entry) for entry in value)
+        return self._count.pack(len(value)) + b"".join(self._record.pack(entry) for entry in value)
 
     def unpack(self, cursor: Cursor) -> tuple[T, ...]:
-        count = U8.unpack(cursor)
+        count = self._count.unpack(cursor)
         self._check(count)
         return tuple(self._record.unpack(cursor) for _ in range(count))
 

@@ -43,31 +43,41 @@ from .fields import (
 
 __all__ = [
     "FAILED_PROTOCOL",
+    "MAX_WORDS",
     "NONCE_BYTES",
     "PLAIN_LIMIT",
     "PROOF_BYTES",
     "SEALED_LIMIT",
     "TAG_BYTES",
+    "Arrivals",
     "Bye",
     "Challenge",
     "Channel",
+    "ChannelMessage",
     "ControlError",
     "Failed",
     "FrameReader",
     "Heartbeat",
     "Hello",
+    "Joined",
+    "MailMoved",
     "Mapped",
+    "MemoryKey",
     "Message",
     "Offer",
     "Proof",
+    "RailDown",
     "RailOffer",
+    "Range",
     "Ready",
     "Refused",
     "Revoke",
     "Revoked",
     "Seal",
     "SessionMessage",
+    "Settle",
     "Welcome",
+    "WordCount",
     "decode",
     "encode",
     "frame",
@@ -80,6 +90,10 @@ PROOF_BYTES = 32
 TAG_BYTES = 16
 PLAIN_LIMIT = 1 << 10
 SEALED_LIMIT = 1 << 16
+
+MAX_WORDS = 4096  # of 12 bytes each: a frame's 64 KiB hold them with what else there is
+MAX_RANGES = 256
+MAX_KEYS = 256  # as many as a channel has work requests
 
 FAILED_PROTOCOL = 1
 """The code of a `Failed` that answers a violation of the protocol; the others are the engine's to give."""
@@ -201,6 +215,78 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
+class WordCount:
+    """An immediate's word, as on the wire, and how often."""
+
+    word: Annotated[int, U32]
+    times: Annotated[int, U64]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers of messages from `first` to `last`, both included."""
+
+    first: Annotated[int, U64]
+    last: Annotated[int, U64]
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """These were confirmed to the sender on a channel: the receiver takes them out of its own tally."""
+
+    channel: Annotated[int, U8]
+    generation: Annotated[int, U32]
+    words: Annotated[tuple[WordCount, ...], Many(WordCount, 0, MAX_WORDS)]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryKey:
+    """The key of a registration, as posts name it."""
+
+    key: Annotated[int, U64]
+
+
+@dataclass(frozen=True, slots=True)
+class RailDown:
+    """The sender's endpoint of a channel is shut, and it settles nothing more there. It has lost work for `keys`."""
+
+    channel: Annotated[int, U8]
+    generation: Annotated[int, U32]
+    reason: Annotated[str, Sentence(512)]
+    keys: Annotated[tuple[MemoryKey, ...], Many(MemoryKey, 0, MAX_KEYS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """What came to the sender over a channel that both sides have shut; which messages on any, all up to `high` and the
+    ranges beyond; and which of the keys that it was told are not, or no more, of its memory.
+    """
+
+    channel: Annotated[int, U8]
+    generation: Annotated[int, U32]
+    words: Annotated[tuple[WordCount, ...], Many(WordCount, 0, MAX_WORDS)]
+    high: Annotated[int, U64]
+    beyond: Annotated[tuple[Range, ...], Many(Range, 0, MAX_RANGES)]
+    unknown: Annotated[tuple[MemoryKey, ...], Many(MemoryKey, 0, MAX_KEYS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The sender, who initiated the connection, has written over a channel that was opened again."""
+
+    channel: Annotated[int, U8]
+    generation: Annotated[int, U32]
+
+
+@dataclass(frozen=True, slots=True)
+class MailMoved:
+    """The sender receives messages over this channel from now on."""
+
+    channel: Annotated[int, U8]
+    generation: Annotated[int, U32]
+
+
+@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """The sender is alive."""
 
@@ -238,7 +324,8 @@ class Failed:
     text: Annotated[str, Sentence(1024)]
 
 
-SessionMessage: TypeAlias = Offer | Channel | Mapped | Ready | Heartbeat | Revoke | Revoked | Bye | Failed
+ChannelMessage: TypeAlias = Channel | Settle | RailDown | Arrivals | Joined | MailMoved
+SessionMessage: TypeAlias = ChannelMessage | Offer | Mapped | Ready | Heartbeat | Revoke | Revoked | Bye | Failed
 Message: TypeAlias = Hello | Challenge | Proof | Welcome | Refused | SessionMessage
 
 _TYPES: dict[int, type[Message]] = {
@@ -256,6 +343,11 @@ _TYPES: dict[int, type[Message]] = {
     23: Bye,
     24: Failed,
     25: Mapped,
+    26: Settle,
+    27: RailDown,
+    28: Arrivals,
+    29: Joined,
+    30: MailMoved,
 }
 _RECORDS = {kind: Record(kind) for kind in _TYPES.values()}
 _NUMBERS = {kind: number for number, kind in _TYPES.items()}

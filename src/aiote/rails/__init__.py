@@ -10,6 +10,7 @@ from aiote_native.forks import ForkError, after_fork
 from aiote_native.peers import PeerLink
 from aiote_native.requests import LocalSlice, RemoteSlice, Request, quick, quick_send
 from aiote_native.status import StatusError, error_text
+from aiote_native.targets import Targets, scatter
 from aiote_native.waits import CounterHandle, CounterWait, Watch, read_word
 from aiote_native.wakers import Waiter as NativeWaiter
 from aiote_native.wakers import wake
@@ -39,6 +40,7 @@ __all__ = [
     "RemoteSlice",
     "Request",
     "StatusError",
+    "Targets",
     "Waitable",
     "Watch",
     "acquire",
@@ -48,6 +50,7 @@ __all__ = [
     "quick",
     "quick_send",
     "read_word",
+    "scatter",
     "section",
     "sim_identity",
     "wake",

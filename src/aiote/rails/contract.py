@@ -7,9 +7,12 @@ is a wait descriptor. The contract suite in `tests/rails` runs the same expectat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from aiote_native.kinds import NativeDevice, NativeEndpoint
+
+if TYPE_CHECKING:
+    from .topology import Place
 
 __all__ = ["TRAITS", "Rail", "RailInfo", "Traits", "traits_of"]
 
@@ -81,6 +84,11 @@ class Rail(Protocol):
     @property
     def info(self) -> RailInfo:
         """Describe the rail."""
+        ...
+
+    @property
+    def place(self) -> Place:
+        """Where the NIC is; unknown for what has no place."""
         ...
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,7 @@ class Fabric:
         self.core: Core | None = None
         self._bereaved = Bereaved() if found is not None and found.version < (2, 0) else None
         self._scratch: LocalMemory | None = None
+        self._memories: weakref.WeakSet[LocalMemory] = weakref.WeakSet()
         try:
             if found is None:
                 core["clock"] = self._plug(rails, threaded=bool(core.get("threaded")))
@@ -133,10 +135,16 @@ class Fabric:
                 "register a pinned host buffer and copy to it"
             )
         try:
-            return LocalMemory(buffer, [rail.device for rail in self.rails], remote)
+            memory = LocalMemory(buffer, [rail.device for rail in self.rails], remote)
         except StatusError as error:
             buffer.release()
             raise fabric_error(error, "register memory", ", ".join(rail.name for rail in self.rails)) from error
+        self._memories.add(memory)
+        return memory
+
+    def keys_of(self, rail: int) -> set[int]:
+        """Return the keys of all memory that is registered now, on one rail."""
+        return {memory.keys[rail][0] for memory in self._memories if memory.registrations}
 
     def open_channel(self, rail: int, remote_rail: int) -> PendingChannel:
         """Open an endpoint for one peer. Raises FabricError."""
@@ -160,9 +168,10 @@ class Fabric:
         imm_key: int,
         imm_base: int,
         peer_slot: tuple[int, int] = (-1, 0),
+        number: int = -1,
     ) -> None:
         """Connect a pending channel to the peer's endpoint and hand it to the link. `peer_slot` is the peer's doorbell
-        slot with its generation. Raises FabricError.
+        slot with its generation, `number` a shut channel whose place it takes. Raises FabricError.
         """
         try:
             pending.endpoint.connect(address)
@@ -179,6 +188,7 @@ class Fabric:
                 slot=pending.slot,
                 peer_slot=peer_slot[0],
                 peer_generation=peer_slot[1],
+                number=number,
             )
             pending.bell = None
             if self._bereaved is not None and not pending.rail.traits.waits:
@@ -188,7 +198,9 @@ class Fabric:
 
     def open_mailbox(self, link: PeerLink, slots: int, message_bytes: int, peer_slots: int, peer_bytes: int) -> None:
         """Give a link its message pools. Raises FabricError."""
-        memory = self.register(acquire(bytearray(pool_bytes(slots, message_bytes, peer_bytes))), remote=False)
+        memory = self.register(
+            acquire(bytearray(pool_bytes(slots, message_bytes, peer_slots, peer_bytes))), remote=False
+        )
         try:
             link.open_mailbox(memory, slots, message_bytes, peer_slots, peer_bytes)
         except BaseException:

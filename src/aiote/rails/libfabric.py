@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import socket
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiote_native.libfabric.device import Device, discover
 from aiote_native.libfabric.endpoint import Endpoint
@@ -15,7 +16,10 @@ from .contract import RailInfo, Traits, traits_of
 from .leftovers import mark
 from .library import Found
 
-__all__ = ["LibfabricRail", "choose", "source_host"]
+if TYPE_CHECKING:
+    from .topology import Nic, Place
+
+__all__ = ["LibfabricRail", "choose", "offered", "source_host"]
 
 SPINNING_TCP = (1, 18)
 """tcp of 1.18.0 has a wait descriptor that never stops being readable; 1.18.1 mended it."""
@@ -55,13 +59,30 @@ class LibfabricRail:
         # The layout of shared memory is a library's own: 1.17's never returns from a first write to 2.5's.
         return f"{protocol}/{'.'.join(map(str, self._library.version))}" if self.traits.host_only else protocol
 
+    @functools.cached_property
+    def nic(self) -> Nic | None:
+        """The NIC as sysfs has it, read once when it is first asked for; None where it has none of that name."""
+        if self.traits.host_only:
+            return None
+        # `import aiote` is to stay quick.
+        from .sysfs import read_nic
+
+        return read_nic(self.name)
+
+    @property
+    def place(self) -> Place:
+        from .topology import Place
+
+        return self.nic.place if self.nic is not None else Place()
+
     @property
     def info(self) -> RailInfo:
+        speed = int(self._attributes["speed"]) // 1_000_000
         return RailInfo(
             name=self.name,
             provider=self.provider,
-            speed_mbps=int(self._attributes["speed"]) // 1_000_000,
-            numa_node=-1,
+            speed_mbps=speed or (self.nic.speed_mbps if self.nic is not None else 0),
+            numa_node=self.place.numa_node,
             state="up" if self._attributes["up"] else "down",
             library=f"libfabric {self._library.version[0]}.{self._library.version[1]}",
         )
@@ -99,11 +120,18 @@ def source_host(attributes: dict[str, Any]) -> str:
 def choose(provider: str, names: tuple[str, ...] | None, host: str, library: Found) -> list[tuple[str, str, str]]:
     """Return (provider, node, domain) of the rails to open.
 
-    `names` are the user's (NIC names or local IP addresses); without them the rail that owns `host` is taken.
-    Raises UsageError for names or a provider that are not there.
+    `names` are the user's (NIC names or local IP addresses); without them the rail that owns `host` is taken. "auto" is
+    the best provider that is there, and shared memory beside it, for peers on this host. Raises UsageError for names or
+    a provider that are not there.
     """
-    if provider == "auto":
-        provider = next((name for name in AUTO_ORDER if _offers(name)), "tcp")
+    if provider != "auto":
+        return _choose(provider, names, host, library)
+    best = next((name for name in AUTO_ORDER if _offers(name)), "tcp")
+    near = [("shm", "", str(offer["domain"])) for offer in _offers("shm")[:1]]
+    return _choose(best, names, host, library) + near
+
+
+def _choose(provider: str, names: tuple[str, ...] | None, host: str, library: Found) -> list[tuple[str, str, str]]:
     offers = _offers(provider)
     if not offers:
         raise UsageError(
@@ -120,6 +148,20 @@ def choose(provider: str, names: tuple[str, ...] | None, host: str, library: Fou
     if names is None:
         return [(provider, _nearest(host, list(hosts)), "")]
     return [(provider, _node(name, hosts, names), "") for name in names]
+
+
+def offered() -> dict[str, tuple[str, ...]]:
+    """Return the names of the NICs that each provider offers as rails, the best provider first.
+
+    The library is open. A provider that is not there, or cannot tell, has none.
+    """
+    found = {}
+    for provider in (*AUTO_ORDER, "shm"):
+        try:
+            found[provider] = tuple(dict.fromkeys(str(offer["domain"]) for offer in _offers(provider)))
+        except StatusError:
+            found[provider] = ()
+    return found
 
 
 def _nearest(host: str, hosts: list[str]) -> str:

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from aiote_native.kinds import NativeEndpoint
 from aiote_native.sim.nics import SimDevice
@@ -18,6 +19,9 @@ from aiote_native.status import StatusError
 
 from ..errors import FabricError, UsageError
 from .contract import RailInfo, Traits
+
+if TYPE_CHECKING:
+    from .topology import Place
 
 __all__ = ["SimNetwork", "SimNic", "SimRail", "World", "current_network", "network", "sim_identity"]
 
@@ -115,6 +119,12 @@ class SimRail:
         self._speed = nic.speed_mbps
         # As NICs differ: every other one addresses memory from 0, not by where it lies.
         self.device = SimDevice(world, node, index, dict(nic.numbers), index % 2 == 1)
+
+    @property
+    def place(self) -> Place:
+        from .topology import Place
+
+        return Place()
 
     @property
     def info(self) -> RailInfo:

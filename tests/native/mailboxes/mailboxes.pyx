@@ -57,7 +57,7 @@ def deliver(list messages):
     """Deliver each as one received message, and take what comes out; returns the payloads, and how the peer failed."""
     cdef Core core = Core(spin_us=0)
     cdef Rail* rail = <Rail*> calloc(1, sizeof(Rail))
-    cdef uint8_t* memory = <uint8_t*> calloc(1, mailbox_bytes(SLOTS, SLOT_BYTES))
+    cdef uint8_t* memory = <uint8_t*> calloc(1, mailbox_bytes(SLOTS, SLOTS, SLOT_BYTES))
     cdef Slot* slot
     cdef bytes data
     taken = []

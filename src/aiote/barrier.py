@@ -1,0 +1,65 @@
+"""A barrier among the members of a group, of immediates alone.
+
+Each member writes an immediate to every other and waits for one of each. A member that is through may begin the next
+round while another still waits for the last immediate of this one, and an immediate does not say whose it is; so
+rounds use the two values `imm` and `imm ^ 1` in turn. Two are enough: who is through a round has heard everybody begin
+it, thus everybody is through the one before, and that one's value is free.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .core.striping import check_immediate
+from .errors import PeerError, UsageError
+from .group import PeerGroup, ScatterTarget, submit_scatter
+
+if TYPE_CHECKING:
+    from .counter import Counter
+    from .engine import Engine
+    from .peer import Peer
+
+__all__ = ["barrier"]
+
+BROKEN = -1
+
+
+async def barrier(engine: Engine, group: PeerGroup, imm: int) -> None:
+    """Wait until every member has called it as often as this engine has."""
+    value = check_immediate(imm)
+    turn = group.rounds.get(value, 0)
+    if turn == BROKEN:
+        raise UsageError(
+            f"barrier: one on immediate {value:#x} is under way, was interrupted or failed, so the members' rounds may "
+            "differ; have every member make its group again, and use another immediate"
+        )
+    if not len(group):
+        return
+    word = value ^ (turn & 1)
+    # Whatever interrupts this round leaves the others in it; a member that is through takes the mark away.
+    group.rounds[value] = BROKEN
+    targets = [ScatterTarget(None, peer) for peer in group]
+    counter = engine.counter(word)
+    try:
+        await engine.room_for(group)
+        transfer = submit_scatter(engine, group, targets, word)
+        await _hear_all(counter, group.peers)
+        await transfer
+    finally:
+        counter.release()
+    group.rounds[value] = turn + 1
+
+
+async def _hear_all(counter: Counter, peers: tuple[Peer, ...]) -> None:
+    """Wait for an immediate of each peer. Raises PeerError when one is lost before all have come."""
+
+    def lost() -> PeerError | None:
+        return next((peer.error("barrier") for peer in peers if peer.lost), None)
+
+    for peer in peers:
+        peer.mourners.add(counter)
+    try:
+        await counter.wait_unless(len(peers), lost)
+    finally:
+        for peer in peers:
+            peer.mourners.discard(counter)

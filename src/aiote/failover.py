@@ -1,0 +1,327 @@
+"""The channels of one peer that may fail: what one has lost goes on over the others, and it comes back.
+
+The protocol is `core.failover`, which says what is to be done; this does it, with the native link, the rails and the
+control connection of one session.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from .core.failover import (
+    Action,
+    ChannelStates,
+    FailoverError,
+    Join,
+    Lose,
+    Mark,
+    OpenAgain,
+    Reconcile,
+    Shut,
+    TellArrivals,
+    TellDown,
+)
+from .core.failover import Arrivals as ArrivalsOf
+from .core.frames import (
+    MAX_WORDS,
+    Arrivals,
+    Channel,
+    ChannelMessage,
+    Joined,
+    MailMoved,
+    MemoryKey,
+    RailDown,
+    Range,
+    Settle,
+    WordCount,
+)
+from .errors import AioteError, TransferError
+from .rails import error_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .core.control import Role
+    from .engine import Engine
+    from .peer import Peer
+    from .rails import Operation, PeerLink, PendingChannel
+    from .transfer import Transfer
+
+__all__ = ["Failover"]
+
+
+class Failover:
+    """Made when a peer with several channels is connected. `pairs` are (our rail, its rail) of each channel."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        peer: Peer,
+        link: PeerLink,
+        role: Role,
+        pairs: list[tuple[int, int]],
+        send: Callable[[ChannelMessage], object],
+    ) -> None:
+        self._engine = engine
+        self._peer = peer
+        self._link = link
+        self._pairs = pairs
+        self._send = send
+        self._initiates = role.value == 0
+        self._states = ChannelStates(len(pairs), role, random.Random(), grace=engine.patience)
+        self._pending: dict[int, PendingChannel] = {}
+        self._told: dict[int, Channel] = {}
+        self._probes: dict[int, Transfer] = {}
+        # What a RailDown asked of us, and what the peer's Arrivals said of ours, until the next step uses it.
+        self._asked: dict[int, tuple[MemoryKey, ...]] = {}
+        self._unknown: dict[int, list[int]] = {}
+
+    @property
+    def deadline(self) -> float | None:
+        """When `tick` is due."""
+        return self._states.deadline
+
+    # What happens here.
+
+    def notice(self, number: int, errnum: int) -> None:
+        """Look at a channel that the native core has something to say about."""
+        if number not in self._states.live and not self._probes.get(number):
+            return
+        if errnum == 0:
+            words = [WordCount(word, times) for word, times in self._link.settlement(number)]
+            for start in range(0, len(words), MAX_WORDS):
+                self._send(Settle(number, self._states.generation(number), tuple(words[start : start + MAX_WORDS])))
+        else:
+            self.fail(number, f"the data connection failed: {error_text(errnum)}")
+
+    def fail(self, number: int, reason: str) -> None:
+        """Take a channel out of use."""
+        rail = self._engine.rail_name(self._pairs[number][0])
+        if number in self._states.live:
+            self._engine.events.emit("rail.failed", peer=str(self._peer.address), rail=rail, reason=reason)
+        self._do(self._states.failed(number, f"rail {rail}: {reason}"[:500], self._engine.loop.time()))
+
+    def release(self, transfer: Operation) -> bool:
+        """Take out what does not let go of a cancelled transfer; False where nothing holds it."""
+        holding = self._link.holding(transfer)
+        for number in holding:
+            self.fail(number, "a cancelled transfer did not leave the NIC")
+        return bool(holding)
+
+    def tick(self, now: float) -> None:
+        """Do what time alone asks for."""
+        self._link.fade()
+        self._do(self._states.due(now))
+
+    def close(self) -> None:
+        """Give up what is being opened."""
+        for number in tuple(self._pending):
+            self._drop(number)
+
+    # What the peer says.
+
+    def hear(self, message: ChannelMessage) -> None:
+        """Take a message about a channel. Raises FailoverError for one that cannot be."""
+        now = self._engine.loop.time()
+        match message:
+            case Settle(number, generation, words):
+                if self._states.heard_settle(number, generation) and not self._link.settle(
+                    number, [(item.word, item.times) for item in words]
+                ):
+                    raise FailoverError("it has too many words that it does not settle")
+            case RailDown(number, generation, reason, keys):
+                self._asked[number] = keys
+                if number in self._states.live:
+                    rail = self._engine.rail_name(self._pairs[number][0])
+                    self._engine.events.emit("rail.failed", peer=str(self._peer.address), rail=rail, reason=reason)
+                self._do(self._states.heard_down(number, generation, reason, now))
+            case Arrivals(number, generation, words, high, beyond, unknown):
+                self._unknown[number] = [item.key for item in unknown]
+                mark = Mark(high, tuple((item.first, item.last) for item in beyond))
+                came = ArrivalsOf(tuple((item.word, item.times) for item in words), mark)
+                self._do(self._states.heard_arrivals(number, generation, came, now))
+            case Channel():
+                self._hear_channel(message, now)
+            case Joined(number, generation):
+                self._hear_joined(number, generation, now)
+            case MailMoved(number, generation):
+                self._hear_moved(number, generation)
+
+    def _hear_channel(self, message: Channel, now: float) -> None:
+        number = self._number_of(message)
+        self._told[number] = message
+        self._do(self._states.heard_reopen(number, message.generation, now))
+
+    def _number_of(self, message: Channel) -> int:
+        """Return the channel that a Channel is about."""
+        pair = message.rail_remote, message.rail_local
+        if pair not in self._pairs:
+            raise FailoverError(f"it opens a channel of rails {pair[0]} and {pair[1]}, which there is none of")
+        return self._pairs.index(pair)
+
+    def _hear_joined(self, number: int, generation: int, now: float) -> None:
+        if number >= len(self._pairs) or generation != self._states.generation(number):
+            return
+        self._do(self._states.joined(number, now))
+        self._take_up(number)
+
+    def _hear_moved(self, number: int, generation: int) -> None:
+        if number not in self._states.live or generation != self._states.generation(number):
+            # It failed meanwhile; who initiated the connection hears of that, and chooses again.
+            return
+        if not self._initiates:
+            self._link.move_mailbox(number)
+            self._send(MailMoved(number, generation))
+        if self._link.mailbox_channel == number:
+            self._link.release_mailbox()
+
+    # What is to be done.
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            if self._peer.lost:
+                # Everything ended with it.
+                return
+            match action:
+                case Shut(number):
+                    self._shut(number)
+                case TellDown(number, generation, reason):
+                    keys = tuple(MemoryKey(key) for key in self._link.lost_keys(number))
+                    self._send(RailDown(number, generation, reason[:500], keys))
+                case TellArrivals(number, generation):
+                    self._tell_arrivals(number, generation)
+                case Reconcile(number, arrivals):
+                    self._reconcile(number, arrivals)
+                case OpenAgain(number, generation):
+                    self._open(number, generation)
+                case Join(number):
+                    self._join(number)
+                    self._engine.spawn(self._prove, number, self._states.generation(number), name="aiote rail")
+                case Lose(reason):
+                    self._peer.lose(reason)
+        if self.deadline is not None:
+            self._engine.heartbeats.look()
+        self._engine.kick()
+
+    def _shut(self, number: int) -> None:
+        self._drop(number)
+        self._link.shut(number)
+        self._do(self._states.shut(number))
+
+    def _drop(self, number: int) -> None:
+        """Give up what is under way to bring a channel up."""
+        pending = self._pending.pop(number, None)
+        if pending is not None:
+            pending.close()
+        probe = self._probes.pop(number, None)
+        if probe is not None:
+            probe.cancel()
+
+    def _tell_arrivals(self, number: int, generation: int) -> None:
+        words, top, holes = self._link.arrivals(number)
+        if any(times < 0 for _, times in words):
+            raise FailoverError("it settled more than came")
+        mark = marked(top, holes)
+        self._send(
+            Arrivals(
+                number,
+                generation,
+                tuple(WordCount(word, times) for word, times in words),
+                mark.high,
+                tuple(Range(*item) for item in mark.beyond),
+                self._unknown_of(number),
+            )
+        )
+
+    def _unknown_of(self, number: int) -> tuple[MemoryKey, ...]:
+        """Return those of the keys that the peer asked for which no memory has on the channel's rail."""
+        known = self._engine.fabric.keys_of(self._pairs[number][0])
+        return tuple(item for item in self._asked.pop(number, ()) if item.key not in known)
+
+    def _reconcile(self, number: int, arrivals: ArrivalsOf) -> None:
+        top, holes = unmarked(arrivals.messages)
+        if not self._link.reconcile(number, list(arrivals.words), top, holes, self._unknown.pop(number, [])):
+            raise FailoverError("it says that what was not sent has come")
+        self._move_mailbox()
+
+    def _move_mailbox(self) -> None:
+        """Have messages go over a channel in use, if theirs has failed; who initiated the connection chooses."""
+        if self._initiates and self._link.mailbox_channel < 0 and self._states.live:
+            chosen = self._states.live[0]
+            self._link.move_mailbox(chosen)
+            self._send(MailMoved(chosen, self._states.generation(chosen)))
+
+    def _open(self, number: int, generation: int) -> None:
+        """Open our endpoint and tell it; who was asked to joins the other's at once."""
+        mine, remote = self._pairs[number]
+        try:
+            pending = self._pending[number] = self._engine.fabric.open_channel(mine, remote)
+        except AioteError as error:
+            self.fail(number, f"it cannot be opened again: {error}")
+            return
+        key, base = self._engine.fabric.scratch.keys[mine]
+        self._send(Channel(mine, remote, generation, pending.address, key, base, b""))
+        if not self._initiates:
+            self._join(number)
+
+    def _join(self, number: int) -> None:
+        told = self._told.pop(number)
+        pending = self._pending.pop(number)
+        try:
+            self._engine.fabric.join(self._link, pending, told.address, told.imm_key, told.imm_base, number=number)
+        except AioteError as error:
+            pending.close()
+            self.fail(number, f"it cannot be joined again: {error}")
+
+    async def _prove(self, number: int, generation: int) -> None:
+        """Write nothing over a channel that was opened again; when that has arrived, it is in use."""
+        if not self._current(number, generation):
+            return
+        try:
+            probe = self._probes[number] = self._engine.probe(self._peer, self._link, number)
+            await probe
+        except (TransferError, AioteError) as error:
+            if self._current(number, generation):
+                self.fail(number, f"it was opened again, but nothing goes through: {error}")
+            return
+        if self._current(number, generation):
+            self._probes.pop(number, None)
+            self._do(self._states.joined(number, self._engine.loop.time()))
+            self._send(Joined(number, generation))
+            self._take_up(number)
+
+    def _current(self, number: int, generation: int) -> bool:
+        return not self._peer.lost and self._states.generation(number) == generation
+
+    def _take_up(self, number: int) -> None:
+        if number in self._states.live and not self._link.carries(number):
+            self._link.admit(number)
+            rail = self._engine.rail_name(self._pairs[number][0])
+            self._engine.events.emit("rail.back", peer=str(self._peer.address), rail=rail)
+            self._move_mailbox()
+
+
+def marked(top: int, holes: list[int]) -> Mark:
+    """Say which messages came: the highest number, and those below it that did not, as a Mark."""
+    if not holes:
+        return Mark(top, ())
+    bounds = [*holes, top + 1]
+    ranges = [(low + 1, high - 1) for low, high in pairwise(bounds) if low + 1 <= high - 1]
+    return Mark(holes[0] - 1, tuple(ranges))
+
+
+def unmarked(mark: Mark) -> tuple[int, list[int]]:
+    """Return the highest number that came and those below it that did not. Raises FailoverError for an absurd Mark."""
+    holes: list[int] = []
+    top = mark.high
+    for low, high in mark.beyond:
+        if not top < low <= high or low - top > MOST_HOLES:
+            raise FailoverError("its account of the messages that came is none")
+        holes.extend(range(top + 1, low))
+        top = high
+    return top, holes
+
+
+MOST_HOLES = 4096  # messages of a pool

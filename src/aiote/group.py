@@ -1,0 +1,235 @@
+"""Requests to many peers at once: groups, scatter and barrier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from .aio import finish
+from .core.address import Address
+from .core.striping import check_immediate
+from .errors import AioteError, FabricError, LeaseRevokedError, PeerError, QueueFull, TransferError, UsageError
+from .rails import Targets, error_text, scatter
+from .region import Region, RemoteRegion
+from .transfer import Transfer
+
+if TYPE_CHECKING:
+    from .aio import Waiter
+    from .engine import Engine
+    from .peer import Peer
+    from .rails import Operation, PeerLink
+
+__all__ = ["GroupTransfer", "PeerGroup", "ScatterTarget", "submit_scatter"]
+
+NO_IMMEDIATE = -1
+
+
+class ScatterTarget(NamedTuple):
+    """One target of a scatter: all of `src` goes to all of `dst` (same length).
+
+    `src` None is an immediate alone; `dst` is then a RemoteRegion, or a Peer or Address of the group.
+    """
+
+    src: Region | None
+    dst: RemoteRegion | Peer | Address
+
+
+class PeerGroup:
+    """Peers that were resolved once, for `scatter` and `barrier`. Made by `Engine.peer_group`.
+
+    A sequence of its peers, in the order given. It does not follow a peer that is lost: requests to it then fail, and
+    name that peer.
+    """
+
+    def __init__(self, engine: Engine, peers: Sequence[Peer]) -> None:
+        self.peers = tuple(peers)
+        self.engine = engine
+        self.rounds: dict[int, int] = {}
+        self._members = {peer.key: peer for peer in peers}
+        # A transfer of the group ends, waits and explains itself through these, as any does through its peer.
+        self.waiter: Callable[[], Waiter] = engine.loop.waiter
+        self.rail_name = engine.rail_name
+
+    def __len__(self) -> int:
+        return len(self.peers)
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(self.peers)
+
+    def __getitem__(self, item: int) -> Peer:
+        return self.peers[item]
+
+    def __contains__(self, peer: object) -> bool:
+        return peer in self.peers
+
+    @property
+    def address(self) -> str:
+        """Name the group, for errors."""
+        return f"a group of {len(self.peers)} peers"
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether every lost member agreed that its connection is gone."""
+        return all(peer.confirmed for peer in self.peers)
+
+    def member(self, target: Peer | Address) -> Peer | None:
+        """Return the member that a peer or an address is."""
+        return self._members.get(
+            target.key if not isinstance(target, Address) else (target.identity, target.incarnation)
+        )
+
+    def transfer_refused(self, transfer: Transfer) -> None:
+        """Take note that a transfer has ended without the native core."""
+
+    def cancel_transfer(self, transfer: Operation) -> None:
+        """Have a transfer end: nothing more is posted, what was posted drains."""
+        self.engine.core.cancel(transfer)
+        self.engine.kick()
+
+    async def drain(self, transfer: GroupTransfer) -> None:
+        """Wait, shielded, until a cancelled transfer is over; connections that do not let go of it are torn down."""
+        if await finish(self.engine.loop, transfer, self.engine.drain_timeout):
+            return
+        stuck = transfer.unfinished_peers()
+        for peer in stuck:
+            peer.tear_down()
+        await finish(self.engine.loop, transfer, self.engine.patience)
+        for peer in stuck:
+            await peer.agree()
+
+    def __repr__(self) -> str:
+        return f"<PeerGroup of {len(self.peers)}>"
+
+
+async def make_group(engine: Engine, members: Iterable[Peer | Address | str]) -> PeerGroup:
+    """Connect to all members at once and return the group. Raises UsageError, PeerError."""
+    asked = [engine.peer_of(Address.parse(one) if isinstance(one, str) else one, "peer_group") for one in members]
+    # Each is being connected by now; waiting for one after the other takes as long as the slowest.
+    peers = [await peer.ready() for peer in asked]
+    if len({peer.key for peer in peers}) < len(peers):
+        raise UsageError("peer_group: a member is named twice; a scatter may have several targets at one")
+    return PeerGroup(engine, peers)
+
+
+class GroupTransfer(Transfer):
+    """A transfer to every target of a scatter; over when all of them are. What failed first is its error's cause."""
+
+    def __init__(self, group: PeerGroup, peers: Sequence[Peer], description: str) -> None:
+        self.peer = group  # type: ignore[assignment]
+        self._peers = peers
+        self._text = description
+
+    def unfinished_peers(self) -> list[Peer]:
+        """Return the peers whose part is not over."""
+        assert self.targets is not None
+        return list(dict.fromkeys(self._peers[i] for i in self.targets.unfinished()))
+
+    def explain(self) -> TransferError:
+        """Say what became of it: which targets failed, and why the first of them did."""
+        done = f"{self.confirmed_bytes} of {self.total_bytes} bytes confirmed"
+        assert self.targets is not None
+        if self._revoked:
+            cause: AioteError = LeaseRevokedError(str(self.peer.address), "a lease of one of its targets was revoked")
+            return self._error(cause, f"{self.description} failed, {done}: {cause}")
+        if self.was_cancelled:
+            return self._error(None, f"{self.description}: cancelled, {done}")
+        failures = self.targets.failures()
+        position, errnum, rail = failures[0]
+        peer = self._peers[position]
+        if peer.reason:
+            cause = PeerError(str(peer.address), peer.reason, operation=self.description)
+        else:
+            name = peer.rail_name(rail)
+            cause = FabricError(errnum, error_text(errnum), operation=self.description, rail=name)
+        where = f"target {position} with peer {peer.address}"
+        others = f" and {len(failures) - 1} others" if len(failures) > 1 else ""
+        return self._error(cause, f"{self.description}: {where}{others} failed, {done}: {cause}")
+
+
+def submit_scatter(
+    engine: Engine, group: PeerGroup, targets: Iterable[ScatterTarget], imm: int | None
+) -> GroupTransfer:
+    """Start a write to each target, one request for all. Raises UsageError, PeerError, QueueFull: none was started."""
+    engine.require_open()
+    if not isinstance(group, PeerGroup) or group.engine is not engine:
+        raise UsageError("scatter: a PeerGroup of this engine is expected (await engine.peer_group([...]))")
+    value = NO_IMMEDIATE if imm is None else check_immediate(imm)
+    items = list(targets)
+    parts = Targets(len(items))
+    peers: list[Peer] = []
+    leases: list[tuple[Peer, int]] = []
+    for position, item in enumerate(items):
+        try:
+            src, dst = item
+        except (TypeError, ValueError):
+            raise UsageError(f"scatter: target {position} is {item!r}, expected ScatterTarget(src, dst)") from None
+        peers.append(_add(engine, group, parts, position, src, dst))
+        if isinstance(dst, RemoteRegion) and dst.lease:
+            leases.append((peers[-1], dst.lease))
+    transfer = GroupTransfer(group, peers, f"scatter to {len(items)} targets")
+    for peer in dict.fromkeys(peers):
+        if not peer.take_room():
+            raise QueueFull(
+                f"{transfer.description}: {engine.max_transfers} transfers toward peer {peer.address} are "
+                "unfinished; await engine.room(peer), or raise config.max_transfers"
+            )
+    _take_leases(transfer, leases)
+    try:
+        scatter(engine.core, transfer, parts, value)
+    except (ValueError, RuntimeError) as error:
+        for peer, lease in leases:
+            peer.leases.end(transfer, lease)
+        raise UsageError(f"{transfer.description}: {error}") from error
+    return transfer
+
+
+def _add(
+    engine: Engine, group: PeerGroup, parts: Targets, position: int, src: object, dst: RemoteRegion | Peer | Address
+) -> Peer:
+    """Check one target and add it; return its peer."""
+    peer = group.member(dst.owner if isinstance(dst, RemoteRegion) else dst)
+    if peer is None:
+        raise UsageError(f"scatter: target {position} is not of the group")
+    link = _link(peer)
+    if src is None:
+        parts.add(link, None, 0, None, 0, 0)
+        return peer
+    if not isinstance(src, Region) or not isinstance(dst, RemoteRegion):
+        raise UsageError(
+            f"scatter: target {position} needs a Region as source and a RemoteRegion as destination, "
+            f"got {type(src).__name__} and {type(dst).__name__}"
+        )
+    src.require_open()
+    if src.memory.owner is not engine.core:
+        raise UsageError(f"scatter: the source of target {position} belongs to another engine")
+    if src.nbytes != dst.nbytes:
+        raise UsageError(f"scatter: target {position} has {src.nbytes} bytes to write to {dst.nbytes}")
+    try:
+        parts.add(link, src.memory, src.start, dst.memory, dst.start, src.nbytes)
+    except ValueError as error:
+        raise UsageError(f"scatter: target {position}: {error}") from None
+    return peer
+
+
+def _link(peer: Peer) -> PeerLink:
+    if peer.link is None or not peer.connected:
+        raise peer.error("scatter")
+    return peer.link
+
+
+def _take_leases(transfer: GroupTransfer, leases: list[tuple[Peer, int]]) -> None:
+    """Take note of the transfer with every lease that it goes through. Raises TransferError where one is void."""
+    for taken, (peer, lease) in enumerate(leases):
+        if not peer.leases.begin(transfer, lease):
+            for other, number in leases[:taken]:
+                other.leases.end(transfer, number)
+            cause = LeaseRevokedError(str(peer.address), f"it has revoked lease {lease}, which a target was of")
+            raise TransferError(transfer, cause, f"{transfer.description} failed, nothing was posted: {cause}")
+
+    if leases:
+
+        def over(transfer: GroupTransfer) -> None:
+            for peer, lease in leases:
+                peer.leases.end(transfer, lease)
+
+        transfer.on_over = over

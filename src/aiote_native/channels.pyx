@@ -1,0 +1,186 @@
+"""A channel's life: made, shut where it has failed, closed.
+
+`shut_channel` ends the endpoint and keeps what it has lost, which the recovery does again or ends (recovery.pyx);
+`close_channel` ends everything. When either returns no byte moves through the endpoint.
+"""
+
+from libc.stdint cimport uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+
+from aiote_native.gates cimport gate_leave, gate_shut, gate_wait
+from aiote_native.ledger cimport tally_free
+from aiote_native.messages cimport CREDIT_SLOTS, mailbox_sent
+from aiote_native.moving cimport mailbox_detach
+from aiote_native.posting cimport give_back, op_completed, post_on
+from aiote_native.progress cimport drain, request_over
+from aiote_native.recovery cimport lose_request
+from aiote_native.structs cimport Completion, ECANCELED, Mailbox, OP_WRITE, Op, Post, Slot, WorkRequest
+
+cdef enum:
+    DEPTH = 256  # work requests that one channel holds at most: enough to fill a wire, few enough to drain soon
+    CUT_ROUNDS = 20_000            # polls that a cut wire is given to end what was under way, some tens of milliseconds
+    LAST_TURNS = 64                # times that a queue is drained before its endpoint is shut
+    CUT_QUIET = 64                 # empty polls in a row that tell that nothing more comes
+
+
+cdef Channel* new_channel(uint64_t depth) except NULL:
+    """Allocate a channel with its work requests, as many as the provider's queue takes but no more than DEPTH."""
+    cdef Channel* channel = <Channel*> calloc(1, sizeof(Channel))
+    cdef uint32_t i
+    if channel == NULL:
+        raise MemoryError
+    channel.depth = <uint32_t> min(depth, DEPTH)
+    channel.requests = <WorkRequest*> calloc(channel.depth, sizeof(WorkRequest))
+    if channel.requests == NULL:
+        free(channel)
+        raise MemoryError
+    for i in range(channel.depth):
+        channel.requests[i].channel = channel
+        channel.requests[i].next = channel.spare
+        channel.spare = &channel.requests[i]
+    return channel
+
+
+cdef void greet(Progress* engine, Channel* channel) noexcept nogil:
+    """Try one write before the endpoint is first polled.
+
+    shm of 2.5.1 maps a peer of the same process only while it answers that peer's connection request, and sends
+    none of its own to one that it has answered: commands the other way then carry an offset instead of an address
+    and crash the process. If both sides ask before they answer, both are mapped.
+    """
+    cdef Post args
+    args.opcode = OP_WRITE
+    args.with_imm = False
+    args.imm = 0
+    args.local = channel.scratch
+    args.desc = channel.scratch_desc
+    args.length = channel.least
+    args.payload = 0
+    args.remote = channel.imm_address
+    args.key = channel.imm_key
+    args.part = args.stripe = 0
+    args.phase = 0
+    post_on(&engine.state, channel, &args, NULL)
+    gate_leave(channel)
+
+
+cdef bint holds_transfers(Channel* channel) noexcept nogil:
+    cdef uint32_t i
+    for i in range(channel.depth):
+        if channel.requests[i].busy:
+            return True
+    return False
+
+
+cdef void shut_endpoint(Progress* self, Channel* channel) noexcept nogil:
+    """Take what has come and shut the endpoint. The lock is held.
+
+    Nothing is polled after the endpoint is shut: tcp of 2.5.1 crashes then on what was left over from a write that
+    had failed.
+
+    The gate is shut only where writes or reads are under way: it would also keep the peer from taking messages that
+    were sent to it, and a completed send promises those. It is shut as well while the peer may still have our greeting
+    before it: shm of 1.17 then looks for our memory, and crashes where that is gone.
+    """
+    cdef int quiet = 0
+    for _turn in range(LAST_TURNS):
+        if drain(&self.state, channel) <= 0:
+            break
+    if channel.peer.greeting or holds_transfers(channel):
+        gate_shut(channel)
+    if channel.peer.greeting:
+        gate_wait(channel)
+    if channel.ops.cut(channel.impl):
+        for _turn in range(CUT_ROUNDS):
+            quiet = 0 if drain(&self.state, channel) else quiet + 1
+            if quiet >= CUT_QUIET and channel.outstanding == 0:
+                break
+    channel.open = False
+    channel.ops.shut(channel.impl)
+
+
+cdef void shut_channel(Progress* self, Channel* channel) noexcept nogil:
+    """Shut a failed channel, and keep what it has lost. The lock is held."""
+    cdef WorkRequest* wr
+    cdef uint32_t i
+    if not channel.open:
+        return
+    shut_endpoint(self, channel)
+    for i in range(channel.depth):
+        wr = &channel.requests[i]
+        if wr.busy and not wr.lost:
+            lose_request(&self.state, wr, -ECANCELED, 0)
+            forget_outstanding(self, channel)
+    channel.in_flight = 0
+    if channel.peer.mailbox != NULL and channel.peer.mailbox.channel == channel:
+        for i in range(channel.peer.mailbox.transmit_slots):
+            wr = &channel.peer.mailbox.transmit[i].wr
+            if wr.busy and not wr.lost:
+                forget_outstanding(self, channel)
+        mailbox_detach(channel.peer.mailbox)
+    channel.ops.release(channel.impl)
+    channel.impl = NULL
+    if channel.waiting != NULL:
+        channel.waiting[0] = 0
+
+
+cdef void forget_outstanding(Progress* self, Channel* channel) noexcept nogil:
+    channel.outstanding -= 1
+    self.state.outstanding -= 1
+
+
+cdef void close_channel(Progress* self, Channel* channel) noexcept nogil:
+    """End the endpoint, if it was not shut, and everything that it has not ended, and free it. The lock is held."""
+    cdef bint was_open = channel.open
+    if was_open:
+        shut_endpoint(self, channel)
+    end_requests(self, channel)
+    if was_open:
+        channel.ops.release(channel.impl)
+        if channel.waiting != NULL:
+            channel.waiting[0] = 0
+    free_channel(channel)
+
+
+cdef void free_channel(Channel* channel) noexcept nogil:
+    tally_free(&channel.confirmed)
+    tally_free(&channel.arrived)
+    free(channel.requests)
+    free(channel)
+
+
+cdef void end_requests(Progress* self, Channel* channel) noexcept nogil:
+    """End what the provider did not report before its endpoint was closed: no NIC holds it any more."""
+    cdef Completion cancelled
+    cdef WorkRequest* wr
+    cdef Mailbox* mailbox = channel.peer.mailbox
+    cdef uint32_t i
+    cancelled.status = -ECANCELED
+    cancelled.provider_errno = 0
+    cancelled.length = 0
+    for i in range(channel.depth):
+        wr = &channel.requests[i]
+        if wr.busy and wr.lost:
+            end_lost(self, channel, wr)
+        elif wr.busy:
+            request_over(&self.state, channel, wr, &cancelled)
+    if mailbox != NULL and mailbox.channel == channel:
+        for i in range(mailbox.slots + CREDIT_SLOTS):
+            if mailbox.receive[i].wr.busy:
+                request_over(&self.state, channel, &mailbox.receive[i].wr, &cancelled)
+        for i in range(mailbox.transmit_slots):
+            wr = &mailbox.transmit[i].wr
+            if wr.busy and wr.lost:
+                mailbox_sent(&self.state, mailbox, <Slot*> wr.owner, &cancelled)
+            elif wr.busy:
+                request_over(&self.state, channel, wr, &cancelled)
+
+
+cdef void end_lost(Progress* self, Channel* channel, WorkRequest* wr) noexcept nogil:
+    cdef Op* op = <Op*> wr.owner
+    cdef int status = wr.status
+    cdef int provider_errno = wr.provider_errno
+    cdef uint64_t length = wr.length
+    give_back(channel, wr)
+    if op != NULL:
+        op_completed(&self.state, op, status, provider_errno, channel.rail, length)

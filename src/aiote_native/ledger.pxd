@@ -1,0 +1,15 @@
+from libc.stdint cimport int64_t, uint32_t
+
+# How often each word was counted: open addressing, an entry of count 0 is free to be dropped at the next growth.
+cdef struct Tally:
+    uint32_t* words
+    int64_t* counts
+    bint* taken
+    uint32_t size
+    uint32_t used
+    uint32_t last
+
+cdef int tally_add(Tally* self, uint32_t word, int64_t n) noexcept nogil
+cdef int64_t tally_get(Tally* self, uint32_t word) noexcept nogil
+cdef void tally_free(Tally* self) noexcept nogil
+cdef list tally_items(Tally* self)

@@ -1,0 +1,129 @@
+"""Tallies of words: what each side of a channel keeps so that a lost channel loses no count.
+
+The sender tallies the counted work requests that have ended well, the receiver the immediates that came, each by the
+32-bit word. When a channel is lost, the difference of the two tells how many of those that never ended did arrive.
+The protocol, and why the tables stay small, is `aiote.core.failover`, whose `Ledger` is the plain reference.
+"""
+
+from libc.errno cimport ENOMEM, ENOSPC
+from libc.stdint cimport int64_t, uint32_t
+from libc.stdlib cimport calloc, free
+
+cdef enum:
+    FIRST_SIZE = 16
+    # The sender settles at a thousand words, and a few thousand may be on their way; more is a peer that never settles.
+    MOST_WORDS = 16384
+
+
+cdef uint32_t place_of(Tally* self, uint32_t word) noexcept nogil:
+    """Return where a word is, or where it would go. There is a free place: the table is at most three quarters full."""
+    cdef uint32_t at = (word * <uint32_t> 0x9E3779B1) & (self.size - 1)
+    while self.taken[at] and self.words[at] != word:
+        at = (at + 1) & (self.size - 1)
+    return at
+
+
+cdef int resize(Tally* self) noexcept nogil:
+    """Rebuild the table without the words that are at zero, larger where they are not many."""
+    cdef Tally old = self[0]
+    cdef uint32_t i, at, live = 0
+    for i in range(old.size):
+        live += old.taken[i] and old.counts[i] != 0
+    if live >= MOST_WORDS:
+        return -ENOSPC
+    self.size = FIRST_SIZE
+    while self.size < 2 * (live + 1):
+        self.size *= 2
+    self.words = <uint32_t*> calloc(self.size, sizeof(uint32_t))
+    self.counts = <int64_t*> calloc(self.size, sizeof(int64_t))
+    self.taken = <bint*> calloc(self.size, sizeof(bint))
+    if self.words == NULL or self.counts == NULL or self.taken == NULL:
+        free(self.words)
+        free(self.counts)
+        free(self.taken)
+        self[0] = old
+        return -ENOMEM
+    self.used = self.last = 0
+    for i in range(old.size):
+        if old.taken[i] and old.counts[i] != 0:
+            at = place_of(self, old.words[i])
+            self.words[at] = old.words[i]
+            self.counts[at] = old.counts[i]
+            self.taken[at] = True
+            self.used += 1
+    free(old.words)
+    free(old.counts)
+    free(old.taken)
+    return 0
+
+
+cdef int tally_add(Tally* self, uint32_t word, int64_t n) noexcept nogil:
+    """Add n, which may be negative; -ENOSPC or -ENOMEM where there is no room for another word."""
+    cdef uint32_t at
+    cdef int code
+    # Most words are the one before: pages of one request, stripes of one write.
+    if self.used and self.taken[self.last] and self.words[self.last] == word:
+        self.counts[self.last] += n
+        return 0
+    if self.used * 4 >= self.size * 3:
+        code = resize(self)
+        if code != 0:
+            return code
+    at = place_of(self, word)
+    if not self.taken[at]:
+        self.taken[at] = True
+        self.words[at] = word
+        self.counts[at] = 0
+        self.used += 1
+    self.counts[at] += n
+    self.last = at
+    return 0
+
+
+cdef int64_t tally_get(Tally* self, uint32_t word) noexcept nogil:
+    cdef uint32_t at
+    if self.size == 0:
+        return 0
+    at = place_of(self, word)
+    return self.counts[at] if self.taken[at] else 0
+
+
+cdef void tally_free(Tally* self) noexcept nogil:
+    free(self.words)
+    free(self.counts)
+    free(self.taken)
+    self.words = NULL
+    self.counts = NULL
+    self.taken = NULL
+    self.size = self.used = self.last = 0
+
+
+cdef list tally_items(Tally* self):
+    """Return (word, count) of every word that is not at zero."""
+    cdef uint32_t i
+    return [(self.words[i], self.counts[i]) for i in range(self.size) if self.taken[i] and self.counts[i] != 0]
+
+
+cdef class WordTally:
+    """A tally of its own, for checking it against a plain dictionary; channels embed the same functions."""
+
+    cdef Tally tally
+
+    def __dealloc__(self):
+        tally_free(&self.tally)
+
+    def add(self, uint32_t word, int64_t n) -> None:
+        """Add n to a word. Raises MemoryError when too many are not at zero."""
+        if tally_add(&self.tally, word, n) != 0:
+            raise MemoryError("the tally is full")
+
+    def get(self, uint32_t word) -> int:
+        """Return a word's count."""
+        return tally_get(&self.tally, word)
+
+    def items(self) -> list[tuple[int, int]]:
+        """Return (word, count) of every word that is not at zero."""
+        return tally_items(&self.tally)
+
+    def __len__(self) -> int:
+        return self.tally.used

@@ -1,0 +1,89 @@
+"""A mailbox that moves to another channel because its own has failed: each message is taken once all the same.
+
+Whatever was sent and is not known to have come is *unsure*; with the peer's word for what came it is over or is sent
+again, with the number that it had. The protocol is `aiote.core.failover`. The caller holds the engine's lock.
+"""
+
+from libc.stdint cimport uint32_t, uint64_t
+
+from aiote_native.messages cimport CREDIT_SLOTS, mailbox_pump, post_receives
+from aiote_native.posting cimport op_end
+from aiote_native.structs cimport Op, Slot
+
+
+cdef void mailbox_detach(Mailbox* self) noexcept nogil:
+    """Take everything back from a channel that was shut: what was sent and did not end well is unsure."""
+    cdef Slot* slot
+    cdef uint32_t i
+    for i in range(self.slots + CREDIT_SLOTS):
+        slot = &self.receive[i]
+        if slot.wr.busy:
+            slot.wr.busy = False
+            slot.next = self.repost
+            self.repost = slot
+    for i in range(self.transmit_slots):
+        slot = &self.transmit[i]
+        if slot.wr.busy:
+            slot.wr.busy = slot.wr.lost = False
+            if slot.number == 0:
+                slot.next = self.spare_transmit
+                self.spare_transmit = slot
+            else:
+                slot.next = self.unsure
+                self.unsure = slot
+    self.credits_in_flight = 0
+    # What was told of our consumption may be lost; it is a running total, so telling it again does no harm.
+    self.advertised = 0
+    self.channel = NULL
+
+
+cdef bint mailbox_unsure(State* state, Mailbox* self, uint64_t top, const uint64_t* holes,
+                         uint64_t count) noexcept nogil:
+    """Take the peer's word for what came: the others are sent again. False where it claims what was never sent."""
+    cdef Slot* slot
+    cdef bint arrived
+    cdef uint64_t i
+    if top > self.numbered:
+        return False
+    while self.unsure != NULL:
+        slot = self.unsure
+        self.unsure = slot.next
+        arrived = slot.number <= top
+        for i in range(count):
+            arrived = arrived and holes[i] != slot.number
+        if arrived:
+            message_arrived(state, self, slot)
+        else:
+            slot.next = self.resend
+            self.resend = slot
+    return True
+
+
+cdef void message_arrived(State* state, Mailbox* self, Slot* slot) noexcept nogil:
+    cdef Op* op = slot.op
+    slot.op = NULL
+    slot.next = self.spare_transmit
+    self.spare_transmit = slot
+    if op != NULL:
+        op.outstanding = 0
+        op.confirmed = op.part_bytes
+        op_end(state, op)
+
+
+cdef void mailbox_attach(State* state, Mailbox* self, Channel* channel, void* desc) noexcept nogil:
+    """Go on over another channel; nothing is sent before `mailbox_release`, for the peer may not listen there yet."""
+    cdef uint32_t i
+    self.channel = channel
+    self.desc = desc
+    self.held = True
+    for i in range(self.slots + CREDIT_SLOTS):
+        self.receive[i].wr.channel = channel
+    for i in range(self.transmit_slots):
+        self.transmit[i].wr.channel = channel
+    post_receives(state, self)
+
+
+cdef void mailbox_release(State* state, Mailbox* self) noexcept nogil:
+    """The peer listens on the new channel: send."""
+    self.held = False
+    mailbox_pump(state, self)

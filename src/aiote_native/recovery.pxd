@@ -1,0 +1,23 @@
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from aiote_native.posting cimport State
+from aiote_native.structs cimport Channel, Fault, Op, PeerState, WorkRequest
+
+# What the peer says of a channel that both have shut: how often each word came, and which keys it does not know.
+cdef struct Account:
+    uint32_t* words
+    uint64_t* counts
+    uint64_t count
+    uint64_t* unknown
+    uint64_t unknown_count
+
+cdef bint breaks(int code) noexcept nogil
+cdef void channel_fault(State* state, Channel* channel, Fault fault, int error) noexcept nogil
+cdef void lose_request(State* state, WorkRequest* wr, int status, int provider_errno) noexcept nogil
+cdef void confirm(State* state, Channel* channel, WorkRequest* wr) noexcept nogil
+cdef void came(State* state, Channel* channel, uint32_t word) noexcept nogil
+cdef void redone(State* state, Op* op) noexcept nogil
+cdef bint given_up(const Op* op) noexcept nogil
+cdef list lost_keys(const Channel* channel)
+cdef int64_t impossible(Channel* channel, const Account* account) noexcept nogil
+cdef int redo_all(State* state, Channel* channel, const Account* account) noexcept nogil

@@ -1,0 +1,127 @@
+"""Which channel carries the next stripe or page: the one that will have carried it first.
+
+A channel's *cost* is how many picoseconds a KiB takes, measured while it is busy; n bytes on a channel with q bytes in
+flight are over after (q + n) * cost. Taking the least of these gives each channel what it can carry, so that unequal
+rails end together, and a rail that has become slow is given less by itself. A channel of which nothing is known counts
+as the fastest that is known, so that it is tried. A cost that nothing confirms fades, so that a rail that is well
+again is tried again, a little at first.
+
+Equal ones take turns. Where the peer has one channel nothing of this is looked at.
+"""
+
+from libc.stdint cimport uint32_t, uint64_t
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
+
+from aiote_native.structs cimport SOUND
+
+cdef enum:
+    MEASURE_BYTES = 1 << 18        # what has to end, and for how long, before a measurement counts
+    MEASURE_NS = 2_000_000
+    MOST_COST = 1 << 34            # a KiB in 17 ms: a rail below 64 KiB/s counts as one of 64 KiB/s
+    MOST_BYTES = 1 << 28           # so that no product leaves 64 bits
+    MESSAGE_BYTES = 256            # what a message costs beside its bytes, so that those without any are spread, too
+
+
+cdef uint64_t now_ns() noexcept nogil:
+    cdef timespec now
+    clock_gettime(CLOCK_MONOTONIC, &now)
+    return <uint64_t> now.tv_sec * 1_000_000_000 + <uint64_t> now.tv_nsec
+
+
+cdef bint takes(const Channel* channel) noexcept nogil:
+    return channel.open and not channel.paused
+
+
+cdef int usable(const PeerState* peer) noexcept nogil:
+    """Count the channels that may be posted to."""
+    cdef int i, count = 0
+    for i in range(peer.channel_count):
+        count += takes(peer.channels[i])
+    return count
+
+
+cdef bint pinned_away(PeerState* peer, const Op* op, const Channel* channel) noexcept nogil:
+    """Whether the transfer wants another rail, which is there."""
+    cdef int i
+    if op.pin < 0 or channel.rail == op.pin:
+        return False
+    for i in range(peer.channel_count):
+        if peer.channels[i].rail == op.pin and takes(peer.channels[i]):
+            return True
+    return False
+
+
+cdef uint64_t least_cost(PeerState* peer) noexcept nogil:
+    cdef uint64_t least = 0
+    cdef int i
+    for i in range(peer.channel_count):
+        if peer.channels[i].cost and (least == 0 or peer.channels[i].cost < least):
+            least = peer.channels[i].cost
+    return least if least else 1
+
+
+cdef Channel* choose(PeerState* peer, const Op* op, uint32_t refused) noexcept nogil:
+    """Return the best channel that is not among the refused ones (bits), or NULL; `peer.choice` is its number."""
+    cdef Channel* channel
+    cdef Channel* best = NULL
+    cdef uint64_t unknown, end, least = 0
+    cdef uint64_t bytes = MESSAGE_BYTES + (op.stripe_bytes if op.stripe_bytes < MOST_BYTES else MOST_BYTES)
+    cdef int i, at
+    if op.proof:
+        peer.choice = op.proof - 1
+        channel = peer.channels[peer.choice]
+        return channel if not refused and channel.open and channel.fault == SOUND else NULL
+    if peer.channel_count == 1:
+        peer.choice = 0
+        channel = peer.channels[0]
+        return channel if not refused and takes(channel) else NULL
+    unknown = least_cost(peer)
+    for i in range(peer.channel_count):
+        at = (peer.turn + i) % peer.channel_count
+        channel = peer.channels[at]
+        if refused >> at & 1 or not takes(channel) or pinned_away(peer, op, channel):
+            continue
+        if peer.in_turn:
+            peer.choice = at
+            return channel
+        end = (channel.in_flight + bytes) * (channel.cost if channel.cost else unknown)
+        if best == NULL or end < least:
+            best = channel
+            least = end
+            peer.choice = at
+    return best
+
+
+cdef void begin_measure(Channel* channel) noexcept nogil:
+    """Take note that an idle channel gets work."""
+    channel.rate_since = now_ns()
+    channel.rate_bytes = 0
+
+
+cdef void measure(Channel* channel) noexcept nogil:
+    """Take note that `rate_bytes` have ended since `rate_since`, all of which time the channel was busy."""
+    cdef uint64_t now, sample
+    if channel.rate_bytes < MEASURE_BYTES:
+        return
+    now = now_ns()
+    if now - channel.rate_since < MEASURE_NS:
+        return
+    sample = (now - channel.rate_since) * 1000 // (channel.rate_bytes >> 10)
+    if sample < 1:
+        sample = 1
+    if sample > MOST_COST:
+        sample = MOST_COST
+    channel.cost = sample if channel.cost == 0 else (channel.cost * 3 + sample) // 4
+    channel.rate_since = now
+    channel.rate_bytes = 0
+
+
+cdef void fade(PeerState* peer) noexcept nogil:
+    """Let the costs that nothing confirms now fade toward the least."""
+    cdef uint64_t least = least_cost(peer)
+    cdef Channel* channel
+    cdef int i
+    for i in range(peer.channel_count):
+        channel = peer.channels[i]
+        if channel.in_flight == 0 and channel.cost > least:
+            channel.cost = channel.cost // 4 if channel.cost // 4 > least else least

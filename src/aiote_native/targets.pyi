@@ -1,0 +1,23 @@
+from aiote_native.core import Core
+from aiote_native.peers import PeerLink
+from aiote_native.requests import Request
+from aiote_native.workrequests import LocalMemory, RemoteMemory
+
+class Targets:
+    count: int
+    def __init__(self, capacity: int) -> None: ...
+    def __len__(self) -> int: ...
+    def add(
+        self,
+        link: PeerLink,
+        local: LocalMemory | None,
+        local_offset: int,
+        remote: RemoteMemory | None,
+        remote_offset: int,
+        length: int,
+    ) -> None: ...
+    def leave(self) -> None: ...
+    def failures(self) -> list[tuple[int, int, int]]: ...
+    def unfinished(self) -> list[int]: ...
+
+def scatter(core: Core, request: Request, targets: Targets, imm: int) -> None: ...

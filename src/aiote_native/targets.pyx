@@ -1,0 +1,127 @@
+"""The targets of one scatter: a native transfer each, one Python object and one await for all of them.
+
+The children are posted in one pass under one lock; each stands in its own peer's queue and ends by itself. The parent
+is over when the last of them is: a target that failed stops nobody else's bytes, and the first error is the parent's.
+"""
+
+from cpython.ref cimport Py_INCREF
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+
+from aiote_native.core cimport Core
+from aiote_native.peers cimport PeerLink
+from aiote_native.posting cimport cut_op, ops_start
+from aiote_native.progress cimport kick, lock, unlock, usable
+from aiote_native.requests cimport Request, leave_link
+from aiote_native.structs cimport OP_WRITE
+from aiote_native.workrequests cimport LocalMemory, RemoteMemory, fill
+
+
+cdef class Targets:
+    """Up to `capacity` targets, each with its peer's link, a source and a destination of one length."""
+
+    def __cinit__(self, uint32_t capacity):
+        self.links = []
+        self.memories = []
+        self.capacity = capacity
+        self.ops = <Op*> calloc(capacity or 1, sizeof(Op))
+        if self.ops == NULL:
+            raise MemoryError
+
+    def __dealloc__(self):
+        free(self.ops)
+
+    def __len__(self):
+        return self.count
+
+    def add(self, PeerLink link not None, LocalMemory local, uint64_t local_offset, RemoteMemory remote,
+            uint64_t remote_offset, uint64_t length) -> None:
+        """Add a write of `length` bytes to one peer; without memories an immediate alone. Raises ValueError for a range
+        that leaves its region, and for bytes without memory on both sides.
+        """
+        cdef Op* op
+        if self.count >= self.capacity:
+            raise ValueError(f"more than the {self.capacity} targets that were announced")
+        if length and (local is None or remote is None):
+            raise ValueError(f"{length} bytes need both a local and a remote memory: only nothing goes without")
+        op = &self.ops[self.count]
+        op.rail = op.pin = -1
+        op.opcode = OP_WRITE
+        op.peer = &link.state
+        fill(op, local, local_offset, remote, remote_offset, length, length, False)
+        op.part_bytes = length
+        op.parts = 1
+        op.total = length
+        self.links.append(link)
+        self.memories.append((local, remote))
+        self.count += 1
+
+    cdef int enter(self) except -1:
+        """Count as under way with every link and memory."""
+        cdef PeerLink link
+        cdef LocalMemory local
+        for link in self.links:
+            link.unfinished += 1
+        for local, _remote in self.memories:
+            if local is not None:
+                local.in_flight += 1
+        return 0
+
+    def leave(self) -> None:
+        """Count as over; called by the request."""
+        cdef PeerLink link
+        cdef LocalMemory local
+        for link in self.links:
+            leave_link(link)
+        for local, _remote in self.memories:
+            if local is not None:
+                local.leave()
+
+    def failures(self) -> list[tuple[int, int, int]]:
+        """Return (position, positive error number, rail) of each target that failed."""
+        return [(i, -self.ops[i].status, self.ops[i].rail) for i in range(self.count) if self.ops[i].status != 0]
+
+    def unfinished(self) -> list[int]:
+        """Return the positions of the targets that are not over."""
+        return [i for i in range(self.count) if not self.ops[i].over]
+
+
+def scatter(Core core, Request request, Targets targets, int64_t imm) -> None:
+    """Start a write to each target, all or none; the request is over when all of them are. `imm` below 0 means none.
+
+    Raises ValueError, RuntimeError for a peer that is closed.
+    """
+    cdef PeerLink link
+    cdef Op* op
+    cdef uint32_t i
+    usable(&core.engine)
+    if request.submitted:
+        raise RuntimeError("an operation is submitted once")
+    for i in range(targets.count):
+        link = targets.links[i]
+        op = &targets.ops[i]
+        if link.closed:
+            raise RuntimeError(f"the peer of target {i} is closed")
+        remote = targets.memories[i][1]
+        if remote is not None and (<RemoteMemory> remote).rails <= link.widest():
+            raise ValueError(f"the memory of target {i} was registered with fewer rails than its owner has connected")
+        op.parent = &request.op
+        op.counted = imm >= 0
+        op.imm = <uint32_t> imm if imm >= 0 else 0
+        cut_op(op, &link.state, link.largest(), core.smallest)
+        request.op.total += op.total
+    request.op.opcode = OP_WRITE
+    request.op.counted = imm >= 0
+    request.op.children = targets.ops
+    request.op.child_count = targets.count
+    request.targets = targets
+    request.submitted = True
+    targets.enter()
+    Py_INCREF(request)
+    lock(&core.engine)
+    with nogil:
+        ops_start(&core.engine.state, &request.op)
+    kick(&core.engine)
+    unlock(&core.engine)
+    if not core.awake and core.on_submit is not None:
+        core.on_submit()

@@ -1,0 +1,394 @@
+"""The agreement about a dead channel: ledgers, the difference of two of them, and every state with every event."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiote.core import failover
+from aiote.core.control import ControlError, Role
+from aiote.core.failover import (
+    BACKOFF_FIRST,
+    BACKOFF_MOST,
+    LEDGER_LIMIT,
+    OPENING_LIMIT,
+    WELL,
+    Action,
+    Arrivals,
+    ChannelState,
+    ChannelStates,
+    FailoverError,
+    Join,
+    Ledger,
+    Lose,
+    Mark,
+    OpenAgain,
+    Reconcile,
+    Shut,
+    TellArrivals,
+    TellDown,
+    Verdict,
+    reconcile,
+)
+from aiote.errors import UsageError
+
+LIVE, SHUTTING, LEAVING, SHUT, TOLD, DOWN, OPENING, JOINING, LOST = ChannelState
+INITIATOR, ACCEPTOR = Role.INITIATOR, Role.ACCEPTOR
+CAME = Arrivals(((5, 2),), Mark(3, ((5, 6),)))
+
+
+def test_a_ledger_counts_words() -> None:
+    ledger = Ledger()
+    for word in (7, 5, 7):
+        ledger.confirm(word)
+        ledger.arrive(word + 1)
+    assert dict(ledger.confirmed) == {5: 1, 7: 2}
+    assert ledger.arrivals() == ((6, 1), (8, 2))
+    assert len(ledger) == 2
+
+
+def test_a_sender_settles_what_is_over_the_limit() -> None:
+    ledger = Ledger()
+    for word in range(LEDGER_LIMIT):
+        ledger.confirm(word)
+        ledger.confirm(word)
+        assert ledger.settlement() is None
+    ledger.confirm(LEDGER_LIMIT)
+    assert ledger.settlement() == (*((word, 2) for word in range(LEDGER_LIMIT)), (LEDGER_LIMIT, 1))
+    assert not ledger.confirmed
+    assert ledger.settlement() is None
+
+
+def test_a_settlement_may_come_before_what_it_settles() -> None:
+    ledger = Ledger()
+    ledger.arrive(5)
+    ledger.settle([(5, 3)])
+    with pytest.raises(FailoverError, match="settled 2 posts more of the word 0x5 than came"):
+        ledger.arrivals()
+    ledger.arrive(5)
+    ledger.arrive(5)
+    assert (ledger.arrivals(), len(ledger)) == ((), 0)
+
+
+@pytest.mark.parametrize("n", [0, -1])
+def test_a_settlement_of_nothing_is_refused(n: int) -> None:
+    with pytest.raises(FailoverError, match="at least 1"):
+        Ledger().settle([(5, n)])
+
+
+def test_a_peer_that_never_settles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failover, "ARRIVED_LIMIT", 3)
+    ledger = Ledger()
+    for word in range(3):
+        ledger.arrive(word)
+    with pytest.raises(FailoverError, match="did not settle"):
+        ledger.arrive(3)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.booleans()), max_size=60),
+    st.randoms(use_true_random=False),
+    st.integers(0, 4),
+)
+def test_settling_never_changes_the_difference(
+    posts: list[tuple[int, bool, bool]], source: random.Random, limit: int
+) -> None:
+    """Whenever arrivals, completions and Settles are read, what is left says how many of the unconfirmed came."""
+    sender, receiver = Ledger(limit), Ledger(limit)
+    unread: list[tuple[str, object]] = []
+    unconfirmed: Counter[int] = Counter()
+    came: Counter[int] = Counter()
+    for word, arrived, confirmed in posts:
+        if arrived:
+            unread.append(("arrival", word))
+        if arrived and confirmed:
+            sender.confirm(word)
+            items = sender.settlement()
+            if items is not None:
+                unread.append(("settle", items))
+            assert len(sender.confirmed) <= limit
+        else:
+            unconfirmed[word] += 1
+            came[word] += arrived
+    source.shuffle(unread)
+    for kind, what in unread:
+        if kind == "settle":
+            receiver.settle(what)
+        else:
+            receiver.arrive(what)
+    verdicts = reconcile({word: (n, 0) for word, n in unconfirmed.items()}, sender.confirmed, dict(receiver.arrivals()))
+    assert {word: verdict.came for word, verdict in verdicts.items()} == dict(came)
+    assert {word: verdict.missing for word, verdict in verdicts.items()} == dict(unconfirmed - came) | {
+        word: 0 for word in unconfirmed if unconfirmed[word] == came[word]
+    }
+
+
+@pytest.mark.parametrize(
+    ("unconfirmed", "confirmed", "arrived", "verdict"),
+    [
+        ((2, 0), 3, 5, Verdict(False, 0, 2)),
+        ((2, 0), 3, 4, Verdict(True, 1, 1)),
+        ((2, 0), 0, 0, Verdict(True, 2, 0)),
+        ((2, 1), 0, 3, Verdict(False, 0, 3)),
+        ((2, 1), 0, 2, Verdict(True, 0, 2)),
+        ((2, 1), 0, 1, Verdict(True, 1, 1)),
+        ((0, 2), 0, 0, Verdict(False, 0, 0)),
+        ((0, 2), 0, 1, Verdict(False, 0, 1)),
+    ],
+)
+def test_verdicts(unconfirmed: tuple[int, int], confirmed: int, arrived: int, verdict: Verdict) -> None:
+    assert reconcile({9: unconfirmed}, {9: confirmed}, {9: arrived}) == {9: verdict}
+
+
+@given(*[st.dictionaries(st.integers(0, 3), st.integers(0, 4)) for _ in range(4)])
+def test_impossible_numbers_are_refused(
+    live: dict[int, int], cancelled: dict[int, int], confirmed: dict[int, int], arrived: dict[int, int]
+) -> None:
+    unconfirmed = {word: (live.get(word, 0), cancelled.get(word, 0)) for word in {*live, *cancelled}}
+    came = {word: arrived.get(word, 0) - confirmed.get(word, 0) for word in range(4)}
+    if all(0 <= came[word] <= sum(unconfirmed.get(word, (0, 0))) for word in range(4)):
+        verdicts = reconcile(unconfirmed, confirmed, arrived)
+        assert set(verdicts) == set(unconfirmed)
+        for word, verdict in verdicts.items():
+            assert live.get(word, 0) <= verdict.came + verdict.missing <= sum(unconfirmed[word])
+    else:
+        with pytest.raises(FailoverError, match="the peer says"):
+            reconcile(unconfirmed, confirmed, arrived)
+
+
+def test_a_failure_of_the_protocol_is_one_of_the_control_connection() -> None:
+    assert issubclass(FailoverError, ControlError)
+
+
+# Channels.
+
+
+def states(role: Role, count: int = 2) -> ChannelStates:
+    return ChannelStates(count, role, random.Random(1))
+
+
+ROADS: dict[tuple[Role, ChannelState], list[Callable[[ChannelStates], list[Action]]]] = {
+    (INITIATOR, LIVE): [],
+    (INITIATOR, SHUTTING): [lambda one: one.failed(1, "why", 0.0)],
+    (INITIATOR, LEAVING): [lambda one: one.heard_down(1, 0, "why", 0.0)],
+}
+ROADS[INITIATOR, SHUT] = [*ROADS[INITIATOR, SHUTTING], lambda one: one.shut(1)]
+ROADS[INITIATOR, TOLD] = [*ROADS[INITIATOR, LEAVING], lambda one: one.shut(1)]
+ROADS[INITIATOR, DOWN] = [*ROADS[INITIATOR, TOLD], lambda one: one.heard_arrivals(1, 0, CAME, 0.0)]
+ROADS |= {(ACCEPTOR, state): road for (_, state), road in ROADS.items()}
+ROADS[INITIATOR, OPENING] = [*ROADS[INITIATOR, DOWN], lambda one: one.due(1.0)]
+ROADS[INITIATOR, JOINING] = [*ROADS[INITIATOR, OPENING], lambda one: one.heard_reopen(1, 1, 1.0)]
+ROADS[ACCEPTOR, JOINING] = [*ROADS[ACCEPTOR, DOWN], lambda one: one.heard_reopen(1, 1, 1.0)]
+LAST = [lambda one: one.failed(0, "the last", 2.0)]
+ROADS |= {(role, LOST): [*ROADS[role, JOINING], *LAST] for role in Role}
+
+
+def at(role: Role, state: ChannelState) -> tuple[ChannelStates, int]:
+    """Return channels of which number 1 is in this state, and its generation."""
+    one = states(role)
+    for step in ROADS[role, state]:
+        step(one)
+    assert one.state(1) is state
+    return one, one.generation(1)
+
+
+# What a (state, event) leads to; everything else is ignored, refused or a mistake, as below.
+LEADS: dict[tuple[ChannelState, str], tuple[ChannelState, list[type]]] = {
+    **{(state, "failed"): (SHUTTING, [Shut]) for state in (LIVE, OPENING, JOINING)},
+    **{(state, "down"): (LEAVING, [Shut]) for state in (LIVE, OPENING, JOINING)},
+    **{(state, "due"): (SHUTTING, [Shut]) for state in (OPENING, JOINING)},
+    (SHUTTING, "shut"): (SHUT, [TellDown]),
+    (SHUTTING, "down"): (LEAVING, []),
+    (LEAVING, "shut"): (TOLD, [TellDown, TellArrivals]),
+    (SHUT, "down"): (TOLD, [TellArrivals]),
+    (TOLD, "arrivals"): (DOWN, [Reconcile]),
+    (JOINING, "joined"): (LIVE, []),
+}
+OF_ONE_ROLE: dict[tuple[Role, ChannelState, str], tuple[ChannelState, list[type]]] = {
+    (INITIATOR, DOWN, "due"): (OPENING, [OpenAgain]),
+    (INITIATOR, OPENING, "reopen"): (JOINING, [Join]),
+    (INITIATOR, SHUTTING, "reopen"): (SHUTTING, []),
+    (INITIATOR, SHUT, "reopen"): (SHUT, []),
+    (ACCEPTOR, DOWN, "next reopen"): (JOINING, [OpenAgain]),
+    (ACCEPTOR, DOWN, "next down"): (LEAVING, [Shut]),
+}
+EVENTS: dict[str, Callable[[ChannelStates, int], list[Action]]] = {
+    "failed": lambda one, _: one.failed(1, "again", 2.0),
+    "shut": lambda one, _: one.shut(1),
+    "joined": lambda one, _: one.joined(1, 2.0),
+    "due": lambda one, _: one.due(100.0),
+    "down": lambda one, now: one.heard_down(1, now, "theirs", 2.0),
+    "arrivals": lambda one, now: one.heard_arrivals(1, now, CAME, 2.0),
+    "reopen": lambda one, now: one.heard_reopen(1, now, 2.0),
+    "next down": lambda one, now: one.heard_down(1, now + 1, "theirs", 2.0),
+    "next arrivals": lambda one, now: one.heard_arrivals(1, now + 1, CAME, 2.0),
+    "next reopen": lambda one, now: one.heard_reopen(1, now + 1, 2.0),
+}
+IGNORED = {"failed", "joined", "due"}
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize(("role", "state"), ROADS, ids=str)
+def test_every_event_in_every_state(role: Role, state: ChannelState, event: str) -> None:
+    one, generation = at(role, state)
+    expected = OF_ONE_ROLE.get((role, state, event)) or LEADS.get((state, event))
+    if state is LOST or (expected is None and event in IGNORED):
+        expected = state, []
+    if expected is None:
+        with pytest.raises(UsageError if event == "shut" else FailoverError):
+            EVENTS[event](one, generation)
+        assert one.state(1) is state
+    else:
+        actions = EVENTS[event](one, generation)
+        assert (one.state(1), [type(action) for action in actions]) == expected
+    assert one.state(0) is (LOST if state is LOST else LIVE)
+
+
+@pytest.mark.parametrize("event", ["down", "arrivals", "reopen"])
+@pytest.mark.parametrize(("role", "state"), ROADS, ids=str)
+def test_what_is_about_the_past_is_ignored(role: Role, state: ChannelState, event: str) -> None:
+    one, generation = at(role, state)
+    assert EVENTS[event](one, generation - 1) == []
+    assert one.state(1) is state
+    assert not one.heard_settle(1, generation - 1)
+
+
+@pytest.mark.parametrize(("role", "state"), ROADS, ids=str)
+def test_settlements_are_taken_until_the_peer_is_known_to_settle_no_more(role: Role, state: ChannelState) -> None:
+    one, generation = at(role, state)
+    if state is LOST:
+        assert not one.heard_settle(1, generation)
+        return
+    if state in (LIVE, JOINING, SHUTTING, SHUT):
+        assert one.heard_settle(1, generation)
+    else:
+        with pytest.raises(FailoverError, match="Settle of channel 1"):
+            one.heard_settle(1, generation)
+    with pytest.raises(FailoverError):
+        one.heard_settle(1, generation + 1)
+
+
+def test_what_the_actions_say() -> None:
+    one = states(INITIATOR, 3)
+    assert one.failed(2, "no light", 5.0) == [Shut(2)]
+    assert one.live == (0, 1)
+    assert one.shut(2) == [TellDown(2, 0, "no light")]
+    assert one.heard_down(2, 0, "theirs", 5.0) == [TellArrivals(2, 0)]
+    assert one.deadline is None
+    assert one.heard_arrivals(2, 0, CAME, 5.0) == [Reconcile(2, CAME)]
+    assert one.deadline is not None
+    assert one.due(one.deadline) == [OpenAgain(2, 1)]
+    assert one.heard_reopen(2, 1, 6.0) == [Join(2, 1)]
+    assert one.joined(2, 6.5) == []
+    assert (one.live, one.deadline, one.generation(2)) == ((0, 1, 2), None, 1)
+
+
+def test_a_side_that_leaves_because_it_was_told_says_why() -> None:
+    one = states(ACCEPTOR)
+    one.heard_down(0, 0, "theirs", 0.0)
+    assert one.shut(0) == [TellDown(0, 0, "theirs"), TellArrivals(0, 0)]
+
+
+@pytest.mark.parametrize("role", Role)
+def test_without_a_channel_the_peer_is_lost(role: Role) -> None:
+    one = states(role)
+    one.failed(0, "first", 0.0)
+    actions = one.heard_down(1, 0, "second", 0.0)
+    assert actions == [Lose("no channel is left, and the last, channel 1, failed: second")]
+    assert (one.live, one.deadline) == ((), None)
+    assert one.shut(0) == one.failed(1, "again", 1.0) == one.due(1e9) == []
+
+
+def test_a_single_channel_is_the_last() -> None:
+    assert [type(action) for action in states(INITIATOR, 1).failed(0, "why", 0.0)] == [Lose]
+
+
+@pytest.mark.parametrize("k", [-1, 2])
+def test_channels_that_are_not_there(k: int) -> None:
+    one = states(ACCEPTOR)
+    for mistake in (lambda: one.failed(k, "", 0.0), lambda: one.shut(k), lambda: one.joined(k, 0.0)):
+        with pytest.raises(UsageError):
+            mistake()
+    for violation in (
+        lambda: one.heard_down(k, 0, "", 0.0),
+        lambda: one.heard_arrivals(k, 0, CAME, 0.0),
+        lambda: one.heard_reopen(k, 1, 0.0),
+        lambda: one.heard_settle(k, 0),
+    ):
+        with pytest.raises(FailoverError, match="names channel"):
+            violation()
+
+
+def test_no_channels() -> None:
+    with pytest.raises(UsageError, match="at least 1"):
+        states(INITIATOR, 0)
+
+
+def fail_and_come_down(one: ChannelStates, now: float) -> float:
+    """Let channel 1 fail; return how long it is going to stay down."""
+    generation = one.generation(1)
+    one.failed(1, "why", now)
+    one.shut(1)
+    one.heard_down(1, generation, "why", now)
+    one.heard_arrivals(1, generation, CAME, now)
+    assert one.deadline is not None
+    return one.deadline - now
+
+
+@given(st.integers(0, 2**32))
+def test_the_back_off_doubles_up_to_its_limit_with_full_jitter(seed: int) -> None:
+    one = ChannelStates(2, INITIATOR, random.Random(seed))
+    now = 0.0
+    for failure in range(80):
+        wait = fail_and_come_down(one, now)
+        assert 0 <= wait <= min(BACKOFF_MOST, BACKOFF_FIRST * 2**failure)
+        now += wait
+        assert one.due(now) == [OpenAgain(1, failure + 1)]
+
+
+def test_a_thousand_peers_do_not_come_back_at_once() -> None:
+    waits = []
+    for seed in range(1000):
+        one = ChannelStates(2, INITIATOR, random.Random(seed))
+        for _ in range(6):
+            wait = fail_and_come_down(one, 0.0)
+            one.due(wait)
+        waits.append(wait)
+    longest = BACKOFF_FIRST * 2**5
+    spread = Counter(int(wait / longest * 10) for wait in waits)
+    assert all(60 < spread[tenth] < 140 for tenth in range(10))
+
+
+@pytest.mark.parametrize(("lived", "anew"), [(WELL + 1, True), (WELL - 1, False)])
+def test_the_back_off_begins_anew_after_a_while_without_failure(lived: float, anew: bool) -> None:
+    longest = []
+    for seed in range(200):
+        one = ChannelStates(2, INITIATOR, random.Random(seed))
+        now = 0.0
+        for _ in range(7):
+            now += fail_and_come_down(one, now)
+            one.due(now)
+        one.heard_reopen(1, 7, now)
+        one.joined(1, now)
+        longest.append(fail_and_come_down(one, now + lived))
+    assert (max(longest) <= BACKOFF_FIRST) is anew
+
+
+@pytest.mark.parametrize("role", Role)
+def test_what_opens_for_too_long_has_failed(role: Role) -> None:
+    one, generation = at(role, JOINING)
+    assert one.deadline == 1.0 + OPENING_LIMIT
+    assert one.due(one.deadline - 0.001) == []
+    assert one.due(one.deadline) == [Shut(1)]
+    assert one.shut(1) == [TellDown(1, generation, f"not joined within {OPENING_LIMIT:g} seconds")]
+
+
+def test_the_acceptor_waits_to_be_asked() -> None:
+    one, _ = at(ACCEPTOR, DOWN)
+    assert one.deadline is None
+    assert one.due(1e9) == []

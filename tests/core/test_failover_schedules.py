@@ -1,0 +1,183 @@
+"""Failover under thousands of schedules, and the proof that they would notice what is wrong.
+
+`tests/soak/failover.py` plays a million of them. A failing schedule is repeated by `World(seed).run()`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from aiote.core import failover, recovery
+from aiote.core.control import ControlError
+from aiote.core.failover import ChannelState, ChannelStates, Reconcile, Verdict
+from aiote.core.recovery import Post, Recovery, Stage
+from failover_parts import FAULTS, Broken
+from failover_world import World
+
+SCHEDULES = 3000
+LIMIT = 6000  # in which a fault has to be found
+
+
+def missed(text: str, fault: str = "") -> bool:
+    """Tell whether a schedule fails with this text; a fault may show in other ways before."""
+    for seed in range(LIMIT):
+        try:
+            World(seed, fault).run()
+        except (Broken, ControlError) as error:
+            if text in str(error):
+                return True
+        except (KeyError, AssertionError):
+            continue
+    return False
+
+
+def test_thousands_of_schedules() -> None:
+    tally: Counter[str] = Counter()
+    for seed in range(SCHEDULES):
+        try:
+            tally += World(seed).run()
+        except BaseException as error:
+            error.add_note(f"to repeat: World({seed}).run()")
+            raise
+    assert all(tally[what] > SCHEDULES // 10 for what in ("deaths", "noticed by both", "cancelled", "settlements"))
+    assert tally["posts taken over"] > SCHEDULES
+    assert tally["immediates and rewrites"] > SCHEDULES // 2
+    assert tally["opened"] > SCHEDULES
+    assert tally["nested"] > SCHEDULES // 100
+    assert 0 < tally["lost"] < SCHEDULES // 10
+
+
+def test_a_schedule_replays_bit_for_bit() -> None:
+    for seed in range(50):
+        assert World(seed).run() == World(seed).run()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_the_engine_might_leave_out_is_missed(fault: str) -> None:
+    assert missed(FAULTS[fault], fault)
+
+
+def rewrites_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewrite with the immediates instead of sending the missing ones."""
+
+    def rewrites(self: Recovery) -> list[Post]:
+        self.stage = Stage.COUNTING
+        return [Post(self, post.what, word=self.word, origin=post) for post in self.posts]
+
+    monkeypatch.setattr(Recovery, "rewrites", rewrites)
+
+
+def immediates_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send what is missing along with the rewrites."""
+    original = Recovery.rewrites
+
+    def rewrites(self: Recovery) -> list[Post]:
+        missing = max(0, len(self.posts) - self.came)
+        self.stage = Stage.COUNTING
+        return original(self) + [Post(self, None, word=self.word) for _ in range(missing)]
+
+    monkeypatch.setattr(Recovery, "rewrites", rewrites)
+
+
+def one_rewrite_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send what is missing after the first rewrite of the word, not the last."""
+    original = Recovery.advance
+
+    def advance(self: Recovery) -> tuple[list[Post], list[Post]]:
+        if self.stage is not Stage.REWRITING or self.open == 0 or all(post.rewrite for post in self.posts):
+            return original(self)
+        kept, self.open = self.open, 0
+        again, over = original(self)
+        self.open += kept
+        return again, over
+
+    monkeypatch.setattr(Recovery, "advance", advance)
+
+
+def nothing_is_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send the missing immediates alone."""
+    monkeypatch.setattr(Recovery, "rewrites", lambda self: [])
+
+
+def nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rewrite, and leave the counts as they are."""
+    original = Recovery.advance
+
+    def advance(self: Recovery) -> tuple[list[Post], list[Post]]:
+        self.came = len(self.posts)
+        return original(self)
+
+    monkeypatch.setattr(Recovery, "advance", advance)
+
+
+def nested_recoveries_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take an immediate of a recovery that is lost again for arrived."""
+    original = recovery.take_over
+
+    def take_over(posts: list[Post], *numbers: object) -> list[Post]:
+        again = original(posts, *numbers)
+        for post in list(again):
+            if isinstance(post.work, Recovery) and any(isinstance(one.work, Recovery) for one in post.work.posts):
+                post.work.stage = Stage.COUNTING
+                again.remove(post)
+                again += recovery.settled(post)
+        return again
+
+    monkeypatch.setattr("failover_world.take_over", take_over)
+
+
+def the_first_down_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reconcile when the own endpoint is shut, by what is known then: nothing came."""
+    original = ChannelStates.shut
+
+    def shut(self: ChannelStates, k: int) -> list[failover.Action]:
+        return [*original(self, k), Reconcile(k, failover.Arrivals())]
+
+    monkeypatch.setattr(ChannelStates, "shut", shut)
+
+
+def what_came_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send again all that was not confirmed, counts included."""
+
+    def reconcile(unconfirmed: dict[int, tuple[int, int]], *_: object) -> dict[int, Verdict]:
+        return {word: Verdict(True, live, 0) for word, (live, _) in unconfirmed.items()}
+
+    monkeypatch.setattr(recovery, "reconcile", reconcile)
+
+
+def opened_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open again while the other side is still on its way down."""
+    original = ChannelStates.shut
+
+    def shut(self: ChannelStates, k: int) -> list[failover.Action]:
+        actions = original(self, k)
+        self._channels[k].state = ChannelState.DOWN
+        self._channels[k].until = 0.0
+        return actions
+
+    monkeypatch.setattr(ChannelStates, "shut", shut)
+
+
+EARLY = "is counted before its bytes are there"
+MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
+    rewrites_count: EARLY,
+    immediates_at_once: EARLY,
+    one_rewrite_is_enough: EARLY,
+    nothing_is_rewritten: EARLY,
+    nothing_is_counted: "a transfer is over without its count",
+    nested_recoveries_let_go: "a transfer is over without its count",
+    the_first_down_is_enough: "the peer says",
+    what_came_is_ignored: EARLY,
+    opened_too_early: "opened again while something moves",
+}
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+def test_what_the_protocol_might_leave_out_is_missed(
+    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    assert missed(MUTATIONS[mutate])

@@ -1,0 +1,230 @@
+"""What becomes of unconfirmed posts: rewritten first, counted last, and nothing is over before its recovery is."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiote.core import recovery
+from aiote.core.failover import Arrivals, FailoverError, Mark
+from aiote.core.recovery import MessageNumbers, Post, Recovery, Work, cancel, settled, take_over
+
+WORD = 5
+
+
+def counted(*works: Work) -> list[Post]:
+    return [Post(work, f"bytes {at}", word=WORD) for at, work in enumerate(works)]
+
+
+def came(n: int, word: int = WORD) -> Arrivals:
+    return Arrivals(((word, n),) if n else ())
+
+
+def immediates(posts: list[Post]) -> list[Post]:
+    assert all(post.what is None and post.word == WORD for post in posts)
+    return posts
+
+
+def test_confirmed_posts_end_their_work() -> None:
+    work = Work()
+    first, second = Post(work, "a"), Post(work, "b")
+    assert (settled(first), work.open) == ([], 1)
+    assert (settled(second), work.open) == ([], 0)
+
+
+def test_what_came_altogether_is_over() -> None:
+    works = [Work(), Work()]
+    assert take_over(counted(*works), {WORD: 3}, came(5)) == []
+    assert [work.open for work in works] == [0, 0]
+
+
+def test_uncounted_posts_are_posted_again() -> None:
+    work, gone = Work(), Work()
+    write, dropped = Post(work, "bytes"), Post(gone, "bytes")
+    cancel(gone)
+    assert take_over([write, dropped], {}, Arrivals()) == [write]
+    assert (work.open, gone.open) == (1, 0)
+
+
+def test_the_missing_count_waits_for_the_last_rewrite() -> None:
+    works = [Work(), Work(), Work()]
+    rewrites = take_over(counted(*works), {WORD: 1}, came(2))
+    assert [(post.what, post.word) for post in rewrites] == [(f"bytes {at}", None) for at in range(3)]
+    assert settled(rewrites[2]) == settled(rewrites[0]) == []
+    missing = immediates(settled(rewrites[1]))
+    assert len(missing) == 2
+    assert settled(missing[0]) == []
+    assert [work.open for work in works] == [1, 1, 1]
+    assert settled(missing[1]) == []
+    assert [work.open for work in works] == [0, 0, 0]
+
+
+def test_a_lost_rewrite_is_posted_again() -> None:
+    work = Work()
+    (rewrite,) = take_over(counted(work), {}, came(0))
+    assert take_over([rewrite], {}, Arrivals()) == [rewrite]
+    (missing,) = settled(rewrite)
+    settled(missing)
+    assert work.open == 0
+
+
+def test_a_lost_immediate_is_recovered_in_its_turn() -> None:
+    """Along with a write of the same word: its bytes come first, and the outer recovery waits for the inner."""
+    old, new = Work(), Work()
+    (rewrite,) = take_over(counted(old), {}, came(0))
+    (lost,) = immediates(settled(rewrite))
+    (again,) = take_over([lost, *counted(new)], {}, came(1))
+    assert (again.what, again.word) == ("bytes 0", None)
+    (missing,) = immediates(settled(again))
+    assert (old.open, new.open) == (1, 1)
+    settled(missing)
+    assert (old.open, new.open) == (0, 0)
+
+
+def test_a_lost_immediate_that_came_is_over() -> None:
+    work = Work()
+    (rewrite,) = take_over(counted(work), {}, came(0))
+    assert take_over(settled(rewrite), {WORD: 4}, came(5)) == []
+    assert work.open == 0
+
+
+def test_an_immediate_alone_has_nothing_to_rewrite() -> None:
+    work = Work()
+    (missing,) = immediates(take_over([Post(work, None, word=WORD)], {}, came(0)))
+    settled(missing)
+    assert work.open == 0
+
+
+def test_many_recoveries_in_one_another() -> None:
+    """Deeper than any stack."""
+    work = Work()
+    posts = immediates(take_over([Post(work, None, word=WORD)], {}, came(0)))
+    for _ in range(5000):
+        posts = immediates(take_over(posts, {}, came(0)))
+    settled(posts[0])
+    assert work.open == 0
+
+
+def test_what_was_cancelled_before_ends_at_once() -> None:
+    live, gone = Work(), Work()
+    posts = counted(live, gone)
+    cancel(gone)
+    (rewrite,) = take_over(posts, {}, came(1))
+    assert (rewrite.origin, gone.open) == (posts[0], 0)
+    assert settled(rewrite) == []
+    assert live.open == 0
+
+
+def test_what_is_cancelled_while_it_is_rewritten_ends_with_that() -> None:
+    live, gone = Work(), Work()
+    first, second = take_over(counted(live, gone), {}, came(0))
+    assert cancel(gone) == []
+    assert (gone.open, second.live, first.live) == (1, False, True)
+    assert settled(second) == []
+    assert gone.open == 0
+    assert len(immediates(settled(first))) == 1
+
+
+def test_what_is_cancelled_after_its_rewrite_does_not_wait_for_the_others() -> None:
+    live, gone = Work(), Work()
+    first, second = take_over(counted(live, gone), {}, came(0))
+    assert settled(second) == []
+    assert cancel(gone) == []
+    assert (gone.open, live.open) == (0, 1)
+    assert len(immediates(settled(first))) == 1
+
+
+def test_a_count_that_nobody_wants_any_more_is_not_posted() -> None:
+    work = Work()
+    (rewrite,) = take_over(counted(work), {}, came(0))
+    (missing,) = settled(rewrite)
+    assert missing.live
+    cancel(work)
+    assert (missing.live, work.open) == (False, 0)
+    assert settled(missing) == []
+
+
+def test_numbers_that_cannot_be_change_nothing() -> None:
+    work = Work()
+    posts = [Post(work, "plain"), *counted(work)]
+    with pytest.raises(FailoverError):
+        take_over(posts, {}, came(2))
+    with pytest.raises(FailoverError):
+        take_over(posts, {}, came(1, word=WORD + 1))
+    assert (work.open, work.taken) == (2, {})
+
+
+def test_messages_are_sent_again_only_if_they_did_not_arrive() -> None:
+    works = [Work() for _ in range(4)]
+    posts = [Post(work, "text", number=number) for work, number in zip(works, (2, 3, 4, 5), strict=True)]
+    cancel(works[1])
+    assert take_over(posts, {}, Arrivals((), Mark(2, ((5, 7),)))) == posts[1:3]
+    assert [work.open for work in works] == [0, 1, 1, 0]
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=6), st.randoms(use_true_random=False))
+def test_counts_are_exact_whatever_is_lost(wanted: list[bool], source: random.Random) -> None:
+    """All posts of one word on one channel after the other; those not wanted are cancelled at some time."""
+    works = [Work() for _ in wanted]
+    flying, counts, doomed = counted(*works), 0, [work for work, live in zip(works, wanted, strict=True) if not live]
+    for _ in range(12):
+        arrived = [post for post in flying if source.random() < 0.4]
+        confirmed = [post for post in arrived if source.random() < 0.5]
+        unconfirmed = [post for post in flying if post not in confirmed]
+        if doomed and source.random() < 0.5:
+            flying += cancel(doomed.pop())
+        new = [again for post in confirmed for again in settled(post)]
+        counts += sum(post.word is not None for post in arrived)
+        told = sum(post.word is not None for post in arrived), sum(post.word is not None for post in confirmed)
+        flying = new + take_over(unconfirmed, {WORD: told[1]}, came(told[0]))
+        for post in [post for post in flying if not post.live]:
+            flying.remove(post)
+            flying += settled(post)
+    while flying:
+        post = flying.pop()
+        counts += post.word is not None and post.live
+        flying += settled(post)
+    assert sum(wanted) <= counts <= len(wanted)
+    assert all(work.open == 0 for work, live in zip(works, wanted, strict=True) if live)
+
+
+def test_a_recovery_says_where_it_stands() -> None:
+    (rewrite,) = take_over(counted(Work()), {}, came(0))
+    assert isinstance(rewrite.work, Recovery)
+    assert rewrite.work.stage is recovery.Stage.REWRITING
+    (missing,) = settled(rewrite)
+    assert missing.work.stage is recovery.Stage.COUNTING
+    settled(missing)
+    assert missing.work.stage is recovery.Stage.OVER
+
+
+@given(st.permutations(range(1, 30)), st.integers(0, 29))
+def test_each_message_is_new_once(numbers: list[int], cut: int) -> None:
+    taken = MessageNumbers()
+    for number in numbers[:cut]:
+        assert taken.arrive(number)
+        assert not taken.arrive(number)
+    mark = taken.mark()
+    assert {number for number in range(-1, 40) if number in mark} == set(numbers[:cut])
+    assert mark.high == next(number for number in range(30) if number + 1 not in numbers[:cut])
+    for number in numbers[cut:]:
+        assert taken.arrive(number)
+    assert taken.mark() == Mark(29, ())
+
+
+def test_numbers_of_no_message() -> None:
+    for number in (0, -1):
+        with pytest.raises(FailoverError, match="at least 1"):
+            MessageNumbers().arrive(number)
+
+
+def test_gaps_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "GAPS_LIMIT", 3)
+    taken = MessageNumbers()
+    taken.arrive(2)
+    taken.arrive(4)
+    with pytest.raises(FailoverError, match="missing between others"):
+        taken.arrive(6)

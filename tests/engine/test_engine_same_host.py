@@ -1,0 +1,54 @@
+"""Peers on this host are reached through shared memory without being asked for, others never."""
+
+from __future__ import annotations
+
+import anyio
+import numpy as np
+import pytest
+
+import aiote
+import aiote.engine
+from engines import PATIENCE_S, across, opened
+
+pytestmark = pytest.mark.libfabric
+
+
+async def moved(left: aiote.Engine, right: aiote.Engine) -> list[str]:
+    """Move bytes and a message between two engines, and return the providers of the rails that are joined."""
+    source, target = np.arange(100_000, dtype=np.uint8), np.zeros(100_000, np.uint8)
+    await left.write_imm(left.register(source), across(left, right, target), 3)
+    await right.counter(3).wait(1)
+    assert np.array_equal(source, target)
+    await right.send(left.address, b"hello")
+    assert (await left.recv()).data == b"hello"
+    (link,) = left.core.peers
+    return [left.rails[link.rail_of(i)].provider.partition(";")[0] for i in range(8) if link.rail_of(i) >= 0]
+
+
+async def test_on_one_host_auto_goes_through_shared_memory():
+    with anyio.fail_after(PATIENCE_S):
+        async with opened("auto") as left, opened("auto") as right:
+            assert [rail.provider.partition(";")[0] for rail in left.rails] == ["tcp", "shm"]
+            assert await moved(left, right) == ["shm"]
+
+
+async def test_between_hosts_it_does_not(monkeypatch):
+    hosts = iter((b"a" * 32, b"b" * 32))
+    monkeypatch.setattr(aiote.engine, "host_identity", lambda: next(hosts))
+    with anyio.fail_after(PATIENCE_S):
+        async with opened("auto") as left, opened("auto") as right:
+            assert await moved(left, right) == ["tcp"]
+
+
+@pytest.mark.parametrize(("one", "other"), [("auto", "tcp"), ("tcp", "auto"), ("auto", "shm"), ("shm", "auto")])
+async def test_with_what_both_have(one, other):
+    with anyio.fail_after(PATIENCE_S):
+        async with opened(one) as left, opened(other) as right:
+            assert await moved(left, right) == [({one, other} - {"auto"}).pop()]
+
+
+async def test_what_is_asked_for_is_all_there_is():
+    with anyio.fail_after(PATIENCE_S):
+        async with opened("tcp") as left, opened("tcp") as right:
+            assert len(left.rails) == 1
+            assert await moved(left, right) == ["tcp"]

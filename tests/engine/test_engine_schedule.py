@@ -1,0 +1,95 @@
+"""Which rail carries what: pinned transfers, rails in turn, and what is asked for wrongly."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+import aiote
+from connections import cut, data_connections
+from engines import across, linked
+
+pytestmark = pytest.mark.libfabric
+
+LOOPBACK = ["127.0.0.1", "127.0.0.1"]
+SIZE = 4 << 20
+FAST = {"heartbeat_interval": 0.2, "heartbeat_limit": 0.8}
+
+
+def shares(engine: aiote.Engine) -> list[int]:
+    """Return how many requests have ended on each channel toward the one peer."""
+    (link,) = engine.core.peers
+    return link.ended()
+
+
+async def used(engine: aiote.Engine, awaited) -> list[int]:
+    before = shares(engine)
+    await awaited
+    return [now - was for now, was in zip(shares(engine), before, strict=True)]
+
+
+@pytest.mark.parametrize("rail", [0, 1])
+async def test_a_pinned_transfer_stays_on_its_rail(rail):
+    async with linked("tcp", LOOPBACK) as (left, right):
+        source = left.register(np.ones(SIZE, np.uint8))
+        remote = across(left, right, np.zeros(SIZE, np.uint8))
+        pages = [aiote.Pages(region, range(64), 4096) for region in (source, remote)]
+        for awaited in (
+            left.write(source, remote, rail=rail),
+            left.write_imm(source, remote, 1, rail=rail),
+            left.write_imm(None, remote, 1, rail=rail),
+            left.read(remote, left.register(bytearray(SIZE)), rail=rail),
+            left.write_pages(*pages, 1, rail=rail),
+        ):
+            ended = await used(left, awaited)
+            assert ended[rail] > 0
+            assert ended[1 - rail] == 0
+        await right.counter(1).wait(66)
+
+
+async def test_pinned_ones_do_not_hold_up_the_others():
+    async with linked("tcp", LOOPBACK) as (left, right):
+        source = left.register(np.ones(SIZE, np.uint8))
+        remote = across(left, right, np.zeros(SIZE, np.uint8))
+        pinned = [left.submit_write(source, remote, rail=0) for _ in range(20)]
+        ended = await used(left, left.write(source, remote))
+        assert ended[1] > 0
+        await asyncio.gather(*(transfer for transfer in pinned))
+
+
+async def test_a_pinned_transfer_goes_on_when_its_rail_is_lost():
+    async with linked("tcp", LOOPBACK, **FAST) as (left, right):
+        source = left.register(np.ones(SIZE, np.uint8))
+        target = np.zeros(SIZE, np.uint8)
+        remote = across(left, right, target)
+        transfers = [left.submit_write_imm(source, remote, 1, rail=0) for _ in range(30)]
+        cut(data_connections(left, right)[0])
+        cut_too = data_connections(left, right)
+        assert len(cut_too) <= 2
+        for transfer in transfers:
+            await transfer
+        await right.counter(1).wait(30)
+        assert right.counter(1).value == 0
+        assert target.all()
+
+
+async def test_rails_in_turn():
+    async with linked("tcp", LOOPBACK, schedule="in-turn") as (left, right):
+        source = left.register(np.ones(64 * 4096, np.uint8))
+        remote = across(left, right, np.zeros(64 * 4096, np.uint8))
+        pages = [aiote.Pages(region, range(64), 4096) for region in (source, remote)]
+        assert await used(left, left.write_pages(*pages)) == [32, 32]
+
+
+@pytest.mark.parametrize("rail", ["eth7", 2, -1, 1.5])
+async def test_a_rail_that_there_is_none_of(rail):
+    async with linked("tcp", LOOPBACK) as (left, right):
+        with pytest.raises(aiote.UsageError, match="rail="):
+            await left.write(left.register(bytes(8)), across(left, right, bytearray(8)), rail=rail)
+
+
+def test_a_schedule_that_there_is_none_of():
+    with pytest.raises(aiote.UsageError, match="schedule"):
+        aiote.EngineConfig(schedule="best")

@@ -1,0 +1,145 @@
+"""A NIC of several is lost for real: every transfer completes, every count is right, and the rail comes back.
+
+Each engine is a process in a network namespace of its own. Cable 0 carries the control connection, others are rails.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+
+from children import Child, ChildError
+from engines import PATIENCE_S
+from namespaces import Network, end_of
+
+pytestmark = [
+    pytest.mark.libfabric,
+    pytest.mark.needs_namespaces,
+    pytest.mark.blocking_allowed("starts processes, and no engine runs here"),
+]
+
+SIZE = 8 << 20
+PIECE = 1 << 18
+WRITES = 96
+RAILS = 3
+CONFIG = {"cluster_key": b"a secret of sixteen", "heartbeat_interval": 0.2, "heartbeat_limit": 0.8}
+RESET = ("REJECT", "--reject-with", "tcp-reset")
+Ends = tuple[Network, Child, Child]
+
+CUTS: dict[str, Callable[[Network, str], Awaitable[None]]] = {
+    "cable pulled": lambda network, cable: network.pull(cable),
+    "dropped": lambda network, cable: network.refuse("DROP", cable=cable),
+    "reset": lambda network, cable: network.refuse(*RESET, cable=cable),
+}
+each_cut = pytest.mark.parametrize("cut", [pytest.param(cut, id=name) for name, cut in CUTS.items()])
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    with Network(cables=1 + RAILS) as network:
+        yield network
+
+
+@pytest.fixture(scope="module")
+def processes(network) -> Iterator[tuple[Child, Child]]:
+    started = [Child(*network.enter(side)) for side in (0, 1)]
+    yield started[0], started[1]
+    for child in started:
+        child.end()
+
+
+@asynccontextmanager
+async def opened(network: Network, processes: tuple[Child, Child], rails: int = RAILS) -> AsyncIterator[Ends]:
+    """Open an engine on each side, with a rail for each of the cables 1 to `rails`."""
+    with anyio.fail_after(PATIENCE_S):
+        await network.heal()
+        for side, child in enumerate(processes):
+            names = [end_of(1 + number, side) for number in range(rails)]
+            await child.open("tcp", SIZE, rails=names, host=end_of(0, side), **CONFIG)
+        await processes[0].ask("connect", address=str(processes[1].address))
+        yield network, *processes
+
+
+async def pour(near: Child, far: Child, imm: int) -> None:
+    """Write everything, and see that it is there and was counted exactly."""
+    near.tell("pour", descriptor=far.descriptor.hex(), imm=imm, size=PIECE, count=WRITES, window=8)
+    far.tell("poured", imm=imm, count=WRITES)
+    there = await far.answer()
+    sent = await near.answer()
+    assert there == {"digest": sent["digest"], "left": 0}
+
+
+async def names_of(child: Child) -> list[str]:
+    return [name for name, _ in (await child.ask("happened"))["events"]]
+
+
+@each_cut
+async def test_a_rail_is_lost_under_load_and_comes_back(network, processes, cut):
+    async with opened(network, processes) as (network, near, far):
+        await pour(near, far, 1)
+        for cable in network.cables[1:]:
+            # Slow enough that it is lost in the middle.
+            await network.limit(cable, 200)
+        try:
+            near.tell("pour", descriptor=far.descriptor.hex(), imm=2, size=PIECE, count=WRITES, window=8)
+            far.tell("poured", imm=2, count=WRITES)
+            await anyio.sleep(0.1)
+            await cut(network, network.cables[2])
+            there, sent = await far.answer(), await near.answer()
+            assert there == {"digest": sent["digest"], "left": 0}
+        finally:
+            for cable in network.cables[1:]:
+                await network.limit(cable, 0)
+        assert "rail.failed" in await names_of(near)
+        assert "peer.lost" not in await names_of(near)
+        await pour(near, far, 3)
+        await network.heal()
+        while "rail.back" not in await names_of(near):
+            await anyio.sleep(0.02)
+        await pour(near, far, 4)
+
+
+@each_cut
+async def test_all_rails_are_lost(network, processes, cut):
+    """What was under way ends with an error that says so; with the cables in again all is as before."""
+    async with opened(network, processes, rails=2) as (network, near, far):
+        await pour(near, far, 1)
+        for cable in network.cables[1:]:
+            await network.limit(cable, 200)
+        near.tell("pour", descriptor=far.descriptor.hex(), imm=2, size=PIECE, count=10 * WRITES, window=8)
+        await anyio.sleep(0.1)
+        for cable in network.cables[1:3]:
+            await cut(network, cable)
+        with pytest.raises(ChildError, match="no channel is left"):
+            await near.answer()
+        for cable in network.cables[1:]:
+            await network.limit(cable, 0)
+        await network.heal()
+        await pour(near, far, 3)
+
+
+async def test_a_rail_that_is_ten_times_slower_is_given_less(network, processes):
+    """Unequal rails end together: far less than the slow one's share of the bytes goes over it."""
+    async with opened(network, processes, rails=2) as (network, near, far):
+        await network.limit(network.cables[1], 400)
+        await network.limit(network.cables[2], 40)
+        try:
+            await pour(near, far, 1)
+            before = [await sent(network, cable) for cable in network.cables[1:3]]
+            await pour(near, far, 2)
+            after = [await sent(network, cable) for cable in network.cables[1:3]]
+            fast, slow = (now - was for now, was in zip(after, before, strict=True))
+            assert slow < 0.3 * (fast + slow)
+        finally:
+            for cable in network.cables[1:3]:
+                await network.limit(cable, 0)
+
+
+async def sent(network: Network, cable: str) -> int:
+    """Return how many bytes have left over a cable."""
+    said = await anyio.run_process([*network.enter(0), "ip", "-json", "-stats", "link", "show", "dev", cable])
+    return int(json.loads(said.stdout)[0]["stats64"]["tx"]["bytes"])

@@ -1,0 +1,135 @@
+"""A rail that fails among several: everything completes, no count is wrong, and the rail comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import anyio
+import numpy as np
+import pytest
+
+import aiote
+from aiote import ScatterTarget
+from connections import cut, data_connections
+from engines import across, until
+from traffic import IMM, SIZE, WRITES, Traffic, railed
+
+pytestmark = pytest.mark.libfabric
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_a_data_connection_is_cut_in_the_middle_of_everything(seed):
+    draw = random.Random(seed)
+    async with railed(2 + seed % 3) as (left, right, seen):
+        traffic = Traffic(left, right, seed)
+        victims = data_connections(left, right)
+        running = asyncio.create_task(traffic.run())
+        await asyncio.sleep(draw.random() * 0.03)
+        cut(draw.choice(victims))
+        await running
+        traffic.check()
+        await until(lambda: "rail.back" in seen or "rail.failed" not in seen)
+        # At full strength again: everything once more.
+        again = Traffic(left, right, seed + 100)
+        await again.run()
+        again.check()
+
+
+async def test_cut_again_and_again():
+    draw = random.Random(3)
+    async with railed(3) as (left, right, _):
+        for turn in range(5):
+            traffic = Traffic(left, right, turn)
+            running = asyncio.create_task(traffic.run())
+            while not running.done():
+                await asyncio.sleep(draw.random() * 0.05)
+                peer = next(iter(left.core.peers))
+                if sum(peer.carries(i) for i in range(3)) == 3 and (victims := data_connections(left, right)):
+                    cut(draw.choice(victims))
+            await running
+            traffic.check()
+
+
+async def test_no_rail_is_left():
+    async with railed(2) as (left, right, _):
+        traffic = Traffic(left, right, 1)
+        running = asyncio.gather(traffic.write(), return_exceptions=True)
+        await asyncio.sleep(0.002)
+        for victim in data_connections(left, right):
+            cut(victim)
+        (failure,) = await running
+        if failure is not None:
+            # The second may have been cut after the first was back; then there always was one.
+            assert isinstance(failure, aiote.TransferError)
+            assert "no channel is left" in str(failure)
+
+
+async def test_a_scatter_over_a_rail_that_fails():
+    async with railed(2) as (left, right, _):
+        traffic = Traffic(left, right, 5)
+        group = await left.peer_group([right.address])
+        targets = [
+            ScatterTarget(traffic.part(traffic.source, i), traffic.part(traffic.target, i)) for i in range(WRITES)
+        ]
+        transfer = left.submit_scatter(group, targets, IMM)
+        cut(data_connections(left, right)[0])
+        await transfer
+        await right.counter(IMM).wait(WRITES)
+        assert right.counter(IMM).value == 0
+        assert np.array_equal(traffic.got, traffic.sent)
+
+
+async def test_cancelled_while_its_rail_is_gone():
+    """The cancelled ones let go, the others complete, and the count is of those at least."""
+    async with railed(2) as (left, right, _):
+        traffic = Traffic(left, right, 6)
+        transfers = [
+            left.submit_write_imm(traffic.part(traffic.source, i), traffic.part(traffic.target, i), IMM)
+            for i in range(WRITES)
+        ]
+        cut(data_connections(left, right)[1])
+        for transfer in transfers[::3]:
+            transfer.cancel()
+        ended = await asyncio.gather(*transfers, return_exceptions=True)
+        well = [i for i, error in enumerate(ended) if error is None]
+        assert set(range(WRITES)) - set(range(0, WRITES, 3)) <= set(well)
+        await right.counter(IMM).wait(len(well))
+        assert all(np.array_equal(traffic.got[i], traffic.sent[i]) for i in well)
+        assert traffic.source.memory.in_flight == 0
+        with anyio.fail_after(5):
+            await traffic.source.aclose()
+
+
+async def test_memory_that_its_owner_has_closed_does_not_lose_the_peer():
+    """Its connections break, those of all rails that had a stripe; the write fails by itself, and the rest goes on."""
+    async with railed(2) as (left, right, seen):
+        memory = right.register(bytearray(SIZE))
+        remote = left.attach(memory.descriptor)
+        source = left.register(bytes(SIZE))
+        await left.write(source, remote)
+        await memory.aclose()
+        traffic = Traffic(left, right, 7)
+        running = asyncio.create_task(traffic.run())
+        with pytest.raises(aiote.TransferError):
+            await left.write_imm(source, remote, IMM + 1)
+        await running
+        traffic.check()
+        assert "peer.lost" not in seen
+        assert right.counter(IMM + 1).value == 0
+
+
+async def test_many_values_are_settled():
+    """More values than a tally holds, before and after a rail is lost."""
+    async with railed(2) as (left, right, _):
+        target = across(left, right, bytearray(8))
+        for start in (0, 3000):
+            transfers = [left.submit_write_imm(None, target, start + i) for i in range(3000)]
+            if start:
+                cut(data_connections(left, right)[0])
+            for transfer in transfers:
+                await transfer
+        for imm in range(6000):
+            with right.counter(imm) as counter:
+                await counter.wait(1)
+                assert counter.value == 0

@@ -1,0 +1,67 @@
+"""A million schedules of failover, or as many as are asked for.
+
+    python tests/soak/failover.py --schedules 1000000 --first 0 --processes 2
+
+Each is a `World` of tests/support/failover_world.py with its number for a seed. Exit status: 0, or 1 after a schedule
+that broke a promise, which is printed with its number. `make test` plays the first few thousand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+
+from failover_world import World
+
+BATCH = 2000
+
+
+def play(seeds: range) -> tuple[Counter[str], list[str]]:
+    """Play these schedules; return what happened in them and what broke."""
+    tally: Counter[str] = Counter()
+    broken = []
+    for seed in seeds:
+        try:
+            tally += World(seed).run()
+        except Exception as error:  # whatever it is, the schedule is the finding
+            broken.append(f"World({seed}).run(): {type(error).__name__}: {error}")
+    return tally, broken
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--schedules", type=int, default=1_000_000)
+    parser.add_argument("--first", type=int, default=0, help="the seed of the first schedule")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    return parser.parse_args()
+
+
+def main() -> int:
+    chosen = arguments()
+    end = chosen.first + chosen.schedules
+    batches = [range(at, min(end, at + BATCH)) for at in range(chosen.first, end, BATCH)]
+    tally: Counter[str] = Counter()
+    broken: list[str] = []
+    started = time.monotonic()
+    with multiprocessing.Pool(chosen.processes) as pool:
+        for happened, found in pool.imap_unordered(play, batches):
+            tally += happened
+            for text in found[: 20 - len(broken)]:
+                print(f"VIOLATION: {text}", flush=True)
+            broken += found
+    seconds = time.monotonic() - started
+    rows = [("schedules", chosen.schedules), ("violations", len(broken)), ("seconds", round(seconds))]
+    for name, value in [*rows, ("schedules per second", round(chosen.schedules / seconds)), *sorted(tally.items())]:
+        print(f"{value:>14}  {name}")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""Cut the data connections of two engines again and again in the middle of everything, and see that no count is wrong.
+
+    python tests/soak/rails.py --runs 1000 [--first 0]
+
+Each run has a seed that draws how many rails there are, what goes over them, and which is cut when; a failing one is
+named, and repeated with --first SEED --runs 1 (the machine's own timing is not repeated).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
+
+from connections import cut, data_connections
+from traffic import Traffic, railed
+
+LONGEST_PAUSE_S = 0.02
+
+
+async def run(seed: int) -> int:
+    """Have one run, and return how often a rail was lost in it. Raises AssertionError."""
+    draw = random.Random(seed)
+    async with railed(draw.randint(2, 4)) as (left, right, seen):
+        traffic = Traffic(left, right, seed)
+        running = asyncio.create_task(traffic.run())
+        for _ in range(draw.randint(1, 3)):
+            await asyncio.sleep(draw.random() * LONGEST_PAUSE_S)
+            connections = data_connections(left, right)
+            if len(connections) > 1:
+                cut(draw.choice(connections))
+        await running
+        traffic.check()
+        return seen.count("rail.failed")
+
+
+def main(first: int, runs: int) -> None:
+    lost = 0
+    for seed in range(first, first + runs):
+        try:
+            lost += asyncio.run(run(seed))
+        except BaseException:
+            print(f"seed {seed} failed; repeat it with --first {seed} --runs 1", file=sys.stderr)
+            raise
+        if (seed - first + 1) % 100 == 0:
+            print(f"{seed - first + 1} runs, rails lost {lost} times, no count was wrong", flush=True)
+    print(f"{runs} runs, rails lost {lost} times, no count was wrong")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0)
+    arguments = parser.parse_args()
+    main(arguments.first, arguments.runs)

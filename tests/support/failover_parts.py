@@ -1,0 +1,147 @@
+"""What the world of `failover_world` consists of: sides, transfers, and posts on their way."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+
+from aiote.core.control import Role
+from aiote.core.counters import ImmCounters
+from aiote.core.failover import Arrivals, ChannelStates, Ledger
+from aiote.core.recovery import MessageNumbers, Post, Work
+from aiote.core.striping import decode_immediate
+
+FAULTS = {
+    "arrivals as of the own shut": "the peer says",
+    "posted again too early": "a byte landed for a transfer that is over",
+    "settlements not applied": "the peer says",
+    "settlements not taken out": "the peer says",
+    "no settlements": "the sender's ledger is over its limit",
+    "queue not drained": "the peer says",
+    "ledger kept": "the peer says",
+    "messages not looked up": "came twice",
+    "tail with head": "is counted before its bytes are there",
+}
+"""What an engine might leave out or do wrongly, and by what it shows."""
+
+
+class Broken(AssertionError):
+    """A promise was broken."""
+
+
+def check(condition: bool, text: str) -> None:
+    if not condition:
+        raise Broken(text)
+
+
+class Stripe:
+    """What a post moves: whether its bytes are in place, and whose memory they go to."""
+
+    __slots__ = ("into", "placed")
+
+    def __init__(self, into: int) -> None:
+        self.into = into
+        self.placed = False
+
+
+class Transfer(Work):
+    """One write, read or message; `heads` and `tails` are posts, the tails for when the heads are settled."""
+
+    __slots__ = ("credited", "heads", "message", "over", "side", "stripes", "tails", "word")
+
+    def __init__(self, side: int) -> None:
+        super().__init__()
+        self.side = side
+        self.word: int | None = None
+        self.message = 0
+        self.over = False
+        self.stripes: list[Stripe] = []
+        self.heads = 0
+        self.tails = 0
+        self.credited = 0
+
+    def credit(self) -> int:
+        """Return how many more of the counted stripes are in place, together with all that has to be before them."""
+        if not all(stripe.placed for stripe in self.stripes[: self.heads]):
+            return 0
+        before, self.credited = self.credited, sum(stripe.placed for stripe in self.stripes[self.heads :])
+        return self.credited - before
+
+
+class Flight:
+    """One post on its way: 0 posted, 1 all bytes landed, 2 arrived, 3 completed."""
+
+    __slots__ = ("post", "sender", "stage", "stuck", "target")
+
+    def __init__(self, post: Post, sender: int, target: int, stuck: bool) -> None:
+        self.post = post
+        self.sender = sender
+        self.target = target
+        self.stage = 0
+        self.stuck = stuck
+
+
+class Side:
+    """One engine."""
+
+    def __init__(self, index: int, channels: int, limit: int, seed: random.Random) -> None:
+        self.index = index
+        self.states = ChannelStates(channels, Role.ACCEPTOR if index else Role.INITIATOR, seed)
+        self.limit = limit
+        self.ledgers = [Ledger(limit) for _ in range(channels)]
+        self.open = [True] * channels
+        self.control: deque[tuple] = deque()  # what the other side has to read
+        self.queue: list[Post] = []
+        self.completions: list[tuple[int, int | None, Post | None]] = []
+        self.posted: list[dict[Post, Flight]] = [{} for _ in range(channels)]
+        self.unconfirmed: list[list[Post]] = [[] for _ in range(channels)]
+        self.early: list[Arrivals] = [Arrivals()] * channels
+        self.tasks: dict[tuple[int, type], int] = {}  # (channel, action) under way: its generation
+        self.transfers: list[Transfer] = []
+        self.sent = 0
+        self.numbers = MessageNumbers()
+        self.inbox: Counter[int] = Counter()
+        self.counters = ImmCounters()
+        self.counted: Counter[int] = Counter()
+        self.arrived: Counter[int] = Counter()
+        self.placed: Counter[int] = Counter()
+
+
+def check_counts(side: Side, other: Side) -> None:
+    """See that what one side sent was counted by the other: exactly, but for what was cancelled."""
+    sure: Counter[int] = Counter()
+    doubtful: Counter[int] = Counter()
+    for transfer in side.transfers:
+        if transfer.word is not None:
+            kind = doubtful if transfer.cancelled else sure
+            kind[transfer.word] += decode_immediate(transfer.word)[1]
+    for word in {*sure, *other.counted}:
+        came = other.counted[word]
+        check(sure[word] <= came <= sure[word] + doubtful[word], f"{came} of the word {word:#x}, not {sure[word]}")
+    values = Counter(decode_immediate(one.word)[0] for one in side.transfers if one.word is not None)
+    unsure = {decode_immediate(word)[0] for word in doubtful}
+    for imm, writes in values.items():
+        check(imm in unsure or other.counters.value(imm) == writes, f"the value {imm} is not {writes}")
+
+
+def check_ledger(side: Side, other: Side, k: int, limit: int) -> None:
+    """See that the receiver's ledger holds nothing but what is under way."""
+    arrived = side.ledgers[k]._arrived
+    if len(arrived) <= limit:
+        return
+    posts = len(other.posted[k]) + len(other.unconfirmed[k])
+    unread = sum(len(rest[0]) for kind, at, _, *rest in other.control if kind == "settle" and at == k)
+    above = sum(n > 0 for n in arrived.values())
+    check(above <= len(other.ledgers[k].confirmed) + posts + unread, "the receiver's ledger grows")
+    check(len(arrived) - above <= len(side.completions), "the receiver's ledger is below zero for no reason")
+
+
+def check_uncounted(transfer: Transfer, side: Side, other: Side) -> None:
+    """See that the receiver cannot have concluded yet, from the count, that all writes of this value are there.
+
+    Where one of them was cancelled, it can conclude nothing.
+    """
+    imm = decode_immediate(transfer.word or 0)[0]
+    writes = [one for one in side.transfers if one.word is not None and decode_immediate(one.word)[0] == imm]
+    if not any(one.cancelled for one in writes):
+        check(other.counters.value(imm) < len(writes), "a byte landed although its value is counted in full")
