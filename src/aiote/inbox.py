@@ -48,10 +48,12 @@ class Inbox:
         self._peers: deque[Peer] = deque()
         self._departed: deque[Message] = deque()
         self._arrived = Signal(loop)
+        self._early = False
 
     def add(self, peer: Peer) -> None:
         """Take messages of this peer from now on."""
         self._peers.append(peer)
+        self.arrived()
 
     def remove(self, peer: Peer) -> None:
         """Keep what a lost peer had sent; its pool is gone."""
@@ -71,11 +73,16 @@ class Inbox:
             self._peers.rotate(-1)
             if peer.link is not None and (data := peer.link.take_message()) is not None:
                 return Message(peer, data)
+        self._early = self._core.inbox > 0
         return None
 
     def arrived(self) -> None:
         """Wake as many receivers as there are messages."""
-        for _ in range(min(len(self._arrived), self._core.inbox + len(self._departed))):
+        ready = self._core.inbox
+        if self._early:
+            # Some have come from peers that are still being connected: nobody can take those yet, so they wake nobody.
+            ready = sum([peer.link.messages for peer in self._peers if peer.link is not None])
+        for _ in range(min(len(self._arrived), ready + len(self._departed))):
             self._arrived.wake_one()
 
     def end(self) -> None:

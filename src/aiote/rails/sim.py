@@ -121,6 +121,12 @@ class SimRail:
         self.device = SimDevice(world, node, index, dict(nic.numbers), index % 2 == 1)
 
     @property
+    def place(self) -> Place:
+        from .topology import Place
+
+        return Place()
+
+    @property
     def info(self) -> RailInfo:
         state = "up" if self.device.state == "up" else "down"
         return RailInfo(self.name, self.provider, self._speed, -1, state, "simulated")
