@@ -131,13 +131,6 @@ class SimRail:
         state = "up" if self.device.state == "up" else "down"
         return RailInfo(self.name, self.provider, self._speed, -1, state, "simulated")
 
-    @property
-    def place(self) -> Place:
-        """Nowhere: no buffer is nearer to one simulated NIC than to another."""
-        from .topology import Place
-
-        return Place()
-
     def open_endpoint(self) -> NativeEndpoint:
         try:
             return Endpoint(self.device)
