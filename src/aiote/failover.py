@@ -248,7 +248,7 @@ class Failover:
 
     def _move_mailbox(self) -> None:
         """Have messages go over a channel in use, if theirs has failed; who initiated the connection chooses."""
-        if self._initiates and self._link.mailbox_channel < 0 and self._states.live:
+        if self._initiates and self._link.mail_waits and self._states.live:
             chosen = self._states.live[0]
             self._link.move_mailbox(chosen)
             self._send(MailMoved(chosen, self._states.generation(chosen)))

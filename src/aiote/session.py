@@ -297,8 +297,7 @@ class Session:
         for mine, remote in pairs:
             self._offer_channel(mine, remote)
         link = self._link = engine.core.add_peer(self)
-        link.survivable = len(pairs) > 1
-        link.in_turn = engine.config.schedule == "in-turn"
+        link.behave(survivable=len(pairs) > 1, in_turn=engine.config.schedule == "in-turn")
         for pending in list(self._channels):
             await self._join(peer, link, pending, await self._next(Channel))
         engine.fabric.open_mailbox(
@@ -314,7 +313,7 @@ class Session:
         self._connection.send(Ready())
         await self._next(Ready)
         link.greeted()
-        if link.survivable:
+        if len(pairs) > 1:
             self.failover = Failover(engine, peer, link, self._role, pairs, self._connection.send)
         if self._role is Role.INITIATOR:
             await self._probe(peer, link, len(pairs))

@@ -72,19 +72,7 @@ def submit_write(
     verb = "write" if imm is None else "write_imm"
     value = NO_IMMEDIATE if imm is None else check_immediate(imm)
     if src is None:
-        if imm is None:
-            raise UsageError("write: src is None; only write_imm may go without a source (an immediate alone)")
-        if isinstance(dst, RemoteRegion):
-            dst = dst.owner
-        elif not isinstance(dst, (Peer, Address)):
-            raise UsageError(f"write_imm: dst must be a RemoteRegion, a Peer or an Address, got {type(dst).__name__}")
-        what = f"write_imm of immediate {value:#x} alone"
-        peer = engine.peer_of(dst, what)
-
-        def launch_alone(transfer: Transfer, link: PeerLink) -> None:
-            engine.core.submit_single(link, transfer, False, None, 0, None, 0, 0, value)
-
-        return engine.submit(peer, what, launch_alone, waits=waits, rail=rail)
+        return _submit_alone(engine, dst, value, waits, rail)
     source = _own(engine, _local(src, verb, "src"), verb)
     target = _remote(dst, verb, "dst")
     if source.nbytes != target.nbytes:
@@ -101,6 +89,24 @@ def submit_write(
         )
 
     return engine.submit(peer, f"{verb} of {source.nbytes} bytes", launch, waits=waits, lease=target.lease, rail=rail)
+
+
+def _submit_alone(
+    engine: Engine, dst: RemoteRegion | Peer | Address, value: int, waits: bool, rail: str | int | None
+) -> Transfer:
+    if value == NO_IMMEDIATE:
+        raise UsageError("write: src is None; only write_imm may go without a source (an immediate alone)")
+    if isinstance(dst, RemoteRegion):
+        dst = dst.owner
+    elif not isinstance(dst, (Peer, Address)):
+        raise UsageError(f"write_imm: dst must be a RemoteRegion, a Peer or an Address, got {type(dst).__name__}")
+    what = f"write_imm of immediate {value:#x} alone"
+    peer = engine.peer_of(dst, what)
+
+    def launch(transfer: Transfer, link: PeerLink) -> None:
+        engine.core.submit_single(link, transfer, False, None, 0, None, 0, 0, value)
+
+    return engine.submit(peer, what, launch, waits=waits, rail=rail)
 
 
 def submit_read(
@@ -137,21 +143,25 @@ def submit_read(
     return engine.submit(peer, f"read of {source.nbytes} bytes", launch, waits=waits, lease=source.lease, rail=rail)
 
 
-def submit_pages(
-    engine: Engine, src: Pages, dst: Pages, imm: int | None, *, waits: bool = False, rail: str | int | None = None
-) -> Transfer:
-    """Start paged writes."""
-    engine.require_open()
+def _check_pages(src: object, dst: object) -> None:
     if not isinstance(src, Pages) or not isinstance(dst, Pages):
         raise UsageError("write_pages: src and dst must be Pages(region, indices, page_bytes)")
-    source = _own(engine, _local(src.region, "write_pages", "src.region"), "write_pages")
-    target = _remote(dst.region, "write_pages", "dst.region")
     if len(src) != len(dst):
         raise UsageError(f"write_pages: {len(src)} source pages, but {len(dst)} target pages; page i goes to page i")
     if src.page_bytes != dst.page_bytes:
         raise UsageError(
             f"write_pages: source pages of {src.page_bytes} bytes, target pages of {dst.page_bytes}; they must agree"
         )
+
+
+def submit_pages(
+    engine: Engine, src: Pages, dst: Pages, imm: int | None, *, waits: bool = False, rail: str | int | None = None
+) -> Transfer:
+    """Start paged writes."""
+    engine.require_open()
+    _check_pages(src, dst)
+    source = _own(engine, _local(src.region, "write_pages", "src.region"), "write_pages")
+    target = _remote(dst.region, "write_pages", "dst.region")
     if not target.writable:
         raise UsageError("write_pages: the remote memory is read-only, its owner registered a read-only buffer")
     value = NO_IMMEDIATE if imm is None else check_immediate(imm)

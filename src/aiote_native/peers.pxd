@@ -18,6 +18,7 @@ cdef class PeerLink:
     cdef public bint roomy
     cdef readonly bint closed
     cdef readonly uint32_t message_limit
+    cdef int mail_lost_with
     cdef list endpoints
     cdef list bells
     cdef list slots

@@ -49,6 +49,7 @@ cdef class PeerLink:
     def __cinit__(self):
         memset(&self.state, 0, sizeof(self.state))
         self.closed = True
+        self.mail_lost_with = -1
         self.endpoints = []
         self.bells = []
         self.slots = []
@@ -277,23 +278,12 @@ cdef class PeerLink:
 
     # Channels that fail, where there are several: the protocol is `aiote.core.failover`.
 
-    @property
-    def survivable(self) -> bool:
-        """Whether the loss of a channel is not that of the peer; said before the first is added."""
-        return self.state.survivable
-
-    @survivable.setter
-    def survivable(self, bint value):
-        self.state.survivable = value
-
-    @property
-    def in_turn(self) -> bool:
-        """Whether the channels take turns, instead of each getting what it is able to carry."""
-        return self.state.in_turn
-
-    @in_turn.setter
-    def in_turn(self, bint value):
-        self.state.in_turn = value
+    def behave(self, bint survivable, bint in_turn) -> None:
+        """Say, before the first channel is added, whether the loss of one is not that of the peer, and whether they
+        take turns instead of each getting what it is able to carry.
+        """
+        self.state.survivable = survivable
+        self.state.in_turn = in_turn
 
     cdef Channel* channel_of(self, int number) except NULL:
         if self.closed or not alive(self.engine) or not 0 <= number < self.state.channel_count:
@@ -339,6 +329,8 @@ cdef class PeerLink:
         usable(self.engine)
         lock(self.engine)
         with nogil:
+            if self.state.mailbox != NULL and self.state.mailbox.channel == channel:
+                self.mail_lost_with = number
             shut_channel(self.engine, channel)
             self.drop_notice(channel)
             kick(self.engine)
@@ -388,7 +380,9 @@ cdef class PeerLink:
         lock(self.engine)
         with nogil:
             honest = impossible(channel, &account) < 0
-            if honest and self.state.mailbox != NULL and self.state.mailbox.channel == NULL:
+            # What the peer said of its messages for another channel may be older than what came over this one.
+            if honest and self.mail_lost_with == number:
+                self.mail_lost_with = -1
                 honest = mailbox_unsure(&self.engine.state, self.state.mailbox, top,
                                         <uint64_t*> lost.data.as_ulonglongs, missing)
             if honest:
@@ -420,6 +414,11 @@ cdef class PeerLink:
         """Let go of what is known of the speed of idle channels, by and by."""
         if not self.closed:
             fade(&self.state)
+
+    @property
+    def mail_waits(self) -> bool:
+        """Whether messages are to go over another channel: theirs has failed, and what it has lost is known."""
+        return self.state.mailbox != NULL and self.state.mailbox.channel == NULL and self.mail_lost_with < 0
 
     @property
     def mailbox_channel(self) -> int:

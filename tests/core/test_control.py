@@ -17,19 +17,24 @@ from aiote.core.control import (
     State,
 )
 from aiote.core.frames import (
+    Arrivals,
     Bye,
     Challenge,
     Channel,
     Failed,
     Heartbeat,
     Hello,
+    Joined,
+    MailMoved,
     Mapped,
     Offer,
     Proof,
+    RailDown,
     Ready,
     Refused,
     Revoke,
     Revoked,
+    Settle,
     Welcome,
     decode,
     encode,
@@ -228,11 +233,12 @@ def test_what_may_come_before_authentication(role: Role, state: State, kind: typ
 
 
 ANYTIME: set[type[Any]] = {Heartbeat, Bye, Failed}
+ABOUT_CHANNELS: set[type[Any]] = {Settle, RailDown, Arrivals, Joined, MailMoved}
 EXPECTED_AFTERWARDS: dict[State, set[type[Any]]] = {
     State.GREETED: ANYTIME | {Offer},
     State.OFFERED: ANYTIME | {Channel, Revoke, Revoked, Mapped},
     State.MAPPED: ANYTIME | {Revoke, Revoked, Ready},
-    State.READY: ANYTIME | {Channel, Revoke, Revoked},
+    State.READY: ANYTIME | {Channel, Revoke, Revoked} | ABOUT_CHANNELS,
     State.ENDED: set(),
 }
 WAY: dict[State, list[Any]] = {

@@ -11,15 +11,20 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aiote.core.control import ControlError, ControlProtocol, MessageReceived
 from aiote.core.frames import (
+    Arrivals,
     Bye,
     Channel,
     Failed,
     Heartbeat,
+    Joined,
+    MailMoved,
     Mapped,
     Offer,
+    RailDown,
     Ready,
     Revoke,
     Revoked,
+    Settle,
     encode,
     frame,
 )
@@ -31,6 +36,7 @@ LAST_WORDS = (Bye, Failed)
 # A last word comes rarely, so that the states before it are seen for a while.
 KINDS = st.sampled_from([kind for kind in SESSION_KINDS if kind not in LAST_WORDS] * 4 + [*LAST_WORDS])
 OPENING = (Offer, Mapped, Ready)
+ABOUT_CHANNELS = (Settle, RailDown, Arrivals, Joined, MailMoved)
 
 
 def may_follow(kind: type[Any], said: list[type[Any]]) -> bool:
@@ -45,7 +51,7 @@ def may_follow(kind: type[Any], said: list[type[Any]]) -> bool:
         return Offer in said and Mapped not in said
     if kind is Ready:
         return Mapped in said and Ready not in said
-    if kind is Channel and Mapped in said:
+    if kind in ABOUT_CHANNELS or (kind is Channel and Mapped in said):
         return Ready in said
     assert kind in (Channel, Revoke, Revoked)
     return Offer in said

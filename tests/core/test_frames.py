@@ -11,6 +11,7 @@ from aiote.core.address import Address
 from aiote.core.frames import (
     PLAIN_LIMIT,
     SEALED_LIMIT,
+    Arrivals,
     Bye,
     Channel,
     ControlError,
@@ -18,12 +19,19 @@ from aiote.core.frames import (
     FrameReader,
     Heartbeat,
     Hello,
+    Joined,
+    MailMoved,
     Mapped,
+    MemoryKey,
     Offer,
+    RailDown,
     RailOffer,
+    Range,
     Ready,
     Refused,
     Seal,
+    Settle,
+    WordCount,
     decode,
     encode,
     frame,
@@ -57,7 +65,7 @@ def test_a_cut_or_longer_body_is_malformed(message: Any, data: st.DataObject) ->
             decode(body[: data.draw(st.integers(1, len(body) - 1))])
 
 
-@given(st.one_of(st.sampled_from(range(30)), st.integers(0, 255)), st.binary(max_size=400))
+@given(st.one_of(st.sampled_from(range(34)), st.integers(0, 255)), st.binary(max_size=400))
 def test_any_body_is_a_message_or_a_control_error(number: int, payload: bytes) -> None:
     body = bytes((number,)) + payload
     try:
@@ -67,7 +75,7 @@ def test_any_body_is_a_message_or_a_control_error(number: int, payload: bytes) -
     assert encode(message) == body
 
 
-@pytest.mark.parametrize("number", [0, 6, 15, 26, 255])
+@pytest.mark.parametrize("number", [0, 6, 15, 31, 255])
 def test_an_unknown_type_is_named(number: int) -> None:
     with pytest.raises(ControlError, match=f"unknown message type {number}$"):
         decode(bytes((number,)) + b"payload")
@@ -83,6 +91,17 @@ def test_the_bytes_of_a_message_are_fixed() -> None:
     assert encode(channel).hex() == "11" + "01" + "02" + "00000003" + "00026162" + f"{4:016x}" + f"{5:016x}" + "0000"
     assert encode(Ready()).hex() == "12"
     assert encode(Mapped()).hex() == "19"
+    settle = Settle(1, 2, (WordCount(3, 4),))
+    assert encode(settle).hex() == "1a" + "01" + "00000002" + "0001" + f"{3:08x}" + f"{4:016x}"
+    down = RailDown(1, 2, "r", (MemoryKey(3),))
+    assert encode(down).hex() == "1b" + "01" + "00000002" + "000172" + "0001" + f"{3:016x}"
+    came = Arrivals(1, 2, (), 5, (Range(7, 9),), (MemoryKey(3),))
+    assert (
+        encode(came).hex()
+        == "1c0100000002" + "0000" + f"{5:016x}" + "0001" + f"{7:016x}{9:016x}" + "0001" + f"{3:016x}"
+    )
+    assert encode(Joined(1, 2)).hex() == "1d" + "01" + "00000002"
+    assert encode(MailMoved(1, 2)).hex() == "1e" + "01" + "00000002"
     rail = "03" + "0001" + "70" + "0001" + "77" + "0001" + "6e" + f"{10:08x}"
     home = b"aioA".hex() + "01" + "001d" + "0001" + "68" + f"{4000:04x}" + "61" * 16 + f"{7:016x}"
     offer = Offer(b"h" * 32, 5, 6, 7, (RailOffer(3, "p", "w", "n", 10),), Address("h", 4000, b"a" * 16, 7))

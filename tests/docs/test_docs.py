@@ -131,7 +131,7 @@ def test_the_table_of_extras_is_whole():
 def test_every_event_is_named():
     emitted = {name for path in SOURCES for name in re.findall(r'\.emit\(\s*"([\w.]+)"', path.read_text())}
     assert emitted
-    assert emitted == set(re.findall(r"`((?:peer|connection)\.[a-z]+)`", README))
+    assert emitted == set(re.findall(r"`((?:peer|connection|rail)\.[a-z]+)`", README))
 
 
 def test_what_libfabric_is_told_is_named():
