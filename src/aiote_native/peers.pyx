@@ -130,6 +130,9 @@ cdef class PeerLink:
             raise ValueError(f"no such rail: {rail} here, {remote_rail} there")
         if peer_slot >= BELL_SLOTS or slot >= BELL_SLOTS:
             raise ValueError(f"no such doorbell slot: {slot} here, {peer_slot} there, a page has {BELL_SLOTS}")
+        if endpoint.wait_fd >= 0:
+            # First, for it may fail; closing the descriptor takes it out.
+            watch_descriptor(self.engine.epoll_fd, endpoint.wait_fd)
         channel = new_channel(endpoint.depth)
         channel.peer = &self.state
         channel.rail = rail
@@ -148,8 +151,6 @@ cdef class PeerLink:
         channel.impl = endpoint.give()
         channel.open = True
         channel.paused = number >= 0
-        if channel.wait_fd >= 0:
-            watch_descriptor(self.engine.epoll_fd, channel.wait_fd)
         lock(self.engine)
         if number >= 0:
             self.drop_notice(self.state.channels[number])

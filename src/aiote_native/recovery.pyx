@@ -270,6 +270,7 @@ cdef void describe_piece(Piece* piece, Op* origin, WorkRequest* wr, Channel* cha
     op.pin = -1
     op.part_bytes = op.total = op.stripe_bytes = wr.length
     op.parts = 1
+    op.ranks = origin.ranks
     op.cut.head_bytes = wr.length
     op.cut.head_count = 1
     if wr.length:

@@ -18,7 +18,7 @@ cdef enum:
     MEASURE_BYTES = 1 << 18        # what has to end, and for how long, before a measurement counts
     MEASURE_NS = 2_000_000
     MOST_COST = 1 << 34            # a KiB in 17 ms: a rail below 64 KiB/s counts as one of 64 KiB/s
-    MOST_BYTES = 1 << 28           # so that no product leaves 64 bits
+    MOST_BYTES = 1 << 25           # so that no product leaves 64 bits, with the 2**24 of a window and 8 ranks
     MESSAGE_BYTES = 256            # what a message costs beside its bytes, so that those without any are spread, too
 
 
@@ -85,6 +85,9 @@ cdef Channel* choose(PeerState* peer, const Op* op, uint32_t refused) noexcept n
             peer.choice = at
             return channel
         end = (channel.in_flight + bytes) * (channel.cost if channel.cost else unknown)
+        if op.ranks != NULL:
+            # A far rail counts as so much slower, and is still used when the near ones have a queue.
+            end *= 1 + op.ranks[channel.rail]
         if best == NULL or end < least:
             best = channel
             least = end

@@ -183,6 +183,7 @@ cdef struct Op:
     int opcode
     bint counted
     uint32_t imm
+    const uint8_t* ranks  # how far each rail is from the local memory, 0 the nearest; NULL: all alike
     int pin              # the only rail to use while it is there; -1: any
     int proof            # the channel, counted from 1, that this is to prove, though it carries nothing else yet
     bint queued

@@ -1,4 +1,4 @@
-from libc.stdint cimport int64_t, uint64_t
+from libc.stdint cimport int64_t, uint8_t, uint64_t
 
 from aiote_native.structs cimport MAX_CHANNELS, MAX_RAILS, Op
 
@@ -13,6 +13,8 @@ cdef int finish(Waitable item, list woken=*) except -1
 cdef class LocalMemory:
     cdef object __weakref__
     cdef void* descs[MAX_RAILS]
+    cdef uint8_t ranks[MAX_RAILS]
+    cdef bint ranked
     cdef readonly uint64_t address
     cdef readonly uint64_t length
     cdef readonly bint writable

@@ -83,6 +83,13 @@ cdef class LocalMemory:
             self.close()
             raise
 
+    def rank(self, ranks) -> None:
+        """Say how far each rail is from the memory: 0 for the nearest, the same for those that are equally near."""
+        cdef int rail
+        for rail in range(min(len(ranks), MAX_RAILS)):
+            self.ranks[rail] = min(ranks[rail], MAX_RAILS - 1)
+        self.ranked = len(set(ranks)) > 1
+
     cdef int leave(self) except -1:
         self.in_flight -= 1
         if self.in_flight == 0 and self.on_idle is not None:
@@ -202,6 +209,7 @@ cdef int fill(Op* op, LocalMemory local, uint64_t local_offset, RemoteMemory rem
             raise ValueError("the local memory is read-only")
         op.local_address = local.address + local_offset
         op.local_desc = local.descs
+        op.ranks = local.ranks if local.ranked else NULL
     if remote is not None:
         if remote_offset > remote.length or remote_extent > remote.length - remote_offset:
             raise ValueError(

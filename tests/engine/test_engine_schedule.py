@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import aiote
+from aiote.rails import Fabric, numa
+from aiote.rails.topology import Place
 from connections import cut, data_connections
 from engines import across, linked
 
@@ -93,3 +96,39 @@ async def test_a_rail_that_there_is_none_of(rail):
 def test_a_schedule_that_there_is_none_of():
     with pytest.raises(aiote.UsageError, match="schedule"):
         aiote.EngineConfig(schedule="best")
+
+
+async def test_near_rails_are_preferred_and_far_ones_help_out():
+    async with linked("tcp", LOOPBACK) as (left, right):
+        source = left.register(np.ones(64 * 4096, np.uint8))
+        source.memory.rank((1, 0))
+        remote = across(left, right, np.zeros(64 * 4096, np.uint8))
+        small = [region[:4096] for region in (source, remote)]
+        assert await used(left, left.write(*small)) == [0, 1]
+        pages = [aiote.Pages(region, range(64), 4096) for region in (source, remote)]
+        far, near = await used(left, left.write_pages(*pages))
+        assert 0 < far < near
+
+
+def test_memory_and_rails_on_known_nodes_are_ranked(monkeypatch):
+    """The rails' places and the memory's node come from sysfs and the kernel; here they are said."""
+    asked = []
+
+    class Memory:
+        address, length = 4096, 8192
+
+        def rank(self, ranks):
+            asked.append(ranks)
+
+    def fabric(*nodes: int) -> Fabric:
+        made = Fabric.__new__(Fabric)
+        made.rails = [SimpleNamespace(place=Place(node)) for node in nodes]
+        return made
+
+    monkeypatch.setattr(numa, "memory_node", lambda address, length: 1)
+    fabric(0, 1)._rank(Memory())
+    fabric(1, -1, 0)._rank(Memory())
+    assert asked == [(1, 0), (0, 2, 1)]
+    fabric(0, 0)._rank(Memory())
+    fabric(-1, -1)._rank(Memory())
+    assert len(asked) == 2, "rails that lie alike need no ranks, and nobody is asked where the memory is"

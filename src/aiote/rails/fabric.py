@@ -139,8 +139,20 @@ class Fabric:
         except StatusError as error:
             buffer.release()
             raise fabric_error(error, "register memory", ", ".join(rail.name for rail in self.rails)) from error
+        if len(self.rails) > 1 and remote:
+            self._rank(memory)
         self._memories.add(memory)
         return memory
+
+    def _rank(self, memory: LocalMemory) -> None:
+        """Have the rails that are near the memory preferred, as far as it is known where it is and where they are."""
+        places = [rail.place for rail in self.rails]
+        if len({place.numa_node for place in places}) > 1:
+            # Only where the rails lie apart: to ask the kernel where the memory lies takes a system call.
+            from .numa import memory_node
+            from .topology import Place, preference
+
+            memory.rank(preference(Place(memory_node(memory.address, memory.length)), places))
 
     def keys_of(self, rail: int) -> set[int]:
         """Return the keys of all memory that is registered now, on one rail."""
