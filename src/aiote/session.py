@@ -297,7 +297,7 @@ class Session:
         for mine, remote in pairs:
             self._offer_channel(mine, remote)
         link = self._link = engine.core.add_peer(self)
-        link.behave(survivable=len(pairs) > 1, in_turn=engine.config.schedule == "in-turn")
+        link.expect(len(pairs), engine.config.schedule == "in-turn")
         for pending in list(self._channels):
             await self._join(peer, link, pending, await self._next(Channel))
         engine.fabric.open_mailbox(

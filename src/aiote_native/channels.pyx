@@ -17,19 +17,22 @@ from aiote_native.recovery cimport lose_request
 from aiote_native.structs cimport Completion, ECANCELED, Mailbox, OP_WRITE, Op, Post, Slot, WorkRequest
 
 cdef enum:
-    DEPTH = 256  # work requests that one channel holds at most: enough to fill a wire, few enough to drain soon
+    # Work requests that the channels of one peer hold together at most, and one of many at least: enough to fill its
+    # wires, few enough to drain soon, and 40 KB for a peer however many rails there are.
+    DEPTH = 256
+    LEAST_DEPTH = 16
     CUT_ROUNDS = 20_000            # polls that a cut wire is given to end what was under way, some tens of milliseconds
     LAST_TURNS = 64                # times that a queue is drained before its endpoint is shut
     CUT_QUIET = 64                 # empty polls in a row that tell that nothing more comes
 
 
-cdef Channel* new_channel(uint64_t depth) except NULL:
-    """Allocate a channel with its work requests, as many as the provider's queue takes but no more than DEPTH."""
+cdef Channel* new_channel(uint64_t depth, int channels) except NULL:
+    """Allocate one of so many channels with its work requests, no more than the provider's queue takes."""
     cdef Channel* channel = <Channel*> calloc(1, sizeof(Channel))
     cdef uint32_t i
     if channel == NULL:
         raise MemoryError
-    channel.depth = <uint32_t> min(depth, DEPTH)
+    channel.depth = <uint32_t> min(depth, max(DEPTH // channels, LEAST_DEPTH))
     channel.requests = <WorkRequest*> calloc(channel.depth, sizeof(WorkRequest))
     if channel.requests == NULL:
         free(channel)
@@ -96,6 +99,7 @@ cdef void shut_endpoint(Progress* self, Channel* channel) noexcept nogil:
             if quiet >= CUT_QUIET and channel.outstanding == 0:
                 break
     channel.open = False
+    self.state.channels -= 1
     channel.ops.shut(channel.impl)
 
 

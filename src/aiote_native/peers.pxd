@@ -1,14 +1,12 @@
 from libc.stdint cimport uint32_t, uint64_t, uint8_t
 
+from aiote_native.channelset cimport ChannelSet
 from aiote_native.doorbell cimport PeerBell
 from aiote_native.progress cimport Progress
-from aiote_native.structs cimport Channel, PeerState
+from aiote_native.structs cimport Channel
 from aiote_native.workrequests cimport LocalMemory
 
-cdef class PeerLink:
-    cdef PeerState state
-    cdef object core
-    cdef Progress* engine
+cdef class PeerLink(ChannelSet):
     cdef readonly object tag
     cdef public object peer
     cdef public bint ready
@@ -16,19 +14,12 @@ cdef class PeerLink:
     cdef public uint64_t limit
     cdef public object on_room
     cdef public bint roomy
-    cdef readonly bint closed
     cdef readonly uint32_t message_limit
-    cdef int mail_lost_with
-    cdef list endpoints
     cdef list bells
     cdef list slots
     cdef LocalMemory mailbox_memory
     cdef readonly list leftover
-    cdef uint64_t largest(self) noexcept nogil
-    cdef int widest(self) noexcept nogil
     cdef void hang_bell(self, Channel* channel, PeerBell bell, int slot, int peer_slot, uint32_t peer_generation)
-    cdef Channel* channel_of(self, int number) except NULL
-    cdef void drop_notice(self, Channel* channel) noexcept nogil
     cdef void leave(self)
 
 cdef PeerLink open_peer(object core, Progress* engine, object tag)

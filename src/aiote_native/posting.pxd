@@ -12,6 +12,7 @@ cdef struct State:
     uint64_t queued          # transfers with something left to post
     uint64_t blocked         # posts that were refused for now in the last round
     uint64_t inbox           # messages that nobody took yet
+    uint64_t channels        # how many are open
     uint64_t failures        # peers whose failure was not reported yet
     uint64_t events          # things that happened, ever: a changed value means that there was progress
     uint64_t posted

@@ -85,6 +85,9 @@ cdef enum:
     ALONE_NS = 30_000
     SLICE_NS = 50_000
     CLOCK_MASK = 7
+    FEW_CHANNELS = 8               # that are polled in every round, whatever they do
+    QUIET_ROUNDS = 64              # without anything, after which one of many is polled
+    RARELY = 16                    # rounds apart
     WATCH_FIRST_NS = 50_000
     WATCH_LAST_NS = 1_000_000
 
@@ -259,16 +262,29 @@ cdef void watch_unlink(Progress* self, Watched* watched) noexcept nogil:
     watched.linked = False
 
 
-cdef void one_round(Progress* self) noexcept nogil:
+cdef bint is_due(Progress* self, Channel* channel) noexcept nogil:
+    """Whether to poll a channel in this round. Of many, those on which nothing happens have a turn now and then, so
+    that a round costs little more with a thousand peers than with a few; before the loop sleeps, all are polled.
+    """
+    if not channel.open or channel.fault == BROKEN:
+        return False
+    return (self.state.channels <= FEW_CHANNELS or channel.outstanding or channel.quiet < QUIET_ROUNDS
+            or (self.rounds + channel.quiet) % RARELY == 0)
+
+
+cdef void one_round(Progress* self, bint every) noexcept nogil:
+    """Do one round; with `every` all channels are polled, for the loop is about to sleep."""
     cdef State* state = &self.state
     cdef PeerState* peer = state.peers
+    cdef Channel* channel
     cdef int i
     self.rounds += 1
     state.blocked = 0
     while peer != NULL:
         for i in range(peer.channel_count):
-            if peer.channels[i].open and peer.channels[i].fault != BROKEN:
-                drain(state, peer.channels[i])
+            channel = peer.channels[i]
+            if is_due(self, channel) or (every and channel.open and channel.fault != BROKEN):
+                channel.quiet = 0 if drain(state, channel) else channel.quiet + 1
         if not peer.failed:
             if peer.mailbox != NULL:
                 mailbox_pump(state, peer.mailbox)
@@ -371,14 +387,14 @@ cdef bint spins(Progress* self) noexcept nogil:
 cdef int progress_once(Progress* self) noexcept nogil:
     """One round. 1: call again soon; 0: it is safe to sleep on the epoll descriptor. The lock is held."""
     bell_wake(self)
-    one_round(self)
+    one_round(self, False)
     if happened(self):
         return 1
     if spins(self):
         return 1
     clear_wakeups(self)
     bell_sleep(self)
-    one_round(self)
+    one_round(self, True)
     if happened(self) or not all_armed(self):
         bell_wake(self)
         return 1

@@ -96,6 +96,7 @@ cdef struct Channel:
     uint32_t depth
     uint32_t outstanding
     uint64_t in_flight   # bytes of transfers that were posted and are not over
+    uint32_t quiet       # rounds in a row in which nothing came
     uint64_t ended       # work requests that have ended since the channel was opened
     WorkRequest* requests
     WorkRequest* spare

@@ -1,0 +1,17 @@
+from libc.stdint cimport uint64_t
+
+from aiote_native.progress cimport Progress
+from aiote_native.structs cimport Channel, PeerState
+
+cdef class ChannelSet:
+    cdef PeerState state
+    cdef object core
+    cdef Progress* engine
+    cdef readonly bint closed
+    cdef list endpoints
+    cdef int mail_lost_with
+    cdef int channels
+    cdef uint64_t largest(self) noexcept nogil
+    cdef int widest(self) noexcept nogil
+    cdef Channel* channel_of(self, int number) except NULL
+    cdef void drop_notice(self, Channel* channel) noexcept nogil
