@@ -8,9 +8,16 @@ import pytest
 
 import aiote
 import aiote.engine
+from aiote.rails import libfabric
 from engines import PATIENCE_S, across, opened
 
 pytestmark = pytest.mark.libfabric
+
+
+@pytest.fixture(autouse=True)
+def room(monkeypatch):
+    """These few engines need little shared memory, however little this machine has."""
+    monkeypatch.setattr(libfabric, "SHARED_MEMORY_BYTES", 0)
 
 
 async def moved(left: aiote.Engine, right: aiote.Engine) -> list[str]:
@@ -30,6 +37,12 @@ async def test_on_one_host_auto_goes_through_shared_memory():
         async with opened("auto") as left, opened("auto") as right:
             assert [rail.provider.partition(";")[0] for rail in left.rails] == ["tcp", "shm"]
             assert await moved(left, right) == ["shm"]
+
+
+async def test_where_shared_memory_is_short_it_is_left_alone(monkeypatch):
+    monkeypatch.setattr(libfabric, "SHARED_MEMORY_BYTES", 1 << 62)
+    async with opened("auto") as engine:
+        assert [rail.provider.partition(";")[0] for rail in engine.rails] == ["tcp"]
 
 
 async def test_between_hosts_it_does_not(monkeypatch):

@@ -61,10 +61,11 @@ def test_a_name_that_is_taken_is_refused(start, folder, tmp_path):
 def test_a_file_that_the_receiver_has_no_room_for_is_refused(start, folder, tmp_path):
     source = tmp_path / "huge"
     source.write_bytes(bytes(2 << 20))
-    receiver = start("send_file.py", "receive", folder)
+    # Over tcp, for the limit holds for files in shared memory as well.
+    receiver = start("send_file.py", "--provider", "tcp", "receive", folder)
     address = receiver.address()
     resource.prlimit(receiver.process.pid, resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    sender = start("send_file.py", "send", source, address)
+    sender = start("send_file.py", "--provider", "tcp", "send", source, address)
     assert (sender.end(), receiver.end()) == (1, 1)
     assert sender.err.startswith("send_file.py: the other side gave up: ")
     assert list(folder.iterdir()) == []

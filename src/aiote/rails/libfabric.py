@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import ipaddress
+import os
+import resource
 import socket
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,8 @@ __all__ = ["LibfabricRail", "choose", "offered", "source_host"]
 
 SPINNING_TCP = (1, 18)
 """tcp of 1.18.0 has a wait descriptor that never stops being readable; 1.18.1 mended it."""
+
+SHARED_MEMORY_BYTES = 1 << 30
 
 AUTO_ORDER = ("efa", "cxi", "verbs;ofi_rxm", "tcp")
 
@@ -127,8 +131,20 @@ def choose(provider: str, names: tuple[str, ...] | None, host: str, library: Fou
     if provider != "auto":
         return _choose(provider, names, host, library)
     best = next((name for name in AUTO_ORDER if _offers(name)), "tcp")
-    near = [("shm", "", str(offer["domain"])) for offer in _offers("shm")[:1]]
+    near = [("shm", "", str(offer["domain"])) for offer in _offers("shm")[:1]] if shared_memory_suffices() else []
     return _choose(best, names, host, library) + near
+
+
+def shared_memory_suffices() -> bool:
+    """Tell whether shared memory has room for many peers: libfabric makes a file of 16 MiB for each, and dies where it
+    cannot. A container's /dev/shm has 64 MB unless somebody says otherwise.
+    """
+    try:
+        room = os.statvfs("/dev/shm")
+    except OSError:
+        return False
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return room.f_bavail * room.f_frsize >= SHARED_MEMORY_BYTES and limit == resource.RLIM_INFINITY
 
 
 def _choose(provider: str, names: tuple[str, ...] | None, host: str, library: Found) -> list[tuple[str, str, str]]:
