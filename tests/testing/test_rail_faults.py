@@ -1,0 +1,132 @@
+"""Rails that die one after another under everything at once, in virtual time: all completes, and every count is exact.
+
+`AIOTE_TEST_SEEDS` asks for more seeds than `make test` has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import random
+
+import pytest
+
+import aiote
+from aiote.testing import UNRULY, Fabric, run
+
+SEEDS = int(os.environ.get("AIOTE_TEST_SEEDS") or 60)
+SIZE = 1 << 16
+PAGE = 512
+IMM = 7
+
+
+class Storm:
+    """Two engines with several rails, of which never more than one is dead at a time."""
+
+    def __init__(self, fabric: Fabric, seed: int) -> None:
+        self.fabric, self.draw = fabric, random.Random(seed)
+        self.counts = 0
+        self.over = False
+
+    async def open(self) -> None:
+        settings = {
+            "message_pool": self.draw.choice([2, 4, 16]),
+            "stripe_bytes": self.draw.choice([1, 1000, 65536]),
+            "largest_message": self.draw.choice([0, 5000, 1 << 22]),
+            "heartbeat_interval": 0.1,
+            "heartbeat_limit": 0.5,
+        }
+        self.left = await self.fabric.open_engine(**settings)
+        self.right = await self.fabric.open_engine(**settings)
+        self.content = self.draw.randbytes(SIZE)
+        self.target, self.back = bytearray(SIZE), bytearray(SIZE)
+        self.source = self.left.register(self.content)
+        self.remote = self.left.attach(self.right.register(self.target).descriptor)
+        self.there = self.right.attach(self.source.descriptor)
+        self.local = self.right.register(self.back)
+        await self.left.connect(self.right.address)
+
+    async def write(self) -> None:
+        """All of the memory, in writes and pages; every byte once, so that a late one would show."""
+        pages = SIZE // PAGE // 2
+        numbers = self.draw.sample(range(pages), pages)
+        transfers = [
+            self.left.submit_write_pages(
+                *(aiote.Pages(region, numbers, PAGE) for region in (self.source, self.remote)), IMM
+            )
+        ]
+        self.counts += pages
+        start = SIZE // 2
+        while start < SIZE:
+            part = slice(start, min(SIZE, start + self.draw.choice([1, 100, 3000, 20000])))
+            transfers.append(self.left.submit_write_imm(self.source[part], self.remote[part], IMM))
+            transfers.append(self.left.submit_write_imm(None, self.remote, IMM))
+            self.counts += 2
+            start = part.stop
+            await asyncio.sleep(self.draw.choice([0, 0, 1e-5, 1e-3]))
+        for transfer in transfers:
+            await transfer
+        await self.right.counter(IMM).wait(self.counts)
+        # At the count every byte is there.
+        assert self.target == self.content
+
+    async def read(self) -> None:
+        for start in range(0, SIZE, 5000):
+            part = slice(start, min(SIZE, start + 5000))
+            await self.right.read(self.there[part], self.local[part])
+
+    async def send(self) -> None:
+        for number in range(60):
+            await self.left.send(self.right.address, number.to_bytes(2, "big"))
+
+    async def receive(self) -> None:
+        got = [int.from_bytes((await self.right.recv()).data, "big") for _ in range(60)]
+        assert sorted(got) == list(range(60))
+
+    async def break_rails(self) -> None:
+        """One rail after another, silently or not, for a moment or so long that it is missed."""
+        while not self.over:
+            engine = self.draw.choice([self.left, self.right])
+            rail = self.draw.randrange(len(engine.rails))
+            await asyncio.sleep(self.draw.random() * self.draw.choice([1e-5, 1e-4, 1e-3]))
+            self.fabric.kill_rail(engine, rail, silently=self.draw.random() < 0.5)
+            await asyncio.sleep(self.draw.choice([1e-4, 1e-2, 3]))
+            self.fabric.restore_rail(engine, rail)
+            # Until it is back, for another one may not be missed as well.
+            while not self.over and not all(self.carry()):
+                await asyncio.sleep(0.05)
+
+    def carry(self) -> list[bool]:
+        links = [link for engine in (self.left, self.right) for link in engine.core.peers]
+        return [link.carries(number) for link in links for number in range(len(self.left.rails))]
+
+    async def run(self) -> None:
+        await self.open()
+        lost: list[str] = []
+        for engine in (self.left, self.right):
+            engine.listen_events(lambda event: lost.append(event.name))
+        breaking = asyncio.ensure_future(self.break_rails())
+        await asyncio.gather(self.write(), self.read(), self.send(), self.receive())
+        self.over = True
+        await breaking
+        assert self.back == self.content
+        await asyncio.sleep(5)
+        assert self.right.counter(IMM).value == 0
+        assert "peer.lost" not in lost
+        for engine in (self.left, self.right):
+            assert engine.statistics().outstanding == engine.statistics().queued == 0
+            await engine.aclose()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.blocking_allowed("there is no loop whose clock runs on")
+def test_rails_that_die_one_after_another():
+    for seed in range(SEEDS):
+        draw = random.Random(seed)
+        model = dataclasses.replace(UNRULY, queue=draw.choice([8, 64]), events=draw.choice([8, 64]))
+        try:
+            run(lambda fabric, seed=seed: Storm(fabric, seed).run(), seed, rails=draw.randint(2, 4), model=model)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
