@@ -1,12 +1,15 @@
-"""Regression tests, by name, for the defects of the reference engine as far as one NIC can show them.
+"""Regression tests, by name, for the defects of the reference engine.
 
-Defect numbers are those of the list that this project keeps of the reference: 1 lost bytes, 3 immediates that depend
-on the sender's NICs, 4 immediates that come early, 6 completions read that say nothing, 7 memory reused too soon, 9
-callbacks that stop the engine, 10 empty requests and registrations that are not one's own. Several rails are several
-times the loopback NIC.
+Defect numbers are those of the list that this project keeps of the reference: 1 lost bytes, 2 stripes with the
+wrong key, 3 immediates that depend on the sender's NICs, 4 immediates that come early, 6 completions read that say nothing, 7
+memory reused too soon, 9 callbacks that stop the engine, 10 empty requests and registrations that are not one's own, 12
+peers with other numbers of NICs. Of 8, queues that overflow at fan-in, is test_engine_fan_in.py. Several rails are
+several times the loopback NIC, or simulated ones.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import anyio
 import numpy as np
@@ -52,6 +55,37 @@ async def test_defect_1_pages_keep_their_remainders():
         src = aiote.Pages(left.register(source), range(7), 1001)
         await left.write_pages(src, aiote.Pages(across(left, right, target), range(7), 1001), 1)
         await right.counter(1).wait(7)
+        assert np.array_equal(target, source)
+
+
+@each_provider
+async def test_defect_1_scatters_keep_their_remainders(provider):
+    """Defect 1: a scatter that was cut by bytes dropped remainders."""
+    async with linked(provider, largest_message=1000) as (left, right):
+        group = await left.peer_group([right.address])
+        source, target = noise(9999), np.zeros(9999, np.uint8)
+        region, remote = left.register(source), across(left, right, target)
+        cuts = [0, 1, 1, 1003, 4000, 9999]
+        parts = [slice(a, b) for a, b in pairwise(cuts)]
+        await left.scatter(group, [aiote.ScatterTarget(region[part], remote[part]) for part in parts], 1)
+        await right.counter(1).wait(len(parts))
+        assert np.array_equal(target, source)
+
+
+async def test_defect_2_a_stripe_carries_the_key_of_the_rail_that_posts_it():
+    """Defect 2: a stripe built for one NIC was posted on another. Simulated NICs draw other keys, and some address
+    memory from 0, so that any mistake is an error or writes elsewhere.
+    """
+    async with linked("sim", ["sim0", "sim1", "sim2"], stripe_bytes=1) as (left, right):
+        source, target = noise(1 << 20), np.zeros(1 << 20, np.uint8)
+        region, remote = left.register(source), across(left, right, target)
+        for part in (slice(0, 3), slice(3, 100_000), slice(100_000, 1 << 20)):
+            await left.write_imm(region[part], remote[part], 1)
+        await right.counter(1).wait(3)
+        assert np.array_equal(target, source)
+        pages = [aiote.Pages(each, range(256), 4096) for each in (region, remote)]
+        target[:] = 0
+        await left.write_pages(*pages, 1)
         assert np.array_equal(target, source)
 
 
@@ -224,6 +258,15 @@ async def test_defect_10_an_empty_page_list_never_completes(provider, progress):
 
 
 @each_provider
+async def test_defect_10_an_empty_scatter_and_an_empty_barrier(provider):
+    """Defect 10: an empty barrier crashed."""
+    async with pair(provider) as (left, _):
+        group = await left.peer_group([])
+        await left.scatter(group, [], 1)
+        await left.barrier(group, 2)
+
+
+@each_provider
 async def test_defect_10_a_larger_range_at_the_same_pointer_gives_the_old_registration(provider):
     """Defect 10: registering a larger range at a pointer that was known gave the old, smaller one."""
     memory = np.zeros(8192, np.uint8)
@@ -237,3 +280,21 @@ async def test_defect_10_a_larger_range_at_the_same_pointer_gives_the_old_regist
         await small.aclose()
         await left.write(left.register(np.full(16, 4, np.uint8)), remote[8176:])
         assert (memory[8176:] == 4).all()
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(1, 3), (3, 1), (2, 4), (4, 3)])
+async def test_defect_12_peers_have_other_numbers_of_nics(ours, theirs):
+    """Defect 12: peers had to have the same number of NICs. Every verb, both ways."""
+    async with opened("sim", [f"sim{i}" for i in range(ours)], stripe_bytes=1) as left:
+        async with opened("sim", [f"sim{i}" for i in range(theirs)], stripe_bytes=1) as right:
+            for here, there in ((left, right), (right, left)):
+                source, target = noise(10_007), np.zeros(10_007, np.uint8)
+                region, remote = here.register(source), across(here, there, target)
+                await here.write_imm(region, remote, 1)
+                await there.counter(1).wait(1)
+                assert np.array_equal(target, source)
+                back = np.zeros(10_007, np.uint8)
+                await here.read(remote, here.register(back))
+                assert np.array_equal(back, source)
+                await here.send(there.address, b"hello")
+                assert (await there.recv()).data == b"hello"

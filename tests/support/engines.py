@@ -33,7 +33,7 @@ _fabrics: list[Fabric] = []
 def fabric() -> Fabric:
     """Return the simulated network of the running test."""
     if not _fabrics:
-        _fabrics.append(Fabric(seed=1))
+        _fabrics.append(Fabric(seed=1, rails=4))
     return _fabrics[0]
 
 
@@ -47,7 +47,7 @@ def no_fabric_stays() -> Iterator[None]:
 def opened(provider: str, rails: list[str] | None = None, **settings: Any) -> Any:
     """Open an engine whose config has these settings; a simulated one on the running test's network."""
     if provider == "sim":
-        return fabric().open_engine(rails, aiote.EngineConfig(**settings))
+        return fabric().open_engine(rails or ["sim0"], aiote.EngineConfig(**settings))
     return aiote.open_engine(provider, rails, aiote.EngineConfig(**settings))
 
 
