@@ -20,6 +20,7 @@ from aiote_native.counters cimport arrive, done_push
 from aiote_native.doorbell cimport ring
 from aiote_native.forks cimport fork_epoch, own
 from aiote_native.gates cimport gate_poll
+from aiote_native.ledger cimport tally_again
 from aiote_native.messages cimport mailbox_fail, mailbox_pump, mailbox_received, mailbox_sent
 from aiote_native.posting cimport give_back, op_completed, peer_fail, pump_peer
 from aiote_native.recovery cimport came, channel_fault, confirm, lose_request
@@ -169,7 +170,7 @@ cdef void request_over(State* state, Channel* channel, WorkRequest* wr, const Co
     channel.in_flight -= length
     if channel.peer.survivable:
         channel.rate_bytes += length
-        if wr.counted:
+        if wr.counted and not tally_again(&channel.confirmed, wr.word):
             confirm(state, channel, wr)
     give_back(channel, wr)
     if op != NULL:
@@ -191,7 +192,7 @@ cdef void handle(State* state, Channel* channel, const Completion* completion) n
             queue_failed(state, channel, completion.status)
             return
         state.immediates += 1
-        if channel.peer.survivable:
+        if channel.peer.survivable and not tally_again(&channel.arrived, completion.imm):
             came(state, channel, completion.imm)
         code = arrive(&state.counters, completion.imm, &state.done)
         if code != 0:

@@ -153,6 +153,9 @@ cdef struct PeerState:
     bint failed
     bint reported
     bint survivable  # there are several channels, and what one has lost is done again on the others
+    const Op* streak_of  # the transfer that the last posts were of, without another between
+    uint32_t streak      # how many there were in a row on the channel that was chosen for it
+    uint64_t streak_bytes
     int choice       # the channel that the last post was made on
     bint timed       # channels are measured by the clock, which there is none of in virtual time
     bint in_turn     # channels take turns, whatever they are able to carry
