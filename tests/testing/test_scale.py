@@ -10,11 +10,13 @@ import os
 
 import pytest
 
+import aiote
 from aiote.testing import CONNECTX7_400G, EFA_200G, Fabric, run
 from aiote.testing.tables import single_write
 
 ENGINES = int(os.environ.get("AIOTE_TEST_ENGINES") or 64)
 SIZE = 10_000
+PEERS = 256
 AT_ONCE = 128
 """Who connect to the first one at a time: of more than 256 strangers an engine drops the oldest."""
 
@@ -62,3 +64,33 @@ def test_rails_add_up(model):
         best = (32 << 23) / (there_and_back + (32 << 23) / (model.gbps * 1e9 * rails)) / 1e9
         assert single_write(model, rails, 32 << 20) == pytest.approx(best, rel=0.05)
         assert best > one * rails * 0.5
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.blocking_allowed("there is no loop whose clock runs on")
+def test_a_scatter_to_256_peers_is_one_request():
+    """Each of them gets bytes of its own and one count."""
+
+    async def main(fabric: Fabric) -> None:
+        hub = await fabric.open_engine(message_pool=2)
+        others = [await fabric.open_engine(message_pool=2) for _ in range(PEERS)]
+        group = await hub.peer_group([other.address for other in others])
+        memories = [bytearray(64) for _ in others]
+        remotes = [
+            hub.attach(other.register(memory).descriptor) for other, memory in zip(others, memories, strict=True)
+        ]
+        content = bytes(range(256)) * 64
+        source = hub.register(content)
+        targets = [
+            aiote.ScatterTarget(source[number * 64 : number * 64 + 64], remote) for number, remote in enumerate(remotes)
+        ]
+        posted = hub.statistics().posted
+        await hub.scatter(group, targets, 3)
+        assert hub.statistics().posted == posted + PEERS
+        for number, (other, memory) in enumerate(zip(others, memories, strict=True)):
+            await other.counter(3).wait(1)
+            assert memory == content[number * 64 : number * 64 + 64]
+        for engine in (hub, *others):
+            await engine.aclose()
+
+    run(main, 1)
