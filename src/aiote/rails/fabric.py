@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -211,9 +212,9 @@ class Fabric:
 
     def open_mailbox(self, link: PeerLink, slots: int, message_bytes: int, peer_slots: int, peer_bytes: int) -> None:
         """Give a link its message pools. Raises FabricError."""
-        memory = self.register(
-            acquire(bytearray(pool_bytes(slots, message_bytes, peer_slots, peer_bytes))), remote=False
-        )
+        # Mapped, not allocated: a pool for many messages takes no memory before they come, where the NIC pins none.
+        size = pool_bytes(slots, message_bytes, peer_slots, peer_bytes)
+        memory = self.register(acquire(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)), remote=False)
         try:
             link.open_mailbox(memory, slots, message_bytes, peer_slots, peer_bytes)
         except BaseException:
