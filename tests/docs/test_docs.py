@@ -16,6 +16,7 @@ import pytest
 import aiote
 from aiote.core import frames, striping
 from aiote.rails.library import DEFAULTS
+from aiote_native.peers import pool_bytes
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -150,8 +151,8 @@ def test_the_numbers_of_the_pages_are_the_code_s(config):
     assert f"UNITS = lcm(1, 2, ..., {striping.MAX_COUNTED})" in pages["immediates.md"]
     assert f"Before authentication a frame has at most {frames.PLAIN_LIMIT >> 10} KiB" in pages["control-plane.md"]
     assert f"afterwards {frames.SEALED_LIMIT >> 10} KiB" in pages["control-plane.md"]
-    pool = 2 * (config.message_pool + 2) * (config.message_bytes + 16)
-    assert f"about {pool / 1024:.0f} KiB for each peer" in pages["messages.md"]
+    pool = pool_bytes(config.message_pool, config.message_bytes, config.message_pool, config.message_bytes)
+    assert f"that is {pool / 1024:.0f} KiB for each peer" in pages["messages.md"]
 
 
 def test_the_names_in_the_pages_exist():
