@@ -139,6 +139,29 @@ async def test_a_rail_that_is_ten_times_slower_is_given_less(network, processes)
                 await network.limit(cable, 0)
 
 
+DISTURBANCES = {
+    "loses one in a hundred": ("loss", "1%"),
+    "loses one in ten": ("loss", "10%"),
+    "is far away": ("delay", "20ms", "5ms"),
+    "reorders": ("delay", "5ms", "reorder", "30%", "50%"),
+}
+
+
+@pytest.mark.needs_netem
+@pytest.mark.parametrize("netem", DISTURBANCES.values(), ids=DISTURBANCES)
+async def test_a_rail_that_is_disturbed(network, processes, netem):
+    """Whatever a wire does to packets: everything arrives and is counted once, with the other rail's help."""
+    async with opened(network, processes, rails=2) as (network, near, far):
+        await pour(near, far, 1)
+        await network.disturb(network.cables[2], *netem)
+        try:
+            await pour(near, far, 2)
+            await pour(near, far, 3)
+        finally:
+            await network.limit(network.cables[2], 0)
+        await pour(near, far, 4)
+
+
 async def sent(network: Network, cable: str) -> int:
     """Return how many bytes have left over a cable."""
     said = await anyio.run_process([*network.enter(0), "ip", "-json", "-stats", "link", "show", "dev", cable])

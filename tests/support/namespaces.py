@@ -40,6 +40,19 @@ def missing() -> str:
     return ""
 
 
+@functools.cache
+def missing_netem() -> str:
+    """Say what keeps this machine from losing and delaying packets; an empty string where nothing."""
+    if missing():
+        return missing()
+    try:
+        with Network() as network:
+            network.run(0, "tc", "qdisc", "add", "dev", CABLE, "root", "netem", "loss", "1%")
+    except subprocess.CalledProcessError as error:
+        return f"no netem in this kernel: {error.stderr.decode(errors='replace').strip()}"
+    return ""
+
+
 def end_of(cable: int, side: int) -> str:
     """Return the address of one end of a cable."""
     return f"10.199.{7 + cable}.{1 + side}"
@@ -132,6 +145,11 @@ class Network:
                 await anyio.run_process(
                     [*self.enter(side), "tc", "qdisc", "del", "dev", cable, "root"], env=ENVIRONMENT, check=False
                 )
+
+    async def disturb(self, cable: str, *netem: str) -> None:
+        """Have netem lose, delay or reorder what goes over a cable, each way."""
+        for side in (0, 1):
+            await self.tell(side, "tc", "qdisc", "replace", "dev", cable, "root", "netem", *netem)
 
     async def refuse(
         self, *target: str, ports: tuple[int, ...] = (), but: tuple[int, ...] = (), cable: str = CABLE

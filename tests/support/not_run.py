@@ -24,6 +24,7 @@ NEEDS: dict[str, Callable[[], str]] = {
     "needs_gpu": _gpu,
     "needs_rdma": _rdma,
     "needs_namespaces": namespaces.missing,
+    "needs_netem": namespaces.missing_netem,
 }
 
 
