@@ -29,6 +29,11 @@ soak-rails: system  ## cut rails in mid-transfer a thousand times; ARGS="--runs 
 	@$(READY) dev --install
 	$(BIN)/python tests/soak/rails.py $(ARGS)
 
+GUEST ?= rdma-vm
+test-guest: test-system  ## what needs netem, under a kernel that has it: GUEST=COMMAND runs what follows -- in one
+	@$(READY) dev --install
+	$(GUEST) --nics 1 -- $(BIN)/python -m pytest -q -p no:cacheprovider tests/failure/test_disturbed_rail.py
+
 bench-rails: test-system  ## measure several rails with a rate limit each, and the loss of one
 	@$(READY) dev --install
 	$(BIN)/python tools/bench_rails.py $(ARGS)

@@ -6,15 +6,14 @@ Each engine is a process in a network namespace of its own. Cable 0 carries the 
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator
 
 import anyio
 import pytest
 
+from cables import PIECE, RAILS, WRITES, opened, pour
 from children import Child, ChildError
-from engines import PATIENCE_S
-from namespaces import Network, end_of
+from namespaces import Network
 
 pytestmark = [
     pytest.mark.libfabric,
@@ -22,13 +21,7 @@ pytestmark = [
     pytest.mark.blocking_allowed("starts processes, and no engine runs here"),
 ]
 
-SIZE = 8 << 20
-PIECE = 1 << 18
-WRITES = 96
-RAILS = 3
-CONFIG = {"cluster_key": b"a secret of sixteen", "heartbeat_interval": 0.2, "heartbeat_limit": 0.8}
 RESET = ("REJECT", "--reject-with", "tcp-reset")
-Ends = tuple[Network, Child, Child]
 
 CUTS: dict[str, Callable[[Network, str], Awaitable[None]]] = {
     "cable pulled": lambda network, cable: network.pull(cable),
@@ -50,27 +43,6 @@ def processes(network) -> Iterator[tuple[Child, Child]]:
     yield started[0], started[1]
     for child in started:
         child.end()
-
-
-@asynccontextmanager
-async def opened(network: Network, processes: tuple[Child, Child], rails: int = RAILS) -> AsyncIterator[Ends]:
-    """Open an engine on each side, with a rail for each of the cables 1 to `rails`."""
-    with anyio.fail_after(PATIENCE_S):
-        await network.heal()
-        for side, child in enumerate(processes):
-            names = [end_of(1 + number, side) for number in range(rails)]
-            await child.open("tcp", SIZE, rails=names, host=end_of(0, side), **CONFIG)
-        await processes[0].ask("connect", address=str(processes[1].address))
-        yield network, *processes
-
-
-async def pour(near: Child, far: Child, imm: int) -> None:
-    """Write everything, and see that it is there and was counted exactly."""
-    near.tell("pour", descriptor=far.descriptor.hex(), imm=imm, size=PIECE, count=WRITES, window=8)
-    far.tell("poured", imm=imm, count=WRITES)
-    there = await far.answer()
-    sent = await near.answer()
-    assert there == {"digest": sent["digest"], "left": 0}
 
 
 async def names_of(child: Child) -> list[str]:
@@ -137,29 +109,6 @@ async def test_a_rail_that_is_ten_times_slower_is_given_less(network, processes)
         finally:
             for cable in network.cables[1:3]:
                 await network.limit(cable, 0)
-
-
-DISTURBANCES = {
-    "loses one in a hundred": ("loss", "1%"),
-    "loses one in ten": ("loss", "10%"),
-    "is far away": ("delay", "20ms", "5ms"),
-    "reorders": ("delay", "5ms", "reorder", "30%", "50%"),
-}
-
-
-@pytest.mark.needs_netem
-@pytest.mark.parametrize("netem", DISTURBANCES.values(), ids=DISTURBANCES)
-async def test_a_rail_that_is_disturbed(network, processes, netem):
-    """Whatever a wire does to packets: everything arrives and is counted once, with the other rail's help."""
-    async with opened(network, processes, rails=2) as (network, near, far):
-        await pour(near, far, 1)
-        await network.disturb(network.cables[2], *netem)
-        try:
-            await pour(near, far, 2)
-            await pour(near, far, 3)
-        finally:
-            await network.limit(network.cables[2], 0)
-        await pour(near, far, 4)
 
 
 async def sent(network: Network, cable: str) -> int:

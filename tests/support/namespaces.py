@@ -43,13 +43,15 @@ def missing() -> str:
 @functools.cache
 def missing_netem() -> str:
     """Say what keeps this machine from losing and delaying packets; an empty string where nothing."""
-    if missing():
-        return missing()
+    absent = [tool for tool in (*TOOLS, "tc") if tool != "iptables" and shutil.which(tool, path=PATH) is None]
+    if absent:
+        return f"no {', '.join(absent)} (make system installs iproute2)"
     try:
         with Network() as network:
             network.run(0, "tc", "qdisc", "add", "dev", CABLE, "root", "netem", "loss", "1%")
-    except subprocess.CalledProcessError as error:
-        return f"no netem in this kernel: {error.stderr.decode(errors='replace').strip()}"
+    except (subprocess.CalledProcessError, OSError) as error:
+        said = (getattr(error, "stderr", b"") or b"").decode(errors="replace").strip()
+        return f"no network namespaces with netem: {said or error}"
     return ""
 
 
@@ -63,6 +65,7 @@ class Network:
 
     def __init__(self, cables: int = 1) -> None:
         self.cables = [f"cable{i}" for i in range(cables)]
+        self._ruled = False
         self._user = ["--user", "--preserve-credentials"] if os.geteuid() else []
         self._holders: list[subprocess.Popen[bytes]] = []
 
@@ -157,6 +160,7 @@ class Network:
         """Have what comes over a cable go to an iptables target, on both sides: all of it, or that from and to some
         ports, or all but that.
         """
+        self._ruled = True
         either = [(way, str(port)) for port in ports or but for way in ("--sport", "--dport")]
         some = [["-p", "tcp", way, port] for way, port in either]
         rules = [[*match, "-j", "ACCEPT"] for match in some] if but else []
@@ -167,8 +171,10 @@ class Network:
 
     async def heal(self) -> None:
         """Put the cables in and drop all rules."""
-        for side in (0, 1):
-            await self.tell(side, "iptables", "-F")
+        if self._ruled:
+            for side in (0, 1):
+                await self.tell(side, "iptables", "-F")
+            self._ruled = False
         for cable in self.cables:
             await self.tell(0, "ip", "link", "set", cable, "up")
         while not await anyio.to_thread.run_sync(self._runs):

@@ -1,0 +1,56 @@
+"""A rail whose wire loses, delays or reorders packets: everything arrives and is counted once.
+
+Few kernels without RDMA have netem; the guest that brings soft-RoCE NICs has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from cables import RAILS, opened, pour
+from children import Child
+from namespaces import Network
+
+pytestmark = [
+    pytest.mark.libfabric,
+    pytest.mark.needs_netem,
+    pytest.mark.blocking_allowed("starts processes, and no engine runs here"),
+]
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    with Network(cables=1 + RAILS) as network:
+        yield network
+
+
+@pytest.fixture(scope="module")
+def processes(network) -> Iterator[tuple[Child, Child]]:
+    started = [Child(*network.enter(side)) for side in (0, 1)]
+    yield started[0], started[1]
+    for child in started:
+        child.end()
+
+
+DISTURBANCES = {
+    "loses one in a hundred": ("loss", "1%"),
+    "loses one in ten": ("loss", "10%"),
+    "is far away": ("delay", "20ms", "5ms"),
+    "reorders": ("delay", "5ms", "reorder", "30%", "50%"),
+}
+
+
+@pytest.mark.parametrize("netem", DISTURBANCES.values(), ids=DISTURBANCES)
+async def test_a_rail_that_is_disturbed(network, processes, netem):
+    """Whatever a wire does to packets: everything arrives and is counted once, with the other rail's help."""
+    async with opened(network, processes, rails=2) as (network, near, far):
+        await pour(near, far, 1)
+        await network.disturb(network.cables[2], *netem)
+        try:
+            await pour(near, far, 2)
+            await pour(near, far, 3)
+        finally:
+            await network.limit(network.cables[2], 0)
+        await pour(near, far, 4)

@@ -1,0 +1,47 @@
+"""Two engines in network namespaces that cables join: cable 0 carries the control connection, the others are rails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+
+from children import Child
+from engines import PATIENCE_S
+from namespaces import Network, end_of
+
+SIZE = 8 << 20
+PIECE = 1 << 18
+WRITES = 96
+RAILS = 3
+# The guest with netem is a machine of one slow processor.
+SLOWER = 5 if "RDMA_VM" in os.environ else 1
+CONFIG = {
+    "cluster_key": b"a secret of sixteen",
+    "heartbeat_interval": 0.2 * SLOWER,
+    "heartbeat_limit": 0.8 * SLOWER,
+}
+Ends = tuple[Network, Child, Child]
+
+
+@asynccontextmanager
+async def opened(network: Network, processes: tuple[Child, Child], rails: int = RAILS) -> AsyncIterator[Ends]:
+    """Open an engine on each side, with a rail for each of the cables 1 to `rails`."""
+    with anyio.fail_after(PATIENCE_S * SLOWER):
+        await network.heal()
+        for side, child in enumerate(processes):
+            names = [end_of(1 + number, side) for number in range(rails)]
+            await child.open("tcp", SIZE, rails=names, host=end_of(0, side), **CONFIG)
+        await processes[0].ask("connect", address=str(processes[1].address))
+        yield network, *processes
+
+
+async def pour(near: Child, far: Child, imm: int) -> None:
+    """Write everything, and see that it is there and was counted exactly."""
+    near.tell("pour", descriptor=far.descriptor.hex(), imm=imm, size=PIECE, count=WRITES, window=8)
+    far.tell("poured", imm=imm, count=WRITES)
+    there = await far.answer()
+    sent = await near.answer()
+    assert there == {"digest": sent["digest"], "left": 0}
