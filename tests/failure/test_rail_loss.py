@@ -21,7 +21,7 @@ pytestmark = pytest.mark.libfabric
 @pytest.mark.parametrize("seed", range(6))
 async def test_a_data_connection_is_cut_in_the_middle_of_everything(seed):
     draw = random.Random(seed)
-    async with railed(2 + seed % 3) as (left, right, seen):
+    async with railed(2 + seed % 3, progress=("adaptive", "thread")[seed % 2]) as (left, right, seen):
         traffic = Traffic(left, right, seed)
         victims = data_connections(left, right)
         running = asyncio.create_task(traffic.run())
