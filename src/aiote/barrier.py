@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from .core.striping import check_immediate
 from .errors import PeerError, UsageError
-from .group import PeerGroup, ScatterTarget, submit_scatter
+from .group import PeerGroup, ScatterTarget
 
 if TYPE_CHECKING:
     from .counter import Counter
@@ -41,10 +41,8 @@ async def barrier(engine: Engine, group: PeerGroup, imm: int) -> None:
     targets = [ScatterTarget(None, peer) for peer in group]
     counter = engine.counter(word)
     try:
-        await engine.room_for(group)
-        transfer = submit_scatter(engine, group, targets, word)
+        await engine.scatter(group, targets, word)
         await _hear_all(counter, group.peers)
-        await transfer
     finally:
         counter.release()
     group.rounds[value] = turn + 1

@@ -306,7 +306,7 @@ class Engine(Connections):
 
         Immediates alone are written; the values `imm` and `imm ^ 1` belong to the barrier. An empty group is through
         at once. Cancelled or failed, the group's rounds on that value are out of step, and it says so from then on.
-        Raises PeerError for a member that is lost before all have come, UsageError, ClosedError.
+        Raises PeerError or TransferError for a member that is lost before all have come, UsageError, ClosedError.
         """
         self.require_open()
         await barrier(self, group, imm)

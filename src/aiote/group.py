@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from .aio import finish
 from .core.address import Address
 from .core.striping import check_immediate
 from .errors import AioteError, FabricError, LeaseRevokedError, PeerError, QueueFull, TransferError, UsageError
+from .peer import drain
 from .rails import Targets, error_text, scatter
 from .region import Region, RemoteRegion
 from .transfer import Transfer
@@ -88,14 +88,7 @@ class PeerGroup:
 
     async def drain(self, transfer: GroupTransfer) -> None:
         """Wait, shielded, until a cancelled transfer is over; connections that do not let go of it are torn down."""
-        if await finish(self.engine.loop, transfer, self.engine.drain_timeout):
-            return
-        stuck = transfer.unfinished_peers()
-        for peer in stuck:
-            peer.tear_down()
-        await finish(self.engine.loop, transfer, self.engine.patience)
-        for peer in stuck:
-            await peer.agree()
+        await drain(self.engine, transfer, transfer.unfinished_peers)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         return f"<PeerGroup of {len(self.peers)}>"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from .aio import EventLoop, Signal, finish, settle
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from .session import Session
     from .transfer import Transfer
 
-__all__ = ["Host", "Peer"]
+__all__ = ["Host", "Peer", "drain"]
 
 QUIET_S = 0.05
 """How long a peer in a call into its library is looked at through its gate; one that takes longer is asked."""
@@ -178,23 +179,14 @@ class Peer:
         self._host.kick()
 
     async def drain(self, transfer: Operation) -> None:
-        """Wait, shielded, until a cancelled transfer is over; where that takes too long, the connection is torn down.
+        """Wait, shielded, until a cancelled transfer is over; see `drain`."""
+        await drain(self._host, transfer, lambda: [self])
 
-        Tearing down ends every transfer with this peer: the endpoint pair is one for all of them.
-        """
-        if await finish(self._host.loop, transfer, self._host.drain_timeout):
-            return
-        failover = self.session.failover if self.session is not None else None
-        if (
-            failover is not None
-            # The other rails go on: both sides agree over the control connection that those channels are shut.
-            and failover.release(transfer)
-            and await finish(self._host.loop, transfer, self._host.patience)
-        ):
-            return
-        self.tear_down()
-        await finish(self._host.loop, transfer, self._host.patience)
-        await self.agree()
+    def let_go(self, transfer: Operation) -> bool:
+        """Take out the rails that do not let go of a cancelled transfer; False where there are no several."""
+        return (
+            self.session is not None and self.session.failover is not None and self.session.failover.release(transfer)
+        )
 
     def tear_down(self) -> None:
         """Lose the peer because a cancelled transfer did not leave the NIC in time."""
@@ -254,3 +246,22 @@ class Peer:
     def __repr__(self) -> str:
         state = f"lost: {self.reason}" if self.reason else "connected" if self.connected else "connecting"
         return f"<Peer {self.address}, {state}>"
+
+
+async def drain(host: Host, transfer: Operation, peers: Callable[[], list[Peer]]) -> None:
+    """Wait, shielded, until a cancelled transfer is over, whose unfinished parts are toward `peers`.
+
+    What does not leave the NIC within `drain_timeout` has its rails taken out, which both sides agree on; where that
+    does not do, the connections are torn down. That ends every transfer with these peers.
+    """
+    if await finish(host.loop, transfer, host.drain_timeout):
+        return
+    asked = [peer.let_go(transfer) for peer in peers()]
+    if any(asked) and await finish(host.loop, transfer, host.patience):
+        return
+    stuck = peers()
+    for peer in stuck:
+        peer.tear_down()
+    await finish(host.loop, transfer, host.patience)
+    for peer in stuck:
+        await peer.agree()

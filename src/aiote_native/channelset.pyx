@@ -13,9 +13,9 @@ from aiote_native.ledger cimport tally_add, tally_free, tally_items
 from aiote_native.moving cimport mailbox_came, mailbox_unsure
 from aiote_native.posting cimport pump_peer
 from aiote_native.progress cimport alive, kick, lock, unlock, usable
-from aiote_native.recovery cimport Account, impossible, lost_keys, redo_all
+from aiote_native.recovery cimport Account, impossible, lost_keys, redo_all, works_for
 from aiote_native.schedule cimport fade
-from aiote_native.structs cimport Channel, Mailbox, PeerState, SOUND, WorkRequest
+from aiote_native.structs cimport Channel, Mailbox, OP_SEND, Op, PeerState, SOUND, WorkRequest
 from aiote_native.workrequests cimport Operation
 
 
@@ -48,16 +48,28 @@ cdef class ChannelSet:
         return most
 
     def under_way(self) -> dict[int, int]:
-        """Return how many work requests have ended on each channel that has some outstanding or is refused more."""
+        """Return how many work requests have ended on each channel that is to move: it has some outstanding, or all are
+        idle though something is queued, for they refuse it; or it is the one that a queued probe is for.
+        """
         cdef Mailbox* mailbox = self.state.mailbox
-        cdef bint refused = self.state.head != NULL
+        cdef Op* op = self.state.head
+        cdef bint refused
+        cdef uint32_t moving = 0
         cdef int i
-        if mailbox != NULL and mailbox.head != NULL and mailbox.sent - mailbox.granted < mailbox.peer_slots:
-            refused = True
+        # A probe's channel may take long to come up, which says nothing of the others.
+        while op != NULL and op.proof:
+            moving |= <uint32_t> 1 << (op.proof - 1)
+            op = op.next
+        refused = op != NULL or (mailbox != NULL and mailbox.head != NULL
+                                 and mailbox.sent - mailbox.granted < mailbox.peer_slots)
+        for i in range(self.state.channel_count):
+            if self.state.channels[i].outstanding:
+                moving |= <uint32_t> 1 << i
+                refused = False
         return {
             i: self.state.channels[i].ended
             for i in range(self.state.channel_count)
-            if self.state.channels[i].open and (refused or self.state.channels[i].outstanding)
+            if self.state.channels[i].open and (refused or moving >> i & 1)
         }
 
     def ended(self) -> list[int]:
@@ -117,9 +129,10 @@ cdef class ChannelSet:
         """Let a channel carry what is queued."""
         cdef Channel* channel = self.channel_of(number)
         lock(self.engine)
-        channel.paused = False
-        pump_peer(&self.engine.state, &self.state)
-        kick(self.engine)
+        with nogil:
+            channel.paused = False
+            pump_peer(&self.engine.state, &self.state)
+            kick(self.engine)
         unlock(self.engine)
 
     def carries(self, int number) -> bool:
@@ -191,6 +204,9 @@ cdef class ChannelSet:
                                         <uint64_t*> lost.data.as_ulonglongs, missing)
             if honest:
                 redo_all(&self.engine.state, channel, &account)
+                # The next generation begins with empty tallies, also one that comes to nothing before it has a channel.
+                tally_free(&channel.confirmed)
+                tally_free(&channel.arrived)
             kick(self.engine)
         unlock(self.engine)
         return honest
@@ -225,14 +241,21 @@ cdef class ChannelSet:
         return self.state.mailbox != NULL and self.state.mailbox.channel == NULL and self.mail_lost_with < 0
 
     def holding(self, Operation operation) -> list[int]:
-        """Return the open channels that have work of a transfer."""
+        """Return the open channels that have work of a transfer, or of its targets or pieces, or its message."""
+        cdef Mailbox* mailbox = self.state.mailbox
+        cdef Channel* channel
         cdef uint32_t j
         cdef int i
         found = []
         for i in range(self.state.channel_count):
-            for j in range(self.state.channels[i].depth):
-                if (self.state.channels[i].open and self.state.channels[i].requests[j].busy
-                        and self.state.channels[i].requests[j].owner == &operation.op):
+            channel = self.state.channels[i]
+            if not channel.open:
+                continue
+            for j in range(channel.depth):
+                if channel.requests[j].busy and works_for(<Op*> channel.requests[j].owner, &operation.op):
                     found.append(i)
                     break
+            else:
+                if operation.op.opcode == OP_SEND and mailbox != NULL and mailbox.channel == channel:
+                    found.append(i)
         return found

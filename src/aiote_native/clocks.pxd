@@ -6,6 +6,7 @@ cdef struct ClockOps:
     void (*alarm)(void* context, int fd, uint64_t ns) noexcept nogil
     void (*forget)(void* context, int fd) noexcept nogil
 
+cdef uint64_t clock_ns() noexcept nogil
 cdef void start_timer(const ClockOps* clock, void* context, int fd, uint64_t ns) noexcept nogil
 
 cdef class Clock:

@@ -2,13 +2,19 @@
 
 from libc.stdint cimport uint64_t
 from libc.string cimport memset
-from posix.time cimport timespec
+from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
 cdef extern from "<sys/timerfd.h>" nogil:
     struct itimerspec:
         timespec it_interval
         timespec it_value
     int timerfd_settime(int, int, const itimerspec*, itimerspec*)
+
+
+cdef uint64_t clock_ns() noexcept nogil:
+    cdef timespec now
+    clock_gettime(CLOCK_MONOTONIC, &now)
+    return <uint64_t> now.tv_sec * 1_000_000_000 + <uint64_t> now.tv_nsec
 
 
 cdef void start_timer(const ClockOps* clock, void* context, int fd, uint64_t ns) noexcept nogil:

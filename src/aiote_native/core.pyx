@@ -12,14 +12,14 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 from posix.unistd cimport close, read, write
 
-from aiote_native.clocks cimport Clock
+from aiote_native.clocks cimport Clock, clock_ns
 from aiote_native.counters cimport Wait, table_find, table_free, table_init, table_pop_wait
 from aiote_native.doorbell cimport Doorbell
 from aiote_native.messages cimport mailbox_cancel, mailbox_start
 from aiote_native.peers cimport PeerLink, open_peer
 from aiote_native.posting cimport cut_op, op_cancel, op_start
 from aiote_native.progress cimport (
-    Watched, alive, clock_ns, kick, lock, new_epoch, progress_once, progress_until, pthread_join, pthread_mutex_init,
+    Watched, alive, kick, lock, new_epoch, progress_once, progress_until, pthread_join, pthread_mutex_init,
     slice_end, start_thread, unlock, usable, watch_descriptor, watch_unlink)
 from aiote_native.status cimport check
 from aiote_native.structs cimport Done, OP_READ, OP_SEND, OP_WRITE, Op

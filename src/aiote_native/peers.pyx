@@ -87,7 +87,7 @@ cdef class PeerLink(ChannelSet):
         channel.rail = rail
         channel.remote_rail = remote_rail
         channel.wait_fd = endpoint.wait_fd
-        channel.cost = cost_of(speed_mbps)
+        channel.cost = channel.nominal = cost_of(speed_mbps)
         channel.largest = min(largest, endpoint.largest) if largest else endpoint.largest
         channel.least = least
         channel.imm_key = imm_key

@@ -12,10 +12,9 @@ The same function serves both modes: called from an event loop, or by a native t
 from libc.errno cimport errno
 from libc.stdint cimport uint32_t, uint64_t
 from libc.string cimport memset
-from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 from posix.unistd cimport read, write
 
-from aiote_native.clocks cimport start_timer
+from aiote_native.clocks cimport clock_ns, start_timer
 from aiote_native.counters cimport arrive, done_push
 from aiote_native.doorbell cimport ring
 from aiote_native.forks cimport fork_epoch, own
@@ -91,12 +90,6 @@ cdef enum:
     RARELY = 16                    # rounds apart
     WATCH_FIRST_NS = 50_000
     WATCH_LAST_NS = 1_000_000
-
-
-cdef uint64_t clock_ns() noexcept nogil:
-    cdef timespec now
-    clock_gettime(CLOCK_MONOTONIC, &now)
-    return <uint64_t> now.tv_sec * 1_000_000_000 + <uint64_t> now.tv_nsec
 
 
 cdef void lock(Progress* self) noexcept:

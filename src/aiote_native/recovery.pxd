@@ -18,6 +18,7 @@ cdef void confirm(State* state, Channel* channel, WorkRequest* wr) noexcept nogi
 cdef void came(State* state, Channel* channel, uint32_t word) noexcept nogil
 cdef void redone(State* state, Op* op) noexcept nogil
 cdef bint given_up(const Op* op) noexcept nogil
+cdef bint works_for(const Op* op, const Op* whole) noexcept nogil
 cdef list lost_keys(const Channel* channel)
 cdef int64_t impossible(Channel* channel, const Account* account) noexcept nogil
 cdef int redo_all(State* state, Channel* channel, const Account* account) noexcept nogil

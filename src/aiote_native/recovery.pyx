@@ -95,6 +95,24 @@ cdef bint given_up(const Op* op) noexcept nogil:
     return origin.cancelled or origin.status != 0
 
 
+cdef bint works_for(const Op* op, const Op* whole) noexcept nogil:
+    """Whether a transfer is another one, or does a part of it: a target, a piece, or immediates sent again."""
+    cdef const Piece* piece
+    while op != NULL and op != whole:
+        if op.kind == PIECE:
+            op = (<const Piece*> op).origin
+        elif op.kind == RESENT:
+            piece = (<const Recovery*> op).pieces
+            while piece != NULL:
+                if works_for(piece.origin, whole):
+                    return True
+                piece = piece.next
+            return False
+        else:
+            op = op.parent
+    return op != NULL
+
+
 cdef uint64_t arrivals_of(uint32_t word, const Account* account) noexcept nogil:
     cdef uint64_t i
     for i in range(account.count):
@@ -153,6 +171,7 @@ cdef int64_t impossible(Channel* channel, const Account* account) noexcept nogil
     """Return a word of which the peer says that fewer came than ended well, or more than were sent; -1: none."""
     cdef WorkRequest* wr
     cdef int64_t came_now
+    cdef uint64_t at
     cdef uint32_t i
     for i in range(channel.depth):
         wr = &channel.requests[i]
@@ -160,6 +179,15 @@ cdef int64_t impossible(Channel* channel, const Account* account) noexcept nogil
             came_now = <int64_t> arrivals_of(wr.word, account) - tally_get(&channel.confirmed, wr.word)
             if came_now < 0 or came_now > <int64_t> lost_of(channel, wr.word):
                 return wr.word
+    # Of what was not lost, as much came as ended well.
+    for at in range(account.count):
+        if (<int64_t> account.counts[at] != tally_get(&channel.confirmed, account.words[at])
+                and lost_of(channel, account.words[at]) == 0):
+            return account.words[at]
+    for i in range(channel.confirmed.size):
+        if (channel.confirmed.taken[i] and channel.confirmed.counts[i] > 0
+                and arrivals_of(channel.confirmed.words[i], account) == 0):
+            return channel.confirmed.words[i]
     return -1
 
 

@@ -3,32 +3,26 @@
 A channel's *cost* is how many picoseconds a KiB takes, measured while it is busy; n bytes on a channel with q bytes in
 flight are over after (q + n) * cost. Taking the least of these gives each channel what it can carry, so that unequal
 rails end together, and a rail that has become slow is given less by itself. A channel of which nothing is known counts
-as the fastest that is known, so that it is tried. A cost that nothing confirms fades, so that a rail that is well
-again is tried again, a little at first.
+as the fastest that is known, so that it is tried. A cost that nothing confirms fades, to what the NIC says of itself or
+to the least of all, so that a rail that is well again is tried again, a little at first.
 
 Equal ones take turns. Where the peer has one channel nothing of this is looked at.
 """
 
 from libc.stdint cimport uint32_t, uint64_t
-from posix.time cimport CLOCK_MONOTONIC, clock_gettime, timespec
 
+from aiote_native.clocks cimport clock_ns
 from aiote_native.structs cimport SOUND
 
 cdef enum:
     MEASURE_BYTES = 1 << 18        # what has to end, and for how long, before a measurement counts
     MEASURE_NS = 2_000_000
     MOST_COST = 1 << 34            # a KiB in 17 ms: a rail below 64 KiB/s counts as one of 64 KiB/s
-    MOST_BYTES = 1 << 25           # so that no product leaves 64 bits, with the 2**24 of a window and 8 ranks
+    MOST_BYTES = 1 << 25           # so that no product leaves 64 bits, nor the sum of two with 8 ranks
     # One choice holds for so many pages of one request: a look at eight rails costs as much as a page does otherwise.
     STREAK = 16
     STREAK_BYTES = 1 << 16
     MESSAGE_BYTES = 256            # what a message costs beside its bytes, so that those without any are spread, too
-
-
-cdef uint64_t now_ns() noexcept nogil:
-    cdef timespec now
-    clock_gettime(CLOCK_MONOTONIC, &now)
-    return <uint64_t> now.tv_sec * 1_000_000_000 + <uint64_t> now.tv_nsec
 
 
 cdef bint takes(const Channel* channel) noexcept nogil:
@@ -67,7 +61,7 @@ cdef Channel* choose(PeerState* peer, const Op* op, uint32_t refused) noexcept n
     """Return the best channel that is not among the refused ones (bits), or NULL; `peer.choice` is its number."""
     cdef Channel* channel
     cdef Channel* best = NULL
-    cdef uint64_t unknown, end, least = 0
+    cdef uint64_t unknown, queued, end, least = 0
     cdef uint64_t bytes = MESSAGE_BYTES + (op.stripe_bytes if op.stripe_bytes < MOST_BYTES else MOST_BYTES)
     cdef int i, at
     if op.proof:
@@ -92,7 +86,8 @@ cdef Channel* choose(PeerState* peer, const Op* op, uint32_t refused) noexcept n
         if peer.in_turn:
             peer.choice = at
             return channel
-        end = (channel.in_flight + bytes) * (channel.cost if channel.cost else unknown)
+        queued = channel.in_flight if channel.in_flight < MOST_BYTES else MOST_BYTES
+        end = (queued + bytes) * (channel.cost if channel.cost else unknown)
         if op.ranks != NULL:
             # A far rail counts as so much slower, and is still used when the near ones have a queue.
             end *= 1 + op.ranks[channel.rail]
@@ -114,7 +109,7 @@ cdef uint64_t cost_of(uint64_t mbps) noexcept nogil:
 
 cdef void begin_measure(Channel* channel) noexcept nogil:
     """Take note that an idle channel gets work."""
-    channel.rate_since = now_ns()
+    channel.rate_since = clock_ns()
     channel.rate_bytes = 0
 
 
@@ -123,7 +118,7 @@ cdef void measure(Channel* channel) noexcept nogil:
     cdef uint64_t now, sample
     if channel.rate_bytes < MEASURE_BYTES:
         return
-    now = now_ns()
+    now = clock_ns()
     if now - channel.rate_since < MEASURE_NS:
         return
     sample = (now - channel.rate_since) * 1000 // (channel.rate_bytes >> 10)
@@ -137,11 +132,13 @@ cdef void measure(Channel* channel) noexcept nogil:
 
 
 cdef void fade(PeerState* peer) noexcept nogil:
-    """Let the costs that nothing confirms now fade toward the least."""
+    """Let the costs that nothing confirms now fade."""
     cdef uint64_t least = least_cost(peer)
+    cdef uint64_t least_here
     cdef Channel* channel
     cdef int i
     for i in range(peer.channel_count):
         channel = peer.channels[i]
-        if channel.in_flight == 0 and channel.cost > least:
-            channel.cost = channel.cost // 4 if channel.cost // 4 > least else least
+        least_here = channel.nominal if channel.nominal else least
+        if channel.in_flight == 0 and channel.cost > least_here:
+            channel.cost = channel.cost // 4 if channel.cost // 4 > least_here else least_here

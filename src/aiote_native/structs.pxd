@@ -129,6 +129,7 @@ cdef struct Channel:
     uint64_t rate_since
     uint64_t rate_bytes
     uint64_t cost
+    uint64_t nominal     # what it would cost by the NIC's own account; 0: it gives none
 
 # Something that is over and has to be told to Python; the first member of what can be.
 cdef struct Done:

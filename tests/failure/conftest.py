@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import aiote
+from cables import RAILS
 from children import Child
+from namespaces import Network
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -35,3 +37,19 @@ def child() -> Iterator[Callable[[], Child]]:
     yield start
     for one in started:
         one.end()
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    """Make two namespaces that a cable for the control connection joins, and one for each rail."""
+    with Network(cables=1 + RAILS) as network:
+        yield network
+
+
+@pytest.fixture(scope="module")
+def processes(network) -> Iterator[tuple[Child, Child]]:
+    """Start a process in each namespace."""
+    started = [Child(*network.enter(side)) for side in (0, 1)]
+    yield started[0], started[1]
+    for child in started:
+        child.end()

@@ -5,33 +5,15 @@ Few kernels without RDMA have netem; the guest that brings soft-RoCE NICs has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from cables import RAILS, opened, pour
-from children import Child
-from namespaces import Network
+from cables import opened, pour
 
 pytestmark = [
     pytest.mark.libfabric,
     pytest.mark.needs_netem,
     pytest.mark.blocking_allowed("starts processes, and no engine runs here"),
 ]
-
-
-@pytest.fixture(scope="module")
-def network() -> Iterator[Network]:
-    with Network(cables=1 + RAILS) as network:
-        yield network
-
-
-@pytest.fixture(scope="module")
-def processes(network) -> Iterator[tuple[Child, Child]]:
-    started = [Child(*network.enter(side)) for side in (0, 1)]
-    yield started[0], started[1]
-    for child in started:
-        child.end()
 
 
 DISTURBANCES = {

@@ -130,3 +130,45 @@ def test_rails_that_die_one_after_another():
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
+
+
+async def cancelled_over_a_silent_rail(fabric: Fabric, what: str) -> None:
+    """Cancel while a rail holds back all that it was given, let it go on afterwards, and see that nothing moves."""
+    storm = Storm(fabric, 1)
+    await storm.open()
+    lost: list[str] = []
+    storm.left.listen_events(lambda event: lost.append(event.name))
+    group = await storm.left.peer_group([storm.right.address])
+    fabric.kill_rail(storm.left, 0, silently=True)
+    pages = [aiote.Pages(region, range(SIZE // PAGE), PAGE) for region in (storm.source, storm.remote)]
+    targets = [
+        aiote.ScatterTarget(storm.source[i : i + PAGE], storm.remote[i : i + PAGE]) for i in range(0, SIZE, PAGE)
+    ]
+    verbs = {
+        "write": lambda: storm.left.write_imm(storm.source, storm.remote, IMM),
+        "pages": lambda: storm.left.write_pages(*pages, IMM),
+        "scatter": lambda: storm.left.scatter(group, targets, IMM),
+        "send": lambda: storm.left.send(storm.right.address, b"text"),
+    }
+    task = asyncio.ensure_future(verbs[what]())
+    await asyncio.sleep(1e-5)
+    assert not task.done()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert task.cancelled()
+    assert storm.source.memory.in_flight == 0
+    arrived, counted = bytes(storm.target), storm.right.counter(IMM).value
+    fabric.restore_rail(storm.left, 0)
+    await asyncio.sleep(20)
+    assert storm.target == arrived, "a byte came after the await had ended"
+    assert storm.right.counter(IMM).value == counted
+    assert "rail.failed" in lost
+    assert "peer.lost" not in lost
+    for engine in (storm.left, storm.right):
+        await engine.aclose()
+
+
+@pytest.mark.blocking_allowed("there is no loop whose clock runs on")
+@pytest.mark.parametrize("what", ["write", "pages", "scatter", "send"])
+def test_no_late_byte_after_a_cancel_over_a_silent_rail(what):
+    run(lambda fabric: cancelled_over_a_silent_rail(fabric, what), 3, rails=2)
