@@ -52,15 +52,14 @@ cdef class ChannelSet:
         idle though something is queued, for they refuse it; or it is the one that a queued probe is for.
         """
         cdef Mailbox* mailbox = self.state.mailbox
-        cdef Op* op = self.state.head
+        cdef Op* op = self.state.probes.head
         cdef bint refused
         cdef uint32_t moving = 0
         cdef int i
-        # A probe's channel may take long to come up, which says nothing of the others.
-        while op != NULL and op.proof:
+        while op != NULL:
             moving |= <uint32_t> 1 << (op.proof - 1)
             op = op.next
-        refused = op != NULL or (mailbox != NULL and mailbox.head != NULL
+        refused = self.state.queue.head != NULL or (mailbox != NULL and mailbox.head != NULL
                                  and mailbox.sent - mailbox.granted < mailbox.peer_slots)
         for i in range(self.state.channel_count):
             if self.state.channels[i].outstanding:

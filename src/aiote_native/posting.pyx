@@ -18,7 +18,7 @@ from aiote_native.doorbell cimport ring
 from aiote_native.gates cimport gate_leave, gate_paced, gate_post
 from aiote_native.recovery cimport breaks, channel_fault, given_up, redone
 from aiote_native.schedule cimport begin_measure, choose, usable
-from aiote_native.structs cimport BROKEN, ECANCELED, MAX_STRIPES, PIECE, PLAIN, RESENT
+from aiote_native.structs cimport BROKEN, ECANCELED, MAX_STRIPES, PIECE, PLAIN, Queue, RESENT
 
 cdef enum:
     # Work requests of one transfer before the next one's turn; TransferEngine found that more lowers EFA's packet rate.
@@ -141,27 +141,29 @@ cdef int post_on(State* state, Channel* channel, const Post* args, void* owner) 
 
 
 cdef void link_tail(State* state, PeerState* peer, Op* op) noexcept nogil:
+    cdef Queue* queue = &peer.probes if op.proof else &peer.queue
     op.queued = True
     op.next = NULL
-    op.prev = peer.tail
-    if peer.tail == NULL:
-        peer.head = op
+    op.prev = queue.tail
+    if queue.tail == NULL:
+        queue.head = op
     else:
-        peer.tail.next = op
-    peer.tail = op
+        queue.tail.next = op
+    queue.tail = op
     state.queued += 1
 
 
 cdef void unlink(State* state, PeerState* peer, Op* op) noexcept nogil:
+    cdef Queue* queue = &peer.probes if op.proof else &peer.queue
     if not op.queued:
         return
     op.queued = False
     if op.prev == NULL:
-        peer.head = op.next
+        queue.head = op.next
     else:
         op.prev.next = op.next
     if op.next == NULL:
-        peer.tail = op.prev
+        queue.tail = op.prev
     else:
         op.next.prev = op.prev
     op.next = op.prev = NULL
@@ -175,8 +177,6 @@ cdef void op_end(State* state, Op* op) noexcept nogil:
     unlink(state, op.peer, op)
     op.over = True
     state.events += 1
-    if op.proof:
-        op.peer.probing -= 1
     if op.kind != PLAIN:
         redone(state, op)
     elif op.parent != NULL:
@@ -378,13 +378,12 @@ cdef void ring_all(State* state, PeerState* peer) noexcept nogil:
 
 
 cdef void pump_probes(State* state, PeerState* peer) noexcept nogil:
-    """Post what is to prove channels, wherever it stands: what stands before it may wait for just these."""
-    cdef Op* op = peer.head
+    """Post what is to prove channels, each as soon as its own takes it."""
+    cdef Op* op = peer.probes.head
     cdef Op* following
     while op != NULL:
         following = op.next
-        if op.proof:
-            state.blocked += pump_op(state, peer, op) < 0
+        state.blocked += pump_op(state, peer, op) < 0
         op = following
 
 
@@ -395,11 +394,11 @@ cdef void pump_peer(State* state, PeerState* peer) noexcept nogil:
     cdef uint64_t before = state.posted
     cdef uint64_t started
     cdef uint64_t turns = 64
-    if peer.probing:
+    if peer.probes.head != NULL:
         pump_probes(state, peer)
-    while peer.head != NULL and turns > 0:
+    while peer.queue.head != NULL and turns > 0:
         turns -= 1
-        op = peer.head
+        op = peer.queue.head
         started = state.posted
         code = pump_op(state, peer, op)
         # What it could post was its turn: a queue with less room than that would otherwise serve the first alone.
@@ -425,7 +424,6 @@ cdef void op_start(State* state, PeerState* peer, Op* op) noexcept nogil:
     """Queue a transfer and post what can be posted at once."""
     op.peer = peer
     op.phase = 0 if op.cut.head_count else 1
-    peer.probing += op.proof != 0
     if peer.failed:
         op.status = peer.error
         op.rail = peer.error_rail
@@ -437,7 +435,8 @@ cdef void op_start(State* state, PeerState* peer, Op* op) noexcept nogil:
         op_end(state, op)
         return
     link_tail(state, peer, op)
-    if peer.head == op or op.proof:
+    # Behind one that waits for its own rail nothing has to wait.
+    if op.proof or peer.queue.head == op or peer.queue.head.pin not in (-1, op.pin):
         pump_peer(state, peer)
 
 
@@ -450,5 +449,7 @@ cdef void peer_fail(State* state, PeerState* peer, int error, int rail) noexcept
     peer.error_rail = rail
     state.failures += 1
     state.events += 1
-    while peer.head != NULL:
-        op_fail(state, peer.head, error, rail)
+    while peer.probes.head != NULL:
+        op_fail(state, peer.probes.head, error, rail)
+    while peer.queue.head != NULL:
+        op_fail(state, peer.queue.head, error, rail)

@@ -282,7 +282,7 @@ cdef void one_round(Progress* self, bint every) noexcept nogil:
         if not peer.failed:
             if peer.mailbox != NULL:
                 mailbox_pump(state, peer.mailbox)
-            if peer.head != NULL:
+            if peer.queue.head != NULL or peer.probes.head != NULL:
                 pump_peer(state, peer)
         elif peer.mailbox != NULL:
             mailbox_fail(state, peer.mailbox, peer.error, peer.error_rail)

@@ -140,12 +140,17 @@ cdef struct DoneList:
     Done* head
     Done* tail
 
+# Transfers with something to post.
+cdef struct Queue:
+    Op* head
+    Op* tail
+
 cdef struct PeerState:
     Channel* channels[MAX_CHANNELS]
     int channel_count
     uint32_t turn
-    Op* head
-    Op* tail
+    Queue queue
+    Queue probes     # what is to prove channels: one may wait long for its own, and nothing is to wait behind it
     PeerState* next_peer
     PeerState* prev_peer
     Mailbox* mailbox
@@ -160,7 +165,6 @@ cdef struct PeerState:
     int choice       # the channel that the last post was made on
     bint timed       # channels are measured by the clock, which there is none of in virtual time
     bint in_turn     # channels take turns, whatever they are able to carry
-    int probing      # transfers that prove a channel and are not over
     bint greeting  # the peer may not have looked at our endpoint yet
     PyObject* owner
 
