@@ -358,8 +358,8 @@ cdef void mailbox_sent(State* state, Mailbox* self, Slot* slot, const Completion
     cdef Op* op = slot.op
     slot.wr.busy = False
     slot.op = NULL
-    if self.channel.peer.survivable and slot.number:
-        # Providers call a message sent when a socket has taken it, so the channel may still lose it.
+    if self.channel.peer.survivable and slot.number > self.peer_floor:
+        # Not every provider's completion means that it came, so the channel may still lose it.
         slot.next = self.unsure
         self.unsure = slot
     else:

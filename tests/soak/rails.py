@@ -33,8 +33,12 @@ async def run(seed: int) -> int:
             connections = data_connections(left, right)
             if len(connections) > 1:
                 cut(draw.choice(connections))
-        await running
-        traffic.check()
+        try:
+            await running
+            traffic.check()
+        except BaseException as error:
+            error.add_note(f"events: {seen}, messages: {len(traffic.messages)}")
+            raise
         return seen.count("rail.failed")
 
 

@@ -100,9 +100,10 @@ cdef int post(void* impl, const Post* args, WorkRequest* wr) noexcept nogil:
 cdef int post_one(FabricEndpoint* self, const Post* args, WorkRequest* wr) noexcept nogil:
     """Post one operation.
 
-    A write's completion means delivery: by default tcp reports when the socket buffer took the data. A message's
-    does not: its buffer is a copy of ours and a receive is waiting for it (credits), and shm of 2.5.1 crashes in
-    its own progress when both sides of a pair send with FI_DELIVERY_COMPLETE.
+    A completion means delivery where the provider is able to: by default tcp reports when the socket buffer took the
+    data, and makes a connection that breaks then anew without a word, so that what it held is lost. A message over shm
+    is the exception: shm of 2.5.1 crashes in its own progress when both sides of a pair send with
+    FI_DELIVERY_COMPLETE, and has no connection that could lose it.
     """
     cdef iovec local
     cdef fi_rma_iov remote
@@ -121,7 +122,7 @@ cdef int post_one(FabricEndpoint* self, const Post* args, WorkRequest* wr) noexc
         message.addr = self.peer
         message.context = wr
         message.data = 0
-        code = fi_sendmsg(self.ep, &message, FI_COMPLETION)
+        code = fi_sendmsg(self.ep, &message, self.send_flags)
     else:
         # One element also for a length of 0: with none, some providers never complete (udp;ofi_rxd), others
         # ignore the key.
@@ -319,6 +320,7 @@ cdef class Endpoint(NativeEndpoint):
         self.impl.name_length = length
         self.impl.cuts = self.device.info.fabric_attr.prov_name.startswith(b"tcp;ofi_rxm")
         self.tcp = self.device.info.fabric_attr.prov_name.startswith(b"tcp")
+        self.impl.send_flags = FI_COMPLETION | (FI_DELIVERY_COMPLETE if self.tcp else 0)
         if not waits:
             enlist(self.impl)
         return 0
