@@ -4,7 +4,7 @@
 `await engine.counter(imm).wait(n)` on the other.
 """
 
-from .config import EngineConfig
+from .config import EngineConfig, VerbsConfig
 from .core.address import Address
 from .counter import Counter
 from .engine import Engine
@@ -55,6 +55,7 @@ __all__ = [
     "Transfer",
     "TransferError",
     "UsageError",
+    "VerbsConfig",
     "__version__",
     "open_engine",
 ]

@@ -9,18 +9,62 @@ import ipaddress
 import math
 import os
 import ssl
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from .errors import UsageError
 
-__all__ = ["HEARTBEAT_MS", "MESSAGE_BYTES", "MESSAGE_POOL", "EngineConfig"]
+__all__ = ["HEARTBEAT_MS", "MESSAGE_BYTES", "MESSAGE_POOL", "EngineConfig", "VerbsConfig"]
 
 LOOPBACK = "127.0.0.1"
 MIN_KEY_BYTES = 16
 MESSAGE_BYTES = (64, 1 << 20)
 MESSAGE_POOL = (2, 4096)
 HEARTBEAT_MS = (10, (1 << 32) - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerbsConfig:
+    """Settings of rails of provider "verbs"; the numbers are those of ibv_modify_qp(3).
+
+    gid_index: which GID of the port to speak from (AIOTE_GID_INDEX); without it RoCE v2 over IPv4 is preferred.
+    pkey_index, service_level, traffic_class: for the fabric's partitions and its quality of service. mtu: bytes of a
+    packet at most (0: what the port is set to). timeout: a packet without an answer is sent again after
+    4.096 us * 2 ** timeout; retries: how often before the connection fails, from 0 to 7. receives: immediates that can
+    arrive between two looks, from all peers of a port together.
+    """
+
+    gid_index: int | None = None
+    pkey_index: int = 0
+    service_level: int = 0
+    traffic_class: int = 0
+    mtu: int = 0
+    timeout: int = 14
+    retries: int = 6
+    receives: int = 2048
+
+    def __post_init__(self) -> None:
+        """Take what is not given from the environment and check everything. Raises UsageError."""
+        if self.gid_index is None and os.environ.get("AIOTE_GID_INDEX"):
+            object.__setattr__(self, "gid_index", _number("AIOTE_GID_INDEX", 0))
+        limits = {
+            "pkey_index": (0, 65535),
+            "service_level": (0, 15),
+            "traffic_class": (0, 255),
+            "timeout": (1, 31),
+            "retries": (0, 7),
+            "receives": (64, 32768),
+        }
+        if self.gid_index is not None:
+            limits["gid_index"] = (0, 255)
+        _check_integers(self, limits)
+        if self.mtu not in (0, 256, 512, 1024, 2048, 4096):
+            raise UsageError(f"mtu={self.mtu!r}: expected 256, 512, 1024, 2048 or 4096, or 0 for the port's own")
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """Those that have a value, by their names."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +84,8 @@ class EngineConfig:
     cancelled one has little to wait for (0: the provider's own limit). max_transfers: unfinished transfers toward one
     peer; beyond, awaited verbs wait in line and `submit_` forms raise QueueFull. max_counters: immediates in use at
     once. schedule: which rail gets the next stripe or page: "first-over" (the one that will have carried it first) or
-    "in-turn" (one after the other). library: path of libfabric.so.1 (AIOTE_LIBFABRIC).
+    "in-turn" (one after the other). verbs: settings of rails that libibverbs drives. library: path of libfabric.so.1
+    (AIOTE_LIBFABRIC).
     """
 
     cluster_key: bytes | None = field(default=None, repr=False)
@@ -62,6 +107,7 @@ class EngineConfig:
     max_transfers: int = 16384
     max_counters: int = 1 << 20
     schedule: Literal["first-over", "in-turn"] = "first-over"
+    verbs: VerbsConfig = field(default_factory=VerbsConfig)
     library: str | None = None
 
     def __post_init__(self) -> None:
@@ -112,10 +158,9 @@ class EngineConfig:
             "max_transfers": (1, 1 << 24),
             "max_counters": (1, 1 << 28),
         }
-        for name, (least, most) in limits.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or not least <= value <= most:
-                raise UsageError(f"{name}={value!r}: expected an integer from {least} to {most}")
+        _check_integers(self, limits)
+        if not isinstance(self.verbs, VerbsConfig):
+            raise UsageError(f"verbs must be a VerbsConfig, got {type(self.verbs).__name__}")
         for name in ("heartbeat_interval", "heartbeat_limit", "drain_timeout"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
@@ -127,6 +172,13 @@ class EngineConfig:
                 f"heartbeat_interval={self.heartbeat_interval} must be smaller than "
                 f"heartbeat_limit={self.heartbeat_limit}"
             )
+
+
+def _check_integers(settings: object, limits: dict[str, tuple[int, int]]) -> None:
+    for name, (least, most) in limits.items():
+        value = getattr(settings, name)
+        if not isinstance(value, int) or not least <= value <= most:
+            raise UsageError(f"{name}={value!r}: expected an integer from {least} to {most}")
 
 
 def _is_loopback(host: str) -> bool:

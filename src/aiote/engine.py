@@ -69,6 +69,8 @@ class Engine(Connections):
             host=host,
             library=config.library or "",
             largest=config.largest_message,
+            verbs=config.verbs.settings,
+            messages=config.message_pool,
             spin_us=config.spin_us,
             threaded=config.progress == "thread",
             processor=config.thread_processor,

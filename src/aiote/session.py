@@ -297,7 +297,9 @@ class Session:
         for mine, remote in pairs:
             self._offer_channel(mine, remote)
         link = self._link = engine.core.add_peer(self)
-        link.expect(len(pairs), engine.config.schedule == "in-turn")
+        # Of several the loss of one is not that of the peer; nor is it where it takes no more than a request that failed.
+        survivable = len(pairs) > 1 or engine.fabric.rails[pairs[0][0]].traits.fragile
+        link.expect(len(pairs), engine.config.schedule == "in-turn", survivable)
         for pending in list(self._channels):
             await self._join(peer, link, pending, await self._next(Channel))
         engine.fabric.open_mailbox(
@@ -313,7 +315,7 @@ class Session:
         self._connection.send(Ready())
         await self._next(Ready)
         link.greeted()
-        if len(pairs) > 1:
+        if survivable:
             self.failover = Failover(engine, peer, link, self._role, pairs, self._connection.send)
         if self._role is Role.INITIATOR:
             await self._probe(peer, link, len(pairs))

@@ -59,8 +59,8 @@ cdef class ChannelSet:
         while op != NULL:
             moving |= <uint32_t> 1 << (op.proof - 1)
             op = op.next
-        refused = self.state.queue.head != NULL or (mailbox != NULL and mailbox.head != NULL
-                                 and mailbox.sent - mailbox.granted < mailbox.peer_slots)
+        refused = self.state.queue.head != NULL or (
+            mailbox != NULL and mailbox.head != NULL and mailbox.sent - mailbox.granted < mailbox.peer_slots)
         for i in range(self.state.channel_count):
             if self.state.channels[i].outstanding:
                 moving |= <uint32_t> 1 << i
@@ -83,12 +83,12 @@ cdef class ChannelSet:
         """Return our rail under a channel."""
         return self.state.channels[channel].rail if 0 <= channel < self.state.channel_count else -1
 
-    def expect(self, int channels, bint in_turn) -> None:
-        """Say, before the first is added, how many channels there will be (of several the loss of one is not that of
-        the peer), and whether they take turns instead of each getting what it is able to carry.
+    def expect(self, int channels, bint in_turn, bint survivable) -> None:
+        """Say, before the first is added, how many channels there will be, whether they take turns instead of each
+        getting what it is able to carry, and whether the peer survives the loss of one.
         """
         self.channels = channels
-        self.state.survivable = channels > 1
+        self.state.survivable = survivable
         self.state.in_turn = in_turn
 
     @property

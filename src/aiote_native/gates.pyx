@@ -60,7 +60,9 @@ cdef int gate_post(Channel* channel, const Post* args, WorkRequest* wr) noexcept
 
 
 cdef void gate_leave(Channel* channel) noexcept nogil:
-    """Leave the gate after the last of a few posts; the peer waits for that when it shuts its side."""
+    """Hand over the last of a few posts, and leave the gate; the peer waits for that when it shuts its side."""
+    if channel.impl != NULL and channel.ops.flush != NULL:
+        channel.ops.flush(channel.impl)
     if channel.within:
         channel.within = False
         aiote_leave(channel.own_busy)

@@ -1,0 +1,1 @@
+CREDIT_MESSAGES: int

@@ -26,6 +26,9 @@ cdef enum Kind:
     DATA = 1
     CREDITS = 2
 
+CREDIT_MESSAGES = CREDIT_SLOTS
+"""Receives for messages of credits alone, beside those of the pool."""
+
 cdef struct Header:
     uint32_t kind
     uint32_t length

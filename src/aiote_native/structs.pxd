@@ -62,12 +62,14 @@ cdef struct Completion:
     uint32_t imm
     size_t length
 
-# post: 0, -EAGAIN (queue full or not connected yet: later), or another -errno: nothing was posted. poll: number of
+# post: 0, -EAGAIN (queue full or not connected yet: later), or another -errno: nothing was posted. flush (or NULL):
+# hands over what a kind keeps until the end of a turn; what comes of that `poll` tells. poll: number of
 # completions, or -errno. arm: 0 when it is safe to sleep on the descriptor, 1 when there is more to drain. cut: ends
 # the wire under the endpoint where that has to come before the close, so that what is under way ends by itself;
 # whether it did. shut: closes the endpoint; when it returns no byte moves through it any more. release: frees impl.
 cdef struct RailOps:
     int (*post)(void* impl, const Post* args, WorkRequest* wr) noexcept nogil
+    int (*flush)(void* impl) noexcept nogil
     int (*poll)(void* impl, Completion* out, int capacity) noexcept nogil
     int (*arm)(void* impl) noexcept nogil
     bint (*cut)(void* impl) noexcept nogil

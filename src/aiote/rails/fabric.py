@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiote_native.buffers import Buffer, acquire
 from aiote_native.core import Core
 from aiote_native.doorbell import PeerBell
 from aiote_native.kinds import NativeEndpoint
+from aiote_native.messages import CREDIT_MESSAGES
 from aiote_native.peers import PeerLink, pool_bytes
 from aiote_native.status import StatusError
 from aiote_native.workrequests import LocalMemory
@@ -21,6 +22,7 @@ from .contract import Rail, RailInfo
 from .leftovers import remove_leftovers
 from .libfabric import LibfabricRail, choose, fabric_error
 from .library import Found, load
+from .ports import choose_gid, choose_ports, read_ports
 from .sim import network
 
 __all__ = ["Fabric", "PendingChannel"]
@@ -66,14 +68,24 @@ class Fabric:
     """Opened rails and the core.
 
     `host` chooses the rail of an IP provider when `rails` does not name any; `largest` bounds a single message
-    below what the provider takes (0: no bound).
+    below what the provider takes (0: no bound); `verbs` are settings of that kind's devices, `messages` how
+    many of a peer's are held.
     """
 
     def __init__(
-        self, provider: str, rails: tuple[str, ...] | None, *, host: str, library: str, largest: int = 0, **core: Any
+        self,
+        provider: str,
+        rails: tuple[str, ...] | None,
+        *,
+        host: str,
+        library: str,
+        largest: int = 0,
+        verbs: Mapping[str, int] | None = None,
+        messages: int = 16,
+        **core: Any,
     ) -> None:
         """Open everything, or nothing. Raises FabricError and UsageError."""
-        found = load(library) if provider != "sim" else None
+        found = load(library) if provider not in ("sim", "verbs") else None
         self.largest = largest
         self.rails: list[Rail] = []
         self.core: Core | None = None
@@ -81,7 +93,9 @@ class Fabric:
         self._scratch: LocalMemory | None = None
         self._memories: weakref.WeakSet[LocalMemory] = weakref.WeakSet()
         try:
-            if found is None:
+            if provider == "verbs":
+                self._open_ports(rails, host, {**(verbs or {}), "messages": messages + CREDIT_MESSAGES})
+            elif found is None:
                 core["clock"] = self._plug(rails, threaded=bool(core.get("threaded")))
             else:
                 self._open(provider, rails, host, found)
@@ -98,6 +112,17 @@ class Fabric:
     def _open(self, provider: str, rails: tuple[str, ...] | None, host: str, found: Found) -> None:
         for index, (name, node, domain) in enumerate(choose(provider, rails, host, found)):
             self.rails.append(LibfabricRail(index, name, node, domain, found))
+
+    def _open_ports(self, rails: tuple[str, ...] | None, host: str, settings: dict[str, int]) -> None:
+        """Open ports of RDMA devices."""
+        # Only who wants them needs libibverbs.
+        from .verbs import VerbsRail, load_verbs
+
+        chosen = choose_ports(rails, host, read_ports())
+        load_verbs()
+        wanted = settings.pop("gid_index", None)
+        for index, port in enumerate(chosen):
+            self.rails.append(VerbsRail(index, port, choose_gid(port, wanted), settings))
 
     def _plug(self, rails: tuple[str, ...] | None, *, threaded: bool) -> Any:
         """Open rails of the simulated network; return the clock that it is, where its time is virtual."""

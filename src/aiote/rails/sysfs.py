@@ -8,23 +8,19 @@ argument, so that recorded trees can be read.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from .topology import Gpu, Nic, Node, Place, State, Topology, device_names
+from .topology import Gpu, Nic, Node, State, Topology, device_names
+from .tree import Tree
 
 __all__ = ["read_nic", "read_topology"]
 
-MOST_ENTRIES = 4096
-"""Entries of one folder that are looked at: a host of containers may have thousands of veth."""
 MOST_PORTS = 16
-MOST_BYTES = 4096
 MOST_SPEED = 100_000_000
 """Mbit/s; some drivers of links that are down say 2**32 - 1."""
-MOST_NODE = 65535
 
 RDMA_CLASSES: tuple[Literal["infiniband", "cxi"], ...] = ("infiniband", "cxi")
 
@@ -33,24 +29,14 @@ DISPLAY, ACCELERATOR, AMD = 0x03, 0x1200, 0x1002
 NO_GPUS = frozenset({0x1013, 0x102B, 0x1234, 0x15AD, 0x1A03, 0x1AF4, 0x1B36})
 """Makers of the screens of service processors (Matrox, ASPEED) and emulators: display devices that compute nothing."""
 
-# A link's target is bounded by the kernel, and so are the numbers in it.
-_COMPLEX = r"pci[0-9a-f]{4,8}:[0-9a-f]{2}"
-_FUNCTION = r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
-_ELEMENT = re.compile(f"{_COMPLEX}|{_FUNCTION}", re.ASCII)
-_ADDRESS = re.compile(_FUNCTION, re.ASCII)
-_NUMBER = re.compile(r"\d{1,10}", re.ASCII)
-_HEX = re.compile(r"0x[0-9a-f]{1,8}", re.ASCII | re.IGNORECASE)
 _RATE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?) Gb/sec\b", re.ASCII)
 _NODE = re.compile(r"node(\d{1,5})", re.ASCII)
 _CPULIST = re.compile(r"\d{1,5}(?:-\d{1,5})?(?:,\d{1,5}(?:-\d{1,5})?)*", re.ASCII)
 
-# Blocking on a pipe that somebody put into a recorded tree would be silly.
-_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-
 
 def read_topology(root: str = "/sys") -> Topology:
     """Return what the tree at `root` says. Never raises for what is in it."""
-    tree = _Tree(root)
+    tree = Tree(root)
     nets = {name: _net(tree, name) for name in tree.devices("class/net")}
     rdma = [_rdma(tree, kind, name, nets.get) for kind in RDMA_CLASSES for name in tree.devices(f"class/{kind}")]
     owners: dict[str, list[str]] = {}
@@ -66,7 +52,7 @@ def read_nic(domain: str, root: str = "/sys") -> Nic | None:
 
     Of a net device the RDMA devices stay unknown.
     """
-    tree = _Tree(root)
+    tree = Tree(root)
     for name in device_names(domain):
         if "/" in name or "\0" in name or name in (".", ".."):
             continue
@@ -78,74 +64,13 @@ def read_nic(domain: str, root: str = "/sys") -> Nic | None:
     return None
 
 
-class _Tree:
-    """A sysfs tree whose every answer is a value."""
-
-    def __init__(self, root: str) -> None:
-        self.root = root
-
-    def text(self, path: str) -> str:
-        """Return what is in a file, or an empty string."""
-        try:
-            file = os.open(os.path.join(self.root, path), _FLAGS)
-        except (OSError, ValueError):
-            return ""
-        try:
-            return os.read(file, MOST_BYTES).decode("ascii", "replace").strip()
-        except OSError:
-            return ""
-        finally:
-            os.close(file)
-
-    def number(self, path: str, most: int, unknown: int) -> int:
-        """Return the decimal number in a file."""
-        text = self.text(path)
-        return int(text) if _NUMBER.fullmatch(text) and int(text) <= most else unknown
-
-    def hexadecimal(self, path: str) -> int:
-        """Return the number in a file that begins with 0x, or 0."""
-        text = self.text(path)
-        return int(text, 16) if _HEX.fullmatch(text) else 0
-
-    def names(self, path: str) -> list[str]:
-        """Return the names in a folder, mlx5_2 before mlx5_10."""
-        try:
-            with os.scandir(os.path.join(self.root, path)) as entries:
-                found = [entry.name for entry, _ in zip(entries, range(MOST_ENTRIES), strict=False)]
-        except (OSError, ValueError):
-            return []
-        return sorted(found, key=_counting)
-
-    def devices(self, path: str) -> list[str]:
-        """Return the names of a class's devices, which are links; `bonding_masters` is a file."""
-        return [name for name in self.names(path) if self.link(f"{path}/{name}")]
-
-    def link(self, path: str) -> str:
-        """Return where a symbolic link points to, or an empty string."""
-        try:
-            return os.readlink(os.path.join(self.root, path))
-        except (OSError, ValueError):
-            return ""
-
-    def driver(self, device: str) -> str:
-        """Return the name of a device's driver, or an empty string."""
-        return self.link(f"{device}/driver").rpartition("/")[2]
-
-    def place(self, target: str) -> Place:
-        """Return the place of what a link points to: the PCI function in it that is farthest from the root."""
-        path = tuple(part for part in target.split("/") if _ELEMENT.fullmatch(part))
-        if not path or not _ADDRESS.fullmatch(path[-1]):
-            return Place()
-        return Place(self.number(f"bus/pci/devices/{path[-1]}/numa_node", MOST_NODE, -1), path)
-
-
 class _Port(NamedTuple):
     state: State
     speed_mbps: int
     net: str
 
 
-def _net(tree: _Tree, name: str) -> Nic:
+def _net(tree: Tree, name: str) -> Nic:
     folder = f"class/net/{name}"
     target = tree.link(folder)
     return Nic(
@@ -159,7 +84,7 @@ def _net(tree: _Tree, name: str) -> Nic:
     )
 
 
-def _net_state(tree: _Tree, folder: str) -> State:
+def _net_state(tree: Tree, folder: str) -> State:
     text = tree.text(f"{folder}/operstate")
     if text == "unknown":  # what lo and tun say, up or not
         text = {"1": "up", "0": "down"}.get(tree.text(f"{folder}/carrier"), "")
@@ -168,7 +93,7 @@ def _net_state(tree: _Tree, folder: str) -> State:
     return "down" if text in ("down", "lowerlayerdown", "dormant", "notpresent", "testing") else "unknown"
 
 
-def _rdma(tree: _Tree, kind: Literal["infiniband", "cxi"], name: str, net_of: Callable[[str], Nic | None]) -> Nic:
+def _rdma(tree: Tree, kind: Literal["infiniband", "cxi"], name: str, net_of: Callable[[str], Nic | None]) -> Nic:
     folder = f"class/{kind}/{name}"
     target = tree.link(folder)
     ports = [_port(tree, f"{folder}/ports/{number}") for number in tree.names(f"{folder}/ports")[:MOST_PORTS]]
@@ -199,7 +124,7 @@ def _rdma_state(ports: list[_Port], nets: list[Nic]) -> State:
     return next((state for state in wanted if state in states), "unknown")
 
 
-def _port(tree: _Tree, folder: str) -> _Port:
+def _port(tree: Tree, folder: str) -> _Port:
     text = tree.text(f"{folder}/state")  # "4: ACTIVE"
     state: State = "up" if text.endswith("ACTIVE") else "down" if re.match(r"\d: [A-Z]+", text) else "unknown"
     rate = _RATE.match(tree.text(f"{folder}/rate"))  # of a port that is down it means nothing
@@ -208,7 +133,7 @@ def _port(tree: _Tree, folder: str) -> _Port:
     return _Port(state, speed if speed <= MOST_SPEED else 0, "" if "/" in name or name in (".", "..") else name)
 
 
-def _gpus(tree: _Tree) -> Iterator[Gpu]:
+def _gpus(tree: Tree) -> Iterator[Gpu]:
     # The numbers in addresses are hexadecimal; this is also CUDA's order by PCI_BUS_ID.
     for address in sorted(tree.names("bus/pci/devices")):
         folder = f"bus/pci/devices/{address}"
@@ -221,13 +146,8 @@ def _gpus(tree: _Tree) -> Iterator[Gpu]:
             yield Gpu(place, vendor, tree.hexadecimal(f"{folder}/device"), tree.driver(folder))
 
 
-def _nodes(tree: _Tree) -> Iterator[Node]:
+def _nodes(tree: Tree) -> Iterator[Node]:
     for name in tree.names("devices/system/node"):
         if match := _NODE.fullmatch(name):
             text = tree.text(f"devices/system/node/{name}/cpulist")
             yield Node(int(match[1]), text if _CPULIST.fullmatch(text) else "")
-
-
-def _counting(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts the numbers in names as numbers."""
-    return [(int(part), "") if _NUMBER.fullmatch(part) else (-1, part) for part in re.split(r"(\d{1,9})", name)]

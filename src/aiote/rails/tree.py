@@ -1,0 +1,92 @@
+"""A tree of sysfs: small files and symbolic links, any of which may be missing, unreadable or nonsense."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from .topology import Place
+
+__all__ = ["Tree"]
+
+MOST_ENTRIES = 4096
+"""Entries of one folder that are looked at: a host of containers may have thousands of veth."""
+MOST_BYTES = 4096
+MOST_NODE = 65535
+
+# A link's target is bounded by the kernel, and so are the numbers in it.
+_COMPLEX = r"pci[0-9a-f]{4,8}:[0-9a-f]{2}"
+_FUNCTION = r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]"
+_ELEMENT = re.compile(f"{_COMPLEX}|{_FUNCTION}", re.ASCII)
+_ADDRESS = re.compile(_FUNCTION, re.ASCII)
+_NUMBER = re.compile(r"\d{1,10}", re.ASCII)
+_HEX = re.compile(r"0x[0-9a-f]{1,8}", re.ASCII | re.IGNORECASE)
+
+# Blocking on a pipe that somebody put into a recorded tree would be silly.
+_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class Tree:
+    """A sysfs tree whose every answer is a value."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+
+    def text(self, path: str) -> str:
+        """Return what is in a file, or an empty string."""
+        try:
+            file = os.open(os.path.join(self.root, path), _FLAGS)
+        except (OSError, ValueError):
+            return ""
+        try:
+            return os.read(file, MOST_BYTES).decode("ascii", "replace").strip()
+        except OSError:
+            return ""
+        finally:
+            os.close(file)
+
+    def number(self, path: str, most: int, unknown: int) -> int:
+        """Return the decimal number in a file."""
+        text = self.text(path)
+        return int(text) if _NUMBER.fullmatch(text) and int(text) <= most else unknown
+
+    def hexadecimal(self, path: str) -> int:
+        """Return the number in a file that begins with 0x, or 0."""
+        text = self.text(path)
+        return int(text, 16) if _HEX.fullmatch(text) else 0
+
+    def names(self, path: str) -> list[str]:
+        """Return the names in a folder, mlx5_2 before mlx5_10."""
+        try:
+            with os.scandir(os.path.join(self.root, path)) as entries:
+                found = [entry.name for entry, _ in zip(entries, range(MOST_ENTRIES), strict=False)]
+        except (OSError, ValueError):
+            return []
+        return sorted(found, key=_counting)
+
+    def devices(self, path: str) -> list[str]:
+        """Return the names of a class's devices, which are links; `bonding_masters` is a file."""
+        return [name for name in self.names(path) if self.link(f"{path}/{name}")]
+
+    def link(self, path: str) -> str:
+        """Return where a symbolic link points to, or an empty string."""
+        try:
+            return os.readlink(os.path.join(self.root, path))
+        except (OSError, ValueError):
+            return ""
+
+    def driver(self, device: str) -> str:
+        """Return the name of a device's driver, or an empty string."""
+        return self.link(f"{device}/driver").rpartition("/")[2]
+
+    def place(self, target: str) -> Place:
+        """Return the place of what a link points to: the PCI function in it that is farthest from the root."""
+        path = tuple(part for part in target.split("/") if _ELEMENT.fullmatch(part))
+        if not path or not _ADDRESS.fullmatch(path[-1]):
+            return Place()
+        return Place(self.number(f"bus/pci/devices/{path[-1]}/numa_node", MOST_NODE, -1), path)
+
+
+def _counting(name: str) -> list[tuple[int, str]]:
+    """Return a key that sorts the numbers in names as numbers."""
+    return [(int(part), "") if _NUMBER.fullmatch(part) else (-1, part) for part in re.split(r"(\d{1,9})", name)]

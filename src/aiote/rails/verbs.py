@@ -1,0 +1,83 @@
+"""The kind of rail that libibverbs drives: reliable connected queue pairs on a port of an RDMA device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from aiote_native.status import StatusError
+from aiote_native.verbs.nic import VerbsDevice
+from aiote_native.verbs.queuepairs import Endpoint
+from aiote_native.verbs.symbols import load
+
+from ..errors import FabricError
+from .contract import RailInfo, Traits
+from .libfabric import fabric_error
+from .ports import Gid, Port
+
+if TYPE_CHECKING:
+    from .topology import Nic, Place
+
+__all__ = ["VerbsRail", "load_verbs"]
+
+WIRES = {0: "verbs/infiniband", 1: "verbs/roce1", 2: "verbs/roce2"}
+
+
+def load_verbs() -> None:
+    """Open libibverbs. Raises FabricError that says what to install."""
+    try:
+        load()
+    except ImportError as error:
+        raise FabricError(
+            2,
+            f"libibverbs cannot be opened: {error}; on Debian: apt-get install libibverbs1 ibverbs-providers",
+            operation="load libibverbs",
+        ) from error
+
+
+class VerbsRail:
+    """A port of an RDMA device. libibverbs is loaded."""
+
+    def __init__(self, index: int, port: Port, gid: Gid, settings: Mapping[str, int]) -> None:
+        """Open it; `settings` are as the native device's. Raises FabricError that names the port."""
+        self.index = index
+        self.port = port
+        self.gid = gid
+        self.traits = Traits(fragile=True)
+        self.provider = "verbs"
+        self.name = port.name
+        self.wire = WIRES[gid.version]
+        try:
+            self.device = VerbsDevice(port.device, port.number, gid_index=gid.index, **settings)
+        except (StatusError, LookupError) as error:
+            raise fabric_error(error, "open rail", self.name) from error
+
+    @functools.cached_property
+    def nic(self) -> Nic | None:
+        """The device as sysfs has it, read once when it is first asked for."""
+        # `import aiote` is to stay quick.
+        from .sysfs import read_nic
+
+        return read_nic(self.port.device)
+
+    @property
+    def place(self) -> Place:
+        from .topology import Place
+
+        return self.nic.place if self.nic is not None else Place()
+
+    @property
+    def info(self) -> RailInfo:
+        speed = self.nic.speed_mbps if self.nic is not None else 0
+        state = "up" if self.device.attributes["up"] else "down"
+        return RailInfo(self.name, self.provider, speed, self.place.numa_node, state, "libibverbs")
+
+    def open_endpoint(self) -> Endpoint:
+        try:
+            return Endpoint(self.device)
+        except StatusError as error:
+            raise fabric_error(error, "open endpoint", self.name) from error
+
+    def close(self) -> None:
+        self.device.close()

@@ -1,0 +1,1 @@
+"""libibverbs: opened NICs, memory, and reliable connected queue pairs."""

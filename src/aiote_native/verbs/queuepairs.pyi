@@ -1,0 +1,19 @@
+from aiote_native.kinds import NativeEndpoint
+from aiote_native.verbs.nic import VerbsDevice
+
+class Peer:
+    mtu: int
+    reads: int
+    ethernet: bool
+    lid: int
+    gid: bytes
+    numbers: tuple[int, int]
+    psns: tuple[int, int]
+    def __init__(self, address: bytes) -> None: ...
+
+class Endpoint(NativeEndpoint):
+    psns: tuple[int, int]
+    def __init__(self, device: VerbsDevice) -> None: ...
+    def path_mtu(self) -> int: ...
+    def connect(self, address: bytes) -> None: ...
+    def close(self) -> None: ...

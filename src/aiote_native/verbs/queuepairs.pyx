@@ -1,0 +1,209 @@
+"""Two reliable connected queue pairs for one peer, with a completion queue and a channel to sleep on.
+
+One pair carries writes and reads, the other messages: an arriving immediate takes a receive of its pair, and must not
+take one that a message is to come in. Receives for immediates are shared by all peers of a NIC (nic.pyx); the
+completion queue has room for every one of them to arrive here, so it cannot overflow.
+"""
+
+from libc.stdint cimport uint32_t
+from libc.stdlib cimport calloc
+from libc.string cimport memcpy, memset
+
+import os
+import struct
+
+from aiote_native.forks cimport fork_epoch, own
+from aiote_native.verbs.ibverbs cimport (
+    IBV_ACCESS_REMOTE_READ, IBV_ACCESS_REMOTE_WRITE, IBV_LINK_LAYER_ETHERNET, IBV_QP_ACCESS_FLAGS, IBV_QP_AV,
+    IBV_QP_DEST_QPN, IBV_QP_MAX_DEST_RD_ATOMIC, IBV_QP_MAX_QP_RD_ATOMIC, IBV_QP_MIN_RNR_TIMER, IBV_QP_PATH_MTU,
+    IBV_QP_PKEY_INDEX, IBV_QP_PORT, IBV_QP_RETRY_CNT, IBV_QP_RNR_RETRY, IBV_QP_RQ_PSN, IBV_QP_SQ_PSN, IBV_QP_STATE,
+    IBV_QP_TIMEOUT, IBV_QPS_INIT, IBV_QPS_RTR, IBV_QPS_RTS, IBV_QPT_RC, ibv_qp_attr, ibv_qp_init_attr)
+from aiote_native.verbs.symbols cimport failed, symbols
+from aiote_native.verbs.nic cimport Nic
+from aiote_native.verbs.queues cimport DATA_DEPTH, TEXT_DEPTH, operations, release
+
+ADDRESS = struct.Struct("<BBBBH16sIIII")
+VERSION = 1
+
+cdef enum:
+    MTU_CODES = 5        # 256 bytes is 1, 4096 is 5
+    MOST_READS = 16      # that the peer may have outstanding toward us; each takes memory of the NIC's
+    INLINE_BYTES = 128
+    RNR_TIMER = 12       # 0.64 ms until a sender that found no receive tries again
+    FOR_EVER = 7         # so often: a peer without receives has not failed
+    HOPS = 64
+
+
+cdef class Peer:
+    """What a peer's address says, checked."""
+
+    def __init__(self, bytes address):
+        """Raises ValueError for what no endpoint of this version gives out."""
+        if len(address) != ADDRESS.size:
+            raise ValueError(f"a verbs address has {ADDRESS.size} bytes, this one {len(address)}")
+        (version, self.mtu, self.reads, link, self.lid, self.gid, data, text, data_psn,
+         text_psn) = ADDRESS.unpack(address)
+        self.ethernet = link == 1
+        self.numbers = (data, text)
+        self.psns = (data_psn, text_psn)
+        if (version != VERSION or not 1 <= self.mtu <= MTU_CODES or link > 1
+                or max(data, text, data_psn, text_psn) >= 1 << 24):
+            raise ValueError("the address is no verbs address of this version")
+
+
+cdef class Endpoint(NativeEndpoint):
+    """Queue pairs for one peer: their address travels to it, its own is taken by `connect`."""
+
+    def __cinit__(self):
+        self.impl = NULL
+
+    def __init__(self, VerbsDevice device):
+        """Make the pairs. Raises StatusError."""
+        if self.impl != NULL:
+            raise RuntimeError("the endpoint is open already")
+        device.opened()
+        self.impl = <VerbsEndpoint*> calloc(1, sizeof(VerbsEndpoint))
+        if self.impl == NULL:
+            raise MemoryError
+        self.impl.nic = &device.nic
+        self.device = device
+        device.children += 1
+        self.ops = &operations
+        self.largest = device.nic.port.max_msg_sz
+        try:
+            self.open()
+        except BaseException:
+            self.close()
+            raise
+
+    cdef int open(self) except -1:
+        cdef Nic* nic = self.impl.nic
+        cdef uint32_t depth = DATA_DEPTH
+        cdef uint32_t messages = min(nic.settings.messages, nic.attr.max_qp_wr)
+        while depth > <uint32_t> nic.attr.max_qp_wr:
+            depth //= 2
+        self.depth = depth
+        self.impl.channel = symbols().create_comp_channel(nic.context)
+        if self.impl.channel == NULL:
+            failed("ibv_create_comp_channel")
+        os.set_blocking(self.impl.channel.fd, False)
+        # Every receive may have been used up by this peer before we look: nothing that can come is without room.
+        entries = nic.receives + depth + TEXT_DEPTH + messages
+        self.impl.cq = symbols().create_cq(nic.context, entries, NULL, self.impl.channel, 0)
+        if self.impl.cq == NULL:
+            failed("ibv_create_cq")
+        self.make(&self.impl.data, True, depth, 0)
+        self.make(&self.impl.text, False, min(depth, <uint32_t> TEXT_DEPTH), messages)
+        self.wait_fd = self.impl.channel.fd
+        # Where a pair begins to count is drawn at random: what an earlier one of that number sent is not taken for its.
+        self.psns = (int.from_bytes(os.urandom(3), "little"), int.from_bytes(os.urandom(3), "little"))
+        self.address = ADDRESS.pack(
+            VERSION, self.path_mtu(), min(nic.attr.max_qp_rd_atom, MOST_READS, 255),
+            nic.port.link_layer == IBV_LINK_LAYER_ETHERNET, nic.port.lid, bytes(nic.gid.raw[:16]),
+            self.impl.data.qp.qp_num, self.impl.text.qp.qp_num, *self.psns)
+        return 0
+
+    def path_mtu(self) -> int:
+        """Return the code of the largest packet that our port takes, or that the settings ask for."""
+        cdef Nic* nic = &self.device.nic
+        wanted = nic.settings.mtu.bit_length() - 8 if nic.settings.mtu else MTU_CODES
+        return max(1, min(wanted, nic.port.active_mtu))
+
+    cdef int make(self, Sends* sends, bint shared, uint32_t depth, uint32_t receives) except -1:
+        """Make one pair, ready to be brought up."""
+        cdef Nic* nic = self.impl.nic
+        cdef ibv_qp_init_attr init
+        cdef ibv_qp_attr attr
+        for wanted in (INLINE_BYTES, 0):
+            memset(&init, 0, sizeof(init))
+            init.send_cq = init.recv_cq = self.impl.cq
+            init.srq = nic.srq if shared else NULL
+            init.qp_type = IBV_QPT_RC
+            init.cap.max_send_wr = depth
+            init.cap.max_recv_wr = receives
+            init.cap.max_send_sge = init.cap.max_recv_sge = 1
+            init.cap.max_inline_data = wanted
+            sends.qp = symbols().create_qp(nic.parent, &init)
+            if sends.qp != NULL:
+                break
+        if sends.qp == NULL:
+            failed("ibv_create_qp")
+        sends.depth = depth
+        sends.largest_inline = init.cap.max_inline_data
+        memset(&attr, 0, sizeof(attr))
+        attr.qp_state = IBV_QPS_INIT
+        attr.pkey_index = nic.settings.pkey_index
+        attr.port_num = nic.number
+        attr.qp_access_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ if shared else 0
+        code = symbols().modify_qp(sends.qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT
+                                   | IBV_QP_ACCESS_FLAGS)
+        if code != 0:
+            failed("ibv_modify_qp(INIT)", code)
+        return 0
+
+    def connect(self, bytes address) -> None:
+        """Bring the pairs up toward the peer's. Raises StatusError, and ValueError for an address that is none."""
+        if self.impl == NULL:
+            raise RuntimeError("the endpoint is closed or owned by a channel")
+        own(self.device.epoch)
+        peer = Peer(address)
+        if peer.ethernet != (self.impl.nic.port.link_layer == IBV_LINK_LAYER_ETHERNET):
+            raise ValueError("one of the two ports is InfiniBand's, the other Ethernet's")
+        self.bring_up(&self.impl.data, peer, peer.numbers[0], peer.psns[0], self.psns[0])
+        self.bring_up(&self.impl.text, peer, peer.numbers[1], peer.psns[1], self.psns[1])
+
+    cdef int bring_up(self, Sends* sends, Peer peer, uint32_t remote, uint32_t remote_psn, uint32_t own_psn) except -1:
+        """Have one pair ready to receive, and then to send."""
+        cdef Nic* nic = self.impl.nic
+        cdef ibv_qp_attr attr
+        cdef bytes gid = peer.gid
+        memset(&attr, 0, sizeof(attr))
+        attr.qp_state = IBV_QPS_RTR
+        attr.path_mtu = min(self.path_mtu(), peer.mtu)
+        attr.dest_qp_num = remote
+        attr.rq_psn = remote_psn
+        attr.max_dest_rd_atomic = min(nic.attr.max_qp_rd_atom, MOST_READS)
+        attr.min_rnr_timer = RNR_TIMER
+        attr.ah_attr.dlid = peer.lid
+        attr.ah_attr.sl = nic.settings.service_level
+        attr.ah_attr.port_num = nic.number
+        # Within one InfiniBand subnet, whose number is a GID's first half, the LID suffices.
+        attr.ah_attr.is_global = peer.ethernet or gid[:8] != bytes(nic.gid.raw[:8])
+        memcpy(attr.ah_attr.grh.dgid.raw, <const char*> gid, 16)
+        attr.ah_attr.grh.sgid_index = nic.settings.gid_index
+        attr.ah_attr.grh.hop_limit = HOPS
+        attr.ah_attr.grh.traffic_class = nic.settings.traffic_class
+        code = symbols().modify_qp(sends.qp, &attr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN
+                                   | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER)
+        if code != 0:
+            failed("ibv_modify_qp(RTR)", code)
+        attr.qp_state = IBV_QPS_RTS
+        attr.timeout = nic.settings.timeout
+        attr.retry_cnt = nic.settings.retries
+        attr.rnr_retry = FOR_EVER
+        attr.sq_psn = own_psn
+        attr.max_rd_atomic = min(nic.attr.max_qp_init_rd_atom, peer.reads, 255)
+        code = symbols().modify_qp(sends.qp, &attr, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY
+                                   | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC)
+        if code != 0:
+            failed("ibv_modify_qp(RTS)", code)
+        return 0
+
+    cdef void* give(self) except NULL:
+        """Hand the endpoint to a channel, which releases it."""
+        if self.impl == NULL:
+            raise RuntimeError("the endpoint is closed or owned by a channel already")
+        cdef VerbsEndpoint* impl = self.impl
+        self.impl = NULL
+        return impl
+
+    cdef void taken_back(self):
+        """Note that the channel released what was handed to it."""
+        self.device.children -= 1
+
+    def close(self) -> None:
+        """Close what is not handed to a channel. Idempotent; nothing in a child of a fork."""
+        if self.impl != NULL and self.device.epoch == fork_epoch():
+            release(self.impl)
+            self.impl = NULL
+            self.device.children -= 1
