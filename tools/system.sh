@@ -31,7 +31,9 @@ need() {
 command -v "${CC:-cc}" >/dev/null || need gcc
 have_header stdlib.h || need libc6-dev
 have_header rdma/fabric.h || need libfabric-dev
+have_header infiniband/verbs.h || need libibverbs-dev
 have_library libfabric.so.1 || need libfabric1
+have_library libibverbs.so.1 || need libibverbs1
 if ! command -v "$python" >/dev/null; then
     [ "$python" = python3 ] || { echo "error: PYTHON=$python was not found" >&2; exit 1; }
     need python3 && need python3-dev && need python3-venv

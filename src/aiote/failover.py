@@ -201,6 +201,8 @@ class Failover:
                     self._engine.spawn(self._prove, number, self._states.generation(number), name="aiote rail")
                 case Lose(reason):
                     self._peer.lose(reason)
+        if not actions:
+            return
         if self.deadline is not None:
             self._engine.heartbeats.look()
         self._engine.kick()

@@ -304,15 +304,17 @@ cdef void clear_wakeups(Progress* self) noexcept nogil:
 
 
 cdef bint all_armed(Progress* self) noexcept nogil:
+    """Whether every channel will wake us. All are asked: one that has to be looked at again is so in the same round."""
     cdef PeerState* peer = self.state.peers
+    cdef bint armed = True
     cdef int i
     while peer != NULL:
         for i in range(peer.channel_count):
             if (peer.channels[i].open and peer.channels[i].fault != BROKEN
                     and peer.channels[i].ops.arm(peer.channels[i].impl) != 0):
-                return False
+                armed = False
         peer = peer.next_peer
-    return True
+    return armed
 
 
 cdef bint needs_tick(Progress* self) noexcept nogil:

@@ -104,7 +104,7 @@ def test_two_machines():
 def test_a_worker_that_is_killed_ends_the_run_with_its_name(victim, tmp_path):
     command = [*AIOTE, "compare", "rate", "--provider", "shm", "--runs", "50", "--seconds", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        kill_one(process.pid, victim)
+        kill_one(process, victim)
         _, error = process.communicate(timeout=100)
     assert process.returncode == 1
     assert "target" in error or "initiator" in error
@@ -117,7 +117,7 @@ def test_ctrl_c_ends_everything():
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
-        found = workers(process.pid, "aiote.bench.worker")
+        found = workers(process, "aiote.bench.worker")
         time.sleep(0.5)
         os.killpg(process.pid, signal.SIGINT)
         _, error = process.communicate(timeout=60)
@@ -126,21 +126,23 @@ def test_ctrl_c_ends_everything():
     assert not any(os.path.exists(f"/proc/{pid}") for pid in found)
 
 
-def workers(parent: int, name: str) -> list[int]:
+def workers(bench: subprocess.Popen[str], name: str) -> list[int]:
     """Wait for the two processes of that name that a bench started."""
+    parent, children = bench.pid, []
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and bench.poll() is None:
         # A process that has only just been forked has its parent's command line, and no children of that name.
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
         found = [int(pid) for pid in children if name in Path(f"/proc/{pid}/cmdline").read_text()]
         if len(found) == 2:
             return found
         time.sleep(0.05)
-    raise AssertionError(f"no workers among {children}")
+    ended = "" if bench.poll() is None else f": status {bench.returncode}, {bench.stderr.read()}"
+    raise AssertionError(f"no workers among {children}{ended}")
 
 
-def kill_one(parent: int, name: str) -> None:
-    found = workers(parent, name)
+def kill_one(bench: subprocess.Popen[str], name: str) -> None:
+    found = workers(bench, name)
     time.sleep(1)
     os.kill(found[0], signal.SIGKILL)
 

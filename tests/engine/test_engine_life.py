@@ -30,7 +30,7 @@ async def test_opens_and_closes(provider, progress):
         (rail,) = engine.rails
         assert rail.provider.partition(";")[0] == provider
         assert rail.state == "up"
-        assert rail.library.startswith("simulated" if provider == "sim" else "libfabric ")
+        assert rail.library.startswith({"sim": "simulated", "verbs": "libibverbs"}.get(provider, "libfabric "))
         assert str(engine.address) in repr(engine)
     assert engine.closed
     assert "closed" in repr(engine)

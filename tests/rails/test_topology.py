@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 import sysfs_trees
-from aiote.rails.sysfs import MOST_ENTRIES, read_nic, read_topology
+from aiote.rails.sysfs import read_nic, read_topology
 from aiote.rails.topology import Distance, Nic, Topology, distance, nearest
+from aiote.rails.tree import MOST_ENTRIES
 
 
 @pytest.fixture

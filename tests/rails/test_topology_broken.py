@@ -15,8 +15,9 @@ from rich.console import Console
 
 import sysfs_trees
 from aiote.cli.info import Machine, as_dict, picture
-from aiote.rails.sysfs import MOST_NODE, MOST_SPEED, read_nic, read_topology
+from aiote.rails.sysfs import MOST_SPEED, read_nic, read_topology
 from aiote.rails.topology import Topology, nearest
+from aiote.rails.tree import MOST_NODE
 from sysfs_trees import Entry
 
 # Removing a tree of a hundred folders from a disk takes longer than all the rest.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,14 +9,13 @@ import anyio
 
 from children import Child
 from engines import PATIENCE_S
+from machine import SLOWER
 from namespaces import Network, end_of
 
 SIZE = 8 << 20
 PIECE = 1 << 18
 WRITES = 96
 RAILS = 3
-# The guest with netem is a machine of one slow processor.
-SLOWER = 5 if "RDMA_VM" in os.environ else 1
 CONFIG = {
     "cluster_key": b"a secret of sixteen",
     "heartbeat_interval": 0.2 * SLOWER,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -14,13 +16,15 @@ import anyio
 import pytest
 
 import aiote
+from aiote.rails.ports import read_ports
 from aiote.testing import Fabric
 
 PATIENCE_S = 30
 """A test that takes longer hangs."""
 
-each_provider = pytest.mark.parametrize("provider", ["tcp", "shm", "sim"])
-real_provider = pytest.mark.parametrize("provider", ["tcp", "shm"])
+over_verbs = pytest.param("verbs", marks=pytest.mark.needs_rdma)
+each_provider = pytest.mark.parametrize("provider", ["tcp", "shm", "sim", over_verbs])
+real_provider = pytest.mark.parametrize("provider", ["tcp", "shm", over_verbs])
 """For what is about libfabric, other processes or the system's own resources."""
 each_progress = pytest.mark.parametrize("progress", ["adaptive", "thread"])
 two_kinds = pytest.mark.parametrize(("provider", "progress"), [("tcp", "adaptive"), ("shm", "thread")])
@@ -44,10 +48,18 @@ def no_fabric_stays() -> Iterator[None]:
         _fabrics.pop().close()
 
 
+@functools.cache
+def ports() -> Iterator[str]:
+    """Yield the RDMA ports of this machine in turn, so that two engines of a test are on two of them."""
+    return itertools.cycle(port.name for port in read_ports() if port.up)
+
+
 def opened(provider: str, rails: list[str] | None = None, **settings: Any) -> Any:
     """Open an engine whose config has these settings; a simulated one on the running test's network."""
     if provider == "sim":
         return fabric().open_engine(rails or ["sim0"], aiote.EngineConfig(**settings))
+    if provider == "verbs":
+        rails = rails or [next(ports())]
     return aiote.open_engine(provider, rails, aiote.EngineConfig(**settings))
 
 

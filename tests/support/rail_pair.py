@@ -55,6 +55,7 @@ KINDS = (
     Kind("tcp", nic="lo", guards=True),
     Kind("shm"),
     Kind("sim", nic="sim0", guards=True),
+    Kind("verbs", nic="rxe0", guards=True),
 )
 
 
