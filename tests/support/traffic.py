@@ -10,8 +10,9 @@ import numpy as np
 
 import aiote
 from engines import across, linked
+from machine import SLOWER
 
-FAST = {"heartbeat_interval": 0.2, "heartbeat_limit": 0.8}
+FAST = {"heartbeat_interval": 0.2 * SLOWER, "heartbeat_limit": 0.8 * SLOWER}
 SIZE = 200_000
 WRITES = 120
 MESSAGES = 150

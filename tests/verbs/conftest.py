@@ -1,0 +1,22 @@
+"""Engines on RDMA devices that a switch joins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from switch import Switch, nics
+
+
+@pytest.fixture
+def switch() -> Iterator[Switch]:
+    switch = Switch()
+    yield switch
+    switch.mend()
+
+
+@pytest.fixture
+def need_four() -> None:
+    if nics() < 4:
+        pytest.skip(f"{nics()} RDMA devices, 4 are needed (rdma-vm --nics 4)")
