@@ -23,6 +23,7 @@ from .leases import Leases
 from .lifetime import Lifetime
 from .observe import EngineStatistics, Event, Events
 from .peer import Peer
+from .railevents import RailEvents
 from .rails import Fabric, PeerLink, RailInfo, acquire, error_text, quick, quick_send
 from .region import Pages, Region, RegionBook, RemoteRegion
 from .transfer import Launch, Transfer
@@ -84,6 +85,7 @@ class Engine(Connections):
         self.bells: BellExchange | None = None
         try:
             self._driver = Driver(self.loop, self.core, self._on_round)
+            self._rail_events = RailEvents(self)
         except BaseException:
             self.fabric.close()
             raise
@@ -120,9 +122,7 @@ class Engine(Connections):
         return EngineStatistics.of(self.core.statistics())
 
     def listen_events(self, listener: Callable[[Event], object]) -> Callable[[], None]:
-        """Call `listener` for each event of the engine (a peer connected or lost, a connection refused); what is
-        returned stops that.
-        """
+        """Call `listener` for each event (a peer connected or lost, a rail failed); what is returned stops that."""
         return self.events.listen(listener)
 
     def require_open(self) -> None:
@@ -462,6 +462,7 @@ class Engine(Connections):
         self._lifetime.begin_close()
         self.core.closing = True
         self._driver.detach()
+        self._rail_events.close()
         self.abandon_connections("the engine was aborted")
         if self.bells is not None:
             self.bells.abandon()

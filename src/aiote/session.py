@@ -216,6 +216,14 @@ class Session:
             elif errnum:
                 self.link_failed(f"the data connection failed: {error_text(errnum)}")
 
+    def rail_failed(self, link: PeerLink, rail: int, reason: str, queue: int) -> None:
+        """Give up what goes over one of our rails, or, where `queue` is the number of one, its channel alone."""
+        if self.failover is None or self.peer is None or self.peer.lost:
+            return
+        for number in link.channels_on(rail) if queue < 0 else (link.channel_with(queue, rail),):
+            if number >= 0:
+                self.failover.fail(number, reason)
+
     async def _establish(self) -> None:
         if self._role is Role.ACCEPTOR:
             await self._next(HelloReceived)
@@ -297,7 +305,7 @@ class Session:
         for mine, remote in pairs:
             self._offer_channel(mine, remote)
         link = self._link = engine.core.add_peer(self)
-        # Of several the loss of one is not that of the peer; nor is it where it takes no more than a request that failed.
+        # Of several the loss of one is not the peer's; nor is it where it takes no more than a request that failed.
         survivable = len(pairs) > 1 or engine.fabric.rails[pairs[0][0]].traits.fragile
         link.expect(len(pairs), engine.config.schedule == "in-turn", survivable)
         for pending in list(self._channels):

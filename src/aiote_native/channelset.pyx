@@ -79,6 +79,18 @@ cdef class ChannelSet:
         """Return how many bytes a channel's connection has moved either way; -1 where nobody can tell."""
         return (<NativeEndpoint> self.endpoints[channel]).moved() if self.endpoints[channel] is not None else -1
 
+    def channels_on(self, int rail) -> list[int]:
+        """Return the channels on one of our rails."""
+        return [i for i in range(self.state.channel_count) if self.state.channels[i].rail == rail]
+
+    def channel_with(self, int queue, int rail) -> int:
+        """Return the channel on our rail that has a queue of that number, or -1."""
+        cdef int i
+        for i in range(self.state.channel_count):
+            if self.state.channels[i].rail == rail and self.endpoints[i] is not None and self.endpoints[i].owns(queue):
+                return i
+        return -1
+
     def rail_of(self, int channel) -> int:
         """Return our rail under a channel."""
         return self.state.channels[channel].rail if 0 <= channel < self.state.channel_count else -1

@@ -13,6 +13,15 @@ cdef class NativeDevice:
         """Register memory; `remote` opens it to peers. The caller keeps it alive until that is closed."""
         raise NotImplementedError
 
+    @property
+    def async_fd(self) -> int:
+        """The descriptor that is readable when there are `events`; -1 where there never are any."""
+        return -1
+
+    def events(self) -> list[tuple[str, int]]:
+        """Take what happened to the NIC or its queues, as (what, number of the queue, or 0)."""
+        return []
+
     def close(self) -> None:
         """Close the NIC; everything under it must be closed before. Idempotent."""
         raise NotImplementedError
@@ -35,6 +44,10 @@ cdef class NativeEndpoint:
     def connect(self, bytes address) -> None:
         """Name the one peer endpoint that this one talks to."""
         raise NotImplementedError
+
+    def owns(self, int queue) -> bool:
+        """Whether a queue of that number, as events name them, is one of the endpoint's."""
+        return False
 
     def moved(self) -> int:
         """Return how many bytes its connection has moved either way; -1 where nobody can tell."""

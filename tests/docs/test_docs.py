@@ -101,7 +101,21 @@ def test_the_table_of_settings_is_whole(config):
     fields = [item.name for item in dataclasses.fields(aiote.EngineConfig)]
     assert [row[0].strip("`") for row in table] == fields
     for name, _, default, meaning in table:
-        assert ast.literal_eval(default.strip("`")) == getattr(config, name.strip("`")), name
+        assert value_of(default) == getattr(config, name.strip("`")), name
+        assert meaning
+
+
+def value_of(default: str) -> object:
+    """Return the value that a table's cell names."""
+    text = default.strip("`")
+    return aiote.VerbsConfig() if text == "VerbsConfig()" else ast.literal_eval(text)
+
+
+def test_the_table_of_verbs_settings_is_whole(config):
+    table = rows(README, "Of `VerbsConfig`")
+    assert [row[0].strip("`") for row in table] == [item.name for item in dataclasses.fields(aiote.VerbsConfig)]
+    for name, _, default, meaning in table:
+        assert value_of(default) == getattr(config.verbs, name.strip("`")), name
         assert meaning
 
 

@@ -1,4 +1,4 @@
-"""Rails on real queue pairs that lose their cable: everything completes, every count is exact, and the rail comes back."""
+"""Rails on real queue pairs that lose their cable: everything completes, counts are exact, and the rail comes back."""
 
 from __future__ import annotations
 
@@ -76,3 +76,63 @@ async def test_a_bad_cable(switch, need_four, netem):
         traffic = Traffic(left, right, 4)
         await traffic.run()
         traffic.check()
+
+
+async def test_a_port_that_goes_down_is_heard_of_at_once(switch, need_four):
+    """With nothing under way, too: not by requests that end in vain."""
+    async with over_switch(2) as (left, _right, events):
+        switch.pull(1)
+        await until(lambda: {"rail.down", "rail.failed"} <= set(names(events)))
+        down, failed = (next(e for e in events if e.name == name) for name in ("rail.down", "rail.failed"))
+        assert (down.details["rail"], failed.details["rail"]) == ("rxe1", "rxe1")
+        assert "its port went down" in failed.details["reason"]
+        assert [rail.state for rail in left.rails] == ["up", "down"]
+        switch.plug(1)
+        await until(lambda: {"rail.up", "rail.back"} <= set(names(events)))
+        assert "peer.lost" not in names(events)
+
+
+async def test_a_key_that_was_taken_back_ends_the_write_and_not_the_peer():
+    """The NIC refuses it and breaks the connection, which is made anew; what others write meanwhile arrives."""
+    async with over_switch(1) as (left, right, events):
+        memory = bytearray(1 << 16)
+        source, good = left.register(b"x" * (1 << 16)), across(left, right, memory)
+        owner = right.register(bytearray(1 << 16))
+        bad = left.attach(owner.descriptor)
+        await owner.aclose()
+        refused = left.submit_write_imm(source, bad, IMM)
+        fine = [left.submit_write_imm(source, good, IMM + 1) for _ in range(20)]
+        with pytest.raises(aiote.TransferError):
+            await refused
+        for transfer in fine:
+            await transfer
+        await right.counter(IMM + 1).wait(20)
+        assert memory == b"x" * (1 << 16)
+        assert "peer.lost" not in names(events)
+        assert right.counter(IMM).value == 0
+
+
+@pytest.mark.parametrize("what", ["write", "read", "send"])
+async def test_cancelled_over_a_pulled_cable(switch, what):
+    """The queue pair is put into the error state and flushed, then the cancellation is over; nothing comes later."""
+    async with over_switch(1, drain_timeout=0.05) as (left, right, _events):
+        memory = bytearray(1 << 20)
+        source, target = left.register(b"x" * (1 << 20)), across(left, right, memory)
+        here = left.register(bytearray(1 << 20))
+        verbs = {
+            "write": lambda: left.write_imm(source, target, IMM),
+            "read": lambda: left.read(target, here),
+            "send": lambda: left.send(right.address, b"text"),
+        }
+        switch.pull(0)
+        task = asyncio.create_task(verbs[what]())
+        await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled() or isinstance(task.exception(), aiote.AioteError)
+        assert source.memory.in_flight == here.memory.in_flight == 0
+        arrived = bytes(memory)
+        switch.plug(0)
+        await asyncio.sleep(1)
+        assert memory == arrived
+        assert right.counter(IMM).value == 0

@@ -62,6 +62,7 @@ class EventLoop(Protocol):
     ) -> Task: ...
     def call_soon(self, function: Callable[[], object]) -> None: ...
     def forget_readable(self, fd: int) -> None: ...
+    def on_readable(self, fd: int, function: Callable[[], object]) -> Callable[[], object]: ...
     def time(self) -> float: ...
 
 
@@ -122,6 +123,11 @@ class AsyncioLoop:
         """
         if not self.loop.is_closed():
             self.loop.remove_reader(fd)
+
+    def on_readable(self, fd: int, function: Callable[[], object]) -> Callable[[], object]:
+        """Call a function, which has to read, whenever a descriptor is readable; what is returned stops that."""
+        self.loop.add_reader(fd, function)
+        return functools.partial(self.forget_readable, fd)
 
     def spawn(
         self,
@@ -212,6 +218,16 @@ class TrioLoop:
 
     def forget_readable(self, fd: int) -> None:
         """Do nothing: trio accepts in the waiting task itself."""
+
+    def on_readable(self, fd: int, function: Callable[[], object]) -> Callable[[], object]:
+        """Call a function, which has to read, whenever a descriptor is readable; what is returned stops that."""
+
+        async def watch() -> None:
+            while True:
+                await self._trio.lowlevel.wait_readable(fd)
+                function()
+
+        return self.spawn(watch, name="aiote readable").cancel
 
     def time(self) -> float:
         return float(self._trio.current_time())

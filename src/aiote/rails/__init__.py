@@ -16,7 +16,7 @@ from aiote_native.wakers import Waiter as NativeWaiter
 from aiote_native.wakers import wake
 from aiote_native.workrequests import LocalMemory, Operation, PageIndex, RemoteMemory, Waitable
 
-from .contract import RailInfo
+from .contract import Rail, RailInfo
 from .fabric import Fabric, PendingChannel
 from .library import library_summary
 from .sim import sim_identity
@@ -35,6 +35,7 @@ __all__ = [
     "PageIndex",
     "PeerLink",
     "PendingChannel",
+    "Rail",
     "RailInfo",
     "RemoteMemory",
     "RemoteSlice",

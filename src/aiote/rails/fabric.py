@@ -22,7 +22,6 @@ from .contract import Rail, RailInfo
 from .leftovers import remove_leftovers
 from .libfabric import LibfabricRail, choose, fabric_error
 from .library import Found, load
-from .ports import choose_gid, choose_ports, read_ports
 from .sim import network
 
 __all__ = ["Fabric", "PendingChannel"]
@@ -115,7 +114,8 @@ class Fabric:
 
     def _open_ports(self, rails: tuple[str, ...] | None, host: str, settings: dict[str, int]) -> None:
         """Open ports of RDMA devices."""
-        # Only who wants them needs libibverbs.
+        # Only who wants them needs libibverbs, and `import aiote` is to stay quick.
+        from .ports import choose_gid, choose_ports, read_ports
         from .verbs import VerbsRail, load_verbs
 
         chosen = choose_ports(rails, host, read_ports())

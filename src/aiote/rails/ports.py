@@ -1,8 +1,8 @@
 """The ports of RDMA devices as sysfs has them, with their GIDs: which one a rail speaks from.
 
-A port over Ethernet has a GID for each address of its net device, in up to two ways of sending: RoCE v1, which no router
-forwards, and RoCE v2, which is UDP. Over InfiniBand the first is the port's own. `Documentation/ABI/stable/sysfs-class-infiniband`
-of the kernel describes the files.
+A port over Ethernet has a GID for each address of its net device, in up to two ways of sending: RoCE v1, which no
+router forwards, and RoCE v2, which is UDP. Over InfiniBand the first is the port's own. The files are described in the
+kernel's Documentation/ABI/stable/sysfs-class-infiniband.
 """
 
 from __future__ import annotations
@@ -125,12 +125,13 @@ def _way(gid: Gid) -> str:
 
 
 def choose_ports(names: tuple[str, ...] | None, host: str, ports: tuple[Port, ...]) -> list[Port]:
-    """Return the ports that are named: by device and port, net device or IP address. Without names, the one that has the
-    host's address, or the first that is up. Raises UsageError.
+    """Return the ports that are named: by device and port, net device or IP address. Without names, the one that has
+    the host's address, or the first that is up. Raises UsageError.
     """
     if not ports:
         raise UsageError(
-            "provider='verbs': this machine has no RDMA device (/sys/class/infiniband is empty); `aiote doctor` says more"
+            "provider='verbs': this machine has no RDMA device (/sys/class/infiniband is empty); "
+            "`aiote doctor` says what else it lacks"
         )
     if names is not None:
         return [_named(name, names, ports) for name in names]

@@ -74,6 +74,8 @@ class VerbsRail:
         return RailInfo(self.name, self.provider, speed, self.place.numa_node, state, "libibverbs")
 
     def open_endpoint(self) -> Endpoint:
+        if not self.device.attributes["up"]:
+            raise FabricError(100, "the port is down", operation="open endpoint", rail=self.name)
         try:
             return Endpoint(self.device)
         except StatusError as error:

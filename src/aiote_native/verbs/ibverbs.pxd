@@ -238,7 +238,7 @@ cdef extern from * nogil:
 
     typedef int (*query_port_old)(struct ibv_context*, uint8_t, void*);
 
-    /* The operations of a context by their names, as verbs.h finds them; NULL and EOPNOTSUPP where a driver has none. */
+    /* The operations of a context by name, as verbs.h finds them; NULL or EOPNOTSUPP where a driver has none. */
     static inline int aiote_query_port(struct ibv_context* context, uint8_t port, struct ibv_port_attr* out,
                                 query_port_old old) {
         struct verbs_context* known = verbs_get_ctx_op(context, query_port);

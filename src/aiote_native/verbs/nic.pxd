@@ -45,6 +45,9 @@ cdef int refill(Nic* nic) noexcept nogil
 cdef class VerbsDevice(NativeDevice):
     cdef Nic nic
     cdef readonly str name
+    cdef int open(self) except -1
+    cdef int open_context(self) except -1
+    cdef int open_receives(self) except -1
     cdef ibv_context* opened(self) except NULL
 
 cdef class VerbsMemory(Registration):

@@ -13,7 +13,7 @@ import os
 from aiote_native.forks cimport fork_epoch, own
 from aiote_native.verbs.ibverbs cimport (
     IBV_ACCESS_LOCAL_WRITE, IBV_ACCESS_RELAXED_ORDERING, IBV_ACCESS_REMOTE_READ, IBV_ACCESS_REMOTE_WRITE,
-    IBV_EVENT_CQ_ERR, IBV_EVENT_DEVICE_FATAL, IBV_EVENT_GID_CHANGE, IBV_EVENT_PORT_ACTIVE, IBV_EVENT_PORT_ERR,
+    IBV_EVENT_CQ_ERR, IBV_EVENT_DEVICE_FATAL, IBV_EVENT_PORT_ACTIVE, IBV_EVENT_PORT_ERR,
     IBV_EVENT_QP_ACCESS_ERR, IBV_EVENT_QP_FATAL, IBV_EVENT_QP_REQ_ERR, IBV_EVENT_SRQ_ERR, IBV_LINK_LAYER_ETHERNET,
     IBV_PORT_ACTIVE, aiote_alloc_parent, aiote_alloc_td, aiote_dealloc_td, aiote_query_port, ibv_async_event,
     ibv_device, ibv_post_srq_recv, ibv_recv_wr, ibv_srq_init_attr)
@@ -25,9 +25,8 @@ SETTINGS = {
 }
 """What a device is opened with where nothing else is said."""
 
-PORT_EVENTS = {IBV_EVENT_PORT_ACTIVE: "port up", IBV_EVENT_PORT_ERR: "port down", IBV_EVENT_DEVICE_FATAL: "removed",
-               IBV_EVENT_GID_CHANGE: "gid changed"}
-QUEUE_EVENTS = (IBV_EVENT_QP_FATAL, IBV_EVENT_QP_REQ_ERR, IBV_EVENT_QP_ACCESS_ERR)
+cdef dict PORT_EVENTS = {IBV_EVENT_PORT_ACTIVE: "port up", IBV_EVENT_PORT_ERR: "port down"}
+cdef tuple QUEUE_EVENTS = (IBV_EVENT_QP_FATAL, IBV_EVENT_QP_REQ_ERR, IBV_EVENT_QP_ACCESS_ERR)
 
 
 def devices() -> list[str]:
@@ -76,7 +75,7 @@ cdef class VerbsDevice(NativeDevice):
             self.close()
             raise
 
-    def open(self) -> None:
+    cdef int open(self) except -1:
         """Open it; what was opened before a failure is for `close`."""
         cdef Nic* nic = &self.nic
         cdef int code
@@ -99,9 +98,9 @@ cdef class VerbsDevice(NativeDevice):
             nic.parent = aiote_alloc_parent(nic.context, nic.pd, nic.td)
             if nic.parent == NULL:
                 nic.parent = nic.pd
-        self.open_receives()
+        return self.open_receives()
 
-    def open_context(self) -> None:
+    cdef int open_context(self) except -1:
         """Open the device that has the name. Raises LookupError."""
         cdef int count = 0
         cdef int i
@@ -115,12 +114,12 @@ cdef class VerbsDevice(NativeDevice):
                     self.nic.context = symbols().open_device(found[i])
                     if self.nic.context == NULL:
                         failed("ibv_open_device")
-                    return
+                    return 0
         finally:
             symbols().free_device_list(found)
         raise LookupError(f"libibverbs has no device {self.name!r}")
 
-    def open_receives(self) -> None:
+    cdef int open_receives(self) except -1:
         """Make the shared queue and fill it."""
         cdef Nic* nic = &self.nic
         cdef ibv_srq_init_attr attr
@@ -141,6 +140,7 @@ cdef class VerbsDevice(NativeDevice):
         code = refill(nic)
         if code != 0:
             failed("ibv_post_srq_recv", -code)
+        return 0
 
     cdef ibv_context* opened(self) except NULL:
         own(self.epoch)
@@ -170,10 +170,10 @@ cdef class VerbsDevice(NativeDevice):
         return self.opened().async_fd
 
     def events(self) -> list[tuple[str, int]]:
-        """Take the asynchronous events that came: (what, number of the queue pair, or of the port).
+        """Take the asynchronous events that came: (what, number of the queue pair, or 0).
 
-        "queue failed" and "shared receives failed" tell of queues, "port up", "port down", "gid changed" and "removed"
-        of the port; others, which ask for nothing, are left out.
+        "queue failed" tells of one, "port up", "port down" and "removed" of the port, "queues failed" of what all peers
+        share; others, which ask for nothing, are left out.
         """
         cdef ibv_context* context = self.opened()
         cdef ibv_async_event event
@@ -183,10 +183,11 @@ cdef class VerbsDevice(NativeDevice):
             if kind in QUEUE_EVENTS:
                 found.append(("queue failed", event.element.qp.qp_num))
             elif kind == IBV_EVENT_SRQ_ERR or kind == IBV_EVENT_CQ_ERR:
-                found.append(("shared receives failed" if kind == IBV_EVENT_SRQ_ERR else "completions failed", 0))
-            elif kind in PORT_EVENTS:
-                # A device that is removed has no port of its own any more: all are meant.
-                found.append((PORT_EVENTS[kind], event.element.port_num if kind != IBV_EVENT_DEVICE_FATAL else 0))
+                found.append(("queues failed", 0))
+            elif kind == IBV_EVENT_DEVICE_FATAL:
+                found.append(("removed", 0))
+            elif kind in PORT_EVENTS and event.element.port_num == self.nic.number:
+                found.append((PORT_EVENTS[kind], 0))
             symbols().ack_async_event(&event)
         return found
 

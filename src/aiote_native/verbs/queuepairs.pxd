@@ -7,7 +7,9 @@ from aiote_native.verbs.queues cimport Sends, VerbsEndpoint
 cdef class Endpoint(NativeEndpoint):
     cdef VerbsDevice device
     cdef VerbsEndpoint* impl
+    cdef readonly tuple numbers
     cdef readonly tuple psns
+    cdef int path_mtu(self) except -1
     cdef int open(self) except -1
     cdef int make(self, Sends* sends, bint shared, uint32_t depth, uint32_t receives) except -1
     cdef int bring_up(self, Sends* sends, Peer peer, uint32_t remote, uint32_t remote_psn, uint32_t own_psn) except -1

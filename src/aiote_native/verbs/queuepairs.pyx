@@ -22,8 +22,8 @@ from aiote_native.verbs.symbols cimport failed, symbols
 from aiote_native.verbs.nic cimport Nic
 from aiote_native.verbs.queues cimport DATA_DEPTH, TEXT_DEPTH, operations, release
 
-ADDRESS = struct.Struct("<BBBBH16sIIII")
-VERSION = 1
+cdef object ADDRESS = struct.Struct("<BBBBH16sIIII")
+cdef int VERSION = 1
 
 cdef enum:
     MTU_CODES = 5        # 256 bytes is 1, 4096 is 5
@@ -95,15 +95,16 @@ cdef class Endpoint(NativeEndpoint):
         self.make(&self.impl.data, True, depth, 0)
         self.make(&self.impl.text, False, min(depth, <uint32_t> TEXT_DEPTH), messages)
         self.wait_fd = self.impl.channel.fd
+        self.numbers = (self.impl.data.qp.qp_num, self.impl.text.qp.qp_num)
         # Where a pair begins to count is drawn at random: what an earlier one of that number sent is not taken for its.
         self.psns = (int.from_bytes(os.urandom(3), "little"), int.from_bytes(os.urandom(3), "little"))
         self.address = ADDRESS.pack(
             VERSION, self.path_mtu(), min(nic.attr.max_qp_rd_atom, MOST_READS, 255),
             nic.port.link_layer == IBV_LINK_LAYER_ETHERNET, nic.port.lid, bytes(nic.gid.raw[:16]),
-            self.impl.data.qp.qp_num, self.impl.text.qp.qp_num, *self.psns)
+            *self.numbers, *self.psns)
         return 0
 
-    def path_mtu(self) -> int:
+    cdef int path_mtu(self) except -1:
         """Return the code of the largest packet that our port takes, or that the settings ask for."""
         cdef Nic* nic = &self.device.nic
         wanted = nic.settings.mtu.bit_length() - 8 if nic.settings.mtu else MTU_CODES
@@ -188,6 +189,10 @@ cdef class Endpoint(NativeEndpoint):
         if code != 0:
             failed("ibv_modify_qp(RTS)", code)
         return 0
+
+    def owns(self, int queue) -> bool:
+        """Whether a queue pair of that number is one of the two."""
+        return queue in self.numbers
 
     cdef void* give(self) except NULL:
         """Hand the endpoint to a channel, which releases it."""

@@ -1,0 +1,54 @@
+"""What NICs tell by themselves: a port that goes down or comes back, a queue that has failed.
+
+Without it the loss of a cable would be known when the first request has been repeated in vain, a fraction of a second
+later. What has no way to tell such things (libfabric's providers) is not asked.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .rails import Rail
+    from .session import Session
+
+__all__ = ["RailEvents"]
+
+DOWN = {"port down": "its port went down", "removed": "the device was removed", "queues failed": "its queues failed"}
+
+
+class RailEvents:
+    """Listens to the rails of one engine until it is closed."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._stops = [
+            engine.loop.on_readable(rail.device.async_fd, functools.partial(self._read, rail))
+            for rail in engine.fabric.rails
+            if rail.device.async_fd >= 0
+        ]
+
+    def close(self) -> None:
+        """Listen no longer. Idempotent."""
+        while self._stops:
+            self._stops.pop()()
+
+    def _read(self, rail: Rail) -> None:
+        if self._engine.closed:
+            return
+        for what, queue in rail.device.events():
+            if what == "port up":
+                self._engine.events.emit("rail.up", rail=rail.name)
+            elif what in DOWN:
+                self._engine.events.emit("rail.down", rail=rail.name, reason=DOWN[what])
+                self._fail(rail, DOWN[what])
+            else:
+                self._fail(rail, "its queue pair failed", queue)
+
+    def _fail(self, rail: Rail, reason: str, queue: int = -1) -> None:
+        """Give up the channels over a rail, or the one that has a queue."""
+        for link in tuple(self._engine.core.peers):
+            session: Session = link.tag  # type: ignore[assignment]
+            session.rail_failed(link, rail.index, reason, queue)
