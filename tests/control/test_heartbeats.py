@@ -9,7 +9,7 @@ import pytest
 
 import aiote
 from aiote.heartbeats import Heartbeats
-from engines import PATIENCE_S, each_provider, linked, opened, pair, quiet, real_provider, until
+from engines import PATIENCE_S, each_provider, linked, opened, pair, quiet, served_by_process, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -19,7 +19,7 @@ NEVER_S = 1000.0
 
 
 @pytest.mark.anyio
-@real_provider
+@served_by_process
 async def test_a_stopped_peer_is_lost(provider, child):
     """Nothing of it is closed and nothing fails: only silence tells."""
     stopped = child()

@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 import aiote
-from engines import PATIENCE_S, each_provider, opened, real_provider, until
+from engines import PATIENCE_S, each_provider, opened, served_by_process, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -71,7 +71,7 @@ async def test_a_restarted_peer_connects_anew(provider):
                 assert (await left.recv()).source is after
 
 
-@real_provider
+@served_by_process
 @pytest.mark.parametrize("dialled_by", ["the restarted one", "the other one"])
 async def test_a_new_incarnation_ends_what_the_old_one_left(provider, dialled_by, child):
     """The old life is stopped, so that nothing but the new one tells of its end."""

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 import aiote
-from engines import PATIENCE_S, each_provider, opened, pair, real_provider, run_script, until
+from engines import PATIENCE_S, each_provider, opened, pair, real_provider, run_script, served_by_process, until
 from strangers import Stranger
 
 pytestmark = pytest.mark.libfabric
@@ -32,7 +32,7 @@ class Awaiting:
 
 
 @pytest.mark.anyio
-@real_provider
+@served_by_process
 @pytest.mark.parametrize("how", ["aclose", "abort"])
 async def test_closing_ends_everything_of_its_own(provider, how, child):
     stopped = child()
@@ -156,7 +156,7 @@ async def test_messages_that_arrived_outlive_their_sender(provider):
         assert [(await right.recv()).data for _ in range(5)] == [bytes([number]) for number in range(5)]
 
 
-@real_provider
+@served_by_process
 async def test_a_region_closes_after_the_failure_of_what_used_it(provider, child):
     killed = child()
     with anyio.fail_after(PATIENCE_S):

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 import aiote
-from engines import PATIENCE_S, each_provider, linked, opened, real_provider, until
+from engines import PATIENCE_S, each_provider, linked, opened, served_by_process, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -32,7 +32,7 @@ async def settled(child) -> list[int]:
 
 
 @pytest.mark.anyio
-@real_provider
+@served_by_process
 async def test_a_write_to_a_stopped_peer(provider, child):
     """No late writes: what the memory holds after the cancellation never arrives."""
     stopped = child()
@@ -85,7 +85,7 @@ async def test_a_read_from_a_stopped_peer(child):
             assert transfer.exception().confirmed is False
 
 
-@real_provider
+@served_by_process
 async def test_a_deadline_and_a_bare_cancel(provider, child):
     """asyncio's own ways of cancelling, one of them in the middle of the draining: none is swallowed or wrapped."""
     stopped = child()
@@ -142,7 +142,7 @@ async def test_others_that_wait_for_the_same_transfer_hear_of_it(child):
             assert not other.confirmed
 
 
-@real_provider
+@served_by_process
 async def test_a_peer_that_can_be_asked_confirms(provider, child):
     """A live peer that is merely slower than the patience of the draining: both sides agree that the pair is gone."""
     slow = child()

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 import aiote
-from engines import PATIENCE_S, opened, real_provider, served_on, until
+from engines import PATIENCE_S, opened, real_provider, served_by_process, served_on, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -35,7 +35,7 @@ def stuck_with(engine: aiote.Engine, peer: aiote.Peer, descriptor: bytes) -> dic
 
 
 @pytest.mark.anyio
-@real_provider
+@served_by_process
 async def test_everything_under_way_ends_when_the_peer_is_killed(provider, child):
     killed = child()
     with anyio.fail_after(PATIENCE_S):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engines import real_provider
+from engines import served_by_process
 
 pytestmark = pytest.mark.libfabric
 
@@ -31,7 +31,7 @@ def soak(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@real_provider
+@served_by_process
 def test_a_short_soak(provider, request):
     done = soak("--seconds", SECONDS, "--seed", SEED, "--provider", provider)
     print(done.stdout)

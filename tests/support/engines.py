@@ -26,7 +26,9 @@ PATIENCE_S = 30 * SLOWER**0.5
 over_verbs = pytest.param("verbs", marks=pytest.mark.needs_rdma)
 each_provider = pytest.mark.parametrize("provider", ["tcp", "shm", "sim", over_verbs])
 real_provider = pytest.mark.parametrize("provider", ["tcp", "shm", over_verbs])
-"""For what is about libfabric, other processes or the system's own resources."""
+"""For what is about other processes or the system's own resources."""
+served_by_process = pytest.mark.parametrize("provider", ["tcp", "shm"])
+"""For what a stopped process keeps from being done: where there are NICs, its own answers for it."""
 each_progress = pytest.mark.parametrize("progress", ["adaptive", "thread"])
 two_kinds = pytest.mark.parametrize(("provider", "progress"), [("tcp", "adaptive"), ("shm", "thread")])
 """For scripts, which take half a second each with libfabric 1.17."""
