@@ -229,3 +229,32 @@ async def test_one_library_a_process(tmp_path):
     async with opened("tcp"):
         with pytest.raises(aiote.UsageError, match=r"libfabric is open from .* use one library a process"):
             await opened("tcp", library=str(tmp_path / "libfabric.so.1"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("gid_index", -1),
+        ("gid_index", 256),
+        ("pkey_index", 65536),
+        ("service_level", 16),
+        ("traffic_class", 256),
+        ("mtu", 1500),
+        ("timeout", 0),
+        ("timeout", 32),
+        ("retries", 8),
+        ("receives", 63),
+        ("receives", "many"),
+    ],
+)
+def test_verbs_settings_out_of_range(field, value):
+    with pytest.raises(aiote.UsageError, match=f"{field}={value!r}"):
+        aiote.VerbsConfig(**{field: value})
+
+
+def test_verbs_settings_are_of_their_kind(monkeypatch):
+    with pytest.raises(aiote.UsageError, match="verbs must be a VerbsConfig, got dict"):
+        aiote.EngineConfig(verbs={"mtu": 1024})
+    monkeypatch.setenv("AIOTE_GID_INDEX", "3")
+    assert aiote.VerbsConfig().gid_index == 3
+    assert aiote.VerbsConfig(gid_index=1).gid_index == 1

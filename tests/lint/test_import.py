@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-LAZY = {"aiote.rails.topology", "aiote.rails.sysfs", "aiote.rails.numa", "ctypes"}
+LAZY = {"aiote.rails.topology", "aiote.rails.sysfs", "aiote.rails.numa", "aiote.rails.diagnosis", "ctypes"}
 OPTIONAL = {"torch", "cupy", "trio", "uvloop", "typer", "rich", "safetensors"}
 
 
@@ -34,4 +34,4 @@ def test_import_reads_no_topology():
 
 def test_the_measure():
     assert "rich" in imported_by("import rich")
-    assert imported_modules("import aiote.rails.sysfs, aiote.rails.numa") >= LAZY
+    assert imported_modules("import aiote.rails.sysfs, aiote.rails.numa, aiote.rails.diagnosis") >= LAZY

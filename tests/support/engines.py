@@ -23,9 +23,8 @@ from machine import SLOWER
 PATIENCE_S = 30 * SLOWER**0.5
 """A test that takes longer hangs."""
 
-over_verbs = pytest.param("verbs", marks=pytest.mark.needs_rdma)
-each_provider = pytest.mark.parametrize("provider", ["tcp", "shm", "sim", over_verbs])
-real_provider = pytest.mark.parametrize("provider", ["tcp", "shm", over_verbs])
+each_provider = pytest.mark.parametrize("provider", ["tcp", "shm", "sim", "verbs"])
+real_provider = pytest.mark.parametrize("provider", ["tcp", "shm", "verbs"])
 """For what is about other processes or the system's own resources."""
 served_by_process = pytest.mark.parametrize("provider", ["tcp", "shm"])
 """For what a stopped process keeps from being done: where there are NICs, its own answers for it."""

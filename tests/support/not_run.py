@@ -38,7 +38,19 @@ def library() -> str:
         return f"none: {type(error).__name__}: {error}"
 
 
+def _over_verbs(item: pytest.Item) -> bool:
+    """Whether a parameter of the test is the provider "verbs", or a kind of rail that has it."""
+    values = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+    return any(
+        "verbs" in (value, getattr(value, "provider", "")) for value in values if not hasattr(value, "__array__")
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _over_verbs(item):
+            item.add_marker(pytest.mark.needs_rdma)
     for marker, missing in NEEDS.items():
         concerned = [item for item in items if item.get_closest_marker(marker)]
         if concerned and (reason := missing()):

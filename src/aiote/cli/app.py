@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from aiote.cli import bench, info
+from aiote.cli import bench, doctor, info
 from aiote.cli.demo import kvcache, weightfile
 
 __all__ = ["run"]
@@ -24,6 +24,7 @@ demo = typer.Typer(help="See the engine at work on real input.", no_args_is_help
 app.add_typer(demo, name="demo")
 app.add_typer(bench.app, name="bench")
 app.command("info")(info.command)
+app.command("doctor")(doctor.command)
 demo.command("kvcache")(kvcache.command)
 demo.command("weights")(weightfile.command)
 
