@@ -70,6 +70,14 @@ def test_shm_says_the_same(tcp):
     assert texts(run) == texts(tcp)
 
 
+@pytest.mark.parametrize("provider", ["verbs", "verbs;ofi_rxm"])
+def test_rdma_devices_say_the_same(tcp, provider, monkeypatch):
+    monkeypatch.setenv("FI_UNIVERSE_SIZE", "16")
+    run = shown(demo(TEXT, *SMALL, "--provider", provider, "--json"))
+    check(run, provider)
+    assert texts(run) == texts(tcp)
+
+
 def test_auto_reads_standard_input_and_weights_from_a_file(tcp, tmp_path):
     """The same prompt and the same weights by another way give the same answers, seen by a person."""
     path = tmp_path / "w.safetensors"
@@ -83,7 +91,7 @@ def test_auto_reads_standard_input_and_weights_from_a_file(tcp, tmp_path):
     assert "".join(texts(tcp)[0].split()) in words
 
 
-@pytest.mark.parametrize("provider", ["tcp", "shm"])
+@pytest.mark.parametrize("provider", ["tcp", "shm", "verbs"])
 def test_a_prefiller_killed_in_the_middle(provider):
     done = demo(*LONG, "--provider", provider, "--kill-prefiller-after", "0.3", "--json")
     run = shown(done, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import aiote
-from aiote.rails.ports import Gid, Port, choose_gid, choose_ports, read_ports
+from aiote.rails import fabric, ports
+from aiote.rails.ports import Gid, Port, choose_gid, choose_ports, hardware, read_ports
 
 V1, V2 = "IB/RoCE v1", "RoCE v2"
 FOUR, SIX, LOCAL = "::ffff:10.77.0.1", "fd00::1", "fe80::4b:1ff:fe00:1"
@@ -127,3 +129,27 @@ def test_nonsense_is_unknown(tmp_path_factory, gids, state):
         for gid in found.gids:
             assert len(gid.raw) == 16
             assert gid.rank >= 0
+
+
+def test_what_is_taken_unasked():
+    """No software, nothing that is down or has no address, and no device without queue pairs."""
+    good = made("a", "10.0.0.1")
+    others = [
+        dataclasses.replace(good, software=True),
+        dataclasses.replace(good, up=False),
+        dataclasses.replace(good, gids=()),
+        dataclasses.replace(good, driver="efa"),
+    ]
+    assert hardware((*others, good)) == (good,)
+
+
+@pytest.mark.libfabric
+@pytest.mark.parametrize(
+    ("fast", "names", "taken"), [(False, None, True), (True, None, False), (False, ("eth9",), False)]
+)
+def test_auto_prefers_ports_of_hardware(monkeypatch, tmp_path, fast, names, taken):
+    """Over tcp, not over NICs that libfabric alone drives, nor where a name is not theirs."""
+    monkeypatch.setattr(fabric, "has_fast_nics", lambda: fast)
+    monkeypatch.setattr(ports, "read_ports", lambda: (made("a", "10.0.0.1"),))
+    monkeypatch.setattr(fabric.os.path, "isdir", lambda _: True)
+    assert fabric._has_ports(names) is taken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +21,7 @@ from ..errors import UsageError
 from .bereaved import Bereaved
 from .contract import Rail, RailInfo
 from .leftovers import remove_leftovers
-from .libfabric import LibfabricRail, choose, fabric_error
+from .libfabric import LibfabricRail, choose, fabric_error, has_fast_nics, shared_memory
 from .library import Found, load
 from .sim import network
 
@@ -92,8 +93,8 @@ class Fabric:
         self._scratch: LocalMemory | None = None
         self._memories: weakref.WeakSet[LocalMemory] = weakref.WeakSet()
         try:
-            if provider == "verbs":
-                self._open_ports(rails, host, {**(verbs or {}), "messages": messages + CREDIT_MESSAGES})
+            if provider == "verbs" or (provider == "auto" and found is not None and _has_ports(rails)):
+                self._open_ports(rails, host, {**(verbs or {}), "messages": messages + CREDIT_MESSAGES}, found)
             elif found is None:
                 core["clock"] = self._plug(rails, threaded=bool(core.get("threaded")))
             else:
@@ -112,8 +113,10 @@ class Fabric:
         for index, (name, node, domain) in enumerate(choose(provider, rails, host, found)):
             self.rails.append(LibfabricRail(index, name, node, domain, found))
 
-    def _open_ports(self, rails: tuple[str, ...] | None, host: str, settings: dict[str, int]) -> None:
-        """Open ports of RDMA devices."""
+    def _open_ports(
+        self, rails: tuple[str, ...] | None, host: str, settings: dict[str, int], found: Found | None
+    ) -> None:
+        """Open ports of RDMA devices, and shared memory beside them where they were not asked for."""
         # Only who wants them needs libibverbs, and `import aiote` is to stay quick.
         from .ports import choose_gid, choose_ports, read_ports
         from .verbs import VerbsRail, load_verbs
@@ -123,6 +126,9 @@ class Fabric:
         wanted = settings.pop("gid_index", None)
         for index, port in enumerate(chosen):
             self.rails.append(VerbsRail(index, port, choose_gid(port, wanted), settings))
+        if found is not None:
+            for name, node, domain in shared_memory():
+                self.rails.append(LibfabricRail(len(self.rails), name, node, domain, found))
 
     def _plug(self, rails: tuple[str, ...] | None, *, threaded: bool) -> Any:
         """Open rails of the simulated network; return the clock that it is, where its time is virtual."""
@@ -260,3 +266,15 @@ class Fabric:
                 self.rails.pop().close()
             except StatusError as error:
                 raise fabric_error(error, "close rail", "") from error
+
+
+def _has_ports(rails: tuple[str, ...] | None) -> bool:
+    """Whether the best NICs here are ports of RDMA devices that have every name that is asked for."""
+    if not os.path.isdir("/sys/class/infiniband") or has_fast_nics():
+        return False
+    from .ports import choose_ports, hardware, read_ports
+
+    try:
+        return bool(choose_ports(rails, "", hardware(read_ports())))
+    except UsageError:
+        return False

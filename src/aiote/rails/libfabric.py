@@ -21,14 +21,16 @@ from .library import Found
 if TYPE_CHECKING:
     from .topology import Nic, Place
 
-__all__ = ["LibfabricRail", "choose", "offered", "source_host"]
+__all__ = ["LibfabricRail", "choose", "fabric_error", "has_fast_nics", "offered", "shared_memory", "source_host"]
 
 SPINNING_TCP = (1, 18)
 """tcp of 1.18.0 has a wait descriptor that never stops being readable; 1.18.1 mended it."""
 
 SHARED_MEMORY_BYTES = 1 << 30
 
-AUTO_ORDER = ("efa", "cxi", "verbs;ofi_rxm", "tcp")
+FAST = ("efa", "cxi")
+"""NICs that only libfabric drives."""
+AUTO_ORDER = (*FAST, "verbs;ofi_rxm", "tcp")
 
 
 class LibfabricRail:
@@ -131,8 +133,17 @@ def choose(provider: str, names: tuple[str, ...] | None, host: str, library: Fou
     if provider != "auto":
         return _choose(provider, names, host, library)
     best = next((name for name in AUTO_ORDER if _offers(name)), "tcp")
-    near = [("shm", "", str(offer["domain"])) for offer in _offers("shm")[:1]] if shared_memory_suffices() else []
-    return _choose(best, names, host, library) + near
+    return _choose(best, names, host, library) + shared_memory()
+
+
+def has_fast_nics() -> bool:
+    """Tell whether there are NICs that only libfabric drives."""
+    return any(_offers(name) for name in FAST)
+
+
+def shared_memory() -> list[tuple[str, str, str]]:
+    """Return (provider, node, domain) of the rail to open beside the others, for peers on this host, if any."""
+    return [("shm", "", str(offer["domain"])) for offer in _offers("shm")[:1]] if shared_memory_suffices() else []
 
 
 def shared_memory_suffices() -> bool:

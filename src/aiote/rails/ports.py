@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from ..errors import UsageError
 from .tree import Tree
 
-__all__ = ["Gid", "Port", "choose_gid", "choose_ports", "read_ports"]
+__all__ = ["Gid", "Port", "choose_gid", "choose_ports", "hardware", "read_ports"]
 
 MOST_GIDS = 256
 MOST_PORTS = 16
 NONE = bytes(16)
+OTHERS = ("efa", "hfi1", "mana", "usnic_verbs")
+"""Drivers whose devices have no reliable connected queue pairs, or none to speak of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class Port:
     ethernet: bool
     software: bool
     gids: tuple[Gid, ...]
+    driver: str = ""
 
     @property
     def name(self) -> str:
@@ -87,6 +90,7 @@ def _port(tree: Tree, device: str, number: int) -> Port:
         ethernet,
         bool(tree.text(f"{folder}/parent")) or "/devices/virtual/" in tree.link(folder),
         tuple(gid for index in indices if (gid := _gid(tree, port, index, ethernet=ethernet)) is not None),
+        tree.driver(f"{folder}/device"),
     )
 
 
@@ -103,6 +107,11 @@ def _gid(tree: Tree, port: str, index: int, *, ethernet: bool) -> Gid | None:
     version = 0 if not ethernet else 2 if kind == "RoCE v2" else 1
     net = tree.text(f"{port}/gid_attrs/ndevs/{index}")
     return Gid(index, raw, version, "" if "/" in net or net in (".", "..") else net)
+
+
+def hardware(ports: tuple[Port, ...]) -> tuple[Port, ...]:
+    """Return the ports that are worth to be taken unasked: up, with an address, of devices that have queue pairs."""
+    return tuple(port for port in ports if port.up and port.gids and not port.software and port.driver not in OTHERS)
 
 
 def choose_gid(port: Port, wanted: int | None = None) -> Gid:
