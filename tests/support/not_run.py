@@ -41,9 +41,8 @@ def library() -> str:
 def _over_verbs(item: pytest.Item) -> bool:
     """Whether a parameter of the test is the provider "verbs", or a kind of rail that has it."""
     values = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
-    return any(
-        "verbs" in (value, getattr(value, "provider", "")) for value in values if not hasattr(value, "__array__")
-    )
+    named = (getattr(value, "provider", value) for value in values)
+    return any(isinstance(name, str) and name.startswith("verbs") for name in named)
 
 
 @pytest.hookimpl(tryfirst=True)

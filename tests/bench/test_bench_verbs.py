@@ -1,0 +1,126 @@
+"""`aiote bench` over RDMA devices, beside the raw loops over libibverbs; and what it says where there are none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aiote.bench.devices import ports_of
+from aiote.bench.sides import BenchError
+
+AIOTE = [sys.executable, "-m", "aiote", "bench"]
+# A guest may take many times as long as a machine for all of this.
+QUICK = ["--runs", "1", "--seconds", "0.02", "--mode", "event"]
+SMALL = {"write": "64K", "pages": "4K", "latency": "8", "send": "8,16K", "read": "64K", "rate": "8"}
+NONE_HERE = Path("/sys/class/infiniband")
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*AIOTE, *arguments], capture_output=True, text=True, timeout=110)
+
+
+@pytest.mark.needs_rdma
+@pytest.mark.parametrize("op", list(SMALL))
+def test_both_are_measured_and_the_data_are_right(op, tmp_path, monkeypatch):
+    # Verified by the workers: wrong data end the measurement. No libfabric is looked for.
+    monkeypatch.setenv("AIOTE_LIBFABRIC", "/nowhere/libfabric.so.1")
+    file = tmp_path / "records.json"
+    arguments = ["--provider", "verbs", "--sizes", SMALL[op], "--pages", "256", *QUICK, "--json", str(file)]
+    done = bench("compare", op, *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("verbs, libibverbs, event")
+    records = json.loads(file.read_text())["records"]
+    assert [record["contestant"] for record in records] == ["raw", "aiote"] * len(SMALL[op].split(","))
+    for record in records:
+        assert record["runs"] == 1
+        assert record["value"]["median"] > 0
+        assert record["library"] == "libibverbs"
+        assert record["congestion"] == ""
+
+
+@pytest.mark.needs_rdma
+@pytest.mark.parametrize("who", [("raw", "write"), ("write",)])
+def test_devices_are_named_for_both_sides(who):
+    first = ports_of("initiator", "")[0][0]
+    done = bench(*who, "--provider", "verbs", "--rails", first.name, "--sizes", "4K", *QUICK)
+    assert done.returncode == 0, done.stderr
+    assert "write 4K" in done.stdout
+
+
+@pytest.mark.needs_rdma
+def test_several_rails_of_the_raw_loops():
+    names = ",".join(sorted({ports_of(role, "")[0][0].name for role in ("initiator", "target")}))
+    done = bench("raw", "pages", "--provider", "verbs", "--rails", names, "--pages", "256", "--sizes", "4K", *QUICK)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.needs_rdma
+def test_a_device_that_is_not_there():
+    done = bench("raw", "write", "--provider", "verbs", "--rails", "mlx5_99", *QUICK)
+    assert done.returncode == 2
+    assert "'mlx5_99' is not here" in done.stderr
+
+
+@pytest.mark.skipif(NONE_HERE.exists() and any(NONE_HERE.iterdir()), reason="there is an RDMA device")
+@pytest.mark.parametrize("who", [("raw", "write"), ("latency",), ("compare",)])
+def test_without_a_device_it_says_so(who):
+    done = bench(*who, "--provider", "verbs")
+    assert done.returncode == 2
+    assert "this machine has no RDMA device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def port(folder: Path, name: str, address: str, state: str = "4: ACTIVE") -> None:
+    """Add a RoCE port with one GID to a tree of sysfs."""
+    place = folder / "class/infiniband" / name / "ports/1"
+    files = {"link_layer": "Ethernet", "state": state, "gids/3": f"::ffff:{address}", "gid_attrs/types/3": "RoCE v2"}
+    for file, text in files.items():
+        (place / file).parent.mkdir(parents=True, exist_ok=True)
+        (place / file).write_text(f"{text}\n")
+
+
+@pytest.mark.parametrize(
+    ("role", "rails", "host", "names"),
+    [
+        ("initiator", "", "", ["a0"]),
+        ("target", "", "", ["c0"]),
+        ("target", "", "10.0.0.1", ["a0"]),
+        ("initiator", "", "10.0.0.4", ["d0"]),
+        ("initiator", "d0,a0", "", ["d0", "a0"]),
+        ("target", "d0,a0", "", ["d0", "a0"]),
+    ],
+)
+def test_which_ports_a_side_has(tmp_path, role, rails, host, names):
+    for number, name in enumerate(["a0", "b0", "c0", "d0"], 1):
+        port(tmp_path, name, f"10.0.0.{number}", "1: DOWN" if name == "b0" else "4: ACTIVE")
+    found = ports_of(role, rails, host, root=str(tmp_path))
+    assert [(port.name, gid.index) for port, gid in found] == [(name, 3) for name in names]
+
+
+def test_a_single_port_is_both_sides(tmp_path):
+    port(tmp_path, "a0", "10.0.0.1")
+    assert ports_of("target", "", root=str(tmp_path)) == ports_of("initiator", "", root=str(tmp_path))
+
+
+def test_no_port_to_speak_from(tmp_path):
+    port(tmp_path, "a0", "10.0.0.1", "1: DOWN")
+    with pytest.raises(BenchError, match="no port is up"):
+        ports_of("target", "", root=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("write", "--provider", "verbs", "--library", "/some/libfabric.so.1"), "verbs needs none"),
+        (("write", "--provider", "verbs", "--listen", "--host", "127.0.0.1:99999"), "99999"),
+    ],
+)
+def test_what_is_refused(arguments, why):
+    done = bench(*arguments)
+    assert done.returncode in (1, 2)
+    assert why in done.stderr
+    assert "Traceback" not in done.stderr
