@@ -1,8 +1,9 @@
 """Run the checks, all of them even if one fails: lint, every test, and the libfabric tests once more.
 
 The first run of the tests uses the newest libfabric here, the second the system's, which is the oldest that must work;
-that one runs each test on one event loop, for the first has run it on all. Both run at the same time, because most of
-a test is waiting; what the second says comes after what the first says.
+that one runs each test on one event loop, for the first has run it on all. The third, of what needs RDMA devices, is in
+a guest that has them in software (tools/guest). All run at the same time, because most of a test is waiting; what the
+others say comes after what the first says.
 A missing library is a failure. Arguments are handed to pytest. The last line counts the tests of both runs.
 """
 
@@ -21,6 +22,7 @@ from typing import IO
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
+NEEDS_GUEST = "needs_rdma or needs_netem"
 SYSTEM = ["/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib"]
 
 
@@ -100,19 +102,53 @@ def checked(name: str, library: Path | None, missing: str, *arguments: str, asid
     return Outcome(name, status == 0, detail, time.monotonic() - started, counts)
 
 
+def in_guest(aside: IO[str]) -> Outcome:
+    """Run what needs RDMA devices or netem in a guest that has them; its kernel is built where there is none yet."""
+    name, started = "tests in the guest", time.monotonic()
+    aside.write(f"\n{'=' * 100}\n== {name}: soft-RoCE devices on a switch\n{'=' * 100}\n")
+    aside.flush()
+    guest = [sys.executable, "tools/guest"]
+    built = subprocess.run([*guest, "--build-uml"], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=aside, stderr=aside)
+    if built.returncode:
+        return Outcome(name, True, "NOT RUN: THERE IS NO GUEST TO BE HAD HERE, SEE ABOVE", time.monotonic() - started)
+    report = ROOT / "build" / "test-reports" / "guest.xml"
+    report.unlink(missing_ok=True)
+    pytest = [sys.executable, "-m", "pytest", f"--junit-xml={report}", "--one-loop", "-m", NEEDS_GUEST, *sys.argv[1:]]
+    status = subprocess.run(
+        [*guest, "--nics", "4", "--", *pytest], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=aside, stderr=aside
+    ).returncode
+    counts = counted(report)
+    detail = "verbs: {} passed, {} failed, {} skipped".format(*counts)
+    return Outcome(name, status == 0, detail, time.monotonic() - started, counts)
+
+
+def has_rdma() -> bool:
+    return any(Path("/dev/infiniband").glob("uverbs*"))
+
+
 def main() -> int:
     system, wheel = system_library(), wheel_library()
     newest = max((path for path in (wheel, system) if path), key=version, default=None)
     if newest and version(newest) < (2, 0):
         newest = None
     outcomes = [lint()]
-    with tempfile.TemporaryFile("w+") as aside, ThreadPoolExecutor(1) as beside:
+    # Where the machine itself has RDMA devices, they are tested on it.
+    here = "" if has_rdma() else f"not ({NEEDS_GUEST})"
+    with (
+        tempfile.TemporaryFile("w+") as aside,
+        tempfile.TemporaryFile("w+") as inside,
+        ThreadPoolExecutor(2) as beside,
+    ):
+        guest = None if has_rdma() else beside.submit(in_guest, inside)
         missing = f"none in {', '.join(SYSTEM)}; run: make system"
-        old = beside.submit(checked, "tests of rails", system, missing, "-m", "libfabric", "--one-loop", aside=aside)
+        chosen = f"libfabric and {here}" if here else "libfabric"
+        old = beside.submit(checked, "tests of rails", system, missing, "-m", chosen, "--one-loop", aside=aside)
         missing = "no libfabric 2.x; the extra that brings it: pip install 'aiote[libfabric]'"
-        outcomes += [checked("every test", newest, missing), old.result()]
-        aside.seek(0)
-        print(aside.read(), flush=True)
+        outcomes += [checked("every test", newest, missing, *(["-m", here] if here else [])), old.result()]
+        outcomes += [guest.result()] if guest else []
+        for said in (aside, inside):
+            said.seek(0)
+            print(said.read(), flush=True)
     banner("passed" if all(outcome.passed for outcome in outcomes) else "FAILED")
     for outcome in outcomes:
         mark = "ok" if outcome.passed else "FAILED"

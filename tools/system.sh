@@ -12,9 +12,11 @@ have_header() {  # a compiler that finds the header, and the C library's headers
     echo "#include <$1>" | "${CC:-cc}" ${CPPFLAGS:-} ${CFLAGS:-} -E -xc - >/dev/null 2>&1
 }
 
-have_library() {
+have_library() {  # a name, or a pattern for one
     for folder in /usr/lib/*-linux-gnu /usr/lib64 /usr/lib /usr/local/lib /opt/amazon/efa/lib /opt/amazon/efa/lib64; do
-        [ ! -e "$folder/$1" ] || return 0
+        for file in "$folder"/$1; do
+            [ ! -e "$file" ] || return 0
+        done
     done
     return 1
 }
@@ -50,10 +52,20 @@ else
     in_python 'import ensurepip, venv' || need "${own:-python3}-venv"
 fi
 wished=
-if [ "$purpose" = test ]; then  # network namespaces that are joined, and cut
+wish() {
+    wished="$wished $1"
+}
+if [ "$purpose" = test ]; then
     PATH="$PATH:/usr/sbin:/sbin"
-    command -v ip >/dev/null || wished="$wished iproute2"
-    command -v iptables >/dev/null || wished="$wished iptables"
+    # network namespaces that are joined, and cut; the guest's network (tools/guest)
+    { command -v ip && command -v rdma && command -v tc; } >/dev/null || wish iproute2
+    command -v iptables >/dev/null || wish iptables
+    # the guest's kernel, and RDMA devices in software
+    for program in make flex bison bc; do
+        command -v "$program" >/dev/null || wish "$program"
+    done
+    command -v xz >/dev/null || wish xz-utils
+    have_library 'libibverbs/librxe-rdmav*.so' || wish ibverbs-providers
 fi
 [ -n "$missing$wished" ] || exit 0
 if [ "${3:-}" = again ]; then

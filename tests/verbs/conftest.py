@@ -19,4 +19,4 @@ def switch() -> Iterator[Switch]:
 @pytest.fixture
 def need_four() -> None:
     if nics() < 4:
-        pytest.skip(f"{nics()} RDMA devices, 4 are needed (rdma-vm --nics 4)")
+        pytest.skip(f"{nics()} RDMA devices, 4 are needed (tools/guest --nics 4)")
