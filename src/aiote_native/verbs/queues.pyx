@@ -189,6 +189,13 @@ cdef bint translate(VerbsEndpoint* self, const ibv_wc* wc, Completion* out, int*
 cdef bint retire(Sends* sends, WorkRequest* last, int status, Completion* out, int* made, int capacity) noexcept nogil:
     """Report the sends up to one, all with its status; False where there is no room for all."""
     cdef WorkRequest* wr
+    cdef uint32_t i = sends.tail
+    if status != IBV_WC_SUCCESS:
+        # One that has been reported already takes nobody with it.
+        while i != sends.head and sends.ring[i & (sends.depth - 1)] != last:
+            i += 1
+        if i == sends.head:
+            return True
     while sends.tail != sends.head:
         if made[0] == capacity:
             return False
