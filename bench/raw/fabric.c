@@ -1,16 +1,39 @@
-/* Endpoints, memory and completion queues. libfabric is opened at run time, as aiote opens it, so that both sides of a
- * comparison can be given the same file. */
+/* Rails of libfabric: endpoints, memory and completion queues. It is opened at run time, as aiote opens it, so that
+ * both sides of a comparison can be given the same file. */
 #include "raw.h"
 
 #include <dlfcn.h>
 #include <errno.h>
 #include <poll.h>
+#include <rdma/fi_cm.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
+#include <rdma/fi_errno.h>
+#include <rdma/fi_rma.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
 #include <unistd.h>
 
+_Static_assert(sizeof(struct fi_context2) <= sizeof(((struct work *)NULL)->context), "work has room for a context");
+_Static_assert(FI_EAGAIN == EAGAIN, "the loops know one code of a full queue");
+
+struct rail {
+    struct fi_info *info;
+    struct fid_fabric *fabric;
+    struct fid_domain *domain;
+    struct fid_ep *endpoint;
+    struct fid_cq *queue;
+    struct fid_av *vector;
+    struct fid_mr *memory;
+    fi_addr_t peer;
+    uint64_t remote_key, remote_base;
+    int descriptor;
+};
+
+static struct rail rails[MAX_RAILS];
 static int (*getinfo)(uint32_t, const char *, const char *, uint64_t, const struct fi_info *, struct fi_info **);
 static void (*freeinfo)(struct fi_info *);
 static struct fi_info *(*dupinfo)(const struct fi_info *);
@@ -25,17 +48,19 @@ static void *find(void *library, const char *name, const char *version) {
 }
 
 static void load(struct raw *self) {
-    void *library = dlopen(self->library, RTLD_NOW | RTLD_LOCAL);
+    void *library = dlopen(*self->library ? self->library : "libfabric.so.1", RTLD_NOW | RTLD_LOCAL);
+    uint32_t version;
     if (library == NULL) fail("%s", dlerror());
     *(void **)&getinfo = find(library, "fi_getinfo", "FABRIC_1.3");
     *(void **)&freeinfo = find(library, "fi_freeinfo", "FABRIC_1.3");
     *(void **)&dupinfo = find(library, "fi_dupinfo", "FABRIC_1.3");
     *(void **)&fabric = find(library, "fi_fabric", "FABRIC_1.1");
     *(void **)&error_text = find(library, "fi_strerror", "FABRIC_1.0");
-    self->version = ((uint32_t (*)(void))find(library, "fi_version", "FABRIC_1.0"))();
+    version = ((uint32_t (*)(void))find(library, "fi_version", "FABRIC_1.0"))();
+    snprintf(self->version, sizeof(self->version), "libfabric %u.%u", FI_MAJOR(version), FI_MINOR(version));
 }
 
-void check(int64_t code, const char *what) {
+static void check(int64_t code, const char *what) {
     if (code < 0) fail("%s: %s", what, error_text ? error_text((int)-code) : strerror((int)-code));
 }
 
@@ -79,16 +104,16 @@ static void open_rail(struct raw *self, struct rail *rail, const char *domain) {
           "fi_mr_reg");
 }
 
-void fabric_open(struct raw *self) {
+static void fabric_open(struct raw *self) {
     char *names = strdup(self->rails), *rest = names, *name;
     load(self);
     while ((name = strsep(&rest, ",")) != NULL && self->rail_count < MAX_RAILS)
-        open_rail(self, &self->rail[self->rail_count++], name);
+        open_rail(self, &rails[self->rail_count++], name);
     free(names);
 }
 
-void fabric_card(struct raw *self, int i, struct card *out) {
-    struct rail *rail = &self->rail[i];
+static void fabric_card(struct raw *self, int i, struct card *out) {
+    struct rail *rail = &rails[i];
     size_t length = NAME_BYTES;
     memset(out, 0, sizeof(*out));
     out->key = fi_mr_key(rail->memory);
@@ -98,9 +123,10 @@ void fabric_card(struct raw *self, int i, struct card *out) {
     snprintf(out->wire, sizeof(out->wire), "%s", rail->info->fabric_attr->prov_name);
 }
 
-void fabric_connect(struct raw *self, int i, const struct card *peer) {
-    struct rail *rail = &self->rail[i];
+static void fabric_connect(struct raw *self, int i, const struct card *peer) {
+    struct rail *rail = &rails[i];
     int inserted;
+    (void)self;
     if (strncmp(rail->info->fabric_attr->prov_name, peer->wire, sizeof(peer->wire)) != 0)
         fail("%s here cannot talk to the other side's: both need libfabrics of one kind", rail->info->fabric_attr->prov_name);
     inserted = fi_av_insert(rail->vector, peer->name, 1, &rail->peer, 0, NULL);
@@ -110,9 +136,9 @@ void fabric_connect(struct raw *self, int i, const struct card *peer) {
     rail->remote_base = peer->base;
 }
 
-void fabric_close(struct raw *self) {
+static void fabric_close(struct raw *self) {
     for (int i = 0; i < self->rail_count; i++) {
-        struct rail *rail = &self->rail[i];
+        struct rail *rail = &rails[i];
         fi_close(&rail->endpoint->fid);
         fi_close(&rail->memory->fid);
         fi_close(&rail->queue->fid);
@@ -121,20 +147,6 @@ void fabric_close(struct raw *self) {
         fi_close(&rail->fabric->fid);
         freeinfo(rail->info);
     }
-}
-
-struct work *work_take(struct raw *self, enum what what, uint64_t group) {
-    struct work *work = self->spare;
-    if (work != NULL) self->spare = work->next;
-    else if ((work = calloc(1, sizeof(*work))) == NULL) fail("out of memory");
-    work->what = what;
-    work->group = group;
-    return work;
-}
-
-void work_give(struct raw *self, struct work *work) {
-    work->next = self->spare;
-    self->spare = work;
 }
 
 static int post_rma(struct rail *rail, struct work *work, struct iovec *local, void **desc, uint64_t remote,
@@ -149,8 +161,9 @@ static int post_rma(struct rail *rail, struct work *work, struct iovec *local, v
                             FI_COMPLETION | FI_DELIVERY_COMPLETE | (immediate < 0 ? 0 : FI_REMOTE_CQ_DATA));
 }
 
-int post(struct raw *self, int i, struct work *work, uint64_t local, uint64_t remote, size_t size, int64_t immediate) {
-    struct rail *rail = &self->rail[i];
+static int fabric_post(struct raw *self, int i, struct work *work, uint64_t local, uint64_t remote, size_t size,
+                       int64_t immediate) {
+    struct rail *rail = &rails[i];
     struct iovec vector = {.iov_base = self->arena + local, .iov_len = size};
     void *desc = fi_mr_desc(rail->memory);
     int code;
@@ -163,77 +176,58 @@ int post(struct raw *self, int i, struct work *work, uint64_t local, uint64_t re
         code = post_rma(rail, work, &vector, &desc, remote, immediate);
     }
     if (code != 0 && code != -FI_EAGAIN) check(code, "post");
-    if (code == 0 && work->what != RECEIVE) self->outstanding++;
     return code;
 }
 
-static void handle(struct raw *self, struct fi_cq_data_entry *entry) {
-    struct work *work = entry->op_context;
-    if (entry->flags & FI_REMOTE_CQ_DATA) {
-        if (entry->data == END) self->ended++;
-        else self->counted++;
-        return;
-    }
-    if (work->what == RECEIVE) self->received++;
-    else self->outstanding--;
-    if (self->on_done != NULL && work->what != CONTROL) self->on_done(self, work);
-    else work_give(self, work);
-}
-
-int poll_all(struct raw *self) {
+static int fabric_poll(struct raw *self) {
     struct fi_cq_data_entry entry[BATCH];
     int total = 0;
     for (int i = 0; i < self->rail_count; i++) {
-        ssize_t got = fi_cq_read(self->rail[i].queue, entry, BATCH);
+        ssize_t got = fi_cq_read(rails[i].queue, entry, BATCH);
         if (got == -FI_EAVAIL) {
             struct fi_cq_err_entry error = {0};
-            fi_cq_readerr(self->rail[i].queue, &error, 0);
+            fi_cq_readerr(rails[i].queue, &error, 0);
             fail("a completion failed: %s", error_text(error.err));
         }
         if (got == -FI_EAGAIN) continue;
         check(got, "fi_cq_read");
-        for (ssize_t j = 0; j < got; j++) handle(self, &entry[j]);
+        for (ssize_t j = 0; j < got; j++) {
+            if (entry[j].flags & FI_REMOTE_CQ_DATA) arrived(self, entry[j].data);
+            else completed(self, entry[j].op_context);
+        }
         total += (int)got;
     }
     return total;
 }
 
 /* shm has no wait descriptor: whoever posted or took something wakes the other through an eventfd. */
-void ring(struct raw *self) {
+static void ring(struct raw *self) {
     uint64_t one = 1;
     if (self->peer_bell >= 0 && write(self->peer_bell, &one, sizeof(one)) < 0 && errno != EAGAIN) fail("bell");
 }
 
 static bool armed(struct raw *self) {
     for (int i = 0; i < self->rail_count; i++) {
-        struct fid *queue = &self->rail[i].queue->fid;
-        if (self->rail[i].descriptor >= 0 && fi_trywait(self->rail[i].fabric, &queue, 1) != 0) return false;
+        struct fid *queue = &rails[i].queue->fid;
+        if (rails[i].descriptor >= 0 && fi_trywait(rails[i].fabric, &queue, 1) != 0) return false;
     }
     return true;
 }
 
-void progress(struct raw *self) {
+static void fabric_sleep(struct raw *self) {
     struct pollfd set[MAX_RAILS + 1];
     uint64_t rung;
     int count = 0;
-    if (poll_all(self) > 0) {
-        ring(self);
-        return;
-    }
-    if (!self->sleeps) return;
     if (self->own_bell >= 0 && read(self->own_bell, &rung, sizeof(rung)) > 0) return;
     if (!armed(self)) return;
     for (int i = 0; i < self->rail_count; i++)
-        if (self->rail[i].descriptor >= 0)
-            set[count++] = (struct pollfd){.fd = self->rail[i].descriptor, .events = POLLIN};
+        if (rails[i].descriptor >= 0)
+            set[count++] = (struct pollfd){.fd = rails[i].descriptor, .events = POLLIN};
     if (self->own_bell >= 0) set[count++] = (struct pollfd){.fd = self->own_bell, .events = POLLIN};
     poll(set, (nfds_t)count, 100);
 }
 
-void post_receives(struct raw *self) {
-    for (uint64_t i = 0; i < RECEIVES && !self->receives; i++) {
-        struct work *work = work_take(self, RECEIVE, i);
-        while (post(self, 0, work, i * MESSAGE_BYTES, 0, MESSAGE_BYTES, -1) == -FI_EAGAIN) poll_all(self);
-    }
-    self->receives = true;
-}
+const struct kind fabric_kind = {
+    .open = fabric_open, .card = fabric_card, .connect = fabric_connect, .post = fabric_post, .flush = ring,
+    .poll = fabric_poll, .sleep = fabric_sleep, .close = fabric_close,
+};

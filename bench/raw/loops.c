@@ -2,6 +2,7 @@
  * that has come, and answers where the work is a round trip. */
 #include "raw.h"
 
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
@@ -48,6 +49,7 @@ void prepare(struct raw *self, const struct run *run) {
         fail("the run needs %llu bytes, the arena has %zu", (unsigned long long)bytes + 8, self->arena_bytes);
     for (uint64_t i = 0; i < bytes / 8; i++) ((uint64_t *)self->arena)[i] = fills ? word(run, i) : 0;
     self->counted = self->ended = self->received = self->finished = 0;
+    self->stride = run->window * (is(run, "pages") ? run->pages : 1) / (4 * (uint64_t)self->rail_count);
     free(self->left);
     self->left = calloc(run->window, sizeof(*self->left));
     if (self->left == NULL) fail("out of memory");
@@ -90,9 +92,9 @@ static bool verify(struct raw *self, const struct run *run) {
 
 static void post_must(struct raw *self, int rail, struct work *work, uint64_t at, uint64_t to, size_t size,
                       int64_t immediate) {
-    while (post(self, rail, work, at, to, size, immediate) == -FI_EAGAIN) {
-        ring(self);
-        poll_all(self);
+    while (post(self, rail, work, at, to, size, immediate) == -EAGAIN) {
+        self->kind->flush(self);
+        self->kind->poll(self);
     }
 }
 
@@ -107,21 +109,23 @@ static void run_slots(struct raw *self, const struct run *run, enum what what) {
     uint64_t posted = 0, slot = 0;
     self->on_done = finish_slot;
     while (self->finished < run->count) {
-        bool rings = false;
+        bool posts = false;
         while (posted < run->count && posted - self->finished < run->window) {
             struct work *work;
+            int rail;
             while (self->left[slot]) slot = (slot + 1) % run->window;
             work = work_take(self, what, slot);
-            if (post(self, (int)(slot % (uint64_t)self->rail_count), work, slot * run->size, slot * run->size, run->size,
-                     -1) != 0) {
+            /* The receives for messages are the first rail's. */
+            rail = what == SEND ? 0 : (int)(slot % (uint64_t)self->rail_count);
+            if (post(self, rail, work, slot * run->size, slot * run->size, run->size, -1) != 0) {
                 work_give(self, work);
                 break;
             }
             self->left[slot] = 1;
             posted++;
-            rings = true;
+            posts = true;
         }
-        if (rings) ring(self);
+        if (posts) self->kind->flush(self);
         progress(self);
     }
 }
@@ -136,7 +140,7 @@ static void run_pages(struct raw *self, const struct run *run) {
     uint64_t request = 0, page = 0;
     self->on_done = finish_page;
     while (self->finished < run->count) {
-        bool rings = false;
+        bool posts = false;
         while (request < run->count && (page > 0 || request - self->finished < run->window)) {
             uint64_t slot = request % run->window, base = slot * run->pages * run->size;
             struct work *work;
@@ -148,10 +152,10 @@ static void run_pages(struct raw *self, const struct run *run) {
                 break;
             }
             if (page == 0) self->left[slot] = run->pages;
-            rings = true;
+            posts = true;
             if (++page == run->pages) page = 0, request++;
         }
-        if (rings) ring(self);
+        if (posts) self->kind->flush(self);
         progress(self);
     }
 }
@@ -165,14 +169,16 @@ static void run_round_trips(struct raw *self, const struct run *run, struct resu
     double *times = malloc(run->count * sizeof(*times)), before = seconds_of(CLOCK_MONOTONIC), now;
     if (times == NULL) fail("out of memory");
     self->on_done = NULL;
+    self->quiet = true;
     for (uint64_t i = 0; i < run->count; i++) {
         post_must(self, 0, work_take(self, WRITE, 0), 0, 0, run->size, COUNTED);
-        ring(self);
+        self->kind->flush(self);
         while (self->counted <= i) progress(self);
         now = seconds_of(CLOCK_MONOTONIC);
         times[i] = (now - before) * 1e6;
         before = now;
     }
+    self->quiet = false;
     while (self->outstanding) progress(self);
     qsort(times, run->count, sizeof(*times), by_value);
     /* The nearest rank, as aiote's own statistics have it. */
@@ -190,7 +196,7 @@ void run_initiator(struct raw *self, const struct run *run, struct result *out) 
     out->seconds = seconds_of(CLOCK_MONOTONIC) - begun;
     self->on_done = NULL;
     post_must(self, 0, work_take(self, CONTROL, 0), self->arena_bytes - 8, self->arena_bytes - 8, 8, END);
-    ring(self);
+    self->kind->flush(self);
     while (self->outstanding) progress(self);
     out->cpu = seconds_of(CLOCK_PROCESS_CPUTIME_ID) - cpu;
     out->verified = !is(run, "read") || verify(self, run);
@@ -201,7 +207,7 @@ static void take_message(struct raw *self, struct work *work) {
         work_give(self, work);
         return;
     }
-    while (post(self, 0, work, work->group * MESSAGE_BYTES, 0, MESSAGE_BYTES, -1) == -FI_EAGAIN) continue;
+    while (post(self, 0, work, work->group * MESSAGE_BYTES, 0, MESSAGE_BYTES, -1) == -EAGAIN) continue;
 }
 
 void run_target(struct raw *self, const struct run *run, struct result *out) {
@@ -209,13 +215,14 @@ void run_target(struct raw *self, const struct run *run, struct result *out) {
     uint64_t answered = 0;
     self->on_done = is(run, "send") ? take_message : NULL;
     while (!self->ended || self->outstanding || (is(run, "send") && self->received < run->count)) {
+        self->quiet = is(run, "latency") && !self->ended;
         progress(self);
         for (; is(run, "latency") && answered < self->counted; answered++) {
             post_must(self, 0, work_take(self, WRITE, 0), 0, 0, run->size, COUNTED);
-            ring(self);
+            self->kind->flush(self);
         }
     }
-    ring(self);
+    self->kind->flush(self);
     out->seconds = seconds_of(CLOCK_MONOTONIC) - begun;
     out->cpu = seconds_of(CLOCK_PROCESS_CPUTIME_ID) - cpu;
     out->verified = is(run, "read") || is(run, "latency") || verify(self, run);

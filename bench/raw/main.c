@@ -47,7 +47,8 @@ static void settings(struct raw *self, int argc, char **argv) {
     if (argc % 2 == 0) fail("options come in pairs: --name value");
     self->target = strcmp(value_of(argc, argv, "--role", "target"), "target") == 0;
     self->provider = value_of(argc, argv, "--provider", "tcp");
-    self->library = value_of(argc, argv, "--library", "libfabric.so.1");
+    self->kind = strcmp(self->provider, "verbs") == 0 ? &verbs_kind : &fabric_kind;
+    self->library = value_of(argc, argv, "--library", "");
     self->host = value_of(argc, argv, "--host", "127.0.0.1");
     self->rails = value_of(argc, argv, "--rails", "");
     self->sleeps = strcmp(value_of(argc, argv, "--mode", "spin"), "event") == 0;
@@ -65,9 +66,9 @@ static void settings(struct raw *self, int argc, char **argv) {
 
 static void say_address(struct raw *self) {
     struct card card;
-    printf("{\"library\": \"libfabric %u.%u\", \"address\": \"", FI_MAJOR(self->version), FI_MINOR(self->version));
+    printf("{\"library\": \"%s\", \"address\": \"", self->version);
     for (int i = 0; i < self->rail_count; i++) {
-        fabric_card(self, i, &card);
+        self->kind->card(self, i, &card);
         for (size_t j = 0; j < sizeof(card); j++) printf("%02x", ((uint8_t *)&card)[j]);
     }
     printf("\"}\n");
@@ -83,7 +84,7 @@ static void meet(struct raw *self, const char *text) {
             ((uint8_t *)&card)[j] = (uint8_t)byte;
         }
         if (card.length > NAME_BYTES) fail("the peer's address is malformed");
-        fabric_connect(self, i, &card);
+        self->kind->connect(self, i, &card);
     }
     printf("{\"ready\": true}\n");
     fflush(stdout);
@@ -121,7 +122,7 @@ int main(int argc, char **argv) {
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     setenv("FI_OFI_RXM_USE_SRX", "0", 0);
     settings(&self, argc, argv);
-    fabric_open(&self);
+    self.kind->open(&self);
     say_address(&self);
     while (fgets(line, sizeof(line), stdin) != NULL && strncmp(line, "quit", 4) != 0) {
         struct result result = {0};
@@ -139,6 +140,6 @@ int main(int argc, char **argv) {
             answer(&run, &result);
         }
     }
-    fabric_close(&self);
+    self.kind->close(&self);
     return 0;
 }

@@ -1,16 +1,11 @@
 /* The baseline: what aiote's loops cost in plain C over the same provider, with the same promises (a write is done when
- * its bytes are in the target's memory). One process a side; main.c has the line protocol, fabric.c the endpoints,
- * loops.c the measured work. */
+ * its bytes are in the target's memory). One process a side; main.c has the line protocol, loops.c the measured work,
+ * work.c what those loops are made of, fabric.c and verbs.c the two kinds of rails. */
 #ifndef AIOTE_RAW_H
 #define AIOTE_RAW_H
 
-#include <rdma/fi_cm.h>
-#include <rdma/fi_domain.h>
-#include <rdma/fi_endpoint.h>
-#include <rdma/fi_eq.h>
-#include <rdma/fi_errno.h>
-#include <rdma/fi_rma.h>
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 
 enum {
@@ -25,25 +20,12 @@ enum {
 
 enum what { WRITE, READ, SEND, RECEIVE, CONTROL };
 
-/* A work request; libfabric owns `context` (FI_CONTEXT2) until it completes. */
+/* A work request; libfabric owns `context` (its fi_context2) until it completes. */
 struct work {
-    struct fi_context2 context;
+    void *context[8];
     struct work *next;
     enum what what;
     uint64_t group;  /* the slot or request that it is of */
-};
-
-struct rail {
-    struct fi_info *info;
-    struct fid_fabric *fabric;
-    struct fid_domain *domain;
-    struct fid_ep *endpoint;
-    struct fid_cq *queue;
-    struct fid_av *vector;
-    struct fid_mr *memory;
-    fi_addr_t peer;
-    uint64_t remote_key, remote_base;
-    int descriptor;
 };
 
 /* What one side tells the other of each of its rails. */
@@ -54,21 +36,44 @@ struct card {
     char wire[NAME_BYTES];  /* the provider's name: tcp and tcp;ofi_rxm do not understand each other, and would wait */
 };
 
+struct raw;
+
+/* What a kind of rail does. */
+struct kind {
+    /* Open every rail that `rails` names, and count them. */
+    void (*open)(struct raw *self);
+    void (*card)(struct raw *self, int rail, struct card *out);
+    void (*connect)(struct raw *self, int rail, const struct card *peer);
+    /* -EAGAIN: the queue is full; poll and try again. `immediate` below 0: none. It may wait for `flush`. */
+    int (*post)(struct raw *self, int rail, struct work *work, uint64_t local, uint64_t remote, size_t size,
+                int64_t immediate);
+    void (*flush)(struct raw *self);
+    /* Take what completed on every rail; the number of completions. */
+    int (*poll)(struct raw *self);
+    /* Sleep until there may be something to poll, or come back to have it polled once more before. */
+    void (*sleep)(struct raw *self);
+    void (*close)(struct raw *self);
+};
+
+extern const struct kind fabric_kind, verbs_kind;
+
 struct raw {
+    const struct kind *kind;
     const char *provider, *library, *rails, *host;
     bool target, sleeps;
     int processor, own_bell, peer_bell;
     uint8_t *arena;
     size_t arena_bytes;
-    struct rail rail[MAX_RAILS];
     int rail_count;
-    uint32_t version;
+    char version[NAME_BYTES];     /* of the library */
     struct work *spare;
     uint64_t counted, ended;      /* immediates that arrived */
     uint64_t received;            /* messages that arrived */
     uint64_t outstanding;         /* posted and not completed, receives aside */
     uint64_t finished;            /* what the loop at work has finished of its run */
     uint64_t *left;               /* pages that each slot's request still waits for */
+    uint64_t stride;              /* how many of a rail may be outstanding without one that tells of its end */
+    bool quiet;                   /* only what the other side sends is waited for */
     bool receives;                /* whether they are posted */
     void (*on_done)(struct raw *, struct work *);
 };
@@ -84,22 +89,18 @@ struct result {
 };
 
 _Noreturn void fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
-void check(int64_t code, const char *what);
 
-void fabric_open(struct raw *self);
-void fabric_card(struct raw *self, int rail, struct card *out);
-void fabric_connect(struct raw *self, int rail, const struct card *peer);
-void fabric_close(struct raw *self);
 struct work *work_take(struct raw *self, enum what what, uint64_t group);
 void work_give(struct raw *self, struct work *work);
-/* -FI_EAGAIN: the queue is full; poll and try again. `immediate` below 0: none. */
-int post(struct raw *self, int rail, struct work *work, uint64_t local, uint64_t remote, size_t size, int64_t immediate);
-void post_receives(struct raw *self);
-/* Take what completed on every rail; the number of completions. */
-int poll_all(struct raw *self);
+/* What a kind of rail tells of: one of our requests is over; an immediate arrived. */
+void completed(struct raw *self, struct work *work);
+void arrived(struct raw *self, uint64_t immediate);
+/* As the kind's, and counted. */
+int post(struct raw *self, int rail, struct work *work, uint64_t local, uint64_t remote, size_t size,
+         int64_t immediate);
 /* Poll, and in event mode sleep until there is something. */
 void progress(struct raw *self);
-void ring(struct raw *self);
+void post_receives(struct raw *self);
 
 void run_initiator(struct raw *self, const struct run *run, struct result *out);
 void run_target(struct raw *self, const struct run *run, struct result *out);

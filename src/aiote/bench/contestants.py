@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from aiote.bench.devices import ports_of
 from aiote.bench.remote import Connection
 from aiote.bench.sides import BenchError, LocalSide, Pair, bells
 
@@ -20,7 +21,9 @@ RAW = Path(__file__).with_name("aiote-bench-raw")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What every contestant of one comparison is given. `library` is a path of libfabric.so.1, "" for the default."""
+    """What every contestant of one comparison is given. `library` is a path of libfabric.so.1, "" for the default; over
+    verbs there is none.
+    """
 
     provider: str
     library: str = ""
@@ -29,6 +32,11 @@ class Setting:
     progress: str = "adaptive"
     rails: str = ""
     arena: int = 64 << 20
+
+    @property
+    def over_tcp(self) -> bool:
+        """Whether TCP carries the bytes, as far as we know the provider."""
+        return self.provider not in ("shm", "verbs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +82,7 @@ def raw_worker(role: str, setting: Setting, host: str = "") -> list[str]:
 
 
 def worker_command(contestant: Contestant, role: str, setting: Setting, processor: int, host: str = "") -> list[str]:
-    """Return the command of one side."""
+    """Return the command of one side. Raises BenchError where it cannot be made."""
     if contestant.kind == "other":
         command = [*contestant.command, "--role", role]
     else:
@@ -82,10 +90,18 @@ def worker_command(contestant: Contestant, role: str, setting: Setting, processo
         command = make(role, setting, host)
         if setting.library:
             command += ["--library", setting.library]
-        if setting.rails:
-            command += ["--rails", setting.rails]
+        if rails := _rails(contestant.kind, role, setting, host):
+            command += ["--rails", rails]
     command += ["--provider", setting.provider, "--mode", setting.mode]
     return [*command, "--arena", str(setting.arena), "--cpu", str(processor)]
+
+
+def _rails(kind: str, role: str, setting: Setting, host: str) -> str:
+    if setting.provider != "verbs":
+        return setting.rails
+    # The raw loops look nothing up: they are told the port and the GID that an engine would choose.
+    ports = ports_of(role, setting.rails, host)
+    return ",".join(port.name if kind == "aiote" else f"{port.device}:{port.number}:{gid.index}" for port, gid in ports)
 
 
 def processors() -> tuple[int, int]:

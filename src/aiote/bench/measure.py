@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from aiote.bench.congestion import congestion_control
-from aiote.bench.contestants import Setting
+from aiote.bench.contestants import Setting, processors
 from aiote.bench.records import UNITS, Record, Run
 from aiote.bench.sides import BenchError, Pair, Unsupported
 from aiote.bench.statistics import Spread, paired_ratio
@@ -150,7 +150,9 @@ def measure(
             entry.refusal = str(refusal)
         except BenchError as error:
             _note(entry, error)
-    disturbed = _in_turn(able, work, plan, spins=setting.mode == "spin") if able else 0
+    # On a machine with one processor there is no run that nothing disturbed.
+    spins = setting.mode == "spin" and len(set(processors())) > 1
+    disturbed = _in_turn(able, work, plan, spins=spins) if able else 0
     raw = next((entry for entry in able if entry.pair.name == "raw"), None)
     return [_record(entry, work, setting, raw, disturbed) for entry in entries]
 
@@ -169,7 +171,7 @@ def _record(entry: Entry, work: Work, setting: Setting, raw: Entry | None, distu
         loop=entry.loop,
         mode=setting.mode,
         rails=setting.rails,
-        congestion=congestion_control() if setting.provider != "shm" else "",
+        congestion=congestion_control() if setting.over_tcp else "",
         size=work.size,
         window=work.window,
         pages=work.pages,

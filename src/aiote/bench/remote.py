@@ -158,12 +158,13 @@ def serve_one(sock: socket.socket, command: Command) -> str:
         return ""
     try:
         kind, fields = told(line)
+        words = command(kind, fields, sock.getsockname()[0])
     except BenchError as error:
         with contextlib.suppress(OSError):
             sock.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
         raise
     sock.settimeout(None)
-    side = LocalSide(f"{kind} target", command(kind, fields, sock.getsockname()[0]))
+    side = LocalSide(f"{kind} target", words)
     try:
         if rest:
             side.feed(rest)

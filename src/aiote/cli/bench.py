@@ -17,6 +17,7 @@ import aiote
 from aiote.bench import plot, table
 from aiote.bench.congestion import NamespaceError, congestion_control, enter_namespace
 from aiote.bench.contestants import Contestant, Setting, start, worker_command
+from aiote.bench.devices import ports_of
 from aiote.bench.measure import Entry, Plan, arena_for, measure
 from aiote.bench.records import Record, write_json
 from aiote.bench.remote import Connection, Listener, parse_place
@@ -47,7 +48,7 @@ WIDTH = 170
 
 Ops = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help=f"Which of {', '.join(OPS)}. Default: all.")]
 Op = Annotated[str, typer.Argument(metavar="OP", help=f"One of {', '.join(OPS)}.")]
-Provider = Annotated[str, typer.Option(help="tcp, shm or another of libfabric's; several with commas.")]
+Provider = Annotated[str, typer.Option(help="verbs, or tcp, shm or another of libfabric's; several with commas.")]
 Library = Annotated[
     list[str] | None,
     typer.Option(
@@ -133,6 +134,23 @@ def _libraries(paths: Sequence[str] | None) -> list[str]:
         _fail(f"--library: {error}", 2)
 
 
+def _settings(first: Setting, providers: Sequence[str], paths: Sequence[str] | None) -> tuple[Setting, ...]:
+    """Return a setting for each provider and library; libibverbs is the only one of its kind."""
+    libraries = _libraries(paths) if any(provider != "verbs" for provider in providers) else []
+    if paths and not libraries:
+        _fail("--library: that is a libfabric, and verbs needs none", 2)
+    if "verbs" in providers:
+        try:
+            ports_of("initiator", first.rails)
+        except BenchError as error:
+            _fail(str(error), 2)
+    return tuple(
+        replace(first, provider=provider, library=library)
+        for provider in providers
+        for library in ([""] if provider == "verbs" else libraries)
+    )
+
+
 def _options(ops: Sequence[str], values: dict[str, Any]) -> Options:
     """Check all that was given before anything is started."""
     works = _works(ops, values["sizes"], values["window"], values["pages"])
@@ -144,12 +162,10 @@ def _options(ops: Sequence[str], values: dict[str, Any]) -> Options:
         rails=values["rails"],
         arena=arena_for(works),
     )
-    libraries = _libraries(values["library"])
-    settings = tuple(
-        replace(first, provider=provider.strip(), library=library)
-        for provider in values["provider"].split(",")
-        for library in libraries
-    )
+    providers = [provider.strip() for provider in values["provider"].split(",")]
+    settings = _settings(first, providers, values["library"])
+    if values["reno"] and "verbs" in providers:
+        _fail("--reno: the RDMA ports stay outside of that network namespace; measure verbs without", 2)
     if values["plot"] is not None:
         try:
             plot.require()
@@ -206,7 +222,7 @@ def _measure(contestants: Sequence[Contestant], options: Options) -> None:
             table.show(records, console)
         if records and options.json is not None:
             write_json(options.json, records)
-    if any(setting.provider != "shm" for setting in options.settings) and congestion_control() == "bbr":
+    if any(setting.over_tcp for setting in options.settings) and congestion_control() == "bbr":
         console.print("TCP was under BBR, which paces loopback to about half of what reno gives: see --reno")
     if options.plot is not None:
         plot.draw(options.plot, records)
@@ -214,11 +230,17 @@ def _measure(contestants: Sequence[Contestant], options: Options) -> None:
 
 def _listen(place: str) -> None:
     """Serve targets until interrupted."""
-    library = _libraries(None)[0]
 
     def command(kind: str, fields: dict[str, Any], host: str) -> list[str]:
         processor = sorted(os.sched_getaffinity(0))[-1]
-        return worker_command(Contestant(kind, kind), "target", Setting(**fields, library=library), processor, host)
+        setting = Setting(**fields, library="" if fields["provider"] == "verbs" else library())
+        return worker_command(Contestant(kind, kind), "target", setting, processor, host)
+
+    def library() -> str:
+        try:
+            return find(aiote.EngineConfig().library or "").path
+        except aiote.AioteError as error:
+            raise BenchError(str(error)) from error
 
     try:
         host, port = parse_place(place, default_host="127.0.0.1")
