@@ -76,11 +76,13 @@ def test_without_a_device_it_says_so(who):
 
 def port(folder: Path, name: str, address: str, state: str = "4: ACTIVE") -> None:
     """Add a RoCE port with one GID to a tree of sysfs."""
-    place = folder / "class/infiniband" / name / "ports/1"
+    place = folder / "devices" / name / "ports/1"
     files = {"link_layer": "Ethernet", "state": state, "gids/3": f"::ffff:{address}", "gid_attrs/types/3": "RoCE v2"}
     for file, text in files.items():
         (place / file).parent.mkdir(parents=True, exist_ok=True)
         (place / file).write_text(f"{text}\n")
+    (folder / "class/infiniband").mkdir(parents=True, exist_ok=True)
+    (folder / "class/infiniband" / name).symlink_to(folder / "devices" / name)
 
 
 @pytest.mark.parametrize(
