@@ -7,7 +7,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
-from aiote_native.gates cimport gate_leave, gate_shut, gate_wait
+from aiote_native.gates cimport batch_drop, gate_leave, gate_shut, gate_wait
 from aiote_native.ledger cimport tally_free
 from aiote_native.messages cimport CREDIT_SLOTS, mailbox_sent
 from aiote_native.moving cimport mailbox_detach
@@ -147,6 +147,7 @@ cdef void close_channel(Progress* self, Channel* channel) noexcept nogil:
 
 
 cdef void free_channel(Channel* channel) noexcept nogil:
+    batch_drop(channel.peer.batch, channel)
     tally_free(&channel.confirmed)
     tally_free(&channel.arrived)
     free(channel.requests)

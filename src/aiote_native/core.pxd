@@ -18,5 +18,6 @@ cdef class Core:
     cdef bint woke
     cdef list rooms
     cdef object tell(self, list failed, on_round)
+    cdef object run_woken(self, list woken, bint direct)
     cdef int begin(self, PeerLink peer, Operation operation, bint reads, int64_t imm) except -1
     cdef int launch(self, PeerLink peer, Operation operation) except -1

@@ -15,6 +15,7 @@ from posix.unistd cimport close, read, write
 from aiote_native.clocks cimport Clock, clock_ns
 from aiote_native.counters cimport Wait, table_find, table_free, table_init, table_pop_wait
 from aiote_native.doorbell cimport Doorbell
+from aiote_native.gates cimport batch_end
 from aiote_native.messages cimport mailbox_cancel, mailbox_start
 from aiote_native.peers cimport PeerLink, open_peer
 from aiote_native.posting cimport cut_op, op_cancel, op_start
@@ -143,6 +144,7 @@ cdef class Core:
         """
         cdef uint64_t deadline = 0 if self.shares else slice_end(&self.engine)
         cdef bint again = True
+        cdef int rounds = 0
         # What the tasks that wake start is looked at here, so it needs nobody to be told.
         self.awake = True
         try:
@@ -157,7 +159,11 @@ cdef class Core:
                 if not alive(&self.engine):
                     return False
                 again = again or self.woke
-                if clock_ns() >= deadline:
+                rounds += 1
+                # Who does not spin goes to sleep after the next round, which is to come without another turn of the loop.
+                if rounds < 2 and self.engine.spin_ns == 0 and not self.shares:
+                    continue
+                if deadline == 0 or clock_ns() >= deadline:
                     break
         finally:
             self.awake = False
@@ -206,10 +212,23 @@ cdef class Core:
         raised = self.tell(failed, on_round)
         if woken:
             self.woke = True
-            raised = wake_all(woken, direct) or raised
+            raised = self.run_woken(woken, direct) or raised
         if raised is not None:
             raise raised
         return failed
+
+    cdef object run_woken(self, list woken, bint direct):
+        """Wake tasks; what those that run at once post is handed over when all have."""
+        if direct:
+            lock(&self.engine)
+            self.engine.state.batch.on = True
+            unlock(&self.engine)
+        raised = wake_all(woken, direct)
+        if direct and alive(&self.engine):
+            lock(&self.engine)
+            batch_end(&self.engine.state.batch)
+            unlock(&self.engine)
+        return raised
 
     cdef object tell(self, list failed, on_round):
         """Let those act who make room and care for peers; return what interrupted one of them."""

@@ -62,10 +62,38 @@ cdef int gate_post(Channel* channel, const Post* args, WorkRequest* wr) noexcept
 cdef void gate_leave(Channel* channel) noexcept nogil:
     """Hand over the last of a few posts, and leave the gate; the peer waits for that when it shuts its side."""
     if channel.impl != NULL and channel.ops.flush != NULL:
-        channel.ops.flush(channel.impl)
+        if not channel.peer.batch.on:
+            channel.ops.flush(channel.impl)
+        elif not channel.unflushed:
+            channel.unflushed = True
+            channel.next_unflushed = channel.peer.batch.waiting
+            channel.peer.batch.waiting = channel
     if channel.within:
         channel.within = False
         aiote_leave(channel.own_busy)
+
+
+cdef void batch_end(Batch* batch) noexcept nogil:
+    """Hand over what all have posted meanwhile."""
+    cdef Channel* channel
+    batch.on = False
+    while batch.waiting != NULL:
+        channel = batch.waiting
+        batch.waiting = channel.next_unflushed
+        channel.unflushed = False
+        if channel.impl != NULL:
+            channel.ops.flush(channel.impl)
+
+
+cdef void batch_drop(Batch* batch, Channel* channel) noexcept nogil:
+    """Forget a channel that is about to go; what it kept went with its endpoint."""
+    cdef Channel** link = &batch.waiting
+    while channel.unflushed and link[0] != NULL:
+        if link[0] == channel:
+            link[0] = channel.next_unflushed
+            channel.unflushed = False
+        else:
+            link = &link[0].next_unflushed
 
 
 cdef int gate_poll(Channel* channel, Completion* out, int capacity) noexcept nogil:

@@ -25,6 +25,7 @@ cdef PeerLink open_peer(object core, Progress* engine, object tag):
     link.tag = tag
     link.closed = False
     link.state.owner = <PyObject*> link
+    link.state.batch = &engine.state.batch
     link.state.timed = engine.clock == NULL
     lock(engine)
     link.state.next_peer = engine.state.peers

@@ -1,13 +1,14 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from aiote_native.counters cimport Table
-from aiote_native.structs cimport Channel, Cut, DoneList, Op, PeerState, Post, WorkRequest
+from aiote_native.structs cimport Batch, Channel, Cut, DoneList, Op, PeerState, Post, WorkRequest
 
 # What all channels of an engine share. Guarded by the engine's lock.
 cdef struct State:
     DoneList done
     Table counters
     PeerState* peers
+    Batch batch
     uint64_t outstanding     # work requests of transfers and messages that a NIC holds
     uint64_t queued          # transfers with something left to post
     uint64_t blocked         # posts that were refused for now in the last round

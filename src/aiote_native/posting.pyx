@@ -129,7 +129,7 @@ cdef int post_on(State* state, Channel* channel, const Post* args, void* owner) 
         state.refused += 1
         return code
     channel.outstanding += 1
-    if channel.in_flight == 0 and channel.peer.survivable and channel.peer.timed:
+    if channel.in_flight == 0 and channel.peer.channel_count > 1 and channel.peer.timed:
         begin_measure(channel)
     channel.in_flight += args.payload
     channel.paced_bytes += args.payload

@@ -161,8 +161,9 @@ cdef void request_over(State* state, Channel* channel, WorkRequest* wr, const Co
         return
     op = <Op*> wr.owner
     channel.in_flight -= length
-    if channel.peer.survivable:
+    if channel.peer.channel_count > 1:
         channel.rate_bytes += length
+    if channel.peer.survivable:
         if wr.counted and not tally_again(&channel.confirmed, wr.word):
             confirm(state, channel, wr)
     give_back(channel, wr)
@@ -391,9 +392,15 @@ cdef int progress_once(Progress* self) noexcept nogil:
     clear_wakeups(self)
     bell_sleep(self)
     one_round(self, True)
-    if happened(self) or not all_armed(self):
+    if happened(self):
         bell_wake(self)
         return 1
+    if not all_armed(self):
+        # What came just before is looked for at once: another turn of the event loop costs more.
+        one_round(self, True)
+        if happened(self) or not all_armed(self):
+            bell_wake(self)
+            return 1
     set_timer(self)
     self.sleeps += 1
     return 0

@@ -82,6 +82,11 @@ cdef enum Fault:
     SUSPECT = 1
     BROKEN = 2
 
+# While it is `on`, what kinds keep until the end of a turn is kept until all who run have posted.
+cdef struct Batch:
+    bint on
+    Channel* waiting
+
 # One endpoint pair: a local rail's endpoint and the one remote endpoint that it talks to.
 cdef struct Channel:
     const RailOps* ops
@@ -91,6 +96,8 @@ cdef struct Channel:
     int remote_rail
     int wait_fd
     bint open
+    bint unflushed       # it is in the batch's list
+    Channel* next_unflushed
     bint paused          # nothing more is posted: it is suspected, or being brought up
     Fault fault
     int error            # the negative error number of the fault
@@ -156,6 +163,7 @@ cdef struct PeerState:
     PeerState* next_peer
     PeerState* prev_peer
     Mailbox* mailbox
+    Batch* batch
     int error
     int error_rail
     bint failed

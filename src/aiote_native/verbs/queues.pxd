@@ -10,7 +10,8 @@ from aiote_native.verbs.ibverbs cimport ibv_comp_channel, ibv_cq, ibv_qp, ibv_se
 from aiote_native.verbs.nic cimport Nic, VerbsDevice
 
 cdef enum:
-    CHAIN = 16        # work requests that are handed over at a time
+    CHAIN = 64        # work requests that are handed over at a time
+    SIGNALLED = 16    # of those one in so many asks for a completion, so that not all of a window ends at once
     TAKEN = 32        # completions that are taken at a time
     DATA_DEPTH = 256  # power of two, as all depths
     TEXT_DEPTH = 64
@@ -43,6 +44,7 @@ cdef struct VerbsEndpoint:
     int taken_at
     int taken_count
     bint armed
+    bint stirred         # something was taken since it was armed, so its event may have come
     bint dying           # cut: its own receives end without a word
     int broken           # negative error number: nothing more can be posted
 

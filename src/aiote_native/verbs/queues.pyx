@@ -98,7 +98,7 @@ cdef void describe(VerbsEndpoint* self, Sends* sends, const Post* args, WorkRequ
     out.next = &self.wrs[self.links + 1] if self.links + 1 < CHAIN else NULL
     out.sg_list = &self.sges[self.links]
     out.num_sge = 1 if args.length else 0
-    out.send_flags = 0
+    out.send_flags = IBV_SEND_SIGNALED if self.links % SIGNALLED == SIGNALLED - 1 else 0
     self.sges[self.links].addr = <uintptr_t> args.local
     self.sges[self.links].length = <uint32_t> args.length
     self.sges[self.links].lkey = <uint32_t> (desc & LKEY_MASK)
@@ -115,7 +115,7 @@ cdef void describe(VerbsEndpoint* self, Sends* sends, const Post* args, WorkRequ
         out.wr.rdma.remote_addr = args.remote
         out.wr.rdma.rkey = <uint32_t> args.key
     if 0 < args.length <= sends.largest_inline and args.opcode != OP_READ and not desc >> 32 & NOT_INLINE:
-        out.send_flags = IBV_SEND_INLINE
+        out.send_flags |= IBV_SEND_INLINE
 
 
 cdef int post_receive(VerbsEndpoint* self, const Post* args, WorkRequest* wr) noexcept nogil:
@@ -151,6 +151,7 @@ cdef int poll(void* impl, Completion* out, int capacity) noexcept nogil:
                 break
             self.taken_at = 0
             self.taken_count = got
+            self.stirred = True
         while self.taken_at < self.taken_count and made < capacity:
             if translate(self, &self.taken[self.taken_at], out, &made, capacity):
                 self.taken_at += 1
@@ -222,11 +223,13 @@ cdef int arm(void* impl) noexcept nogil:
     cdef void* context = NULL
     if self.taken_at < self.taken_count:
         return 1
+    if self.armed and not self.stirred:
+        return 0
     if self.armed:
         if verbs.get_cq_event(self.channel, &cq, &context) != 0:
             return 0
         verbs.ack_cq_events(cq, 1)
-        self.armed = False
+        self.armed = self.stirred = False
     if ibv_req_notify_cq(self.cq, 0) != 0:
         self.broken = -EIO
     self.armed = True
