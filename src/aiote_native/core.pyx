@@ -160,7 +160,7 @@ cdef class Core:
                     return False
                 again = again or self.woke
                 rounds += 1
-                # Who does not spin goes to sleep after the next round, which is to come without another turn of the loop.
+                # Who does not spin sleeps after the next round, which is to come without another turn of the loop.
                 if rounds < 2 and self.engine.spin_ns == 0 and not self.shares:
                     continue
                 if deadline == 0 or clock_ns() >= deadline:
