@@ -25,7 +25,7 @@ from run_tests import system_library, wheel_library
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests" / "mutants" / "mechanisms.toml"
 WORK = ROOT / "build" / "mutants"
-COPIED = ("src", "meson.build", "pyproject.toml", "README.md", "LICENSE")
+COPIED = ("src", "bench", "meson.build", "pyproject.toml", "README.md", "LICENSE")
 TEST_S = 60
 RUN_S = 600
 FAILED = 1  # pytest's status when tests ran and failed; others say that they could not be run
