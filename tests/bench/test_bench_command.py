@@ -23,16 +23,9 @@ def bench(*arguments: str, timeout: float = 110) -> subprocess.CompletedProcess[
     return subprocess.run([*AIOTE, *arguments], capture_output=True, text=True, timeout=timeout)
 
 
-# With the other library one is enough: two processes that spin hold up whatever else is tested at the time.
-@pytest.mark.parametrize(
-    ("provider", "mode"),
-    [
-        ("tcp", "spin"),
-        ("shm", "spin"),
-        pytest.param("tcp", "event", marks=pytest.mark.libfabric),
-        ("shm", "event"),
-    ],
-)
+@pytest.mark.libfabric
+@pytest.mark.parametrize("mode", ["spin", "event"])
+@pytest.mark.parametrize("provider", ["tcp", "shm"])
 def test_everything_is_measured_beside_the_raw_loops(provider, mode, tmp_path):
     file = tmp_path / "records.json"
     done = bench("compare", "--provider", provider, "--mode", mode, *QUICK, "--json", str(file))
