@@ -18,5 +18,7 @@ cdef class NativeEndpoint:
     cdef readonly bytes address
     cdef readonly uint64_t largest
     cdef readonly uint64_t depth
+    cdef void** held(self) noexcept
+    cdef NativeDevice home(self)
     cdef void* give(self) except NULL
     cdef void taken_back(self)

@@ -5,6 +5,8 @@ What is above (regions, peers) knows these alone; libfabric's and the simulated 
 
 from libc.stdint cimport uint64_t
 
+from aiote_native.forks cimport fork_epoch
+
 
 cdef class NativeDevice:
     """An opened NIC; `children` counts what is open on it."""
@@ -53,13 +55,33 @@ cdef class NativeEndpoint:
         """Return how many bytes its connection has moved either way; -1 where nobody can tell."""
         return -1
 
+    cdef void** held(self) noexcept:
+        """Where the native half stands that is not handed to a channel yet; a kind has to say."""
+        return NULL
+
+    cdef NativeDevice home(self):
+        """The device that it was opened on; a kind has to say."""
+        raise NotImplementedError
+
     cdef void* give(self) except NULL:
         """Hand the endpoint to a channel, which releases it."""
-        raise NotImplementedError
+        cdef void** held = self.held()
+        cdef void* impl = held[0]
+        if impl == NULL:
+            raise RuntimeError("the endpoint is closed or owned by a channel already")
+        held[0] = NULL
+        return impl
 
     cdef void taken_back(self):
         """Note that the channel released what was handed to it."""
+        cdef NativeDevice home = self.home()
+        home.children -= 1
 
     def close(self) -> None:
-        """Close what is not handed to a channel. Idempotent."""
-        raise NotImplementedError
+        """Close what is not handed to a channel. Idempotent; nothing in a child of a fork."""
+        cdef void** held = self.held()
+        cdef NativeDevice home = self.home()
+        if held[0] != NULL and home.epoch == fork_epoch():
+            self.ops.release(held[0])
+            held[0] = NULL
+            home.children -= 1

@@ -150,6 +150,11 @@ def test_what_is_taken_unasked():
 def test_auto_prefers_ports_of_hardware(monkeypatch, tmp_path, fast, names, taken):
     """Over tcp, not over NICs that libfabric alone drives, nor where a name is not theirs."""
     monkeypatch.setattr(fabric, "has_fast_nics", lambda: fast)
-    monkeypatch.setattr(ports, "read_ports", lambda: (made("a", "10.0.0.1"),))
+    good = made("a", "10.0.0.1")
+    soft = dataclasses.replace(good, device="rxe0", software=True)
+    monkeypatch.setattr(ports, "read_ports", lambda: (soft, good))
     monkeypatch.setattr(fabric.os.path, "isdir", lambda _: True)
-    assert fabric._has_ports(names) is taken
+    # The one in software comes first, and is not taken for it.
+    assert fabric._ports("auto", names) == ((good,) if taken else ())
+    assert fabric._ports("verbs", names) == (soft, good)
+    assert fabric._ports("tcp", names) == ()

@@ -84,6 +84,7 @@ class LocalSide:
             stdout=subprocess.PIPE,
             env={**os.environ, **(environment or {})},
             pass_fds=fds,
+            process_group=0,  # Ctrl-C is for the one that started it, which ends it
         )
         assert self._process.stdout is not None
         self._lines = Lines(name, self._process.stdout)

@@ -126,8 +126,6 @@ def main() -> int:
         os.sched_setaffinity(0, {arguments.cpu})
     try:
         run_on(arguments.loop, arguments)
-    except KeyboardInterrupt:
-        return 130
     except Exception as raised:
         error = raised
         # The coroutines of a window fail together, and alike.

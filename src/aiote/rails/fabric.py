@@ -6,7 +6,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aiote_native.buffers import Buffer, acquire
 from aiote_native.core import Core
@@ -24,6 +24,9 @@ from .leftovers import remove_leftovers
 from .libfabric import LibfabricRail, choose, fabric_error, has_fast_nics, shared_memory
 from .library import Found, load
 from .sim import network
+
+if TYPE_CHECKING:
+    from .ports import Port
 
 __all__ = ["Fabric", "PendingChannel"]
 
@@ -93,8 +96,10 @@ class Fabric:
         self._scratch: LocalMemory | None = None
         self._memories: weakref.WeakSet[LocalMemory] = weakref.WeakSet()
         try:
-            if provider == "verbs" or (provider == "auto" and found is not None and _has_ports(rails)):
-                self._open_ports(rails, host, {**(verbs or {}), "messages": messages + CREDIT_MESSAGES}, found)
+            ports = _ports(provider, rails)
+            if provider == "verbs" or ports:
+                settings = {**(verbs or {}), "messages": messages + CREDIT_MESSAGES}
+                self._open_ports(ports, rails, host, settings, found)
             elif found is None:
                 core["clock"] = self._plug(rails, threaded=bool(core.get("threaded")))
             else:
@@ -114,14 +119,19 @@ class Fabric:
             self.rails.append(LibfabricRail(index, name, node, domain, found))
 
     def _open_ports(
-        self, rails: tuple[str, ...] | None, host: str, settings: dict[str, int], found: Found | None
+        self,
+        ports: tuple[Port, ...],
+        rails: tuple[str, ...] | None,
+        host: str,
+        settings: dict[str, int],
+        found: Found | None,
     ) -> None:
-        """Open ports of RDMA devices, and shared memory beside them where they were not asked for."""
+        """Open some of these ports of RDMA devices, and shared memory beside them where they were not asked for."""
         # Only who wants them needs libibverbs, and `import aiote` is to stay quick.
-        from .ports import choose_gid, choose_ports, read_ports
+        from .ports import choose_gid, choose_ports
         from .verbs import VerbsRail, load_verbs
 
-        chosen = choose_ports(rails, host, read_ports())
+        chosen = choose_ports(rails, host, ports)
         load_verbs()
         wanted = settings.pop("gid_index", None)
         for index, port in enumerate(chosen):
@@ -268,13 +278,18 @@ class Fabric:
                 raise fabric_error(error, "close rail", "") from error
 
 
-def _has_ports(rails: tuple[str, ...] | None) -> bool:
-    """Whether the best NICs here are ports of RDMA devices that have every name that is asked for."""
-    if not os.path.isdir("/sys/class/infiniband") or has_fast_nics():
-        return False
+def _ports(provider: str, rails: tuple[str, ...] | None) -> tuple[Port, ...]:
+    """Return the ports of RDMA devices to choose from: all for who asks for verbs; for "auto" those of hardware, if they
+    are the best NICs here and have every name that is asked for.
+    """
+    if provider not in ("auto", "verbs") or not os.path.isdir("/sys/class/infiniband"):
+        return ()
     from .ports import choose_ports, hardware, read_ports
 
+    if provider == "verbs":
+        return read_ports()
+    ports = hardware(read_ports())
     try:
-        return bool(choose_ports(rails, "", hardware(read_ports())))
+        return ports if choose_ports(rails, "", ports) and not has_fast_nics() else ()
     except UsageError:
-        return False
+        return ()

@@ -88,7 +88,7 @@ def _port(tree: Tree, device: str, number: int) -> Port:
         number,
         tree.text(f"{port}/state").endswith("ACTIVE"),
         ethernet,
-        bool(tree.text(f"{folder}/parent")) or "/devices/virtual/" in tree.link(folder),
+        tree.software(folder),
         tuple(gid for index in indices if (gid := _gid(tree, port, index, ethernet=ethernet)) is not None),
         tree.driver(f"{folder}/device"),
     )
@@ -105,8 +105,7 @@ def _gid(tree: Tree, port: str, index: int, *, ethernet: bool) -> Gid | None:
         return None
     kind = tree.text(f"{port}/gid_attrs/types/{index}")
     version = 0 if not ethernet else 2 if kind == "RoCE v2" else 1
-    net = tree.text(f"{port}/gid_attrs/ndevs/{index}")
-    return Gid(index, raw, version, "" if "/" in net or net in (".", "..") else net)
+    return Gid(index, raw, version, tree.net(f"{port}/gid_attrs/ndevs/{index}"))
 
 
 def hardware(ports: tuple[Port, ...]) -> tuple[Port, ...]:

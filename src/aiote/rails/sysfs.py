@@ -98,7 +98,7 @@ def _rdma(tree: Tree, kind: Literal["infiniband", "cxi"], name: str, net_of: Cal
     target = tree.link(folder)
     ports = [_port(tree, f"{folder}/ports/{number}") for number in tree.names(f"{folder}/ports")[:MOST_PORTS]]
     parent = tree.text(f"{folder}/parent")  # rxe has this file
-    software = bool(parent) or "/devices/virtual/" in target
+    software = tree.software(folder)
     named = [parent] if parent else [port.net for port in ports if port.net]
     # Over InfiniBand no port names its net device, and EFA has none.
     named = named or tree.names(f"{folder}/device/net")
@@ -129,8 +129,7 @@ def _port(tree: Tree, folder: str) -> _Port:
     state: State = "up" if text.endswith("ACTIVE") else "down" if re.match(r"\d: [A-Z]+", text) else "unknown"
     rate = _RATE.match(tree.text(f"{folder}/rate"))  # of a port that is down it means nothing
     speed = round(float(rate[1]) * 1000) if rate and state != "down" else 0
-    name = tree.text(f"{folder}/gid_attrs/ndevs/0")
-    return _Port(state, speed if speed <= MOST_SPEED else 0, "" if "/" in name or name in (".", "..") else name)
+    return _Port(state, speed if speed <= MOST_SPEED else 0, tree.net(f"{folder}/gid_attrs/ndevs/0"))
 
 
 def _gpus(tree: Tree) -> Iterator[Gpu]:

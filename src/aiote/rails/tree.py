@@ -75,6 +75,15 @@ class Tree:
         except (OSError, ValueError):
             return ""
 
+    def net(self, path: str) -> str:
+        """Return the name of a net device in a file, or an empty string for what can be none."""
+        name = self.text(path)
+        return "" if "/" in name or name in (".", "..") else name
+
+    def software(self, device: str) -> bool:
+        """Tell whether an RDMA device is none of hardware: rxe has a file of its parent's."""
+        return bool(self.text(f"{device}/parent")) or "/devices/virtual/" in self.link(device)
+
     def driver(self, device: str) -> str:
         """Return the name of a device's driver, or an empty string."""
         return self.link(f"{device}/driver").rpartition("/")[2]

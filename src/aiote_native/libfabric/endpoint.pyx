@@ -17,7 +17,8 @@ from libc.string cimport memcmp, memcpy, memset, strdup
 
 import os
 
-from aiote_native.forks cimport fork_epoch, own
+from aiote_native.forks cimport own
+from aiote_native.kinds cimport NativeDevice
 from aiote_native.libfabric.device cimport Device
 from aiote_native.libfabric.fabric cimport (
     FI_ADDR_STR, FI_ADDR_UNSPEC, FI_AV_TABLE, FI_COMPLETION, FI_CQ_FORMAT_DATA, FI_DELIVERY_COMPLETE, FI_EAGAIN,
@@ -372,21 +373,8 @@ cdef class Endpoint(NativeEndpoint):
         return aiote_moved(<const char*> self.address, len(self.address),
                            <const char*> self.peer_address, len(self.peer_address))
 
-    cdef void* give(self) except NULL:
-        """Hand the endpoint to a channel, which releases it."""
-        if self.impl == NULL:
-            raise RuntimeError("the endpoint is closed or owned by a channel already")
-        cdef FabricEndpoint* impl = self.impl
-        self.impl = NULL
-        return impl
+    cdef void** held(self) noexcept:
+        return <void**> &self.impl
 
-    cdef void taken_back(self):
-        """Note that the channel released what was handed to it."""
-        self.device.children -= 1
-
-    def close(self) -> None:
-        """Close what is not handed to a channel. Idempotent; nothing in a child of a fork."""
-        if self.impl != NULL and self.device.epoch == fork_epoch():
-            release(self.impl)
-            self.impl = NULL
-            self.device.children -= 1
+    cdef NativeDevice home(self):
+        return self.device

@@ -12,7 +12,8 @@ from posix.unistd cimport close, read
 
 import struct
 
-from aiote_native.forks cimport fork_epoch, own
+from aiote_native.forks cimport own
+from aiote_native.kinds cimport NativeDevice
 from aiote_native.sim.nics cimport SimDevice
 from aiote_native.sim.net cimport (
     BUCKETS, Entry, ITEM_WORK, Memory, Model, NIC_BROKEN, Net, Receive, SAW_CLOSE, SAW_OPEN, SAW_POST, Work, draw,
@@ -290,22 +291,18 @@ cdef class Endpoint(NativeEndpoint):
         self.impl.peer = ADDRESS.unpack(address)[1]
 
     cdef void* give(self) except NULL:
-        if self.impl == NULL:
-            raise RuntimeError("the endpoint is closed or owned by a channel already")
-        cdef SimEndpoint* impl = self.impl
-        self.impl = NULL
-        self.lent = impl
-        return impl
+        self.lent = <SimEndpoint*> NativeEndpoint.give(self)
+        return self.lent
 
     def moved(self) -> int:
         return self.lent.moved if self.lent != NULL else -1
 
     cdef void taken_back(self):
         self.lent = NULL
-        self.device.children -= 1
+        NativeEndpoint.taken_back(self)
 
-    def close(self) -> None:
-        if self.impl != NULL and self.device.epoch == fork_epoch():
-            release(self.impl)
-            self.impl = NULL
-            self.device.children -= 1
+    cdef void** held(self) noexcept:
+        return <void**> &self.impl
+
+    cdef NativeDevice home(self):
+        return self.device

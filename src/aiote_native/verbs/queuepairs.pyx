@@ -12,7 +12,8 @@ from libc.string cimport memcpy, memset
 import os
 import struct
 
-from aiote_native.forks cimport fork_epoch, own
+from aiote_native.forks cimport own
+from aiote_native.kinds cimport NativeDevice
 from aiote_native.verbs.ibverbs cimport (
     IBV_ACCESS_REMOTE_READ, IBV_ACCESS_REMOTE_WRITE, IBV_LINK_LAYER_ETHERNET, IBV_QP_ACCESS_FLAGS, IBV_QP_AV,
     IBV_QP_DEST_QPN, IBV_QP_MAX_DEST_RD_ATOMIC, IBV_QP_MAX_QP_RD_ATOMIC, IBV_QP_MIN_RNR_TIMER, IBV_QP_PATH_MTU,
@@ -20,7 +21,7 @@ from aiote_native.verbs.ibverbs cimport (
     IBV_QP_TIMEOUT, IBV_QPS_INIT, IBV_QPS_RTR, IBV_QPS_RTS, IBV_QPT_RC, ibv_qp_attr, ibv_qp_init_attr)
 from aiote_native.verbs.symbols cimport failed, symbols
 from aiote_native.verbs.nic cimport Nic
-from aiote_native.verbs.queues cimport DATA_DEPTH, TEXT_DEPTH, operations, release
+from aiote_native.verbs.queues cimport DATA_DEPTH, TEXT_DEPTH, operations
 
 cdef object ADDRESS = struct.Struct("<BBBBH16sIIII")
 cdef int VERSION = 1
@@ -194,21 +195,8 @@ cdef class Endpoint(NativeEndpoint):
         """Whether a queue pair of that number is one of the two."""
         return queue in self.numbers
 
-    cdef void* give(self) except NULL:
-        """Hand the endpoint to a channel, which releases it."""
-        if self.impl == NULL:
-            raise RuntimeError("the endpoint is closed or owned by a channel already")
-        cdef VerbsEndpoint* impl = self.impl
-        self.impl = NULL
-        return impl
+    cdef void** held(self) noexcept:
+        return <void**> &self.impl
 
-    cdef void taken_back(self):
-        """Note that the channel released what was handed to it."""
-        self.device.children -= 1
-
-    def close(self) -> None:
-        """Close what is not handed to a channel. Idempotent; nothing in a child of a fork."""
-        if self.impl != NULL and self.device.epoch == fork_epoch():
-            release(self.impl)
-            self.impl = NULL
-            self.device.children -= 1
+    cdef NativeDevice home(self):
+        return self.device

@@ -21,7 +21,7 @@ ctypedef ibv_sge sge_chain[CHAIN]
 ctypedef ibv_wc taken_batch[TAKEN]
 ctypedef WorkRequest* data_ring[DATA_DEPTH]
 
-# The sends of one queue pair that are not over, oldest first: only the last of a chain tells of its end.
+# The sends of one queue pair that are not over, oldest first: not every one tells of its end.
 cdef struct Sends:
     ibv_qp* qp
     uint32_t depth
@@ -49,4 +49,3 @@ cdef struct VerbsEndpoint:
     int broken           # negative error number: nothing more can be posted
 
 cdef RailOps operations
-cdef void release(void* impl) noexcept nogil
