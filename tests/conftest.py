@@ -13,6 +13,10 @@ import os
 import numpy  # noqa: F401 - its thread pool starts on import: before any test counts threads
 from hypothesis import HealthCheck, settings
 
+if "RDMA_VM" in os.environ:
+    # Before libfabric is opened: its queues for the default of 256 peers are larger than a soft device's may be.
+    os.environ.setdefault("FI_UNIVERSE_SIZE", "16")
+
 pytest_plugins = ["blocking", "leaks", "loops", "not_run", "engines", "pytester"]
 
 

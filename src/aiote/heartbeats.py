@@ -47,10 +47,19 @@ class Heartbeats:
             self._changed.set()
 
     async def _run(self) -> None:
-        while self._beats:
-            now = self._loop.time()
-            due = min([beat(now) for beat in tuple(self._beats)])
-            await within(max(LEAST_S, due - now), self._changed.wait)
+        alarm = self._loop.alarm(self._changed.set)
+        try:
+            while self._beats:
+                now = self._loop.time()
+                due = min([beat(now) for beat in tuple(self._beats)])
+                if alarm is None:
+                    await within(max(LEAST_S, due - now), self._changed.wait)
+                else:
+                    alarm.set(max(LEAST_S, due - now))
+                    await self._changed.wait()
+        finally:
+            if alarm is not None:
+                alarm.close()
 
     def abandon(self) -> None:
         """Call nobody any more, without waiting for the timer's end."""

@@ -12,3 +12,6 @@ cdef void start_timer(const ClockOps* clock, void* context, int fd, uint64_t ns)
 cdef class Clock:
     cdef const ClockOps* clock_ops
     cdef void* clock_context
+
+cdef class Alarm:
+    cdef readonly int fd

@@ -10,7 +10,7 @@ from cpython.ref cimport Py_INCREF
 from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memset
-from posix.unistd cimport close, read, write
+from posix.unistd cimport close, read
 
 from aiote_native.clocks cimport Clock, clock_ns
 from aiote_native.counters cimport Wait, table_find, table_free, table_init, table_pop_wait
@@ -20,8 +20,8 @@ from aiote_native.messages cimport mailbox_cancel, mailbox_start
 from aiote_native.peers cimport PeerLink, open_peer
 from aiote_native.posting cimport cut_op, op_cancel, op_start
 from aiote_native.progress cimport (
-    Watched, alive, kick, lock, new_epoch, progress_once, progress_until, pthread_join, pthread_mutex_init,
-    slice_end, start_thread, unlock, usable, watch_descriptor, watch_unlink)
+    ROUNDS, Watched, alive, call, kick, lock, new_epoch, progress_once, progress_until, pthread_join,
+    pthread_mutex_init, slice_end, start_thread, unlock, usable, watch_descriptor, watch_unlink)
 from aiote_native.status cimport check
 from aiote_native.structs cimport Done, OP_READ, OP_SEND, OP_WRITE, Op
 from aiote_native.wakers cimport wake_all
@@ -138,11 +138,15 @@ cdef class Core:
     def turn(self, on_round) -> bool:
         """Make progress and wake who waited for it; for a callback of the event loop's own. Returns as `progress` does.
 
-        One round, or as many as fit in 50 us where the last turn was just now and the loop had nothing else to do; with
-        `shares`, which says that other cores are on the same loop, always one.
+        One round, or as many as fit in 50 us where the last turn was just now and the loop had nothing else to do. Who
+        does not spin does up to eight, for after one in which nothing happened it sleeps without another turn of the
+        loop. With `shares`, which says that other cores are on the same loop, it is always one.
         `on_round(failed)` is called where peers failed or messages are there.
         """
-        cdef uint64_t deadline = 0 if self.shares else slice_end(&self.engine)
+        # Who does not spin asks no clock either: reading it can be a system call, of which the round has few.
+        cdef bint spins = self.engine.spin_ns != 0
+        cdef uint64_t deadline = slice_end(&self.engine) if spins and not self.shares else 0
+        cdef int most = 1 if spins or self.shares else ROUNDS
         cdef bint again = True
         cdef int rounds = 0
         # What the tasks that wake start is looked at here, so it needs nobody to be told.
@@ -160,24 +164,23 @@ cdef class Core:
                     return False
                 again = again or self.woke
                 rounds += 1
-                # Who does not spin sleeps after the next round, which is to come without another turn of the loop.
-                if rounds < 2 and self.engine.spin_ns == 0 and not self.shares:
+                if rounds < most:
                     continue
                 if deadline == 0 or clock_ns() >= deadline:
                     break
         finally:
             self.awake = False
-        self.engine.left_ns = clock_ns()
+        if spins:
+            self.engine.left_ns = clock_ns()
         return again
 
     def wake(self) -> None:
         """Make `fd` readable, or wake the native thread; callable from any thread. Nothing once it is closed."""
-        cdef uint64_t one = 1
         if self.engine.closed:
             # The descriptor's number may be somebody else's by now.
             return
         usable(&self.engine)
-        write(self.engine.wake_fd, &one, sizeof(one))
+        call(&self.engine)
 
     def reap(self, bint direct=False, on_round=None) -> list[PeerLink]:
         """Finish everything that is over and wake who waits for it; return the peers that failed since the last call.
@@ -441,13 +444,12 @@ cdef class Core:
 
     def stop_thread(self) -> None:
         """End the native thread and wait for it (it never waits for the GIL). Idempotent."""
-        cdef uint64_t one = 1
         if not self.engine.threaded or not alive(&self.engine):
             return
         lock(&self.engine)
         self.engine.stop = True
         unlock(&self.engine)
-        write(self.engine.wake_fd, &one, sizeof(one))
+        call(&self.engine)
         with nogil:
             pthread_join(self.engine.thread, NULL)
         self.engine.threaded = False

@@ -27,11 +27,15 @@ cdef struct Watched:
     uint64_t new
     bint linked
 
+cdef enum:
+    ROUNDS = 8  # that an event loop is kept for by an engine that does not spin
+
 cdef struct Progress:
     State state
     pthread_mutex_t lock
     int epoll_fd
     int wake_fd
+    uint32_t called       # the wake descriptor has been written since it was read; peers on this host do not say so
     int timer_fd
     int notify_fd
     BellPage* bell
@@ -71,6 +75,7 @@ cdef int start_thread(Progress* self) noexcept nogil
 cdef void lock(Progress* self) noexcept
 cdef void unlock(Progress* self) noexcept nogil
 cdef int watch_descriptor(int epoll_fd, int fd) except -1
+cdef void call(Progress* self) noexcept nogil
 cdef void kick(Progress* self) noexcept nogil
 cdef int usable(Progress* self) except -1
 cdef bint alive(Progress* self) noexcept nogil

@@ -33,6 +33,7 @@ cdef extern from *:
     #include <sys/epoll.h>
     #include <sched.h>
     #define aiote_store_word(p, v) __atomic_store_n((p), (v), __ATOMIC_SEQ_CST)
+    #define aiote_swap_word(p, v) __atomic_exchange_n((p), (v), __ATOMIC_SEQ_CST)
     #define aiote_add(p, v) __atomic_add_fetch((p), (v), __ATOMIC_SEQ_CST)
     #define aiote_full_fence() __atomic_thread_fence(__ATOMIC_SEQ_CST)
     static inline uint64_t aiote_load_word(const void* address, int width) {
@@ -60,6 +61,7 @@ cdef extern from *:
     }
     """
     void aiote_store_word(uint32_t*, uint32_t) noexcept nogil
+    uint32_t aiote_swap_word(uint32_t*, uint32_t) noexcept nogil
     void aiote_full_fence() noexcept nogil
     int aiote_add(int*, int) noexcept nogil
     uint64_t aiote_load_word(const void*, int) noexcept nogil
@@ -114,13 +116,20 @@ cdef int watch_descriptor(int epoll_fd, int fd) except -1:
     return check(-errno if epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &event) else 0, "epoll_ctl")
 
 
+cdef void call(Progress* self) noexcept nogil:
+    """Make the wake descriptor readable; from any thread."""
+    cdef uint64_t one = 1
+    write(self.wake_fd, &one, sizeof(one))
+    # Only now: who takes it back before the descriptor is readable would never read that.
+    aiote_store_word(&self.called, 1)
+
+
 cdef void kick(Progress* self) noexcept nogil:
     """Count this moment as activity and make the native thread look, if it sleeps. The lock is held."""
-    cdef uint64_t one = 1
     self.fresh = True
     if self.threaded and self.asleep:
         self.asleep = False
-        write(self.wake_fd, &one, sizeof(one))
+        call(self)
 
 
 cdef void new_epoch(Progress* self) noexcept nogil:
@@ -299,7 +308,9 @@ cdef bint active(Progress* self) noexcept nogil:
 
 cdef void clear_wakeups(Progress* self) noexcept nogil:
     cdef uint64_t value
-    read(self.wake_fd, &value, sizeof(value))
+    # Reading costs a system call before each sleep.
+    if self.bell != NULL or aiote_swap_word(&self.called, 0):
+        read(self.wake_fd, &value, sizeof(value))
     if self.timer_armed and read(self.timer_fd, &value, sizeof(value)) == sizeof(value):
         self.timer_armed = False
 

@@ -5,7 +5,6 @@ Of the guards it keeps none: its cache of registrations gives the same memory on
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import numpy as np
@@ -23,12 +22,6 @@ pytestmark = [
 PROVIDER = "verbs;ofi_rxm"
 SIZES = (0, 1, 64, 4096, 65_537, 1_000_003)
 IMM = 11
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small_universe() -> None:
-    """Queues for the default of 256 peers are larger than a soft device's may be."""
-    os.environ.setdefault("FI_UNIVERSE_SIZE", "16")
 
 
 @pytest.fixture

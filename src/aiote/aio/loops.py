@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import UsageError
-from ..rails import NativeWaiter
+from ..rails import NativeAlarm, NativeWaiter
 
 if TYPE_CHECKING:
     import trio
@@ -47,6 +47,18 @@ class Task(Protocol):
         ...
 
 
+class Alarm(Protocol):
+    """A timer that wakes a loop by a descriptor, and costs its other turns nothing."""
+
+    def set(self, seconds: float) -> None:
+        """Have the function called after so many seconds, instead of when it was before."""
+        ...
+
+    def close(self) -> None:
+        """Call it no more. Idempotent."""
+        ...
+
+
 class EventLoop(Protocol):
     """What the floors above need of an event loop."""
 
@@ -64,6 +76,7 @@ class EventLoop(Protocol):
     def forget_readable(self, fd: int) -> None: ...
     def on_readable(self, fd: int, function: Callable[[], object]) -> Callable[[], object]: ...
     def time(self) -> float: ...
+    def alarm(self, function: Callable[[], object]) -> Alarm | None: ...
 
 
 def current_loop() -> EventLoop:
@@ -103,6 +116,24 @@ class AsyncioTask:
             await asyncio.wait([self._task])
 
 
+class AsyncioAlarm:
+    def __init__(self, loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> None:
+        self._loop = loop
+        self._function = function
+        self._timer = NativeAlarm()
+        self.set = self._timer.set
+        loop.add_reader(self._timer.fd, self._ring)
+
+    def _ring(self) -> None:
+        self._timer.clear()
+        self._function()
+
+    def close(self) -> None:
+        if self._timer.fd >= 0 and not self._loop.is_closed():
+            self._loop.remove_reader(self._timer.fd)
+        self._timer.close()
+
+
 class AsyncioLoop:
     name = "asyncio"
 
@@ -128,6 +159,12 @@ class AsyncioLoop:
         """Call a function, which has to read, whenever a descriptor is readable; what is returned stops that."""
         self.loop.add_reader(fd, function)
         return functools.partial(self.forget_readable, fd)
+
+    def alarm(self, function: Callable[[], object]) -> Alarm | None:
+        """Return a timer, or None where the loop's own are as cheap (uvloop's) or its time is not the system's."""
+        if getattr(type(self.loop), "time", None) is not asyncio.BaseEventLoop.time:
+            return None
+        return AsyncioAlarm(self.loop, function)
 
     def spawn(
         self,
@@ -231,6 +268,10 @@ class TrioLoop:
 
     def time(self) -> float:
         return float(self._trio.current_time())
+
+    def alarm(self, function: Callable[[], object]) -> Alarm | None:
+        """Return None: trio's own timers are as cheap."""
+        return None
 
     def call_soon(self, function: Callable[[], object]) -> None:
         self._token.run_sync_soon(function)

@@ -5,6 +5,7 @@ that they handle are re-exported here, because nothing above imports `aiote_nati
 """
 
 from aiote_native.buffers import Buffer, acquire, section
+from aiote_native.clocks import Alarm as NativeAlarm
 from aiote_native.core import Core
 from aiote_native.forks import ForkError, after_fork
 from aiote_native.peers import PeerLink
@@ -30,6 +31,7 @@ __all__ = [
     "ForkError",
     "LocalMemory",
     "LocalSlice",
+    "NativeAlarm",
     "NativeWaiter",
     "Operation",
     "PageIndex",
