@@ -279,8 +279,8 @@ class Fabric:
 
 
 def _ports(provider: str, rails: tuple[str, ...] | None) -> tuple[Port, ...]:
-    """Return the ports of RDMA devices to choose from: all for who asks for verbs; for "auto" those of hardware, if they
-    are the best NICs here and have every name that is asked for.
+    """Return the ports of RDMA devices to choose from: all for who asks for verbs; for "auto" those of hardware, if
+    they are the best NICs here and have every name that is asked for.
     """
     if provider not in ("auto", "verbs") or not os.path.isdir("/sys/class/infiniband"):
         return ()

@@ -1,7 +1,7 @@
 """Posting to the queue pairs of one peer, and taking what came of it.
 
-Work requests are chained until the end of a turn, and only some of a chain ask for a completion: in a reliable connected
-pair everything before one is over then, too. When one fails, nothing is concluded about those before it that
+Work requests are chained until the end of a turn, and only some of a chain ask for a completion: in a reliable
+connected pair everything before one is over then, too. When one fails, nothing is concluded about those before it that
 nobody has told the end of: they are reported as failed, and counting tells which of them came (docs/failover.md).
 """
 
