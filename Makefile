@@ -34,7 +34,7 @@ GUEST ?= "$(PYTHON)" tools/guest
 test-guest: test-system  ## run what needs RDMA devices or netem, in a guest whose kernel it builds once (minutes)
 	@$(READY) dev --install
 	@$(GUEST) --build-uml
-	$(GUEST) --nics 4 -- $(BIN)/python -m pytest -q -p no:cacheprovider --one-loop -m "needs_rdma or needs_netem" $(ARGS)
+	$(GUEST) --nics 4 -- $(BIN)/python -m pytest -q -p no:cacheprovider --loops 3 -m "needs_rdma or needs_netem" $(ARGS)
 
 bench-rails: test-system  ## measure several rails with a rate limit each, and the loss of one
 	@$(READY) dev --install

@@ -1,10 +1,10 @@
 """Run the checks, all of them even if one fails: lint, every test, and the libfabric tests once more.
 
-The first run of the tests uses the newest libfabric here, the second the system's, which is the oldest that must work;
-that one runs each test on one event loop, for the first has run it on all. The third, of what needs RDMA devices, is in
-a guest that has them in software (tools/guest). All run at the same time, because most of a test is waiting; what the
-others say comes after what the first says.
-A missing library is a failure. Arguments are handed to pytest. The last line counts the tests of both runs.
+The first run of the tests uses the newest libfabric here, the second the system's, which is the oldest that must work.
+The third, of what needs RDMA devices, is in a guest that has them in software (tools/guest). All run at the same time,
+because most of a test is waiting; what the others say comes after what the first says. Each runs a test that is for
+every event loop on one of them, and another run on another; `ARGS="--loops all"` runs it on all.
+A missing library is a failure. Arguments are handed to pytest. The last line counts the tests of all runs.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def in_guest(aside: IO[str]) -> Outcome:
         return Outcome(name, True, detail, time.monotonic() - started)
     report = ROOT / "build" / "test-reports" / "guest.xml"
     report.unlink(missing_ok=True)
-    pytest = [sys.executable, "-m", "pytest", f"--junit-xml={report}", "--one-loop", "-m", NEEDS_GUEST, *sys.argv[1:]]
+    pytest = [sys.executable, "-m", "pytest", f"--junit-xml={report}", "--loops", "3", "-m", NEEDS_GUEST, *sys.argv[1:]]
     status = subprocess.run(
         [*guest, "--nics", "4", "--", *pytest], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=aside, stderr=aside
     ).returncode
@@ -143,9 +143,10 @@ def main() -> int:
         guest = None if has_rdma() else beside.submit(in_guest, inside)
         missing = f"none in {', '.join(SYSTEM)}; run: make system"
         chosen = f"libfabric and {here}" if here else "libfabric"
-        old = beside.submit(checked, "tests of rails", system, missing, "-m", chosen, "--one-loop", aside=aside)
+        old = beside.submit(checked, "tests of rails", system, missing, "-m", chosen, "--loops", "2", aside=aside)
         missing = "no libfabric 2.x; the extra that brings it: pip install 'aiote[libfabric]'"
-        outcomes += [checked("every test", newest, missing, *(["-m", here] if here else [])), old.result()]
+        outcomes += [checked("every test", newest, missing, "--loops", "1", *(["-m", here] if here else []))]
+        outcomes += [old.result()]
         outcomes += [guest.result()] if guest else []
         for said in (aside, inside):
             said.seek(0)

@@ -26,7 +26,7 @@ BATCH = 1000
 MILLION = 1_000_000
 CYCLES = int(os.environ.get("BOUNDED_CYCLES", "0"))
 """How often engines are opened and closed; 0: for CYCLING_S seconds."""
-CYCLING_S = 4.0
+CYCLING_S = 2.0
 PATIENCE_S = 90
 FLAT_BYTES = 32 << 20
 """How much resident memory may grow after a warm-up, in which libfabric 1.17 has not touched all that it reserved: rxm

@@ -4,8 +4,8 @@ A coroutine test runs on asyncio in debug mode (pytest-asyncio), unless it is ma
 `pytestmark`; then it runs on every loop of `LOOPS` (anyio's plugin). Fixtures that are coroutines are declared with
 `pytest_asyncio.fixture` for the first kind and with `pytest.fixture` for the second.
 
-With `--one-loop` each of the second kind runs on one loop only, chosen by its name, so that every loop has its third of
-them: for a run that is about something else, and comes after one on all.
+With `--loops 1`, 2 or 3 each of the second kind runs on one loop only, chosen by its name, so that every loop has its
+third of them, and another third in each of the three: `make test` has three runs, with two libraries and in the guest.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ LOOPS = [
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--one-loop", action="store_true", help="run each test on one event loop, not on all")
+    parser.addoption("--loops", choices=["all", "1", "2", "3"], default="all", help="run each test on one event loop")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--one-loop"):
+    if config.getoption("--loops") == "all":
         return
-    config.hook.pytest_deselected(items=[item for item in items if not _has_its_turn(item)])
-    items[:] = [item for item in items if _has_its_turn(item)]
+    third = int(config.getoption("--loops"))
+    config.hook.pytest_deselected(items=[item for item in items if not _has_its_turn(item, third)])
+    items[:] = [item for item in items if _has_its_turn(item, third)]
 
 
-def _has_its_turn(item: pytest.Item) -> bool:
+def _has_its_turn(item: pytest.Item, third: int) -> bool:
     """Whether a test is one that runs on no particular loop, or on the one that its name falls to."""
     case = getattr(item, "callspec", None)
     if case is None or "anyio_backend" not in case.params:
         return True
     turn = case.indices["anyio_backend"]
     name = item.nodeid.replace(str(LOOPS[turn].id), "", 1)
-    return zlib.crc32(name.encode()) % len(LOOPS) == turn
+    return (zlib.crc32(name.encode()) + third) % len(LOOPS) == turn
 
 
 @pytest.fixture(scope="module", params=LOOPS)
