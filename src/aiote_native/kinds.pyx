@@ -3,9 +3,11 @@
 What is above (regions, peers) knows these alone; libfabric's and the simulated ones are subclasses.
 """
 
+from libc.errno cimport EOPNOTSUPP
 from libc.stdint cimport uint64_t
 
 from aiote_native.forks cimport fork_epoch
+from aiote_native.status cimport check
 
 
 cdef class NativeDevice:
@@ -14,6 +16,14 @@ cdef class NativeDevice:
     def register(self, uint64_t address, size_t length, bint writable=True, bint remote=True) -> Registration:
         """Register memory; `remote` opens it to peers. The caller keeps it alive until that is closed."""
         raise NotImplementedError
+
+    def register_dmabuf(self, int fd, uint64_t offset, size_t length, uint64_t address,
+                        bint writable=True, bint remote=True) -> Registration:
+        """Register a part of a DMA-BUF, which peers address from `address` on. The descriptor may be closed after it.
+
+        Raises StatusError: EOPNOTSUPP where the kind of rail, its library, the kernel or the NIC cannot do it.
+        """
+        check(-EOPNOTSUPP, "register a DMA-BUF")
 
     @property
     def async_fd(self) -> int:

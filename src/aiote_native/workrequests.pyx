@@ -58,9 +58,12 @@ cdef int finish(Waitable item, list woken=None) except -1:
 
 
 cdef class LocalMemory:
-    """Memory registered with every rail of an engine; it keeps its buffer exported until it is closed."""
+    """Memory registered with every rail of an engine; it keeps its buffer exported until it is closed.
 
-    def __init__(self, Buffer buffer, list devices, bint remote=True):
+    With a descriptor, `fd`, it is reached through that DMA-BUF, in which it begins at `offset`.
+    """
+
+    def __init__(self, Buffer buffer, list devices, bint remote=True, int fd=-1, uint64_t offset=0):
         cdef Registration registration
         cdef NativeDevice device
         cdef int rail = 0
@@ -75,7 +78,10 @@ cdef class LocalMemory:
         self.registrations = ()
         try:
             for device in devices:
-                registration = device.register(self.address, self.length, self.writable, remote)
+                if fd >= 0:
+                    registration = device.register_dmabuf(fd, offset, self.length, self.address, self.writable, remote)
+                else:
+                    registration = device.register(self.address, self.length, self.writable, remote)
                 self.registrations += (registration,)
                 self.descs[rail] = registration.desc
                 rail += 1

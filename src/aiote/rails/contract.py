@@ -38,7 +38,7 @@ class Traits:
     `waits`: its queues have a descriptor to sleep on. `least`: bytes that an immediate alone carries (shm of 1.17
     never completes a write of none). `by_address`: opened by a local IP address. `host_only`: reaches peers of
     this host alone. `fragile`: one request that fails takes its connection with it, so that it has to be made anew
-    also where there is no other.
+    also where there is no other. `dmabuf`: reaches GPU memory through DMA-BUFs.
     """
 
     waits: bool = True
@@ -46,6 +46,7 @@ class Traits:
     by_address: bool = False
     host_only: bool = False
     fragile: bool = False
+    dmabuf: bool = False
 
 
 TRAITS = {

@@ -168,23 +168,33 @@ class Fabric:
 
     def register(self, buffer: Buffer, *, remote: bool = True) -> LocalMemory:
         """Register memory with every rail; the buffer is released on failure. Raises FabricError and UsageError."""
-        if buffer.device not in ("cpu", "cuda_host"):
-            device = buffer.device
-            buffer.release()
-            providers = ", ".join(sorted({rail.provider for rail in self.rails}))
-            raise UsageError(
-                f"memory of device {device!r} cannot be registered with {providers}, which reach host memory only: "
-                "register a pinned host buffer and copy to it"
-            )
         try:
-            memory = LocalMemory(buffer, [rail.device for rail in self.rails], remote)
-        except StatusError as error:
+            memory = self._registered(buffer, remote)
+        except BaseException as error:
             buffer.release()
-            raise fabric_error(error, "register memory", ", ".join(rail.name for rail in self.rails)) from error
+            if isinstance(error, StatusError):
+                raise fabric_error(error, "register memory", ", ".join(rail.name for rail in self.rails)) from error
+            raise
         if len(self.rails) > 1 and remote:
             self._rank(memory)
         self._memories.add(memory)
         return memory
+
+    def _registered(self, buffer: Buffer, remote: bool) -> LocalMemory:
+        devices = [rail.device for rail in self.rails]
+        if buffer.device in ("cpu", "cuda_host"):
+            return LocalMemory(buffer, devices, remote)
+        from .dmabuf import EXPORTERS, exported
+
+        deaf = sorted({rail.provider for rail in self.rails if not rail.traits.dmabuf})
+        if buffer.device not in EXPORTERS or deaf:
+            raise UsageError(
+                f"memory of device {buffer.device!r} cannot be registered with {', '.join(deaf) or 'any provider'}, "
+                "which reach host memory only: register a pinned host buffer and copy to it, or open the engine with "
+                "provider='verbs' and its rails by name"
+            )
+        with exported(buffer.device, buffer.address, buffer.nbytes) as found:
+            return LocalMemory(buffer, devices, remote, found.fd, found.offset)
 
     def _rank(self, memory: LocalMemory) -> None:
         """Have the rails that are near the memory preferred, as far as it is known where it is and where they are."""

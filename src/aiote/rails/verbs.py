@@ -44,7 +44,7 @@ class VerbsRail:
         self.index = index
         self.port = port
         self.gid = gid
-        self.traits = Traits(fragile=True)
+        self.traits = Traits(fragile=True, dmabuf=True)
         self.provider = "verbs"
         self.name = port.name
         self.wire = WIRES[gid.version]

@@ -198,12 +198,13 @@ cdef class VerbsDevice(NativeDevice):
         """
         return VerbsMemory(self, address, length, writable, remote)
 
-    def register_dmabuf(self, int fd, uint64_t offset, size_t length, uint64_t address) -> VerbsMemory:
+    def register_dmabuf(self, int fd, uint64_t offset, size_t length, uint64_t address,
+                        bint writable=True, bint remote=True) -> VerbsMemory:
         """Register a part of a DMA-BUF, which a GPU's driver gives out; peers address it from `address` on.
 
         Raises StatusError: EOPNOTSUPP where library, kernel or device know nothing of it.
         """
-        return VerbsMemory(self, address, length, True, True, fd, offset)
+        return VerbsMemory(self, address, length, writable, remote, fd, offset)
 
     def close(self) -> None:
         """Close it; everything under it must be closed before. Idempotent; nothing in a child of a fork."""

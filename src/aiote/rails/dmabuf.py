@@ -1,0 +1,90 @@
+"""DMA-BUFs of GPU memory, asked of the driver that owns it: what the kernel lets a NIC reach a GPU by.
+
+CUDA: `cuMemGetHandleForAddressRange` (11.7 and newer) with the open kernel modules, for whole pages of the host.
+ROCm: `hsa_amd_portable_export_dmabuf` (5.6 and newer). Both libraries are opened by name and only here; whoever has
+memory of such a GPU has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ..errors import FabricError
+
+__all__ = ["EXPORTERS", "DmaBuf", "exported"]
+
+CUDA_LIBRARY = "libcuda.so.1"
+ROCM_LIBRARY = "libhsa-runtime64.so.1"
+CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD = 1
+
+
+@dataclass(frozen=True, slots=True)
+class DmaBuf:
+    """A descriptor, owned by whoever has it, and where in it the memory begins, in bytes."""
+
+    fd: int
+    offset: int
+
+
+def _function(library: str, name: str) -> Callable[..., int]:
+    try:
+        found: Callable[..., int] = getattr(ctypes.CDLL(library), name)
+    except (OSError, AttributeError) as error:
+        raise FabricError(
+            errno.EOPNOTSUPP, f"{error}; a driver that has {name} is needed", operation="export memory of a GPU"
+        ) from error
+    return found
+
+
+def _checked(name: str, code: int, hint: str) -> None:
+    if code != 0:
+        raise FabricError(errno.EOPNOTSUPP, f"{name} returned {code}: {hint}", operation="export memory of a GPU")
+
+
+def _cuda(address: int, length: int) -> DmaBuf:
+    page = os.sysconf("SC_PAGE_SIZE")
+    start = address - address % page
+    stop = -(-(address + length) // page) * page
+    name = "cuMemGetHandleForAddressRange"
+    fd = ctypes.c_int(-1)
+    code = _function(CUDA_LIBRARY, name)(
+        ctypes.byref(fd),
+        ctypes.c_uint64(start),
+        ctypes.c_size_t(stop - start),
+        ctypes.c_int(CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD),
+        ctypes.c_ulonglong(0),
+    )
+    _checked(name, code, "NVIDIA's open kernel modules give DMA-BUFs of memory of cudaMalloc; `aiote doctor` looks")
+    return DmaBuf(fd.value, address - start)
+
+
+def _rocm(address: int, length: int) -> DmaBuf:
+    name = "hsa_amd_portable_export_dmabuf"
+    fd, offset = ctypes.c_int(-1), ctypes.c_uint64(0)
+    code = _function(ROCM_LIBRARY, name)(
+        ctypes.c_void_p(address), ctypes.c_size_t(length), ctypes.byref(fd), ctypes.byref(offset)
+    )
+    _checked(name, code, "it takes memory of hipMalloc, on a kernel with CONFIG_DMABUF_MOVE_NOTIFY")
+    return DmaBuf(fd.value, offset.value)
+
+
+EXPORTERS: dict[str, Callable[[int, int], DmaBuf]] = {"cuda": _cuda, "rocm": _rocm}
+"""By the device of a buffer."""
+
+
+@contextlib.contextmanager
+def exported(device: str, address: int, length: int) -> Iterator[DmaBuf]:
+    """Ask the owner of `length` bytes at `address` for a DMA-BUF of them; its descriptor is closed in the end.
+
+    What was registered by it stays so: the kernel holds the memory. Raises FabricError where there is none.
+    """
+    found = EXPORTERS[device](address, length)
+    try:
+        yield found
+    finally:
+        os.close(found.fd)
