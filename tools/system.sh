@@ -66,6 +66,8 @@ if [ "$purpose" = test ]; then
     done
     command -v xz >/dev/null || wish xz-utils
     have_library 'libibverbs/librxe-rdmav*.so' || wish ibverbs-providers
+    # a registry of members
+    command -v etcd >/dev/null || wish etcd-server
 fi
 [ -n "$missing$wished" ] || exit 0
 if [ "${3:-}" = again ]; then

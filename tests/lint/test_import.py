@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 LAZY = {"aiote.rails.topology", "aiote.rails.sysfs", "aiote.rails.numa", "aiote.rails.diagnosis", "ctypes"}
-OPTIONAL = {"torch", "cupy", "trio", "uvloop", "typer", "rich", "safetensors"}
+OPTIONAL = {"torch", "cupy", "trio", "uvloop", "typer", "rich", "safetensors", "httpx"}
 
 
 def imported_by(statement: str) -> set[str]:
@@ -26,6 +26,7 @@ def test_import_needs_no_library_and_no_extra():
     names = imported_by("import aiote")
     assert "aiote" in names
     assert names & OPTIONAL == set()
+    assert imported_by("import aiote.kvcache.etcd, aiote.kvcache.embedded") & OPTIONAL == set()
 
 
 def test_import_reads_no_topology():

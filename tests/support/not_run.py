@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +21,17 @@ def _rdma() -> str:
     return "" if any(Path("/dev/infiniband").glob("uverbs*")) else "no RDMA device (/dev/infiniband/uverbs*)"
 
 
+def _etcd() -> str:
+    if shutil.which("etcd") is None:
+        return "no etcd (Debian: etcd-server)"
+    return "" if importlib.util.find_spec("httpx") else "no httpx (the extra etcd)"
+
+
 # marker -> what is missing, an empty string where nothing
 NEEDS: dict[str, Callable[[], str]] = {
     "needs_gpu": _gpu,
     "needs_rdma": _rdma,
+    "needs_etcd": _etcd,
     "needs_namespaces": namespaces.missing,
     "needs_netem": namespaces.missing_netem,
 }

@@ -1,4 +1,4 @@
-"""The KV cache of a disaggregated deployment: where its bytes lie, and which of them go from which rank to which.
+"""The KV cache of a disaggregated deployment: prefill and decode engines that find each other and move caches.
 
 `CacheLayout` says how a model's cache lies in the memory of each rank, `plan_transfer` what every rank of a prefill
 group writes to every rank of a decode group, and `Route.move` turns that into the arguments of `aiote.Pages`.

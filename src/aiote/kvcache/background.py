@@ -1,0 +1,79 @@
+"""Tasks that run beside the body of an `async with`, and end with it.
+
+A bare task group would wrap what the body raises in an exception group; here an error comes out as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import anyio
+import anyio.abc
+
+__all__ = ["Bell", "Crew", "beside", "report"]
+
+
+class Bell:
+    """Something that several tasks wait for, again and again; `ring` wakes those that wait now."""
+
+    def __init__(self) -> None:
+        self._event: anyio.Event | None = None
+
+    def ring(self) -> None:
+        """Wake all that wait."""
+        event, self._event = self._event, None
+        if event is not None:
+            event.set()
+
+    async def wait(self) -> None:
+        """Sleep until the next ring. Cancelling loses nothing: look at the condition again."""
+        if self._event is None:
+            self._event = anyio.Event()
+        await self._event.wait()
+
+
+class Crew:
+    """The tasks that run beside a body."""
+
+    def __init__(self, group: anyio.abc.TaskGroup) -> None:
+        self._group = group
+        self.failures: list[Exception] = []
+
+    def start(self, function: Callable[..., Awaitable[None]], *args: object) -> None:
+        """Run one more; its failure ends the body and the others, and is raised from the `async with`."""
+        self._group.start_soon(self._run, function, args)
+
+    async def _run(self, function: Callable[..., Awaitable[None]], args: tuple[object, ...]) -> None:
+        try:
+            await function(*args)
+        except Exception as error:
+            self.failures.append(error)
+            self._group.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def beside(*functions: Callable[[], Awaitable[None]]) -> AsyncIterator[Crew]:
+    """Run functions beside the body and cancel them at its end.
+
+    Entered and left in the same task, for a cancel scope spans the body. The first error, be it the body's or a
+    function's, is raised as it is.
+    """
+    async with anyio.create_task_group() as group:
+        crew = Crew(group)
+        for function in functions:
+            crew.start(function)
+        try:
+            yield crew
+        except Exception as error:
+            crew.failures.append(error)
+        finally:
+            group.cancel_scope.cancel()
+    if crew.failures:
+        raise crew.failures[0]
+
+
+def report(error: BaseException) -> None:
+    """Say loudly that a callback of the user's failed; it does not take down what called it."""
+    sys.excepthook(type(error), error, error.__traceback__)

@@ -1,0 +1,316 @@
+"""A registry that outlives every engine: etcd.
+
+A member is a key under a prefix, tied to a lease that its own process keeps alive; etcd drops the key with the lease.
+The key is written by transactions only, which compare what was read before, so that of two incarnations the greater one
+has the name whatever the order. Members are read once, at a revision, and watched from the next one; where etcd has
+compacted what was missed, they are read again. What cannot be reached withdraws nothing, and is tried again.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+import aiote
+
+from .background import Bell, beside
+from .etcdgateway import EtcdError, Gateway, number, packed, prefix_end, unpacked
+from .membership import Member, MemberEvent, Roster, check_lease
+from .registrywire import WireError, decode_member, encode_member
+from .seats import HeldSeat
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["EtcdRegistry"]
+
+PREFIX = "aiote/kvcache/members/"
+PAGE = 256
+MEMBERS = 1 << 16
+WATCH_S = 10.0
+"""A watch is made anew so often: one whose endpoint has silently gone would be silent for ever."""
+RETRY_LEAST_S = 0.1
+RETRY_MOST_S = 5.0
+LEAVE_S = 2.0
+TRIES = 16
+OUT_OF_RANGE = 11
+
+
+class _EtcdSeat(HeldSeat):
+    """A seat, the lease that holds it (0: none) and what wakes its keeper."""
+
+    def __init__(self, member: Member, numbers: Iterator[int], bell: Bell) -> None:
+        super().__init__(member, numbers, bell.ring)
+        self.bell = bell
+        self.lease = 0
+        self.ttl_s = 0.0
+
+
+class EtcdRegistry:
+    """The members that etcd has under a prefix: a `Registry`; `async with EtcdRegistry("http://etcd:2379"):`.
+
+    Entering does not wait for etcd; `ready` does. `endpoints` are those of one cluster. `lease_s` is rounded up to
+    seconds, and etcd has a least one of its own (about 2). `options` go to `httpx.AsyncClient`. `malformed` counts keys
+    whose values are no members; `failure` says why it was last out of touch. Raises UsageError without httpx.
+    """
+
+    def __init__(
+        self,
+        endpoints: str | Iterable[str],
+        *,
+        prefix: str = PREFIX,
+        lease_s: float = 10.0,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.malformed = 0
+        self.failure = ""
+        self.in_touch = False
+        self._gateway = Gateway(endpoints, options)
+        self._prefix = prefix.encode()
+        self._ttl_s = math.ceil(check_lease(lease_s))
+        self._roster = Roster()
+        self._revision: int | None = None
+        self._known = False
+        self._open = False
+        self._seats: dict[str, _EtcdSeat] = {}
+        self._numbers = itertools.count(1)
+        self._progress = Bell()
+        self._stack = AsyncExitStack()
+
+    # What a registry offers.
+
+    async def ready(self) -> None:
+        """Wait until the members have been read once. Raises ClosedError."""
+        while not self._known:
+            self._require_open()
+            await self._progress.wait()
+
+    def members(self) -> tuple[Member, ...]:
+        """Return the members known here; all are marked as stale while etcd is out of touch."""
+        return self._roster.members(stale=not self.in_touch)
+
+    def watch(self) -> AsyncIterator[MemberEvent]:
+        """Iterate over events, beginning with the members known here. See `Registry.watch`."""
+        return self._roster.watch()
+
+    @asynccontextmanager
+    async def join(self, member: Member) -> AsyncIterator[_EtcdSeat]:
+        """Take a seat for the length of an `async with`. See `Registry.join`."""
+        self._require_open()
+        if member.name in self._seats:
+            raise aiote.UsageError(f"join: member {member.name} has a seat here already")
+        seat = self._seats[member.name] = _EtcdSeat(member, self._numbers, Bell())
+        try:
+            async with beside(functools.partial(self._keep, seat)):
+                await seat.settled()
+                yield seat
+        finally:
+            del self._seats[member.name]
+            await self._leave(seat)
+
+    async def __aenter__(self) -> EtcdRegistry:
+        if self._open or self._known:
+            raise aiote.UsageError("a registry is entered once")
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._gateway.opened())
+            await stack.enter_async_context(beside(self._follow))
+            self._stack = stack.pop_all()
+        self._open = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        self._open = False
+        for seat in self._seats.values():
+            seat.lose("the registry's `async with` has ended")
+        self._out_of_touch("closed")
+        self._roster.close()
+        return await self._stack.__aexit__(kind, error, traceback)
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise aiote.ClosedError("the registry is closed")
+
+    # Watching.
+
+    async def _follow(self) -> None:
+        """Read and watch for ever, with pauses that grow while nobody answers."""
+        pause = RETRY_LEAST_S
+        while True:
+            try:
+                revision = self._revision
+                if revision is None:
+                    revision = await self._read_all()
+                await self._listen(revision)
+                pause = RETRY_LEAST_S
+                continue
+            except EtcdError as error:
+                if error.code == OUT_OF_RANGE:
+                    self._revision = None
+                if self.in_touch:
+                    pause = RETRY_LEAST_S
+                self._out_of_touch(str(error))
+                self._gateway.turn()
+            await anyio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(pause * 2, RETRY_MOST_S)
+
+    async def _read_all(self) -> int:
+        """Read the members as they are at one revision, and return that."""
+        key, end = self._prefix, prefix_end(self._prefix)
+        found: dict[str, Member] = {}
+        revision, pages = 0, 0
+        while True:
+            asked = {"key": packed(key), "range_end": packed(end), "limit": str(PAGE), "revision": str(revision)}
+            answer = await self._gateway.call("/v3/kv/range", asked)
+            revision = revision or number(answer, "header", "revision")
+            entries = answer.get("kvs") or []
+            for entry in entries:
+                name, member = self._member(entry)
+                if member is not None:
+                    found[name] = member
+                self._lose_to(name, member)
+            pages += 1
+            if not answer.get("more") or not entries or pages * PAGE >= MEMBERS:
+                break
+            key = unpacked(entries[-1].get("key", "")) + b"\0"
+        for name in self._roster.known.keys() - found.keys():
+            self._roster.remove(name)
+        for member in found.values():
+            self._roster.put(member)
+        self._revision, self._known = revision, True
+        self._progress.ring()
+        return revision
+
+    async def _listen(self, revision: int) -> None:
+        """Watch what follows a revision, for a while. Raises EtcdError, OUT_OF_RANGE where that is no more there."""
+        create = {
+            "key": packed(self._prefix),
+            "range_end": packed(prefix_end(self._prefix)),
+            "start_revision": str(revision + 1),
+        }
+        with anyio.move_on_after(WATCH_S):
+            async with aclosing(self._gateway.stream("/v3/watch", {"create_request": create})) as answers:
+                async for answer in answers:
+                    self._hear(answer, revision)
+            raise EtcdError(f"{self._gateway.endpoint} has ended the watch")
+        if not self.in_touch:
+            raise EtcdError(f"{self._gateway.endpoint} has not begun to watch within {WATCH_S} s")
+
+    def _hear(self, answer: Mapping[str, Any], begun_after: int) -> None:
+        revision = number(answer, "header", "revision")
+        if answer.get("canceled"):
+            compacted = number(answer, "compact_revision")
+            raise EtcdError(f"the watch was cancelled: {answer}", OUT_OF_RANGE if compacted else 14)
+        if answer.get("created"):
+            if revision < begun_after:
+                raise EtcdError("etcd has gone back behind what was read, as after a restore", OUT_OF_RANGE)
+            self.in_touch = True
+            self._progress.ring()
+            return
+        for event in answer.get("events") or []:
+            # The header's revision may be beyond these events, where more are to follow.
+            self._revision = max(self._revision or 0, number(event, "kv", "mod_revision"))
+            name, member = self._member(event.get("kv") or {})
+            if event.get("type") == "DELETE" or member is None:
+                self._roster.remove(name)
+            else:
+                self._roster.put(member)
+                self._lose_to(name, member)
+
+    def _member(self, entry: Mapping[str, Any]) -> tuple[str, Member | None]:
+        """Return a key's name, and its member if the value is one."""
+        name = unpacked(entry.get("key", ""))[len(self._prefix) :].decode(errors="replace")
+        value = unpacked(entry.get("value", ""))
+        if not value:
+            return name, None
+        try:
+            member = decode_member(value)
+        except WireError:
+            self.malformed += 1
+            return name, None
+        if member.name != name:
+            self.malformed += 1
+            return name, None
+        return name, member
+
+    def _lose_to(self, name: str, member: Member | None) -> None:
+        seat = self._seats.get(name)
+        if seat is not None and member is not None and member.incarnation > seat.member.incarnation:
+            seat.lose(f"incarnation {member.incarnation} has taken the name over")
+
+    def _out_of_touch(self, reason: str) -> None:
+        self.in_touch = False
+        self.failure = reason
+        self._progress.ring()
+
+    # Seats.
+
+    async def _keep(self, seat: _EtcdSeat) -> None:
+        """Keep a seat until it is lost: its lease alive, its key written."""
+        pause = RETRY_LEAST_S
+        while not seat.lost:
+            try:
+                await self._renew(seat)
+                await self._write(seat)
+                pause = RETRY_LEAST_S
+                with anyio.move_on_after(seat.ttl_s / 3):
+                    while seat.taken == seat.number and not seat.lost:
+                        await seat.bell.wait()
+            except EtcdError:
+                await anyio.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(pause * 2, RETRY_MOST_S, max(seat.ttl_s, 1.0) / 3)
+
+    async def _renew(self, seat: _EtcdSeat) -> None:
+        """Keep the lease alive; take a new one, under which nothing is written yet, where there is none any more."""
+        if seat.lease:
+            answer = await self._gateway.call("/v3/lease/keepalive", {"ID": str(seat.lease)})
+            if number(answer, "TTL") > 0:
+                return
+            seat.lease = 0
+        answer = await self._gateway.call("/v3/lease/grant", {"TTL": str(self._ttl_s)})
+        seat.lease, seat.ttl_s, seat.told = number(answer, "ID"), float(number(answer, "TTL")), 0
+
+    async def _write(self, seat: _EtcdSeat) -> None:
+        """Write what has changed, unless the name is another's by right."""
+        key = packed(self._prefix + seat.member.name.encode())
+        for _ in range(TRIES):
+            if seat.told == seat.number:
+                return
+            answer = await self._gateway.call("/v3/kv/range", {"key": key})
+            present = (answer.get("kvs") or [{}])[0]
+            _, holder = self._member(present) if present else ("", None)
+            ours = holder is None or number(present, "lease") == seat.lease
+            if holder is not None and not ours and holder.incarnation >= seat.member.incarnation:
+                seat.lose(f"incarnation {holder.incarnation} of another engine holds the name")
+                return
+            change, member = seat.number, seat.member
+            compare = {
+                "key": key,
+                "target": "MOD",
+                "result": "EQUAL",
+                "mod_revision": str(number(present, "mod_revision")),
+            }
+            put = {"key": key, "value": packed(encode_member(member)), "lease": str(seat.lease)}
+            done = await self._gateway.call("/v3/kv/txn", {"compare": [compare], "success": [{"request_put": put}]})
+            if done.get("succeeded"):
+                seat.told = change
+                seat.take(change)
+                return
+        raise EtcdError(f"{seat.member.name}: the key changed {TRIES} times while it was to be written")
+
+    async def _leave(self, seat: _EtcdSeat) -> None:
+        """Give the lease back, and the key with it, within two seconds; what cannot be reached drops it in time."""
+        if seat.lease:
+            with anyio.move_on_after(LEAVE_S, shield=True):
+                try:
+                    await self._gateway.call("/v3/lease/revoke", {"ID": str(seat.lease)})
+                except aiote.AioteError:
+                    pass

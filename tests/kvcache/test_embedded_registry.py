@@ -1,0 +1,321 @@
+"""The embedded registry in virtual time: leases end, servers die and come back, and nothing grows."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+
+import pytest
+
+import aiote
+from aiote.kvcache import embedded, registrywire
+from aiote.kvcache.embedded import EmbeddedRegistry
+from aiote.kvcache.ledger import Ledger
+from aiote.kvcache.mailroom import Mailroom
+from aiote.kvcache.membership import RegistryError, Roster
+from aiote.kvcache.registry import RegistryServer
+from aiote.testing import Fabric, run
+from registries import member, until_told
+
+LEASE_S = 3.0
+GRACE_S = LEASE_S + embedded.RETRY_MOST_S + LEASE_S
+"""After which a member that a new server does not know is told as left."""
+
+
+class Town:
+    """Engines with mailrooms, servers and clients on a simulated network, closed together."""
+
+    def __init__(self, fabric: Fabric, stack: AsyncExitStack) -> None:
+        self.fabric = fabric
+        self.stack = stack
+
+    async def mailroom(self, **settings) -> Mailroom:
+        engine = await self.stack.enter_async_context(self.fabric.open_engine(**settings))
+        return await self.stack.enter_async_context(Mailroom(engine))
+
+    async def server(self, config: aiote.EngineConfig | None = None, **more) -> RegistryServer:
+        mailroom = await self.mailroom(config=config)
+        return await self.stack.enter_async_context(RegistryServer(mailroom, **more))
+
+    async def mortal(self) -> tuple[RegistryServer, Callable[[], Awaitable[None]]]:
+        """Open a server in a task of its own, and return it with what ends it."""
+        opened, over = asyncio.get_running_loop().create_future(), asyncio.Event()
+
+        async def live() -> None:
+            async with self.fabric.open_engine() as engine, Mailroom(engine) as mailroom:
+                async with RegistryServer(mailroom) as server:
+                    opened.set_result(server)
+                    await over.wait()
+
+        task = asyncio.ensure_future(live())
+
+        async def end() -> None:
+            over.set()
+            await task
+
+        return await opened, end
+
+    async def client(self, *addresses: aiote.Address, lease_s: float = LEASE_S) -> EmbeddedRegistry:
+        registry = EmbeddedRegistry(await self.mailroom(), addresses, lease_s=lease_s)
+        return await self.stack.enter_async_context(registry)
+
+
+def in_town(story, seed=1):
+    async def main(fabric: Fabric) -> None:
+        async with AsyncExitStack() as stack:
+            await story(Town(fabric, stack))
+
+    run(main, seed=seed)
+
+
+async def until(condition, within: float) -> float:
+    """Let virtual time pass until something holds and return how long that took."""
+    began = asyncio.get_running_loop().time()
+    async with asyncio.timeout(within):
+        while not condition():
+            await asyncio.sleep(0.01)
+    return asyncio.get_running_loop().time() - began
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("how", ["crash", "partition", "close"])
+def test_a_member_whose_engine_dies_is_told_as_left_within_its_lease(how, seed):
+    async def story(town: Town) -> None:
+        server = await town.server()
+        watcher = await town.client(server.address)
+        victim = await town.client(server.address)
+        events = watcher.watch()
+        joining = await town.stack.enter_async_context(victim.join(member("a")))
+        await until_told(events, ("joined", "a"))
+        await asyncio.sleep(10 * LEASE_S)
+        assert watcher.members() == (joining.member,)
+        engine = victim._mailroom.engine
+        if how == "close":
+            await engine.aclose()
+        else:
+            getattr(town.fabric, how)(engine)
+        took = await until(lambda: not watcher.members(), LEASE_S + 1)
+        assert took >= LEASE_S / 2
+        await until_told(events, ("left", "a"))
+        if how == "close":
+            assert joining.lost
+            with pytest.raises(RegistryError):
+                await joining.update({"load": 1})
+
+    in_town(story, seed)
+
+
+@pytest.mark.parametrize("known", ["address", "addresses", "redirect"])
+def test_a_server_that_dies_withdraws_nothing_and_its_successor_learns_all(known):
+    async def story(town: Town) -> None:
+        (server, end), spare = await town.mortal(), await town.server()
+        address = aiote.Address(server.address.host, server.address.port)
+        addresses = (server.address, spare.address) if known == "addresses" else (address,)
+        here, there = await town.client(*addresses), await town.client(*addresses)
+        events, seen = there.watch(), []
+        async with here.join(member("a", load=1)) as seat:
+            await until_told(events, ("joined", "a"))
+            reading = asyncio.ensure_future(_collect(events, seen))
+            await end()
+            await until(lambda: not there.in_touch or known == "addresses", LEASE_S + 1)
+            if known != "addresses":
+                assert [one.stale for one in there.members()] == [True]
+                assert there.failure
+                await asyncio.sleep(60)
+                assert [one.name for one in there.members()] == ["a"]
+            config = aiote.EngineConfig(port=address.port)
+            if known == "address":
+                await town.server(config)
+            elif known == "redirect":
+                here.redirect(spare.address)
+                there.redirect([spare.address])
+            await seat.update({"load": 2})
+            await until(lambda: there.members() == (member("a", load=2),), GRACE_S)
+            await until(lambda: not any(one.stale for one in there.members()), GRACE_S)
+            assert [(event.kind, event.member.name) for event in seen] == [("changed", "a")]
+            reading.cancel()
+        await until(lambda: not there.members(), LEASE_S)
+
+    in_town(story)
+
+
+async def _collect(events, seen) -> None:
+    async for event in events:
+        seen.append(event)
+
+
+def test_who_died_with_the_server_is_told_as_left_after_a_grace():
+    async def story(town: Town) -> None:
+        (server, end), spare = await town.mortal(), await town.server()
+        here, there = [await town.client(server.address, spare.address) for _ in range(2)]
+        await town.stack.enter_async_context(here.join(member("a")))
+        await until(lambda: there.members(), 1)
+        town.fabric.crash(here._mailroom.engine)
+        await end()
+        await until(lambda: there.in_touch and spare._clients, GRACE_S)
+        assert [one.stale for one in there.members()] == [True]
+        await until(lambda: not there.members(), GRACE_S)
+
+    in_town(story)
+
+
+def test_joining_waits_for_a_server_and_says_so_to_whoever_gives_up():
+    async def story(town: Town) -> None:
+        server, end = await town.mortal()
+        address = aiote.Address(server.address.host, server.address.port)
+        await end()
+        here = await town.client(address)
+        assert not here.in_touch
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(20):
+                async with here.join(member("a")):
+                    pass
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1):
+                await here.ready()
+        server = await town.server(aiote.EngineConfig(port=address.port))
+        await here.ready()
+        assert here.members() == server.members() == ()
+
+    in_town(story)
+
+
+def test_a_thousand_joins_leave_nothing_behind():
+    async def story(town: Town) -> None:
+        server = await town.server()
+        here, there = [await town.client(server.address) for _ in range(2)]
+        await there.ready()
+        slow = there.watch()
+        for number in range(1000):
+            async with here.join(member(f"m{number}")):
+                pass
+        await until(lambda: not there.members() and not server.members(), 1)
+        assert len(server._ledger) == 0
+        assert not (here._seats or here._leaving or there._leases or there._doubtful or slow._pending)
+        assert all(not client._answers and not client.watch._told for client in server._clients.values())
+        gc.collect()
+        assert server._roster.watchers == 2
+
+    in_town(story)
+
+
+def test_clients_come_and_go():
+    async def story(town: Town) -> None:
+        server = await town.server()
+        mailroom = await town.mailroom()
+        for number in range(100):
+            async with EmbeddedRegistry(mailroom, server.address) as registry, registry.join(member("a", number)):
+                assert len(server._clients) == 1
+        await until(lambda: not server._clients, 1)
+        gc.collect()
+        assert server._roster.watchers == 0
+        assert server.members() == ()
+
+    in_town(story)
+
+
+def test_a_client_that_takes_nothing_keeps_nobody_waiting():
+    async def story(town: Town) -> None:
+        server = await town.server()
+        here, there = [await town.client(server.address) for _ in range(2)]
+        stuck = await town.client(server.address)
+        await stuck.ready()
+        letters = stuck._mailroom.queue(1, 1)
+        for _ in range(3):
+            await here._mailroom.engine.send(stuck._mailroom.engine.address, b"\x01")
+        async with here.join(member("a")) as seat:
+            for load in range(200):
+                await seat.update({"load": load})
+            await until(lambda: there.members() == (seat.member,), 1)
+            await until(lambda: not stuck.in_touch, 20 * LEASE_S)
+            await asyncio.sleep(20 * LEASE_S)
+            assert here.in_touch
+            assert there.in_touch
+            assert len(server._clients) <= 3
+            gc.collect()
+            assert server._roster.watchers <= 3
+            letters.close()
+            await until(lambda: stuck.in_touch and stuck.members() == (seat.member,), 20 * LEASE_S)
+
+    in_town(story)
+
+
+def test_a_server_that_is_held_up_lets_nobody_leave():
+    async def story(town: Town) -> None:
+        server = await town.server()
+        here = await town.client(server.address)
+        letters = server._mailroom.queue(1, 1)
+        async with here.join(member("a")):
+            for _ in range(3):
+                await here._mailroom.engine.send(server.address, b"\x01")
+            await asyncio.sleep(10 * LEASE_S)
+            assert [one.name for one in server.members()] == ["a"]
+            letters.close()
+            await asyncio.sleep(LEASE_S)
+            assert [one.name for one in server.members()] == ["a"]
+        await until(lambda: not server.members(), LEASE_S + 1)
+
+    in_town(story)
+
+
+def test_missed_updates_are_asked_for_again():
+    async def story(town: Town) -> None:
+        server = await town.server()
+        here, there = [await town.client(server.address) for _ in range(2)]
+        await there.ready()
+        take, dropped = there._take, []
+        there._give_back()
+        there._give_back = there._mailroom.handle(
+            registrywire.FROM_REGISTRY, lambda message: dropped.append(1) if len(dropped) < 2 else take(message)
+        )
+        async with here.join(member("a")), here.join(member("b")), here.join(member("c")):
+            await until(lambda: len(there.members()) == 3 and there.in_touch, 3 * LEASE_S)
+        assert dropped
+        await until(lambda: not there.members(), 3 * LEASE_S)
+
+    in_town(story)
+
+
+def test_noise_and_limits():
+    async def story(town: Town) -> None:
+        server = await town.server(limit=1)
+        here = await town.client(server.address)
+        await here.ready()
+        there = await town.client(server.address)
+        kinds = (registrywire.TO_REGISTRY, registrywire.FROM_REGISTRY)
+        for kind in kinds:
+            await there._mailroom.engine.send(server.address, bytes((kind, 1, 9)))
+            await server._mailroom.engine.send(here._mailroom.engine.address, bytes((kind, 1, 9)))
+        async with here.join(member("a")):
+            with pytest.raises(RegistryError, match="has its 1 members"):
+                async with here.join(member("b")):
+                    pass
+        await until(lambda: server.malformed == 1 and here.malformed == 1 and server.turned_away, LEASE_S)
+        assert not there.in_touch
+        with pytest.raises(aiote.UsageError, match="message_bytes=1024"):
+            EmbeddedRegistry(await town.mailroom(config=aiote.EngineConfig(message_bytes=1024)), server.address)
+        with pytest.raises(aiote.UsageError):
+            EmbeddedRegistry(here._mailroom, [])
+
+    in_town(story)
+
+
+def test_the_ledger_takes_nothing_late():
+    ledger = Ledger(roster := Roster(), limit=2)
+    announce = registrywire.Announce(1, 5, 1000, member("a", 2, load=5))
+    assert ledger.announce(announce, 0.0) == ""
+    assert ledger.announce(registrywire.Announce(1, 4, 1000, member("a", 2, load=4)), 0.5) is None
+    assert ledger.announce(registrywire.Announce(1, 9, 1000, member("a", 1)), 0.5) is None
+    assert roster.known["a"].attributes["load"] == 5
+    ledger.leave(registrywire.Leave(2, "a", 2))
+    ledger.leave(registrywire.Leave(1, "a", 1))
+    ledger.expire(0.999)
+    assert len(ledger) == 1
+    ledger.postpone(1.0)
+    ledger.expire(1.5)
+    assert ledger.next_deadline() == 2.0
+    ledger.expire(2.0)
+    assert len(ledger) == 0
+    assert not roster.known
