@@ -193,7 +193,8 @@ def test_a_thousand_joins_leave_nothing_behind():
                 pass
         await until(lambda: not there.members() and not server.members(), 1)
         assert len(server._ledger) == 0
-        assert not (here._seats or here._leaving or there._leases or there._doubtful or slow._pending)
+        kept = (here._seats, here._leaving, there._leases, there._doubtful, slow._pending)
+        assert sum(map(len, kept)) == 0
         assert all(not client._answers and not client.watch._told for client in server._clients.values())
         gc.collect()
         assert server._roster.watchers == 2
