@@ -20,12 +20,13 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-from run_tests import system_library, wheel_library
+from run_tests import NEEDS_GUEST, system_library, wheel_library
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests" / "mutants" / "mechanisms.toml"
 WORK = ROOT / "build" / "mutants"
 COPIED = ("src", "bench", "meson.build", "pyproject.toml", "README.md", "LICENSE")
+GUEST = ("tools/guest", "--how", "uml", "--nics", "4", "--")
 TEST_S = 60
 RUN_S = 600
 FAILED = 1  # pytest's status when tests ran and failed; others say that they could not be run
@@ -92,6 +93,9 @@ def build() -> None:
 def run(tests: list[str], library: str) -> tuple[int | None, str]:
     """Run tests until one fails; return pytest's status, None for a hang, and what it said."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--timeout={TEST_S}", *tests]
+    if library == "verbs":
+        paths = f"PYTHONPATH={WORK / 'site'}"
+        command = [sys.executable, *GUEST, "env", paths, *command, "-m", NEEDS_GUEST, "--loops", "3"]
     try:
         done = subprocess.run(
             command,
