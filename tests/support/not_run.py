@@ -47,18 +47,20 @@ def library() -> str:
         return f"none: {type(error).__name__}: {error}"
 
 
-def _over_verbs(item: pytest.Item) -> bool:
-    """Whether a parameter of the test is the provider "verbs", or a kind of rail that has it."""
+def _over(item: pytest.Item, provider: str) -> bool:
+    """Whether a parameter of the test is a provider of that name, layered ones included, or a rail that has it."""
     values = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
     named = (getattr(value, "provider", value) for value in values)
-    return any(isinstance(name, str) and name.startswith("verbs") for name in named)
+    return any(isinstance(name, str) and name.partition(";")[0] == provider for name in named)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if _over_verbs(item):
+        if _over(item, "verbs"):
             item.add_marker(pytest.mark.needs_rdma)
+        if _over(item, "sim"):
+            item.add_marker(pytest.mark.simulated)
     for marker, missing in NEEDS.items():
         concerned = [item for item in items if item.get_closest_marker(marker)]
         if concerned and (reason := missing()):
