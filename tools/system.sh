@@ -66,6 +66,7 @@ if [ "$purpose" = test ]; then
     done
     command -v xz >/dev/null || wish xz-utils
     have_library 'libibverbs/librxe-rdmav*.so' || wish ibverbs-providers
+    command -v ib_write_bw >/dev/null || wish perftest
     # a registry of members
     command -v etcd >/dev/null || wish etcd-server
 fi

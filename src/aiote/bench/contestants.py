@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aiote.bench.devices import ports_of
+from aiote.bench.perftest import available
 from aiote.bench.remote import Connection
 from aiote.bench.sides import BenchError, LocalSide, Pair, bells
 
-__all__ = ["Contestant", "Setting", "aiote_worker", "processors", "raw_worker", "start", "worker_command"]
+__all__ = ["Contestant", "Setting", "aiote_worker", "perftest", "processors", "raw_worker", "start", "worker_command"]
 
 RAW = Path(__file__).with_name("aiote-bench-raw")
 
@@ -60,6 +61,14 @@ class Contestant:
             except (ValueError, KeyError, TypeError) as error:
                 raise BenchError(f"{path}, line {number}: not a worker: {error}") from error
         return found
+
+
+def perftest(rails: str) -> list[Contestant]:
+    """Return linux-rdma's perftest as a contestant over verbs, where it is installed."""
+    if not available():
+        return []
+    command = (sys.executable, "-m", "aiote.bench.perftest", f"--rails={rails}")
+    return [Contestant("perftest", "other", command, ("verbs",))]
 
 
 def aiote_worker(role: str, setting: Setting, host: str = "") -> list[str]:

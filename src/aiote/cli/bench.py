@@ -16,7 +16,7 @@ from rich.console import Console
 import aiote
 from aiote.bench import plot, table
 from aiote.bench.congestion import NamespaceError, congestion_control, enter_namespace
-from aiote.bench.contestants import Contestant, Setting, start, worker_command
+from aiote.bench.contestants import Contestant, Setting, perftest, start, worker_command
 from aiote.bench.devices import ports_of
 from aiote.bench.measure import Entry, Plan, arena_for, measure
 from aiote.bench.records import Record, write_json
@@ -335,13 +335,17 @@ def _compare(
     connect: Connect = "",
     others: Others = None,
 ) -> None:
-    """Measure aiote and the raw loops in turns, so that the ratio is of neighbours in time."""
+    """Measure aiote and the raw loops in turns, so that the ratio is of neighbours in time.
+
+    Over verbs linux-rdma's perftest takes part where it is installed.
+    """
     values = {**locals(), "json": as_json, "plot": plot_file}
     options = _options(ops or OPS, values)
     if mode == "default":
         _fail("--mode default is an engine's; compare spinning with spinning, sleeping with sleeping", 2)
     try:
         contestants = [RAW, AIOTE, *(Contestant.others(others) if others is not None else ())]
+        contestants += [] if connect else perftest(rails)
     except (BenchError, OSError) as error:
         _fail(f"--with: {error}", 2)
     _measure(contestants, options)
