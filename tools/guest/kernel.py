@@ -81,7 +81,7 @@ def _has_headers() -> bool:
 def _fill(package: str, folder: Path, scratch: Path) -> None:
     package = packages.unpack(package, scratch)
     source = _unpack_source(package, scratch)
-    make = ["nice", "make", "ARCH=um", f"-j{os.cpu_count()}"]
+    make = ["make", "ARCH=um", f"-j{os.cpu_count()}"]
     _configure(package, source, scratch / "config", make)
     run_quiet([*make, "linux"], PURPOSE, cwd=source, limit_s=BUILD_S)
     run_quiet(["strip", "-o", str(folder / "linux"), str(source / "linux")], "strip the kernel")
@@ -91,7 +91,7 @@ def _unpack_source(package: str, scratch: Path) -> Path:
     packed = next(scratch.glob("usr/src/linux-source-*.tar.*"), None)
     if packed is None:
         raise Problem(f"there is no kernel source in {package}; `{PROGRAM} --source` names another package")
-    run_quiet(["nice", "tar", "xf", str(packed)], "unpack the kernel source", cwd=scratch)
+    run_quiet(["tar", "xf", str(packed)], "unpack the kernel source", cwd=scratch)
     source = next(path for path in scratch.glob("linux-source-*") if path.is_dir())
     for name, before, after in CHANGES:
         path = source / name
