@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import anyio
 import anyio.abc
 
-__all__ = ["Bell", "Crew", "beside", "report"]
+__all__ = ["Bell", "Crew", "beside", "report", "to_the_end"]
 
 
 class Bell:
@@ -72,6 +72,24 @@ async def beside(*functions: Callable[[], Awaitable[None]]) -> AsyncIterator[Cre
             group.cancel_scope.cancel()
     if crew.failures:
         raise crew.failures[0]
+
+
+async def to_the_end(step: Callable[[], Awaitable[object]]) -> None:
+    """Await a step, however often that is cancelled, and raise the cancellation when it is over.
+
+    A shielded scope holds up anyio's cancellations, but not a bare `task.cancel()` or `asyncio.timeout`. The step is
+    called again then, so it must be one that can go on where it was. It has to be bounded by itself.
+    """
+    interruption: BaseException | None = None
+    while True:
+        try:
+            with anyio.CancelScope(shield=True):
+                await step()
+            break
+        except anyio.get_cancelled_exc_class() as error:
+            interruption = error
+    if interruption is not None:
+        raise interruption
 
 
 def report(error: BaseException) -> None:

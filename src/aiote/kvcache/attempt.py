@@ -1,0 +1,333 @@
+"""One try of one request with one group of prefillers, seen from the decoder.
+
+It opens immediates, sends every prefill rank that has something to write its `Fill`, and counts. There are two ends:
+
+* *All counts are there.* They are as many as the plan has writes, so no write is left that could still land.
+* *It failed*: a rank refused or was lost, nothing came for too long, or the request is not wanted any more. Then every
+  rank that was lent memory is asked to stop. A rank is *over* when it has said that it has, or when its loan is
+  revoked, which happens if it does not say so within `confirm_limit`. The attempt ends when all are over.
+
+Either way nobody can write for it when `run` returns: pages may be anybody's.
+
+A `Cancel` is sent only after the rank's `Accepted` has come: messages overtake each other, and one that comes before
+its `Fill` would stop nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import anyio
+import numpy as np
+
+import aiote
+
+from .background import Bell, Crew
+from .layout import CacheLayout
+from .lending import Lender, Loan, key_of
+from .plan import plan_transfer
+from .post import Post
+from .transferwire import Accepted, Cancel, Ended, Fill, Numbers, Ranks, encode, fingerprint, frames
+
+__all__ = ["Attempt", "Desk", "Immediates"]
+
+LOOKS = 4
+"""How often in its time the stall limit is looked at: so much of it a stall may be noticed late."""
+
+
+class Immediates:
+    """Blocks of `size` immediates in a row, from `base` on, used in rotation.
+
+    Whoever fails leaves counts behind, and a NIC's queue may hold one more that nobody has looked at yet. So a block
+    comes up again after all the others, and begins with empty counters.
+    """
+
+    def __init__(self, engine: aiote.Engine, base: int, size: int, blocks: int) -> None:
+        self._engine = engine
+        self._base = base
+        self._size = size
+        self._blocks = blocks
+        self._next = 0
+        self._used: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def open(self) -> Block:
+        """Take a block. Raises UsageError at the engine's limit of counters, ClosedError."""
+        while self._next in self._used:
+            self._next = (self._next + 1) % self._blocks
+        number, self._next = self._next, (self._next + 1) % self._blocks
+        first = self._base + number * self._size
+        counters: list[aiote.Counter] = []
+        try:
+            for imm in range(first, first + self._size):
+                self._engine.counter(imm).close()  # which drops what it has counted
+                counters.append(self._engine.counter(imm))
+        except BaseException:
+            for counter in counters:
+                counter.close()
+            raise
+        self._used.add(number)
+        return Block(first, counters, lambda: self._used.discard(number))
+
+
+@dataclass(slots=True)
+class Block:
+    """The immediates of one attempt: of every layer, then of the tail."""
+
+    first: int
+    counters: list[aiote.Counter]
+    give_back: Callable[[], None]
+
+    def __enter__(self) -> Block:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for counter in self.counters:
+            counter.close()
+        self.give_back()
+
+
+@dataclass(slots=True)
+class Desk:
+    """What the attempts of one decoder share. `sources` are those that may be heard of, by their serials."""
+
+    engine: aiote.Engine
+    layout: CacheLayout
+    rank: int
+    ranks: int
+    pool_pages: int
+    tail_bytes: int
+    stall_limit: float
+    confirm_limit: float
+    lender: Lender
+    immediates: Immediates
+    crew: Callable[[], Crew]
+    post: Post
+    sources: dict[int, Source] = field(default_factory=dict)
+    _serials: itertools.count[int] = field(default_factory=lambda: itertools.count(secrets.randbits(62)))
+
+    def serial(self) -> int:
+        """Return a number that no attempt of this decoder had."""
+        return next(self._serials)
+
+    def hear(self, peer: aiote.Peer, message: Accepted | Ended) -> bool:
+        """Pass on what a prefiller says; False where it is of nothing that still goes on."""
+        source = self.sources.get(message.serial)
+        if source is None or source.loan is None or key_of(source.loan.peer) != key_of(peer):
+            if isinstance(message, Accepted):
+                # It came too late: the leases are revoked. What is not wanted any more need not be computed either.
+                self.post.say(peer, Cancel(message.serial))
+            return False
+        source.hear(message)
+        return True
+
+
+class Source:
+    """One prefill rank of an attempt: what it was lent, and whether it may still write."""
+
+    def __init__(self, attempt: Attempt, rank: int, place: aiote.Peer | aiote.Address) -> None:
+        self.serial = attempt.desk.serial()
+        self.loan: Loan | None = None
+        self.over = False
+        self._attempt = attempt
+        self._rank = rank
+        self._address = place.address if isinstance(place, aiote.Peer) else place
+        self._accepted = False
+        self._abandoned = False
+        self._dismissed = False
+        self._asking = anyio.CancelScope()
+        self._bell = Bell()
+
+    async def ask(self) -> None:
+        """Lend the rank the memory and send it its `Fill`; what goes wrong fails the attempt."""
+        engine = self._attempt.desk.engine
+        with self._asking:
+            try:
+                peer = await engine.connect(self._address)
+                if self._abandoned:
+                    return
+                self.loan = self._attempt.desk.lender.lend(peer)
+                self.loan.borrowers.add(self)
+                for frame in frames(encode(self._attempt.fill(self._rank, self.serial, self.loan)), self.serial):
+                    await engine.send(peer, frame)
+            except aiote.AioteError as error:
+                self._fail(str(error))
+
+    async def stop(self, limit: float) -> None:
+        """Return when it can write nothing more for this attempt, within `limit` and the time of a revocation."""
+        self._abandoned = True
+        if self.loan is None:
+            self._asking.cancel()
+            return
+        with anyio.move_on_after(limit):
+            while not (self._accepted or self.over):
+                await self._bell.wait()
+            self.dismiss()
+            while not self.over:
+                await self._bell.wait()
+        if not self.over:
+            self._attempt.desk.lender.end(self.loan, f"it did not confirm within {limit} s that it had stopped")
+            await self.loan.ended.wait()
+        self._asking.cancel()
+        self.dismiss()
+
+    def dismiss(self) -> None:
+        """Tell the rank that nothing is wanted of it any more, if it knows of it; once."""
+        if self.loan is not None and self._accepted and not self._dismissed:
+            self._dismissed = True
+            self._attempt.desk.post.say(self.loan.peer, Cancel(self.serial))
+
+    def forget(self) -> None:
+        """Take note that the attempt is over."""
+        if self.loan is not None:
+            self.loan.borrowers.discard(self)
+
+    def hear(self, message: Accepted | Ended) -> None:
+        """Take what the rank says."""
+        self._accepted = True
+        if isinstance(message, Ended):
+            self.over = self._dismissed = True
+            self._fail(message.reason or "it has stopped")
+        elif self.over:
+            self.dismiss()
+        else:
+            self._attempt.heard()
+        self._bell.ring()
+
+    def loan_lost(self, reason: str) -> None:
+        """Take note that its loan is being revoked."""
+        self._fail(reason)
+
+    def loan_over(self) -> None:
+        """Take note that nobody can write through its loan any more."""
+        self.over = True
+        self._bell.ring()
+
+    def _fail(self, reason: str) -> None:
+        self._attempt.fail(f"prefill rank {self._rank} ({self._address.host}:{self._address.port}): {reason}")
+
+
+class Attempt:
+    """One try; `run` is its whole life. `group` are the prefillers, by rank; `pages` as many as the prompt needs."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        request: bytes,
+        round_: int,
+        group: Sequence[aiote.Peer | aiote.Address],
+        tokens: Numbers,
+        pages: Sequence[int],
+        place: int,
+    ) -> None:
+        self.desk = desk
+        self.reason = ""
+        self.layers = 0
+        self._request = request
+        self._round = round_
+        self._tokens = tokens
+        self._pages = np.asarray(pages, dtype=np.uint32)
+        self._place = place
+        self._plan = plan_transfer(desk.layout, len(group), desk.ranks)
+        ranks = dict.fromkeys(route.source for route in self._plan.incoming(desk.rank))
+        self._of_prefill = len(group)
+        self._tail_from = min(ranks)
+        self._sources = [Source(self, rank, group[rank]) for rank in ranks]
+        self._block: Block | None = None
+        self._collecting = anyio.CancelScope()
+        self._heard = 0
+
+    def fill(self, rank: int, serial: int, loan: Loan) -> Fill:
+        """Return what is asked of one prefill rank."""
+        desk, block = self.desk, self._block
+        assert block is not None
+        tail = desk.tail_bytes if rank == self._tail_from else 0
+        return Fill(
+            serial=serial,
+            round=self._round,
+            ranks=Ranks(rank, self._of_prefill, desk.rank, desk.ranks),
+            imm=block.first,
+            pool_pages=desk.pool_pages,
+            tail_offset=self._place * desk.tail_bytes,
+            tail_bytes=tail,
+            request=self._request,
+            print=fingerprint(desk.layout),
+            pool=loan.pool.descriptor,
+            tails=loan.tails.descriptor if tail and loan.tails is not None else b"",
+            tokens=self._tokens,
+            pages=self._pages,
+        )
+
+    def fail(self, reason: str) -> None:
+        """End it, for the first reason that there is."""
+        self.reason = self.reason or reason
+        self._collecting.cancel()
+
+    def heard(self) -> None:
+        """Take note of a sign of life that is no count."""
+        self._heard += 1
+
+    async def run(self, progress: Callable[[int], None]) -> str:
+        """Return the reason why it failed, "" where all has arrived. `progress` is told how many layers have.
+
+        When it returns nobody can write for it any more. That takes, after it failed, `confirm_limit` and the time of
+        a revocation at most. Cancelled, it leaves that to whoever closes the region: the decoder's end.
+        """
+        try:
+            self._block = self.desk.immediates.open()
+        except aiote.AioteError as error:
+            return str(error)
+        with self._block:
+            try:
+                for source in self._sources:
+                    self.desk.sources[source.serial] = source
+                    self.desk.crew().start(source.ask)
+                arrived = await self._collect(self._block.counters, progress)
+                if not arrived:
+                    async with anyio.create_task_group() as group:
+                        for source in self._sources:
+                            group.start_soon(source.stop, self.desk.confirm_limit)
+                return "" if arrived else self.reason
+            finally:
+                for source in self._sources:
+                    del self.desk.sources[source.serial]
+                    source.forget()
+
+    async def _collect(self, counters: list[aiote.Counter], progress: Callable[[int], None]) -> bool:
+        """Count layer by layer, then the tail; False where the attempt failed before."""
+        arrived = False
+        with self._collecting:
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._watch, counters)
+                writes = self._plan.writes(self.desk.rank, len(self._pages))
+                try:
+                    for layer in range(self.desk.layout.layers):
+                        await counters[layer].wait(writes)
+                        self.layers = layer + 1
+                        progress(self.layers)
+                    if self.desk.tail_bytes:
+                        await counters[-1].wait(1)
+                    arrived = True
+                except aiote.AioteError as error:
+                    self.fail(str(error))
+                group.cancel_scope.cancel()
+        return arrived
+
+    async def _watch(self, counters: list[aiote.Counter]) -> None:
+        """Fail where nothing has come for the stall limit."""
+        limit = self.desk.stall_limit
+        seen, since = (-1, -1, -1), anyio.current_time()
+        while True:
+            now = anyio.current_time()
+            state = (self.layers, self._heard, sum(counter.value for counter in counters))
+            if state != seen:
+                seen, since = state, now
+            elif now - since >= limit:
+                self.fail(f"nothing has come for {limit} s, though the connection is alive")
+                return
+            await anyio.sleep(limit / LOOKS)

@@ -1,0 +1,108 @@
+"""What a decoder lends to prefillers: its cache and its tails, one pair of leases for each engine that writes to them.
+
+A *loan* begins when an engine is asked for the first time, and is kept while all goes well: then a request costs no
+registration. It ends when the connection to that engine is lost, or when the engine did not confirm that it has
+stopped. `ended` is set once nobody can write through it; from then on pages that it was asked to write to may be
+anybody's. The next request to that engine gets another loan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import anyio
+
+import aiote
+
+from .background import Crew
+
+__all__ = ["Key", "Lender", "Loan", "key_of"]
+
+Key = tuple[bytes, int]
+
+
+class Borrower(Protocol):
+    """What a loan tells those who rely on it."""
+
+    def loan_lost(self, reason: str) -> None: ...
+    def loan_over(self) -> None: ...
+
+
+class Loan:
+    """The leases of one engine. Made by `Lender.lend`."""
+
+    def __init__(self, peer: aiote.Peer, pool: aiote.Lease, tails: aiote.Lease | None) -> None:
+        self.peer = peer
+        self.pool = pool
+        self.tails = tails
+        self.reason = ""
+        self.ended = anyio.Event()
+        self.borrowers: set[Borrower] = set()
+        self.scope = anyio.CancelScope()
+
+    async def revoke(self) -> None:
+        """Return once nobody can write through it; within `drain_timeout` of the engine's config, or a little more."""
+        for lease in (self.pool, self.tails):
+            if lease is not None:
+                await lease.revoke()
+
+
+def key_of(peer: aiote.Peer) -> Key:
+    """Return what tells engines, and runs of one engine, apart."""
+    return peer.address.identity, peer.address.incarnation
+
+
+class Lender:
+    """The loans of one decoder. `crew` is called with what has to run beside: `Crew.start`."""
+
+    def __init__(self, pool: aiote.Region, tails: aiote.Region | None, crew: Callable[[], Crew]) -> None:
+        self._pool = pool
+        self._tails = tails
+        self._crew = crew
+        self._loans: dict[Key, Loan] = {}
+        self.revoked = 0
+
+    def __len__(self) -> int:
+        return len(self._loans)
+
+    def lend(self, peer: aiote.Peer) -> Loan:
+        """Return the loan of an engine, a new one where it has none. Raises ClosedError, FabricError."""
+        loan = self._loans.get(key_of(peer))
+        if loan is not None and loan.peer is peer:
+            return loan
+        if loan is not None:
+            self.end(loan, "its connection was replaced by another")
+        pool = self._pool.lease(slice(0, len(self._pool)), peer)
+        try:
+            tails = self._tails.lease(slice(0, len(self._tails)), peer) if self._tails is not None else None
+        except BaseException:
+            self._crew().start(pool.revoke)
+            raise
+        loan = self._loans[key_of(peer)] = Loan(peer, pool, tails)
+        self._crew().start(self._follow, loan)
+        return loan
+
+    def end(self, loan: Loan, reason: str) -> None:
+        """Begin to revoke a loan, and tell those who rely on it. Idempotent."""
+        if loan.reason:
+            return
+        loan.reason = reason
+        self.revoked += 1
+        if self._loans.get(key_of(loan.peer)) is loan:
+            del self._loans[key_of(loan.peer)]
+        loan.scope.cancel()
+        self._crew().start(self._revoke, loan)
+        for borrower in tuple(loan.borrowers):
+            borrower.loan_lost(reason)
+
+    async def _follow(self, loan: Loan) -> None:
+        """End a loan when the connection is lost."""
+        with loan.scope:
+            self.end(loan, await loan.peer.closed())
+
+    async def _revoke(self, loan: Loan) -> None:
+        await loan.revoke()
+        loan.ended.set()
+        for borrower in tuple(loan.borrowers):
+            borrower.loan_over()

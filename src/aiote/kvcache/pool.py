@@ -1,0 +1,170 @@
+"""Which pages of a decoder's cache are whose, and who is next in line for them.
+
+A *holding* is the pages of one request and a place for its tail. Those who want one stand in line, first come, first
+served: the head waits until there are enough pages for it, and nobody passes it. Who holds pages already and wants more
+stands before all of them, for it is what it holds that the others wait for.
+
+That alone could stand still: all who hold pages want more, and there are none. So who would be the last to wait is
+refused instead; what it holds then goes round.
+
+This module knows no engine and no request.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import anyio
+
+import aiote
+
+__all__ = ["Holding", "PagePool", "PagesExhausted"]
+
+
+class PagesExhausted(aiote.AioteError):
+    """There are no more pages, and all who hold some wait for more."""
+
+
+class Holding:
+    """The pages of one request, in the order of its tokens, and the number of its place. Made by `PagePool.take`."""
+
+    __slots__ = ("over", "pages", "place", "wanting")
+
+    def __init__(self, place: int, pages: list[int]) -> None:
+        self.place = place
+        self.pages = pages
+        self.wanting = False
+        self.over = False
+
+
+class _Wish:
+    """One who waits: for a new holding, or for more pages of one."""
+
+    __slots__ = ("count", "event", "granted", "holding")
+
+    def __init__(self, count: int, holding: Holding | None) -> None:
+        self.count = count
+        self.holding = holding
+        self.granted: Holding | None = None
+        self.event = anyio.Event()
+
+
+class PagePool:
+    """`pages` pages and `places` places; at most `line` wait for a holding."""
+
+    def __init__(self, pages: int, places: int, line: int) -> None:
+        self.pages = pages
+        self._free = list(range(pages - 1, -1, -1))
+        self._places = list(range(places - 1, -1, -1))
+        self._limit = line
+        self._line: deque[_Wish] = deque()
+        self._more: deque[_Wish] = deque()
+        self._held: dict[Holding, None] = {}
+        self._closed = ""
+
+    @property
+    def free(self) -> int:
+        """How many pages nobody holds."""
+        return len(self._free)
+
+    @property
+    def held(self) -> int:
+        """How many holdings there are."""
+        return len(self._held)
+
+    @property
+    def waiting(self) -> int:
+        """How many wait for a holding."""
+        return len(self._line)
+
+    async def take(self, count: int) -> Holding:
+        """Return a holding of so many pages, as soon as it is this one's turn. Cancelling the wait loses nothing.
+
+        Raises UsageError for more pages than there are, QueueFull when too many wait already, ClosedError.
+        """
+        self._require_open()
+        if count > self.pages:
+            raise aiote.UsageError(f"{count} pages are needed, and the cache has {self.pages}")
+        if len(self._line) >= self._limit:
+            raise aiote.QueueFull(f"{self._limit} requests wait for pages already")
+        return await self._wait(self._line, _Wish(count, None))
+
+    async def extend(self, holding: Holding, count: int) -> None:
+        """Add so many pages to a holding, before all who wait for a new one. Cancelling the wait loses nothing.
+
+        Raises UsageError for more pages than there are, PagesExhausted where waiting would be for ever, ClosedError.
+        """
+        self._require_open()
+        if holding.over:
+            raise aiote.ClosedError("the request is over")
+        if len(holding.pages) + count > self.pages:
+            raise aiote.UsageError(f"{len(holding.pages) + count} pages are needed, and the cache has {self.pages}")
+        if holding.wanting:
+            raise aiote.UsageError("this request waits for more pages already")
+        enough = count <= len(self._free) and not self._more
+        if not enough and all(other.wanting for other in self._held if other is not holding):
+            raise PagesExhausted(
+                f"{count} more pages are needed, {len(self._free)} are free, and all {len(self._held)} requests that "
+                "hold pages wait for more: end one of them"
+            )
+        holding.wanting = True
+        try:
+            await self._wait(self._more, _Wish(count, holding))
+        finally:
+            holding.wanting = False
+
+    def give(self, holding: Holding) -> None:
+        """Take a holding back: nobody can write to its pages any more."""
+        del self._held[holding]
+        holding.over = True
+        for wish in [wish for wish in self._more if wish.holding is holding]:
+            self._more.remove(wish)
+            wish.event.set()
+        self._free += holding.pages
+        self._places.append(holding.place)
+        self._serve()
+
+    def close(self, reason: str) -> None:
+        """End all waits with ClosedError."""
+        self._closed = reason
+        for line in (self._line, self._more):
+            for wish in line:
+                wish.event.set()
+            line.clear()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise aiote.ClosedError(self._closed)
+
+    async def _wait(self, line: deque[_Wish], wish: _Wish) -> Holding:
+        line.append(wish)
+        self._serve()
+        try:
+            # It is set once: by what grants the wish, or by what makes it void.
+            await wish.event.wait()
+        except BaseException:
+            if wish.granted is not None and wish.holding is None:
+                self.give(wish.granted)  # granted in the moment of the cancellation
+            raise
+        finally:
+            if wish in line:
+                line.remove(wish)
+                self._serve()
+        if wish.granted is None:
+            raise aiote.ClosedError(self._closed or "the request is over")
+        return wish.granted
+
+    def _serve(self) -> None:
+        while self._more and self._more[0].count <= len(self._free):
+            self._grant(self._more.popleft())
+        while not self._more and self._line and self._places and self._line[0].count <= len(self._free):
+            self._grant(self._line.popleft())
+
+    def _grant(self, wish: _Wish) -> None:
+        if wish.holding is None:
+            wish.granted = Holding(self._places.pop(), [])
+            self._held[wish.granted] = None
+        else:
+            wish.granted = wish.holding
+        wish.granted.pages += [self._free.pop() for _ in range(wish.count)]
+        wish.event.set()

@@ -1,0 +1,269 @@
+"""How programs use decoders and prefillers: layers as they come, words that models bump, pages for what follows."""
+
+from __future__ import annotations
+
+import asyncio
+
+import anyio
+import numpy as np
+import pytest
+
+import aiote
+from aiote.kvcache import Decoder, Job, JobEnded, Mailroom, PagesExhausted, PageTable, Prefiller, PrefillError, Slot
+from aiote.testing import Fabric, run
+from engines import PATIENCE_S, pair, until
+from kvcaches import SMALL, PrefillRank, cache_of, deployed, pool_of, tail_of, until_idle
+
+TOKENS = list(range(40, 59))
+
+
+def compute_layer(prefill: PrefillRank, job: Job, layer: int, pages: list[int]) -> None:
+    prefill.memory[layer, pages] = cache_of(SMALL, job.tokens, layer, 0, 1)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("provider", ["sim", "tcp"])
+async def test_layers_come_in_order_while_the_next_one_is_computed(provider):
+    async def prefill_slowly() -> None:
+        async with await anext(prefill.prefiller.jobs()) as job:
+            chunk = job.chunk(0, len(TOKENS), range(5))
+            for layer in range(SMALL.layers):
+                if layer:
+                    # Not before the decoder has seen the layer before this one.
+                    await until(lambda layer=layer: len(seen) >= layer)
+                compute_layer(prefill, job, layer, list(range(5)))
+                await chunk.done(layer)
+            await job.tail(tail_of(TOKENS, 24))
+
+    seen: list[int] = []
+    with anyio.fail_after(PATIENCE_S):
+        async with deployed(provider, serving=False) as deployment:
+            (decode,), (prefill,) = deployment.decode, deployment.prefill
+            async with anyio.create_task_group() as group:
+                group.start_soon(prefill_slowly)
+                async with decode.decoder.request(TOKENS, deployment.group) as slot:
+                    async for layer in slot.layers():
+                        decode.check(slot, layers=[layer])
+                        seen.append(layer)
+                    assert slot.complete
+                    assert [layer async for layer in slot.layers()] == [0, 1, 2]
+            assert seen == [0, 1, 2]
+            await until_idle(deployment)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint64])
+async def test_a_word_that_the_model_bumps_sends_several_layers_at_once(dtype):
+    word = np.full(1, 254, dtype)  # of one byte, it wraps around
+
+    async def model() -> None:
+        job = await anext(prefill.prefiller.jobs())
+        async with job:
+            for layer in range(SMALL.layers):
+                compute_layer(prefill, job, layer, list(range(5)))
+            first, second = job.chunk(0, 9, range(5)), job.chunk(9, len(TOKENS), PageTable(range(2, 5), 64, 2))
+            async with anyio.create_task_group() as group:
+                group.start_soon(lambda: first.follow(word, base=254))
+                group.start_soon(lambda: second.follow(word, base=254 + SMALL.layers))
+                for bump in (1, 4, 1):
+                    await anyio.sleep(0.003)
+                    word[0] += np.array(bump, dtype)
+            assert (first.missing, second.missing) == (0, 0)
+            await job.tail(np.frombuffer(tail_of(TOKENS, 24), np.uint8))
+
+    with anyio.fail_after(PATIENCE_S):
+        async with deployed("sim", serving=False) as deployment:
+            (decode,), (prefill,) = deployment.decode, deployment.prefill
+            async with anyio.create_task_group() as group:
+                group.start_soon(model)
+                async with decode.decoder.request(TOKENS, deployment.group) as slot:
+                    await slot.arrived()
+                    decode.check(slot)
+                    assert slot.tail == tail_of(TOKENS, 24)
+            await until_idle(deployment)
+
+
+@pytest.mark.virtual_time
+async def test_pages_for_generated_tokens():
+    async with deployed("sim", pages=8) as deployment:
+        (decode,) = deployment.decode
+        async with decode.decoder.request(TOKENS, deployment.group) as slot:
+            await slot.arrived()
+            assert (len(slot.pages), slot.capacity, slot.table.pool) == (5, 20, 8)
+            await slot.extend(1)
+            assert slot.capacity == 20
+            await slot.extend(2)
+            assert (len(slot.pages), slot.capacity) == (6, 24)
+            decode.check(slot)
+            with pytest.raises(aiote.UsageError):
+                await slot.extend(1000)
+            async with decode.decoder.request([1], deployment.group) as other, anyio.create_task_group() as group:
+                await slot.extend(4)
+                group.start_soon(slot.extend, 5)
+                await asyncio.sleep(1)
+                with pytest.raises(PagesExhausted):
+                    await other.extend(8)
+                group.cancel_scope.cancel()
+        with pytest.raises(aiote.UsageError, match="over"):
+            await slot.extend(1)
+        await until_idle(deployment)
+
+
+@pytest.mark.virtual_time
+async def test_requests_wait_for_pages_in_turn():
+    async with deployed("sim", pages=10, slots=4, line=3) as deployment:
+        (decode,) = deployment.decode
+        order: list[int] = []
+
+        async def ask(number: int) -> None:
+            async with decode.decoder.request(np.arange(20) + number, deployment.group) as slot:
+                await slot.arrived()
+                decode.check(slot)
+                order.append(number)
+                await asyncio.sleep(1)
+
+        async with asyncio.TaskGroup() as group:
+            for number in range(5):
+                group.create_task(ask(number))
+                await asyncio.sleep(0.01)
+            assert (decode.decoder.requests, decode.decoder.waiting) == (2, 3)
+            with pytest.raises(aiote.QueueFull):
+                await ask(5)
+        assert order == [0, 1, 2, 3, 4]
+        await until_idle(deployment)
+
+
+@pytest.mark.virtual_time
+async def test_a_job_that_is_wrongly_used_says_how_and_refuses_the_request():
+    async def misuse(job: Job) -> None:
+        with pytest.raises(aiote.UsageError, match="enter the job"):
+            job.chunk(0, 4, range(5))
+        with pytest.raises(aiote.UsageError, match="without its tail|tokens in chunks"):
+            async with job:
+                with pytest.raises(aiote.UsageError, match="expected to begin at 0"):
+                    job.chunk(4, 8, range(5))
+                with pytest.raises(aiote.UsageError, match="does not have the places"):
+                    job.chunk(0, 8, range(1))
+                chunk = job.chunk(0, 8, range(5))
+                await chunk.done(1)
+                with pytest.raises(aiote.UsageError, match="done before"):
+                    await chunk.done(1)
+                with pytest.raises(aiote.UsageError):
+                    await chunk.done(3)
+                await chunk.done_to(3)
+                with pytest.raises(aiote.UsageError, match="25 bytes, the decoder expects 24"):
+                    await job.tail(bytes(25))
+                with pytest.raises(aiote.UsageError, match="once"):
+                    await job.__aenter__()
+        with pytest.raises(JobEnded, match="8 of 19 tokens"):
+            await job.tail(bytes(24))
+
+    async with deployed("sim", serving=False) as deployment:
+        (decode,), (prefill,) = deployment.decode, deployment.prefill
+        async with anyio.create_task_group() as group:
+            with pytest.raises(PrefillError, match="8 of 19 tokens"):
+                async with decode.decoder.request(TOKENS, deployment.group) as slot:
+                    group.start_soon(misuse, await anext(prefill.prefiller.jobs()))
+                    await slot.arrived()
+        await until_idle(deployment)
+
+
+@pytest.mark.virtual_time
+async def test_a_job_whose_request_was_cancelled_before_it_began():
+    async with deployed("sim", serving=False) as deployment:
+        (decode,), (prefill,) = deployment.decode, deployment.prefill
+        async with decode.decoder.request(TOKENS, deployment.group):
+            job = await anext(prefill.prefiller.jobs())
+        assert job.cancelled
+        async with job:
+            await asyncio.sleep(0)
+            raise AssertionError("the body has been cancelled")
+        assert "cancelled" in job.reason
+        await until_idle(deployment)
+
+
+@pytest.mark.virtual_time
+async def test_one_decode_rank_s_part_is_missing():
+    async with deployed("sim", decode=2, serving=False, confirm_limit=1.0) as deployment:
+        here, _ = deployment.decode
+        with pytest.raises(PrefillError, match="decode ranks 1 have not asked for it within 10.0 s"):
+            async with here.decoder.request(TOKENS, deployment.group, request_id=b"r") as slot:
+                await slot.arrived()
+        assert here.decoder.revoked == 0
+        await until_idle(deployment)
+
+
+@pytest.mark.virtual_time
+async def test_one_decode_rank_leaves_and_the_other_one_is_told():
+    async with deployed("sim", decode=2, prefill=2, serving=False) as deployment:
+        one, two = deployment.decode
+        async with two.decoder.request(TOKENS, deployment.group, request_id=b"r") as slot:
+            async with one.decoder.request(TOKENS, deployment.group, request_id=b"r"):
+                await asyncio.sleep(0.1)
+            assert isinstance(slot, Slot)
+        other = deployment.prefill[0].prefiller
+        assert other.live == 0
+        await until_idle(deployment)
+
+
+@pytest.mark.virtual_time
+async def test_drained_prefillers_finish_what_they_have():
+    async with deployed("sim") as deployment:
+        (decode,), (prefill,) = deployment.decode, deployment.prefill
+        async with decode.decoder.request(TOKENS, deployment.group) as slot:
+            while not prefill.prefiller.live:
+                await asyncio.sleep(1e-6)
+            await prefill.prefiller.drain()
+            await slot.arrived()
+            decode.check(slot)
+        await until_idle(deployment)
+
+
+@pytest.mark.anyio
+async def test_wrong_arguments_are_named():
+    async with pair("sim", message_bytes=4096) as (engine, other), Mailroom(engine) as mailroom:
+        memory = pool_of(SMALL, 4, 1)
+        for wrong in ({"rank": 1}, {"ranks": 3}, {"slots": 0}, {"stall_limit": 0}, {"imm_base": (1 << 28) - 4}):
+            with pytest.raises(aiote.UsageError):
+                Decoder(mailroom, SMALL, memory, **wrong)  # type: ignore[arg-type]
+        for bad in (bytearray(7), bytes(SMALL.pool_bytes(1, 4))):
+            for kind in (Decoder, Prefiller):
+                with pytest.raises(aiote.UsageError):
+                    await kind(mailroom, SMALL, bad).__aenter__()
+        async with Decoder(mailroom, SMALL, memory) as decoder:
+            with pytest.raises(aiote.UsageError):
+                await decoder.__aenter__()
+            for tokens, group in (([], [other.address]), ([-1], [other.address]), ([1], []), ([1], ["x"])):
+                with pytest.raises(aiote.UsageError):
+                    async with decoder.request(tokens, group):
+                        raise AssertionError("unreachable")
+            with pytest.raises(aiote.UsageError, match="twice"):
+                async with decoder.request([1], [other.address] * 2):
+                    raise AssertionError("unreachable")
+            with pytest.raises(aiote.UsageError, match="17 pages|5 pages"):
+                async with decoder.request(range(17), [other.address]):
+                    raise AssertionError("unreachable")
+            async with decoder.request([1], [engine.address]) as slot:
+                with pytest.raises(aiote.UsageError, match="first"):
+                    _ = slot.tail
+                with pytest.raises(PrefillError, match="own"):
+                    await slot.arrived()
+        with pytest.raises(aiote.ClosedError):
+            async with decoder.request([1], [other.address]):
+                raise AssertionError("unreachable")
+        async with pair("sim", message_bytes=2048) as (small, _), Mailroom(small) as little:
+            with pytest.raises(aiote.UsageError, match="4096"):
+                Prefiller(little, SMALL, memory)
+
+
+def test_who_waits_for_a_request_that_is_left_hears_of_it():
+    async def main(fabric: Fabric) -> None:
+        async with deployed(fabric.open_engine, serving=False) as deployment:
+            (decode,) = deployment.decode
+            async with decode.decoder.request(TOKENS, deployment.group) as slot:
+                waiting = asyncio.ensure_future(slot.arrived())
+                await asyncio.sleep(0.1)
+            with pytest.raises(aiote.ClosedError, match="left"):
+                await waiting
+
+    run(main)
