@@ -58,10 +58,10 @@ def test_latency_as_6_06_says_it():
     ],
 )
 def test_a_clock_that_does_not_run_is_told(row):
-    with pytest.raises(WorkerError, match="/proc/cpuinfo"):
+    with pytest.raises(WorkerError, match="cycle counter"):
         result_of(Work("write", 65536, 16, 500), BANDWIDTH % row)
     lowest = " 65536       500          inf            inf          inf      \t  inf   \t-nan   \t\tinf     \t\tinf    "
-    with pytest.raises(WorkerError, match="/proc/cpuinfo"):
+    with pytest.raises(WorkerError, match="cycle counter"):
         result_of(Work("latency", 65536, 1, 500), LATENCY % lowest)
 
 

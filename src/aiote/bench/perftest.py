@@ -2,9 +2,9 @@
 
 What is the same: bytes, requests, how many are outstanding, device, port and GID. What is not: nothing checks the
 bytes; `ib_send_lat` sends where the others write an immediate (no program of theirs waits for one), and `ib_write_lat`
-looks at memory instead of a queue; half a round trip is what they print. They count by the processor's cycle counter
-and what /proc/cpuinfo says of it; where that is wrong they print 0 or inf, which is refused here. They start anew for
-each run, and their CPU time has that in it.
+looks at memory instead of a queue; half a round trip is what they print. They count by the processor's cycle counter,
+and by what /proc/cpuinfo says and a short trial finds of it; where these fail they print 0 or inf, which is refused
+here. They start anew for each run, and their CPU time has that in it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def result_of(work: Work, said: str) -> dict[str, Any]:
         raise WorkerError(f"no figures in what it said: {said.strip()[-200:]!r}")
     if not all(0 < number < math.inf for number in numbers[: 4 if work.op == "latency" else 3]):
         raise WorkerError(
-            f"it measured {numbers[0]:g} to {numbers[1]:g}: /proc/cpuinfo does not say how fast its cycle counter runs"
+            f"it measured {numbers[0]:g} to {numbers[1]:g}: it could not find out how fast the cycle counter runs "
+            "(/proc/cpuinfo does not say it, or the machine is too busy)"
         )
     if work.op != "latency":
         # Peak and average in MB/s, million requests a second; the last has the most digits.
