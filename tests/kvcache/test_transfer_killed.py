@@ -1,0 +1,125 @@
+"""Prefillers in processes of their own that are killed and stopped at any moment: nothing of theirs lands too late."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import pytest
+
+import aiote
+from aiote.kvcache import PrefillError
+from engines import PATIENCE_S, opened, served_by_process
+from kvcaches import decode_rank
+
+pytestmark = [pytest.mark.anyio, pytest.mark.libfabric]
+
+SCRIPT = Path(__file__).parents[1] / "support" / "prefill_process.py"
+PROMPT = np.arange(37) + 3
+PAGES = 32
+LAYER_S = 0.01
+"""Five chunks of three layers: a request takes 150 ms at least."""
+
+
+class Prefill:
+    """One prefiller's process."""
+
+    def __init__(self, provider: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), provider, str(LAYER_S)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self.address = aiote.Address.parse(self._process.stdout.readline().decode().strip())
+
+    def signal(self, number: int) -> None:
+        os.kill(self._process.pid, number)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process.wait()
+
+
+@pytest.fixture
+def prefills(request: pytest.FixtureRequest) -> Iterator[list[Prefill]]:
+    """Two processes; started before the loop runs, for that blocks."""
+    provider = request.getfixturevalue("provider")
+    made = [Prefill(provider) for _ in range(2)]
+    yield made
+    for prefill in made:
+        prefill.end()
+
+
+def open_engine(provider: str):
+    return lambda: opened(provider, heartbeat_interval=0.1, heartbeat_limit=1.0)
+
+
+@served_by_process
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+async def test_the_request_is_done_by_another(provider, prefills, how):
+    """Whenever it happens, the cache that the other one wrote is whole, and stays so when the first one wakes up."""
+    victim, spare = prefills
+    limits = {"stall_limit": 0.5, "confirm_limit": 0.3, "tail_bytes": 24}
+    with anyio.fail_after(PATIENCE_S):
+        async with decode_rank(open_engine(provider), pages=PAGES, **limits) as decode:
+            decoder = decode.decoder
+            async with decoder.request(PROMPT, [victim.address], alternatives=[[spare.address]]) as slot:
+                await anyio.sleep(random.Random(str(how)).random() * 0.12)
+                victim.signal(how)
+                await slot.arrived()
+                decode.check(slot)
+                if how == signal.SIGSTOP:
+                    victim.signal(signal.SIGCONT)
+                    await anyio.sleep(0.3)
+                decode.check(slot)
+            await at_rest(decoder)
+            before = decode.memory.copy()
+            await anyio.sleep(0.1)
+            assert np.array_equal(decode.memory, before)
+
+
+@served_by_process
+async def test_with_nobody_else_it_fails_with_its_reason_and_the_pages_come_back(provider, prefills):
+    victim, _ = prefills
+    with anyio.fail_after(PATIENCE_S):
+        async with decode_rank(open_engine(provider), pages=PAGES, stall_limit=0.5, confirm_limit=0.3) as decode:
+            with pytest.raises(PrefillError) as told:
+                async with decode.decoder.request(PROMPT, [victim.address]) as slot:
+                    async for _layer in slot.layers():
+                        victim.signal(signal.SIGKILL)
+            assert told.value.reasons
+            await at_rest(decode.decoder)
+            decode.memory[:] = 0xEE
+            await anyio.sleep(0.1)
+            assert (decode.memory == 0xEE).all()
+
+
+@served_by_process
+async def test_cancelled_while_the_prefiller_stands_still(provider, prefills):
+    """What is given back is filled with poison, and then the prefiller wakes up and goes on."""
+    victim, _ = prefills
+    with anyio.fail_after(PATIENCE_S):
+        async with decode_rank(open_engine(provider), pages=PAGES, stall_limit=9.0, confirm_limit=0.2) as decode:
+            async with decode.decoder.request(PROMPT, [victim.address]) as slot:
+                async for _layer in slot.layers():
+                    break
+                victim.signal(signal.SIGSTOP)
+            await at_rest(decode.decoder)
+            decode.memory[:] = 0xEE
+            victim.signal(signal.SIGCONT)
+            await anyio.sleep(0.5)
+            assert (decode.memory == 0xEE).all()
+
+
+async def at_rest(decoder) -> None:
+    """Wait until all pages are nobody's."""
+    while decoder.free_pages < PAGES or decoder.requests:
+        await anyio.sleep(0.01)
