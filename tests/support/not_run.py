@@ -27,11 +27,16 @@ def _etcd() -> str:
     return "" if importlib.util.find_spec("httpx") else "no httpx (the extra etcd)"
 
 
+def _browser() -> str:
+    return "" if shutil.which("chromium") else "no chromium (Debian: chromium)"
+
+
 # marker -> what is missing, an empty string where nothing
 NEEDS: dict[str, Callable[[], str]] = {
     "needs_gpu": _gpu,
     "needs_rdma": _rdma,
     "needs_etcd": _etcd,
+    "needs_browser": _browser,
     "needs_namespaces": namespaces.missing,
     "needs_netem": namespaces.missing_netem,
 }

@@ -1,0 +1,236 @@
+"""One command for a whole cluster: a router, prefill servers and decode servers, each a process of its own.
+
+    python examples/kvcache/cluster.py --prefill 2 --decode 2 --port 8000
+    curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "Once", "stream": true}'
+    curl localhost:8000/scale -H 'content-type: application/json' -d '{"prefill": 3}'
+
+and http://127.0.0.1:8000/ shows it. Servers that are too many are drained, those that die are replaced. SIGTERM drains
+all; SIGINT (control-C) ends all at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.abc
+
+import serving
+from aiote.cli.demo.faults import DemoError
+
+HERE = Path(__file__).parent
+LOG = logging.getLogger("cluster")
+# Results of BLAS depend on how it splits a product over threads; and there are many processes here.
+ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS"), "1")
+READY_S = 60.0
+END_S = 10.0
+AGAIN_S = 0.5  # between the death of a server and its replacement
+MOST_FAILURES = 3  # in a row, of servers that never were ready
+MODEL = ("layers", "seed", "weights", "chunk_tokens", "slower", "slots", "lease")
+COMMON = ("provider", "host", "page_tokens", "context")
+
+
+class ClusterError(DemoError):
+    """The cluster cannot go on."""
+
+
+class Child:
+    """A server's process. It ends with this one, however this one ends: it holds the other end of a pipe."""
+
+    def __init__(self, role: str, name: str, process: anyio.abc.Process) -> None:
+        self.role, self.name = role, name
+        self.process = process
+        self.ready: dict[str, Any] = {}
+        self.draining = False
+
+    async def facts(self) -> AsyncIterator[dict[str, Any]]:
+        """Iterate over what it prints."""
+        assert self.process.stdout is not None
+        rest = b""
+        async for part in self.process.stdout:
+            *lines, rest = (rest + part).split(b"\n")
+            for line in lines:
+                yield json.loads(line)
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal, if it is still there."""
+        if self.process.returncode is None:
+            self.process.send_signal(number)
+
+    async def end(self, number: signal.Signals, limit: float) -> None:
+        """Send a signal, and wait until it has ended, which is helped after a while."""
+        self.draining = True
+        if not self.ready:
+            # It is starting, where an interrupt would be shown as a traceback.
+            number = signal.SIGTERM
+        for signal_number, patience in ((number, limit), (signal.SIGINT, END_S), (signal.SIGKILL, END_S)):
+            self.send(signal_number)
+            with anyio.move_on_after(patience):
+                await self.process.wait()
+                return
+
+
+class Cluster:
+    """As many servers as are wanted."""
+
+    def __init__(self, args: argparse.Namespace, group: anyio.abc.TaskGroup) -> None:
+        self.wanted = {"prefill": args.prefill, "decode": args.decode}
+        self.children: list[Child] = []
+        self.failure = anyio.Event()
+        self.reason = ""
+        self._args, self._group = args, group
+        self._numbers = dict.fromkeys(("router", "prefill", "decode"), 0)
+        self._failures = 0
+        self._registry = ""
+        self._changed = anyio.Event()
+
+    async def run(self) -> None:
+        """Start everything, say when all are ready, and return when it cannot go on: `reason`. Raises ClusterError."""
+        router = await self._start("router")
+        await self._until(lambda: bool(router.ready))
+        self._registry = router.ready["registry"]
+        await self.scale({})
+        await self._until(lambda: all(child.ready for child in self.children))
+        counts = ", ".join(f"{count} {role} servers" for role, count in self.wanted.items())
+        print(f"{router.ready['ready']}/ is ready: {counts}", flush=True)
+        await self.failure.wait()
+
+    async def _until(self, true: Callable[[], bool]) -> None:
+        with anyio.move_on_after(READY_S):
+            while not true() and not self.failure.is_set():
+                self._changed = anyio.Event()
+                await self._changed.wait()
+            if not self.failure.is_set():
+                return
+        raise ClusterError(self.reason or f"not all servers were ready within {READY_S:.0f} s")
+
+    async def scale(self, wanted: dict[str, int]) -> None:
+        """Have other numbers of servers: start those that are missing, drain the newest of those that are too many."""
+        self.wanted.update(wanted)
+        for role, count in self.wanted.items():
+            here = [child for child in self.children if child.role == role and not child.draining]
+            for child in here[count:]:
+                LOG.info("draining %s", child.name)
+                child.draining = True
+                self._group.start_soon(child.end, signal.SIGTERM, self._args.drain_limit)
+            for _ in range(count - len(here)):
+                await self._start(role)
+
+    async def _start(self, role: str) -> Child:
+        self._numbers[role] += 1
+        name = f"{role}-{self._numbers[role]}"
+        command = [sys.executable, *interpreter_flags(), str(HERE / f"{role}.py"), "--with-parent"]
+        if role == "router":
+            command += ["--scalable", "--port", str(self._args.port), *options(self._args, COMMON)]
+        else:
+            command += ["--name", name, "--registry", self._registry, *options(self._args, COMMON + MODEL)]
+        environment = {**os.environ, **ONE_THREAD}
+        # A session of its own: control-C reaches this process alone, which then ends the others in order.
+        pipe = subprocess.PIPE
+        process = await anyio.open_process(
+            command, stdin=pipe, stdout=pipe, stderr=None, env=environment, start_new_session=True
+        )
+        child = Child(role, name, process)
+        self.children.append(child)
+        self._group.start_soon(self._mind, child)
+        return child
+
+    async def _mind(self, child: Child) -> None:
+        """Follow a server through its life, and replace it when it dies."""
+        async for fact in child.facts():
+            if "ready" in fact:
+                child.ready = fact
+                self._failures = 0
+                LOG.info("%s is ready at %s, process %d", child.name, fact["ready"], child.process.pid)
+            elif "scale" in fact:
+                LOG.info("scaling to %s", fact["scale"])
+                await self.scale(fact["scale"])
+            self._tell()
+        status = await child.process.wait()
+        self.children.remove(child)
+        LOG.info("%s has ended with status %d", child.name, status)
+        if not child.draining:
+            await self._replace(child, status)
+        self._tell()
+
+    async def _replace(self, child: Child, status: int) -> None:
+        self._failures += not child.ready
+        if child.role == "router" or self._failures >= MOST_FAILURES:
+            self.reason = f"{child.name} ended with status {status}"
+            self.failure.set()
+            return
+        await anyio.sleep(AGAIN_S)
+        await self.scale({})
+
+    def _tell(self) -> None:
+        self._changed.set()
+
+    async def drain(self) -> None:
+        """End all in order: first who takes requests and waits for them, then those that have none any more."""
+        await self._end(signal.SIGTERM, self._args.drain_limit, {"router"})
+        await self._end(signal.SIGTERM, self._args.drain_limit, {"prefill", "decode"})
+
+    async def end(self) -> None:
+        """End all at once, but for the router: the others tell its registry that they leave."""
+        await self._end(signal.SIGINT, END_S, {"prefill", "decode"})
+        await self._end(signal.SIGINT, END_S, {"router"})
+
+    async def _end(self, number: signal.Signals, limit: float, roles: set[str]) -> None:
+        for child in self.children:
+            child.draining = True
+        async with anyio.create_task_group() as group:
+            for child in tuple(self.children):
+                if child.role in roles:
+                    group.start_soon(child.end, number, limit)
+
+
+def options(args: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """Return the arguments that go on to a server."""
+    given = {name: getattr(args, name) for name in names}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+
+
+def interpreter_flags() -> list[str]:
+    """Return how warnings are treated here, for the servers to do the same."""
+    return [f"-W{option}" for option in sys.warnoptions]
+
+
+async def main(args: argparse.Namespace, orders: serving.Orders) -> None:
+    """Run a cluster until it is drained or fails."""
+    serving.settings_of(args)  # said once, and not by every server
+    async with anyio.create_task_group() as group:
+        cluster = Cluster(args, group)
+        try:
+            if await orders.while_wanted(cluster.run):
+                raise ClusterError(cluster.reason)
+            if not orders.at_once.is_set():
+                await orders.unhurried(cluster.drain)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await cluster.end()
+            group.cancel_scope.cancel()
+
+
+def arguments() -> argparse.Namespace:
+    """Return what was given on the command line; most of it goes on to the servers."""
+    parser = serving.model_parser("Start a router, prefill servers and decode servers.", member=False)
+    parser.set_defaults(port=8000)
+    parser.add_argument("--prefill", type=int, default=2, help="how many prefill servers")
+    parser.add_argument("--decode", type=int, default=2, help="how many decode servers")
+    parser.add_argument("--drain-limit", type=float, default=60.0, help="seconds that a server may take to drain")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    given = arguments()
+    sys.exit(serving.start("cluster.py", partial(main, given), with_parent=given.with_parent))

@@ -1,0 +1,110 @@
+"""The pages of a prefill server: lent to prompts, and kept afterwards for those that begin alike.
+
+A page that nobody uses is either free or *kept*: then it is found by the hash of the tokens that it ends, and given to
+others only when no free page is left, least recently used first. What is found is cut to whole chunks. So a prompt is
+always computed in the same pieces, and gives the same bits, whether or not its beginning was kept.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import anyio
+
+from aiote.kvcache import block_hashes
+
+
+class PrefixPages:
+    """So many pages; `chunk_tokens` is a multiple of `page_tokens`."""
+
+    def __init__(self, pages: int, page_tokens: int, chunk_tokens: int) -> None:
+        self.pages = pages
+        self._page_tokens = page_tokens
+        self._chunk_pages = chunk_tokens // page_tokens
+        self._free = list(range(pages - 1, -1, -1))
+        self._kept: OrderedDict[bytes, int] = OrderedDict()
+        self._hashes: dict[int, bytes] = {}
+        self._users: Counter[int] = Counter()
+        self._turn = anyio.Lock()
+        self._returned = anyio.Event()
+
+    @property
+    def used(self) -> int:
+        """How many pages prompts have."""
+        return len(self._users)
+
+    @property
+    def kept(self) -> int:
+        """How many pages are kept, those included that prompts have."""
+        return len(self._kept)
+
+    @asynccontextmanager
+    async def borrow(self, tokens: Sequence[int]) -> AsyncIterator[tuple[list[int], int]]:
+        """Lend the pages of a prompt, first come, first served; how many tokens need not be computed comes with them.
+
+        Raises ValueError for a prompt that never fits.
+        """
+        if self._count(tokens) > self.pages:
+            raise ValueError(f"a prompt of {len(tokens)} tokens needs {self._count(tokens)} of {self.pages} pages")
+        async with self._turn:
+            while (lent := self._take(tokens)) is None:
+                self._returned = anyio.Event()
+                await self._returned.wait()
+        table, found = lent
+        try:
+            yield table, found * self._page_tokens
+        finally:
+            self._give(table)
+
+    def keep(self, tokens: Sequence[int], table: Sequence[int]) -> None:
+        """Keep the pages of a prompt that was computed, as far as it has whole chunks."""
+        hashes = block_hashes(tokens, self._page_tokens)
+        whole = len(hashes) // self._chunk_pages * self._chunk_pages
+        # Backwards, so that the end of a prompt is given up before its beginning.
+        for block, page in reversed(list(zip(hashes[:whole], table, strict=False))):
+            if block not in self._kept and page not in self._hashes:
+                self._kept[block] = page
+                self._hashes[page] = block
+            if block in self._kept:
+                self._kept.move_to_end(block)
+
+    def _count(self, tokens: Sequence[int]) -> int:
+        return -(-len(tokens) // self._page_tokens)
+
+    def _take(self, tokens: Sequence[int]) -> tuple[list[int], int] | None:
+        """Return the pages of a prompt, and how many of them are computed already; None where there are too few."""
+        table = self._find(tokens)
+        found, wanted = len(table), self._count(tokens) - len(table)
+        self._users.update(table)
+        idle = [block for block, page in self._kept.items() if not self._users[page]]
+        if wanted > len(self._free) + len(idle):
+            self._give(table)
+            return None
+        for block in idle[: max(wanted - len(self._free), 0)]:
+            page = self._kept.pop(block)
+            del self._hashes[page]
+            self._free.append(page)
+        fresh = [self._free.pop() for _ in range(wanted)]
+        self._users.update(fresh)
+        return table + fresh, found
+
+    def _find(self, tokens: Sequence[int]) -> list[int]:
+        """Return the kept pages of a prompt's beginning: whole chunks, and never all, for the last one gives logits."""
+        most = (len(tokens) - 1) // (self._chunk_pages * self._page_tokens) * self._chunk_pages
+        table: list[int] = []
+        for block in block_hashes(tokens, self._page_tokens)[:most]:
+            if block not in self._kept:
+                break
+            table.append(self._kept[block])
+        return table[: len(table) // self._chunk_pages * self._chunk_pages]
+
+    def _give(self, table: Sequence[int]) -> None:
+        for page in table:
+            self._users[page] -= 1
+            if not self._users[page]:
+                del self._users[page]
+                if page not in self._hashes:
+                    self._free.append(page)
+        self._returned.set()

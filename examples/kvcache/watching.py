@@ -1,0 +1,96 @@
+"""What the router's page shows: asked of all members while somebody looks, and only then."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import httpx
+
+from aiote.kvcache import Member, RegistryServer
+
+if TYPE_CHECKING:
+    from router import Front
+
+GIB = 1 << 30
+LOOK_S = 1.0  # how long one member may take to answer
+
+
+class Watcher:
+    """Look at the cluster; however many do, members are asked once a `period`."""
+
+    period = 0.5
+
+    def __init__(self, front: Front, registry: RegistryServer, client: httpx.AsyncClient) -> None:
+        self._front, self._registry, self._client = front, registry, client
+        self._turn = anyio.Lock()
+        self._seen: dict[str, Any] = {}
+        self._at = float("-inf")
+        self._bytes: dict[tuple[str, int], tuple[float, int]] = {}
+        self._tokens = (time.monotonic(), 0)
+
+    async def look(self) -> dict[str, Any]:
+        """Return the numbers, at most `period` old."""
+        async with self._turn:
+            if time.monotonic() - self._at >= self.period * 0.8:
+                self._seen = await self._ask()
+                self._at = time.monotonic()
+            return self._seen
+
+    async def _ask(self) -> dict[str, Any]:
+        members = sorted(self._registry.members(), key=lambda member: (member.role != "prefill", member.name))
+        stats: dict[str, dict[str, Any] | None] = {}
+        async with anyio.create_task_group() as group:
+            for member in members:
+                group.start_soon(self._ask_one, member, stats)
+        rows = [self._row(member, stats[member.name]) for member in members]
+        here = {(member.name, member.incarnation) for member in members}
+        self._bytes = {key: value for key, value in self._bytes.items() if key in here}
+        return {"time": time.time(), "requests": self._requests(), "members": rows, "totals": self._totals(rows)}
+
+    async def _ask_one(self, member: Member, stats: dict[str, dict[str, Any] | None]) -> None:
+        stats[member.name] = None
+        try:
+            answer = await self._client.get(f"{member.attributes['url']}/stats", timeout=LOOK_S)
+            stats[member.name] = answer.json()
+        except (httpx.HTTPError, ValueError):
+            # It is starting, ending or lost, which is what the page shows of it then.
+            return
+
+    def _row(self, member: Member, stats: dict[str, Any] | None) -> dict[str, Any]:
+        loads = self._front.prefill.loads if member.role == "prefill" else self._front.decode.loads
+        moved = (stats or {}).get("bytes_written", (stats or {}).get("bytes_arrived", 0))
+        rate = self._rate((member.name, member.incarnation), moved) if stats else None
+        rails = [dict(rail) for rail in (stats or {}).get("rails", ())]
+        if len(rails) == 1:
+            # Bytes are counted for an engine as a whole; what it moves over several rails is not told apart.
+            rails[0]["gib_s"] = rate
+        state = "lost" if stats is None else "draining" if member.attributes.get("draining") else "ready"
+        facts = {"name": member.name, "role": member.role, "url": member.attributes.get("url"), "state": state}
+        return {**facts, "load": loads.get(member.name, 0), "gib_s": rate, "rails": rails, "stats": stats}
+
+    def _rate(self, key: tuple[str, int], moved: int) -> float:
+        now = time.monotonic()
+        before, was = self._bytes.get(key, (now, moved))
+        self._bytes[key] = now, moved
+        return (moved - was) / GIB / (now - before) if now > before else 0.0
+
+    def _requests(self) -> dict[str, Any]:
+        front = self._front
+        now, before = time.monotonic(), self._tokens
+        self._tokens = now, front.tokens
+        rate = (front.tokens - before[1]) / max(now - before[0], 1e-9)
+        counts = {"done": front.done, "failed": front.failed, "left": front.left, "retried": front.retried}
+        return {"open": len(front.attempts), **counts, "tokens": front.tokens, "tokens_s": rate}
+
+    def _totals(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        totals: dict[str, Any] = {"prefill": 0, "decode": 0, "pages": 0, "pages_held": 0, "gib_s": 0.0, "transfers": 0}
+        for row in rows:
+            totals[row["role"]] += 1
+            stats = row["stats"] or {}
+            for name in ("pages", "pages_held", "transfers"):
+                totals[name] += stats.get(name, 0)
+            # What prefillers write is what decoders get: it is counted once.
+            totals["gib_s"] += (row["gib_s"] or 0.0) if row["role"] == "prefill" else 0.0
+        return totals
