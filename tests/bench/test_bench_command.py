@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from aiote.bench.work import OPS
+from aiote.bench.contestants import Contestant, Setting, start
+from aiote.bench.work import OPS, Work
 
 AIOTE = [sys.executable, "-m", "aiote", "bench"]
 QUICK = ["--runs", "2", "--seconds", "0.02"]
@@ -54,6 +55,17 @@ def test_on_the_other_loops_and_by_the_native_thread(loop):
     done = bench("latency", "--provider", "shm", "--loop", loop, "--progress", "thread", "--mode", "default", *QUICK)
     assert done.returncode == 0, done.stderr
     assert f"aiote ({loop})" in done.stdout
+
+
+@pytest.mark.libfabric
+@pytest.mark.blocking_allowed("no engine runs here")
+def test_runs_of_few_messages_after_others_are_verified():
+    """They begin where the last run's receives ended, not at the first."""
+    with start(Contestant("raw", "raw"), Setting("shm", library=os.environ.get("AIOTE_LIBFABRIC", ""))) as pair:
+        for seed, count in enumerate([3, 400, 80, 16, 257, 80, 1], 1):
+            initiator, target = pair.run(Work("send", 16384, 16, count, seed=seed).line())
+            assert initiator["verified"]
+            assert target["verified"], count
 
 
 @pytest.mark.libfabric

@@ -90,9 +90,9 @@ async def test_a_loop_that_is_busy_itself_does_not_lose_its_peers(child):
 
 @each_provider
 async def test_idle_peers_stay(provider):
-    async with linked(provider, heartbeat_interval=0.05, heartbeat_limit=0.25) as (left, right):
+    async with linked(provider, heartbeat_interval=0.1, heartbeat_limit=0.6) as (left, right):
         (peer,) = left.peers
-        await anyio.sleep(0.7)
+        await anyio.sleep(1.5)
         assert left.peers == (peer,)
         assert len(right.peers) == 1
 
@@ -145,7 +145,7 @@ async def test_one_lost_peer_harms_no_other(child):
     stopped = child()
     with anyio.fail_after(PATIENCE_S):
         await stopped.open("tcp", heartbeat_limit=NEVER_S)
-        async with pair("tcp", **QUICK) as (left, right):
+        async with pair("tcp", heartbeat_interval=0.1, heartbeat_limit=1.5) as (left, right):
             lost = await left.connect(stopped.address)
             await left.connect(right.address)
             await stopped.stop()
