@@ -61,9 +61,9 @@ cdef class Alarm:
         check(-errno if self.fd < 0 else 0, "timerfd_create")
 
     def set(self, double seconds) -> None:
-        """Have the descriptor readable after so many seconds, at least a microsecond; the time set before is void."""
+        """Have the descriptor readable after so many seconds, a microsecond to 30 years; the time set before is void."""
         cdef itimerspec when
-        cdef uint64_t ns = <uint64_t> (max(seconds, 1e-6) * 1e9)
+        cdef uint64_t ns = <uint64_t> (min(max(seconds, 1e-6), 1e9) * 1e9)
         memset(&when, 0, sizeof(when))
         when.it_value.tv_sec = ns // 1_000_000_000
         when.it_value.tv_nsec = ns % 1_000_000_000

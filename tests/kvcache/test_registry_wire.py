@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from aiote.kvcache import registrywire as wire
 from aiote.kvcache.membership import ROLES, Member
-from aiote.kvcache.registrywire import Announce, Answer, Entry, Leave, Subscribe, Update, WireError
+from aiote.kvcache.reading import WireError
+from aiote.kvcache.registrywire import Announce, Answer, Entry, Leave, Subscribe, Update
 
 WORDS = st.integers(0, (1 << 64) - 1)
 LEASES = st.integers(*wire.LEASE_MS)

@@ -1,9 +1,11 @@
-"""Prefillers in processes of their own that are killed and stopped at any moment: nothing of theirs lands too late."""
+"""Prefillers in processes of their own that are killed and stopped: nothing of theirs lands too late.
+
+At a few moments, for a process takes its time to start; at all of them in virtual time, in test_transfer_faults.py.
+"""
 
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -63,8 +65,13 @@ def open_engine(provider: str):
 
 
 @served_by_process
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-async def test_the_request_is_done_by_another(provider, prefills, how):
+@pytest.mark.parametrize(
+    ("how", "moment_s"),
+    # Before the first layer can be there, in the middle, and near the end.
+    [(signal.SIGKILL, 0.0), (signal.SIGKILL, 0.06), (signal.SIGKILL, 0.12), (signal.SIGSTOP, 0.06)],
+    ids=["killed-early", "killed", "killed-late", "stopped"],
+)
+async def test_the_request_is_done_by_another(provider, prefills, how, moment_s):
     """Whenever it happens, the cache that the other one wrote is whole, and stays so when the first one wakes up."""
     victim, spare = prefills
     limits = {"stall_limit": 0.5, "confirm_limit": 0.3, "tail_bytes": 24}
@@ -72,7 +79,7 @@ async def test_the_request_is_done_by_another(provider, prefills, how):
         async with decode_rank(open_engine(provider), pages=PAGES, **limits) as decode:
             decoder = decode.decoder
             async with decoder.request(PROMPT, [victim.address], alternatives=[[spare.address]]) as slot:
-                await anyio.sleep(random.Random(str(how)).random() * 0.12)
+                await anyio.sleep(moment_s)
                 victim.signal(how)
                 await slot.arrived()
                 decode.check(slot)

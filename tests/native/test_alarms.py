@@ -43,6 +43,12 @@ def test_the_time_set_last_holds(alarm):
     assert readable(alarm, 30)
 
 
+@pytest.mark.parametrize("seconds", [1e11, 1e300, float("inf")])
+def test_what_is_too_far_away_for_a_timer_does_not_fire_at_once(alarm, seconds):
+    alarm.set(seconds)
+    assert not readable(alarm, 0.05)
+
+
 def test_what_was_not_set_never_fires_and_clearing_does_not_wait(alarm):
     alarm.clear()
     assert not readable(alarm, 0.05)

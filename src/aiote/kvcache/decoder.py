@@ -34,8 +34,18 @@ from .mailroom import Mailroom
 from .plan import plan_transfer
 from .pool import PagePool
 from .post import Post
+from .reading import WireError
 from .slot import Group, Slot
-from .transferwire import FRAME_BYTES, REQUEST_BYTES, TO_DECODER, Accepted, Assembler, Ended, Numbers, WireError
+from .transferwire import (
+    FRAME_BYTES,
+    LAST_IMMEDIATE,
+    REQUEST_BYTES,
+    TO_DECODER,
+    Accepted,
+    Assembler,
+    Ended,
+    Numbers,
+)
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -44,7 +54,6 @@ __all__ = ["Decoder"]
 
 IMMEDIATE_BASE = 1 << 26
 IMMEDIATES = 1 << 24
-LAST_IMMEDIATE = (1 << 28) - 1
 MOST_SLOTS = 1 << 14
 
 

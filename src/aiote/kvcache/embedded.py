@@ -26,6 +26,7 @@ import aiote
 from .background import Bell, Crew, beside
 from .mailroom import Mailroom
 from .membership import Member, MemberEvent, RegistryError, Roster, check_lease
+from .reading import WireError
 from .registrywire import (
     FROM_REGISTRY,
     MESSAGE_BYTES,
@@ -35,7 +36,6 @@ from .registrywire import (
     Subscribe,
     ToRegistry,
     Update,
-    WireError,
     decode,
     encode,
 )

@@ -23,7 +23,8 @@ import aiote
 from .background import Bell, beside
 from .etcdgateway import EtcdError, Gateway, number, packed, prefix_end, unpacked
 from .membership import Member, MemberEvent, Roster, check_lease
-from .registrywire import WireError, decode_member, encode_member
+from .reading import WireError
+from .registrywire import decode_member, encode_member
 from .seats import HeldSeat
 
 if TYPE_CHECKING:

@@ -85,7 +85,7 @@ class Job:
         self.request_id = first.fill.request
         self.tokens: Numbers = first.fill.tokens
         self.reason = ""
-        self.ready = self.entered = self.over = False
+        self.entered = self.over = False
         self._sealed = False
         self._next = 0
         self._unfinished = 0

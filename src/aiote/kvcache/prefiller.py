@@ -25,14 +25,15 @@ from .lending import Key, key_of
 from .mailroom import Mailroom
 from .plan import PageTable, plan_transfer
 from .post import Post
+from .reading import WireError
 from .transferwire import (
+    LAST_IMMEDIATE,
     TO_PREFILLER,
     Accepted,
     Assembler,
     Cancel,
     Ended,
     Fill,
-    WireError,
     fingerprint,
 )
 
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 __all__ = ["Prefiller"]
-
-LAST_IMMEDIATE = (1 << 28) - 1
 
 
 class Jobs(AsyncIterator[Job]):

@@ -22,6 +22,7 @@ from .background import Bell, Crew, beside
 from .ledger import Ledger
 from .mailroom import Mailroom
 from .membership import Attribute, Member, MemberEvent, RegistryError, Roster
+from .reading import WireError
 from .registrywire import (
     MESSAGE_BYTES,
     TO_REGISTRY,
@@ -32,7 +33,6 @@ from .registrywire import (
     Leave,
     Subscribe,
     Update,
-    WireError,
     decode,
     encode,
     size_of,

@@ -30,6 +30,7 @@ from .membership import (
     Member,
     check_text,
 )
+from .reading import Reader, WireError
 
 __all__ = [
     "FROM_REGISTRY",
@@ -43,7 +44,6 @@ __all__ = [
     "Subscribe",
     "ToRegistry",
     "Update",
-    "WireError",
     "decode",
     "decode_member",
     "encode",
@@ -59,10 +59,6 @@ REFUSAL_BYTES = 256
 MOST_ENTRIES = 255
 MEMBER_MAGIC = b"aioM\x01"
 _TRUTH, _INTEGER, _REAL, _TEXT = range(4)
-
-
-class WireError(aiote.AioteError):
-    """Bytes that are no message of this registry, or of another version of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,41 +129,6 @@ FromRegistry = Update
 LEASE_MS = (round(LEASE_S[0] * 1000), round(LEASE_S[1] * 1000))
 
 
-class _Reader:
-    """Takes values off the front of bytes; raises WireError where they are not there."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._at = 0
-
-    def take(self, count: int) -> bytes:
-        if count > len(self._data) - self._at:
-            raise WireError(f"truncated: {count} bytes expected, {len(self._data) - self._at} left")
-        start, self._at = self._at, self._at + count
-        return self._data[start : self._at]
-
-    def integer(self, size: int, least: int = 0, most: int | None = None) -> int:
-        value = int.from_bytes(self.take(size), "big")
-        if value < least or (most is not None and value > most):
-            raise WireError(f"{value} is out of bounds")
-        return value
-
-    def blob(self, limit: int) -> bytes:
-        return self.take(self.integer(2, most=limit))
-
-    def text(self, limit: int) -> str:
-        try:
-            text = self.blob(limit).decode()
-            check_text("text", text, limit)  # it may end up in terminals and logs
-        except (UnicodeDecodeError, aiote.UsageError) as error:
-            raise WireError(f"no text: {error}") from error
-        return text
-
-    def end(self) -> None:
-        if self._at != len(self._data):
-            raise WireError(f"{len(self._data) - self._at} bytes too many at the end")
-
-
 def encode(message: ToRegistry | FromRegistry) -> bytes:
     """Return the bytes of a message. Raises WireError where a field does not fit."""
     try:
@@ -189,7 +150,7 @@ def decode(data: bytes) -> ToRegistry | FromRegistry:
     """Return the message that `encode` wrote. Raises WireError for anything else."""
     if len(data) > MESSAGE_BYTES:
         raise WireError(f"{len(data)} bytes; a message has at most {MESSAGE_BYTES}")
-    reader = _Reader(data)
+    reader = Reader(data)
     kind, version, number = reader.take(3)
     if version != VERSION:
         raise WireError(f"written in version {version} of the protocol, this aiote speaks version {VERSION}")
@@ -208,7 +169,7 @@ def encode_member(member: Member) -> bytes:
 
 def decode_member(data: bytes) -> Member:
     """Return the member that `encode_member` wrote. Raises WireError for anything else."""
-    reader = _Reader(data)
+    reader = Reader(data)
     if (magic := reader.take(len(MEMBER_MAGIC))) != MEMBER_MAGIC:
         raise WireError(f"begins with {magic!r}, not with {MEMBER_MAGIC!r}")
     member = _read_member(reader)
@@ -265,7 +226,16 @@ def _update(update: Update) -> bytes:
     return head + b"".join(map(_answer, update.answers)) + b"".join(map(_entry, update.entries))
 
 
-def _read_attribute(reader: _Reader) -> Attribute:
+def _read_text(reader: Reader, limit: int) -> str:
+    text = reader.text(limit)
+    try:
+        check_text("text", text, limit)  # it may end up in terminals and logs
+    except aiote.UsageError as error:
+        raise WireError(f"no text: {error}") from error
+    return text
+
+
+def _read_attribute(reader: Reader) -> Attribute:
     match reader.integer(1, most=_TEXT):
         case 0:
             return bool(reader.integer(1, most=1))
@@ -274,16 +244,16 @@ def _read_attribute(reader: _Reader) -> Attribute:
         case 2:
             return cast("float", struct.unpack(">d", reader.take(8))[0])
         case _:
-            return reader.text(VALUE_BYTES)
+            return _read_text(reader, VALUE_BYTES)
 
 
-def _read_member(reader: _Reader) -> Member:
-    name, role = reader.text(NAME_BYTES), ROLES[reader.integer(1, most=len(ROLES) - 1)]
+def _read_member(reader: Reader) -> Member:
+    name, role = _read_text(reader, NAME_BYTES), ROLES[reader.integer(1, most=len(ROLES) - 1)]
     incarnation, address = reader.integer(8), reader.blob(ADDRESS_BYTES)
     attributes: dict[str, Attribute] = {}
     last = None
     for _ in range(reader.integer(1, most=ATTRIBUTES)):
-        key = reader.text(KEY_BYTES)
+        key = _read_text(reader, KEY_BYTES)
         if last is not None and key <= last:
             raise WireError("attributes are not in the order of their names")
         attributes[key], last = _read_attribute(reader), key
@@ -293,32 +263,32 @@ def _read_member(reader: _Reader) -> Member:
         raise WireError(str(error)) from error
 
 
-def _read_announce(reader: _Reader) -> Announce:
+def _read_announce(reader: Reader) -> Announce:
     return Announce(reader.integer(8), reader.integer(8), reader.integer(4, *LEASE_MS), _read_member(reader))
 
 
-def _read_leave(reader: _Reader) -> Leave:
+def _read_leave(reader: Reader) -> Leave:
     session, incarnation = reader.integer(8), reader.integer(8)
-    return Leave(session, reader.text(NAME_BYTES), incarnation)
+    return Leave(session, _read_text(reader, NAME_BYTES), incarnation)
 
 
-def _read_subscribe(reader: _Reader) -> Subscribe:
+def _read_subscribe(reader: Reader) -> Subscribe:
     return Subscribe(reader.integer(8), reader.integer(8), reader.integer(4, *LEASE_MS))
 
 
-def _read_answer(reader: _Reader) -> Answer:
-    return Answer(reader.text(NAME_BYTES), reader.integer(8), reader.text(REFUSAL_BYTES))
+def _read_answer(reader: Reader) -> Answer:
+    return Answer(_read_text(reader, NAME_BYTES), reader.integer(8), _read_text(reader, REFUSAL_BYTES))
 
 
-def _read_entry(reader: _Reader) -> Entry:
+def _read_entry(reader: Reader) -> Entry:
     if not reader.integer(1, most=1):
-        return Entry(reader.text(NAME_BYTES), 0, None)
+        return Entry(_read_text(reader, NAME_BYTES), 0, None)
     lease_ms = reader.integer(4, *LEASE_MS)
     member = _read_member(reader)
     return Entry(member.name, lease_ms, member)
 
 
-def _read_update(reader: _Reader) -> Update:
+def _read_update(reader: Reader) -> Update:
     run, stream, session, subscription, number = (reader.integer(8) for _ in range(5))
     complete = bool(reader.integer(1, most=1))
     answers, entries = reader.integer(1), reader.integer(1)
@@ -334,7 +304,7 @@ def _read_update(reader: _Reader) -> Update:
     )
 
 
-_READERS: dict[tuple[int, int], Callable[[_Reader], ToRegistry | FromRegistry]] = {
+_READERS: dict[tuple[int, int], Callable[[Reader], ToRegistry | FromRegistry]] = {
     (TO_REGISTRY, 1): _read_announce,
     (TO_REGISTRY, 2): _read_leave,
     (TO_REGISTRY, 3): _read_subscribe,

@@ -31,10 +31,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .layout import CacheLayout
-from .registrywire import WireError
+from .reading import Reader, WireError
 
 __all__ = [
     "FRAME_BYTES",
+    "LAST_IMMEDIATE",
     "TO_DECODER",
     "TO_PREFILLER",
     "Accepted",
@@ -43,7 +44,6 @@ __all__ = [
     "Ended",
     "Fill",
     "Message",
-    "WireError",
     "decode",
     "encode",
     "fingerprint",
@@ -61,6 +61,8 @@ REQUEST_BYTES = 64
 DESCRIPTOR_BYTES = 4096
 REASON_BYTES = 1024
 PRINT_BYTES = 16
+LAST_IMMEDIATE = (1 << 28) - 1
+"""The greatest value that an engine's users have."""
 
 Numbers = NDArray[np.uint32]
 _FRAME = struct.Struct(">BBQII")
@@ -156,15 +158,15 @@ def encode(message: Message) -> bytes:
 
 def decode(data: bytes) -> Message:
     """Return the message that `encode` wrote. Raises WireError for anything else."""
-    reader = _Reader(data)
+    reader = Reader(data)
     kind = reader.take(1)[0]
     message: Message
     if kind == 1:
         message = _read_fill(reader)
     elif kind in _SERIAL_ONLY:
-        message = _SERIAL_ONLY[kind](reader.unsigned(8))
+        message = _SERIAL_ONLY[kind](reader.integer(8))
     elif kind == 4:
-        message = Ended(reader.unsigned(8), reader.text(REASON_BYTES))
+        message = Ended(reader.integer(8), _read_reason(reader))
     else:
         raise WireError(f"unknown message type {kind}")
     reader.end()
@@ -239,46 +241,6 @@ def _read_frame(frame: bytes) -> tuple[int, int, int, bytes]:
     return number, total, start, part
 
 
-class _Reader:
-    """Takes values off the front of bytes; raises WireError where they are not there."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._at = 0
-
-    def take(self, count: int) -> bytes:
-        if count > len(self._data) - self._at:
-            raise WireError(f"truncated: {count} bytes expected, {len(self._data) - self._at} left")
-        start, self._at = self._at, self._at + count
-        return self._data[start : self._at]
-
-    def unsigned(self, size: int) -> int:
-        return int.from_bytes(self.take(size), "big")
-
-    def blob(self, limit: int) -> bytes:
-        length = self.unsigned(2)
-        if length > limit:
-            raise WireError(f"{length} bytes announced, at most {limit} allowed")
-        return self.take(length)
-
-    def text(self, limit: int) -> str:
-        data = self.blob(limit)
-        try:
-            text = data.decode()
-        except UnicodeDecodeError as error:
-            raise WireError(f"no text: {error}") from error
-        if _clipped(text) != data:
-            raise WireError("a text with control characters")  # it may end up in terminals and logs
-        return text
-
-    def numbers(self) -> Numbers:
-        return np.frombuffer(self.take(4 * self.unsigned(4)), ">u4").astype(np.uint32)
-
-    def end(self) -> None:
-        if self._at != len(self._data):
-            raise WireError(f"{len(self._data) - self._at} bytes too many at the end")
-
-
 def _clipped(text: str) -> bytes:
     """Return a text's bytes, made printable and cut to the length of a reason."""
     clean = "".join(character if character.isprintable() else " " for character in text)
@@ -295,6 +257,17 @@ def _numbers(values: Numbers) -> bytes:
     return struct.pack(">I", len(values)) + values.astype(">u4").tobytes()
 
 
+def _read_reason(reader: Reader) -> str:
+    text = reader.text(REASON_BYTES)
+    if _clipped(text) != text.encode():
+        raise WireError("a text with control characters")  # it may end up in terminals and logs
+    return text
+
+
+def _read_numbers(reader: Reader) -> Numbers:
+    return np.frombuffer(reader.take(4 * reader.integer(4)), ">u4").astype(np.uint32)
+
+
 def _fill(fill: Fill) -> bytes:
     head = _HEAD.pack(
         fill.serial, fill.round, *fill.ranks, fill.imm, fill.pool_pages, fill.tail_offset, fill.tail_bytes, 0
@@ -305,7 +278,7 @@ def _fill(fill: Fill) -> bytes:
     return b"".join((head, fill.print, *blobs, _numbers(fill.tokens), _numbers(fill.pages)))
 
 
-def _read_fill(reader: _Reader) -> Fill:
+def _read_fill(reader: Reader) -> Fill:
     head = _HEAD.unpack(reader.take(_HEAD.size))
     serial, attempt, prefill, of_prefill, decode_rank, of_decode, imm, pool_pages, offset, tail_bytes, reserved = head
     if reserved:
@@ -315,5 +288,5 @@ def _read_fill(reader: _Reader) -> Fill:
         raise WireError(f"{ranks} are no ranks of groups")
     known = reader.take(PRINT_BYTES)
     request, pool, tails = reader.blob(REQUEST_BYTES), reader.blob(DESCRIPTOR_BYTES), reader.blob(DESCRIPTOR_BYTES)
-    tokens, pages = reader.numbers(), reader.numbers()
+    tokens, pages = _read_numbers(reader), _read_numbers(reader)
     return Fill(serial, attempt, ranks, imm, pool_pages, offset, tail_bytes, request, known, pool, tails, tokens, pages)
