@@ -78,14 +78,14 @@ class EngineConfig:
     thread, pinned to thread_processor if that is given). spin_us: how long to spin after the last thing that
     happened before sleeping (AIOTE_SPIN_US). message_bytes, message_pool: the largest message taken, and how many
     of each peer are held before its sender waits. heartbeat_interval, heartbeat_limit: how often peers tell
-    that they live (10 ms at least), and after how much silence they are lost. drain_timeout: how long a cancelled
-    transfer may take to leave the NIC before its connection is torn down. stripe_bytes: no stripe is made smaller than
-    this for the sake of spreading over rails. largest_message: transfers are cut in pieces of at most this, so that a
-    cancelled one has little to wait for (0: the provider's own limit). max_transfers: unfinished transfers toward one
-    peer; beyond, awaited verbs wait in line and `submit_` forms raise QueueFull. max_counters: immediates in use at
-    once. schedule: which rail gets the next stripe or page: "first-over" (the one that will have carried it first) or
-    "in-turn" (one after the other). verbs: settings of rails that libibverbs drives. library: path of libfabric.so.1
-    (AIOTE_LIBFABRIC).
+    that they live (10 ms at least), and after how much silence they are lost (AIOTE_HEARTBEAT_LIMIT).
+    drain_timeout: how long a cancelled transfer may take to leave the NIC before its connection is torn down.
+    stripe_bytes: no stripe is made smaller than this for the sake of spreading over rails. largest_message:
+    transfers are cut in pieces of at most this, so that a cancelled one has little to wait for (0: the provider's
+    own limit). max_transfers: unfinished transfers toward one peer; beyond, awaited verbs wait in line and
+    `submit_` forms raise QueueFull. max_counters: immediates in use at once. schedule: which rail gets the next
+    stripe or page: "first-over" (the one that will have carried it first) or "in-turn" (one after the other).
+    verbs: settings of rails that libibverbs drives. library: path of libfabric.so.1 (AIOTE_LIBFABRIC).
     """
 
     cluster_key: bytes | None = field(default=None, repr=False)
@@ -100,7 +100,7 @@ class EngineConfig:
     message_bytes: int = 16384
     message_pool: int = 16
     heartbeat_interval: float = 1.0
-    heartbeat_limit: float = 3.0
+    heartbeat_limit: float = field(default_factory=lambda: _seconds("AIOTE_HEARTBEAT_LIMIT", 3.0))
     drain_timeout: float = 1.0
     stripe_bytes: int = 65536
     largest_message: int = 4 << 20
@@ -197,3 +197,11 @@ def _number(name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise UsageError(f"{name}={text!r}: expected an integer") from None
+
+
+def _seconds(name: str, default: float) -> float:
+    text = os.environ.get(name, "")
+    try:
+        return float(text) if text else default
+    except ValueError:
+        raise UsageError(f"{name}={text!r}: expected a number of seconds") from None

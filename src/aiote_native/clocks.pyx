@@ -61,7 +61,7 @@ cdef class Alarm:
         check(-errno if self.fd < 0 else 0, "timerfd_create")
 
     def set(self, double seconds) -> None:
-        """Have the descriptor readable after so many seconds, a microsecond to 30 years; the time set before is void."""
+        """Have the descriptor readable after so many seconds, 1 us to 30 years; the time set before is void."""
         cdef itimerspec when
         cdef uint64_t ns = <uint64_t> (min(max(seconds, 1e-6), 1e9) * 1e9)
         memset(&when, 0, sizeof(when))

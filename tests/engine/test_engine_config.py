@@ -15,7 +15,7 @@ from aiote.rails import libfabric
 from engines import opened, pair
 
 KEY = b"a secret of sixteen bytes or more"
-VARIABLES = ("AIOTE_CLUSTER_KEY", "AIOTE_HOST", "AIOTE_PORT", "AIOTE_SPIN_US")
+VARIABLES = ("AIOTE_CLUSTER_KEY", "AIOTE_HOST", "AIOTE_PORT", "AIOTE_SPIN_US", "AIOTE_HEARTBEAT_LIMIT")
 
 
 @pytest.fixture(autouse=True)
@@ -78,16 +78,18 @@ def test_a_key_opens_other_hosts_and_is_not_shown():
 
 
 def test_the_environment(monkeypatch):
-    for name, value in zip(VARIABLES, (KEY.decode(), "192.0.2.7", "4711", "0"), strict=True):
+    for name, value in zip(VARIABLES, (KEY.decode(), "192.0.2.7", "4711", "0", "7.5"), strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AIOTE_LIBFABRIC", "/somewhere/libfabric.so.1")
     config = aiote.EngineConfig()
     assert (config.cluster_key, config.host, config.port, config.spin_us) == (KEY, "192.0.2.7", 4711, 0)
-    assert config.library == "/somewhere/libfabric.so.1"
+    assert (config.library, config.heartbeat_limit) == ("/somewhere/libfabric.so.1", 7.5)
     other = b"another secret of sixteen bytes or more"
-    explicit = aiote.EngineConfig(cluster_key=other, host="127.0.0.1", port=0, spin_us=7, library="/elsewhere")
+    explicit = aiote.EngineConfig(
+        cluster_key=other, host="127.0.0.1", port=0, spin_us=7, library="/elsewhere", heartbeat_limit=2
+    )
     assert (explicit.cluster_key, explicit.host, explicit.port, explicit.spin_us) == (other, "127.0.0.1", 0, 7)
-    assert explicit.library == "/elsewhere"
+    assert (explicit.library, explicit.heartbeat_limit) == ("/elsewhere", 2)
 
 
 @pytest.mark.parametrize(
@@ -97,6 +99,9 @@ def test_the_environment(monkeypatch):
         ("AIOTE_SPIN_US", "1.5", "AIOTE_SPIN_US='1.5': expected an integer"),
         ("AIOTE_PORT", "70000", "port=70000: expected an integer from 0 to 65535"),
         ("AIOTE_CLUSTER_KEY", "short", "cluster_key has 5 bytes"),
+        ("AIOTE_HEARTBEAT_LIMIT", "soon", "AIOTE_HEARTBEAT_LIMIT='soon': expected a number of seconds"),
+        ("AIOTE_HEARTBEAT_LIMIT", "nan", "heartbeat_limit=nan: expected a positive number of seconds"),
+        ("AIOTE_HEARTBEAT_LIMIT", "0.5", "heartbeat_interval=1.0 must be smaller than heartbeat_limit=0.5"),
         ("AIOTE_HOST", "0.0.0.0", "without a cluster_key"),
     ],
 )

@@ -49,6 +49,8 @@ import asyncio, socket, time
 import anyio, anyio.to_thread
 import pytest
 
+tried = []
+
 def spin(seconds):
     until = time.thread_time() + seconds
     while time.thread_time() < until:
@@ -122,8 +124,22 @@ async def test_fine_allowed():
     time.sleep(0.001)
     spin(0.5)
 
+@pytest.mark.anyio
+async def test_fine_the_second_time(request):
+    if request.node.name not in tried:
+        tried.append(request.node.name)
+        spin(0.5)
+        await anyio.sleep(0)
+
 def test_fine_without_a_loop():
     time.sleep(0.3)
+
+@pytest.mark.anyio
+async def test_once_with_an_error_of_its_own(request):
+    spin(0.5)
+    if request.node.name not in tried:
+        tried.append(request.node.name)
+        raise ValueError
 """
 
 
@@ -134,10 +150,12 @@ def test_blocking_is_caught_on_every_loop(outcomes):
             assert found == {"PASSED"}, output
         elif name.startswith("test_fixture"):
             assert "ERROR" in found, output
+        elif name.startswith("test_once"):
+            assert found == {"FAILED", "ERROR"}, output
         else:
             assert found == {"FAILED"}, output
     assert {name.partition("[")[2] for name in seen if name.startswith("test_spin")} == {"asyncio]", "uvloop]", "trio]"}
-    assert len(seen) == 3 + 3 * 8
+    assert len(seen) == 3 + 3 * 10
 
 
 LEAKS = """

@@ -3,7 +3,8 @@
 It owns two nets. The first catches calls that sleep by their nature, at the moment they are made on a thread whose loop
 is running: `time.sleep`, name resolution, and socket methods of a socket that is not non-blocking. The second catches
 whatever else held a loop up, by the clock: asyncio and uvloop report slow callbacks in debug mode, trio through
-`TaskSteps`. Time in which the machine ran somebody else instead of us is not held against the test.
+`TaskSteps`. Time in which the machine ran somebody else instead of us is not held against the test, as far as the
+machine tells; many do not, so a test that the clock alone finds guilty is run once more, and what it says then counts.
 
 What is found also fails a test that swallows exceptions. `blocking_allowed(reason)` switches both nets off for one
 test.
@@ -24,10 +25,11 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
+from _pytest.runner import runtestprotocol
 
 from machine import SLOWER
 
-LIMIT_S = 0.25 * SLOWER
+LIMIT_S = 0.25 * SLOWER**1.5
 RESOLVERS = ("getaddrinfo", "gethostbyname", "gethostbyaddr", "gethostbyname_ex")
 NUMERIC_ONLY = socket.AI_NUMERICHOST
 RECEIVERS = ("accept", "recv", "recv_into", "recvfrom", "recvmsg")
@@ -43,12 +45,21 @@ class Watch:
 
     def __init__(self) -> None:
         self.found: list[str] = []
+        self.late_phases = 0  # how many phases of the test the clock alone speaks against
+        self._by_clock = 0
         self._owed: dict[int, float] = {threading.get_native_id(): stolen_s()}
 
     def blocked(self, what: str) -> LoopBlockedError:
         """Note a blocking call and return the exception for it."""
         self.found.append(what)
         return LoopBlockedError(f"{what} blocks the event loop")
+
+    def take(self) -> list[str]:
+        """Take what was found in this phase, which is over."""
+        found = self.found
+        self.late_phases += 0 < self._by_clock == len(found)
+        self.found, self._by_clock = [], 0
+        return found
 
     def slow(self, what: str, wall_s: float) -> None:
         """Judge a step that took `wall_s`; time stolen from its thread since the last judgement is taken off."""
@@ -58,6 +69,7 @@ class Watch:
         ours = wall_s - (owed - self._owed.get(thread, 0.0))
         self._owed[thread] = owed
         if ours > LIMIT_S:
+            self._by_clock += 1
             self.found.append(f"{what} held the event loop for {ours * 1e3:.0f} ms (allowed: {LIMIT_S * 1e3:.0f} ms)")
 
 
@@ -143,19 +155,32 @@ def pytest_configure(config: pytest.Config) -> None:
 def _watched(item: pytest.Item) -> Generator[None]:
     """Watch one phase of a test and fail it by what was found; what comes beside another error fails the next phase."""
     global _watch
-    _watch = item.stash[_key]
-    found = _watch.found if _watch else []
+    watch = _watch = item.stash[_key]
     try:
         yield
     except LoopBlockedError:
-        found.clear()
+        if watch:
+            watch.take()
         raise
     finally:
         _watch = None
-    if found:
-        report = "\n  ".join(found)
-        found.clear()
-        pytest.fail(f"the event loop was blocked:\n  {report}", pytrace=False)
+    if watch and watch.found:
+        pytest.fail("the event loop was blocked:\n  " + "\n  ".join(watch.take()), pytrace=False)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    """Run a test; run it once more if all that speaks against it is the clock, and report that run."""
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    watch = item.stash.get(_key, None)
+    if watch is not None and 0 < watch.late_phases == sum(report.failed for report in reports):
+        item._initrequest()  # type: ignore[attr-defined] # fixtures are made anew, as in every plugin that runs again
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
 
 
 @pytest.hookimpl(wrapper=True)
