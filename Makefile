@@ -10,7 +10,7 @@ WITH := PATH="$(abspath $(BIN)):$$PATH"
 READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo test soak soak-rails fuzz mutants idle bench bench-peers bench-rails test-guest lint format wheel venv system test-system clean distclean help
+.PHONY: demo test soak soak-kvcache soak-rails fuzz mutants idle bench bench-peers bench-rails test-guest lint format wheel venv system test-system clean distclean help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
@@ -24,6 +24,10 @@ test: test-system  ## lint, then every test with the newest libfabric here, then
 soak: system  ## ten minutes of faults under load; ARGS="--seconds N --seed S --provider tcp|shm"
 	@$(READY) dev --install
 	$(BIN)/python tests/soak/soak.py $(ARGS)
+
+soak-kvcache: system  ## the same of a KV cache's cluster: every page is checked; same ARGS
+	@$(READY) dev --install
+	$(BIN)/python tests/soak/soak.py --what kvcache $(ARGS)
 
 soak-rails: system  ## cut rails in mid-transfer a thousand times; ARGS="--runs N --first SEED"
 	@$(READY) dev --install

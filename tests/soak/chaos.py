@@ -1,5 +1,5 @@
-"""What the soak does to its workers: each mishap is drawn from the seed and runs as a task of its own, so that several
-may be under way at once. `Chaos` owns the crew; whoever goes is replaced.
+"""What a soak does to its workers: each mishap is drawn from the seed and runs as a task of its own, so that several
+may be under way at once. `Chaos` owns the crew; whoever goes is replaced by one of the same role.
 """
 
 from __future__ import annotations
@@ -23,42 +23,69 @@ ANSWER_S = 90.0
 """How long an answer may take; a worker stops at most for LONG_S, and its own bounds are shorter."""
 KILLED_WHILE_STOPPED = 0.3
 
+Mishap = Callable[[Member], Awaitable[None]]
+
 
 class Chaos:
     """The crew and its mishaps. `violation` is called with what must not be."""
 
-    def __init__(self, seed: int, provider: str, size: int, bound: float, violation: Callable[[str], None]) -> None:
+    def __init__(self, seed: int, provider: str, bound: float, violation: Callable[[str], None]) -> None:
         self.rng = random.Random(f"{seed}/{provider}/chaos")
         self.tally: Counter[str] = Counter()
         self.most_resident = 0
         self.pids: list[int] = []
         self.links = Links(provider)
-        self._seed, self._provider, self._size, self._bound = seed, provider, size, bound
+        self._seed, self._provider, self._bound = seed, provider, bound
         self._violation = violation
         self._crew: list[Member] = []
         self._afflicted: set[Member] = set()
         self._lives = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._mishaps: list[tuple[int, Callable[[Member], Awaitable[None]]]] = [
-            (6, self._cancel),
-            (2, self._reopen),
-            (1, self._replace_in_order),
-            (2, self._stop_shortly),
-            (1, self._stop_for_long),
-            (2, self._kill),
+
+    # What a soak is made of.
+
+    def roles(self) -> list[str]:
+        """Return a role for each worker that there is to be, in the order in which they go home."""
+        return ["peer"] * random.Random(self._seed).randint(3, 5)
+
+    def mishaps(self) -> list[tuple[int, Mishap, str]]:
+        """Return what may happen: how often, what, and to which role ("": to any)."""
+        return [
+            (6, self._cancel, ""),
+            (2, self._reopen, ""),
+            (1, self._replace_in_order, ""),
+            *self._hardships(),
         ]
-        if self.links.inside:
-            self._mishaps += [(1, self._cut_shortly), (1, self._cut_for_long)]
+
+    def _hardships(self, role: str = "") -> list[tuple[int, Mishap, str]]:
+        """Return what can happen to any process."""
+        ever: list[tuple[int, Mishap, str]] = [
+            (2, self._stop_shortly, role),
+            (1, self._stop_for_long, role),
+            (2, self._kill, role),
+        ]
+        cuts: list[tuple[int, Mishap, str]] = [(1, self._cut_shortly, role), (1, self._cut_for_long, role)]
+        return ever + (cuts if self.links.inside else [])
+
+    def settings(self, role: str) -> dict[str, Any]:
+        """Return what a worker opens its engine with."""
+        return {
+            **HEARTBEATS,
+            "progress": self.rng.choice(("adaptive", "thread")),
+            "message_pool": self.rng.choice((2, 4, 16)),
+            "largest_message": self.rng.choice((0, 0, 20_000, 65_536)),
+        }
 
     # The crew.
 
     async def assemble(self) -> None:
         """Start the crew."""
-        await asyncio.gather(*(self._enlist() for _ in range(self._size)))
+        await asyncio.gather(*(self._enlist(role) for role in self.roles()))
 
-    async def _enlist(self) -> None:
+    async def _enlist(self, role: str) -> None:
         loops = self.rng.choice(("asyncio", "uvloop"))
-        member = await Member.start(self.links.prefix, self._seed, self._provider, self._bound, loops, self._violation)
+        job = (str(self._seed), self._provider, str(self._bound), role)
+        member = await Member.start(self.links.prefix, job, loops, self._violation)
         self.pids.append(member.pid)
         try:
             await asyncio.wait_for(asyncio.shield(member.greeted), ANSWER_S)
@@ -74,12 +101,7 @@ class Chaos:
     async def _open(self, member: Member) -> None:
         self._lives += 1
         number = self._lives
-        settings = {
-            **HEARTBEATS,
-            "progress": self.rng.choice(("adaptive", "thread")),
-            "message_pool": self.rng.choice((2, 4, 16)),
-            "largest_message": self.rng.choice((0, 0, 20_000, 65_536)),
-        }
+        settings = self.settings(member.role)
         answer = await self._ask(member, "open", life=number, host=member.host, settings=settings)
         if "address" not in answer:
             self._violation(f"process {member.pid} could open no engine: {answer}")
@@ -132,18 +154,22 @@ class Chaos:
         Whoever is hit is hit by one thing at a time, and not all are hit at once.
         """
         deadline = asyncio.get_running_loop().time() + seconds
-        weights, mishaps = zip(*self._mishaps, strict=True)
+        mishaps = self.mishaps()
+        size, weights = len(self.roles()), [often for often, _, _ in mishaps]
         first = self.rng.sample(mishaps, len(mishaps))
         while first or asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(self.rng.uniform(*GAP_S))
             healthy = [member for member in self._crew if member not in self._afflicted]
-            if len(healthy) * 2 > self._size:
-                victim = self.rng.choice(healthy)
+            _, mishap, role = first[-1] if first else self.rng.choices(mishaps, weights)[0]
+            suited = [member for member in healthy if member.role == (role or member.role)]
+            if len(healthy) * 2 > size and suited:
+                victim = self.rng.choice(suited)
                 self._afflicted.add(victim)
-                mishap = first.pop() if first else self.rng.choices(mishaps, weights)[0]
+                if first:
+                    first.pop()
                 self._spawn(self._happen(mishap, victim))
 
-    async def _happen(self, mishap: Callable[[Member], Awaitable[None]], victim: Member) -> None:
+    async def _happen(self, mishap: Mishap, victim: Member) -> None:
         try:
             await mishap(victim)
         finally:
@@ -170,7 +196,7 @@ class Chaos:
             await self._introduce()
             await self._dismiss(member)
         self.tally["processes that left in order"] += 1
-        await self._enlist()
+        await self._enlist(member.role)
 
     async def _kill(self, member: Member) -> None:
         self._crew.remove(member)
@@ -178,7 +204,7 @@ class Chaos:
         await member.kill()
         self._gone(member)
         await self._introduce()
-        await self._enlist()
+        await self._enlist(member.role)
 
     async def _stop_shortly(self, member: Member) -> None:
         await self._stop(member, SHORT_S, "stopped shortly")
@@ -240,11 +266,13 @@ class Chaos:
         while self._tasks:
             await asyncio.wait(set(self._tasks))
         self.tally["processes that lived to the end"] += len(self._crew)
-        await asyncio.gather(*(self._ask(member, "finish") for member in self._crew), return_exceptions=True)
-        results = await asyncio.gather(*(self._dismiss(m) for m in tuple(self._crew)), return_exceptions=True)
-        for error in results:
-            if error is not None:
-                self._violation(f"at the end: {error!r}")
+        for role in dict.fromkeys(self.roles()):
+            group = [member for member in self._crew if member.role == role]
+            await asyncio.gather(*(self._ask(member, "finish") for member in group), return_exceptions=True)
+            results = await asyncio.gather(*(self._dismiss(member) for member in group), return_exceptions=True)
+            for error in results:
+                if error is not None:
+                    self._violation(f"at the end: {error!r}")
 
     async def abort(self) -> None:
         """End everything at once."""

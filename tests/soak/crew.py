@@ -21,8 +21,11 @@ class GoneError(Exception):
 class Member:
     """One worker process. `life` is the number of its engine, 0 while it has none."""
 
-    def __init__(self, process: asyncio.subprocess.Process, loops: str, violation: Callable[[str], None]) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, role: str, loops: str, violation: Callable[[str], None]
+    ) -> None:
         self.pid = process.pid
+        self.role = role
         self.loops = loops
         self.life = 0
         self.address = ""
@@ -39,21 +42,24 @@ class Member:
 
     @classmethod
     async def start(
-        cls, prefix: list[str], seed: int, provider: str, bound: float, loops: str, violation: Callable[[str], None]
+        cls, prefix: list[str], job: tuple[str, ...], loops: str, violation: Callable[[str], None]
     ) -> Member:
-        """Start a process."""
-        command = [*prefix, sys.executable, str(SCRIPT), str(seed), provider, str(bound), loops]
+        """Start a process. The last word of its `job` is its role."""
         process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24
+            *prefix,
+            *(sys.executable, str(SCRIPT), *job, loops),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=1 << 24,
         )
-        return cls(process, loops, violation)
+        return cls(process, job[-1], loops, violation)
 
     async def _read(self) -> None:
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
             said = json.loads(line)
             if "violation" in said:
-                self._violation(f"process {self.pid} ({self.loops}): {said['violation']}")
+                self._violation(f"process {self.pid} ({self.role}, {self.loops}): {said['violation']}")
             elif "greeting" in said:
                 self.greeted.set_result(None)
             else:

@@ -1,10 +1,12 @@
 """A soak: processes come and go, are killed, stopped, cancelled and cut off, while checksummed transfers run.
 
     python tests/soak/soak.py --seconds 600 --seed 7 --provider tcp
+    python tests/soak/soak.py --what kvcache
 
 Every byte that arrives is compared with what its writer was told to write; counts are exact; no await outlives its
 bound; what is open at the end was open at the beginning. `chaos.py` has the mishaps, `lane.py` and `course.py` the
-checks. Exit status: 0, or 1 after a violation, which is printed with the command that repeats the run.
+checks; those of a KV cache's cluster are in `kvchaos.py` and `kvlives.py`. Exit status: 0, or 1 after a violation,
+which is printed with the command that repeats the run.
 """
 
 from __future__ import annotations
@@ -25,13 +27,17 @@ from aiote.rails import library_summary
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
 from chaos import HEARTBEATS, Chaos
+from kvchaos import KvChaos
 from leftovers import SHARED_MEMORY, shared_files
 from links import enter
 
 BOUND_S = 2 * HEARTBEATS["heartbeat_limit"] + HEARTBEATS["drain_timeout"] + 15
 """An await ends within the heartbeat limit, the drain limit, once more the limit for the last word, and a margin."""
-NEVER = ("verified grants", "cancelled transfers", "notes received")
-"""A soak without these has tested nothing."""
+WHAT: dict[str, tuple[type[Chaos], tuple[str, ...]]] = {
+    "engine": (Chaos, ("verified grants", "cancelled transfers", "notes received")),
+    "kvcache": (KvChaos, ("pages checked", "requests cancelled by a deadline", "requests that failed")),
+}
+"""Of what, and without what a soak has tested nothing."""
 
 
 def arguments() -> argparse.Namespace:
@@ -39,6 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=None, help="random by default; printed in any case")
     parser.add_argument("--provider", choices=("tcp", "shm"), default=None, help="both in turn by default")
+    parser.add_argument("--what", choices=tuple(WHAT), default="engine")
     chosen = parser.parse_args()
     if chosen.seed is None:
         chosen.seed = random.SystemRandom().randrange(1 << 32)
@@ -48,13 +55,15 @@ def arguments() -> argparse.Namespace:
 class Soak:
     """One provider's turn."""
 
-    def __init__(self, seed: int, provider: str, seconds: float) -> None:
+    def __init__(self, what: str, seed: int, provider: str, seconds: float) -> None:
         self.violations: list[str] = []
         self._provider = provider
         self._seconds = seconds
-        self._repeat = f"{sys.executable} {sys.argv[0]} --seconds {seconds:g} --seed {seed} --provider {provider}"
+        options = f"--what {what} --seconds {seconds:g} --seed {seed} --provider {provider}"
+        self._repeat = f"{sys.executable} {sys.argv[0]} {options}"
         self._violated = asyncio.Event()
-        self._chaos = Chaos(seed, provider, random.Random(seed).randint(3, 5), BOUND_S, self._violation)
+        chaos, self._needed = WHAT[what]
+        self._chaos = chaos(seed, provider, BOUND_S, self._violation)
 
     def _violation(self, text: str) -> None:
         self.violations.append(text)
@@ -83,7 +92,7 @@ class Soak:
         await self._chaos.assemble()
         await self._chaos.run(self._seconds)
         await self._chaos.settle()
-        for name in NEVER:
+        for name in self._needed:
             if not self._chaos.tally[name]:
                 self._violation(f"nothing was tested: {name} is 0")
 
@@ -128,11 +137,11 @@ def main() -> int:
     enter()
     chosen = arguments()
     providers = [chosen.provider] if chosen.provider else ["tcp", "shm"]
-    print(f"soak: seed {chosen.seed}, {chosen.seconds:g} s, {' and '.join(providers)}", flush=True)
+    print(f"soak of {chosen.what}: seed {chosen.seed}, {chosen.seconds:g} s, {' and '.join(providers)}", flush=True)
     print(library_summary(os.environ.get("AIOTE_LIBFABRIC", "")), flush=True)
     failed = False
     for provider in providers:
-        soak = Soak(chosen.seed, provider, chosen.seconds / len(providers))
+        soak = Soak(chosen.what, chosen.seed, provider, chosen.seconds / len(providers))
         asyncio.run(soak.run())
         failed = failed or bool(soak.violations)
     print("FAILED" if failed else "no violation", flush=True)

@@ -1,4 +1,4 @@
-"""Twenty seconds of the soak, over two providers with two versions; `make soak` runs ten minutes of it."""
+"""Twenty seconds of each soak, over two providers; `make soak` and `make soak-kvcache` run ten minutes of it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ pytestmark = pytest.mark.libfabric
 SCRIPT = Path(__file__).with_name("soak.py")
 SEED = "20260"
 SECONDS = "5"
+KV_SECONDS = "10"
 PATIENCE_S = 110
 
 
@@ -38,6 +39,15 @@ def test_a_short_soak(provider, request):
     assert done.returncode == 0, done.stdout
     assert "no violation" in done.stdout
     request.config.stash.setdefault(_said, []).append(done.stdout)
+
+
+@pytest.mark.one_library
+@served_by_process
+def test_a_short_soak_of_the_kv_cache(provider):
+    done = soak("--what", "kvcache", "--seconds", KV_SECONDS, "--seed", SEED, "--provider", provider)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout
+    assert "no violation" in done.stdout
 
 
 _said = pytest.StashKey[list[str]]()

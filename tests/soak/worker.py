@@ -25,9 +25,12 @@ import aiote
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
+from kvlives import DecodeLife, PrefillLife, RegistryLife
 from leftovers import Baseline, resident_bytes
 from life import Life
 from watchdog import Watchdog
+
+LIVES: dict[str, Any] = {"peer": Life, "prefill": PrefillLife, "decode": DecodeLife, "registry": RegistryLife}
 
 PR_SET_PDEATHSIG = 1
 GRACE_S = 5.0
@@ -47,12 +50,13 @@ def violation(text: str) -> None:
 class Worker:
     """What a worker can be told to do."""
 
-    def __init__(self, seed: int, provider: str, bound: float) -> None:
+    def __init__(self, seed: int, provider: str, bound: float, role: str) -> None:
         self.seed = seed
+        self.role = role
         self.provider = provider
         self.dog = Watchdog(bound, violation)
         self.tally: Counter[str] = Counter()
-        self.life: Life | None = None
+        self.life: Any = None
         self.baseline = Baseline()
 
     async def warm_up(self) -> None:
@@ -66,7 +70,7 @@ class Worker:
         """Open an engine and begin to take what others write."""
         config = aiote.EngineConfig(host=host or None, cluster_key=f"the soak of seed {self.seed}".encode(), **settings)
         engine = await self._opened(config)
-        self.life = Life(life, engine, self.seed, self.dog, self.tally, violation)
+        self.life = LIVES[self.role](life, engine, self.seed, self.dog, self.tally, violation)
         return {"address": str(engine.address)}
 
     async def _opened(self, config: aiote.EngineConfig) -> aiote.Engine:
@@ -84,6 +88,12 @@ class Worker:
         """Take note of who is there."""
         if self.life is not None:
             self.life.meet({int(number): address for number, address in lives.items()})
+        return {}
+
+    async def stall(self, seconds: float) -> dict[str, Any]:
+        """Let a prefiller's jobs stand still."""
+        if self.life is not None:
+            self.life.stall(seconds)
         return {}
 
     async def cancel(self) -> dict[str, Any]:
@@ -123,11 +133,11 @@ class Worker:
         return {"tally": counted, "resident": resident_bytes()}
 
 
-async def main(seed: int, provider: str, bound: float) -> None:
+async def main(seed: int, provider: str, bound: float, role: str) -> None:
     """Answer until the input ends."""
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _loop, context: violation(f"in the event loop: {context}"))
-    worker = Worker(seed, provider, bound)
+    worker = Worker(seed, provider, bound, role)
     lines = asyncio.StreamReader()
     stdin, _protocol = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     await worker.warm_up()
@@ -152,6 +162,6 @@ if __name__ == "__main__":
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     warnings.simplefilter("error", ResourceWarning)
     sys.unraisablehook = lambda raised: violation(f"ignored: {raised.exc_value!r} in {raised.object!r}")
-    _script, number, kind, limit, loops = sys.argv
+    _script, number, kind, limit, part, loops = sys.argv
     runner = uvloop.run if loops == "uvloop" else asyncio.run
-    runner(main(int(number), kind, float(limit)))
+    runner(main(int(number), kind, float(limit), part))

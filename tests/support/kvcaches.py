@@ -103,14 +103,18 @@ class PrefillRank:
                         whole = cache_of(layout, job.tokens, layer, self.rank, self.ranks)
                         self.memory[layer, pages[entries]] = whole[entries]
                         await chunk.done(layer)
-                        if pause:
-                            await anyio.sleep(pause)
+                        await self.rest(pause)
                 if job.wants_tail:
                     await job.tail(tail_of(job.tokens, self.tail_bytes))
         finally:
             # Nothing may be read of them any more, or a later job's bytes go to this one's decoder.
             assert job.in_flight == 0
             self.free += pages
+
+    async def rest(self, pause: float) -> None:
+        """Let a layer take its time."""
+        if pause > 0:
+            await anyio.sleep(pause)
 
     async def serve(self, **settings: Any) -> None:
         """Compute every job, several at a time."""
