@@ -140,7 +140,10 @@ async def announce_draining(registry: Registry, seat: Seat) -> None:
 def engine_stats(engine: aiote.Engine) -> dict[str, Any]:
     """Return what is to be shown of an engine."""
     counted = engine.statistics()
-    rails = [{"name": rail.name, "provider": rail.provider, "state": rail.state} for rail in engine.rails]
+    rails = [
+        {"name": rail.name, "provider": rail.provider, "state": rail.state, "bytes_carried": carried}
+        for rail, carried in zip(engine.rails, counted.carried, strict=True)
+    ]
     return {
         "pid": os.getpid(),
         "rails": rails,

@@ -27,7 +27,7 @@ class Watcher:
         self._turn = anyio.Lock()
         self._seen: dict[str, Any] = {}
         self._at = float("-inf")
-        self._bytes: dict[tuple[str, int], tuple[float, int]] = {}
+        self._bytes: dict[tuple[str, int, int], tuple[float, int]] = {}
         self._tokens = (time.monotonic(), 0)
 
     async def look(self) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Watcher:
                 group.start_soon(self._ask_one, member, stats)
         rows = [self._row(member, stats[member.name]) for member in members]
         here = {(member.name, member.incarnation) for member in members}
-        self._bytes = {key: value for key, value in self._bytes.items() if key in here}
+        self._bytes = {key: value for key, value in self._bytes.items() if key[:2] in here}
         return {"time": time.time(), "requests": self._requests(), "members": rows, "totals": self._totals(rows)}
 
     async def _ask_one(self, member: Member, stats: dict[str, dict[str, Any] | None]) -> None:
@@ -60,17 +60,21 @@ class Watcher:
 
     def _row(self, member: Member, stats: dict[str, Any] | None) -> dict[str, Any]:
         loads = self._front.prefill.loads if member.role == "prefill" else self._front.decode.loads
-        moved = (stats or {}).get("bytes_written", (stats or {}).get("bytes_arrived", 0))
-        rate = self._rate((member.name, member.incarnation), moved) if stats else None
         rails = [dict(rail) for rail in (stats or {}).get("rails", ())]
-        if len(rails) == 1:
-            # Bytes are counted for an engine as a whole; what it moves over several rails is not told apart.
-            rails[0]["gib_s"] = rate
+        if member.role == "prefill":
+            for number, rail in enumerate(rails):
+                rail["gib_s"] = self._rate((member.name, member.incarnation, number), rail["bytes_carried"])
+            rate = sum(rail["gib_s"] for rail in rails) if stats else None
+        else:
+            rate = self._rate((member.name, member.incarnation, -1), stats["bytes_arrived"]) if stats else None
+            if len(rails) == 1:
+                # A NIC that is written to tells nobody: by which of several rails bytes came, the writers know.
+                rails[0]["gib_s"] = rate
         state = "lost" if stats is None else "draining" if member.attributes.get("draining") else "ready"
         facts = {"name": member.name, "role": member.role, "url": member.attributes.get("url"), "state": state}
         return {**facts, "load": loads.get(member.name, 0), "gib_s": rate, "rails": rails, "stats": stats}
 
-    def _rate(self, key: tuple[str, int], moved: int) -> float:
+    def _rate(self, key: tuple[str, int, int], moved: int) -> float:
         now = time.monotonic()
         before, was = self._bytes.get(key, (now, moved))
         self._bytes[key] = now, moved

@@ -119,7 +119,7 @@ class Engine(Connections):
 
     def statistics(self) -> EngineStatistics:
         """Return what was counted since the engine was opened."""
-        return EngineStatistics.of(self.core.statistics())
+        return EngineStatistics.of(self.core.statistics(), len(self.rails))
 
     def listen_events(self, listener: Callable[[Event], object]) -> Callable[[], None]:
         """Call `listener` for each event (a peer connected or lost, a rail failed); what is returned stops that."""

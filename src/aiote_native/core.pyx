@@ -23,7 +23,7 @@ from aiote_native.progress cimport (
     ROUNDS, Watched, alive, call, kick, lock, new_epoch, progress_once, progress_until, pthread_join,
     pthread_mutex_init, slice_end, start_thread, unlock, usable, watch_descriptor, watch_unlink)
 from aiote_native.status cimport check
-from aiote_native.structs cimport Done, OP_READ, OP_SEND, OP_WRITE, Op
+from aiote_native.structs cimport MAX_RAILS, Done, OP_READ, OP_SEND, OP_WRITE, Op
 from aiote_native.wakers cimport wake_all
 from aiote_native.waits cimport CounterHandle, Watch, open_counter, start_watch
 from aiote_native.workrequests cimport LocalMemory, Operation, PageIndex, RemoteMemory, Waitable, finish
@@ -432,7 +432,7 @@ cdef class Core:
         """Messages that arrived and were not taken."""
         return self.engine.state.inbox
 
-    def statistics(self) -> dict[str, int]:
+    def statistics(self) -> dict[str, Any]:
         """Return what was counted since the core was opened."""
         return {
             "posted": self.engine.state.posted, "completed": self.engine.state.completed,
@@ -440,6 +440,7 @@ cdef class Core:
             "outstanding": self.engine.state.outstanding, "queued": self.engine.state.queued,
             "rings": self.engine.state.rings, "sleeps": self.engine.sleeps, "rounds": self.engine.rounds,
             "counters": self.engine.state.counters.used, "inbox": self.engine.state.inbox,
+            "carried": tuple([self.engine.state.carried[rail] for rail in range(MAX_RAILS)]),
         }
 
     def stop_thread(self) -> None:

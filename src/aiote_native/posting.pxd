@@ -1,7 +1,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from aiote_native.counters cimport Table
-from aiote_native.structs cimport Batch, Channel, Cut, DoneList, Op, PeerState, Post, WorkRequest
+from aiote_native.structs cimport MAX_RAILS, Batch, Channel, Cut, DoneList, Op, PeerState, Post, WorkRequest
 
 # What all channels of an engine share. Guarded by the engine's lock.
 cdef struct State:
@@ -21,6 +21,7 @@ cdef struct State:
     uint64_t refused
     uint64_t immediates
     uint64_t rings
+    uint64_t carried[MAX_RAILS]  # bytes of our own requests that a rail carried
 
 cdef int cut_part(uint64_t length, uint32_t lanes, uint64_t largest, uint64_t smallest, bint counted,
                   Cut* out) noexcept nogil

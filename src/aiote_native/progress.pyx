@@ -161,6 +161,8 @@ cdef void request_over(State* state, Channel* channel, WorkRequest* wr, const Co
         channel.waiting[0] = channel.outstanding
     state.outstanding -= 1
     state.completed += 1
+    if completion.status == 0:
+        state.carried[channel.rail] += length
     if completion.status != 0 and channel.peer.survivable and channel.open and wr.owner != NULL:
         lose_request(state, wr, completion.status, completion.provider_errno)
         channel_fault(state, channel, SUSPECT, completion.status)

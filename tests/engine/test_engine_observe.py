@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 import aiote
-from engines import across, each_progress, each_provider, linked, opened, pair, quiet, until
+from engines import across, each_progress, each_provider, fabric, linked, opened, pair, quiet, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -26,6 +26,7 @@ async def test_statistics(provider, progress):
         after = left.statistics()
         assert after.posted - before.posted == after.completed - before.completed == 21
         assert (after.outstanding, after.queued, after.inbox) == (0, 0, 0)
+        assert sum(after.carried) - sum(before.carried) == 2000
         assert right.statistics().counters == 2
         await left.send(right.address, b"x")
         await until(lambda: right.statistics().inbox == 1)
@@ -96,3 +97,22 @@ async def test_a_listener_stops_to_listen():
         await left.connect(right.address)
         assert len(kept) == 1
         assert stopped == []
+
+
+@pytest.mark.anyio
+async def test_what_each_rail_has_carried():
+    """Over simulated NICs of which one is pinned, then both; what fails is not counted."""
+    network = fabric()
+    async with network.open_engine(["sim0", "sim1"]) as left, network.open_engine(["sim0", "sim1"]) as right:
+        await left.connect(right.address)
+        local, remote = left.register(bytearray(1 << 20)), across(left, right, bytearray(1 << 20))
+        before = left.statistics().carried
+        assert len(before) == len(left.rails) == 2
+        await left.write(local, remote, rail=1)
+        pinned = left.statistics().carried
+        assert (pinned[0] - before[0], pinned[1] - before[1]) == (0, 1 << 20)
+        await left.write(local, remote)
+        both = left.statistics().carried
+        assert sum(both) - sum(pinned) == 1 << 20
+        assert min(both[0] - pinned[0], both[1] - pinned[1]) > 0
+        assert sum(right.statistics().carried) < 1 << 16

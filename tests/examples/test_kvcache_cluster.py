@@ -148,6 +148,8 @@ def test_the_page_and_its_numbers(cluster):
         (rail,) = member["rails"]
         assert (rail["name"], rail["provider"], rail["state"]) == ("lo", "tcp", "up")
         assert rail["gib_s"] >= 0
+        if member["role"] == "prefill":
+            assert rail["bytes_carried"] >= member["stats"]["bytes_written"]
 
 
 @pytest.mark.needs_browser

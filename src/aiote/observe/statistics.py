@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 __all__ = ["EngineStatistics"]
 
@@ -13,7 +14,8 @@ class EngineStatistics:
 
     `posted`, `completed`, `refused`: work requests (a refused one is tried again); `immediates` that arrived;
     `outstanding` work requests and `queued` transfers now; `rings` of peers' doorbells; `sleeps` and `rounds` of
-    the progress loop; live `counters`; messages in the `inbox`.
+    the progress loop; live `counters`; messages in the `inbox`; bytes that each of `Engine.rails` has `carried` for
+    this engine's own writes, reads and messages, what failed not included.
     """
 
     posted: int
@@ -27,8 +29,10 @@ class EngineStatistics:
     rounds: int
     counters: int
     inbox: int
+    carried: tuple[int, ...]
 
     @classmethod
-    def of(cls, counts: dict[str, int]) -> EngineStatistics:
-        """Take them from the core's own dictionary."""
+    def of(cls, counts: dict[str, Any], rails: int) -> EngineStatistics:
+        """Take them from the core's own dictionary, of an engine with so many rails."""
+        counts = {**counts, "carried": counts["carried"][:rails]}
         return cls(**{item.name: counts[item.name] for item in fields(cls)})
