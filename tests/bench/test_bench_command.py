@@ -54,6 +54,7 @@ def test_everything_is_measured_beside_the_raw_loops(provider, mode, ops, tmp_pa
 
 
 @pytest.mark.libfabric
+@pytest.mark.one_library
 @pytest.mark.parametrize("loop", ["uvloop", "trio"])
 def test_on_the_other_loops_and_by_the_native_thread(loop):
     done = bench("latency", "--provider", "shm", "--loop", loop, "--progress", "thread", "--mode", "default", *QUICK)
@@ -73,6 +74,7 @@ def test_runs_of_few_messages_after_others_are_verified():
 
 
 @pytest.mark.libfabric
+@pytest.mark.one_library
 def test_raw_alone_and_a_picture(tmp_path):
     file = tmp_path / "picture.png"
     done = bench(
@@ -84,6 +86,7 @@ def test_raw_alone_and_a_picture(tmp_path):
 
 
 @pytest.mark.libfabric
+@pytest.mark.one_library
 @pytest.mark.needs_namespaces
 def test_a_namespace_with_reno():
     done = bench("rate", "--reno", *QUICK)
@@ -92,6 +95,7 @@ def test_a_namespace_with_reno():
 
 
 @pytest.mark.libfabric
+@pytest.mark.one_library
 def test_two_machines():
     with subprocess.Popen(
         [*AIOTE, "write", "--listen", "--host", "127.0.0.1:0"],
@@ -115,6 +119,7 @@ def test_two_machines():
 
 
 @pytest.mark.libfabric
+@pytest.mark.one_library
 @pytest.mark.parametrize("victim", ["aiote.bench.worker", "aiote-bench-raw"])
 def test_a_worker_that_is_killed_ends_the_run_with_its_name(victim, tmp_path):
     command = [*AIOTE, "compare", "rate", "--provider", "shm", "--runs", "50", "--seconds", "1"]
@@ -127,6 +132,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_its_name(victim, tmp_path):
 
 
 @pytest.mark.libfabric
+@pytest.mark.one_library
 def test_ctrl_c_ends_everything():
     command = [*AIOTE, "write", "--provider", "shm", "--runs", "500"]
     with subprocess.Popen(
@@ -187,6 +193,7 @@ def test_what_is_refused_before_anything_is_started(arguments, why):
 
 
 @pytest.mark.libfabric
+@pytest.mark.one_library
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [

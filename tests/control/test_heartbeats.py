@@ -11,7 +11,7 @@ import aiote
 from aiote.heartbeats import Heartbeats
 from engines import PATIENCE_S, each_provider, linked, opened, pair, quiet, served_by_process, until
 
-pytestmark = pytest.mark.libfabric
+pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
 QUICK = {"heartbeat_interval": 0.1, "heartbeat_limit": 0.5}
 NEVER_S = 1000.0

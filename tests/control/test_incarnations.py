@@ -8,7 +8,7 @@ import pytest
 import aiote
 from engines import PATIENCE_S, each_provider, opened, served_by_process, until
 
-pytestmark = pytest.mark.libfabric
+pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
 NAME = bytes(range(16))
 NEVER_S = 1000.0

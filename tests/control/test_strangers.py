@@ -16,7 +16,7 @@ from engines import PATIENCE_S, linked, opened, pair, until
 from leftovers import descriptors
 from strangers import Stranger, refusals, stranger
 
-pytestmark = pytest.mark.libfabric
+pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
 NEVER_S = 1000.0
 """A heartbeat limit that no test waits for: what ends sooner did not end by it."""

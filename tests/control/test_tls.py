@@ -15,7 +15,7 @@ import pytest
 import aiote
 from engines import PATIENCE_S, each_provider, opened, until
 
-pytestmark = pytest.mark.libfabric
+pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
 NEVER_S = 1000.0
 """A heartbeat limit that no test waits for: what ends sooner did not end by it."""

@@ -21,7 +21,7 @@ from engines import PATIENCE_S, opened, until
 from relay import Relay, relayed
 from strangers import Stranger, refusals, stranger
 
-pytestmark = pytest.mark.libfabric
+pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
 KEY = b"0123456789abcdef0123456789abcdef"
 NEVER_S = 1000.0

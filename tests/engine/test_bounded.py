@@ -185,6 +185,7 @@ async def test_a_hundred_thousand_transfers_leave_nothing(provider):
             assert counter.value == 0
 
 
+@pytest.mark.one_library
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("provider", "writes"), [("shm", MILLION), ("tcp", MILLION // 5)])
 async def test_a_million_submitted_writes_make_their_submitter_wait(provider, writes):

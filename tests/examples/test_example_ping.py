@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.libfabric
+pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
 FOREVER = ("--count", "1000000000")
 REPORT = re.compile(r"(tcp|shm)\S*: (\d+) round trips of (\d+) bytes: p50 [\d.]+ us, p99 [\d.]+ us\n")

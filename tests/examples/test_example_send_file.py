@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.libfabric
+pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
 CHUNK = 4 << 20
 

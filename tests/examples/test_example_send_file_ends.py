@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.libfabric
+pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
 BYTES = 256 << 20
 

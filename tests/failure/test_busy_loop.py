@@ -17,7 +17,11 @@ from children import Child
 from engines import PATIENCE_S, opened, real_provider, served_on
 from mix import ECHOED, Mix
 
-pytestmark = [pytest.mark.libfabric, pytest.mark.blocking_allowed("the loop is held up on purpose")]
+pytestmark = [
+    pytest.mark.libfabric,
+    pytest.mark.one_library,
+    pytest.mark.blocking_allowed("the loop is held up on purpose"),
+]
 
 SIZE = 1 << 18
 INTERVAL_S = 0.25

@@ -22,7 +22,7 @@ from aiote.kvcache import PrefillError
 from engines import PATIENCE_S, opened, served_by_process
 from kvcaches import decode_rank
 
-pytestmark = [pytest.mark.anyio, pytest.mark.libfabric]
+pytestmark = [pytest.mark.anyio, pytest.mark.libfabric, pytest.mark.one_library]
 
 SCRIPT = Path(__file__).parents[1] / "support" / "prefill_process.py"
 PROMPT = np.arange(37) + 3
