@@ -69,6 +69,8 @@ if [ "$purpose" = test ]; then
     command -v ib_write_bw >/dev/null || wish perftest
     # a registry of members
     command -v etcd >/dev/null || wish etcd-server
+    # the page of examples/kvcache, as people see it
+    command -v chromium >/dev/null || wish chromium
 fi
 [ -n "$missing$wished" ] || exit 0
 if [ "${3:-}" = again ]; then

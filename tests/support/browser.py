@@ -26,7 +26,8 @@ class Browser:
         self._read = ours_in
         command = [
             *("chromium", "--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe", "--no-first-run"),
-            *("--disable-background-networking", f"--user-data-dir={folder}", "about:blank"),
+            *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-quic"),
+            *(f"--user-data-dir={folder}", "about:blank"),
         ]
         shell = f'exec 3<&{theirs_in} 4>&{theirs_out}; exec "$@"'
         self._process = subprocess.Popen(
