@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 
 import aiote
-from aiote.kvcache import Decoder, Job, JobEnded, Mailroom, PagesExhausted, PageTable, Prefiller, PrefillError, Slot
+from aiote.kvcache import (
+    Decoder,
+    Job,
+    JobEnded,
+    Mailroom,
+    PagesExhausted,
+    PageTable,
+    Prefiller,
+    PrefillError,
+    PrefillStatistics,
+    Slot,
+)
 from aiote.testing import Fabric, run
 from engines import PATIENCE_S, pair, until
 from kvcaches import SMALL, PrefillRank, cache_of, deployed, pool_of, tail_of, until_idle
@@ -267,3 +278,37 @@ def test_who_waits_for_a_request_that_is_left_hears_of_it():
                 await waiting
 
     run(main)
+
+
+@pytest.mark.virtual_time
+async def test_a_prefiller_counts_what_it_has_written():
+    """Of two requests, one of which is cancelled in the middle; the time of both is counted once."""
+
+    async def prefill() -> None:
+        async for job in prefiller.jobs():
+            group.start_soon(rank.compute, job, 8, 1.0)
+
+    async with deployed("sim", serving=False) as deployment:
+        (decode,), (rank,) = deployment.decode, deployment.prefill
+        prefiller = rank.prefiller
+        assert prefiller.statistics() == PrefillStatistics(0, 0, 0, 0.0)
+        async with anyio.create_task_group() as group:
+            group.start_soon(prefill)
+            begun = anyio.current_time()
+            async with decode.decoder.request(TOKENS, deployment.group) as slot:
+                await slot.arrived()
+            await until_idle(deployment)
+            whole = prefiller.statistics()
+            # Three chunks of three layers, and the tail; every page of the layers is written once.
+            assert whole.transfers == 10
+            assert whole.bytes == 3 * SMALL.pages_for(len(TOKENS)) * SMALL.page_bytes(1) + 24
+            assert whole.in_flight == 0
+            assert 0 < whole.busy_s < (anyio.current_time() - begun) / 2
+            async with decode.decoder.request(TOKENS, deployment.group) as slot:
+                await until(lambda: prefiller.statistics().transfers == 12)
+            await until_idle(deployment)
+            group.cancel_scope.cancel()
+        later = prefiller.statistics()
+        assert (later.transfers, later.in_flight) == (12, 0)
+        assert whole.bytes < later.bytes < 2 * whole.bytes
+        assert later.busy_s > whole.busy_s

@@ -19,6 +19,7 @@ from .prefiller import Prefiller
 from .registry import RegistryServer
 from .routing import Choice, NoMember, Router, block_hashes
 from .slot import PrefillError, Slot
+from .traffic import PrefillStatistics
 
 __all__ = [
     "CacheLayout",
@@ -37,6 +38,7 @@ __all__ = [
     "PageTable",
     "PagesExhausted",
     "PrefillError",
+    "PrefillStatistics",
     "Prefiller",
     "Registry",
     "RegistryError",

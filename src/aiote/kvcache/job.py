@@ -19,7 +19,7 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from .background import Bell, Crew, to_the_end
 from .layout import CacheLayout, check_layer, integer
 from .plan import PageTable, Route
 from .post import Post
+from .traffic import Traffic
 from .transferwire import Ended, Fill, Numbers
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Site:
     crew: Callable[[], Crew]
     post: Post
     over: Callable[[Job], object]
+    traffic: Traffic = field(default_factory=Traffic)
 
 
 @dataclass(slots=True)
@@ -251,6 +253,7 @@ class Job:
                 except aiote.AioteError as error:
                     self.stop(str(error))
                 self._flying.popleft()
+                self.site.traffic.over(transfer)
                 self._bell.ring()
         self._conclude()
 
@@ -290,6 +293,7 @@ class Job:
             await self.site.engine.room(order.peer)
             if not self.reason:
                 self._flying.append((order, submit()))
+                self.site.traffic.begun()
         except aiote.UsageError:
             raise
         except aiote.AioteError as error:

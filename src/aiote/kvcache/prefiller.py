@@ -26,6 +26,7 @@ from .mailroom import Mailroom
 from .plan import PageTable, plan_transfer
 from .post import Post
 from .reading import WireError
+from .traffic import PrefillStatistics
 from .transferwire import (
     LAST_IMMEDIATE,
     TO_PREFILLER,
@@ -114,6 +115,10 @@ class Prefiller:
     def waiting(self) -> int:
         """How many requests wait, for `jobs` or for a decode rank's part."""
         return len(self._queue) + len(self._gathering)
+
+    def statistics(self) -> PrefillStatistics:
+        """Return what was written since the prefiller was entered."""
+        return self._site.traffic.read()
 
     def jobs(self) -> Jobs:
         """Iterate over requests, oldest first; it ends with the prefiller, or when it is drained.
