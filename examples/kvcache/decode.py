@@ -72,8 +72,8 @@ class DecodeServer:
 
     def __init__(self, settings: Settings, model: Model) -> None:
         self.settings, self.model = settings, model
-        self.layout = serving.cache_layout(model.config, settings.page_tokens)
-        self.memory = np.zeros((model.config.layers, settings.pool_pages, *self.layout.page_shape(1)), np.float32)
+        self.layout = settings.layout(model.config)
+        self.memory = settings.memory(model.config)
         self.draining = False
         self.done = self.failed = self.cancelled = self.failovers = self.tokens = self.bytes = 0
         self._turn = anyio.Lock()

@@ -15,7 +15,6 @@ from functools import partial
 
 import anyio
 import anyio.to_thread
-import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -37,10 +36,10 @@ class PrefillServer:
     def __init__(self, settings: Settings, model: Model, slower: float) -> None:
         self.settings, self.model = settings, model
         self.slower = slower
-        self.layout = serving.cache_layout(model.config, settings.page_tokens)
-        self.memory = np.zeros((model.config.layers, settings.pool_pages, *self.layout.page_shape(1)), np.float32)
+        self.layout = settings.layout(model.config)
+        self.memory = settings.memory(model.config)
         self.pages = PrefixPages(settings.pool_pages, settings.page_tokens, settings.chunk_tokens)
-        self.done = self.cancelled = self.bytes = self.tokens = self.cached_tokens = 0
+        self.done = self.cancelled = self.tokens = self.cached_tokens = 0
         self._turn = anyio.Lock()
 
     async def serve(self, prefiller: Prefiller) -> None:
@@ -67,7 +66,7 @@ class PrefillServer:
 
     async def _fill(self, job: Job, tokens: Sequence[int], table: Sequence[int], cached: int) -> None:
         cache, layers = RequestCache(self.memory, table), self.model.config.layers
-        for part in plan(len(tokens), self.settings.chunk_tokens, self.settings.page_tokens):
+        for part in plan(len(tokens), self.settings.chunk_tokens):
             chunk = job.chunk(part.start, part.stop, table)
             if part.stop <= cached:
                 await chunk.done_to(layers)
@@ -78,8 +77,7 @@ class PrefillServer:
                         await anyio.to_thread.run_sync(self.model.layer, layer, span, cache)
                         await anyio.sleep(self.slower)
                         await chunk.done(layer)
-            self.bytes += layers * part.pages * self.layout.page_bytes(1)
-            self.tokens += part.stop - part.start
+            self.tokens += len(part)
         # The last chunk was computed, so there is a span: `cached` is less than the prompt.
         await job.tail(self.model.logits(span))
 
@@ -92,7 +90,7 @@ class PrefillServer:
             "pages": self.pages.pages,
             "pages_held": self.pages.used,
             "pages_kept": self.pages.kept,
-            "bytes_written": self.bytes,
+            "bytes_written": prefiller.statistics().bytes,
             "tokens": self.tokens,
             "cached_tokens": self.cached_tokens,
             "done": self.done,

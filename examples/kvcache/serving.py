@@ -27,9 +27,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import aiote
 from aiote.cli.demo.child import leave_with_parent
 from aiote.cli.demo.faults import DemoError, leaves
-from aiote.cli.demo.model import ModelConfig
 from aiote.cli.demo.settings import Settings
-from aiote.kvcache import CacheLayout, EmbeddedRegistry, Mailroom, Member, Registry, Role, Seat
+from aiote.kvcache import EmbeddedRegistry, Mailroom, Member, Registry, Role, Seat
 
 BODY_BYTES = 1 << 20
 SETTLE_S = 0.3
@@ -104,11 +103,6 @@ def settings_of(args: argparse.Namespace) -> Settings:
         concurrency=args.slots,
         pool_pages=pages,
     )
-
-
-def cache_layout(config: ModelConfig, page_tokens: int) -> CacheLayout:
-    """Return where a model's cache lies: as `aiote.cli.demo.pages` has it."""
-    return CacheLayout(config.layers, config.kv_heads, config.head_size, page_tokens, "float32")
 
 
 @asynccontextmanager

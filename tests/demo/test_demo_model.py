@@ -9,7 +9,7 @@ import pytest
 
 from aiote.cli.demo import local, tokens, weights
 from aiote.cli.demo.model import Model, ModelConfig
-from aiote.cli.demo.pages import PageAllocator, PageLayout, RequestCache
+from aiote.cli.demo.pages import RequestCache
 from aiote.cli.demo.settings import Settings
 
 CONFIG = ModelConfig(layers=3, heads=6, kv_heads=2, head_size=8, width=48, hidden=64, vocabulary=tokens.VOCABULARY)
@@ -23,8 +23,9 @@ def model() -> Model:
 
 
 def cache_for(count: int, *, seed: int | None = None) -> RequestCache:
-    layout = PageLayout(CONFIG.layers, 64, CONFIG.kv_heads, PAGE, CONFIG.head_size)
-    return RequestCache(layout.allocate(), PageAllocator(64, seed=seed).take(layout.pages_for(count)))
+    settings = Settings("tcp", CONFIG.layers, 0, None, PAGE, 16, 1, 1, 64)
+    numbers = np.arange(64) if seed is None else np.random.default_rng(seed).permutation(64)
+    return RequestCache(settings.memory(CONFIG), numbers[: settings.layout(CONFIG).pages_for(count)])
 
 
 def dense_logits(model: Model, prompt: list[int]) -> np.ndarray:
@@ -64,7 +65,7 @@ def close(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def test_paged_attention_equals_a_dense_reference(model):
-    logits = model.prefill(PROMPT, cache_for(len(PROMPT), seed=5), 16, PAGE)
+    logits = model.prefill(PROMPT, cache_for(len(PROMPT), seed=5), 16)
     assert logits.dtype == np.float32
     assert close(logits, dense_logits(model, PROMPT))
     assert not close(logits, dense_logits(model, [*PROMPT[:10], 0, *PROMPT[11:]]))
@@ -73,8 +74,8 @@ def test_paged_attention_equals_a_dense_reference(model):
 @pytest.mark.parametrize("chunk", [4, 12, 64])
 def test_chunked_prefill_is_close_to_one_chunk(model, chunk):
     whole, pieces = cache_for(len(PROMPT)), cache_for(len(PROMPT), seed=1)
-    a = model.prefill(PROMPT, whole, 4096, PAGE)
-    b = model.prefill(PROMPT, pieces, chunk, PAGE)
+    a = model.prefill(PROMPT, whole, 4096)
+    b = model.prefill(PROMPT, pieces, chunk)
     assert close(a, b)
     for layer in range(CONFIG.layers):
         for x, y in zip(whole.read(layer, len(PROMPT)), pieces.read(layer, len(PROMPT)), strict=True):
@@ -83,22 +84,22 @@ def test_chunked_prefill_is_close_to_one_chunk(model, chunk):
 
 def test_a_step_after_prefill_equals_a_longer_prefill(model):
     cache = cache_for(len(PROMPT))
-    model.prefill(PROMPT[:-3], cache, 16, PAGE)
+    model.prefill(PROMPT[:-3], cache, 16)
     for position in range(len(PROMPT) - 3, len(PROMPT)):
         logits = model.step(PROMPT[position], position, cache)
         assert close(logits, dense_logits(model, PROMPT[: position + 1]))
 
 
 def test_where_pages_lie_changes_no_bit(model):
-    first = model.prefill(PROMPT, cache_for(len(PROMPT)), 16, PAGE)
+    first = model.prefill(PROMPT, cache_for(len(PROMPT)), 16)
     for seed in range(3):
-        assert np.array_equal(first, model.prefill(PROMPT, cache_for(len(PROMPT), seed=seed), 16, PAGE))
+        assert np.array_equal(first, model.prefill(PROMPT, cache_for(len(PROMPT), seed=seed), 16))
 
 
 def test_every_page_matters(model):
     """A run tells a wrong page by wrong tokens, so no page may be without influence on the logits."""
     cache = cache_for(len(PROMPT) + 1)
-    model.prefill(PROMPT, cache, 16, PAGE)
+    model.prefill(PROMPT, cache, 16)
     before = model.step(65, len(PROMPT), cache)
     zeros = np.zeros((PAGE, CONFIG.kv_heads, CONFIG.head_size), dtype=np.float32)
     for layer in range(CONFIG.layers):

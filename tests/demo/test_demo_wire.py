@@ -1,32 +1,29 @@
-"""The messages: what is sent arrives, whatever the order of its frames; what is no message is refused."""
+"""The messages: what is sent arrives; what is no message is refused."""
 
 from __future__ import annotations
 
 import struct
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote.cli.demo import wire
+import aiote
+from aiote.cli.demo import prompts, wire
 from aiote.cli.demo.settings import Job, Settings
 
-ints = st.integers(-(2**63), 2**63 - 1)
+ints = st.integers(0, 2**64 - 1)
 texts = st.text(max_size=30)
-words = st.lists(st.integers(0, 2**32 - 1), max_size=50).map(tuple)
 blobs = st.binary(max_size=60)
 MESSAGES = st.one_of(
     st.builds(wire.Hello, texts, ints, texts, texts),
-    st.builds(wire.Introduce, texts),
-    st.builds(wire.Generate, ints, words),
-    st.builds(wire.Fill, ints, ints, words, words, blobs, ints, blobs, ints),
-    st.builds(wire.Refused, ints, texts),
+    st.builds(wire.Generate, ints, blobs, texts),
     st.builds(wire.Progress, ints, ints),
     st.builds(wire.Token, ints, ints, ints),
     st.builds(wire.Done, ints, ints, ints),
     st.builds(wire.Failed, ints, texts),
     st.builds(wire.Stop),
-    st.builds(wire.Report, texts, ints, ints, ints, ints, ints, ints, ints),
+    st.builds(wire.Report, texts, ints, ints, ints, ints, ints),
 )
 
 
@@ -54,80 +51,35 @@ def test_arbitrary_bytes_give_a_message_or_a_wire_error(data):
 
 
 def test_a_length_beyond_the_end_is_no_allocation():
-    with pytest.raises(wire.WireError, match="too early"):
-        wire.decode(wire.encode(wire.Generate(1, ()))[:-4] + struct.pack("<I", 2**32 - 1))
+    with pytest.raises(wire.WireError, match="truncated"):
+        wire.decode(wire.encode(wire.Generate(1, b"", ""))[:-6] + struct.pack(">I", 2**32 - 1))
+
+
+def test_the_longest_prompt_fits_a_message():
+    text = prompts.vary(bytes(prompts.MOST_BYTES), 1000)[-1]
+    address = str(aiote.Address("localhost.invalid", 65535, bytes([255] * 16), 2**64 - 1))
+    assert len(wire.encode(wire.Generate(999, text, address))) <= wire.MESSAGE_BYTES
+
+
+@given(ints)
+def test_requests_are_known_by_their_names(number):
+    assert wire.request_of(wire.identity(number)) == number
+    with pytest.raises(wire.WireError):
+        wire.request_of(wire.identity(number)[1:])
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        wire.Done(2**63, 0, 0),
-        wire.Generate(0, (-1,)),
-        wire.Generate(0, (2**32,)),
-        wire.Generate(0, (0,) * (wire.MESSAGE_LIMIT // 4)),
-        wire.Refused(0, "\ud800"),
+        wire.Done(2**64, 0, 0),
+        wire.Done(0, -1, 0),
+        wire.Failed(0, "x" * 2**16),
+        wire.Failed(0, "\ud800"),
     ],
 )
 def test_what_does_not_fit_is_not_sent(message):
     with pytest.raises(wire.WireError, match=type(message).__name__):
         wire.encode(message)
-
-
-@settings(max_examples=30)
-@given(st.lists(st.integers(0, 20_000), min_size=1, max_size=3), st.randoms(use_true_random=False))
-def test_frames_join_in_any_order(sizes, random):
-    """Messages of two sources under way at once, every frame of all of them shuffled, with the same numbers."""
-    sent = {(source, number): random.randbytes(size) for source in ("a", "b") for number, size in enumerate(sizes)}
-    frames = [(source, frame) for (source, n), data in sent.items() for frame in wire.split(data, n)]
-    assert all(len(frame) <= wire.FRAME_BYTES for _, frame in frames)
-    random.shuffle(frames)
-    assembler, got = wire.Assembler(), []
-    for source, frame in frames:
-        data = assembler.feed(source, frame)
-        if data is not None:
-            got.append((source, data))
-    assert sorted(got) == sorted((source, data) for (source, _), data in sent.items())
-
-
-def first_frames() -> list[bytes]:
-    return list(wire.split(bytes(20_000), 4))
-
-
-@pytest.mark.parametrize(
-    ("frame", "says"),
-    [
-        (b"", "at least"),
-        (b"kvd1" + bytes(11), "at least"),
-        (b"evil" + first_frames()[0][4:], "begins with"),
-        (first_frames()[0][:-1], "does not fit"),
-        (first_frames()[0] + b"x", "does not fit"),
-        (struct.pack("<4sIII", b"kvd1", 1, wire.MESSAGE_LIMIT + 1, 0) + bytes(8176), "does not fit"),
-        (struct.pack("<4sIII", b"kvd1", 1, 8, 4) + bytes(4), "does not fit"),
-        (struct.pack("<4sIII", b"kvd1", 1, 8, 8176), "does not fit"),
-    ],
-)
-def test_a_malformed_frame_is_refused(frame, says):
-    with pytest.raises(wire.WireError, match=says):
-        wire.Assembler().feed("a", frame)
-
-
-def test_contradicting_frames_are_refused():
-    frames = first_frames()
-    assembler = wire.Assembler()
-    assert assembler.feed("a", frames[0]) is None
-    with pytest.raises(wire.WireError, match="contradict"):
-        assembler.feed("a", frames[0])
-    with pytest.raises(wire.WireError, match="contradict"):
-        assembler.feed("a", next(wire.split(bytes(30_000), 4)))
-    assert assembler.feed("b", frames[0]) is None
-
-
-def test_a_source_cannot_fill_the_memory():
-    assembler = wire.Assembler()
-    with pytest.raises(wire.WireError, match="unfinished"):
-        for number in range(100_000):
-            assembler.feed("a", next(wire.split(bytes(10_000), number)))
-    assert assembler.feed("b", first_frames()[0]) is None
 
 
 @given(st.lists(st.binary(max_size=50), max_size=4))

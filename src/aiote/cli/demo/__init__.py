@@ -1,15 +1,15 @@
 """A disaggregated generation, small enough for a laptop and real in every part: `aiote demo kvcache`.
 
-Three processes. The *router* (the command itself) hands prompts to the *decoder*. The decoder takes pages from its
-pool, picks an immediate, and asks the *prefiller* to fill them. The prefiller runs the prompt chunk by chunk and, after
-each layer, writes that layer's pages of that chunk straight into the decoder's pool by `write_pages`, while it computes
-the next layer; at the end one `write_imm` carries the logits of the last position. No message says "done": the decoder
-knows that layers x pages + 1 immediates make the whole, and awaits that count. Then it generates, and streams tokens to
-the router, which compares them with those of a generation in one process.
+Three processes. The *router* (the command itself) hands prompts to the *decoder*, which has each one's cache filled by
+the *prefiller*. What the two say to each other, who may write where and until when, and how the decoder knows that all
+is there, is `aiote.kvcache`: its `Decoder` in the one, its `Prefiller` in the other. The prefiller runs the prompt
+chunk by chunk; after each layer that layer's pages go straight into the decoder's memory, while the next layer is
+computed, and at the end the logits of the last position. Then the decoder generates, and streams tokens to the router,
+which compares them with those of a generation in one process.
 
     tokens.py   bytes to token numbers         model.py    the transformer, numpy, float32
-    pages.py    the paged pool, chunk plans    weights.py  seeded weights, or a safetensors file
-    wire.py     the messages, and their codec  mail.py     messages over `engine.send` and `recv`
+    pages.py    a request's keys and values    weights.py  seeded weights, or a safetensors file
+    wire.py     the router's messages          mail.py     the way they go, beside the library's
     child.py    spawning and outliving nobody  worker.py   the entry of each child process
     prefill.py  decode.py  local.py            the three children
     router.py, reference.py  the parent's part of the run, and of the one-process generation

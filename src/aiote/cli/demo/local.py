@@ -16,7 +16,7 @@ import numpy as np
 
 from aiote.cli.demo import tokens
 from aiote.cli.demo.model import Model
-from aiote.cli.demo.pages import PageAllocator, RequestCache
+from aiote.cli.demo.pages import RequestCache
 from aiote.cli.demo.settings import Job, Settings
 
 __all__ = ["LocalResult", "generate", "main", "serve"]
@@ -48,7 +48,7 @@ class LocalResult:
 
 def generate(model: Model, prompt: Sequence[int], cache: RequestCache, settings: Settings) -> Iterator[int]:
     """Yield the tokens that follow a prompt, greedily, until the mark of end or `new_tokens` of them."""
-    logits = model.prefill(prompt, cache, settings.chunk_tokens, settings.page_tokens)
+    logits = model.prefill(prompt, cache, settings.chunk_tokens)
     for position in range(len(prompt), len(prompt) + settings.new_tokens):
         token = int(np.argmax(logits))
         yield token
@@ -59,14 +59,12 @@ def generate(model: Model, prompt: Sequence[int], cache: RequestCache, settings:
 
 def serve(model: Model, prompts: Sequence[bytes], settings: Settings) -> Iterator[LocalResult]:
     """Generate for each prompt in turn."""
-    layout = settings.layout(model.config)
-    pool, pages = layout.allocate(), PageAllocator(layout.pages)
+    layout, memory = settings.layout(model.config), settings.memory(model.config)
     finished: list[float] = []
     begun = time.perf_counter()
     for request, prompt in enumerate(map(tokens.encode, prompts)):
         admitted = begun if request < settings.concurrency else finished[request - settings.concurrency]
-        table = pages.take(layout.pages_for(len(prompt) + settings.new_tokens - 1))
-        cache = RequestCache(pool, table)
+        cache = RequestCache(memory, range(layout.pages_for(len(prompt) + settings.new_tokens - 1)))
         answer: list[int] = []
         first = 0.0
         for token in generate(model, prompt, cache, settings):
@@ -74,7 +72,6 @@ def serve(model: Model, prompts: Sequence[bytes], settings: Settings) -> Iterato
             answer.append(token)
         finished.append(time.perf_counter())
         checksum = cache.checksum(len(prompt))
-        pages.give(table)
         yield LocalResult(request, tuple(answer), checksum, first - admitted, finished[-1] - begun)
 
 

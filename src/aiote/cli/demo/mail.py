@@ -1,33 +1,42 @@
-"""Messages over the engine: whole ones in, whole ones out."""
+"""Messages between the router and the others, on engines whose mailroom they share with the transfer's own."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import aiote
 from aiote.cli.demo import wire
+from aiote.kvcache import Mailroom
+from aiote.kvcache.mailroom import Letters
 
-__all__ = ["Mail"]
+__all__ = ["Mail", "open_mail"]
 
 
-class Mail:
-    """Sends and receives `wire` messages through an engine. One receiver at a time; any number of senders."""
+class Mail(AsyncIterator[tuple[aiote.Peer, wire.Message]]):
+    """Sends `wire` messages, and iterates over those that come, with the peers they come from. Made by `open_mail`.
 
-    def __init__(self, engine: aiote.Engine) -> None:
-        self._engine = engine
-        self._assembler = wire.Assembler()
-        self._numbers = itertools.count()
+    Iterating raises WireError at bytes that are no message.
+    """
+
+    def __init__(self, mailroom: Mailroom, letters: Letters) -> None:
+        self.mailroom = mailroom
+        self.engine = mailroom.engine
+        self._letters = letters
 
     async def send(self, peer: aiote.Peer, message: wire.Message) -> None:
-        """Send a message, in as many frames as it takes; raises PeerError if the peer is gone."""
-        for frame in wire.split(wire.encode(message), next(self._numbers) & 0xFFFFFFFF):
-            await self._engine.send(peer, frame)
+        """Send a message; raises PeerError if the peer is gone."""
+        await self.engine.send(peer, wire.encode(message))
 
-    async def receive(self) -> AsyncGenerator[tuple[aiote.Peer, wire.Message], None]:
-        """Yield each message with the peer it came from; raises WireError at bytes that are none."""
-        while True:
-            arrived = await self._engine.recv()
-            data = self._assembler.feed(str(arrived.source.address), bytes(arrived.data))
-            if data is not None:
-                yield arrived.source, wire.decode(data)
+    async def __anext__(self) -> tuple[aiote.Peer, wire.Message]:
+        letter = await anext(self._letters)
+        return letter.source, wire.decode(bytes(letter.data))
+
+
+@asynccontextmanager
+async def open_mail(provider: str) -> AsyncIterator[Mail]:
+    """Open an engine that takes the demo's messages, and its mailroom."""
+    config = aiote.EngineConfig(message_bytes=wire.MESSAGE_BYTES)
+    async with aiote.open_engine(provider, config=config) as engine, Mailroom(engine) as mailroom:
+        with mailroom.queue(wire.KIND) as letters:
+            yield Mail(mailroom, letters)

@@ -122,10 +122,10 @@ class Model:
             self.layer(number, span, cache)
         return self.logits(span)
 
-    def prefill(self, tokens: Sequence[int], cache: RequestCache, chunk_tokens: int, page_tokens: int) -> Floats:
+    def prefill(self, tokens: Sequence[int], cache: RequestCache, chunk_tokens: int) -> Floats:
         """Run a whole prompt through all layers, chunk by chunk, and return the logits for the first new token."""
         logits = np.zeros(0, dtype=np.float32)
-        for chunk in plan(len(tokens), chunk_tokens, page_tokens):
+        for chunk in plan(len(tokens), chunk_tokens):
             span = self.begin(tokens[chunk.start : chunk.stop], chunk.start)
             for number in range(self.config.layers):
                 self.layer(number, span, cache)

@@ -1,168 +1,97 @@
-"""The prefiller: runs prompts, and writes each layer's pages into the decoder's pool as soon as the layer is done.
+"""The prefill process: computes the prompts that `aiote.kvcache.Prefiller` gives out, and says when a layer is done.
 
-It owns a pool of its own, in which a prompt's keys and values are computed, and gives a request's pages back only when
-every write from them is over. One prompt is computed at a time, in threads, so that the event loop goes on serving the
-engine; writes of a layer run beside the computation of the next one, and of the next prompt.
+The library writes each layer's pages into the decoder's cache while the next layer is computed, and lets a job's block
+end when every write is over; so that is when its pages here are free again. One prompt is computed at a time, in
+threads, so that the event loop goes on serving the engine; writes run on beside the computation of the next prompt.
 """
 
 from __future__ import annotations
 
 import os
-import time
+import random
 from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import anyio
 import anyio.to_thread
-import numpy as np
 
 import aiote
 from aiote.cli.demo import weights, wire
-from aiote.cli.demo.faults import DemoError, leaves
 from aiote.cli.demo.mail import Mail
 from aiote.cli.demo.model import Model
-from aiote.cli.demo.pages import Chunk, PageAllocator, PageLayout, RequestCache, plan
+from aiote.cli.demo.pages import Floats, RequestCache, plan
 from aiote.cli.demo.settings import Settings
-from aiote.cli.demo.waits import PageQueue
-from aiote.errors import AioteError
+from aiote.kvcache import Job, Prefiller
+from aiote.kvcache.pool import PagePool
 
-__all__ = ["FlightMeter", "Prefiller"]
+__all__ = ["PrefillServer"]
 
-
-class FlightMeter:
-    """Adds up the time in which at least one transfer was in flight, on the sender's clock."""
-
-    def __init__(self) -> None:
-        self.busy_ns = 0
-        self.writes = self.pages = self.bytes = 0
-        self._flying = 0
-        self._since = 0
-
-    @asynccontextmanager
-    async def flight(self, pages: int, size: int) -> AsyncIterator[None]:
-        """Count one transfer of so many pages and bytes; one that fails adds its time and nothing else."""
-        if not self._flying:
-            self._since = time.perf_counter_ns()
-        self._flying += 1
-        try:
-            yield
-            self.writes += 1
-            self.pages += pages
-            self.bytes += size
-        finally:
-            self._flying -= 1
-            if not self._flying:
-                self.busy_ns += time.perf_counter_ns() - self._since
+# A decoder's first pages come in order. Those here lie anywhere, as in a pool long in use, so that a page's numbers on
+# the two sides have nothing to do with each other. Any seed does.
+_SCATTER = 20
 
 
-class Prefiller:
-    """Serves `Fill` requests; `run` is its life."""
+class PrefillServer:
+    """Serves a decoder's requests; `run` is its life."""
 
-    def __init__(self, engine: aiote.Engine, router: aiote.Peer, settings: Settings, model: Model) -> None:
-        self._engine, self._router, self._settings, self._model = engine, router, settings, model
+    def __init__(self, mail: Mail, router: aiote.Peer, settings: Settings, model: Model) -> None:
+        self._mail, self._router, self._settings, self._model = mail, router, settings, model
         self._layout = settings.layout(model.config)
-        self._pool = self._layout.allocate()
-        self._logits = np.zeros((settings.concurrency, model.config.vocabulary), dtype=np.float32)
-        self._allocator = PageAllocator(self._layout.pages)
-        self._pages = PageQueue(self._allocator)
-        self._places = PageQueue(PageAllocator(settings.concurrency))
+        self._memory = settings.memory(model.config)
+        self._pages = PagePool(settings.pool_pages, settings.concurrency, settings.concurrency)
+        self._numbers = random.Random(_SCATTER).sample(range(settings.pool_pages), settings.pool_pages)
         self._turn = anyio.Lock()
-        self._meter = FlightMeter()
-        self._mail = Mail(engine)
-        self._region = engine.register(self._pool)
-        self._logits_region = engine.register(self._logits)
+        self._prefiller = Prefiller(mail.mailroom, self._layout, self._memory)
 
     async def run(self) -> None:
         """Serve until Stop, report once the last request is over, and stay until cancelled."""
-        await self._mail.send(
-            self._router,
-            wire.Hello("prefill", os.getpid(), str(self._engine.address), weights.fingerprint(self._model)),
-        )
-        try:
-            async with anyio.create_task_group() as requests, aclosing(self._mail.receive()) as messages:
-                async for peer, message in messages:
-                    match message:
-                        case wire.Fill():
-                            requests.start_soon(self._serve, peer, message)
-                        case wire.Stop():
-                            break
-                        case _:
-                            raise wire.WireError(f"a {type(message).__name__} is not for a prefiller")
+        hello = wire.Hello("prefill", os.getpid(), str(self._mail.engine.address), weights.fingerprint(self._model))
+        async with self._prefiller:
+            async with anyio.create_task_group() as group:
+                await self._mail.send(self._router, hello)
+                group.start_soon(self._drain_when_told)
+                async for job in self._prefiller.jobs():
+                    group.start_soon(self._compute, job)
             await self._report()
             # The engine must outlive the report's way to the router, which then closes this process's standard input.
             await anyio.sleep_forever()
-        finally:
-            with anyio.CancelScope(shield=True):
-                await self._region.aclose()
-                await self._logits_region.aclose()
+
+    async def _drain_when_told(self) -> None:
+        _, message = await anext(self._mail)
+        if not isinstance(message, wire.Stop):
+            raise wire.WireError(f"a {type(message).__name__} is not for a prefiller")
+        await self._prefiller.drain()
 
     async def _report(self) -> None:
-        meter, pages = self._meter, self._allocator
-        await self._mail.send(
-            self._router,
-            wire.Report(
-                "prefill", pages.held, pages.peak, pages.pages, meter.writes, meter.pages, meter.bytes, meter.busy_ns
-            ),
-        )
+        written, held = self._prefiller.statistics(), self._pages.pages - self._pages.free
+        busy_ns = int(written.busy_s * 1e9)
+        report = wire.Report("prefill", held, self._pages.pages, written.transfers, written.bytes, busy_ns)
+        await self._mail.send(self._router, report)
 
-    async def _serve(self, peer: aiote.Peer, fill: wire.Fill) -> None:
-        """Serve one request; what fails is that request alone, and the decoder hears it once nothing is in flight."""
-        reason = ""
+    @asynccontextmanager
+    async def _borrow(self, tokens: int) -> AsyncIterator[list[int]]:
+        holding = await self._pages.take(self._layout.pages_for(tokens))
         try:
-            count = self._layout.pages_for(len(fill.tokens))
-            async with self._places.borrow(1) as places, self._pages.borrow(count) as pages:
-                await self._fill(fill, pages, places[0])
-        except* (AioteError, DemoError) as group:
-            reason = "; ".join(dict.fromkeys(str(cause) for cause in leaves(group)))
-        if reason:
-            # Not inside the handler: a cancellation there would come out as a group.
-            await self._refuse(peer, fill.request, reason)
+            yield [self._numbers[page] for page in holding.pages]
+        finally:
+            self._pages.give(holding)
 
-    async def _refuse(self, peer: aiote.Peer, request: int, reason: str) -> None:
-        try:
-            await self._mail.send(peer, wire.Refused(request, reason))
-        except AioteError:
-            # The decoder is gone, and with it whoever wanted to know; the router sees it end.
-            return
+    async def _compute(self, job: Job) -> None:
+        """Compute a job; where the decoder does not want it any more, its block ends without an error."""
+        async with self._borrow(len(job.tokens)) as table, job:
+            async with self._turn:
+                logits = await self._fill(job, table)
+            await job.tail(logits)
 
-    async def _fill(self, fill: wire.Fill, pages: list[int], place: int) -> None:
-        """Run the prompt; leaves only when every write is over."""
-        remote = self._engine.attach(fill.pool)
-        config, layout = self._model.config, self._layout
-        target = PageLayout(config.layers, fill.pool_pages, config.kv_heads, layout.page_tokens, config.head_size)
-        if len(fill.pages) != len(pages):
-            raise wire.WireError(f"{len(fill.pages)} pages for a prompt of {len(pages)}")
-        cache = RequestCache(self._pool, pages)
-        async with anyio.create_task_group() as writes, self._turn:
-            for chunk in plan(len(fill.tokens), self._settings.chunk_tokens, layout.page_tokens):
-                tokens = fill.tokens[chunk.start : chunk.stop]
-                span = await anyio.to_thread.run_sync(self._model.begin, tokens, chunk.start)
-                for layer in range(config.layers):
-                    await anyio.to_thread.run_sync(self._model.layer, layer, span, cache)
-                    writes.start_soon(
-                        self._write_pages,
-                        fill,
-                        self._pages_of(self._region, layout, layer, chunk, pages),
-                        self._pages_of(remote, target, layer, chunk, fill.pages),
-                        chunk.pages,
-                    )
-            self._logits[place] = self._model.logits(span)
-            writes.start_soon(self._write_logits, fill, place)
-
-    @staticmethod
-    def _pages_of(
-        region: aiote.Region | aiote.RemoteRegion, layout: PageLayout, layer: int, chunk: Chunk, table: Sequence[int]
-    ) -> aiote.Pages:
-        indices, offset = layout.place(layer, chunk, table)
-        return aiote.Pages(region, indices, layout.page_bytes, layout.page_bytes, offset)
-
-    async def _write_pages(self, fill: wire.Fill, source: aiote.Pages, target: aiote.Pages, count: int) -> None:
-        async with self._meter.flight(count, count * self._layout.page_bytes):
-            await self._engine.write_pages(source, target, fill.imm)
-        await self._mail.send(self._router, wire.Progress(fill.request, count))
-
-    async def _write_logits(self, fill: wire.Fill, place: int) -> None:
-        size = self._logits[place].nbytes
-        remote = self._engine.attach(fill.logits)[fill.logits_offset : fill.logits_offset + size]
-        async with self._meter.flight(0, size):
-            await self._engine.write_imm(self._logits_region[place * size : (place + 1) * size], remote, fill.imm)
+    async def _fill(self, job: Job, table: Sequence[int]) -> Floats:
+        """Compute a prompt chunk by chunk, have each layer written when it is done, and return the last logits."""
+        request, tokens, cache = wire.request_of(job.request_id), job.tokens.tolist(), RequestCache(self._memory, table)
+        for part in plan(len(tokens), self._settings.chunk_tokens):
+            chunk = job.chunk(part.start, part.stop, table)
+            pages = self._layout.span(part.start, part.stop).pages
+            span = await anyio.to_thread.run_sync(self._model.begin, tokens[part.start : part.stop], part.start)
+            for layer in range(self._layout.layers):
+                await anyio.to_thread.run_sync(self._model.layer, layer, span, cache)
+                await chunk.done(layer)
+                await self._mail.send(self._router, wire.Progress(request, pages))
+        return self._model.logits(span)

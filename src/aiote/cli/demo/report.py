@@ -55,6 +55,11 @@ class Summary:
         )
 
     @property
+    def pages(self) -> int:
+        """Return how many pages were written."""
+        return sum(flight.pages for flight in self.result.flights)
+
+    @property
     def gib_per_s(self) -> float:
         """Return the bytes written by the time in which at least one write was in flight, on the prefiller's clock."""
         report = self.result.reports["prefill"]
@@ -86,7 +91,7 @@ class Summary:
             "ttft_p50_s": {"one_process": one_process, "disaggregated": disaggregated},
             "elapsed_s": dict(zip(("one_process", "disaggregated"), self.elapsed_s, strict=True)),
             "transfer": {
-                "pages": report.pages,
+                "pages": self.pages,
                 "bytes": report.bytes,
                 "writes": report.writes,
                 "in_flight_s": report.busy_ns / 1e9,
@@ -156,9 +161,9 @@ class Summary:
         report = self.result.reports["prefill"]
         libraries = ", ".join(dict.fromkeys(str(rail.library) for rail in self.result.rails))
         held = (f"{NAMES[role]} {each.pages_held}" for role, each in sorted(self.result.reports.items()))
-        page_bytes = self.settings.layout(self.config).page_bytes
+        page_bytes = self.settings.layout(self.config).page_bytes(1)
         return [
-            ("pages written", f"{report.pages} of {page_bytes} bytes, in {report.writes} writes"),
+            ("pages written", f"{self.pages} of {page_bytes} bytes, in {report.writes} writes"),
             ("bytes written", f"{report.bytes} ({report.bytes / 2**20:.1f} MiB)"),
             ("GiB/s while a write was in flight", f"{self.gib_per_s:.2f} (over {report.busy_ns / 1e6:.1f} ms)"),
             ("provider", f"{self.settings.provider}; {libraries}"),

@@ -1,8 +1,8 @@
 """The parent's part of a run: starts prefiller and decoder, hands out prompts, gathers tokens, and notices who is gone.
 
-A request is *asked* (sent to the decoder), then its pages arrive, then its first token, then the rest, then it is over.
-The engine promises no order between messages, so tokens carry their place, and a request is over once as many are there
-as the decoder counted.
+A request is *asked* (sent to the decoder), then its pages go there, then its first token comes, then the rest, then it
+is over. The engine promises no order between messages, so tokens carry their place, and a request is over once as many
+are there as the decoder counted.
 
 When something fails, the router first lets the decoder say how each open request ended, then asks for a last report, so
 that the error can say what became of the pages.
@@ -24,8 +24,7 @@ import aiote
 from aiote.cli.demo import tokens, wire
 from aiote.cli.demo.child import NAMES, Child, how_it_ended, spawn
 from aiote.cli.demo.faults import DemoError
-from aiote.cli.demo.mail import Mail
-from aiote.cli.demo.pages import expected_counts
+from aiote.cli.demo.mail import Mail, open_mail
 from aiote.cli.demo.settings import Job, Settings
 from aiote.cli.demo.waits import first_of
 from aiote.errors import AioteError
@@ -46,7 +45,7 @@ class Watch(Protocol):
         """Take note that the run begins, and how many pages and tokens there will be."""
 
     def pages(self, count: int) -> None:
-        """Take note that so many more pages have arrived."""
+        """Take note that so many more pages are on their way."""
 
     def token(self) -> None:
         """Take note of one more token."""
@@ -107,19 +106,19 @@ async def run(
 ) -> RunResult:
     """Generate for the prompts with a prefiller and a decoder in processes of their own.
 
-    `kill_prefiller_after` kills the prefiller (SIGKILL) once that fraction of all pages has arrived. Raises RunFailed
-    if a process or a request fails, DemoError or AioteError if the run cannot even begin.
+    `kill_prefiller_after` kills the prefiller (SIGKILL) once that fraction of all pages is computed and on its way.
+    Raises RunFailed if a process or a request fails, DemoError or AioteError if the run cannot even begin.
     """
-    config = settings.config()
+    layout = settings.layout(settings.config())
     flights = tuple(Flight(number, tuple(tokens.encode(prompt))) for number, prompt in enumerate(prompts))
-    total = sum(expected_counts(config.layers, len(f.prompt), settings.page_tokens) - 1 for f in flights)
-    async with aiote.open_engine(provider=settings.provider) as engine:
-        job = Job(settings, router=str(engine.address))
+    total = sum(layout.layers * layout.pages_for(len(flight.prompt)) for flight in flights)
+    async with open_mail(settings.provider) as mail:
+        job = Job(settings, router=str(mail.engine.address))
         async with spawn("prefill", job) as prefill, spawn("decode", job) as decode:
-            router = _Router(engine, settings, flights, (prefill, decode), watch)
+            router = _Router(mail, settings, flights, (prefill, decode), watch)
             router.total_pages, router.kill_at = total, kill_prefiller_after
             await router.run()
-            rails = tuple(engine.rails)
+            rails = tuple(mail.engine.rails)
     pids = {"router": os.getpid(), "prefill": prefill.pid, "decode": decode.pid}
     return RunResult(flights, router.reports, rails, pids)
 
@@ -127,7 +126,7 @@ async def run(
 class _Router:
     def __init__(
         self,
-        engine: aiote.Engine,
+        mail: Mail,
         settings: Settings,
         flights: tuple[Flight, ...],
         children: tuple[Child, Child],
@@ -138,12 +137,12 @@ class _Router:
         self.kill_at: float | None = None
         self._settings, self._flights, self._watch = settings, flights, watch
         self._children = {child.role: child for child in children}
-        self._mail = Mail(engine)
+        self._mail = mail
         self._peers: dict[str, aiote.Peer] = {}
         self._hellos: dict[str, wire.Hello] = {}
         self._ready, self._reported, self._trouble = anyio.Event(), anyio.Event(), anyio.Event()
         self._ended = {child.role: anyio.Event() for child in children}
-        self._arrived = 0
+        self._sent = 0
         self._stopping = False
 
     async def run(self) -> None:
@@ -154,7 +153,7 @@ class _Router:
             for child in self._children.values():
                 group.start_soon(self._guard, child)
             try:
-                await self._introduce()
+                await self._greet()
                 await self._unless_trouble(self._hand_out)
                 await self._unless_trouble(self._stop)
             except _InTrouble:
@@ -174,7 +173,8 @@ class _Router:
         if not self._stopping:
             self._trouble.set()
 
-    async def _introduce(self) -> None:
+    async def _greet(self) -> None:
+        """Wait until both children are ready, with the same model."""
         with anyio.move_on_after(_READY_S):
             await self._unless_trouble(self._ready.wait)
         if not self._ready.is_set():
@@ -183,7 +183,6 @@ class _Router:
         prefill, decode = self._hellos["prefill"], self._hellos["decode"]
         if prefill.fingerprint != decode.fingerprint:
             raise DemoError("prefiller and decoder hold different weights; did the weights file change meanwhile?")
-        await self._send("decode", wire.Introduce(prefill.address))
 
     async def _send(self, role: str, message: wire.Message) -> None:
         try:
@@ -195,10 +194,11 @@ class _Router:
     async def _hand_out(self) -> None:
         self._watch.started(self.total_pages, len(self._flights) * self._settings.new_tokens)
         places = anyio.Semaphore(self._settings.concurrency)
+        prefiller = self._hellos["prefill"].address
 
         async def one(flight: Flight) -> None:
             flight.asked_s = time.perf_counter()
-            await self._send("decode", wire.Generate(flight.request, flight.prompt))
+            await self._send("decode", wire.Generate(flight.request, tokens.decode(flight.prompt), prefiller))
             await flight.over.wait()
             if not flight.reason:
                 places.release()
@@ -224,7 +224,7 @@ class _Router:
             await self._reported.wait()
 
     async def _listen(self) -> None:
-        async for peer, message in self._mail.receive():
+        async for peer, message in self._mail:
             match message:
                 case wire.Hello():
                     self._peers[message.role], self._hellos[message.role] = peer, message
@@ -251,9 +251,9 @@ class _Router:
 
     def _progress(self, message: wire.Progress) -> None:
         self._flights[message.request].pages += message.pages
-        self._arrived += message.pages
+        self._sent += message.pages
         self._watch.pages(message.pages)
-        if self.kill_at is not None and self._arrived >= self.kill_at * self.total_pages:
+        if self.kill_at is not None and self._sent >= self.kill_at * self.total_pages:
             self.kill_at = None
             os.kill(self._children["prefill"].pid, signal.SIGKILL)
 

@@ -8,9 +8,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from aiote.cli.demo import weights
 from aiote.cli.demo.model import Model, ModelConfig
-from aiote.cli.demo.pages import PageLayout
+from aiote.cli.demo.pages import Floats
+from aiote.kvcache import CacheLayout
 
 __all__ = ["Job", "Settings"]
 
@@ -39,9 +42,13 @@ class Settings:
             return weights.seeded(weights.seeded_config(self.layers), self.seed)
         return weights.load(Path(self.weights))
 
-    def layout(self, config: ModelConfig) -> PageLayout:
-        """Return the layout of a page pool for a model of these sizes."""
-        return PageLayout(config.layers, self.pool_pages, config.kv_heads, self.page_tokens, config.head_size)
+    def layout(self, config: ModelConfig) -> CacheLayout:
+        """Return how the cache of a model of these sizes lies in memory."""
+        return CacheLayout(config.layers, config.kv_heads, config.head_size, self.page_tokens, "float32")
+
+    def memory(self, config: ModelConfig) -> Floats:
+        """Return a cache of `pool_pages` pages a layer, of zeros."""
+        return np.zeros((config.layers, self.pool_pages, *self.layout(config).page_shape(1)), dtype=np.float32)
 
     def with_pool_for(self, longest_prompt: int) -> Settings:
         """Return the same settings with pools in which `concurrency` prompts of so many tokens and answers fit."""

@@ -37,10 +37,11 @@ def main(role: str) -> int:
 async def _serve(role: str, job: Job) -> None:
     """Run the prefiller or the decoder until SIGTERM; the engine closes on the way out."""
     import aiote
-    from aiote.cli.demo.decode import Decoder
-    from aiote.cli.demo.prefill import Prefiller
+    from aiote.cli.demo.decode import DecodeServer
+    from aiote.cli.demo.mail import open_mail
+    from aiote.cli.demo.prefill import PrefillServer
 
-    service = Prefiller if role == "prefill" else Decoder
+    service = PrefillServer if role == "prefill" else DecodeServer
     model = job.settings.model()
     with anyio.open_signal_receiver(signal.SIGTERM) as terms:
         async with anyio.create_task_group() as group:
@@ -50,9 +51,9 @@ async def _serve(role: str, job: Job) -> None:
                     group.cancel_scope.cancel()
 
             group.start_soon(leave)
-            async with aiote.open_engine(provider=job.settings.provider) as engine:
-                router = await engine.connect(aiote.Address.parse(job.router))
-                await service(engine, router, job.settings, model).run()
+            async with open_mail(job.settings.provider) as mail:
+                router = await mail.engine.connect(aiote.Address.parse(job.router))
+                await service(mail, router, job.settings, model).run()
 
 
 def _explain(error: BaseException) -> int:
