@@ -7,6 +7,7 @@ import gc
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
+import anyio
 import pytest
 
 import aiote
@@ -193,7 +194,7 @@ def test_a_thousand_joins_leave_nothing_behind():
                 pass
         await until(lambda: not there.members() and not server.members(), 1)
         assert len(server._ledger) == 0
-        kept = (here._seats, here._leaving, there._leases, there._doubtful, slow._pending)
+        kept = (here._seats, there._leases, there._doubtful, slow._pending)
         assert sum(map(len, kept)) == 0
         assert all(not client._answers and not client.watch._told for client in server._clients.values())
         gc.collect()
@@ -303,6 +304,117 @@ def test_noise_and_limits():
     in_town(story)
 
 
+@pytest.mark.parametrize("after_ms", [0, 0.05, 0.2, 1, 999, 1000, 1001, 2500])
+@pytest.mark.parametrize("around", ["join", "everything"])
+def test_leaving_in_a_cancelled_scope_is_heard_at_once(around, after_ms):
+    """While it joins, among its renewals, in between."""
+
+    async def story(town: Town) -> None:
+        async def live() -> None:
+            async with town.fabric.open_engine() as engine, Mailroom(engine) as mailroom:
+                async with EmbeddedRegistry(mailroom, server.address, lease_s=LEASE_S) as registry:
+                    await registry.ready()
+                    ready.set()
+                    with scope if around == "join" else anyio.CancelScope():
+                        async with registry.join(member("a")):
+                            await asyncio.sleep(1e6)
+                    await asyncio.sleep(LEASE_S)
+
+        server = await town.server()
+        ready = asyncio.Event()
+        scope = anyio.CancelScope()
+        async with anyio.create_task_group() as group:
+            group.start_soon(live)
+            await ready.wait()
+            await asyncio.sleep(after_ms / 1000)
+            (scope if around == "join" else group.cancel_scope).cancel()
+            began = town.fabric.now
+        assert around == "join" or town.fabric.now - began < 0.1
+        await until(lambda: not server.members(), 0.1)
+        # What was said before it left, and came behind that, does not bring it back.
+        await asyncio.sleep(LEASE_S / 3)
+        assert not server.members()
+
+    in_town(story)
+
+
+def test_a_server_that_takes_nothing_holds_up_no_cancellation_for_long():
+    async def story(town: Town) -> None:
+        server = await town.server()
+        here = await town.client(server.address)
+        with anyio.CancelScope() as scope:
+            async with here.join(member("a")):
+                town.fabric.partition(server._mailroom.engine)
+                scope.cancel()
+                began = town.fabric.now
+                await asyncio.sleep(1)
+        assert town.fabric.now - began < embedded.LEAVE_S + 0.1
+
+    in_town(story)
+
+
+def test_a_name_has_one_seat_also_while_the_old_one_leaves():
+    async def story(town: Town) -> None:
+        async def sit(name: str) -> None:
+            with scopes[name]:
+                async with here.join(member("a", load=int(name))):
+                    seated.append(name)
+                    await asyncio.sleep(1e6)
+
+        server = await town.server()
+        here = await town.client(server.address)
+        scopes, seated = {name: anyio.CancelScope() for name in "123"}, []
+        async with anyio.create_task_group() as group:
+            group.start_soon(sit, "1")
+            with pytest.raises(aiote.UsageError, match="has a seat here already"):
+                await asyncio.sleep(0)
+                async with here.join(member("a")):
+                    pass
+            await until(lambda: seated == ["1"], 1)
+            town.fabric.partition(server._mailroom.engine)
+            scopes["1"].cancel()
+            await asyncio.sleep(embedded.LEAVE_S / 2)  # it is leaving
+            group.start_soon(sit, "2")
+            await asyncio.sleep(embedded.LEAVE_S / 4)
+            assert here._seats["a"].member.attributes["load"] == 1
+            scopes["3"].cancel()
+            await sit("3")  # one that does not wait for its turn changes nothing
+            await asyncio.sleep(embedded.LEAVE_S)
+            with pytest.raises(aiote.UsageError, match="has a seat here already"):
+                async with here.join(member("a")):
+                    pass
+            town.fabric.heal(server._mailroom.engine)
+            await until(lambda: seated == ["1", "2"], GRACE_S)
+            await until(lambda: server.members() and server.members()[0].attributes["load"] == 2, LEASE_S)
+            scopes["2"].cancel()
+        await until(lambda: not server.members() and not here._seats, LEASE_S)
+
+    in_town(story)
+
+
+def test_the_ledger_takes_no_announcement_behind_its_leave():
+    ledger = Ledger(roster := Roster(), limit=2)
+
+    def announce(number: int, name: str = "a", session: int = 1) -> str | None:
+        return ledger.announce(registrywire.Announce(session, number, 1000, member(name)), 0.0)
+
+    assert announce(5) == ""
+    ledger.leave(registrywire.Leave(1, "a", 6))
+    assert announce(6) is None
+    assert not roster.known
+    assert announce(7) == ""
+    ledger.leave(registrywire.Leave(1, "a", 6))
+    assert len(ledger) == 1
+    assert announce(7, "b") == ""
+    ledger.leave(registrywire.Leave(1, "", 8))
+    assert announce(8, "c") is None
+    assert (len(ledger), len(ledger._left)) == (0, 2)
+    for number in range(9, 20):
+        ledger.leave(registrywire.Leave(number, "a", number))
+    assert len(ledger._left) == 2
+    assert announce(9, session=2) == ""
+
+
 def test_the_ledger_takes_nothing_late():
     ledger = Ledger(roster := Roster(), limit=2)
     announce = registrywire.Announce(1, 5, 1000, member("a", 2, load=5))
@@ -310,8 +422,8 @@ def test_the_ledger_takes_nothing_late():
     assert ledger.announce(registrywire.Announce(1, 4, 1000, member("a", 2, load=4)), 0.5) is None
     assert ledger.announce(registrywire.Announce(1, 9, 1000, member("a", 1)), 0.5) is None
     assert roster.known["a"].attributes["load"] == 5
-    ledger.leave(registrywire.Leave(2, "a", 2))
-    ledger.leave(registrywire.Leave(1, "a", 1))
+    ledger.leave(registrywire.Leave(2, "a", 9))
+    ledger.leave(registrywire.Leave(1, "a", 4))
     ledger.expire(0.999)
     assert len(ledger) == 1
     ledger.postpone(1.0)

@@ -115,6 +115,34 @@ async def test_a_lease_that_is_lost_is_taken_anew(etcd, monkeypatch):
             assert not seat.lost
 
 
+@pytest.mark.anyio
+async def test_a_name_that_is_being_left_is_taken_once_it_is_free(etcd):
+    with anyio.fail_after(PATIENCE_S):
+        async with registry(etcd) as here, anyio.create_task_group() as group:
+
+            async def sit(scope: anyio.CancelScope, joined: anyio.Event, leaves: anyio.Event) -> None:
+                with scope:
+                    async with here.join(member("a")):
+                        joined.set()
+                        try:
+                            await anyio.sleep_forever()
+                        finally:
+                            leaves.set()
+
+            for _ in range(5):
+                scope, joined, leaves = anyio.CancelScope(), anyio.Event(), anyio.Event()
+                group.start_soon(sit, scope, joined, leaves)
+                await joined.wait()
+                with pytest.raises(aiote.UsageError, match="has a seat here already"):
+                    async with here.join(member("a")):
+                        pass
+                scope.cancel()
+                await leaves.wait()
+                # The same incarnation, whose key still bears the old lease.
+                async with here.join(member("a")) as seat:
+                    assert not seat.lost
+
+
 async def test_what_was_compacted_is_read_again(etcd, monkeypatch):
     monkeypatch.setattr(etcd_module, "WATCH_S", 0.2)
     with anyio.fail_after(PATIENCE_S):

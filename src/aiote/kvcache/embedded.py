@@ -39,7 +39,7 @@ from .registrywire import (
     decode,
     encode,
 )
-from .seats import HeldSeat
+from .seats import HeldSeat, claim, give_up
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -48,7 +48,9 @@ __all__ = ["EmbeddedRegistry"]
 
 RETRY_LEAST_S = 0.1
 RETRY_MOST_S = 5.0
-LEAVE_S = 1.0
+LEAVE_S = 0.5
+"""How long leaving waits at most for a server that takes no message: nobody who is cancelled waits for its lease."""
+LOOK_S = 0.001
 RENEWALS = 3
 """How often a lease is renewed in its own time."""
 
@@ -90,7 +92,7 @@ class EmbeddedRegistry:
         self._leases: dict[str, float] = {}
         self._doubtful: dict[str, float] = {}
         self._seats: dict[str, HeldSeat] = {}
-        self._leaving: dict[str, Leave] = {}
+        self._server: aiote.Peer | None = None
         self._stream: _Stream | None = None
         self._run: int | None = None
         self._heard = 0.0
@@ -138,17 +140,20 @@ class EmbeddedRegistry:
     async def join(self, member: Member) -> AsyncIterator[HeldSeat]:
         """Take a seat for the length of an `async with`. See `Registry.join`."""
         self._require_open()
-        if member.name in self._seats:
-            raise aiote.UsageError(f"join: member {member.name} has a seat here already")
-        seat = self._seats[member.name] = HeldSeat(member, self._numbers, self._say_soon)
-        self._say_soon()
+        seat = HeldSeat(member, self._numbers, self._say_soon)
+        await claim(self._seats, seat)
         try:
+            self._require_open()
+            self._say_soon()
             await seat.settled()
             yield seat
         finally:
-            del self._seats[member.name]
-            if not seat.lost:
-                await self._leave(Leave(self._session, member.name, member.incarnation))
+            seat.leaving = True
+            try:
+                if not seat.lost:
+                    await self._leave(Leave(self._session, member.name, seat.number))
+            finally:
+                give_up(self._seats, seat)
 
     def redirect(self, addresses: aiote.Address | Iterable[aiote.Address]) -> None:
         """Have these addresses from now on; the server that answers now is left only when it is lost."""
@@ -168,10 +173,12 @@ class EmbeddedRegistry:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
         assert self._running is not None
+        reason = "the registry's `async with` has ended"
+        self._end(reason)
         try:
-            await self._leave(Leave(self._session, "", 0))
+            await self._leave(Leave(self._session, "", next(self._numbers)))
         finally:
-            self._close("the registry's `async with` has ended")
+            self._close(reason)
             ended = await self._running.__aexit__(kind, error, traceback)
         return ended
 
@@ -179,12 +186,16 @@ class EmbeddedRegistry:
         if not self._open:
             raise aiote.ClosedError("the registry is closed")
 
-    def _close(self, reason: str) -> None:
+    def _end(self, reason: str) -> None:
+        """Seat nobody any more, and say nothing more of those who have seats."""
         self._open = False
-        self._give_back()
-        self._out_of_touch(reason)
         for seat in self._seats.values():
             seat.lose(reason)
+
+    def _close(self, reason: str) -> None:
+        self._end(reason)
+        self._give_back()
+        self._out_of_touch(reason)
         self._roster.close()
 
     # What is said to the server.
@@ -194,16 +205,23 @@ class EmbeddedRegistry:
         self._poke.ring()
 
     async def _leave(self, message: Leave) -> None:
-        """Have the server told that a member has left, if there is a server, and for a second at most."""
-        if not self.in_touch:
-            return
-        self._leaving[message.name] = message
-        self._say_soon()
+        """Tell the server that a member has left, if there is a server; return when that is on its way to it.
+
+        From here, for who leaves may be cancelled, and the task that keeps in touch with it.
+        """
+        transfer: aiote.Transfer | None = None
+        pause = LOOK_S
         with anyio.move_on_after(LEAVE_S, shield=True):
-            while self.in_touch and self._leaving.get(message.name) is message:
-                await self._progress.wait()
-        if self._leaving.get(message.name) is message:
-            del self._leaving[message.name]
+            # Looked at, not awaited: what is cancelled while it is awaited has to leave the NIC first.
+            while self._server is not None and (transfer is None or not transfer.done()):
+                try:
+                    transfer = transfer or self._mailroom.engine.submit_send(self._server, encode(message))
+                except aiote.QueueFull:
+                    pass
+                except aiote.AioteError:
+                    return
+                await anyio.sleep(pause)
+                pause *= 2
 
     async def _keep_in_touch(self) -> None:
         """Stay with one server after the other, with pauses that grow while none answers."""
@@ -223,7 +241,7 @@ class EmbeddedRegistry:
 
     async def _stay_with(self, address: aiote.Address) -> None:
         """Say what there is to say, and listen, until the server is lost: PeerError, RegistryError or ClosedError."""
-        peer = await self._mailroom.engine.connect(address)
+        peer = self._server = await self._mailroom.engine.connect(address)
         self._begin()
         while True:
             self._gap = False
@@ -259,13 +277,8 @@ class EmbeddedRegistry:
 
     async def _say_news(self, peer: aiote.Peer) -> None:
         self._poked = False
-        for name, message in tuple(self._leaving.items()):
-            await self._say(peer, message)
-            if self._leaving.get(name) is message:
-                del self._leaving[name]
-            self._progress.ring()
         for seat in tuple(self._seats.values()):
-            if seat.told < seat.number and not seat.lost and self._seats.get(seat.member.name) is seat:
+            if seat.told < seat.number and not (seat.lost or seat.leaving):
                 number, seat.told = seat.number, seat.number
                 await self._say(peer, Announce(self._session, number, self._lease_ms, seat.member))
 
@@ -352,7 +365,7 @@ class EmbeddedRegistry:
         self._roster.remove(name)
 
     def _out_of_touch(self, reason: str) -> None:
-        self._stream = None
+        self._stream = self._server = None
         self._subscription += 1
         self.failure = reason
         self._progress.ring()

@@ -25,7 +25,7 @@ from .etcdgateway import EtcdError, Gateway, number, packed, prefix_end, unpacke
 from .membership import Member, MemberEvent, Roster, check_lease
 from .reading import WireError
 from .registrywire import decode_member, encode_member
-from .seats import HeldSeat
+from .seats import HeldSeat, claim, give_up
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -105,16 +105,21 @@ class EtcdRegistry:
     async def join(self, member: Member) -> AsyncIterator[_EtcdSeat]:
         """Take a seat for the length of an `async with`. See `Registry.join`."""
         self._require_open()
-        if member.name in self._seats:
-            raise aiote.UsageError(f"join: member {member.name} has a seat here already")
-        seat = self._seats[member.name] = _EtcdSeat(member, self._numbers, Bell())
+        seat = _EtcdSeat(member, self._numbers, Bell())
+        await claim(self._seats, seat)
         try:
+            self._require_open()
             async with beside(functools.partial(self._keep, seat)):
-                await seat.settled()
-                yield seat
+                try:
+                    await seat.settled()
+                    yield seat
+                finally:
+                    seat.leaving = True
         finally:
-            del self._seats[member.name]
-            await self._leave(seat)
+            try:
+                await self._leave(seat)
+            finally:
+                give_up(self._seats, seat)
 
     async def __aenter__(self) -> EtcdRegistry:
         if self._open or self._known:

@@ -2,6 +2,9 @@
 
 Pure: time is an argument, in seconds of whatever clock the caller has. A seat belongs to the session that announced it.
 It is taken from it by a greater incarnation, by its end of lease, or by its own leave.
+
+Messages overtake each other, so the numbers of a session's announcements and leaves say which of them is the later one.
+Of those that left last the number is kept: an announcement that comes behind its own leave would seat a ghost.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ class Ledger:
         self._roster = roster
         self._limit = limit
         self._held: dict[str, _Held] = {}
+        self._left: dict[tuple[int, str], int] = {}
 
     def __len__(self) -> int:
         return len(self._held)
@@ -41,6 +45,8 @@ class Ledger:
     def announce(self, message: Announce, now: float) -> str | None:
         """Seat a member, or renew its lease; return why not, an empty text, or None for one that came too late."""
         member, held = message.member, self._held.get(message.member.name)
+        if any(message.number <= self._left.get((message.session, name), -1) for name in (member.name, "")):
+            return None
         if held is not None and member.incarnation <= held.incarnation:
             if held.session != message.session:
                 return f"incarnation {held.incarnation} of another engine holds the name, not {member.incarnation}"
@@ -75,10 +81,12 @@ class Ledger:
         names = [message.name] if message.name else list(self._held)
         for name in names:
             held = self._held.get(name)
-            if held is None or held.session != message.session:
-                continue
-            if not message.name or held.incarnation == message.incarnation:
+            if held is not None and held.session == message.session and held.number <= message.number:
                 self._drop(name)
+        left = self._left.pop((message.session, message.name), -1)
+        self._left[message.session, message.name] = max(left, message.number)
+        if len(self._left) > self._limit:
+            del self._left[next(iter(self._left))]
 
     def expire(self, now: float) -> None:
         """Give back the seats whose leases have run out."""

@@ -121,7 +121,7 @@ class _LocalSeat:
     def __init__(self, server: RegistryServer, ledger: Ledger, member: Member) -> None:
         self.member = member
         self.session = secrets.randbits(64)
-        self._number = 0
+        self.number = 0
         self._server = server
         self._ledger = ledger
 
@@ -134,8 +134,8 @@ class _LocalSeat:
 
     def announce(self) -> None:
         """Seat the member as it is. Raises RegistryError."""
-        self._number += 1
-        refusal = self._ledger.keep(self.member, self.session, self._number, self._server.now())
+        self.number += 1
+        refusal = self._ledger.keep(self.member, self.session, self.number, self._server.now())
         if refusal:
             raise RegistryError(f"member {self.member.name}: {refusal}")
 
@@ -206,7 +206,7 @@ class RegistryServer:
         try:
             yield seat
         finally:
-            self._ledger.leave(Leave(seat.session, member.name, member.incarnation))
+            self._ledger.leave(Leave(seat.session, member.name, seat.number))
 
     async def __aenter__(self) -> RegistryServer:
         if self._running is not None:

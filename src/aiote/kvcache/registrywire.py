@@ -73,11 +73,11 @@ class Announce:
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """A client has this member no more."""
+    """A client has this member no more, or, without a name, none at all; what it announced up to `number` is void."""
 
     session: int
     name: str
-    incarnation: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,8 @@ def encode(message: ToRegistry | FromRegistry) -> bytes:
         match message:
             case Announce(session, number, lease_ms, member):
                 kind, body = 1, struct.pack(">QQI", session, number, lease_ms) + _member(member)
-            case Leave(session, name, incarnation):
-                kind, body = 2, struct.pack(">QQ", session, incarnation) + _text(name)
+            case Leave(session, name, number):
+                kind, body = 2, struct.pack(">QQ", session, number) + _text(name)
             case Subscribe(session, subscription, lease_ms):
                 kind, body = 3, struct.pack(">QQI", session, subscription, lease_ms)
             case Update():
@@ -268,8 +268,8 @@ def _read_announce(reader: Reader) -> Announce:
 
 
 def _read_leave(reader: Reader) -> Leave:
-    session, incarnation = reader.integer(8), reader.integer(8)
-    return Leave(session, _read_text(reader, NAME_BYTES), incarnation)
+    session, number = reader.integer(8), reader.integer(8)
+    return Leave(session, _read_text(reader, NAME_BYTES), number)
 
 
 def _read_subscribe(reader: Reader) -> Subscribe:

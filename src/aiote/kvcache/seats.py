@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import TypeVar
+
+import anyio
+
+import aiote
 
 from .background import Bell
 from .membership import Attribute, Member, RegistryError
 
-__all__ = ["HeldSeat"]
+__all__ = ["HeldSeat", "claim", "give_up"]
 
 
 class HeldSeat:
@@ -25,6 +30,8 @@ class HeldSeat:
         self.told = 0
         self._numbers = numbers
         self.taken = 0
+        self.leaving = False
+        self.gone = anyio.Event()
         self._changed = changed
         self._bell = Bell()
 
@@ -59,3 +66,26 @@ class HeldSeat:
         """Take note that the seat is another's, or that nobody keeps it any more."""
         self.lost = self.lost or reason
         self._bell.ring()
+
+
+AnySeat = TypeVar("AnySeat", bound=HeldSeat)
+
+
+async def claim(seats: dict[str, AnySeat], seat: AnySeat) -> None:
+    """Enter a seat under its name, once one of that name that is leaving has left.
+
+    Its leave must not be taken for the new one's, nor its lease for another's. Raises UsageError where the name has a
+    seat that is not leaving. When it returns the seat is entered, without a moment in between.
+    """
+    name = seat.member.name
+    while (present := seats.get(name)) is not None:
+        if not present.leaving:
+            raise aiote.UsageError(f"join: member {name} has a seat here already")
+        await present.gone.wait()
+    seats[name] = seat
+
+
+def give_up(seats: dict[str, AnySeat], seat: AnySeat) -> None:
+    """Take a seat out that has left."""
+    del seats[seat.member.name]
+    seat.gone.set()
