@@ -163,8 +163,9 @@ class Decoder:
 
         `prefillers` are a group's addresses or peers, by rank; where it fails, each of `alternatives` is tried in turn,
         in the same pages, once nobody can write to them. In a decode group of several ranks every one makes the same
-        request, with one `request_id` (up to 64 bytes, used by no other request meanwhile), and whoever drives them
-        ends it on all of them where it failed on one.
+        request, with one `request_id` (up to 64 bytes, used by no other request meanwhile) and groups in one order;
+        they move on to the next group together where they can, else each by itself (docs/kvcache.md). Whoever drives
+        them ends it on all of them where it failed on one.
 
         It waits, first come, first served, until there is a slot and pages for the prompt. The pages are the
         program's until the block is left, which waits until nobody can write to them: see the table of this module.

@@ -1,8 +1,18 @@
 """The prefill side: takes requests, hands them to the program as jobs, and tells decoders what became of them.
 
 A `Fill` is refused, with a sentence, where it does not fit (another layout, another rank than this one is, pages that
-its leases do not have), where too many wait, and while draining. With a decode group of several ranks a job begins when
-all ranks that this one writes to have sent theirs.
+its leases do not have), where too many wait, and while draining.
+
+With a decode group of several ranks a job begins when all ranks that this one writes to have sent theirs. The ranks do
+not know of each other: each goes on to the next round, with other prefillers, when it hears of a failure. So that they
+do it together, whatever ends a job before it began, or refuses a part of it, ends the parts of all ranks, also those
+that are still to come (`Turned`). One that was already delivered everything does not come in a later round, which
+nobody could have told the others. So where a part is missing after `gather_limit`
+
+| in round  | it happens because                    | and                                       |
+|-----------|---------------------------------------|-------------------------------------------|
+| 1         | a rank asks others, or not at all     | the job is stopped: all go to round 2     |
+| 2, 3, ... | a rank has everything, or is far away | the job begins with the parts that came   |
 """
 
 from __future__ import annotations
@@ -37,6 +47,7 @@ from .transferwire import (
     Fill,
     fingerprint,
 )
+from .turned import Turned
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -62,9 +73,9 @@ class Prefiller:
 
     `memory` is what `Engine.register` takes: [layers, pages, *layout.page_shape(ranks)] elements, in whole; transfers
     only read from it. `rank` of `ranks` is its place in the prefill group. Up to `queue` requests wait, those of which
-    a decode rank's part is missing included; for that they wait `gather_limit` seconds at most. `malformed` counts
-    messages that were none. Raises UsageError for memory of another size; the engine's `message_bytes` must be 4096 at
-    least.
+    a decode rank's part is missing included; for that they wait `gather_limit` seconds at most, which is to be less
+    than the decoders' `stall_limit`. `malformed` counts messages that were none. Raises UsageError for memory of
+    another size; the engine's `message_bytes` must be 4096 at least.
     """
 
     def __init__(
@@ -92,6 +103,7 @@ class Prefiller:
         self._jobs: dict[Job, None] = {}
         self._by_serial: dict[tuple[Key, int], Job] = {}
         self._gathering: dict[tuple[bytes, int], Job] = {}
+        self._turned = Turned(gather_limit)
         self._queue: deque[Job] = deque()
         self._known: set[aiote.Peer] = set()
         self._bell = Bell()
@@ -213,7 +225,7 @@ class Prefiller:
             order = self._order(peer, fill)
             job = self._join(order)
         except aiote.AioteError as error:
-            self._site.post.say(peer, Ended(fill.serial, str(error)))
+            self._refuse(peer, fill, str(error))
             return
         self._by_serial[key_of(peer), fill.serial] = job
         if peer not in self._known:
@@ -221,6 +233,17 @@ class Prefiller:
             self._crew.start(self._follow, peer)
         self._site.post.say(peer, Accepted(fill.serial))
         self._bell.ring()
+
+    def _refuse(self, peer: aiote.Peer, fill: Fill, reason: str) -> None:
+        """Refuse a decode rank's part, and with it those of the others, which would wait for it in vain."""
+        self._site.post.say(peer, Ended(fill.serial, reason))
+        rank, name = fill.ranks.decode, (fill.request, fill.round)
+        job = self._gathering.get(name)
+        if fill.ranks.of_decode > 1 and (job is None or rank in self._missing(job)):
+            why = f"the part of decode rank {rank} was refused: {reason}"
+            self._turned.note(name, why, {rank})
+            if job is not None:
+                job.stop(why)
 
     def _order(self, peer: aiote.Peer, fill: Fill) -> Order:
         """Return what a `Fill` asks for, attached. Raises UsageError that says what does not fit."""
@@ -267,19 +290,30 @@ class Prefiller:
             self._check_part(job, order)
             job.orders.append(order)
         else:
-            if self._draining:
-                raise aiote.ClosedError(self._draining)
-            if self.waiting >= self._queue_limit:
-                raise aiote.QueueFull(f"{self._queue_limit} requests wait already")
-            job = self._gathering[name] = Job(self._site, order)
+            job = self._gathering[name] = self._begin(order)
             self._jobs[job] = None
         missing = self._missing(job)
         if not missing:
-            del self._gathering[name]
-            self._queue.append(job)
+            self._enqueue(job)
         elif len(job.orders) == 1:
             self._crew.start(self._expire, job)
         return job
+
+    def _begin(self, order: Order) -> Job:
+        """Return a new job. Raises what its first part is refused with."""
+        if turned := self._turned.take((order.fill.request, order.fill.round), order.fill.ranks.decode):
+            raise aiote.UsageError(turned)
+        if self._draining:
+            raise aiote.ClosedError(self._draining)
+        if self.waiting >= self._queue_limit:
+            raise aiote.QueueFull(f"{self._queue_limit} requests wait already")
+        return Job(self._site, order)
+
+    def _enqueue(self, job: Job) -> None:
+        """Have a job given out that waits for nobody any more."""
+        del self._gathering[name_of(job)]
+        self._queue.append(job)
+        self._bell.ring()
 
     @staticmethod
     def _check_part(job: Job, order: Order) -> None:
@@ -295,10 +329,13 @@ class Prefiller:
         return wanted - {order.fill.ranks.decode for order in job.orders}
 
     async def _expire(self, job: Job) -> None:
-        """Stop a job that is still gathering after the limit."""
+        """End the waiting for a job that is still gathering after the limit."""
         with anyio.move_on_after(self._gather_limit):
-            while self._gathering.get((job.request_id, job.orders[0].fill.round)) is job:
+            while self._gathering.get(name_of(job)) is job:
                 await self._bell.wait()
+            return
+        if name_of(job)[1] > 1:
+            self._enqueue(job)
             return
         missing = ", ".join(map(str, sorted(self._missing(job))))
         job.stop(f"the decode ranks {missing} have not asked for it within {self._gather_limit} s")
@@ -317,9 +354,15 @@ class Prefiller:
         self._jobs.pop(job, None)
         for order in job.orders:
             self._by_serial.pop((key_of(order.peer), order.fill.serial), None)
-        name = job.request_id, job.orders[0].fill.round
+        name = name_of(job)
         if self._gathering.get(name) is job:
             del self._gathering[name]
+            self._turned.note(name, job.reason, {order.fill.ranks.decode for order in job.orders})
         if job in self._queue:
             self._queue.remove(job)
         self._bell.ring()
+
+
+def name_of(job: Job) -> tuple[bytes, int]:
+    """Return what the parts of a job have in common: the request and its round."""
+    return job.request_id, job.orders[0].fill.round
