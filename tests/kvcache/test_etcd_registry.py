@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 
 import anyio
@@ -14,9 +12,9 @@ import pytest
 import aiote
 from aiote.kvcache import etcd as etcd_module
 from aiote.kvcache.etcd import EtcdRegistry
-from aiote.kvcache.etcdgateway import EtcdError, Gateway, _checked, number, packed, prefix_end, unpacked
+from aiote.kvcache.etcdgateway import EtcdError, Gateway, checked, number, packed, prefix_end, unpacked
 from engines import PATIENCE_S, until
-from registries import Etcd, etcd_process, free_port, member, until_told
+from registries import Etcd, ask, etcd_process, free_port, member, until_told
 
 pytestmark = pytest.mark.needs_etcd
 PREFIX = "here/"
@@ -37,13 +35,6 @@ def etcd(shared: Etcd) -> Etcd:
         shared, "/v3/kv/deleterange", {"key": packed(PREFIX.encode()), "range_end": packed(prefix_end(PREFIX.encode()))}
     )
     return shared
-
-
-def ask(etcd: Etcd, path: str, body: dict[str, object]) -> dict[str, object]:
-    """Ask etcd without the code under test; to be called in a thread."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(etcd.endpoint + path, json.dumps(body).encode(), timeout=10) as answer:
-        return json.loads(answer.read())
 
 
 async def asked(etcd: Etcd, path: str, body: dict[str, object]) -> dict[str, object]:
@@ -230,8 +221,8 @@ async def test_nobody_answers():
             assert scope.cancelled_caught
 
 
-def test_answers_are_checked():
-    assert _checked("/p", 200, b'{"result": {"a": 1}}') == {"a": 1}
+def test_answers_arechecked():
+    assert checked("/p", 200, b'{"result": {"a": 1}}') == {"a": 1}
     for status, content, code in [
         (200, b"", 14),
         (502, b"<html>", 14),
@@ -241,7 +232,7 @@ def test_answers_are_checked():
         (503, b'{"error": "busy"}', 14),
     ]:
         with pytest.raises(EtcdError) as raised:
-            _checked("/p", status, content)
+            checked("/p", status, content)
         assert raised.value.code == code
     with pytest.raises(EtcdError):
         number({"a": "x"}, "a")

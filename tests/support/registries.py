@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import subprocess
 import tempfile
@@ -107,6 +108,14 @@ class Etcd:
             self.process.kill()
             self.process.wait()
             self.process = None
+
+
+def ask(etcd: Etcd, path: str, body: dict[str, object]) -> dict[str, object]:
+    """Ask etcd without the code under test; to be called in a thread."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(etcd.endpoint + path, json.dumps(body).encode(), timeout=10) as answer:
+        found: dict[str, object] = json.loads(answer.read())
+        return found
 
 
 @contextmanager

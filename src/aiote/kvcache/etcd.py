@@ -3,7 +3,9 @@
 A member is a key under a prefix, tied to a lease that its own process keeps alive; etcd drops the key with the lease.
 The key is written by transactions only, which compare what was read before, so that of two incarnations the greater one
 has the name whatever the order. Members are read once, at a revision, and watched from the next one; where etcd has
-compacted what was missed, they are read again. What cannot be reached withdraws nothing, and is tried again.
+compacted what was missed, or tells more at once than is held here, they are read again. What cannot be reached
+withdraws nothing, and is tried again. What is refused for good is told to who waits, with etcd's words; who has a seat
+keeps it as long as etcd does.
 """
 
 from __future__ import annotations
@@ -21,8 +23,20 @@ import anyio
 import aiote
 
 from .background import Bell, beside
-from .etcdgateway import EtcdError, Gateway, number, packed, prefix_end, unpacked
-from .membership import Member, MemberEvent, Roster, check_lease
+from .etcdgateway import (
+    OUT_OF_RANGE,
+    TEXT,
+    TOO_LONG,
+    TOO_MANY,
+    EtcdError,
+    Gateway,
+    number,
+    packed,
+    prefix_end,
+    records,
+    unpacked,
+)
+from .membership import Member, MemberEvent, RegistryError, Roster, check_lease
 from .reading import WireError
 from .registrywire import decode_member, encode_member
 from .seats import HeldSeat, claim, give_up
@@ -41,7 +55,6 @@ RETRY_LEAST_S = 0.1
 RETRY_MOST_S = 5.0
 LEAVE_S = 2.0
 TRIES = 16
-OUT_OF_RANGE = 11
 
 
 class _EtcdSeat(HeldSeat):
@@ -59,7 +72,8 @@ class EtcdRegistry:
 
     Entering does not wait for etcd; `ready` does. `endpoints` are those of one cluster. `lease_s` is rounded up to
     seconds, and etcd has a least one of its own (about 2). `options` go to `httpx.AsyncClient`. `malformed` counts keys
-    whose values are no members; `failure` says why it was last out of touch. Raises UsageError without httpx.
+    whose values are no members; `failure` says why it was last out of touch. At most 65536 keys. Raises UsageError
+    without httpx.
     """
 
     def __init__(
@@ -79,6 +93,7 @@ class EtcdRegistry:
         self._roster = Roster()
         self._revision: int | None = None
         self._known = False
+        self._refusal = ""
         self._open = False
         self._seats: dict[str, _EtcdSeat] = {}
         self._numbers = itertools.count(1)
@@ -88,9 +103,11 @@ class EtcdRegistry:
     # What a registry offers.
 
     async def ready(self) -> None:
-        """Wait until the members have been read once. Raises ClosedError."""
+        """Wait until the members have been read once. Raises ClosedError, RegistryError where etcd refuses for good."""
         while not self._known:
             self._require_open()
+            if self._refusal:
+                raise RegistryError(self._refusal)
             await self._progress.wait()
 
     def members(self) -> tuple[Member, ...]:
@@ -159,8 +176,9 @@ class EtcdRegistry:
                 pause = RETRY_LEAST_S
                 continue
             except EtcdError as error:
-                if error.code == OUT_OF_RANGE:
+                if error.code in (OUT_OF_RANGE, TOO_LONG, TOO_MANY):
                     self._revision = None
+                self._refusal = str(error) if error.permanent else ""
                 if self.in_touch:
                     pause = RETRY_LEAST_S
                 self._out_of_touch(str(error))
@@ -170,30 +188,48 @@ class EtcdRegistry:
 
     async def _read_all(self) -> int:
         """Read the members as they are at one revision, and return that."""
-        key, end = self._prefix, prefix_end(self._prefix)
+        key: bytes | None = self._prefix
         found: dict[str, Member] = {}
-        revision, pages = 0, 0
-        while True:
-            asked = {"key": packed(key), "range_end": packed(end), "limit": str(PAGE), "revision": str(revision)}
-            answer = await self._gateway.call("/v3/kv/range", asked)
+        revision, count, limit = 0, 0, PAGE
+        while key is not None:
+            asked = {"key": packed(key), "range_end": packed(prefix_end(self._prefix))}
+            asked |= {"limit": str(limit), "revision": str(revision)}
+            try:
+                answer = await self._gateway.call("/v3/kv/range", asked)
+            except EtcdError as error:
+                if error.code != TOO_LONG or limit == 1:
+                    raise
+                limit = max(1, limit // 4)
+                continue
             revision = revision or number(answer, "header", "revision")
-            entries = answer.get("kvs") or []
-            for entry in entries:
-                name, member = self._member(entry)
-                if member is not None:
-                    found[name] = member
-                self._lose_to(name, member)
-            pages += 1
-            if not answer.get("more") or not entries or pages * PAGE >= MEMBERS:
-                break
-            key = unpacked(entries[-1].get("key", "")) + b"\0"
+            count, key = self._take_page(answer, found, count)
+        self._replace(found)
+        self._revision, self._known, self._refusal = revision, True, ""
+        self._progress.ring()
+        return revision
+
+    def _take_page(self, answer: Mapping[str, Any], found: dict[str, Member], count: int) -> tuple[int, bytes | None]:
+        """Add a page to what was found; return how many keys that makes, and where the next page begins, if it does."""
+        entries = records(answer, "kvs")
+        count += len(entries)
+        if count > MEMBERS:
+            raise self._too_many()
+        for entry in entries:
+            name, member = self._member(entry)
+            if member is not None:
+                found[name] = member
+            self._lose_to(name, member)
+        more = entries and answer.get("more")
+        return count, unpacked(entries[-1].get("key", "")) + b"\0" if more else None
+
+    def _too_many(self) -> EtcdError:
+        return EtcdError(f"etcd has more than {MEMBERS} keys under {self._prefix.decode()!r}", TOO_MANY)
+
+    def _replace(self, found: Mapping[str, Member]) -> None:
         for name in self._roster.known.keys() - found.keys():
             self._roster.remove(name)
         for member in found.values():
             self._roster.put(member)
-        self._revision, self._known = revision, True
-        self._progress.ring()
-        return revision
 
     async def _listen(self, revision: int) -> None:
         """Watch what follows a revision, for a while. Raises EtcdError, OUT_OF_RANGE where that is no more there."""
@@ -214,19 +250,22 @@ class EtcdRegistry:
         revision = number(answer, "header", "revision")
         if answer.get("canceled"):
             compacted = number(answer, "compact_revision")
-            raise EtcdError(f"the watch was cancelled: {answer}", OUT_OF_RANGE if compacted else 14)
+            raise EtcdError(f"the watch was cancelled: {str(answer)[:TEXT]}", OUT_OF_RANGE if compacted else 14)
         if answer.get("created"):
             if revision < begun_after:
                 raise EtcdError("etcd has gone back behind what was read, as after a restore", OUT_OF_RANGE)
             self.in_touch = True
             self._progress.ring()
             return
-        for event in answer.get("events") or []:
+        for event in records(answer, "events"):
             # The header's revision may be beyond these events, where more are to follow.
             self._revision = max(self._revision or 0, number(event, "kv", "mod_revision"))
-            name, member = self._member(event.get("kv") or {})
+            entry = event.get("kv")
+            name, member = self._member(entry if isinstance(entry, Mapping) else {})
             if event.get("type") == "DELETE" or member is None:
                 self._roster.remove(name)
+            elif name not in self._roster.known and len(self._roster.known) >= MEMBERS:
+                raise self._too_many()
             else:
                 self._roster.put(member)
                 self._lose_to(name, member)
@@ -270,7 +309,10 @@ class EtcdRegistry:
                 with anyio.move_on_after(seat.ttl_s / 3):
                     while seat.taken == seat.number and not seat.lost:
                         await seat.bell.wait()
-            except EtcdError:
+            except EtcdError as error:
+                if error.permanent and not seat.taken:
+                    seat.lose(str(error))
+                    return
                 await anyio.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(pause * 2, RETRY_MOST_S, max(seat.ttl_s, 1.0) / 3)
 
@@ -291,7 +333,7 @@ class EtcdRegistry:
             if seat.told == seat.number:
                 return
             answer = await self._gateway.call("/v3/kv/range", {"key": key})
-            present = (answer.get("kvs") or [{}])[0]
+            present = next(iter(records(answer, "kvs")), {})
             _, holder = self._member(present) if present else ("", None)
             ours = holder is None or number(present, "lease") == seat.lease
             if holder is not None and not ours and holder.incarnation >= seat.member.incarnation:

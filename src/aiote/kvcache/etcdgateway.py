@@ -1,7 +1,8 @@
 """Calls to etcd through the JSON gateway of its API v3: what is asked, what comes back, and who is asked next.
 
 Keys and values travel in base64, 64-bit integers as decimal text. A call goes to the endpoint that answered last, and
-to each of the others if that one does not. Every answer is bounded in time, and in length by the paging of its caller.
+to each of the others if that one does not. Every answer is bounded in time, and in length: `ANSWER_BYTES`. What is not
+an answer of etcd raises EtcdError, and nothing else.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -21,13 +22,24 @@ from .membership import RegistryError
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["EtcdError", "Gateway", "number", "packed", "prefix_end", "unpacked"]
+__all__ = ["EtcdError", "Gateway", "Lines", "checked", "number", "packed", "prefix_end", "records", "unpacked"]
 
 REQUEST_S = 3.0
-LINE_BYTES = 16 << 20
+ANSWER_BYTES = 4 << 20
+"""Of an answer, and of one line of a stream: a page of the largest members has 1.2 MiB, etcd's largest value 2 MiB."""
+HEADERS = {"Accept-Encoding": "identity"}  # a few bytes of gzip can stand for any number
 ASK_OTHERS = (4, 8, 13, 14)
 """gRPC codes that are the endpoint's own trouble: deadline exceeded, exhausted, internal, unavailable."""
 UNKNOWN = 2
+OUT_OF_RANGE = 11
+TOO_MANY, TOO_LONG = -1, -2
+"""Reasons of our own: more than can be taken of keys, of bytes."""
+PERMANENT = (3, 7, 16, TOO_MANY)
+"""What comes again however often one asks: invalid argument (nobody's name is one), permission denied, who are you?"""
+OF_STATUS = {400: 3, 401: 16, 403: 7}
+TEXT = 500
+"""Characters of an answer that are told in an error."""
+_INTEGERS = (-(1 << 63), (1 << 63) - 1)
 
 
 class EtcdError(RegistryError):
@@ -36,6 +48,11 @@ class EtcdError(RegistryError):
     def __init__(self, message: str, code: int = 14) -> None:
         super().__init__(message)
         self.code = code
+
+    @property
+    def permanent(self) -> bool:
+        """Whether asking again is of no use before somebody has changed etcd or the options."""
+        return self.code in PERMANENT
 
 
 class Gateway:
@@ -94,11 +111,27 @@ class Gateway:
         raise trouble
 
     async def _ask(self, path: str, body: Mapping[str, object]) -> dict[str, Any]:
+        async with self._answering(path, body, REQUEST_S) as (status, chunks):
+            return checked(path, status, await _whole(path, chunks))
+
+    @asynccontextmanager
+    async def _answering(
+        self, path: str, body: Mapping[str, object], read_s: float | None, **headers: str
+    ) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
+        """Ask the first endpoint, and have the status and the bytes of its answer."""
         import httpx
 
+        timeout = httpx.Timeout(REQUEST_S, read=read_s)
+        request = self._open_client().stream(
+            "POST", self.endpoint + path, json=body, timeout=timeout, headers=HEADERS | headers
+        )
         try:
-            response = await self._open_client().post(self.endpoint + path, json=body)
-            return _checked(path, response.status_code, response.content)
+            async with request as response:
+                chunks = response.aiter_raw()
+                try:
+                    yield response.status_code, chunks
+                finally:
+                    await _unwind(chunks)
         except httpx.HTTPError as error:
             raise EtcdError(f"{self.endpoint}{path}: {type(error).__name__}: {error}") from error
 
@@ -109,32 +142,46 @@ class Gateway:
 
     async def stream(self, path: str, body: Mapping[str, object]) -> AsyncGenerator[dict[str, Any], None]:
         """Iterate over the answers to one question to the first endpoint; close it. Raises EtcdError."""
-        import httpx
-
-        timeout = httpx.Timeout(REQUEST_S, read=None)
-        headers = {"Grpc-Metadata-hasleader": "true"}  # a member without a leader says so, rather than nothing
-        request = self._open_client().stream("POST", self.endpoint + path, json=body, timeout=timeout, headers=headers)
-        try:
-            async with request as response:
-                chunks = response.aiter_bytes()
-                try:
-                    async with aclosing(_lines(chunks)) as lines:
-                        async for line in lines:
-                            yield _checked(path, response.status_code, line)
-                finally:
-                    await _unwind(chunks)
-        except httpx.HTTPError as error:
-            raise EtcdError(f"{self.endpoint}{path}: {type(error).__name__}: {error}") from error
+        # A member without a leader says so, rather than nothing.
+        async with self._answering(path, body, None, **{"Grpc-Metadata-hasleader": "true"}) as (status, chunks):
+            if status != 200:
+                checked(path, status, await _whole(path, chunks))
+            lines = Lines()
+            async for chunk in chunks:
+                for line in lines.feed(chunk):
+                    yield checked(path, status, line)
 
 
-async def _lines(chunks: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    rest = b""
+class Lines:
+    """Cuts a stream in lines; one of more than ANSWER_BYTES raises EtcdError, before more than a chunk more is held."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """Take a chunk and return the lines that it completes."""
+        first, *more = chunk.split(b"\n")
+        self._rest += first
+        lines = []
+        for part in more:
+            lines.append(bytes(self._rest))
+            self._rest = bytearray(part)
+        if max(map(len, (*lines, self._rest))) > ANSWER_BYTES:
+            raise _too_long("the stream")
+        return lines
+
+
+async def _whole(path: str, chunks: AsyncIterator[bytes]) -> bytes:
+    content = bytearray()
     async for chunk in chunks:
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield line
-        if len(rest) > LINE_BYTES:
-            raise EtcdError(f"an answer of more than {LINE_BYTES} bytes")
+        content += chunk
+        if len(content) > ANSWER_BYTES:
+            raise _too_long(path)
+    return bytes(content)
+
+
+def _too_long(what: str) -> EtcdError:
+    return EtcdError(f"{what}: an answer of more than {ANSWER_BYTES} bytes", TOO_LONG)
 
 
 async def _unwind(chunks: AsyncIterator[bytes]) -> None:
@@ -150,19 +197,22 @@ async def _unwind(chunks: AsyncIterator[bytes]) -> None:
             pass
 
 
-def _checked(path: str, status: int, content: bytes) -> dict[str, Any]:
+def checked(path: str, status: int, content: bytes) -> dict[str, Any]:
     """Return what an answer says, without the envelope of streams. Raises EtcdError for a refusal, or no answer."""
     try:
         answer = json.loads(content)
         if not isinstance(answer, dict):
             raise ValueError("no object")
-    except ValueError as error:
-        raise EtcdError(f"{path}: status {status}, not an answer of etcd: {error}") from error
+    except (ValueError, RecursionError) as error:
+        said = f"status {status}, not an answer of etcd: {error}"
+        raise EtcdError(f"{path}: {said}", OF_STATUS.get(status, 14)) from error
     trouble = answer.get("error")
     if trouble is not None or status != 200:
         details = trouble if isinstance(trouble, dict) else answer
-        code = details.get("code", details.get("grpc_code", UNKNOWN if status < 500 else 14))
-        raise EtcdError(f"{path}: {details.get('message') or trouble}", code if isinstance(code, int) else UNKNOWN)
+        likely = OF_STATUS.get(status, UNKNOWN if status < 500 else 14)
+        code = details.get("code", details.get("grpc_code", likely))
+        said = str(details.get("message") or trouble)[:TEXT]
+        raise EtcdError(f"{path}: {said}", code if isinstance(code, int) else UNKNOWN)
     result = answer.get("result", answer)
     return result if isinstance(result, dict) else {}
 
@@ -173,9 +223,20 @@ def number(answer: Mapping[str, Any], *path: str) -> int:
     for key in path:
         value = value.get(key, 0) if isinstance(value, Mapping) else 0
     try:
-        return int(value)
-    except (TypeError, ValueError) as error:
-        raise EtcdError(f"{'.'.join(path)}: an integer expected, got {value!r}") from error
+        found = int(value)
+        if not _INTEGERS[0] <= found <= _INTEGERS[1]:
+            raise ValueError("more than 64 bits")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise EtcdError(f"{'.'.join(path)}: an integer expected, got {str(value)[:32]!r}") from error
+    return found
+
+
+def records(answer: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    """Return the list of objects under a key; what is left out of an answer is empty. Raises EtcdError."""
+    found = answer.get(key) or []
+    if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
+        raise EtcdError(f"{key}: a list of objects expected, got {str(found)[:32]!r}")
+    return found
 
 
 def packed(data: bytes) -> str:

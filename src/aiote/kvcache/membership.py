@@ -259,7 +259,7 @@ class Registry(Protocol):
         ...
 
     async def ready(self) -> None:
-        """Wait until the members have been told once. Raises ClosedError."""
+        """Wait until the members have been told once. Raises ClosedError, RegistryError where they are refused."""
         ...
 
     def members(self) -> tuple[Member, ...]:
