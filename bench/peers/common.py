@@ -231,14 +231,34 @@ class Worker(abc.ABC):
         """Connect to the other side, and wait until data can flow both ways."""
 
     @abc.abstractmethod
-    def run(self, task: Task) -> Outcome:
+    def run(self, task: Any) -> Outcome:
         """Do a task, and time it: the initiator until all has arrived, the target until it was told so."""
 
-    def refusal(self, task: Task) -> str:
+    def refusal(self, task: Any) -> str:
         """Return why the library cannot do a task, or nothing. Both sides must answer alike."""
         return ""
 
-    def prepare(self, task: Task) -> None:  # noqa: B027
+    def parse(self, text: str) -> Any:
+        """Return the task of a `run` line."""
+        return Task.parse(text)
+
+    def fill(self, task: Any) -> None:
+        """Put the bytes of a task into the memory, or clear what it will write to."""
+        if task.used > self.arena.size:
+            raise ValueError(f"the task uses {task.used} bytes, the arena has {self.arena.size}")
+        if self._receives(task):
+            self.arena.zero(task.used)
+        else:
+            self.arena.fill(task.used, task.seed)
+
+    def verified(self, task: Any) -> bool:
+        """Tell whether what a task moves to this side has arrived, each byte in its place."""
+        return not self._receives(task) or self.arena.holds(task)
+
+    def _receives(self, task: Any) -> bool:
+        return self.options.initiator == (task.op == "read")
+
+    def prepare(self, task: Any) -> None:  # noqa: B027
         """Do what need not be repeated for every transfer of a task."""
 
     def idle(self) -> None:  # noqa: B027
@@ -317,26 +337,18 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     return Options(**vars(parser.parse_args(arguments)))
 
 
-def do_task(parent: Parent, worker: Worker, task: Task) -> None:
+def do_task(parent: Parent, worker: Worker, task: Any) -> None:
     if why := worker.refusal(task):
         parent.say(unsupported=why)
         return
-    arena = worker.arena
-    if task.used > arena.size:
-        raise ValueError(f"the task uses {task.used} bytes, the arena has {arena.size}")
-    receives = worker.options.initiator == (task.op == "read")
-    if receives:
-        arena.zero(task.used)
-    else:
-        arena.fill(task.used, task.seed)
+    worker.fill(task)
     worker.prepare(task)
     parent.say(prepared=True)
     word = parent.line(worker)
     if word != "go":
         raise ValueError(f"'go' was expected, not {word!r}")
     outcome = worker.run(task)
-    verified = not receives or arena.holds(task)
-    parent.say(seconds=outcome.seconds, cpu=outcome.cpu, verified=verified, **outcome.quantiles())
+    parent.say(seconds=outcome.seconds, cpu=outcome.cpu, verified=worker.verified(task), **outcome.quantiles())
 
 
 @contextmanager
@@ -368,7 +380,7 @@ def serve(make: Callable[[Options, Arena], Worker]) -> None:
                 worker.connect(rest)
                 parent.say(ready=True)
             elif word == "run":
-                do_task(parent, worker, Task.parse(rest))
+                do_task(parent, worker, worker.parse(rest))
             else:
                 raise ValueError(f"not a line of the protocol: {line!r}")
         worker.close()
