@@ -10,7 +10,7 @@ WITH := PATH="$(abspath $(BIN)):$$PATH"
 READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo test soak soak-kvcache soak-rails fuzz mutants idle bench bench-peers bench-rails test-guest lint format wheel venv system test-system clean distclean help
+.PHONY: demo test soak soak-kvcache soak-rails fuzz mutants idle bench bench-peers bench-kvcache bench-rails test-guest lint format wheel venv system test-system clean distclean help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
@@ -64,6 +64,11 @@ bench-peers: system  ## the same beside NIXL, ucxx, Mooncake, pyzmq and sockets,
 	@$(READY) bench --install
 	$(BIN)/python tools/bench_peers.py install
 	$(BIN)/python tools/bench.py --peers $(ARGS)
+
+bench-kvcache: system  ## measure a KV-cache service beside NIXL, ucxx, pyzmq and sockets, which it installs
+	@$(READY) bench --install
+	$(BIN)/python tools/bench_peers.py install nixl ucxx pyzmq sockets
+	$(BIN)/python tools/bench_kvcache.py $(ARGS)
 
 lint: system  ## ruff, mypy --strict and cython-lint
 	@$(READY) dev

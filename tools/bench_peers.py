@@ -1,7 +1,7 @@
 """Install the libraries that `make bench-peers` measures, each in an environment of its own, and list what there is.
 
 usage: bench_peers.py install [NAME...] [--folder .venv-peers]
-       bench_peers.py list [--folder .venv-peers]
+       bench_peers.py list [--job transfers|kvcache] [--folder .venv-peers]
 
 An environment is stamped with what was asked of it once its library has been imported there; a second run starts no
 pip. What cannot be had is reported at the end and does not hold up the others: `install` fails only if it has nothing.
@@ -55,6 +55,7 @@ class Peer:
     requirements: tuple[str, ...]
     alone: tuple[str, ...] = ()  # requirements without theirs: NIXL asks for torch and both CUDAs, and needs neither
     libraries: tuple[tuple[str, str], ...] = ()  # what is loaded from the system, and Debian's packages of it
+    kvcache: str = ""  # the worker of the KV-cache service, where it has one
     driver: bool = False  # is linked to the NVIDIA driver's library
 
 
@@ -67,6 +68,7 @@ PEERS = {
         (Way("nixl-ucx", BOTH, "ucx"), Way("nixl-ucx-copy", ("shm",), "ucx-copy")),
         (NUMPY,),
         ("nixl>=1.5.1", "nixl-cu12>=1.5.1"),
+        kvcache="kvcache_nixl.py",
     ),
     # The plugin of NIXL 1.5 wants a libfabric newer than any on PyPI or in Debian; that of 1.4 takes the mpich wheel's.
     "nixl-libfabric": Peer(
@@ -83,6 +85,7 @@ PEERS = {
         "import ucxx; from ucxx._lib import libucxx; libucxx.UCXWorker(libucxx.UCXContext())",
         (Way("ucxx-core", BOTH, "core"), Way("ucxx-asyncio", BOTH, "asyncio")),
         (NUMPY, "ucxx-cu12>=0.50"),
+        kvcache="kvcache_ucxx.py",
     ),
     # The wheel for machines without CUDA: the other one wants the driver and the runtime to be imported at all.
     "mooncake": Peer(
@@ -92,12 +95,15 @@ PEERS = {
         (NUMPY, "mooncake-transfer-engine-non-cuda>=0.3.13"),
         libraries=(("libibverbs.so.1", "libibverbs1"), ("libnuma.so.1", "libnuma1"), ("libcurl.so.4", "libcurl4")),
     ),
-    "pyzmq": Peer("pyzmq_peer.py", "import zmq", (Way("pyzmq", BOTH),), (NUMPY, "pyzmq>=26.4")),
+    "pyzmq": Peer(
+        "pyzmq_peer.py", "import zmq", (Way("pyzmq", BOTH),), (NUMPY, "pyzmq>=26.4"), kvcache="kvcache_pyzmq.py"
+    ),
     "sockets": Peer(
         "sockets_peer.py",
         "import uvloop",
         (Way("sockets-uvloop", BOTH, "uvloop"), Way("sockets-asyncio", BOTH, "asyncio")),
         (NUMPY, "uvloop>=0.20"),
+        kvcache="kvcache_sockets.py",
     ),
 }
 
@@ -212,8 +218,11 @@ def install_all(names: list[str], folder: Path) -> int:
     return int(len(failed) == len(names))
 
 
-def show_all(folder: Path) -> int:
+def show_all(folder: Path, job: str) -> int:
     for name, peer in PEERS.items():
+        worker = peer.kvcache if job == "kvcache" else peer.worker
+        if not worker:
+            continue
         if not installed(name, folder):
             print(f"not installed: {name} (python tools/bench_peers.py install {name})", file=sys.stderr)
             continue
@@ -221,7 +230,7 @@ def show_all(folder: Path) -> int:
             line = {
                 "name": way.name,
                 "python": str(folder / name / "bin" / "python"),
-                "worker": str(WORKERS / peer.worker),
+                "worker": str(WORKERS / worker),
                 "args": ["--variant", way.variant] if way.variant else [],
                 "providers": list(way.providers),
             }
@@ -234,11 +243,12 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for command in (commands.add_parser("install"), commands.add_parser("list")):
         command.add_argument("--folder", type=Path, default=ROOT / ".venv-peers", help="of the environments")
+    commands.choices["list"].add_argument("--job", choices=("transfers", "kvcache"), default="transfers")
     commands.choices["install"].add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PEERS)}; or all")
     arguments = parser.parse_args()
     folder = arguments.folder.absolute()
     if arguments.command == "list":
-        return show_all(folder)
+        return show_all(folder, arguments.job)
     if unknown := set(arguments.names) - set(PEERS):
         parser.error(f"no such peer: {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}")
     return install_all(arguments.names or list(PEERS), folder)

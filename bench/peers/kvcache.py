@@ -175,9 +175,7 @@ class Cache:
 
     def _holds(self, layer: int, pages: npt.NDArray[Any], origin: npt.NDArray[np.int64]) -> bool:
         steps, words = self._steps(layer, origin), self._words[layer]
-        return all(
-            np.array_equal(words[page], self._tile + step) for page, step in zip(pages, steps, strict=True)
-        )
+        return all(np.array_equal(words[page], self._tile + step) for page, step in zip(pages, steps, strict=True))
 
 
 class Service(Worker):

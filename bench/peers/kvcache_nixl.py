@@ -3,7 +3,7 @@
 What was chosen, each as the fastest of what was tried:
 * One descriptor for each page of each layer on both sides, prepared once (`prep_xfer_dlist`); a layer is one transfer
   made of them (`make_prepped_xfer`), with a notification that the decode side polls for. It names the request's slot.
-* The layers of a request are posted at once, and several requests are under way; a transfer is released when it is done.
+* The layers of a request are posted at once, and several requests are under way; a transfer is released when done.
 * The request, tokens included, is a notification.
 """
 

@@ -2,14 +2,13 @@
 
 What was chosen, each as the fastest of what was tried:
 * One connection, one stream of payload alone: requests are answered in their order, so the decode side knows what comes
-  next. `recvmsg_into` lets the kernel scatter what has come into the pages, and `sendmsg` gathers it: no copy in Python.
+  next. `recvmsg_into` has the kernel scatter what has come into the pages, and `sendmsg` gathers it: no copy in Python.
 * Up to 64 pages a call, across layers of a request. The loop tells when the descriptor is ready (`add_reader`,
   `add_writer`); both ways try before they wait.
 """
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections import deque
 from collections.abc import Callable

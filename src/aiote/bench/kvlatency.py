@@ -1,0 +1,184 @@
+"""What the KV-cache service adds to the first token, and how soon a cancelled request's pages are free.
+
+*The first token.* A prefiller that computes a prompt in one process has it after L layers of T. With the decoder in
+another one it is there when the last layer's pages and the tail have arrived. What cannot hide behind the computation
+is the request's way there, and the last layer, which moves when nothing is left to compute:
+
+    bound = round trip of a prompt of one page + bytes of a layer / bandwidth
+
+with the bandwidth of the same pages in the service. All four are measured in turn, round after round.
+
+*Pages back.* From cancelling the task that is in `async with decoder.request(...)` to the end of that block: with a
+prefiller that answers, and with one that was killed or stopped in the middle of a transfer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from aiote.bench.kvservice import Job, Served, do
+from aiote.bench.records import GIB
+from aiote.bench.sides import BenchError, Pair
+from aiote.bench.statistics import Spread
+
+__all__ = ["FirstToken", "PagesBack", "Round", "first_token", "lost_pages", "pages_back"]
+
+PROMPTS = 4
+TRIPS = 40
+LAYER_US = 5000
+DEAD = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Microseconds to the first token in one process and in two, of a round trip, and GiB/s of the service."""
+
+    alone_us: float
+    together_us: float
+    trip_us: float
+    gib_s: float
+
+    @property
+    def added_us(self) -> float:
+        """What the transfer adds."""
+        return self.together_us - self.alone_us
+
+    def bound_us(self, layer_bytes: int) -> float:
+        """Return what cannot be hidden of it."""
+        return self.trip_us + layer_bytes / (self.gib_s * GIB) * 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstToken:
+    """All rounds of one shape. `computing`: "asleep" as a GPU's host is, or "in a thread" that takes the processor."""
+
+    provider: str
+    contestant: str
+    size: int
+    pages: int
+    layers: int
+    layer_us: int
+    computing: str
+    alone_us: Spread
+    added_us: Spread
+    trip_us: Spread
+    gib_s: Spread
+    bound_us: Spread
+    ratio: Spread
+
+    @classmethod
+    def of(
+        cls, provider: str, contestant: str, job: Job, layer_us: int, in_thread: bool, rounds: Sequence[Round]
+    ) -> FirstToken:
+        """Summarise; raises ValueError for no rounds."""
+        bounds = [one.bound_us(job.layer_bytes) for one in rounds]
+        added = [one.added_us for one in rounds]
+        return cls(
+            provider=provider,
+            contestant=contestant,
+            size=job.size,
+            pages=job.pages,
+            layers=job.layers,
+            layer_us=layer_us,
+            computing="in a thread" if in_thread else "asleep",
+            alone_us=Spread.of([one.alone_us for one in rounds]),
+            added_us=Spread.of(added),
+            trip_us=Spread.of([one.trip_us for one in rounds]),
+            gib_s=Spread.of([one.gib_s for one in rounds]),
+            bound_us=Spread.of(bounds),
+            ratio=Spread.of([one / bound for one, bound in zip(added, bounds, strict=True)]),
+        )
+
+
+def first_token(
+    pair: Pair, provider: str, job: Job, *, in_thread: bool, runs: int, layer_us: int = LAYER_US
+) -> FirstToken:
+    """Measure it with a pair that can compute. The job's window is that of the bandwidth."""
+    single, small = dataclasses.replace(job, window=1), Job(job.size, 1, 1, job.layers)
+    rounds = []
+    how = {"layer_us": layer_us, "in_thread": int(in_thread)}
+    count = max(2 * job.window, (64 << 20) // job.request_bytes // job.window * job.window)
+    for number in range(runs + 1):
+        served = Served.of(job, count, *do(pair, job.line("service", count)))
+        trip = do(pair, small.line("ttft", TRIPS))[0]["p50_us"]
+        alone = do(pair, single.line("alone", PROMPTS, **how))[1]["p50_us"]
+        together = do(pair, single.line("ttft", PROMPTS, **how))[0]["p50_us"]
+        if number:  # the first one is cold
+            rounds.append(Round(alone, together, trip, served.gib_s))
+    return FirstToken.of(provider, pair.name, job, layer_us, in_thread, rounds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagesBack:
+    """Milliseconds from a cancellation until the pages are free, over `count` cancellations in mid-transfer."""
+
+    provider: str
+    contestant: str
+    size: int
+    pages: int
+    prefiller: str
+    count: int
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+
+
+def pages_back(pair: Pair, provider: str, job: Job, count: int) -> PagesBack:
+    """Cancel requests of a prefiller that answers."""
+    told = do(pair, job.line("cancel", count))[0]
+    return PagesBack(
+        provider=provider,
+        contestant=pair.name,
+        size=job.size,
+        pages=job.pages,
+        prefiller="answers",
+        count=count,
+        p50_ms=told["p50_us"] / 1000,
+        p99_ms=told["p99_us"] / 1000,
+        max_ms=told["max_us"] / 1000,
+    )
+
+
+def _lose(pair: Pair, job: Job, number: int) -> float:
+    """Cancel one request whose prefiller is sent a signal, and return the milliseconds."""
+    line = job.line("lost", 1, signal=number)
+    for side in (pair.target, pair.initiator):
+        side.tell(line)
+        side.hear()
+    for side in (pair.target, pair.initiator):
+        side.tell("go")
+    told = pair.initiator.hear()["max_us"] / 1000
+    if told < 0:
+        raise BenchError(f"{pair.name}: the request was over before its prefiller was dead")
+    return float(told)
+
+
+def lost_pages(
+    start: Callable[[], AbstractContextManager[Pair]], provider: str, job: Job, count: int
+) -> list[PagesBack]:
+    """Cancel requests whose prefiller was killed, and stopped, each with processes of its own."""
+    found = []
+    for word, number in DEAD.items():
+        times = []
+        for _ in range(count):
+            with start() as pair:
+                times.append(_lose(pair, job, number))
+        spread = Spread.of(times)
+        found.append(
+            PagesBack(
+                provider=provider,
+                contestant=pair.name,
+                size=job.size,
+                pages=job.pages,
+                prefiller=word,
+                count=count,
+                p50_ms=spread.median,
+                p99_ms=spread.most,
+                max_ms=spread.most,
+            )
+        )
+    return found

@@ -1,0 +1,229 @@
+"""A KV-cache service in several libraries: runs that alternate, and what one is to the best of the others.
+
+The workers are those of `bench/peers/kvcache_*.py`; `bench/peers/kvcache.py` says what the job is. The decode side is
+the initiator of a pair, and its clock is the one that counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiote.bench.records import GIB
+from aiote.bench.sides import BenchError, Pair, Unsupported
+from aiote.bench.statistics import Spread, paired_ratio
+from aiote.bench.table import size_text
+from aiote.bench.work import HUGE_BYTES
+
+__all__ = ["JOBS", "OURS", "Entry", "Job", "Line", "Plan", "Served", "best_of", "do", "measure_service", "whole"]
+
+OURS = "aiote"
+"""Contestants whose names begin so are the library itself; the others are its peers."""
+LAYERS = 16
+SEEDS = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Prompts of `pages` pages of `size` bytes in each layer, `window` of them under way."""
+
+    size: int
+    pages: int
+    window: int = 1
+    layers: int = LAYERS
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of one prompt."""
+        return self.size * self.pages
+
+    @property
+    def request_bytes(self) -> int:
+        """Bytes of one prompt."""
+        return self.layers * self.layer_bytes
+
+    @property
+    def arena(self) -> int:
+        """Bytes of the memory of one side."""
+        return -(-self.window * self.request_bytes // HUGE_BYTES) * HUGE_BYTES
+
+    def __str__(self) -> str:
+        return f"{self.pages} x {size_text(self.size)}"
+
+    def line(self, op: str, count: int, **more: int) -> str:
+        """Return the line that tells a worker; each has other bytes."""
+        values = {**dataclasses.asdict(self), "count": count, "seed": next(SEEDS), **more}
+        return f"run op={op} " + " ".join(f"{name}={value}" for name, value in values.items())
+
+
+JOBS = tuple(Job(size << 10, pages) for size, pages in ((16, 8), (16, 64), (16, 512), (64, 8), (64, 64)))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How often and for how long: `runs` of about `seconds` each, after one that is checked and one that is not."""
+
+    runs: int = 5
+    seconds: float = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One run: how fast, how long a request took, and CPU seconds of both sides for each second."""
+
+    gib_s: float
+    p50_us: float
+    p99_us: float
+    cpu_decode: float
+    cpu_prefill: float
+    seconds: float
+
+    @classmethod
+    def of(cls, job: Job, count: int, decode: dict[str, Any], prefill: dict[str, Any]) -> Served:
+        """Make one of what the two sides answered. Raises KeyError, TypeError, ZeroDivisionError for no answers."""
+        seconds = float(decode["seconds"])
+        return cls(
+            gib_s=count * job.request_bytes / seconds / GIB,
+            p50_us=float(decode["p50_us"]),
+            p99_us=float(decode["p99_us"]),
+            cpu_decode=float(decode["cpu"]) / seconds,
+            cpu_prefill=float(prefill["cpu"]) / seconds,
+            seconds=seconds,
+        )
+
+
+@dataclass(slots=True)
+class Entry:
+    """A contestant at one job; `refusal` says why it takes no part."""
+
+    name: str
+    pair: Pair
+    count: int = 0
+    runs: list[Served] = field(default_factory=list)
+    refusal: str = ""
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is the library itself."""
+        return self.name.startswith(OURS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """What became of one contestant at one job: medians of its runs, and `value` in GiB/s.
+
+    `ratio` is, of the library itself alone, to the best peer of this job (`best`), each run divided by its neighbour.
+    """
+
+    provider: str
+    size: int
+    pages: int
+    layers: int
+    window: int
+    contestant: str
+    library: str
+    runs: int
+    value: Spread
+    p50_us: float
+    p99_us: float
+    cpu_decode: float
+    cpu_prefill: float
+    best: str = ""
+    ratio: Spread | None = None
+    note: str = ""
+
+
+def do(pair: Pair, line: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Have a pair do what a line says. Raises BenchError where bytes are not in their places, Unsupported."""
+    decode, prefill = pair.run(line)
+    for side, answer in (("decode", decode), ("prefill", prefill)):
+        if answer.get("verified") is not True:
+            raise BenchError(f"{pair.name}, {side} side: the data are wrong after {line!r}")
+    return decode, prefill
+
+
+def _once(entry: Entry, job: Job, count: int, **more: int) -> Served:
+    decode, prefill = do(entry.pair, job.line("service", count, **more))
+    try:
+        return Served.of(job, count, decode, prefill)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise BenchError(f"{entry.name}: not a result: {decode!r}, {prefill!r}") from error
+
+
+def whole(job: Job, count: float) -> int:
+    """Return a number of requests that fills the window, and its last round."""
+    return max(1, round(count / job.window)) * job.window
+
+
+def _warm_up(entry: Entry, job: Job, plan: Plan) -> None:
+    """Check every layer as it comes, and find how many requests take as long as a run should."""
+    _once(entry, job, 2 * job.window, check=1)
+    count = 2 * job.window
+    run = _once(entry, job, count)
+    if run.seconds < plan.seconds / 4:
+        # A short run says little about the speed.
+        count = whole(job, min(count * 10, count * plan.seconds / max(run.seconds, 1e-6)))
+        run = _once(entry, job, count)
+    entry.count = whole(job, count * plan.seconds / max(run.seconds, 1e-6))
+
+
+def _attempt(entry: Entry, step: Callable[[], object]) -> None:
+    """Do a step; a peer that fails is left out from then on, the library itself must not."""
+    try:
+        step()
+    except BenchError as error:
+        if entry.ours and not isinstance(error, Unsupported):
+            raise
+        entry.refusal = str(error)
+
+
+def measure_service(
+    entries: Sequence[Entry], provider: str, job: Job, plan: Plan, on_step: Callable[[str], object] = lambda _: None
+) -> list[Line]:
+    """Measure one job for all contestants, in turn. Raises BenchError where the library fails, or data are wrong."""
+    for entry in entries:
+        on_step(f"{provider} {job}, {job.window} under way: {entry.name}")
+        _attempt(entry, lambda entry=entry: _warm_up(entry, job, plan))  # type: ignore[misc]
+    for number in range(plan.runs):
+        for entry in entries if number % 2 == 0 else reversed(entries):
+            if not entry.refusal:
+                _attempt(entry, lambda entry=entry: entry.runs.append(_once(entry, job, entry.count)))  # type: ignore[misc]
+    best = best_of([entry for entry in entries if not entry.ours and not entry.refusal])
+    return [_line(entry, provider, job, best) for entry in entries]
+
+
+def best_of(entries: Sequence[Entry]) -> Entry | None:
+    """Return whose median is the largest, None where there is nobody."""
+    return max(entries, key=lambda entry: Spread.of([run.gib_s for run in entry.runs]).median, default=None)
+
+
+def _line(entry: Entry, provider: str, job: Job, best: Entry | None) -> Line:
+    runs = [] if entry.refusal else entry.runs
+    ratio = None
+    if entry.ours and best is not None and runs:
+        ratio = paired_ratio([run.gib_s for run in runs], [run.gib_s for run in best.runs])
+
+    def median(name: str) -> float:
+        return Spread.of([getattr(run, name) for run in runs] or [0.0]).median
+
+    return Line(
+        provider=provider,
+        size=job.size,
+        pages=job.pages,
+        layers=job.layers,
+        window=job.window,
+        contestant=entry.name,
+        library=entry.pair.library,
+        runs=len(runs),
+        value=Spread.of([run.gib_s for run in runs] or [0.0]),
+        p50_us=median("p50_us"),
+        p99_us=median("p99_us"),
+        cpu_decode=median("cpu_decode"),
+        cpu_prefill=median("cpu_prefill"),
+        best=best.name if ratio is not None and best is not None else "",
+        ratio=ratio,
+        note=entry.refusal,
+    )
