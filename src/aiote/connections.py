@@ -106,7 +106,8 @@ class Connections:
         if not isinstance(target, Address):
             raise UsageError(f"a Peer or an Address is expected, got {type(target).__name__}; Address.parse reads text")
         own = self._address
-        if target.identity == own.identity or target == Address(own.host, own.port):
+        here = target.is_anyone and (target.host, target.port) == (own.host, own.port)
+        if here or target.identity == own.identity:
             raise UsageError("this is the engine's own address: an engine has no connection to itself")
         known = self._known(target)
         return known if known is not None else self._dial(target)

@@ -46,6 +46,7 @@ class Lease:
         self._memory = memory
         self._ended = Signal(book.engine.loop)
         self._revoking = self._over = False
+        self._described = b""
 
     @property
     def nbytes(self) -> int:
@@ -72,6 +73,11 @@ class Lease:
         """The portable description for `Engine.attach` on the holder's engine, and nobody else's."""
         if self.revoked:
             raise ClosedError("the lease was revoked")
+        # Nothing in it changes while the lease lasts, and a KV cache's decoder sends it with every request.
+        self._described = self._described or self._describe()
+        return self._described
+
+    def _describe(self) -> bytes:
         return bytes(
             RegionDescriptor(
                 owner=self._book.engine.address,

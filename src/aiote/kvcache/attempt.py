@@ -65,8 +65,11 @@ class Immediates:
         counters: list[aiote.Counter] = []
         try:
             for imm in range(first, first + self._size):
-                self._engine.counter(imm).close()  # which drops what it has counted
-                counters.append(self._engine.counter(imm))
+                counter = self._engine.counter(imm)
+                if counter.value:
+                    counter.close()  # which drops what it has counted
+                    counter = self._engine.counter(imm)
+                counters.append(counter)
         except BaseException:
             for counter in counters:
                 counter.close()
@@ -94,7 +97,7 @@ class Block:
 
 @dataclass(slots=True)
 class Desk:
-    """What the attempts of one decoder share. `sources` are those that may be heard of, by their serials."""
+    """What the attempts of one decoder share: `sources` that may be heard of, by their serials, and who collects."""
 
     engine: aiote.Engine
     layout: CacheLayout
@@ -109,11 +112,19 @@ class Desk:
     crew: Callable[[], Crew]
     post: Post
     sources: dict[int, Source] = field(default_factory=dict)
+    collecting: set[Attempt] = field(default_factory=set)
     _serials: itertools.count[int] = field(default_factory=lambda: itertools.count(secrets.randbits(62)))
 
     def serial(self) -> int:
         """Return a number that no attempt of this decoder had."""
         return next(self._serials)
+
+    async def watch(self) -> None:
+        """Have every attempt look whether it has stalled, time and again; one task for all of them."""
+        while True:
+            await anyio.sleep(self.stall_limit / LOOKS)
+            for attempt in tuple(self.collecting):
+                attempt.look(anyio.current_time())
 
     def hear(self, peer: aiote.Peer, message: Accepted | Ended) -> bool:
         """Pass on what a prefiller says; False where it is of nothing that still goes on."""
@@ -241,6 +252,8 @@ class Attempt:
         self._block: Block | None = None
         self._collecting = anyio.CancelScope()
         self._heard = 0
+        self._seen = (0, 0, 0)
+        self._since = 0.0
 
     def fill(self, rank: int, serial: int, loan: Loan) -> Fill:
         """Return what is asked of one prefill rank."""
@@ -301,33 +314,29 @@ class Attempt:
     async def _collect(self, counters: list[aiote.Counter], progress: Callable[[int], None]) -> bool:
         """Count layer by layer, then the tail; False where the attempt failed before."""
         arrived = False
-        with self._collecting:
-            async with anyio.create_task_group() as group:
-                group.start_soon(self._watch, counters)
+        self._since = anyio.current_time()
+        self.desk.collecting.add(self)
+        try:
+            with self._collecting:
                 writes = self._plan.writes(self.desk.rank, len(self._pages))
-                try:
-                    for layer in range(self.desk.layout.layers):
-                        await counters[layer].wait(writes)
-                        self.layers = layer + 1
-                        progress(self.layers)
-                    if self.desk.tail_bytes:
-                        await counters[-1].wait(1)
-                    arrived = True
-                except aiote.AioteError as error:
-                    self.fail(str(error))
-                group.cancel_scope.cancel()
+                for layer in range(self.desk.layout.layers):
+                    await counters[layer].wait(writes)
+                    self.layers = layer + 1
+                    progress(self.layers)
+                if self.desk.tail_bytes:
+                    await counters[-1].wait(1)
+                arrived = True
+        except aiote.AioteError as error:
+            self.fail(str(error))
+        finally:
+            self.desk.collecting.discard(self)
         return arrived
 
-    async def _watch(self, counters: list[aiote.Counter]) -> None:
+    def look(self, now: float) -> None:
         """Fail where nothing has come for the stall limit."""
-        limit = self.desk.stall_limit
-        seen, since = (-1, -1, -1), anyio.current_time()
-        while True:
-            now = anyio.current_time()
-            state = (self.layers, self._heard, sum(counter.value for counter in counters))
-            if state != seen:
-                seen, since = state, now
-            elif now - since >= limit:
-                self.fail(f"nothing has come for {limit} s, though the connection is alive")
-                return
-            await anyio.sleep(limit / LOOKS)
+        assert self._block is not None
+        state = (self.layers, self._heard, sum(counter.value for counter in self._block.counters))
+        if state != self._seen:
+            self._seen, self._since = state, now
+        elif now - self._since >= self.desk.stall_limit:
+            self.fail(f"nothing has come for {self.desk.stall_limit} s, though the connection is alive")

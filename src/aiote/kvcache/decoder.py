@@ -32,7 +32,7 @@ from .layout import CacheLayout, integer
 from .lending import Lender
 from .mailroom import Mailroom
 from .plan import plan_transfer
-from .pool import PagePool
+from .pool import Holding, PagePool
 from .post import Post
 from .reading import WireError
 from .slot import Group, Slot
@@ -189,17 +189,25 @@ class Decoder:
             yield slot
         finally:
             slot.leave()
-            await to_the_end(slot.over.wait)
+            if slot.ran:
+                self._end(slot, holding)
+            else:
+                await to_the_end(slot.over.wait)
 
-    async def _live(self, slot: Slot, groups: Sequence[Group], holding: Any) -> None:
+    async def _live(self, slot: Slot, groups: Sequence[Group], holding: Holding) -> None:
         """Run a request, and take its pages back."""
         try:
             await slot.run(groups)
             await slot.left.wait()
         finally:
             # Where it was cancelled the decoder ends: its pool gives out nothing more.
+            self._end(slot, holding)
+
+    def _end(self, slot: Slot, holding: Holding) -> None:
+        """Take a request's pages back: by whoever is first, the request's task or the program that leaves the block."""
+        if slot in self._slots:
+            del self._slots[slot]
             self._pool.give(holding)
-            self._slots.pop(slot, None)
             slot.over.set()
 
     def _check_group(self, group: Group) -> None:
@@ -239,6 +247,7 @@ class Decoder:
             raise
         self._running = beside()
         self._crew = await self._running.__aenter__()
+        self._crew.start(self._desk.watch)
         self._open = True
         return self
 

@@ -16,6 +16,7 @@ that computes: it cannot write any more.
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -32,7 +33,7 @@ import aiote
 
 from .background import Bell, Crew, to_the_end
 from .layout import CacheLayout, check_layer, integer
-from .plan import PageTable, Route
+from .plan import Moves, PageTable, Route
 from .post import Post
 from .traffic import Traffic
 from .transferwire import Ended, Fill, Numbers
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 __all__ = ["Chunk", "Job", "JobEnded", "Order", "Site"]
+
+BURST_S = 200e-6
+"""How long layers that are done at once are submitted in a row: each turn of the loop between them may take 50 us."""
 
 
 class JobEnded(aiote.AioteError):
@@ -92,6 +96,7 @@ class Job:
         self._next = 0
         self._unfinished = 0
         self._tail_sent = False
+        self._yielded = 0.0
         self._flying: deque[tuple[Order, aiote.Transfer]] = deque()
         self._scope = anyio.CancelScope()
         self._draining = anyio.CancelScope()
@@ -282,7 +287,10 @@ class Job:
 
     async def _require_live(self) -> None:
         """Raise what ends the caller where the job was stopped: the cancellation in its own block, else JobEnded."""
-        await anyio.lowlevel.checkpoint()
+        now = time.monotonic()
+        if self.reason or self._sealed or self.over or now - self._yielded > BURST_S:
+            await anyio.lowlevel.checkpoint()
+            self._yielded = time.monotonic()
         if self.reason or self._sealed or self.over:
             raise JobEnded(self.reason or "the job is over")
 
@@ -302,16 +310,22 @@ class Job:
             await self._require_live()
         self._bell.ring()
 
-    async def write(self, layer: int, source: PageTable, entries: slice) -> None:
-        """Submit one layer of some entries of the request's page table to every decode rank. For chunks."""
-        site = self.site
+    def moves(self, source: PageTable, entries: slice) -> list[tuple[Order, Moves]]:
+        """Return what goes where of some entries of the request's page table. For chunks."""
+        found = []
         for order in self.orders:
             target = order.table[entries]
-            for route in order.routes:
-                move = route.move(layer, source, target)
-                if move.writes:
-                    pages = aiote.Pages(site.region, *move.source), aiote.Pages(order.pool, *move.target)
-                    await self._start(order, partial(site.engine.submit_write_pages, *pages, order.fill.imm + layer))
+            found += [(order, Moves(route, source, target)) for route in order.routes]
+        return found
+
+    async def write(self, layer: int, moves: Sequence[tuple[Order, Moves]]) -> None:
+        """Submit one layer of what `moves` returned to every decode rank. For chunks."""
+        site = self.site
+        for order, route in moves:
+            move = route[layer]
+            if move.writes:
+                pages = aiote.Pages(site.region, *move.source), aiote.Pages(order.pool, *move.target)
+                await self._start(order, partial(site.engine.submit_write_pages, *pages, order.fill.imm + layer))
 
     def chunk_finished(self) -> None:
         """Take note that all layers of a chunk were submitted."""
@@ -327,8 +341,7 @@ class Chunk:
 
     def __init__(self, job: Job, source: PageTable, entries: slice) -> None:
         self._job = job
-        self._source = source
-        self._entries = entries
+        self._moves = job.moves(source, entries)
         self._layers = job.site.layout.layers
         self._begun = [False] * self._layers
         self._missing = self._layers
@@ -344,7 +357,7 @@ class Chunk:
         if self._begun[layer]:
             raise aiote.UsageError(f"layer {layer} of this chunk was done before")
         self._begun[layer] = True
-        await self._job.write(layer, self._source, self._entries)
+        await self._job.write(layer, self._moves)
         self._missing -= 1
         if not self._missing:
             self._job.chunk_finished()

@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 from ..errors import UsageError
 from .layout import CacheLayout, check_layer, integer
 
-__all__ = ["Move", "PageFamily", "PageTable", "Route", "Run", "Side", "TransferPlan", "plan_transfer"]
+__all__ = ["Move", "Moves", "PageFamily", "PageTable", "Route", "Run", "Side", "TransferPlan", "plan_transfer"]
 
 Indices = NDArray[np.int64]
 
@@ -171,6 +171,34 @@ class Route:
         return Move(
             _family(run, run.source, source, share, layer, self.layers),
             _family(run, run.target, target, share, layer, self.layers),
+        )
+
+
+class Moves:
+    """The moves of a route for the same two tables, layer after layer: the tables are looked at once.
+
+    Layers whose turns agree have the same indices, and differ by a constant offset on either side.
+    """
+
+    __slots__ = ("_known", "_route", "_source", "_target")
+
+    def __init__(self, route: Route, source: PageTable, target: PageTable) -> None:
+        self._route = route
+        self._source = source
+        self._target = target
+        self._known: dict[int, tuple[int, Move]] = {}
+
+    def __getitem__(self, layer: int) -> Move:
+        """Return what `Route.move` returns. Raises UsageError as it does."""
+        route = self._route
+        if layer % route.every not in self._known:
+            self._known[layer % route.every] = layer, route.move(layer, self._source, self._target)
+            return self._known[layer % route.every][1]
+        first, (source, target) = self._known[layer % route.every]
+        steps = check_layer(layer, route.layers) - first
+        return Move(
+            source._replace(offset=source.offset + steps * self._source.pool * route.run.source.page_bytes),
+            target._replace(offset=target.offset + steps * self._target.pool * route.run.target.page_bytes),
         )
 
 

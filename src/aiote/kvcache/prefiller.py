@@ -54,6 +54,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Prefiller"]
 
+ATTACHED = 256
+"""How many descriptors are kept: a decoder's is the same in all its requests, for as long as its lease lasts."""
+
 
 class Jobs(AsyncIterator[Job]):
     """The requests of a prefiller. Made by `Prefiller.jobs`."""
@@ -106,6 +109,7 @@ class Prefiller:
         self._turned = Turned(gather_limit)
         self._queue: deque[Job] = deque()
         self._known: set[aiote.Peer] = set()
+        self._attached: dict[bytes, aiote.RemoteRegion] = {}
         self._bell = Bell()
         self._draining = ""
         self._running: AbstractAsyncContextManager[Crew] | None = None
@@ -274,7 +278,11 @@ class Prefiller:
         return Order(fill, peer, routes, table, pool, tail)
 
     def _attach(self, peer: aiote.Peer, descriptor: bytes) -> aiote.RemoteRegion:
-        remote = self.engine.attach(descriptor)
+        remote = self._attached.get(descriptor)
+        if remote is None:
+            if len(self._attached) >= ATTACHED:
+                self._attached.clear()
+            remote = self._attached[descriptor] = self.engine.attach(descriptor)
         if (remote.owner.identity, remote.owner.incarnation) != key_of(peer) or not remote.lease:
             raise aiote.UsageError("a request gives memory that was not lent by its own decoder")
         return remote

@@ -62,6 +62,7 @@ class Slot:
         self._round = 0
         self._done = 0
         self._complete = False
+        self.ran = False
         self._failure: aiote.AioteError | None = None
         self._attempt: Attempt | None = None
         self._bell = Bell()
@@ -175,6 +176,7 @@ class Slot:
             self.fail(
                 aiote.ClosedError("the request was left before all had arrived") if left else PrefillError(reasons)
             )
+        self.ran = True
         self._bell.ring()
 
     def leave(self) -> None:
