@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -34,6 +35,7 @@ from .transferwire import Accepted, Cancel, Ended, Fill, Numbers, Ranks, encode,
 
 __all__ = ["Attempt", "Desk", "Immediates"]
 
+FRAMES_AHEAD = 8
 LOOKS = 4
 """How often in its time the stall limit is looked at: so much of it a stall may be noticed late."""
 
@@ -164,8 +166,15 @@ class Source:
                     return
                 self.loan = self._attempt.desk.lender.lend(peer)
                 self.loan.borrowers.add(self)
+                sending: deque[aiote.Transfer] = deque()
                 for frame in frames(encode(self._attempt.fill(self._rank, self.serial, self.loan)), self.serial):
-                    await engine.send(peer, frame)
+                    # Frames may overtake each other: no need to wait for one to be there before the next one leaves.
+                    while len(sending) >= FRAMES_AHEAD:
+                        await sending.popleft()
+                    await engine.room(peer)
+                    sending.append(engine.submit_send(peer, frame))
+                for transfer in sending:
+                    await transfer
             except aiote.AioteError as error:
                 self._fail(str(error))
 
