@@ -34,7 +34,9 @@ from aiote.bench.sides import BenchError, Pair
 BUILD = ROOT / "build"
 PROVIDERS = ("shm", "tcp")
 PARTS = ("service", "first-token", "cancel")
-LOOPS = ("asyncio", "uvloop")
+VARIANTS = ("asyncio", "uvloop", "default")
+LATENCY = (f"{OURS}-uvloop", f"{OURS}-default")
+"""Of the library's ways the two whose first tokens and cancellations are measured."""
 FIRST_TOKEN = (Job(16 << 10, 64, 4), Job(16 << 10, 512, 1))
 CANCEL = Job(64 << 10, 64)
 
@@ -42,7 +44,8 @@ CANCEL = Job(64 << 10, 64)
 def ours() -> list[Contestant]:
     worker = str(ROOT / "bench" / "peers" / "kvcache_aiote.py")
     return [
-        Contestant(f"{OURS}-{loop}", "other", (sys.executable, worker, "--variant", loop), PROVIDERS) for loop in LOOPS
+        Contestant(f"{OURS}-{variant}", "other", (sys.executable, worker, "--variant", variant), PROVIDERS)
+        for variant in VARIANTS
     ]
 
 
@@ -97,7 +100,7 @@ class Measurement:
         wanted = tuple(word for word in arguments.only.split(",") if word)
         everyone = [*ours(), *peers()]
         self.contestants = [one for one in everyone if not wanted or one.name.startswith(wanted)]
-        self.ours = [one for one in self.contestants if one.name.startswith(OURS)]
+        self.ours = [one for one in self.contestants if one.name in LATENCY]
         self.found: dict[str, list[Any]] = {part: [] for part in PARTS}
 
     def service(self) -> None:
@@ -142,7 +145,7 @@ class Measurement:
                 with opening() as pair:
                     self.found["cancel"].append(pages_back(pair, provider, CANCEL, self.arguments.cancels))
                 if self.arguments.deaths:
-                    self.found["cancel"] += lost_pages(opening, provider, CANCEL, self.arguments.deaths)
+                    self.found["cancel"] += lost_pages(opening, provider, one.name, CANCEL, self.arguments.deaths)
 
 
 def show(found: dict[str, list[Any]]) -> None:

@@ -1,7 +1,8 @@
 """The KV-cache service through `aiote.kvcache`, as a program uses it: a `Decoder` and a `Prefiller`, one engine a side.
 
-Engines have the configuration that they have by default; the variant is the event loop. Besides the job of all others
-there are some that only a prefiller which computes can have:
+The variants are the event loops, with engines that spin while something is outstanding, as NIXL and ucxx poll, and
+`default`: asyncio, and engines as they are without a configuration, which sleep after 50 us. Besides the job of all
+others there are some that only a prefiller which computes can have:
 
 * `ttft`: each layer takes `layer_us`, asleep (as a GPU computes it) or, with `in_thread`, in a thread that computes
   with numpy and so takes the processor from the event loop. The times are those from asking to the arrival of the tail.
@@ -34,6 +35,7 @@ TAIL_BYTES = 16384
 LAST = b"last"
 """The request that ends a job whose number of requests the prefill side does not know."""
 CRUNCH = 64
+SPIN_US = 1_000_000
 
 
 class Held:
@@ -60,8 +62,9 @@ class Held:
 
 
 @asynccontextmanager
-async def open_mail(provider: str) -> AsyncIterator[Mailroom]:
-    async with aiote.open_engine(provider) as engine, Mailroom(engine) as mail:
+async def open_mail(provider: str, spins: bool) -> AsyncIterator[Mailroom]:
+    config = aiote.EngineConfig(spin_us=SPIN_US) if spins else None
+    async with aiote.open_engine(provider, config=config) as engine, Mailroom(engine) as mail:
         yield mail
 
 
@@ -74,7 +77,7 @@ class KvAiote(Service):
         super().__init__(options, arena)
         self.loop = self._make_loop()
         asyncio.set_event_loop(self.loop)
-        self._mail = Held(self.loop, open_mail(options.provider))
+        self._mail = Held(self.loop, open_mail(options.provider, options.variant != "default"))
         self.mail: Mailroom = self._mail.value
         rail = self.mail.engine.rails[0]
         self.library = f"aiote {aiote.__version__} ({rail.library}), {options.variant or 'asyncio'}"
@@ -236,11 +239,12 @@ class KvAiote(Service):
 
         async def request() -> None:
             nonlocal arrived, ended
+            slot = None
             try:
                 async with self.side.request(self.tokens(task), [self.peer], request_id=bytes(4)) as slot:
                     await slot.arrived()
-                    arrived = True
             finally:
+                arrived = slot is not None and slot.complete
                 ended = time.perf_counter_ns()
                 if self.side.free_pages != task.pool:
                     raise ValueError(f"{self.side.free_pages} pages are free after the block, of {task.pool}")
