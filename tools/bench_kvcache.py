@@ -1,7 +1,7 @@
 """Measure a KV-cache service in aiote and in what Python services would do otherwise, in one run, over shm and tcp.
 
 usage: bench_kvcache.py [--provider shm|tcp] [--only NAME,...] [--parts service,first-token,cancel]
-                        [--jobs 16Kx8,...] [--windows 1,4] [--runs 5] [--seconds 0.25] [--json FILE]
+                        [--jobs 16Kx8,...] [--windows 1,4] [--runs 5] [--seconds 0.15] [--with FILE] [--json FILE]
 
 The peers are those that `bench_peers.py install nixl ucxx pyzmq sockets` has installed. What the job is says
 bench/peers/kvcache.py; tables go to the standard output, records to build/bench-kvcache.json unless `--json` names
@@ -62,12 +62,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure a KV-cache service in aiote and in others.")
     parser.add_argument("--provider", choices=PROVIDERS, action="append", help="all unless given")
     parser.add_argument("--only", default="", help="names of contestants, or the beginnings of some")
+    parser.add_argument("--with", dest="peers", type=Path, help="peers as `bench_peers.py list` writes them")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--jobs", default="", help="such as 16Kx8,64Kx64: size of a page, pages of a prompt")
     parser.add_argument("--windows", default="1,4", help="requests under way")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.25, help="of one run")
+    parser.add_argument("--seconds", type=float, default=0.15, help="of one run")
     parser.add_argument("--cancels", type=int, default=200)
     parser.add_argument("--deaths", type=int, default=3, help="of prefillers, killed and stopped each")
     parser.add_argument("--json", type=Path, default=BUILD / "bench-kvcache.json")
@@ -98,7 +99,7 @@ class Measurement:
         self.arguments = arguments
         self.providers: list[str] = arguments.provider or list(PROVIDERS)
         wanted = tuple(word for word in arguments.only.split(",") if word)
-        everyone = [*ours(), *peers()]
+        everyone = [*ours(), *(Contestant.others(arguments.peers) if arguments.peers else peers())]
         self.contestants = [one for one in everyone if not wanted or one.name.startswith(wanted)]
         self.ours = [one for one in self.contestants if one.name in LATENCY]
         self.found: dict[str, list[Any]] = {part: [] for part in PARTS}

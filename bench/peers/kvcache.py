@@ -167,8 +167,7 @@ class Cache:
         """Tell whether every page has the bytes of the request that it was used for last."""
         pages = np.flatnonzero(self._origin >= 0)
         origin = self._origin[pages]
-        whole = self.left == 0 and len(pages) == min(self.job.count, self.job.window) * self.job.pages
-        return whole and all(self._holds(layer, pages, origin) for layer in range(self.job.layers))
+        return self.left == 0 and all(self._holds(layer, pages, origin) for layer in range(self.job.layers))
 
     def _steps(self, layer: int, pages: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
         return (pages.astype(np.uint64) + np.uint64(layer * self.job.pool))[:, np.newaxis] * np.uint64(WORD_FACTOR)

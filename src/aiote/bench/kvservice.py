@@ -59,7 +59,7 @@ class Job:
         return f"run op={op} " + " ".join(f"{name}={value}" for name, value in values.items())
 
 
-JOBS = tuple(Job(size << 10, pages) for size, pages in ((16, 8), (16, 64), (16, 512), (64, 8), (64, 64)))
+JOBS = tuple(Job(size << 10, pages) for size, pages in ((16, 8), (16, 64), (16, 512), (64, 64)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Plan:
     """How often and for how long: `runs` of about `seconds` each, after one that is checked and one that is not."""
 
     runs: int = 5
-    seconds: float = 0.25
+    seconds: float = 0.15
 
 
 @dataclass(frozen=True, slots=True)
