@@ -6,7 +6,6 @@ Time is counted as this process lives it: it stands while the process is stopped
 from __future__ import annotations
 
 import asyncio
-import io
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -67,9 +66,22 @@ class Watchdog:
 
 
 def stack(task: asyncio.Task[object] | None) -> str:
-    """Return where a task stands."""
+    """Return where a task stands: every coroutine on the way to what it awaits, and every other task's innermost."""
     if task is None:
         return ""
-    text = io.StringIO()
-    task.print_stack(file=text)
-    return text.getvalue()
+    others = [f"  {where(other)[-1]}" for other in asyncio.all_tasks() if other is not task and where(other)]
+    return "\n".join([*where(task), "other tasks:", *sorted(set(others))])
+
+
+def where(task: asyncio.Task[object]) -> list[str]:
+    """Return a line for each coroutine that a task is in, from the outermost to what it awaits."""
+    lines = []
+    inner: object = task.get_coro()
+    while inner is not None:
+        frame = getattr(inner, "cr_frame", None) or getattr(inner, "ag_frame", None) or getattr(inner, "gi_frame", None)
+        if frame is not None:
+            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}")
+        inner = (
+            getattr(inner, "cr_await", None) or getattr(inner, "ag_await", None) or getattr(inner, "gi_yieldfrom", None)
+        )
+    return lines
