@@ -227,6 +227,9 @@ def test_answers_that_are_none():
     for value in (3, "kvs", {"a": 1}, [1], [None]):
         with pytest.raises(EtcdError):
             records({"kvs": value}, "kvs")
+    for value in ([], 3, None):
+        with pytest.raises(EtcdError):
+            unpacked(value)
     assert records({"kvs": None}, "kvs") == records({}, "kvs") == []
 
 

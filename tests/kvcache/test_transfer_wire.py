@@ -114,6 +114,8 @@ def test_frames_that_contradict_each_other_are_refused():
         assembler.feed(ALICE, cut[1][:1] + b"\x09" + cut[1][2:])
     with pytest.raises(WireError, match="does not travel"):
         assembler.feed(ALICE, b"\xe3" + cut[0][1:])
+    with pytest.raises(WireError, match="contradict"):
+        assembler.feed(ALICE, b"\xe3" + cut[1][1:])
     assert [assembler.feed(BOB, frame) for frame in cut[:-1]] == [None] * (len(cut) - 1)
     assert assembler.feed(BOB, cut[-1]) is not None, "each sender for itself"
 

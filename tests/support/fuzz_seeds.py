@@ -15,6 +15,7 @@ from aiote.core.address import Address
 from aiote.core.control import SESSION, Role, State
 from aiote.core.descriptor import RailKey, RegionDescriptor
 from aiote.core.frames import encode, frame
+from fuzz_kvcache import kvcache_seeds
 from fuzz_targets import HERE, Step, program
 
 PATH = [State.GREETED, State.OFFERED, State.MAPPED, State.READY]
@@ -118,4 +119,4 @@ def seeds() -> dict[str, dict[str, bytes]]:
         "descriptor": {"whole": bytes(whole), "slice": bytes(whole.slice(5, 9))},
         "address": {f"text-{n}": place.encode() for n, place in enumerate(places)}
         | {f"bytes-{n}": bytes(Address.parse(place)) for n, place in enumerate(places)},
-    }
+    } | kvcache_seeds()

@@ -25,7 +25,6 @@ import aiote
 from .background import Bell, beside
 from .etcdgateway import (
     OUT_OF_RANGE,
-    TEXT,
     TOO_LONG,
     TOO_MANY,
     EtcdError,
@@ -34,6 +33,7 @@ from .etcdgateway import (
     packed,
     prefix_end,
     records,
+    told,
     unpacked,
 )
 from .membership import Member, MemberEvent, RegistryError, Roster, check_lease
@@ -250,7 +250,9 @@ class EtcdRegistry:
         revision = number(answer, "header", "revision")
         if answer.get("canceled"):
             compacted = number(answer, "compact_revision")
-            raise EtcdError(f"the watch was cancelled: {str(answer)[:TEXT]}", OUT_OF_RANGE if compacted else 14)
+            raise EtcdError(
+                f"the watch was cancelled: {told(answer.get('cancel_reason'))}", OUT_OF_RANGE if compacted else 14
+            )
         if answer.get("created"):
             if revision < begun_after:
                 raise EtcdError("etcd has gone back behind what was read, as after a restore", OUT_OF_RANGE)

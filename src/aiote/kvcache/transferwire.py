@@ -183,21 +183,22 @@ def frames(data: bytes, number: int) -> Iterator[bytes]:
 class Assembler:
     """Joins the frames of each peer to messages, in whatever order they come.
 
-    Of a peer it holds up to 256 unfinished messages and 64 MiB; more make the oldest give way, whose sender then waits
-    for an answer in vain. What a peer left unfinished goes with the peer.
+    Of a peer it holds up to `messages` unfinished ones and `nbytes` of them; more make the oldest give way, whose
+    sender then waits for an answer in vain. What a peer left unfinished goes with the peer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, messages: int = OPEN_MESSAGES, nbytes: int = OPEN_BYTES) -> None:
+        self._limits = messages, nbytes // _PART
         self._open: weakref.WeakKeyDictionary[object, dict[int, _Open]] = weakref.WeakKeyDictionary()
 
     def feed(self, source: object, frame: bytes) -> Message | None:
         """Take a frame and return the message that it completes, if it does; raise WireError if it cannot belong."""
-        number, total, start, part = _read_frame(frame)
+        kind, number, total, start, part = _read_frame(frame)
         if len(part) == total:
             return decode(part)
         messages = self._open.setdefault(source, {})
-        entry = messages.setdefault(number, _Open(total, {}))
-        if entry.total != total or start in entry.parts:
+        entry = messages.setdefault(number, _Open(kind, total, {}))
+        if (entry.kind, entry.total) != (kind, total) or start in entry.parts:
             raise WireError(f"two frames of message {number} contradict each other at {start}")
         entry.parts[start] = part
         if len(entry.parts) * _PART < total:
@@ -210,12 +211,10 @@ class Assembler:
         """Drop what a peer left unfinished."""
         self._open.pop(source, None)
 
-    @staticmethod
-    def _make_room(messages: dict[int, _Open]) -> None:
+    def _make_room(self, messages: dict[int, _Open]) -> None:
         # All parts but the last of a message are of one length, so their number tells the bytes well enough.
-        while (
-            len(messages) > OPEN_MESSAGES or sum(len(entry.parts) for entry in messages.values()) * _PART > OPEN_BYTES
-        ):
+        most, most_parts = self._limits
+        while len(messages) > most or sum(len(entry.parts) for entry in messages.values()) > most_parts:
             del messages[next(iter(messages))]
 
 
@@ -223,11 +222,12 @@ class Assembler:
 class _Open:
     """A message of which frames are still to come."""
 
+    kind: int
     total: int
     parts: dict[int, bytes]
 
 
-def _read_frame(frame: bytes) -> tuple[int, int, int, bytes]:
+def _read_frame(frame: bytes) -> tuple[int, int, int, int, bytes]:
     if len(frame) <= _FRAME.size:
         raise WireError(f"a frame of {len(frame)} bytes, at least {_FRAME.size + 1} expected")
     kind, version, number, total, start = _FRAME.unpack_from(frame)
@@ -238,7 +238,7 @@ def _read_frame(frame: bytes) -> tuple[int, int, int, bytes]:
         raise WireError(f"a frame of {len(part)} bytes at {start} does not fit a message of {total} bytes")
     if start == 0 and _KINDS.get(part[0]) != kind:
         raise WireError(f"message type {part[0]} does not travel under kind {kind:#x}")
-    return number, total, start, part
+    return kind, number, total, start, part
 
 
 def _clipped(text: str) -> bytes:
