@@ -118,10 +118,17 @@ def test_two_machines():
         assert "Traceback" not in error
 
 
+def orphans() -> set[str]:
+    """Return the files in /dev/shm of raw workers that have ended: libfabric's names, which begin with a process."""
+    names = [name for name in os.listdir("/dev/shm") if re.fullmatch(r"\d+:\d+:\d+", name)]
+    return {name for name in names if not os.path.exists(f"/proc/{name.partition(':')[0]}")}
+
+
 @pytest.mark.libfabric
 @pytest.mark.one_library
 @pytest.mark.parametrize("victim", ["aiote.bench.worker", "aiote-bench-raw"])
 def test_a_worker_that_is_killed_ends_the_run_with_its_name(victim, tmp_path):
+    before = orphans()
     command = [*AIOTE, "compare", "rate", "--provider", "shm", "--runs", "50", "--seconds", "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         kill_one(process, victim)
@@ -129,6 +136,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_its_name(victim, tmp_path):
     assert process.returncode == 1
     assert "target" in error or "initiator" in error
     assert "Traceback" not in error
+    assert orphans() <= before
 
 
 @pytest.mark.libfabric

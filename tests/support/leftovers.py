@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
+BEFORE = frozenset(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.exists() else frozenset()
+"""What lay there before this process was started: no child of it has made that, though one may have the number."""
 
 
 def descriptors() -> dict[int, str]:
@@ -46,7 +48,8 @@ def threads() -> dict[int, str]:
 def shared_files(pid: int = 0) -> list[str]:
     """Return the files in /dev/shm that a process made, this one or another, alive or not."""
     pid = pid or os.getpid()
-    return sorted(p.name for pattern in (f"aiote-{pid}-*", f"{pid}:*") for p in SHARED_MEMORY.glob(pattern))
+    found = {path.name for pattern in (f"aiote-{pid}-*", f"{pid}:*") for path in SHARED_MEMORY.glob(pattern)}
+    return sorted(found - BEFORE)
 
 
 def resident_bytes() -> int:

@@ -10,12 +10,14 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Protocol
 
 __all__ = ["BenchError", "Lines", "LocalSide", "Pair", "Side", "Unsupported", "bells"]
 
 PATIENCE_S = 120.0
+SHARED_MEMORY = Path("/dev/shm")
 
 
 class BenchError(Exception):
@@ -130,6 +132,9 @@ class LocalSide:
             process.wait()
         self._lines.close()
         process.stdout.close()
+        # By these names libfabric's shm knows an endpoint; who was killed has left its own behind, 13 MB each.
+        for left in SHARED_MEMORY.glob(f"{process.pid}:*"):
+            left.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
