@@ -47,6 +47,8 @@ LEASE_S = 2.0
 LIMITS = {"stall_limit": 1.0, "confirm_limit": 0.3}
 POISON = 7
 QUIET_S = 1.0
+SHORT_S, LONG_S = (0.002, 0.01, 0.05), 10.0
+"""How long clients have patience: some very little; the others more than three tries take, but not the whole line."""
 
 
 class KvLife:
@@ -117,6 +119,8 @@ class KvLife:
     async def finish(self) -> None:
         """Start nothing new, and see through what there is."""
         self.finishing.set()
+        if not self.known.is_set():
+            self._task.cancel()  # no registry has come up since it began
         finished = asyncio.ensure_future(self.done.wait())
         await self.dog.over("finish", asyncio.wait({finished, self._task}, return_when=asyncio.FIRST_COMPLETED))
         finished.cancel()
@@ -265,11 +269,12 @@ class DecodeLife(KvLife):
             self.tally["moments without a prefiller"] += 1
             await asyncio.sleep(0.05)
             return
+        patience = self.rng.choice([*SHORT_S, LONG_S, LONG_S, LONG_S, LONG_S])
         try:
-            async with asyncio.timeout(self.rng.choice([0.002, 0.01, 0.05, None, None, None, None])):
+            async with asyncio.timeout(patience):
                 await self.dog.over("a request", self._request(rank, tokens, choice))
         except TimeoutError:
-            self.tally["requests cancelled by a deadline"] += 1
+            self.tally[f"requests cancelled by a {'long' if patience == LONG_S else 'short'} deadline"] += 1
         except (PrefillError, PagesExhausted) as error:
             self.tally["requests that failed"] += 1
             self.failed(error)

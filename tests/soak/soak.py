@@ -35,7 +35,7 @@ BOUND_S = 2 * HEARTBEATS["heartbeat_limit"] + HEARTBEATS["drain_timeout"] + 15
 """An await ends within the heartbeat limit, the drain limit, once more the limit for the last word, and a margin."""
 WHAT: dict[str, tuple[type[Chaos], tuple[str, ...]]] = {
     "engine": (Chaos, ("verified grants", "cancelled transfers", "notes received")),
-    "kvcache": (KvChaos, ("pages checked", "requests cancelled by a deadline", "requests that failed")),
+    "kvcache": (KvChaos, ("pages checked", "requests cancelled by a short deadline", "requests that failed")),
 }
 """Of what, and without what a soak has tested nothing."""
 
