@@ -180,6 +180,8 @@ class Cache:
 class Service(Worker):
     """A worker of this job in one library. Comes before the library's own `Worker` in the bases."""
 
+    idle_period = 0.05  # as many as twenty of them wait while one pair is measured
+
     def __init__(self, options: Options, arena: Arena) -> None:
         super().__init__(options, arena)
         self.cache: Cache

@@ -71,8 +71,6 @@ async def open_mail(provider: str, spins: bool) -> AsyncIterator[Mailroom]:
 class KvAiote(Service):
     """One engine; a decoder or a prefiller for each shape of a cache."""
 
-    idle_period = 0.005
-
     def __init__(self, options: Options, arena: Arena) -> None:
         super().__init__(options, arena)
         self.loop = self._make_loop()
