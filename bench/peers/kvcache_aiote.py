@@ -4,8 +4,9 @@ The variants are the event loops, with engines that spin while something is outs
 `default`: asyncio, and engines as they are without a configuration, which sleep after 50 us. Besides the job of all
 others there are some that only a prefiller which computes can have:
 
-* `ttft`: each layer takes `layer_us`, asleep (as a GPU computes it) or, with `in_thread`, in a thread that computes
-  with numpy and so takes the processor from the event loop. The times are those from asking to the arrival of the tail.
+* `ttft`: each layer takes `layer_us`. A GPU does not wait for its host, so layer l is there at l + 1 times that, while
+  the event loop sleeps; or, with `in_thread`, a thread computes with numpy, bumps a word after each layer and takes the
+  processor from the event loop. The times are those from asking to the arrival of the tail.
 * `alone`: the same computation, by the prefill side alone; its times are of the target.
 * `cancel`: requests are cancelled at random moments; the times are those from the cancellation to the end of the
   block, when the pages are anybody's. Requests that were too fast are not counted, and repeated.
@@ -28,7 +29,7 @@ from common import Arena, Clock, Options, Outcome, serve
 from kvcache import PAGE_TOKENS, Job, Numbers, Service
 
 import aiote
-from aiote.kvcache import CacheLayout, Decoder, Mailroom, Prefiller
+from aiote.kvcache import CacheLayout, Chunk, Decoder, Mailroom, Prefiller
 from aiote.kvcache import Job as Prompt
 
 TAIL_BYTES = 16384
@@ -166,10 +167,7 @@ class KvAiote(Service):
         async with prompt:
             number = int.from_bytes(prompt.request_id, "big")
             chunk = prompt.chunk(0, len(prompt.tokens), self.cache.ours(number))
-            for layer in range(task.layers):
-                if task.layer_us:
-                    await compute(task)
-                await chunk.done(layer)
+            await compute(task, chunk)
             await prompt.tail(self.tail)
 
     async def first_tokens(self, task: Job) -> None:
@@ -188,8 +186,7 @@ class KvAiote(Service):
     async def compute_alone(self, task: Job) -> None:
         for _ in range(task.count):
             started = time.perf_counter_ns()
-            for _ in range(task.layers):
-                await compute(task)
+            await compute(task, None)
             self.cache.times.append(time.perf_counter_ns() - started)
 
     async def nothing(self, task: Job) -> None:
@@ -261,21 +258,32 @@ class KvAiote(Service):
         self._mail.close()
 
 
-def crunch(seconds: float) -> None:
-    """Multiply matrices for so long, with the interpreter's lock released."""
-    end = time.perf_counter() + seconds
+def crunch(task: Job, word: np.ndarray[Any, Any]) -> None:
+    """Multiply matrices for the time of each layer, with the interpreter's lock released, and bump a word after it."""
     matrix = np.ones((CRUNCH, CRUNCH))
-    while time.perf_counter() < end:
-        matrix @ matrix
+    for _ in range(task.layers):
+        end = time.thread_time_ns() + task.layer_us * 1000
+        while time.thread_time_ns() < end:
+            matrix @ matrix
+        word += 1
 
 
-async def compute(task: Job) -> None:
-    """Take the time of one layer."""
-    seconds = task.layer_us / 1e6
+async def compute(task: Job, chunk: Chunk | None) -> None:
+    """Take the time of all layers, and say of a chunk's that they are done."""
     if task.in_thread:
-        await asyncio.to_thread(crunch, seconds)
-    else:
-        await asyncio.sleep(seconds)
+        word = np.zeros(1, np.uint64)
+        computing = asyncio.create_task(asyncio.to_thread(crunch, task, word))
+        if chunk is not None:
+            await chunk.follow(word)
+        await computing
+        return
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    for layer in range(task.layers):
+        if task.layer_us:
+            await asyncio.sleep(max(0.0, started + (layer + 1) * task.layer_us / 1e6 - loop.time()))
+        if chunk is not None:
+            await chunk.done(layer)
 
 
 RUNS: dict[str, tuple[Callable[..., Coroutine[Any, Any, None]], Callable[..., Coroutine[Any, Any, None]]]] = {

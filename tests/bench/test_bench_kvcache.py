@@ -104,9 +104,11 @@ def test_wrong_data_name_the_side():
 def test_what_cannot_be_hidden_of_the_first_token():
     one = Round(alone_us=80_000, together_us=81_500, trip_us=500, gib_s=2.0)
     assert one.added_us == 1500
-    assert one.bound_us(2 << 20) == pytest.approx(500 + 1e6 / 1024)
-    found = FirstToken.of("shm", "aiote", Job(16384, 128), 5000, False, [one, one])
-    assert found.ratio.median == pytest.approx(1500 / one.bound_us(2 << 20))
+    job, layer = Job(16384, 128), 1e6 / 1024
+    assert one.bound_us(job, 5000) == pytest.approx(500 + layer)
+    assert one.bound_us(job, 900) == pytest.approx(500 + layer + 15 * (layer - 900))  # the wire lags behind
+    found = FirstToken.of("shm", "aiote", job, 5000, False, [one, one])
+    assert found.ratio.median == pytest.approx(1500 / one.bound_us(job, 5000))
     assert found.computing == "asleep"
 
 

@@ -4,9 +4,10 @@
 another one it is there when the last layer's pages and the tail have arrived. What cannot hide behind the computation
 is the request's way there, and the last layer, which moves when nothing is left to compute:
 
-    bound = round trip of a prompt of one page + bytes of a layer / bandwidth
+    bound = round trip of a prompt of one page + t + (L - 1) * max(0, t - T),  t = bytes of a layer / bandwidth
 
-with the bandwidth of the same pages in the service. All four are measured in turn, round after round.
+with the bandwidth of the same pages in the service; the last term is what a wire that is slower than the computation
+lags behind. All four are measured in turn, round after round.
 
 *Pages back.* From cancelling the task that is in `async with decoder.request(...)` to the end of that block: with a
 prefiller that answers, and with one that was killed or stopped in the middle of a transfer.
@@ -48,9 +49,10 @@ class Round:
         """What the transfer adds."""
         return self.together_us - self.alone_us
 
-    def bound_us(self, layer_bytes: int) -> float:
+    def bound_us(self, job: Job, layer_us: int) -> float:
         """Return what cannot be hidden of it."""
-        return self.trip_us + layer_bytes / (self.gib_s * GIB) * 1e6
+        layer = job.layer_bytes / (self.gib_s * GIB) * 1e6
+        return self.trip_us + layer + (job.layers - 1) * max(0.0, layer - layer_us)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,7 @@ class FirstToken:
         cls, provider: str, contestant: str, job: Job, layer_us: int, in_thread: bool, rounds: Sequence[Round]
     ) -> FirstToken:
         """Summarise; raises ValueError for no rounds."""
-        bounds = [one.bound_us(job.layer_bytes) for one in rounds]
+        bounds = [one.bound_us(job, layer_us) for one in rounds]
         added = [one.added_us for one in rounds]
         return cls(
             provider=provider,
