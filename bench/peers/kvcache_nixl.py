@@ -1,6 +1,6 @@
 """The KV-cache service through NIXL's Python API.
 
-What was chosen, each as the fastest of what was tried:
+What was chosen, by what the workers for single transfers have shown to be fast:
 * One descriptor for each page of each layer on both sides, prepared once (`prep_xfer_dlist`); a layer is one transfer
   made of them (`make_prepped_xfer`), with a notification that the decode side polls for. It names the request's slot.
 * The layers of a request are posted at once, and several requests are under way; a transfer is released when done.

@@ -1,6 +1,6 @@
 """The KV-cache service over pyzmq.
 
-What was chosen, each as the fastest of what was tried:
+What was chosen, by what the workers for single transfers have shown to be fast:
 * A layer is copied into one piece and sent as one message (a message of as many parts as pages costs several times as
   much), and copied from the frame in which it came into its pages.
 * Large messages are sent without one more copy, from a ring of buffers whose trackers tell when they are free again.

@@ -1,6 +1,6 @@
 """The KV-cache service over plain stream sockets, in asyncio's own loop and in uvloop.
 
-What was chosen, each as the fastest of what was tried:
+What was chosen, by what the workers for single transfers have shown to be fast:
 * One connection, one stream of payload alone: requests are answered in their order, so the decode side knows what comes
   next. `recvmsg_into` has the kernel scatter what has come into the pages, and `sendmsg` gathers it: no copy in Python.
 * Up to 64 pages a call, across layers of a request. The loop tells when the descriptor is ready (`add_reader`,

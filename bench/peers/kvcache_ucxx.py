@@ -1,6 +1,6 @@
 """The KV-cache service over ucxx, in its two ways: the core API, polled, and the one for asyncio.
 
-Neither has one-sided operations. What was chosen, each as the fastest of what was tried:
+Neither has one-sided operations. What was chosen, by what the workers for single transfers have shown to be fast:
 * A layer is copied into one piece and sent as one tagged message, and copied into its pages at the other side.
 * Each slot has a tag, and a ring of buffers: layers are received ahead while those before are copied, and sent ahead.
 * `core` polls for all slots in one loop; `asyncio` has a coroutine for each slot.
