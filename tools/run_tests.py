@@ -1,8 +1,8 @@
 """Run the checks, all of them even if one fails: lint, every test, and the libfabric tests once more.
 
 With the newest libfabric here all tests run, in two halves; what needs RDMA devices runs in a guest that has them in
-software (tools/guest); what meets the library runs once more with the system's, the oldest that must work. Three of
-these four run at a time, because much of a test is waiting; what the others say comes after what the first half says.
+software (tools/guest); what meets the library runs once more with the system's, the oldest that must work. All four run
+at a time, because much of a test is waiting; what the others say comes after what the first half says.
 A test that is for every event loop is on one of them, with another library on another; `ARGS="--loops all"` runs it on
 all.
 A missing library is a failure. Arguments are handed to pytest. The last line counts the tests of all runs.
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NEEDS_GUEST = "needs_rdma or needs_netem"
 # Connecting over `verbs;ofi_rxm` alone can hold up a process there for seconds.
 GUEST_HEARTBEAT_LIMIT_S = 15
-LANES = 3
+LANES = 4
 # The folders of the first half, which takes about as long as all others together.
 FIRST_HALF = {"bench", "control", "core", "demo", "docs", "engine", "guest"}
 NOTHING_CHOSEN = 5  # pytest's status where the arguments leave it no test
