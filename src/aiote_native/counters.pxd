@@ -39,7 +39,7 @@ cdef int table_init(Table* table, uint64_t limit) except -1
 cdef void table_free(Table* table) noexcept nogil
 cdef Counter* table_find(Table* table, uint32_t imm) noexcept nogil
 cdef Counter* table_get(Table* table, uint32_t imm) noexcept nogil
-cdef int arrive(Table* table, uint32_t word, DoneList* done) noexcept nogil
+cdef int arrive(Table* table, uint32_t word, uint32_t times, DoneList* done) noexcept nogil
 cdef void settle(Counter* counter, DoneList* done) noexcept nogil
 cdef void enqueue(Counter* counter, Wait* wait, uint64_t need, DoneList* done) noexcept nogil
 cdef void withdraw(Table* table, Wait* wait, DoneList* done) noexcept nogil

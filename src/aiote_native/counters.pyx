@@ -129,12 +129,14 @@ cdef void settle(Counter* counter, DoneList* done) noexcept nogil:
         wait = counter.head
 
 
-cdef int arrive(Table* table, uint32_t word, DoneList* done) noexcept nogil:
-    """Count one immediate as it came over the wire; -ENOSPC when the table is full of values nobody asked for."""
+cdef int arrive(Table* table, uint32_t word, uint32_t times, DoneList* done) noexcept nogil:
+    """Count an immediate as it came over the wire, for so many of its kind; -ENOSPC when the table is full of values
+    that nobody asked for.
+    """
     cdef Counter* counter = table_get(table, word & ((1 << IMMEDIATE_BITS) - 1))
     if counter == NULL:
         return -ENOSPC
-    counter.units += UNITS // ((word >> IMMEDIATE_BITS) + 1)
+    counter.units += times * (UNITS // ((word >> IMMEDIATE_BITS) + 1))
     settle(counter, done)
     drop_if_empty(table, counter)
     return 0
@@ -215,11 +217,14 @@ cdef class ImmCounters:
     def __len__(self):
         return self.table.used
 
-    def arrive(self, uint32_t word) -> list[Ticket]:
-        """Count one word and return the tickets that it satisfied. Raises MemoryError when the table is full."""
+    def arrive(self, uint32_t word, uint32_t times=1) -> list[Ticket]:
+        """Count one word, for so many of its kind, and return the tickets that it satisfied.
+
+        Raises MemoryError when the table is full.
+        """
         cdef DoneList done
         done.head = done.tail = NULL
-        if arrive(&self.table, word, &done) != 0:
+        if arrive(&self.table, word, times, &done) != 0:
             raise MemoryError("the table of immediates is full")
         return self.collect(&done)
 

@@ -18,6 +18,8 @@ cdef class NativeEndpoint:
     cdef readonly bytes address
     cdef readonly uint64_t largest
     cdef readonly uint64_t depth
+    cdef readonly int spans
+    cdef readonly uint64_t gathers_from
     cdef void** held(self) noexcept
     cdef NativeDevice home(self)
     cdef void* give(self) except NULL

@@ -52,6 +52,7 @@ cdef class NativeEndpoint:
 
     def __cinit__(self):
         self.wait_fd = -1
+        self.spans = 1
 
     def connect(self, bytes address) -> None:
         """Name the one peer endpoint that this one talks to."""

@@ -9,10 +9,10 @@ cdef struct Tally:
     uint32_t used
     uint32_t last
 
-cdef inline bint tally_again(Tally* self, uint32_t word) noexcept nogil:
-    """Count a word once more, if it is the one before: pages of one request, stripes of one write."""
+cdef inline bint tally_again(Tally* self, uint32_t word, int64_t n) noexcept nogil:
+    """Count a word n times more, if it is the one before: pages of one request, stripes of one write."""
     if self.used and self.taken[self.last] and self.words[self.last] == word:
-        self.counts[self.last] += 1
+        self.counts[self.last] += n
         return True
     return False
 

@@ -91,6 +91,8 @@ cdef class PeerLink(ChannelSet):
         channel.cost = channel.nominal = cost_of(speed_mbps)
         channel.largest = min(largest, endpoint.largest) if largest else endpoint.largest
         channel.least = least
+        channel.spans = endpoint.spans
+        channel.gathers_from = endpoint.gathers_from
         channel.imm_key = imm_key
         channel.imm_address = imm_address
         channel.scratch = <void*> scratch.address

@@ -16,8 +16,9 @@ from libc.stdint cimport uint32_t, uint64_t
 from aiote_native.counters cimport done_push
 from aiote_native.doorbell cimport ring
 from aiote_native.gates cimport gate_leave, gate_paced, gate_post
+from aiote_native.gathering cimport gather
 from aiote_native.recovery cimport breaks, channel_fault, given_up, redone
-from aiote_native.schedule cimport begin_measure, choose, usable
+from aiote_native.schedule cimport STREAK_BYTES, begin_measure, choose, usable
 from aiote_native.structs cimport BROKEN, ECANCELED, MAX_STRIPES, PIECE, PLAIN, Queue, RESENT
 
 cdef enum:
@@ -27,6 +28,7 @@ cdef enum:
     # few that a cancelled transfer has left the NIC within milliseconds.
     WINDOW = 16 << 20
     STRIPES_A_LANE = 4
+    GATHER_BYTES = 1 << 18  # of parts in one message: what that costs beside its bytes is a tenth of them then
     GRAIN = 1 << 19  # bytes of a stripe that is cut beyond one for each rail
 
 
@@ -117,6 +119,7 @@ cdef int post_on(State* state, Channel* channel, const Post* args, void* owner) 
     wr.opcode = args.opcode
     wr.length = args.payload
     wr.part = args.part
+    wr.parts = args.parts
     wr.stripe = args.stripe
     wr.phase = args.phase
     wr.counted = args.with_imm
@@ -271,6 +274,8 @@ cdef void describe_post(Op* op, Channel* channel, Post* args) noexcept nogil:
     args.opcode = op.opcode
     args.with_imm = op.counted and op.phase == 1
     args.part = op.part
+    args.parts = 1
+    args.more_spans = 0
     args.stripe = op.stripe
     args.phase = op.phase
     if args.with_imm:
@@ -295,19 +300,32 @@ cdef void describe_post(Op* op, Channel* channel, Post* args) noexcept nogil:
         args.key = channel.imm_key
 
 
-cdef bint advance(Op* op) noexcept nogil:
-    """Step to the next stripe; False when the phase has no more."""
+cdef bint advance(Op* op, uint64_t parts) noexcept nogil:
+    """Step to the next stripe, which is behind so many parts where they were gathered; False: the phase has no more."""
     cdef uint64_t count = op.cut.head_count if op.phase == 0 else op.cut.tail_count
     op.stripe += 1
     if op.stripe < count:
         return True
     op.stripe = 0
-    op.part += 1
+    op.part += parts
     return op.part < op.parts
 
 
-cdef int post_next(State* state, PeerState* peer, Op* op) noexcept nogil:
-    """Post the next stripe on the channel that will have carried it first.
+cdef uint64_t gathered_most(const PeerState* peer, const Channel* channel) noexcept nogil:
+    """Return how many bytes of several parts may go in one work request of a channel now."""
+    cdef uint64_t most = WINDOW - channel.in_flight
+    if peer.in_turn:
+        return 0
+    if most > channel.largest:
+        most = channel.largest
+    # Where there are others, no more than one choice of a channel is good for.
+    if peer.channel_count > 1:
+        return most if most < STREAK_BYTES else STREAK_BYTES
+    return most if most < GATHER_BYTES else GATHER_BYTES
+
+
+cdef int post_next(State* state, PeerState* peer, Op* op, uint64_t most, uint64_t* parts) noexcept nogil:
+    """Post the next stripe, or up to `most` parts in one, on the channel that will have carried it first.
 
     -EAGAIN: the provider refused, or a channel has just failed; -EBUSY: wait for completions.
     """
@@ -323,6 +341,9 @@ cdef int post_next(State* state, PeerState* peer, Op* op) noexcept nogil:
         if channel.in_flight and channel.in_flight + args.payload > WINDOW:
             # It will be first all the same: what is posted elsewhere now would be over later.
             return -EBUSY if code == -EBUSY else -EAGAIN
+        if channel.spans > 1:
+            gather(op, channel, most, gathered_most(peer, channel), &args)
+            peer.streak_bytes += args.payload - op.stripe_bytes if args.parts > 1 else 0
         if gate_paced(channel, args.payload, WINDOW):
             code = -EAGAIN
         else:
@@ -332,6 +353,7 @@ cdef int post_next(State* state, PeerState* peer, Op* op) noexcept nogil:
                 code = -EAGAIN
         if code != -EAGAIN:
             op.rail = channel.rail
+            parts[0] = args.parts
             break
         refused |= <uint32_t> 1 << peer.choice
     peer.turn += 1
@@ -348,21 +370,22 @@ cdef int pump_op(State* state, PeerState* peer, Op* op) noexcept nogil:
 
 
 cdef int post_turn(State* state, PeerState* peer, Op* op) noexcept nogil:
-    cdef int budget = TURN
+    cdef uint64_t budget = TURN
+    cdef uint64_t parts = 1
     cdef int code
     if op.kind == PIECE and given_up(op):
         op_fail(state, op, -ECANCELED, -1)
         return 0
     while budget > 0:
-        code = post_next(state, peer, op)
+        code = post_next(state, peer, op, budget, &parts)
         if code == -EAGAIN or code == -EBUSY:
             return code
         if code != 0:
             op_fail(state, op, code, op.rail)
             return 0
         op.outstanding += 1
-        budget -= 1
-        if not advance(op):
+        budget -= parts
+        if not advance(op, parts):
             unlink(state, peer, op)
             # After the plain stripes the transfer rests until they have arrived, unless there are no others to come.
             op.posted_all = op.phase == 1 or op.cut.tail_count == 0

@@ -10,7 +10,7 @@ The same function serves both modes: called from an event loop, or by a native t
 """
 
 from libc.errno cimport errno
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 from posix.unistd cimport read, write
 
@@ -175,7 +175,7 @@ cdef void request_over(State* state, Channel* channel, WorkRequest* wr, const Co
     if channel.peer.channel_count > 1:
         channel.rate_bytes += length
     if channel.peer.survivable:
-        if wr.counted and not tally_again(&channel.confirmed, wr.word):
+        if wr.counted and not tally_again(&channel.confirmed, wr.word, <int64_t> wr.parts):
             confirm(state, channel, wr)
     give_back(channel, wr)
     if op != NULL:
@@ -196,10 +196,10 @@ cdef void handle(State* state, Channel* channel, const Completion* completion) n
         if completion.status != 0:
             queue_failed(state, channel, completion.status)
             return
-        state.immediates += 1
-        if channel.peer.survivable and not tally_again(&channel.arrived, completion.imm):
-            came(state, channel, completion.imm)
-        code = arrive(&state.counters, completion.imm, &state.done)
+        state.immediates += completion.times
+        if channel.peer.survivable and not tally_again(&channel.arrived, completion.imm, completion.times):
+            came(state, channel, completion.imm, completion.times)
+        code = arrive(&state.counters, completion.imm, completion.times, &state.done)
         if code != 0:
             peer_fail(state, channel.peer, code, channel.rail)
     elif completion.wr.busy:

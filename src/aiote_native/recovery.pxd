@@ -15,7 +15,7 @@ cdef bint breaks(int code) noexcept nogil
 cdef void channel_fault(State* state, Channel* channel, Fault fault, int error) noexcept nogil
 cdef void lose_request(State* state, WorkRequest* wr, int status, int provider_errno) noexcept nogil
 cdef void confirm(State* state, Channel* channel, WorkRequest* wr) noexcept nogil
-cdef void came(State* state, Channel* channel, uint32_t word) noexcept nogil
+cdef void came(State* state, Channel* channel, uint32_t word, uint32_t times) noexcept nogil
 cdef void redone(State* state, Op* op) noexcept nogil
 cdef bint given_up(const Op* op) noexcept nogil
 cdef bint works_for(const Op* op, const Op* whole) noexcept nogil

@@ -77,15 +77,15 @@ cdef void lose_request(State* state, WorkRequest* wr, int status, int provider_e
 
 cdef void confirm(State* state, Channel* channel, WorkRequest* wr) noexcept nogil:
     """Tally a counted request that has ended well."""
-    if tally_add(&channel.confirmed, wr.word, 1) != 0:
+    if tally_add(&channel.confirmed, wr.word, <int64_t> wr.parts) != 0:
         peer_fail(state, channel.peer, -ENOMEM, channel.rail)
     if channel.confirmed.used >= SETTLE_WORDS:
         notice(state, channel)
 
 
-cdef void came(State* state, Channel* channel, uint32_t word) noexcept nogil:
-    """Tally an immediate that has come."""
-    if tally_add(&channel.arrived, word, 1) != 0:
+cdef void came(State* state, Channel* channel, uint32_t word, uint32_t times) noexcept nogil:
+    """Tally an immediate that has come, for so many of its kind."""
+    if tally_add(&channel.arrived, word, times) != 0:
         peer_fail(state, channel.peer, -ENOMEM, channel.rail)
 
 
@@ -149,10 +149,12 @@ cdef bint lost_counted(const WorkRequest* wr, uint32_t word) noexcept nogil:
 
 
 cdef uint64_t lost_of(Channel* channel, uint32_t word) noexcept nogil:
+    """Return how many immediates of a word were lost, as the receiver counts them."""
     cdef uint64_t total = 0
     cdef uint32_t i
     for i in range(channel.depth):
-        total += lost_counted(&channel.requests[i], word)
+        if lost_counted(&channel.requests[i], word):
+            total += channel.requests[i].parts
     return total
 
 
@@ -284,7 +286,7 @@ cdef int redo(State* state, Channel* channel, WorkRequest* wr, Recovery* recover
 
 
 cdef void describe_piece(Piece* piece, Op* origin, WorkRequest* wr, Channel* channel) noexcept nogil:
-    """Make an uncounted transfer of one stripe, from the place of a lost one in its own."""
+    """Make an uncounted transfer of a lost stripe, or of the parts that were gathered, in their place in their own."""
     cdef Op place = origin[0]
     cdef Op* op = &piece.op
     cdef Post args
@@ -296,12 +298,14 @@ cdef void describe_piece(Piece* piece, Op* origin, WorkRequest* wr, Channel* cha
     op.opcode = origin.opcode
     op.rail = -1
     op.pin = -1
-    op.part_bytes = op.total = op.stripe_bytes = wr.length
-    op.parts = 1
+    op.total = wr.length
+    op.parts = wr.parts
+    op.part_bytes = op.stripe_bytes = op.cut.head_bytes = wr.length // wr.parts
     op.ranks = origin.ranks
-    op.cut.head_bytes = wr.length
     op.cut.head_count = 1
-    if wr.length:
+    if wr.parts > 1:
+        place_parts(op, origin, wr.part)
+    elif wr.length:
         op.local_address = <uint64_t> args.local
         op.local_desc = origin.local_desc
         op.remote_base = origin.remote_base
@@ -309,6 +313,25 @@ cdef void describe_piece(Piece* piece, Op* origin, WorkRequest* wr, Channel* cha
         op.remote_offset = args.remote - origin.remote_base[channel.remote_rail]
     piece.origin = origin
     piece.length = wr.length
+
+
+cdef void place_parts(Op* op, const Op* origin, uint64_t first) noexcept nogil:
+    """Have the parts of a transfer lie where those of another do, from its part `first` on."""
+    op.local_address = origin.local_address
+    op.local_stride = origin.local_stride
+    op.local_desc = origin.local_desc
+    op.remote_base = origin.remote_base
+    op.remote_key = origin.remote_key
+    op.remote_offset = origin.remote_offset
+    op.remote_stride = origin.remote_stride
+    if origin.local_index == NULL:
+        op.local_address += first * origin.local_stride
+    else:
+        op.local_index = origin.local_index + first
+    if origin.remote_index == NULL:
+        op.remote_offset += first * origin.remote_stride
+    else:
+        op.remote_index = origin.remote_index + first
 
 
 cdef void redone(State* state, Op* op) noexcept nogil:
@@ -336,7 +359,8 @@ cdef void resend(State* state, Recovery* recovery) noexcept nogil:
     cdef Piece* piece = recovery.pieces
     cdef uint64_t live = 0
     while piece != NULL:
-        live += piece.op.status == 0 and not given_up(&piece.op)
+        if piece.op.status == 0 and not given_up(&piece.op):
+            live += piece.op.parts
         piece = piece.next
     if live <= recovery.came or op.status != 0:
         end_recovery(state, recovery)

@@ -2,6 +2,9 @@ from libc.stdint cimport uint32_t, uint64_t
 
 from aiote_native.structs cimport Channel, Op, PeerState
 
+cdef enum:
+    STREAK_BYTES = 1 << 16  # that one choice of a channel holds for
+
 cdef Channel* choose(PeerState* peer, const Op* op, uint32_t refused) noexcept nogil
 cdef uint64_t cost_of(uint64_t mbps) noexcept nogil
 cdef int usable(const PeerState* peer) noexcept nogil

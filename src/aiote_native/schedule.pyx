@@ -21,7 +21,6 @@ cdef enum:
     MOST_BYTES = 1 << 25           # so that no product leaves 64 bits, nor the sum of two with 8 ranks
     # One choice holds for so many pages of one request: a look at eight rails costs as much as a page does otherwise.
     STREAK = 16
-    STREAK_BYTES = 1 << 16
     MESSAGE_BYTES = 256            # what a message costs beside its bytes, so that those without any are spread, too
 
 

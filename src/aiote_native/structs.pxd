@@ -16,6 +16,7 @@ cdef enum:
     MAX_RAILS = 8        # rails of one engine
     MAX_CHANNELS = 16    # endpoint pairs of one peer
     MAX_STRIPES = 16     # stripes that one immediate can be cut in
+    MAX_SPANS = 4        # places of either memory that one work request can be for
     POLL_BATCH = 64
 
 # What a provider owns from post to completion. `context` comes first: libfabric's FI_CONTEXT2 wants 64 bytes of its
@@ -30,6 +31,7 @@ cdef struct WorkRequest:
     bint busy
     # where in its transfer it is, and what it counts: for doing it again elsewhere
     uint64_t part
+    uint64_t parts       # more than one where they were gathered
     uint64_t stripe
     int phase
     bint counted
@@ -39,7 +41,14 @@ cdef struct WorkRequest:
     int status
     int provider_errno
 
-# The arguments of one posted operation.
+# Bytes that lie together in both memories.
+cdef struct Span:
+    uint8_t* local
+    uint64_t remote
+    size_t length
+
+# The arguments of one posted operation. Beside its first span it has `more_spans` of the same two regions, where the
+# kind of rail gathers (gathering.pyx).
 cdef struct Post:
     int opcode
     bint with_imm
@@ -50,7 +59,10 @@ cdef struct Post:
     uint64_t remote
     uint64_t key
     uint64_t payload       # bytes of the user's, which `length` exceeds where a provider cannot write nothing
+    Span more[MAX_SPANS - 1]
+    int more_spans
     uint64_t part
+    uint64_t parts         # an immediate counts for so many
     uint64_t stripe
     int phase
 
@@ -60,6 +72,7 @@ cdef struct Completion:
     int status
     int provider_errno
     uint32_t imm
+    uint32_t times         # so many immediates in one
     size_t length
 
 # post: 0, -EAGAIN (queue full or not connected yet: later), or another -errno: nothing was posted. flush (or NULL):
@@ -115,6 +128,8 @@ cdef struct Channel:
     void* scratch_desc
     uint64_t largest
     uint64_t least       # bytes that an immediate alone carries, from scratch to the peer's scratch
+    int spans            # the most of one work request
+    uint64_t gathers_from  # bytes of a part, below which parts are not gathered
     # the doorbell of the peer, for rails without a wait descriptor (doorbell.pxd)
     const uint32_t* peer_bell
     int peer_bell_fd

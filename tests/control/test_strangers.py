@@ -12,6 +12,7 @@ import anyio
 import pytest
 
 from aiote.core.frames import Hello, encode, frame
+from aiote.core.handshake import VERSION
 from engines import PATIENCE_S, linked, opened, pair, until
 from leftovers import descriptors
 from strangers import Stranger, refusals, stranger
@@ -26,8 +27,8 @@ SHORT = {"heartbeat_interval": 0.2, "heartbeat_limit": 0.5}
 def hello(**changes: object) -> bytes:
     """Return a well-formed Hello to anyone, with some fields changed."""
     fields: dict = {
-        "version_min": 1,
-        "version_max": 1,
+        "version_min": VERSION,
+        "version_max": VERSION,
         "nonce": b"n" * 32,
         "identity": b"i" * 16,
         "incarnation": 1,

@@ -40,14 +40,14 @@ from aiote.core.frames import (
     encode,
     frame,
 )
-from aiote.core.handshake import RefusalCode
+from aiote.core.handshake import VERSION, RefusalCode
 from aiote.errors import ClosedError, UsageError
 from control_peers import HANDSHAKE_KINDS, OFFER, SESSION_KINDS, TALK, Pair, address, at, config, split
 
 KEY = b"the key of the cluster"
 SAMPLES: dict[type[Any], Any] = {type(message): message for message in [*TALK, Failed(2, "why")]} | {
     Hello: decode(ControlProtocol(Role.INITIATOR, config(1)).data_to_send()[4:]),
-    Challenge: Challenge(version=1, nonce=b"n" * 32, identity=b"\2" * 16, incarnation=7, keyed=False),
+    Challenge: Challenge(version=VERSION, nonce=b"n" * 32, identity=b"\2" * 16, incarnation=7, keyed=False),
     Proof: Proof(b"p" * 32),
     Welcome: Welcome(b"w" * 32),
     Refused: Refused(10, "busy"),
@@ -57,8 +57,8 @@ SAMPLES: dict[type[Any], Any] = {type(message): message for message in [*TALK, F
 @pytest.mark.parametrize("key", [None, KEY])
 def test_two_peers_meet_and_talk(key: bytes | None) -> None:
     both = Pair(config(1, key=key), config(2, key=key), address(2)).shake()
-    assert both.events[both.right] == [HelloReceived(b"\1" * 16, 7), Authenticated(b"\1" * 16, 7, 1)]
-    assert both.events[both.left] == [Authenticated(b"\2" * 16, 7, 1)]
+    assert both.events[both.right] == [HelloReceived(b"\1" * 16, 7), Authenticated(b"\1" * 16, 7, VERSION)]
+    assert both.events[both.left] == [Authenticated(b"\2" * 16, 7, VERSION)]
     for sender in (both.left, both.right):
         for message in TALK:
             sender.send(message)

@@ -28,7 +28,7 @@ from aiote.core.frames import (
     encode,
     frame,
 )
-from aiote.core.handshake import RefusalCode
+from aiote.core.handshake import VERSION, RefusalCode
 from control_peers import HANDSHAKE_KINDS, OFFER, TALK, Pair, at, config, messages, split, talked
 
 KEY = b"the key of the cluster"
@@ -82,7 +82,7 @@ def test_the_welcome_and_what_follows_may_come_together() -> None:
     both.carry(both.right)
     both.carry(both.left)
     both.right.send(OFFER)
-    assert both.carry(both.right) == [Authenticated(b"\2" * 16, 7, 1), MessageReceived(OFFER)]
+    assert both.carry(both.right) == [Authenticated(b"\2" * 16, 7, VERSION), MessageReceived(OFFER)]
 
 
 @given(st.data())

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiote.core.frames import Challenge, ControlError, Hello, Proof, Refused, Seal, Welcome, encode
-from aiote.core.handshake import Acceptor, HandshakeConfig, Initiator, RefusalCode, Session, refused
+from aiote.core.handshake import VERSION, Acceptor, HandshakeConfig, Initiator, RefusalCode, Session, refused
 from aiote.errors import UsageError
 from control_peers import U64S, address, config, nonces
 
@@ -43,7 +43,7 @@ def test_both_sides_agree_on_the_session(key: bytes | None) -> None:
     assert isinstance(ours, Session)
     assert ours.key == theirs.key
     assert (ours.identity, theirs.identity) == (b"\2" * 16, b"\1" * 16)
-    assert ours.version == theirs.version == 1
+    assert ours.version == theirs.version == VERSION
     assert len({ours.key, proof.hmac, welcome.hmac}) == 3
 
 
@@ -115,8 +115,8 @@ def test_flags_changed_on_the_way_do_not_let_an_unkeyed_side_in() -> None:
 
 
 CHANGES: dict[str, st.SearchStrategy[Any]] = {
-    "version_max": st.integers(1, 9),
-    "version_min": st.integers(0, 1),
+    "version_max": st.integers(VERSION, 9),
+    "version_min": st.integers(0, VERSION),
     "nonce": st.binary(min_size=32, max_size=32),
     "identity": st.binary(min_size=16, max_size=16),
     "incarnation": U64S,
@@ -217,7 +217,7 @@ def test_the_highest_common_version_is_chosen(left: tuple[int, int], right: tupl
 
 def test_a_version_that_was_not_offered_is_refused() -> None:
     initiator, acceptor = pair()
-    for version in (0, 2):
+    for version in (VERSION - 1, VERSION + 1):
         answer = initiator.challenged(replace(challenge_of(initiator, acceptor), version=version))
         assert code_of(answer) == RefusalCode.VERSION
     backwards = replace(initiator.hello, version_min=2, version_max=1)

@@ -138,7 +138,11 @@ def test_random_traffic_under_random_faults():
     for seed in range(SEEDS):
         draw = random.Random(seed)
         model = dataclasses.replace(
-            UNRULY, queue=draw.choice([4, 64]), events=draw.choice([4, 64]), lingers=draw.random() < 0.3
+            UNRULY,
+            queue=draw.choice([4, 64]),
+            events=draw.choice([4, 64]),
+            lingers=draw.random() < 0.3,
+            spans=draw.choice([1, 2, 4]),
         )
         try:
             run(lambda fabric, seed=seed: Chaos(fabric, seed).run(), seed, rails=draw.randint(1, 4), model=model)

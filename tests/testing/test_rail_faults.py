@@ -125,7 +125,9 @@ class Storm:
 def test_rails_that_die_one_after_another():
     for seed in range(SEEDS):
         draw = random.Random(seed)
-        model = dataclasses.replace(UNRULY, queue=draw.choice([8, 64]), events=draw.choice([8, 64]))
+        model = dataclasses.replace(
+            UNRULY, queue=draw.choice([8, 64]), events=draw.choice([8, 64]), spans=draw.choice([1, 2, 4])
+        )
         try:
             run(lambda fabric, seed=seed: Storm(fabric, seed).run(), seed, rails=draw.randint(2, 4), model=model)
         except BaseException as error:

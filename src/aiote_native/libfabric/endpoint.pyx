@@ -30,7 +30,7 @@ from aiote_native.libfabric.library cimport symbols
 from aiote_native.libfabric.sockets cimport aiote_close_accepted, aiote_moved, aiote_shutdown_sockets
 from aiote_native.status cimport check
 from aiote_native.structs cimport (
-    Completion, OP_READ, OP_RECV, OP_SEND, POLL_BATCH, Post, RailOps, WorkRequest)
+    Completion, MAX_SPANS, OP_READ, OP_RECV, OP_SEND, POLL_BATCH, Post, RailOps, WorkRequest)
 
 cdef extern from "<pthread.h>" nogil:
     ctypedef struct pthread_mutex_t:
@@ -41,6 +41,9 @@ cdef extern from "<pthread.h>" nogil:
 
 # Every open endpoint without a wait descriptor, for finding twins; the lock is held while a twin is polled, posted to
 # or closed, by whichever engine.
+cdef enum:
+    SHM_INJECTED = 4096  # up to so many bytes go through shared memory, without a system call for each
+
 cdef FabricEndpoint* here = NULL
 cdef pthread_mutex_t here_lock
 pthread_mutex_init(&here_lock, NULL)
@@ -107,42 +110,51 @@ cdef int post_one(FabricEndpoint* self, const Post* args, WorkRequest* wr) noexc
     FI_DELIVERY_COMPLETE, and has no connection that could lose it.
     """
     cdef iovec local
-    cdef fi_rma_iov remote
-    cdef fi_msg_rma rma
     cdef fi_msg message
     cdef void* desc = <void*> args.desc
-    cdef ssize_t code
-    local.iov_base = args.local
-    local.iov_len = args.length
     if args.opcode == OP_RECV:
-        code = fi_recv(self.ep, args.local, args.length, desc, FI_ADDR_UNSPEC, wr)
-    elif args.opcode == OP_SEND:
+        return <int> fi_recv(self.ep, args.local, args.length, desc, FI_ADDR_UNSPEC, wr)
+    if args.opcode == OP_SEND:
+        local.iov_base = args.local
+        local.iov_len = args.length
         message.msg_iov = &local
         message.desc = &desc
         message.iov_count = 1
         message.addr = self.peer
         message.context = wr
         message.data = 0
-        code = fi_sendmsg(self.ep, &message, self.send_flags)
-    else:
-        # One element also for a length of 0: with none, some providers never complete (udp;ofi_rxd), others
-        # ignore the key.
-        remote.addr = args.remote
-        remote.len = args.length
-        remote.key = args.key
-        rma.msg_iov = &local
-        rma.desc = &desc
-        rma.iov_count = 1
-        rma.addr = self.peer
-        rma.rma_iov = &remote
-        rma.rma_iov_count = 1
-        rma.context = wr
-        rma.data = args.imm
-        if args.opcode == OP_READ:
-            code = fi_readmsg(self.ep, &rma, FI_COMPLETION)
-        else:
-            code = fi_writemsg(self.ep, &rma, self.write_flags | (FI_REMOTE_CQ_DATA if args.with_imm else 0))
-    return <int> code
+        return <int> fi_sendmsg(self.ep, &message, self.send_flags)
+    return post_rma(self, args, wr)
+
+
+cdef int post_rma(FabricEndpoint* self, const Post* args, WorkRequest* wr) noexcept nogil:
+    """Post a write or a read of all spans. What an immediate counts for is in the upper half of its data."""
+    cdef iovec local[MAX_SPANS]
+    cdef fi_rma_iov remote[MAX_SPANS]
+    cdef void* desc[MAX_SPANS]
+    cdef fi_msg_rma rma
+    cdef int i
+    # One element also for a length of 0: with none, some providers never complete (udp;ofi_rxd), others ignore the key.
+    local[0].iov_base = args.local
+    local[0].iov_len = remote[0].len = args.length
+    remote[0].addr = args.remote
+    for i in range(args.more_spans):
+        local[i + 1].iov_base = args.more[i].local
+        local[i + 1].iov_len = remote[i + 1].len = args.more[i].length
+        remote[i + 1].addr = args.more[i].remote
+    for i in range(1 + args.more_spans):
+        remote[i].key = args.key
+        desc[i] = <void*> args.desc
+    rma.msg_iov = local
+    rma.desc = desc
+    rma.iov_count = rma.rma_iov_count = 1 + args.more_spans
+    rma.addr = self.peer
+    rma.rma_iov = remote
+    rma.context = wr
+    rma.data = args.imm | (args.parts - 1) << 32
+    if args.opcode == OP_READ:
+        return <int> fi_readmsg(self.ep, &rma, FI_COMPLETION)
+    return <int> fi_writemsg(self.ep, &rma, self.write_flags | (FI_REMOTE_CQ_DATA if args.with_imm else 0))
 
 
 cdef int take_error(FabricEndpoint* self, Completion* out) noexcept nogil:
@@ -192,6 +204,7 @@ cdef int poll_one(FabricEndpoint* self, Completion* out, int capacity) noexcept 
         if entries[i].flags & FI_REMOTE_CQ_DATA:
             out[i].wr = NULL
             out[i].imm = <uint32_t> entries[i].data
+            out[i].times = 1 + <uint32_t> (entries[i].data >> 32 & 0xFF)
         else:
             out[i].wr = <WorkRequest*> entries[i].op_context
     return <int> got
@@ -258,6 +271,13 @@ operations.shut = shut
 operations.release = release
 
 
+cdef int spans_of(const fi_info* info) noexcept:
+    """Return how many spans a write may have: more than one where an immediate has room for what it counts for."""
+    if info.domain_attr.cq_data_size < 8:
+        return 1
+    return <int> min(info.tx_attr.iov_limit, info.tx_attr.rma_iov_limit, MAX_SPANS)
+
+
 cdef class Endpoint(NativeEndpoint):
     """An enabled endpoint: its address travels to the peer, the peer's is set by `connect`."""
 
@@ -281,6 +301,8 @@ cdef class Endpoint(NativeEndpoint):
         self.ops = &operations
         self.largest = device.info.ep_attr.max_msg_size
         self.depth = device.info.tx_attr.size
+        self.spans = spans_of(device.info)
+        self.gathers_from = 0 if waits else SHM_INJECTED + 1
         try:
             self.mark = b"fi_shm://" + mark.encode()
             self.open(waits, queue)

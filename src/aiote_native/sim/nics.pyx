@@ -9,6 +9,7 @@ from aiote_native.forks cimport fork_epoch, own
 from aiote_native.sim.net cimport (
     BUCKETS, MOST_PIECES, Model, NIC_BROKEN, NIC_SILENT, NIC_UP, find_memory, pthread_mutex_lock,
     pthread_mutex_unlock)
+from aiote_native.structs cimport MAX_SPANS
 
 
 cdef int read_model(dict given, Model* model) except -1:
@@ -23,11 +24,14 @@ cdef int read_model(dict given, Model* model) except -1:
     model.receives = given.get("receives", 4100)
     model.events = given.get("events", 256)
     model.pieces = given.get("pieces", 1)
+    model.spans = given.get("spans", 1)
     model.refusals = given.get("refusals", 0)
     model.lingers = given.get("lingers", False)
     model.largest = given.get("largest", 1 << 30)
     if not (model.depth and model.receives and model.events and model.largest and 1 <= model.pieces <= MOST_PIECES):
         raise ValueError(f"depth, receives, events and largest are at least 1, pieces at most {MOST_PIECES}")
+    if not 1 <= model.spans <= MAX_SPANS:
+        raise ValueError(f"spans are from 1 to {MAX_SPANS}")
     return 0
 
 

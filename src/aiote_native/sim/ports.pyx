@@ -5,7 +5,7 @@ readable when something is due.
 """
 
 from libc.errno cimport EAGAIN, EFAULT, EINVAL, ENETDOWN, ENOMEM, ENOTCONN, errno
-from libc.stdint cimport uint8_t, uint64_t
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 from posix.unistd cimport close, read
@@ -54,29 +54,37 @@ cdef int post_receive(SimEndpoint* self, const Post* args, WorkRequest* wr) noex
     return 0
 
 
-cdef bint registered(SimEndpoint* self, const Post* args) noexcept nogil:
+cdef bint registered(SimEndpoint* self, const Work* work, const Memory* memory) noexcept nogil:
     """Whether this side's memory is what its descriptor says."""
-    cdef const Memory* memory = <const Memory*> args.desc
-    cdef uint64_t address = <uint64_t> args.local
-    if args.length == 0:
+    cdef uint64_t address
+    cdef int i
+    if work.length == 0:
         return True
-    if memory == NULL or memory.nic != self.nic or (args.opcode == OP_READ and not memory.writable):
+    if memory == NULL or memory.nic != self.nic or (work.opcode == OP_READ and not memory.writable):
         return False
-    return (address >= memory.address and address - memory.address <= memory.length
-            and args.length <= memory.length - (address - memory.address))
+    for i in range(work.span_count):
+        address = <uint64_t> work.spans[i].local
+        if (address < memory.address or address - memory.address > memory.length
+                or work.spans[i].length > memory.length - (address - memory.address)):
+            return False
+    return True
 
 
 cdef int post_work(SimEndpoint* self, const Post* args, WorkRequest* wr) noexcept nogil:
     cdef const Model* model = &self.nic.model
     cdef SimEndpoint* target
     cdef Work* work
+    cdef int code
     if self.outstanding >= model.depth or (model.refusals and draw(self.net, 65536) < model.refusals):
         return -EAGAIN
-    if args.length > model.largest or not registered(self, args):
-        return -EINVAL if args.length > model.largest else -EFAULT
     work = <Work*> calloc(1, sizeof(Work))
     if work == NULL:
         return -ENOMEM
+    describe(work, args)
+    if work.length > model.largest or not registered(self, work, <const Memory*> args.desc):
+        code = -EINVAL if work.length > model.largest else -EFAULT
+        free(work)
+        return code
     target = find_endpoint(self.net, self.peer)
     self.net.works += 1
     work.item.kind = ITEM_WORK
@@ -86,12 +94,8 @@ cdef int post_work(SimEndpoint* self, const Post* args, WorkRequest* wr) noexcep
     work.target = self.peer
     work.number = self.net.works
     work.wr = wr
-    work.opcode = args.opcode
-    work.local = <uint8_t*> args.local
-    work.length = args.length
-    if args.length:
+    if work.length:
         work.local_key = (<const Memory*> args.desc).key
-    describe(work, args)
     work.next = self.works
     if self.works != NULL:
         self.works.prev = work
@@ -103,9 +107,19 @@ cdef int post_work(SimEndpoint* self, const Post* args, WorkRequest* wr) noexcep
 
 
 cdef void describe(Work* work, const Post* args) noexcept nogil:
-    """Take what only one-sided operations have."""
+    """Take what is asked for; messages have one place, and none at the target."""
+    cdef int i
+    work.opcode = args.opcode
+    work.spans[0].local = <uint8_t*> args.local
+    work.spans[0].length = work.length = args.length
+    work.span_count = 1
     if args.opcode <= OP_READ:
-        work.remote = args.remote
+        work.spans[0].remote = args.remote
+        for i in range(args.more_spans):
+            work.spans[i + 1] = args.more[i]
+            work.length += args.more[i].length
+        work.span_count += args.more_spans
+        work.counts_for = <uint32_t> args.parts
         work.key = args.key
         work.with_imm = args.with_imm
         work.imm = args.imm
@@ -243,6 +257,7 @@ cdef class Endpoint(NativeEndpoint):
         self.ops = &operations
         self.largest = device.nic.model.largest
         self.depth = device.nic.model.depth
+        self.spans = device.nic.model.spans
         device.children += 1
         self.impl.net = net
         self.impl.nic = device.nic

@@ -15,7 +15,7 @@ The caller holds the network's lock.
 
 from libc.errno cimport EACCES, ECONNRESET, EFAULT, EHOSTUNREACH, EMSGSIZE, ENETDOWN
 from libc.math cimport pow, sqrt
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdint cimport uint8_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 from posix.unistd cimport write
@@ -24,7 +24,7 @@ from aiote_native.sim.net cimport (
     Alarm, BUCKETS, Entry, Fault, ITEM_ALARM, ITEM_FAULT, Item, MOST_PIECES, Memory, Model, NIC_BROKEN, NIC_SILENT,
     NIC_UP, Receive, SAW_COMPLETE, SAW_DELIVER, SAW_FAIL, SAW_FAULT, SAW_PLACE, STAGE_COMPLETE, STAGE_DELIVER,
     STAGE_PLACE, draw, find_endpoint, find_memory, net_now, put, saw, set_alarm_clock, take_out)
-from aiote_native.structs cimport OP_READ, OP_SEND, WorkRequest
+from aiote_native.structs cimport Completion, OP_READ, OP_SEND, Span, WorkRequest
 
 
 cdef uint64_t service(const Model* model, uint64_t length) noexcept nogil:
@@ -109,16 +109,28 @@ cdef void fail(Net* net, Work* work, int status) noexcept nogil:
     after(net, work, work.nic.model.answer)
 
 
-cdef void push_entry(SimEndpoint* endpoint, WorkRequest* wr, int status, uint32_t imm, uint64_t length,
-                     bint own) noexcept nogil:
+cdef void push_entry(SimEndpoint* endpoint, WorkRequest* wr, int status, uint64_t length, bint own) noexcept nogil:
     """Report something to an endpoint's owner, and wake it. There is room: all that may come is counted before."""
+    cdef Completion completion
+    memset(&completion, 0, sizeof(completion))
+    completion.wr = wr
+    completion.status = status
+    completion.length = length
+    enter(endpoint, &completion, own)
+
+
+cdef void push_immediate(SimEndpoint* endpoint, const Work* work) noexcept nogil:
+    cdef Completion completion
+    memset(&completion, 0, sizeof(completion))
+    completion.imm = work.imm
+    completion.times = work.counts_for
+    enter(endpoint, &completion, False)
+
+
+cdef void enter(SimEndpoint* endpoint, const Completion* completion, bint own) noexcept nogil:
     cdef uint64_t one = 1
     cdef Entry* entry = &endpoint.ring[(endpoint.ring_first + endpoint.ring_count) % endpoint.ring_size]
-    memset(entry, 0, sizeof(Entry))
-    entry.completion.wr = wr
-    entry.completion.status = status
-    entry.completion.imm = imm
-    entry.completion.length = length
+    entry.completion = completion[0]
     entry.own = own
     endpoint.ring_count += 1
     if not own:
@@ -132,13 +144,18 @@ cdef void push_entry(SimEndpoint* endpoint, WorkRequest* wr, int status, uint32_
 cdef const Memory* granted(Net* net, const Work* work, const SimEndpoint* target) noexcept nogil:
     """Return the memory that a work may use at its target, NULL where it has no right to."""
     cdef const Memory* memory = find_memory(net, work.key)
+    cdef const Span* span
+    cdef int i
     if memory == NULL or memory.nic != target.nic or not memory.remote:
         return NULL
     if work.opcode != OP_READ and not memory.writable:
         return NULL
-    if work.remote < memory.base or work.remote - memory.base > memory.length:
-        return NULL
-    return memory if work.length <= memory.length - (work.remote - memory.base) else NULL
+    for i in range(work.span_count):
+        span = &work.spans[i]
+        if (span.remote < memory.base or span.remote - memory.base > memory.length
+                or span.length > memory.length - (span.remote - memory.base)):
+            return NULL
+    return memory
 
 
 cdef void count_moved(Work* work, SimEndpoint* target, uint64_t bytes_) noexcept nogil:
@@ -147,25 +164,41 @@ cdef void count_moved(Work* work, SimEndpoint* target, uint64_t bytes_) noexcept
         work.source.moved += bytes_
 
 
+cdef void move(const Work* work, const Memory* memory, uint64_t low, uint64_t high) noexcept nogil:
+    """Copy the bytes from `low` to `high` of a payload, which is that of all its spans one after the other."""
+    cdef const Span* span
+    cdef uint8_t* near
+    cdef uint8_t* there
+    cdef uint64_t start = 0
+    cdef uint64_t first, last
+    cdef int i
+    for i in range(work.span_count):
+        span = &work.spans[i]
+        first = later(low, start) - start
+        last = (high if high < start + span.length else start + span.length) - start
+        if low < start + span.length and start < high:
+            near = (work.copy + start if work.copy != NULL else span.local) + first
+            there = <uint8_t*> (memory.address + (span.remote - memory.base)) + first
+            if work.opcode == OP_READ:
+                memcpy(near, there, last - first)
+            else:
+                memcpy(there, near, last - first)
+        start += span.length
+
+
 cdef void place(Net* net, Work* work, SimEndpoint* target) noexcept nogil:
     """Move the next piece between the two memories."""
     cdef const Memory* memory = granted(net, work, target)
     cdef uint64_t number = work.pieces - 1 - work.piece if work.backwards else work.piece
     cdef uint64_t low = work.length // work.pieces * number
     cdef uint64_t high = work.length if number + 1 == <uint64_t> work.pieces else low + work.length // work.pieces
-    cdef uint8_t* near = work.copy if work.copy != NULL else work.local
-    cdef uint8_t* there
     if memory == NULL:
         fail(net, work, -EACCES)
         return
     if work.copy == NULL and work.length and find_memory(net, work.local_key) == NULL:
         fail(net, work, -EFAULT)
         return
-    there = <uint8_t*> (memory.address + (work.remote - memory.base))
-    if work.opcode == OP_READ:
-        memcpy(near + low, there + low, high - low)
-    else:
-        memcpy(there + low, near + low, high - low)
+    move(work, memory, low, high)
     count_moved(work, target, high - low + 1)
     saw(net, SAW_PLACE, target.nic, work.number, high - low, 0)
     work.piece += 1
@@ -191,13 +224,13 @@ cdef bint deliver(Net* net, Work* work, SimEndpoint* target) noexcept nogil:
         target.receive_first = (target.receive_first + 1) % target.nic.model.receives
         target.receive_count -= 1
         if work.length > receive.length:
-            push_entry(target, receive.wr, -EMSGSIZE, 0, 0, False)
+            push_entry(target, receive.wr, -EMSGSIZE, 0, False)
             fail(net, work, -EMSGSIZE)
             return True
-        memcpy(receive.memory, work.copy if work.copy != NULL else work.local, work.length)
-        push_entry(target, receive.wr, 0, 0, work.length, False)
+        memcpy(receive.memory, work.copy if work.copy != NULL else work.spans[0].local, work.length)
+        push_entry(target, receive.wr, 0, work.length, False)
     else:
-        push_entry(target, NULL, 0, work.imm, 0, False)
+        push_immediate(target, work)
     count_moved(work, target, work.length + 1)
     saw(net, SAW_DELIVER, target.nic, work.number, work.length, 0)
     work.stage = STAGE_COMPLETE
@@ -247,7 +280,7 @@ cdef void serve_line(Net* net, SimEndpoint* endpoint) noexcept nogil:
 cdef void complete(Net* net, Work* work) noexcept nogil:
     saw(net, SAW_COMPLETE, work.nic, work.number, work.length, work.status)
     if work.source != NULL:
-        push_entry(work.source, work.wr, work.status, 0, 0 if work.status else work.length, True)
+        push_entry(work.source, work.wr, work.status, 0 if work.status else work.length, True)
     free_work(net, work)
 
 
@@ -306,6 +339,8 @@ cdef void free_work(Net* net, Work* work) noexcept nogil:
 
 cdef bint lingers(Net* net, Work* work) noexcept nogil:
     """Let what has left the NIC go on without its endpoint; False where nothing has."""
+    cdef uint64_t done = 0
+    cdef int i
     if not work.nic.model.lingers or work.opcode == OP_READ or work.stage == STAGE_COMPLETE or work.in_line:
         return False
     if work.sent > net_now(net) or work.parked:
@@ -313,7 +348,9 @@ cdef bint lingers(Net* net, Work* work) noexcept nogil:
     work.copy = <uint8_t*> malloc(work.length + 1)
     if work.copy == NULL:
         return False
-    memcpy(work.copy, work.local, work.length)
+    for i in range(work.span_count):
+        memcpy(work.copy + done, work.spans[i].local, work.spans[i].length)
+        done += work.spans[i].length
     unlink(work)
     work.wr = NULL
     return True
@@ -378,7 +415,7 @@ cdef void break_endpoint(SimEndpoint* endpoint) noexcept nogil:
         receive = &endpoint.receives[endpoint.receive_first]
         endpoint.receive_first = (endpoint.receive_first + 1) % endpoint.nic.model.receives
         endpoint.receive_count -= 1
-        push_entry(endpoint, receive.wr, -ENETDOWN, 0, 0, False)
+        push_entry(endpoint, receive.wr, -ENETDOWN, 0, False)
 
 
 cdef void apply(Net* net, Fault* fault) noexcept nogil:

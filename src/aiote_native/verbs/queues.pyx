@@ -174,6 +174,7 @@ cdef bint translate(VerbsEndpoint* self, const ibv_wc* wc, Completion* out, int*
             one.wr = NULL
             one.status = one.provider_errno = 0
             one.imm = ntohl(wc.imm_data)
+            one.times = 1
             one.length = wc.byte_len
             made[0] += 1
         return True

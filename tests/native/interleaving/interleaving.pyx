@@ -167,6 +167,7 @@ cdef int rail_poll(void* impl, Completion* out, int capacity) noexcept nogil:
                 out[got].wr = entry.wr
             else:
                 out[got].imm = entry.imm
+                out[got].times = 1
                 put(here.other, END, entry.wr, 0, 0)
             got += 1
     step()

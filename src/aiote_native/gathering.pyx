@@ -1,0 +1,95 @@
+"""Several parts of a transfer in one work request, on rails whose provider takes a list of places for each.
+
+A page that is a message of its own costs a header, an acknowledgement and a completion over tcp, and a system call over
+shm. Gathered they share these: up to `spans` places, where parts that are neighbours in both memories are one place.
+An immediate says beside its value for how many parts it counts, so nobody who counts can tell the difference.
+
+Only whole parts are gathered, of one transfer, in order; nothing waits for others to come.
+"""
+
+from cpython cimport array
+from libc.stdint cimport int64_t, uint8_t, uint64_t
+from libc.string cimport memset
+
+import array
+
+from aiote_native.structs cimport Span
+
+
+cdef inline uint64_t index_of(const int64_t* index, uint64_t part) noexcept nogil:
+    return part if index == NULL else <uint64_t> index[part]
+
+
+cdef inline bint gathers(const Op* op, const Channel* channel) noexcept nogil:
+    """Whether each part is one stripe, of bytes that lie somewhere."""
+    return (op.parts > 1 and op.cut.head_count + op.cut.tail_count == 1 and op.part_bytes > 0
+            and op.part_bytes >= channel.gathers_from and op.local_address != 0 and op.remote_base != NULL)
+
+
+cdef void gather(const Op* op, const Channel* channel, uint64_t most, uint64_t bytes_most, Post* args) noexcept nogil:
+    """Add the parts that follow the described one, until there are `most` of them or `bytes_most` bytes."""
+    cdef uint64_t size = op.part_bytes
+    cdef uint64_t local, remote
+    cdef uint64_t at = op.part + 1
+    cdef Span last
+    if not gathers(op, channel):
+        return
+    last.local = <uint8_t*> args.local
+    last.remote = args.remote
+    last.length = args.length
+    while at < op.parts and args.parts < most and args.payload + size <= bytes_most:
+        local = op.local_address + index_of(op.local_index, at) * op.local_stride
+        remote = (op.remote_base[channel.remote_rail] + op.remote_offset
+                  + index_of(op.remote_index, at) * op.remote_stride)
+        if <uint64_t> last.local + last.length == local and last.remote + last.length == remote:
+            last.length += size
+        elif args.more_spans + 1 < channel.spans:
+            args.more_spans += 1
+            last.local = <uint8_t*> local
+            last.remote = remote
+            last.length = size
+        else:
+            return
+        if args.more_spans:
+            args.more[args.more_spans - 1] = last
+        else:
+            args.length = last.length
+        args.parts += 1
+        args.payload += size
+        at += 1
+
+
+def plan(uint64_t page, list local, list remote, int spans, uint64_t most, uint64_t bytes_most) -> list[list[tuple]]:
+    """Return the spans (local, remote, length) of each work request for pages at these places, as `gather` has them.
+
+    The places are in bytes; a request takes up to `most` pages, and beyond its first one up to `bytes_most` bytes.
+    """
+    cdef uint64_t count = len(local)
+    cdef array.array local_index = array.array("q", local)
+    cdef array.array remote_index = array.array("q", remote)
+    cdef uint64_t base = 0
+    cdef Channel channel
+    cdef Post args
+    cdef Op op
+    cdef int i
+    memset(&channel, 0, sizeof(channel))
+    memset(&op, 0, sizeof(op))
+    channel.spans = spans
+    op.parts, op.part_bytes, op.cut.tail_count = count, page, 1
+    # The first byte of the local memory is the second one of all, for 0 says that there is none.
+    op.local_address = op.local_stride = op.remote_stride = 1
+    op.local_index = <const int64_t*> local_index.data.as_voidptr
+    op.remote_index = <const int64_t*> remote_index.data.as_voidptr
+    op.remote_base = &base
+    out = []
+    while op.part < count:
+        args.local, args.remote = <void*> <uint64_t> (1 + local[op.part]), remote[op.part]
+        args.length = args.payload = page
+        args.parts, args.more_spans = 1, 0
+        gather(&op, &channel, most, bytes_most, &args)
+        request = [(<uint64_t> args.local - 1, args.remote, args.length)]
+        for i in range(args.more_spans):
+            request.append((<uint64_t> args.more[i].local - 1, args.more[i].remote, args.more[i].length))
+        out.append(request)
+        op.part += args.parts
+    return out

@@ -1,0 +1,129 @@
+"""Pages that share a work request: each is in it once, in order, and an immediate counts for all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import anyio
+import numpy as np
+import pytest
+from hypothesis import event, example, given
+from hypothesis import strategies as st
+
+import aiote
+from aiote.errors import UsageError
+from aiote.testing import UNRULY, Fabric, NicModel, run
+from aiote_native.gathering import plan
+from engines import PATIENCE_S, across, linked
+
+PAGE = 16384
+PAGES = 64
+IMM = 3
+
+
+@st.composite
+def places(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """Places of pages on both sides, in pages, with runs of neighbours on either side or on both."""
+    local, remote = [], []
+    for _ in range(draw(st.integers(1, 12))):
+        length, near, far = draw(st.integers(1, 9)), draw(st.integers(0, 200)), draw(st.integers(0, 200))
+        local += range(near, near + length)
+        remote += range(far, far + length) if draw(st.booleans()) else range(far + length, far, -1)
+    return local, remote
+
+
+@given(places(), st.integers(1, 5000), st.integers(1, 4), st.integers(1, 40), st.integers(0, 50_000))
+@example(([0, 1, 2], [0, 1, 2]), 4096, 4, 32, 1 << 18)
+@example(([0, 2, 4, 6, 8], [0, 2, 4, 6, 8]), 4096, 4, 32, 1 << 18)
+def test_every_page_is_in_one_request(where, page, spans, most, bytes_most):
+    """Cut at the pages' ends, the spans of all requests are the pages, in their order."""
+    local, remote = ([page * number for number in side] for side in where)
+    requests = plan(page, local, remote, spans, most, bytes_most)
+    pages = [
+        (near + at, far + at) for request in requests for near, far, length in request for at in range(0, length, page)
+    ]
+    assert pages == list(zip(local, remote, strict=True))
+    for request in requests:
+        lengths = [length for _, _, length in request]
+        assert len(request) <= spans
+        assert sum(lengths) == page or sum(lengths) <= min(bytes_most, most * page)
+        # What lies together on both sides is one span.
+        for (near, far, length), following in itertools.pairwise(request):
+            assert following[:2] != (near + length, far + length)
+    event(f"{min(len(requests), 3)} requests")
+
+
+@given(places(), st.integers(1, 4))
+def test_no_request_ends_early(where, spans):
+    """One more page would have been one place too many, or one page too many."""
+    local, remote = ([4096 * number for number in side] for side in where)
+    requests = plan(4096, local, remote, spans, 32, 1 << 18)
+    for request, following in itertools.pairwise(requests):
+        near, far, length = request[-1]
+        full = sum(length for _, _, length in request) == 32 * 4096
+        assert full or (len(request) == spans and following[0][:2] != (near + length, far + length))
+
+
+async def scattered(left: aiote.Engine, right: aiote.Engine, page: int = PAGE) -> int:
+    """Write scattered pages, of which none is beside the next one; return how many work requests that took."""
+    random = np.random.default_rng(5)
+    content = random.integers(0, 256, (4 * PAGES, page), np.uint8)
+    target = np.zeros_like(content)
+    here, there = (2 * random.permutation(2 * PAGES)[:PAGES] for _ in range(2))
+    source, remote = left.register(content), across(left, right, target)
+    pages = [aiote.Pages(region, index, page) for region, index in ((source, here), (remote, there))]
+    await left.write_pages(*pages, IMM)  # the first one waits for the connection
+    before = left.statistics().posted
+    await left.write_pages(*pages, IMM)
+    posted = left.statistics().posted - before
+    with anyio.fail_after(PATIENCE_S):
+        await right.counter(IMM).wait(2 * PAGES)
+    assert right.counter(IMM).value == 0
+    assert np.array_equal(target[there], content[here])
+    untouched = np.setdiff1d(np.arange(4 * PAGES), there)
+    assert not target[untouched].any()
+    return posted
+
+
+@pytest.mark.libfabric
+@pytest.mark.parametrize("provider", ["tcp", "shm"])
+async def test_four_places_in_a_message(provider):
+    async with linked(provider) as (left, right):
+        assert await scattered(left, right) <= PAGES // 4 + 8  # and what the connection takes for itself
+
+
+@pytest.mark.libfabric
+async def test_small_pages_over_shm_are_messages_of_their_own():
+    """Up to 4 KiB go through shared memory there, which is faster than a system call for four of them."""
+    async with linked("shm") as (left, right):
+        assert await scattered(left, right, 4096) >= PAGES
+
+
+def on_a_fabric(model: NicModel, **settings: object) -> int:
+    async def main(fabric: Fabric) -> int:
+        left, right = [await fabric.open_engine(**settings) for _ in range(2)]
+        posted = await scattered(left, right)
+        await left.aclose()
+        await right.aclose()
+        return posted
+
+    return run(main, 1, model=model)
+
+
+@pytest.mark.blocking_allowed("there is no loop whose clock runs on")
+@pytest.mark.parametrize("spans", [1, 2, 3, 4])
+def test_as_many_as_a_rail_takes(spans):
+    posted = on_a_fabric(dataclasses.replace(UNRULY, spans=spans, refusals=0))
+    assert -(-PAGES // spans) <= posted <= -(-PAGES // spans) + PAGES // 32 + 4
+
+
+@pytest.mark.blocking_allowed("there is no loop whose clock runs on")
+def test_a_rail_in_its_turn_has_a_page():
+    assert on_a_fabric(dataclasses.replace(UNRULY, spans=4), schedule="in-turn") >= PAGES
+
+
+@pytest.mark.parametrize("spans", [0, 5])
+def test_a_nic_of_so_many_spans_is_refused(spans):
+    with pytest.raises(UsageError, match="from 1 to 4 spans"):
+        NicModel(name="wide", spans=spans)
