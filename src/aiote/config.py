@@ -103,7 +103,7 @@ class EngineConfig:
     heartbeat_limit: float = field(default_factory=lambda: _seconds("AIOTE_HEARTBEAT_LIMIT", 3.0))
     drain_timeout: float = 1.0
     stripe_bytes: int = 65536
-    largest_message: int = 4 << 20
+    largest_message: int = 2 << 20
     max_transfers: int = 16384
     max_counters: int = 1 << 20
     schedule: Literal["first-over", "in-turn"] = "first-over"

@@ -25,8 +25,9 @@ cdef enum:
     # Work requests of one transfer before the next one's turn; TransferEngine found that more lowers EFA's packet rate.
     TURN = 32
     # Bytes of one channel on their way at once: enough to fill any wire (a microsecond of 400 Gb/s is 50 KB), and so
-    # few that a cancelled transfer has left the NIC within milliseconds.
-    WINDOW = 16 << 20
+    # few that a cancelled transfer has left the NIC within milliseconds, over tcp at 2 GiB/s too.
+    WINDOW = 4 << 20
+    PACE = 16 << 20  # bytes posted within one call of the peer into its library (gates.pyx)
     STRIPES_A_LANE = 4
     GATHER_BYTES = 1 << 18  # of parts in one message: what that costs beside its bytes is a tenth of them then
     GRAIN = 1 << 19  # bytes of a stripe that is cut beyond one for each rail
@@ -344,7 +345,7 @@ cdef int post_next(State* state, PeerState* peer, Op* op, uint64_t most, uint64_
         if channel.spans > 1:
             gather(op, channel, most, gathered_most(peer, channel), &args)
             peer.streak_bytes += args.payload - op.stripe_bytes if args.parts > 1 else 0
-        if gate_paced(channel, args.payload, WINDOW):
+        if gate_paced(channel, args.payload, PACE):
             code = -EAGAIN
         else:
             code = post_on(state, channel, &args, op)
