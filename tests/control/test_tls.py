@@ -99,7 +99,7 @@ async def refused(config: dict[str, Any], other: dict[str, Any]) -> tuple[str, s
     The other one goes on serving those that come as they should.
     """
     told: list[aiote.Event] = []
-    with anyio.fail_after(5):
+    with anyio.fail_after(PATIENCE_S / 2):
         async with opened("tcp", heartbeat_limit=NEVER_S, **config) as left:
             async with opened("tcp", heartbeat_limit=NEVER_S, **other) as right:
                 right.listen_events(told.append)

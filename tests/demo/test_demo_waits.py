@@ -7,6 +7,7 @@ import anyio.lowlevel
 import pytest
 
 from aiote.cli.demo.waits import first_of
+from engines import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -23,6 +24,6 @@ async def test_the_first_ends_the_others():
         finally:
             ended.append("endless")
 
-    with anyio.fail_after(5):
+    with anyio.fail_after(PATIENCE_S):
         await first_of(endless, quick)
     assert ended == ["endless"]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import across, each_progress, each_provider, linked, opened, pair, quiet, until
+from engines import PATIENCE_S, across, each_progress, each_provider, linked, opened, pair, quiet, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -250,7 +250,7 @@ async def test_defect_10_an_empty_page_list_never_completes(provider, progress):
     async with pair(provider, progress=progress) as (left, right):
         src = aiote.Pages(left.register(bytearray(8)), [], 8)
         dst = aiote.Pages(across(left, right, bytearray(8)), [], 8)
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE_S):
             await left.write_pages(src, dst, 1)
             await left.write_pages(src, dst)
             await right.counter(1).wait(0)

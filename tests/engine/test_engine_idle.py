@@ -1,17 +1,16 @@
 """Idle is idle: with nothing to do nobody is called, whatever happened before, and no descriptor spins.
 
-What is counted is the process's CPU time and the rounds of progress, not anybody's clock. The bounds are generous: a
-descriptor that spins takes all of a core and does thousands of rounds, a timer for each of ten peers or a tick that
-never ends is well above.
+That what is not idle is found is tested first, without any engine.
 """
 
 from __future__ import annotations
 
 import contextlib
-import resource
+import itertools
 import socket
-import time
+import threading
 from collections.abc import Awaitable, Callable, Iterator
+from types import SimpleNamespace
 
 import anyio
 import pytest
@@ -19,15 +18,12 @@ import pytest
 import aiote
 from crowd import Crowd
 from engines import PATIENCE_S, across, each_progress, each_provider, opened, real_provider, until
+from idleness import MOST_ROUNDS, assert_idle, settle
 from strangers import Stranger, refusals, stranger
 
 pytestmark = pytest.mark.libfabric
 
 PEERS = 10
-WINDOW_S = 1.0
-MOST_CPU_S = 0.15 * WINDOW_S
-MOST_ROUNDS = 8
-MOST_SLEEPS = 60 * WINDOW_S
 
 
 @pytest.fixture
@@ -37,23 +33,54 @@ def crowd() -> Iterator[Crowd]:
     made.end()
 
 
-async def settle(*engines: aiote.Engine) -> None:
-    """Wait until no engine does a round any more: what was under way is over, and what spins never gets here."""
-    with anyio.fail_after(PATIENCE_S):
-        before = None
-        while before != (before := [engine.statistics().rounds for engine in engines]):
-            await anyio.sleep(0.15)
+async def ticking(seconds: float) -> None:
+    """Wake up far more often than any heartbeat, for so long."""
+    until_s = anyio.current_time() + seconds
+    while anyio.current_time() < until_s:
+        await anyio.sleep(0.005)
 
 
-async def assert_idle(*engines: aiote.Engine) -> None:
-    """Sleep for a while and find that nothing was done meanwhile, but for heartbeats."""
-    await settle(*engines)
-    rounds = sum(engine.statistics().rounds for engine in engines)
-    cpu, sleeps = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
-    await anyio.sleep(WINDOW_S)
-    assert sum(engine.statistics().rounds for engine in engines) - rounds <= MOST_ROUNDS * len(engines)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - sleeps <= MOST_SLEEPS
-    assert time.process_time() - cpu <= MOST_CPU_S
+@pytest.mark.one_library
+async def test_a_timer_that_never_ends_is_found():
+    async with anyio.create_task_group() as group:
+        group.start_soon(ticking, 1000)
+        with pytest.raises(AssertionError, match="none of 2 windows"):
+            await assert_idle(windows=2)
+        group.cancel_scope.cancel()
+
+
+@pytest.mark.one_library
+async def test_a_thread_that_spins_is_found():
+    over = threading.Event()
+
+    def spin() -> None:
+        while not over.is_set():
+            pass
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    try:
+        with pytest.raises(AssertionError, match="none of 2 windows"):
+            await assert_idle(windows=2)
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.one_library
+async def test_rounds_of_progress_are_found():
+    """An engine that seems to rest, and does one round too many in every window."""
+    rounds = itertools.chain([0, 0], itertools.count(step=MOST_ROUNDS + 1))
+    engine = SimpleNamespace(statistics=lambda: SimpleNamespace(rounds=next(rounds)))
+    with pytest.raises(AssertionError, match="none of 2 windows"):
+        await assert_idle(engine, windows=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.one_library
+async def test_one_quiet_window_is_enough():
+    async with anyio.create_task_group() as group:
+        group.start_soon(ticking, 0.9)
+        await assert_idle()
 
 
 @real_provider

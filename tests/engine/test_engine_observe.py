@@ -9,6 +9,7 @@ import pytest
 
 import aiote
 from engines import across, each_progress, each_provider, fabric, linked, opened, pair, quiet, until
+from idleness import settle
 
 pytestmark = pytest.mark.libfabric
 
@@ -46,7 +47,7 @@ async def test_idle_is_idle(provider, progress):
         async with anyio.create_task_group() as group:
             group.start_soon(right.recv)
             group.start_soon(right.counter(1).wait, 1)
-            await quiet(0.1)
+            await settle(left, right)
             before = left.statistics().rounds, right.statistics().rounds
             await quiet(0.2)
             assert (left.statistics().rounds, right.statistics().rounds) == before

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import across, each_progress, each_provider, linked, pair, until
+from engines import PATIENCE_S, across, each_progress, each_provider, linked, pair, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -142,7 +142,7 @@ async def test_no_pages_at_all_are_over_at_once(provider, progress):
     async with pair(provider, progress=progress) as (left, right):
         src = aiote.Pages(left.register(bytearray(8)), [], 8)
         dst = aiote.Pages(across(left, right, bytearray(8)), np.array([], np.int64), 8)
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE_S):
             for _ in range(2):
                 await left.write_pages(src, dst, 1)
             transfer = left.submit_write_pages(src, dst)

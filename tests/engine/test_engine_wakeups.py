@@ -8,7 +8,7 @@ import time
 import pytest
 
 import aiote
-from engines import across, each_provider, linked
+from engines import PATIENCE_S, across, each_provider, linked
 
 
 @pytest.mark.libfabric
@@ -121,7 +121,7 @@ async def test_other_callbacks_of_the_loop_have_their_turns_while_tasks_wake_eac
             turns += 1
         await asyncio.sleep(0.01)
         over = True
-        done, pending = await asyncio.wait(players, timeout=5)
+        done, pending = await asyncio.wait(players, timeout=PATIENCE_S)
         for task in pending:
             task.cancel()
         games = [task.result() for task in done]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import each_progress, each_provider, linked, opened, quiet, until
+from engines import PATIENCE_S, each_progress, each_provider, linked, opened, quiet, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -32,7 +32,7 @@ async def test_a_word_that_a_thread_bumps(progress):
     async with opened("tcp", progress=progress) as engine:
         changes = []
         thread = threading.Thread(target=bump)
-        with anyio.fail_after(20):
+        with anyio.fail_after(PATIENCE_S):
             watching = engine.watch(word)
             thread.start()
             async for old, new in watching:
@@ -94,7 +94,7 @@ async def test_several_watchers_and_one_that_is_cancelled(progress):
             seen[i] = await anext(watching)
             await watching.aclose()
 
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE_S):
             async with anyio.create_task_group() as group:
                 with anyio.CancelScope() as scope:
                     async with anyio.create_task_group() as doomed:

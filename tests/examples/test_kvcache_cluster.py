@@ -122,7 +122,7 @@ def test_a_client_that_leaves_cancels_all_the_way(cluster, stream):
         assert held["requests"]["open"] == 1
     left = time.monotonic()
     after = cluster.until_idle()
-    assert time.monotonic() - left < 5
+    assert time.monotonic() - left < 20, "the limit for a prefiller that says nothing is 30 s"
     assert after["requests"]["left"] == before["requests"]["left"] + 1
     assert counted(after, "decode", "cancelled") == counted(before, "decode", "cancelled") + 1
     assert counted(after, "prefill", "cancelled") == counted(before, "prefill", "cancelled") + 1

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from programs import EXAMPLES
+from programs import EXAMPLES, PATIENCE_S
 
 PAGE, CHUNK, PAGES = 2, 4, 12
 
@@ -72,7 +72,7 @@ def test_a_prompt_waits_for_pages_and_one_too_long_is_refused(prefix_pages):
             async with pages.borrow([1] * PAGE):
                 got.append(pages.used)
 
-        with anyio.fail_after(5):
+        with anyio.fail_after(PATIENCE_S):
             async with anyio.create_task_group() as group:
                 async with pages.borrow([0] * PAGE * PAGES):
                     group.start_soon(second)

@@ -12,7 +12,7 @@ import pytest
 import aiote
 from aiote import ScatterTarget
 from connections import cut, data_connections
-from engines import across, until
+from engines import PATIENCE_S, across, until
 from traffic import IMM, SIZE, WRITES, Traffic, railed
 
 pytestmark = pytest.mark.libfabric
@@ -98,7 +98,7 @@ async def test_cancelled_while_its_rail_is_gone():
         await right.counter(IMM).wait(len(well))
         assert all(np.array_equal(traffic.got[i], traffic.sent[i]) for i in well)
         assert traffic.source.memory.in_flight == 0
-        with anyio.fail_after(5):
+        with anyio.fail_after(PATIENCE_S):
             await traffic.source.aclose()
 
 

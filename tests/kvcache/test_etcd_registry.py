@@ -66,7 +66,7 @@ async def test_a_killed_process_is_told_as_left_within_its_lease(etcd):
                 events = here.watch()
                 await until_told(events, ("joined", "a"))
                 process.kill()
-                with anyio.fail_after(2 + 5):  # etcd's least lease, and its own leisure in ending leases
+                with anyio.fail_after(2 + 7):  # etcd's least lease, and its leisure in ending them; the default is 10
                     await until_told(events, ("left", "a"))
     finally:
         process.kill()

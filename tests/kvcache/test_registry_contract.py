@@ -165,7 +165,7 @@ async def test_watches_end_with_the_registry(registry):
             await until_told(watch, ("joined", "a"))
         if here.in_touch:  # the server itself, which goes on
             return
-        with anyio.fail_after(5):
+        with anyio.fail_after(PATIENCE_S):
             assert [event async for event in watch if event.kind == "joined"] == []
         with pytest.raises(aiote.ClosedError):
             async with here.join(member("a")):

@@ -38,7 +38,7 @@ async def test_a_task_that_is_woken_goes_on_in_the_next_turn():
     one.set_result(None)
     assert one.done()
     assert not task.done()
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, 60)
 
 
 async def test_a_waiter_that_was_woken_before_it_is_awaited():
@@ -66,7 +66,7 @@ async def test_several_tasks_on_one_waiter():
     one = waiter()
     tasks = await asleep(one, one, one)
     one.set_result(None)
-    await asyncio.wait_for(asyncio.gather(*tasks), 5)
+    await asyncio.wait_for(asyncio.gather(*tasks), 60)
 
 
 async def test_a_cancelled_task_raises_with_its_message():

@@ -308,7 +308,7 @@ def of(name: str) -> list[Finding]:
 
 def until_wrong(name: str, count: int) -> list[Finding]:
     """Wait, for the state of a link comes after the command."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while len(found := of(name)) != count:
         assert time.monotonic() < deadline, found
         time.sleep(0.05)

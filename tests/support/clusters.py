@@ -15,7 +15,7 @@ import httpx
 from aiote.cli.demo.settings import Settings
 from programs import Program
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 LAYERS = 2
 PAGE_TOKENS = 8
 CHUNK_TOKENS = 64

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-PATIENCE_S = 30.0  # a guard against hangs only
+PATIENCE_S = 60.0  # a guard against hangs only
 # A shell's background job ignores SIGINT, and its children would inherit that.
 RUN = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.executable, sys.argv[1:])"
 

@@ -10,6 +10,7 @@ import pytest
 import aiote
 from aiote.rails import fabric
 from engines import PATIENCE_S, across, opened, until
+from idleness import assert_idle
 from switch import nics, over_switch
 
 pytestmark = [
@@ -108,10 +109,6 @@ async def test_defect_11_an_idle_engine_on_software_devices_does_nothing():
     async with over_switch(1) as (left, right, _):
         assert all(rail.numa_node == -1 and rail.state == "up" for rail in (*left.rails, *right.rails))
         receiving = asyncio.create_task(right.recv())
-        await asyncio.sleep(0.5)
-        before = [engine.statistics().rounds for engine in (left, right)]
-        await asyncio.sleep(1)
-        after = [engine.statistics().rounds for engine in (left, right)]
-        assert sum(after) - sum(before) <= 8
+        await assert_idle(left, right, rounds=4)
         receiving.cancel()
         await asyncio.gather(receiving, return_exceptions=True)
