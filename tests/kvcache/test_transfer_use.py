@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import anyio
 import numpy as np
@@ -23,7 +24,7 @@ from aiote.kvcache import (
 )
 from aiote.testing import Fabric, run
 from engines import PATIENCE_S, pair, until
-from kvcaches import SMALL, PrefillRank, cache_of, deployed, pool_of, tail_of, until_idle
+from kvcaches import SMALL, DecodeRank, Deployment, PrefillRank, cache_of, deployed, pool_of, tail_of, until_idle
 
 TOKENS = list(range(40, 59))
 
@@ -312,3 +313,34 @@ async def test_a_prefiller_counts_what_it_has_written():
         assert (later.transfers, later.in_flight) == (12, 0)
         assert whole.bytes < later.bytes < 2 * whole.bytes
         assert later.busy_s > whole.busy_s
+
+
+def test_layers_done_in_a_row_leave_the_loop_its_turns():
+    """Where the loop's clock stands still during a turn, as this one and uvloop's, the number of layers is bounded."""
+
+    async def main(fabric: Fabric) -> None:
+        def turn() -> None:
+            rows.append(0)
+
+        async with deployed(fabric.open_engine, layout, serving=False) as deployment:
+            (decode,), (prefill,) = deployment.decode, deployment.prefill
+            asking = asyncio.ensure_future(ask(decode, deployment))
+            async with await anext(prefill.prefiller.jobs()) as job:
+                chunk = job.chunk(0, len(TOKENS), range(5))
+                for layer in range(layout.layers):
+                    await chunk.done(layer)
+                    rows[-1] += 1
+                    if rows[-1] == 1:
+                        asyncio.get_running_loop().call_soon(turn)
+                await job.tail(tail_of(job.tokens, 24))
+            await asking
+
+    async def ask(decode: DecodeRank, deployment: Deployment) -> None:
+        async with decode.decoder.request(TOKENS, deployment.group) as slot:
+            await slot.arrived()
+
+    rows = [0]
+    layout = replace(SMALL, layers=100)
+    run(main)
+    assert sum(rows) == layout.layers
+    assert 4 < max(rows) <= 16, rows
