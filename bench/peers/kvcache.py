@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from common import MASK, WORD_FACTOR, Arena, Options, Worker
+from common import MASK, WORD_FACTOR, Arena, Clock, Options, Outcome, Worker
 
 PAGE_TOKENS = 16
 ASK = struct.Struct("<II")
@@ -205,6 +205,26 @@ class Service(Worker):
 
     def verified(self, task: Job) -> bool:
         return not self.decodes or self.cache.verified()
+
+    def run(self, task: Job) -> Outcome:
+        with Clock() as clock:
+            self.work(task)
+        return clock.outcome(self.cache.times)
+
+    def work(self, task: Job) -> None:
+        """Do this side's part, which is timed."""
+        if self.decodes:
+            self.decode(task)
+        else:
+            self.prefill(task)
+
+    def decode(self, task: Job) -> Any:
+        """Ask for all prompts, and take them."""
+        raise NotImplementedError
+
+    def prefill(self, task: Job) -> Any:
+        """Send what is asked for."""
+        raise NotImplementedError
 
     def tokens(self, task: Job) -> Numbers:
         """Return the tokens of a prompt, which go with the request for it."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from common import Arena, Clock, Options, Outcome, serve
+from common import Arena, Options, serve
 from kvcache import Job, Request, Service, ask, asked
 from nixl_peer import Nixl
 
@@ -37,15 +37,7 @@ class KvNixl(Service, Nixl):
             for name, base in (("NIXL_INIT_AGENT", self.arena.address), (self.peer, self.peer_arena))
         ]
 
-    def run(self, task: Job) -> Outcome:
-        with Clock() as clock:
-            if self.decodes:
-                self._decode(task)
-            else:
-                self._prefill(task)
-        return clock.outcome(self.cache.times)
-
-    def _decode(self, task: Job) -> None:
+    def decode(self, task: Job) -> None:
         cache, tokens, flying = self.cache, self.tokens(task), dict[int, Request]()
         while cache.left:
             while cache.more and len(flying) < task.window:
@@ -57,7 +49,7 @@ class KvNixl(Service, Nixl):
             if cache.arrived(request):
                 cache.end(flying.pop(request.number))
 
-    def _prefill(self, task: Job) -> None:
+    def prefill(self, task: Job) -> None:
         left = task.count
         while left or self.flying:
             self._poll()

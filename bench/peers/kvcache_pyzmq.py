@@ -13,7 +13,7 @@ from collections import deque
 from typing import Any
 
 import numpy as np
-from common import Clock, Outcome, serve
+from common import serve
 from kvcache import Job, Request, Service, ask, asked, pack
 from pyzmq_peer import COPIED_BELOW, Pyzmq
 
@@ -26,15 +26,7 @@ class KvPyzmq(Service, Pyzmq):
     def prepare(self, task: Job) -> None:
         self.pieces = np.empty((0 if self.decodes else RING, task.pages, task.size), np.uint8)
 
-    def run(self, task: Job) -> Outcome:
-        with Clock() as clock:
-            if self.decodes:
-                self._decode(task)
-            else:
-                self._prefill(task)
-        return clock.outcome(self.cache.times)
-
-    def _decode(self, task: Job) -> None:
+    def decode(self, task: Job) -> None:
         cache, tokens, socket, flying = self.cache, self.tokens(task), self.socket, deque[Request]()
         shape = task.pages, task.size
         while cache.left:
@@ -47,7 +39,7 @@ class KvPyzmq(Service, Pyzmq):
             if cache.arrived(request):
                 cache.end(flying.popleft())
 
-    def _prefill(self, task: Job) -> None:
+    def prefill(self, task: Job) -> None:
         cache, socket, pieces = self.cache, self.socket, self.pieces
         copy = task.layer_bytes < COPIED_BELOW
         trackers: list[Any] = [None] * RING

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from common import Arena, Clock, Options, Outcome, serve
+from common import Arena, Options, serve
 from kvcache import Cache, Job, Request, Service, ask, ask_bytes, asked
 from sockets_peer import Sockets
 
@@ -59,10 +59,8 @@ class KvSockets(Service, Sockets):
         pages = self.cache.bytes
         self.views = [[page.data for page in layer] for layer in pages]
 
-    def run(self, task: Job) -> Outcome:
-        with Clock() as clock:
-            self.loop.run_until_complete(self._decode(task) if self.decodes else self._prefill(task))
-        return clock.outcome(self.cache.times)
+    def work(self, task: Job) -> None:
+        self.loop.run_until_complete(self._decode(task) if self.decodes else self._prefill(task))
 
     def _pages(self, numbers: list[int]) -> Scatter:
         return Scatter([layer[page] for layer in self.views for page in numbers])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from common import Arena, Clock, Options, Outcome, Worker, serve
+from common import Arena, Options, Worker, serve
 from kvcache import Job, Request, Service, ask, ask_bytes, asked, pack
 from ucxx_peer import SLOT_TAGS, Asyncio, Core
 
@@ -65,17 +65,15 @@ class KvCore(Service, Core):
     def prepare(self, task: Job) -> None:
         self.lanes = make_lanes(self, task)
 
-    def run(self, task: Job) -> Outcome:
-        with Clock() as clock:
-            step = self._decode if self.decodes else self._prefill
-            begin = self._ask if self.decodes else self._await_ask
-            for lane in self.lanes:
-                begin(task, lane)
-            live = list(self.lanes)
-            while live:
-                self.progress()
-                live = [lane for lane in live if step(task, lane)]
-        return clock.outcome(self.cache.times)
+    def work(self, task: Job) -> None:
+        step = self._decode if self.decodes else self._prefill
+        begin = self._ask if self.decodes else self._await_ask
+        for lane in self.lanes:
+            begin(task, lane)
+        live = list(self.lanes)
+        while live:
+            self.progress()
+            live = [lane for lane in live if step(task, lane)]
 
     # The decode side.
 
@@ -143,11 +141,12 @@ class KvAsyncio(Service, Asyncio):
     def prepare(self, task: Job) -> None:
         self.lanes = make_lanes(self, task)
 
-    async def _run(self, task: Job) -> Outcome:
-        with Clock() as clock:
-            work = self._decode if self.decodes else self._prefill
-            await asyncio.gather(*(work(task, lane) for lane in self.lanes))
-        return clock.outcome(self.cache.times)
+    def work(self, task: Job) -> None:
+        self._await(self._all_lanes(task))
+
+    async def _all_lanes(self, task: Job) -> None:
+        side = self._decode if self.decodes else self._prefill
+        await asyncio.gather(*(side(task, lane) for lane in self.lanes))
 
     async def _decode(self, task: Job, lane: Lane) -> None:
         cache, tokens, endpoint, flying = self.cache, self.tokens(task), self.endpoint, lane.flying

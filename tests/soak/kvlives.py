@@ -119,17 +119,20 @@ class KvLife:
     async def finish(self) -> None:
         """Start nothing new, and see through what there is."""
         self.finishing.set()
-        if not self.known.is_set():
-            self._task.cancel()  # no registry has come up since it began
+        self._wait_no_more()
         finished = asyncio.ensure_future(self.done.wait())
         await self.dog.over("finish", asyncio.wait({finished, self._task}, return_when=asyncio.FIRST_COMPLETED))
         finished.cancel()
 
+    def _wait_no_more(self) -> None:
+        """End a life that knows no registry, for none has come up since it began."""
+        if not self.known.is_set():
+            self._task.cancel()
+
     async def close(self, how: str) -> None:
         """Close the engine under all that is going on; it all ends with that."""
         self.closing = True
-        if not self.known.is_set():
-            self._task.cancel()
+        self._wait_no_more()
         if how == "aclose":
             await self.dog.over("close the engine", self.engine.aclose())
         else:
