@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import sysfs_trees
 from aiote.rails.sysfs import read_nic, read_topology
 from aiote.rails.topology import Distance, Nic, Topology, distance, nearest
-from aiote.rails.tree import MOST_ENTRIES
+from aiote.rails.tree import MOST_ENTRIES, _counting
 
 
 @pytest.fixture
@@ -176,6 +179,17 @@ def test_it_is_quick(tmp_path):
         took.append(time.thread_time() - start)
     # Three milliseconds, of this thread alone; the limit is for a machine that is much slower.
     assert min(took) < 0.05
+
+
+@given(st.lists(st.text("0123456789m_", min_size=1, max_size=12), unique=True))
+def test_names_are_sorted_by_the_numbers_in_them(names):
+    """Those that are a number and nothing else take a short cut."""
+
+    def key(name: str) -> list[tuple[int, str]]:
+        return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]{1,9})", name)]
+
+    assert sorted(names, key=_counting) == sorted(names, key=key)
+    assert [_counting(name) for name in names] == [key(name) for name in names]
 
 
 def test_a_folder_without_end_is_read_in_part(tmp_path):

@@ -18,6 +18,7 @@ __all__ = ["Gid", "Port", "choose_gid", "choose_ports", "hardware", "read_ports"
 MOST_GIDS = 256
 MOST_PORTS = 16
 NONE = bytes(16)
+UNUSED = ":".join(["0000"] * 8)
 OTHERS = ("efa", "hfi1", "mana", "usnic_verbs")
 """Drivers whose devices have no reliable connected queue pairs, or none to speak of."""
 
@@ -96,8 +97,11 @@ def _port(tree: Tree, device: str, number: int) -> Port:
 
 def _gid(tree: Tree, port: str, index: int, *, ethernet: bool) -> Gid | None:
     """Return one entry of a port's table, or None where it is empty."""
+    text = tree.text(f"{port}/gids/{index}")
+    if text == UNUSED:  # most of a table is, and parsing it took most of the time of opening an engine
+        return None
     try:
-        raw = ipaddress.IPv6Address(tree.text(f"{port}/gids/{index}")).packed
+        raw = ipaddress.IPv6Address(text).packed
     except ValueError:
         return None
     # An unused entry is of zeros, and so is the second half of an InfiniBand port's that has no number yet.

@@ -98,4 +98,6 @@ class Tree:
 
 def _counting(name: str) -> list[tuple[int, str]]:
     """Return a key that sorts the numbers in names as numbers."""
+    if len(name) <= 9 and name.isascii() and name.isdigit():  # as of GIDs, of which a port may have a thousand
+        return [(-1, ""), (int(name), ""), (-1, "")]
     return [(int(part), "") if _NUMBER.fullmatch(part) else (-1, part) for part in re.split(r"(\d{1,9})", name)]
