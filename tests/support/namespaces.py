@@ -74,13 +74,10 @@ class Network:
             self._hold("unshare", *(["--user", "--map-root-user"] if self._user else []), "--net")
             self._hold(*self.enter(0), "unshare", "--net")
             far = str(self._holders[1].pid)
+            self._ip(0, [f"link add {cable} type veth peer name {cable} netns {far}" for cable in self.cables])
             for side in (0, 1):
-                self.run(side, "ip", "link", "set", "lo", "up")
-            for number, cable in enumerate(self.cables):
-                self.run(0, "ip", "link", "add", cable, "type", "veth", "peer", "name", cable, "netns", far)
-                for side in (0, 1):
-                    self.run(side, "ip", "address", "add", f"{end_of(number, side)}/24", "dev", cable)
-                    self.run(side, "ip", "link", "set", cable, "up")
+                lines = [f"address add {end_of(i, side)}/24 dev {cable}" for i, cable in enumerate(self.cables)]
+                self._ip(side, lines + [f"link set {name} up" for name in ("lo", *self.cables)])
             # The kernel calls a link running up to a second later, and libfabric lists no NIC before.
             while not self._runs():
                 time.sleep(0.01)
@@ -123,12 +120,14 @@ class Network:
         """Run a command on a side and return what it says. Raises CalledProcessError."""
         return subprocess.run([*self.enter(side), *command], env=ENVIRONMENT, check=True, capture_output=True).stdout
 
+    def _ip(self, side: int, lines: list[str]) -> None:
+        """Have one process do many commands of `ip`."""
+        command = [*self.enter(side), "ip", "-batch", "-"]
+        subprocess.run(command, env=ENVIRONMENT, input="\n".join(lines).encode(), check=True, capture_output=True)
+
     def _runs(self) -> bool:
-        return all(
-            b"state UP" in self.run(side, "ip", "-oneline", "link", "show", "dev", cable)
-            for side in (0, 1)
-            for cable in self.cables
-        )
+        states = [self.run(side, "ip", "-oneline", "link", "show", "type", "veth") for side in (0, 1)]
+        return all(state.count(b"state UP") == len(self.cables) for state in states)
 
     async def tell(self, side: int, *command: str) -> None:
         """Run a command on a side, without holding up the loop."""
