@@ -156,6 +156,7 @@ async def test_a_host_of_the_environment_needs_a_key_as_well(monkeypatch):
 
 
 @each_provider
+@pytest.mark.verbs_once("host")
 @pytest.mark.parametrize("host", [None, "localhost", "127.0.0.1", "127.0.0.2", "::1"])
 async def test_without_a_key_an_engine_listens_on_loopback_only(host, provider):
     """Neither its control port nor an endpoint of a rail, which appears with a connection."""

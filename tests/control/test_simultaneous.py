@@ -80,6 +80,7 @@ async def test_two_at_once(provider, way, way_back):
 
 
 @each_provider
+@pytest.mark.verbs_once("way", "way_back")
 @pytest.mark.parametrize(("way", "way_back"), WAYS)
 async def test_five_at_once(provider, way, way_back):
     """Ten pairs, twenty attempts."""

@@ -58,6 +58,7 @@ async def test_slices_are_bytes_and_nest(provider):
 
 
 @each_provider
+@pytest.mark.verbs_once("kind")
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 async def test_a_descriptor_travels_by_message(provider, kind):
     """As bytes, of a whole region and of a slice; the slice's descriptor says nothing about the rest."""

@@ -78,6 +78,7 @@ LENDERS = {
 
 
 @each_provider
+@pytest.mark.verbs_once("kind")
 @pytest.mark.parametrize("kind", LENDERS)
 async def test_memory_of_every_kind_is_sent_and_filled(provider, kind):
     make, writable = LENDERS[kind]
@@ -104,6 +105,7 @@ async def test_torch_if_present():
 
 
 @each_provider
+@pytest.mark.verbs_once("make", "says")
 @pytest.mark.parametrize(
     ("make", "says"),
     [

@@ -66,6 +66,7 @@ async def still_served(provider: str, held: Child) -> AsyncIterator[tuple[aiote.
 
 
 @real_provider
+@pytest.mark.verbs_once("side")
 @pytest.mark.parametrize("side", SIDES)
 async def test_idle(provider, side, child):
     held = child()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from cables import opened, pour
+from cables import ONCE, opened, pour
 
 pytestmark = [
     pytest.mark.libfabric,
@@ -28,11 +28,10 @@ DISTURBANCES = {
 async def test_a_rail_that_is_disturbed(network, processes, netem):
     """Whatever a wire does to packets: everything arrives and is counted once, with the other rail's help."""
     async with opened(network, processes, rails=2) as (network, near, far):
-        await pour(near, far, 1)
+        await pour(near, far, 1, ONCE)
         await network.disturb(network.cables[2], *netem)
         try:
-            await pour(near, far, 2)
-            await pour(near, far, 3)
+            await pour(near, far, 2, 2 * ONCE)
         finally:
             await network.limit(network.cables[2], 0)
-        await pour(near, far, 4)
+        await pour(near, far, 3, ONCE)

@@ -10,10 +10,11 @@ import pytest
 
 import aiote
 from engines import PATIENCE_S, each_progress, opened, real_provider, until
+from machine import SLOWER
 
 pytestmark = pytest.mark.libfabric
 
-BIG = 16 << 20
+BIG = 16 << 20 if SLOWER == 1 else 4 << 20
 NEVER_S = 1000.0
 """A heartbeat limit that no test waits for: what ends sooner did not end by it."""
 SOON = {"drain_timeout": 0.2, "heartbeat_limit": NEVER_S}

@@ -17,11 +17,12 @@ import pytest
 import aiote
 from children import Child
 from engines import opened, real_provider, served_on, until
+from machine import SLOWER
 from mix import ECHOED, Mix
 
 pytestmark = pytest.mark.libfabric
 
-ROUNDS = int(os.environ.get("RANDOM_POINTS_ROUNDS", "10"))
+ROUNDS = int(os.environ.get("RANDOM_POINTS_ROUNDS", "10" if SLOWER == 1 else "5"))
 ALL_S = 100
 """What all rounds of a test may take."""
 SIZE = 1 << 18

@@ -14,7 +14,8 @@ from namespaces import Network, end_of
 
 SIZE = 8 << 20
 PIECE = 1 << 18
-WRITES = 96
+ONCE = SIZE // PIECE
+WRITES = 3 * ONCE
 RAILS = 3
 CONFIG = {
     "cluster_key": b"a secret of sixteen",
@@ -36,10 +37,10 @@ async def opened(network: Network, processes: tuple[Child, Child], rails: int = 
         yield network, *processes
 
 
-async def pour(near: Child, far: Child, imm: int) -> None:
+async def pour(near: Child, far: Child, imm: int, writes: int = WRITES) -> None:
     """Write everything, and see that it is there and was counted exactly."""
-    near.tell("pour", descriptor=far.descriptor.hex(), imm=imm, size=PIECE, count=WRITES, window=8)
-    far.tell("poured", imm=imm, count=WRITES)
+    near.tell("pour", descriptor=far.descriptor.hex(), imm=imm, size=PIECE, count=writes, window=8)
+    far.tell("poured", imm=imm, count=writes)
     there = await far.answer()
     sent = await near.answer()
     assert there == {"digest": sent["digest"], "left": 0}

@@ -13,6 +13,9 @@ from aiote.rails.ports import read_ports
 from engines import PATIENCE_S
 from traffic import FAST
 
+SOONER = {"heartbeat_interval": 0.5, "heartbeat_limit": 3.0}
+"""For those who wait until a peer is given up."""
+
 
 def nics() -> int:
     """Return how many NICs with an RDMA device there are."""

@@ -35,10 +35,11 @@ def noise(count: int, seed: int) -> np.ndarray:
 class Traffic:
     """Writes, pages, immediates and messages from left to right, reads from right to left; all different each seed."""
 
-    def __init__(self, left: aiote.Engine, right: aiote.Engine, seed: int) -> None:
+    def __init__(self, left: aiote.Engine, right: aiote.Engine, seed: int, writes: int = WRITES) -> None:
         self.left, self.right = left, right
-        self.sent, self.got = noise(WRITES, seed), np.zeros((WRITES, SIZE), np.uint8)
-        self.back = np.zeros((WRITES // 4, SIZE), np.uint8)
+        self.writes = writes
+        self.sent, self.got = noise(writes, seed), np.zeros((writes, SIZE), np.uint8)
+        self.back = np.zeros((writes // 4, SIZE), np.uint8)
         self.source = left.register(self.sent.reshape(-1))
         self.target = across(left, right, self.got.reshape(-1))
         self.there = right.attach(self.source.descriptor)
@@ -49,9 +50,9 @@ class Traffic:
         return region[i * SIZE : (i + 1) * SIZE]
 
     async def write(self) -> None:
-        half = WRITES // 2
+        half = self.writes // 2
         pages = [
-            aiote.Pages(region, range(half * 50, WRITES * 50), SIZE // 50) for region in (self.source, self.target)
+            aiote.Pages(region, range(half * 50, self.writes * 50), SIZE // 50) for region in (self.source, self.target)
         ]
         transfers = [
             self.left.submit_write_imm(self.part(self.source, i), self.part(self.target, i), IMM) for i in range(half)
@@ -62,7 +63,7 @@ class Traffic:
             await transfer
 
     async def read(self) -> None:
-        for i in range(WRITES // 4):
+        for i in range(self.writes // 4):
             await self.right.read(self.part(self.there, i), self.part(self.local, i))
 
     async def send(self) -> None:
@@ -77,12 +78,12 @@ class Traffic:
         await asyncio.gather(self.write(), self.read(), self.send(), self.receive(), self.count())
 
     async def count(self) -> None:
-        await self.right.counter(IMM).wait(WRITES // 2 + WRITES // 2 * 50 + 50)
+        await self.right.counter(IMM).wait(self.writes // 2 + self.writes // 2 * 50 + 50)
         # At the count all bytes are there, whichever rail they came by.
         assert np.array_equal(self.got, self.sent)
 
     def check(self) -> None:
         assert self.right.counter(IMM).value == 0
         assert np.array_equal(self.got, self.sent)
-        assert np.array_equal(self.back, self.sent[: WRITES // 4])
+        assert np.array_equal(self.back, self.sent[: self.writes // 4])
         assert sorted(self.messages, key=int) == [b"%d" % number for number in range(MESSAGES)]

@@ -11,7 +11,7 @@ import aiote
 from aiote.rails import fabric
 from engines import PATIENCE_S, across, opened, until
 from idleness import assert_idle
-from switch import nics, over_switch
+from switch import SOONER, nics, over_switch
 
 pytestmark = [
     pytest.mark.needs_rdma,
@@ -61,7 +61,7 @@ async def test_defect_5_a_malformed_address_is_refused_and_harms_nobody(spoil, m
 
 async def test_defect_6_failed_completions_are_told_apart_without_their_undefined_fields(switch):
     """A write, a read, pages and a message fail at once: each hears of its own end, and every count is right."""
-    async with over_switch(1) as (left, right, _):
+    async with over_switch(1, **SOONER) as (left, right, _):
         memory = bytearray(1 << 18)
         source, target = left.register(bytes(1 << 18)), across(left, right, memory)
         here = left.register(bytearray(1 << 18))

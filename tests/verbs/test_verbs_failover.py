@@ -8,7 +8,7 @@ import pytest
 
 import aiote
 from engines import across, until
-from switch import over_switch
+from switch import SOONER, over_switch
 from traffic import IMM, Traffic
 
 pytestmark = [
@@ -58,7 +58,7 @@ async def test_the_only_cable_is_pulled_for_a_moment(switch):
 
 async def test_the_only_cable_stays_away(switch):
     """What was under way ends with an error that says so, within the limit."""
-    async with over_switch(1) as (left, right, events):
+    async with over_switch(1, **SOONER) as (left, right, events):
         source, target = left.register(bytes(8 << 20)), across(left, right, bytearray(8 << 20))
         switch.pull(0)
         transfers = [left.submit_write_imm(source, target, IMM) for _ in range(4)]
@@ -73,7 +73,7 @@ async def test_a_bad_cable(switch, need_four, netem):
     async with over_switch(2) as (left, right, _):
         switch.disturb(1, *netem)
         switch.disturb(3, *netem)
-        traffic = Traffic(left, right, 4)
+        traffic = Traffic(left, right, 4, writes=48)
         await traffic.run()
         traffic.check()
 
