@@ -27,7 +27,7 @@ cdef enum:
     # Bytes of one channel on their way at once: enough to fill any wire (a microsecond of 400 Gb/s is 50 KB), and so
     # few that a cancelled transfer has left the NIC within milliseconds, over tcp at 2 GiB/s too.
     WINDOW = 4 << 20
-    PACE = 16 << 20  # bytes posted within one call of the peer into its library (gates.pyx)
+    PACE = 1 << 20  # bytes posted within one call of the peer into its library (gates.pyx): it copies them meanwhile
     STRIPES_A_LANE = 4
     GATHER_BYTES = 1 << 18  # of parts in one message: what that costs beside its bytes is a tenth of them then
     GRAIN = 1 << 19  # bytes of a stripe that is cut beyond one for each rail
