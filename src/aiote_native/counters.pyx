@@ -136,7 +136,7 @@ cdef int arrive(Table* table, uint32_t word, uint32_t times, DoneList* done) noe
     cdef Counter* counter = table_get(table, word & ((1 << IMMEDIATE_BITS) - 1))
     if counter == NULL:
         return -ENOSPC
-    counter.units += times * (UNITS // ((word >> IMMEDIATE_BITS) + 1))
+    counter.units += <uint64_t> times * (UNITS // ((word >> IMMEDIATE_BITS) + 1))
     settle(counter, done)
     drop_if_empty(table, counter)
     return 0

@@ -14,7 +14,8 @@ generation of its slot, even while it is open, so that a slot in new use opens n
 
 The same word paces a flood: one call into shm goes on for as long as its queue is not empty, and what it completes
 lets the poster post more, so one fast enough would hold the target's event loop for good. Hence no more than a window
-is posted within one call of the peer's, which its epoch tells from the next.
+is posted within one call of the peer's, which its epoch tells from the next; or one piece, where that is larger. What
+was posted before the call is copied in it as well.
 """
 
 from libc.errno cimport ENOTCONN

@@ -13,7 +13,7 @@ from libc.string cimport memset
 
 import array
 
-from aiote_native.structs cimport Span
+from aiote_native.structs cimport MAX_SPANS, Span
 
 
 cdef inline uint64_t index_of(const int64_t* index, uint64_t part) noexcept nogil:
@@ -23,7 +23,7 @@ cdef inline uint64_t index_of(const int64_t* index, uint64_t part) noexcept nogi
 cdef inline bint gathers(const Op* op, const Channel* channel) noexcept nogil:
     """Whether each part is one stripe, of bytes that lie somewhere."""
     return (op.parts > 1 and op.cut.head_count + op.cut.tail_count == 1 and op.part_bytes > 0
-            and op.part_bytes >= channel.gathers_from and op.local_address != 0 and op.remote_base != NULL)
+            and op.local_address != 0 and op.remote_base != NULL)
 
 
 cdef void gather(const Op* op, const Channel* channel, uint64_t most, uint64_t bytes_most, Post* args) noexcept nogil:
@@ -31,6 +31,7 @@ cdef void gather(const Op* op, const Channel* channel, uint64_t most, uint64_t b
     cdef uint64_t size = op.part_bytes
     cdef uint64_t local, remote
     cdef uint64_t at = op.part + 1
+    cdef int spans = channel.spans if size >= channel.gathers_from else 1
     cdef Span last
     if not gathers(op, channel):
         return
@@ -43,7 +44,7 @@ cdef void gather(const Op* op, const Channel* channel, uint64_t most, uint64_t b
                   + index_of(op.remote_index, at) * op.remote_stride)
         if <uint64_t> last.local + last.length == local and last.remote + last.length == remote:
             last.length += size
-        elif args.more_spans + 1 < channel.spans:
+        elif args.more_spans + 1 < spans:
             args.more_spans += 1
             last.local = <uint8_t*> local
             last.remote = remote
@@ -63,6 +64,7 @@ def plan(uint64_t page, list local, list remote, int spans, uint64_t most, uint6
     """Return the spans (local, remote, length) of each work request for pages at these places, as `gather` has them.
 
     The places are in bytes; a request takes up to `most` pages, and beyond its first one up to `bytes_most` bytes.
+    Raises ValueError for lists of different lengths, and for more spans than there may be.
     """
     cdef uint64_t count = len(local)
     cdef array.array local_index = array.array("q", local)
@@ -72,6 +74,8 @@ def plan(uint64_t page, list local, list remote, int spans, uint64_t most, uint6
     cdef Post args
     cdef Op op
     cdef int i
+    if len(remote) != count or not 1 <= spans <= MAX_SPANS:
+        raise ValueError(f"{count} and {len(remote)} places, {spans} spans of at most {MAX_SPANS}")
     memset(&channel, 0, sizeof(channel))
     memset(&op, 0, sizeof(op))
     channel.spans = spans

@@ -1,7 +1,7 @@
 """Transfers: cut in stripes, posted, retried and ended without the GIL.
 
 A transfer is `parts` parts of equal length (one for a plain write, one a page for paged ones), each cut alike. It
-moves through the queue of its peer: at most TURN work requests a turn, then the next transfer of that peer has its
+moves through the queue of its peer: about TURN parts or stripes a turn, then the next transfer of that peer has its
 turn, so a small write never waits behind a million pages. A refused post (-EAGAIN: queue full, still connecting) is
 tried on the peer's other channels, then left for the next round. A transfer that failed or was cancelled posts
 nothing more and is over when the last of its work requests is: not before, because until then a NIC may use the
@@ -11,7 +11,7 @@ The caller holds the engine's lock. The plain Python reference of the cut is `ai
 """
 
 from libc.errno cimport EAGAIN, EBUSY
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from aiote_native.counters cimport done_push
 from aiote_native.doorbell cimport ring
@@ -22,7 +22,8 @@ from aiote_native.schedule cimport STREAK_BYTES, begin_measure, choose, usable
 from aiote_native.structs cimport BROKEN, ECANCELED, MAX_STRIPES, PIECE, PLAIN, Queue, RESENT
 
 cdef enum:
-    # Work requests of one transfer before the next one's turn; TransferEngine found that more lowers EFA's packet rate.
+    # Parts or stripes of one transfer before the next one's turn, and parts in one work request; TransferEngine found
+    # that more work requests lower EFA's packet rate.
     TURN = 32
     # Bytes of one channel on their way at once: enough to fill any wire (a microsecond of 400 Gb/s is 50 KB), and so
     # few that a cancelled transfer has left the NIC within milliseconds, over tcp at 2 GiB/s too.
@@ -312,21 +313,22 @@ cdef bint advance(Op* op, uint64_t parts) noexcept nogil:
     return op.part < op.parts
 
 
-cdef uint64_t gathered_most(const PeerState* peer, const Channel* channel) noexcept nogil:
+cdef uint64_t gathered_most(const PeerState* peer, const Channel* channel, const Op* op) noexcept nogil:
     """Return how many bytes of several parts may go in one work request of a channel now."""
-    cdef uint64_t most = WINDOW - channel.in_flight
-    if peer.in_turn:
+    cdef uint64_t most = GATHER_BYTES
+    if peer.in_turn or channel.in_flight >= WINDOW:
         return 0
+    # Where there are others, no more than is left of what one choice of a channel is good for.
+    if peer.channel_count > 1:
+        most = STREAK_BYTES + op.stripe_bytes
+        most = most - peer.streak_bytes if peer.streak_bytes < most else 0
     if most > channel.largest:
         most = channel.largest
-    # Where there are others, no more than one choice of a channel is good for.
-    if peer.channel_count > 1:
-        return most if most < STREAK_BYTES else STREAK_BYTES
-    return most if most < GATHER_BYTES else GATHER_BYTES
+    return most if most < WINDOW - channel.in_flight else WINDOW - channel.in_flight
 
 
-cdef int post_next(State* state, PeerState* peer, Op* op, uint64_t most, uint64_t* parts) noexcept nogil:
-    """Post the next stripe, or up to `most` parts in one, on the channel that will have carried it first.
+cdef int post_next(State* state, PeerState* peer, Op* op, uint64_t* parts) noexcept nogil:
+    """Post the next stripe, or several parts in one, on the channel that will have carried it first.
 
     -EAGAIN: the provider refused, or a channel has just failed; -EBUSY: wait for completions.
     """
@@ -339,12 +341,12 @@ cdef int post_next(State* state, PeerState* peer, Op* op, uint64_t most, uint64_
         if channel == NULL:
             break
         describe_post(op, channel, &args)
-        if channel.in_flight and channel.in_flight + args.payload > WINDOW:
+        # What is for this channel alone only needs room to begin, or smaller ones would keep it waiting for good.
+        if channel.in_flight and channel.in_flight + (0 if op.pin >= 0 else args.payload) > WINDOW:
             # It will be first all the same: what is posted elsewhere now would be over later.
             return -EBUSY if code == -EBUSY else -EAGAIN
         if channel.spans > 1:
-            gather(op, channel, most, gathered_most(peer, channel), &args)
-            peer.streak_bytes += args.payload - op.stripe_bytes if args.parts > 1 else 0
+            gather(op, channel, TURN, gathered_most(peer, channel, op), &args)
         if gate_paced(channel, args.payload, PACE):
             code = -EAGAIN
         else:
@@ -355,6 +357,9 @@ cdef int post_next(State* state, PeerState* peer, Op* op, uint64_t most, uint64_
         if code != -EAGAIN:
             op.rail = channel.rail
             parts[0] = args.parts
+            if code == 0 and args.parts > 1:
+                peer.streak += <uint32_t> args.parts - 1
+                peer.streak_bytes += args.payload - op.stripe_bytes
             break
         refused |= <uint32_t> 1 << peer.choice
     peer.turn += 1
@@ -371,21 +376,21 @@ cdef int pump_op(State* state, PeerState* peer, Op* op) noexcept nogil:
 
 
 cdef int post_turn(State* state, PeerState* peer, Op* op) noexcept nogil:
-    cdef uint64_t budget = TURN
+    cdef int64_t budget = TURN
     cdef uint64_t parts = 1
     cdef int code
     if op.kind == PIECE and given_up(op):
         op_fail(state, op, -ECANCELED, -1)
         return 0
     while budget > 0:
-        code = post_next(state, peer, op, budget, &parts)
+        code = post_next(state, peer, op, &parts)
         if code == -EAGAIN or code == -EBUSY:
             return code
         if code != 0:
             op_fail(state, op, code, op.rail)
             return 0
         op.outstanding += 1
-        budget -= parts
+        budget -= <int64_t> parts
         if not advance(op, parts):
             unlink(state, peer, op)
             # After the plain stripes the transfer rests until they have arrived, unless there are no others to come.

@@ -441,7 +441,7 @@ cdef int progress_until(Progress* self, uint64_t deadline) noexcept nogil:
     cdef uint32_t rounds = 0
     while again and deadline and not news(self) and self.wanted == 0:
         rounds += 1
-        # Over shm a round may copy for a millisecond, and nothing but the clock tells.
+        # Over shm a round may copy for a third of a millisecond; of what is not counted nothing but the clock tells.
         if (self.bell != NULL or not rounds & CLOCK_MASK) and clock_ns() >= deadline:
             break
         again = progress_once(self)

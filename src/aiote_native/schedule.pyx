@@ -19,7 +19,7 @@ cdef enum:
     MEASURE_NS = 2_000_000
     MOST_COST = 1 << 34            # a KiB in 17 ms: a rail below 64 KiB/s counts as one of 64 KiB/s
     MOST_BYTES = 1 << 25           # so that no product leaves 64 bits, nor the sum of two with 8 ranks
-    # One choice holds for so many pages of one request: a look at eight rails costs as much as a page does otherwise.
+    # One choice holds for about so many pages of one request: a look at eight rails costs as much as a page otherwise.
     STREAK = 16
     MESSAGE_BYTES = 256            # what a message costs beside its bytes, so that those without any are spread, too
 

@@ -75,7 +75,9 @@ cdef struct Completion:
     uint32_t times         # so many immediates in one
     size_t length
 
-# post: 0, -EAGAIN (queue full or not connected yet: later), or another -errno: nothing was posted. flush (or NULL):
+# post: 0, -EAGAIN (queue full or not connected yet: later), or another -errno: nothing was posted. What an endpoint
+# says to take (`spans`) it posts whole: `more_spans`, and an immediate that counts for `parts`; of one that came `poll`
+# says so in `times`, 1 where nothing was gathered. flush (or NULL):
 # hands over what a kind keeps until the end of a turn; what comes of that `poll` tells. poll: number of
 # completions, or -errno. arm: 0 when it is safe to sleep on the descriptor, 1 when there is more to drain. cut: ends
 # the wire under the endpoint where that has to come before the close, so that what is under way ends by itself;
@@ -129,7 +131,7 @@ cdef struct Channel:
     uint64_t largest
     uint64_t least       # bytes that an immediate alone carries, from scratch to the peer's scratch
     int spans            # the most of one work request
-    uint64_t gathers_from  # bytes of a part, below which parts are not gathered
+    uint64_t gathers_from  # bytes of a part, below which only neighbours are gathered
     # the doorbell of the peer, for rails without a wait descriptor (doorbell.pxd)
     const uint32_t* peer_bell
     int peer_bell_fd

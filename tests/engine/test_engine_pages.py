@@ -51,19 +51,20 @@ async def test_pages_go_where_they_belong(provider, progress):
 
 
 @each_provider
-async def test_any_pages(provider):
+@pytest.mark.parametrize(("largest", "most"), [(1000, 3000), (1 << 21, 9000)], ids=["cut", "gathered"])
+async def test_any_pages(provider, largest, most):
     """Sizes, strides and offsets at random, of slices too, several requests in flight."""
     random = np.random.default_rng(3)
-    async with linked(provider, largest_message=1000) as (left, right):
+    async with linked(provider, largest_message=largest) as (left, right):
         for round_ in range(10):
             requests = []
             for imm in range(4):
-                page = int(random.integers(1, 3000))
+                page = int(random.integers(1, most))
                 count = int(random.integers(0, 30))
                 source, target = noise(100_000, round_), np.zeros(400_000, np.uint8)
                 src_stride, dst_stride = int(random.integers(0, 2 * page)), page + int(random.integers(0, 100))
-                most = (90_000 - page) // src_stride if src_stride else 1 << 40
-                src_index = random.integers(0, most, count)
+                places = (90_000 - page) // src_stride if src_stride else 1 << 40
+                src_index = random.integers(0, places, count)
                 dst_index = random.permutation((390_000 - page) // dst_stride)[:count]
                 src_index = src_index[: len(dst_index)]
                 src = aiote.Pages(left.register(source)[5:99_000], src_index, page, src_stride, 7)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+import anyio
 import numpy as np
 import pytest
 
 import aiote
 from aiote.rails import Fabric, numa
 from aiote.rails.topology import Place
-from engines import across, fabric, linked
+from engines import PATIENCE_S, across, fabric, linked
 
 pytestmark = pytest.mark.libfabric
 
@@ -59,6 +60,25 @@ async def test_pinned_ones_do_not_hold_up_the_others():
         ended = await used(left, left.write(source, remote))
         assert ended[1] > 0
         await asyncio.gather(*(transfer for transfer in pinned))
+
+
+async def test_small_writes_do_not_keep_a_large_pinned_one_waiting():
+    """They take its rail's room as soon as there is some, and it needs more than they do."""
+    async with linked("tcp", LOOPBACK) as (left, right):
+        source = left.register(np.ones(SIZE, np.uint8))
+        remote = across(left, right, np.zeros(SIZE, np.uint8))
+
+        async def stream() -> None:
+            while True:
+                await left.write(source[: 1 << 16], remote[: 1 << 16])
+
+        streams = [asyncio.ensure_future(stream()) for _ in range(200)]
+        await asyncio.sleep(0.05)
+        with anyio.fail_after(PATIENCE_S):
+            await left.write(source, remote, rail=0)
+        for one in streams:
+            one.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
 
 
 async def test_a_pinned_transfer_goes_on_when_its_rail_is_lost():

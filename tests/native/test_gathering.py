@@ -98,6 +98,11 @@ async def test_small_pages_over_shm_are_messages_of_their_own():
     """Up to 4 KiB go through shared memory there, which is faster than a system call for four of them."""
     async with linked("shm") as (left, right):
         assert await scattered(left, right, 4096) >= PAGES
+        source, target = left.register(bytes(PAGES * 4096)), across(left, right, bytearray(PAGES * 4096))
+        before = left.statistics().posted
+        await left.write_pages(*(aiote.Pages(region, range(PAGES), 4096) for region in (source, target)))
+        # Neighbours are one place all the same.
+        assert left.statistics().posted - before <= PAGES // 32 + 8
 
 
 def on_a_fabric(model: NicModel, **settings: object) -> int:
@@ -121,6 +126,12 @@ def test_as_many_as_a_rail_takes(spans):
 @pytest.mark.blocking_allowed("there is no loop whose clock runs on")
 def test_a_rail_in_its_turn_has_a_page():
     assert on_a_fabric(dataclasses.replace(UNRULY, spans=4), schedule="in-turn") >= PAGES
+
+
+@pytest.mark.parametrize(("remote", "spans"), [([0], 4), ([0, 4096], 5), ([0, 4096], 0)])
+def test_a_plan_that_cannot_be_is_refused(remote, spans):
+    with pytest.raises(ValueError, match="places"):
+        plan(4096, [0, 8192], remote, spans, 32, 1 << 18)
 
 
 @pytest.mark.parametrize("spans", [0, 5])

@@ -19,6 +19,7 @@ cdef struct FabricEndpoint:
     uint64_t send_flags
     bint waits
     bint cuts
+    bint counts  # its immediates have room for what they count for
     bytes_of_name name
     size_t name_length
     bytes_of_name peer_name

@@ -39,11 +39,11 @@ cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_lock(pthread_mutex_t*)
     int pthread_mutex_unlock(pthread_mutex_t*)
 
-# Every open endpoint without a wait descriptor, for finding twins; the lock is held while a twin is polled, posted to
-# or closed, by whichever engine.
 cdef enum:
     SHM_INJECTED = 4096  # up to so many bytes go through shared memory, without a system call for each
 
+# Every open endpoint without a wait descriptor, for finding twins; the lock is held while a twin is polled, posted to
+# or closed, by whichever engine.
 cdef FabricEndpoint* here = NULL
 cdef pthread_mutex_t here_lock
 pthread_mutex_init(&here_lock, NULL)
@@ -204,7 +204,7 @@ cdef int poll_one(FabricEndpoint* self, Completion* out, int capacity) noexcept 
         if entries[i].flags & FI_REMOTE_CQ_DATA:
             out[i].wr = NULL
             out[i].imm = <uint32_t> entries[i].data
-            out[i].times = 1 + <uint32_t> (entries[i].data >> 32 & 0xFF)
+            out[i].times = 1 + <uint32_t> (entries[i].data >> 32 & 0xFF) if self.counts else 1
         else:
             out[i].wr = <WorkRequest*> entries[i].op_context
     return <int> got
@@ -272,7 +272,11 @@ operations.release = release
 
 
 cdef int spans_of(const fi_info* info) noexcept:
-    """Return how many spans a write may have: more than one where an immediate has room for what it counts for."""
+    """Return how many spans a write may have: more than one where an immediate has room for what it counts for.
+
+    Of both limits the smaller counts: rxm has its own `rma_iov_limit`, and only its `iov_limit` is the core provider's.
+    efa says 4 for each and would emulate it; its immediates have 4 bytes.
+    """
     if info.domain_attr.cq_data_size < 8:
         return 1
     return <int> min(info.tx_attr.iov_limit, info.tx_attr.rma_iov_limit, MAX_SPANS)
@@ -302,6 +306,7 @@ cdef class Endpoint(NativeEndpoint):
         self.largest = device.info.ep_attr.max_msg_size
         self.depth = device.info.tx_attr.size
         self.spans = spans_of(device.info)
+        self.impl.counts = self.spans > 1
         self.gathers_from = 0 if waits else SHM_INJECTED + 1
         try:
             self.mark = b"fi_shm://" + mark.encode()
