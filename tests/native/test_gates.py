@@ -18,7 +18,8 @@ TCP = next(kind for kind in KINDS if kind.provider == "tcp")
 GATES, BUSY = 64 + 4 * 1000, 64 + 8 * 1000
 PAGE = 64 + 12 * 1000
 SIZE = 1 << 20
-WINDOW = 16 << 20
+PACE = 1 << 20
+PIECE = PACE // 16
 WITHIN = (4711).to_bytes(4, "little")  # an odd epoch
 
 
@@ -99,20 +100,20 @@ def test_a_peer_with_a_shut_gate_is_not_polled(rails):
         assert not operation.is_over
 
 
-def test_no_more_than_a_window_is_posted_within_one_call_of_the_peers(rails):
+def test_no_more_than_the_pace_is_posted_within_one_call_of_the_peers(rails):
     """Its epoch is put back after each of its calls, as if they were one that the poster keeps going."""
     pair = Pair.of(rails)
-    source, target = pair.a.register(filled(4 * WINDOW)), pair.b.register(4 * WINDOW)
-    places = range(0, 4 * WINDOW, SIZE)
+    source, target = pair.a.register(filled(4 * PACE)), pair.b.register(4 * PACE)
+    places = range(0, 4 * PACE, PIECE)
     with mmap.mmap(pair.b.core.doorbell.memory_fd, PAGE) as page:
         at = BUSY + 4 * taken(pair.b.core.doorbell)
         page[at : at + 4] = WITHIN
-        writes = [pair.a.write(pair.ab, source, target.remote, SIZE, at=(place, place)) for place in places]
+        writes = [pair.a.write(pair.ab, source, target.remote, PIECE, at=(place, place)) for place in places]
         for _ in range(2000):
             pair.b.turn(True)
             page[at : at + 4] = WITHIN
             pair.a.turn(True)
-        assert sum(write.is_over for write in writes) == WINDOW // SIZE
+        assert sum(write.is_over for write in writes) == PACE // PIECE
         page[at : at + 4] = bytes(4)  # it has left that call
     rails.finish(*writes)
     assert (target.array == source.array).all()
