@@ -18,7 +18,7 @@ TAIL_BYTES = 24
 
 
 async def main(provider: str, pause: float) -> None:
-    open_engine = functools.partial(opened, provider, heartbeat_interval=0.1, heartbeat_limit=1.0)
+    open_engine = functools.partial(opened, provider, heartbeat_interval=0.1, heartbeat_limit=2.0)
     async with prefill_rank(open_engine, SMALL, tail_bytes=TAIL_BYTES) as rank, anyio.create_task_group() as group:
         group.start_soon(functools.partial(rank.serve, pause=pause))
         print(rank.engine.address, flush=True)

@@ -21,6 +21,8 @@ __all__ = ["SPIN_US", "main", "run_on"]
 SPIN_US = {"spin": 1_000_000, "event": 0}
 """What the modes mean for an engine; without a mode it is the default of its configuration."""
 MESSAGE_BYTES = 65536
+HEARTBEAT_LIMIT_S = 30.0
+"""Filling and comparing a quarter of a gigabyte holds the loop, for seconds where others use the processors."""
 
 
 def say(answer: dict[str, Any]) -> None:
@@ -36,6 +38,7 @@ def settings(arguments: argparse.Namespace) -> aiote.EngineConfig:
         message_bytes=MESSAGE_BYTES,
         host=arguments.host,
         library=arguments.library,
+        heartbeat_limit=HEARTBEAT_LIMIT_S,
     )
 
 
