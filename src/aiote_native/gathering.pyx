@@ -20,7 +20,7 @@ cdef inline uint64_t index_of(const int64_t* index, uint64_t part) noexcept nogi
     return part if index == NULL else <uint64_t> index[part]
 
 
-cdef inline bint gathers(const Op* op, const Channel* channel) noexcept nogil:
+cdef inline bint gathers(const Op* op) noexcept nogil:
     """Whether each part is one stripe, of bytes that lie somewhere."""
     return (op.parts > 1 and op.cut.head_count + op.cut.tail_count == 1 and op.part_bytes > 0
             and op.local_address != 0 and op.remote_base != NULL)
@@ -33,7 +33,7 @@ cdef void gather(const Op* op, const Channel* channel, uint64_t most, uint64_t b
     cdef uint64_t at = op.part + 1
     cdef int spans = channel.spans if size >= channel.gathers_from else 1
     cdef Span last
-    if not gathers(op, channel):
+    if not gathers(op):
         return
     last.local = <uint8_t*> args.local
     last.remote = args.remote

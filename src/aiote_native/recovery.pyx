@@ -287,13 +287,7 @@ cdef int redo(State* state, Channel* channel, WorkRequest* wr, Recovery* recover
 
 cdef void describe_piece(Piece* piece, Op* origin, WorkRequest* wr, Channel* channel) noexcept nogil:
     """Make an uncounted transfer of a lost stripe, or of the parts that were gathered, in their place in their own."""
-    cdef Op place = origin[0]
     cdef Op* op = &piece.op
-    cdef Post args
-    place.part = wr.part
-    place.stripe = wr.stripe
-    place.phase = wr.phase
-    describe_post(&place, channel, &args)
     op.kind = PIECE
     op.opcode = origin.opcode
     op.rail = -1
@@ -303,25 +297,34 @@ cdef void describe_piece(Piece* piece, Op* origin, WorkRequest* wr, Channel* cha
     op.part_bytes = op.stripe_bytes = op.cut.head_bytes = wr.length // wr.parts
     op.ranks = origin.ranks
     op.cut.head_count = 1
-    if wr.parts > 1:
-        place_parts(op, origin, wr.part)
-    elif wr.length:
-        op.local_address = <uint64_t> args.local
+    if wr.length:
         op.local_desc = origin.local_desc
         op.remote_base = origin.remote_base
         op.remote_key = origin.remote_key
-        op.remote_offset = args.remote - origin.remote_base[channel.remote_rail]
+        if wr.parts > 1:
+            place_parts(op, origin, wr.part)
+        else:
+            place_stripe(op, origin, wr, channel)
     piece.origin = origin
     piece.length = wr.length
+
+
+cdef void place_stripe(Op* op, const Op* origin, const WorkRequest* wr, Channel* channel) noexcept nogil:
+    """Have the one part of a transfer lie where a lost stripe of another does."""
+    cdef Op place = origin[0]
+    cdef Post args
+    place.part = wr.part
+    place.stripe = wr.stripe
+    place.phase = wr.phase
+    describe_post(&place, channel, &args)
+    op.local_address = <uint64_t> args.local
+    op.remote_offset = args.remote - origin.remote_base[channel.remote_rail]
 
 
 cdef void place_parts(Op* op, const Op* origin, uint64_t first) noexcept nogil:
     """Have the parts of a transfer lie where those of another do, from its part `first` on."""
     op.local_address = origin.local_address
     op.local_stride = origin.local_stride
-    op.local_desc = origin.local_desc
-    op.remote_base = origin.remote_base
-    op.remote_key = origin.remote_key
     op.remote_offset = origin.remote_offset
     op.remote_stride = origin.remote_stride
     if origin.local_index == NULL:

@@ -1,9 +1,9 @@
 """What becomes of the posts of a dead channel: rewritten, posted again, or known to have arrived.
 
 A *post* is one work request: a stripe of a write, a read, an immediate alone, a message. (Natively one may be for
-several pages; it then stands for as many posts, which have the same fate.) A *work* is what waits for
-posts, a transfer. A post is *settled* when it was confirmed, when it was never posted and its work is cancelled, or
-when the recovery that took it over is over. A work is over when all its posts are settled.
+several pages; it then stands for as many posts, which have the same fate.) A *work* is what waits for posts, a
+transfer. A post is *settled* when it was confirmed, when it was never posted and its work is cancelled, or when the
+recovery that took it over is over. A work is over when all its posts are settled.
 
 `take_over` gets the unconfirmed posts of a channel that is shut on both sides, with the ledger's confirmed words and
 what the other side says arrived. Never before: an old byte could land after the work was over.
