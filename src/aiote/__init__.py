@@ -24,7 +24,7 @@ from .leases import Lease
 from .observe import EngineStatistics, Event
 from .opening import open_engine
 from .peer import Peer
-from .rails import RailInfo
+from .rails import Flight, RailInfo
 from .region import Pages, Region, RemoteRegion
 from .transfer import Transfer
 
@@ -40,6 +40,7 @@ __all__ = [
     "EngineStatistics",
     "Event",
     "FabricError",
+    "Flight",
     "Lease",
     "LeaseRevokedError",
     "Message",

@@ -24,7 +24,7 @@ from .lifetime import Lifetime
 from .observe import EngineStatistics, Event, Events
 from .peer import Peer
 from .railevents import RailEvents
-from .rails import Fabric, PeerLink, RailInfo, acquire, error_text, quick, quick_send
+from .rails import Fabric, PeerLink, RailInfo, acquire, error_text, quick, quick_pages, quick_send
 from .region import Pages, Region, RegionBook, RemoteRegion
 from .transfer import Launch, Transfer
 from .watching import Changes, watch
@@ -157,14 +157,7 @@ class Engine(Connections):
         Nothing is connected before the first use.
         """
         self.require_open()
-        described = RegionDescriptor.from_bytes(descriptor)
-        if described.owner.identity == self.address.identity:
-            raise UsageError(
-                "attach: the descriptor is of this very engine; its own memory is copied without an engine"
-            )
-        if described.lease and described.holder != self.address.identity:
-            raise UsageError("attach: the lease was granted to another engine, which alone may use it")
-        return RemoteRegion.described(described)
+        return RemoteRegion.attached(RegionDescriptor.from_bytes(descriptor), self.address.identity)
 
     async def _wait_idle(self, memory: LocalMemory) -> None:
         await self.leases.revoke_all(memory)
@@ -261,7 +254,9 @@ class Engine(Connections):
         self, src: Pages, dst: Pages, imm: int | None = None, *, rail: str | int | None = None
     ) -> Transfer:
         """Start paged writes, page i of `src` to page i of `dst`; with `imm` each page counts 1 at the receiver."""
-        return submit.submit_pages(self, src, dst, imm, rail=rail)
+        return quick_pages(self.core, Transfer, src, dst, imm, rail) or submit.submit_pages(
+            self, src, dst, imm, rail=rail
+        )
 
     async def write_pages(
         self, src: Pages, dst: Pages, imm: int | None = None, *, rail: str | int | None = None
@@ -269,7 +264,10 @@ class Engine(Connections):
         """Write page i of `src` to page i of `dst` for all i, one request and one await for all; an empty list is over
         at once.
         """
-        await submit.submit_pages(self, src, dst, imm, waits=True, rail=rail)
+        await (
+            quick_pages(self.core, Transfer, src, dst, imm, rail)
+            or submit.submit_pages(self, src, dst, imm, waits=True, rail=rail)
+        )
 
     # Many peers at once.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from .core.address import Address
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from .aio import Waiter
     from .engine import Engine
     from .peer import Peer
-    from .rails import Operation, PeerLink
+    from .rails import Flight, Operation, PeerLink
 
 __all__ = ["GroupTransfer", "PeerGroup", "ScatterTarget", "submit_scatter"]
 
@@ -150,7 +151,7 @@ def submit_scatter(
     items = list(targets)
     parts = Targets(len(items))
     peers: list[Peer] = []
-    leases: list[tuple[Peer, int]] = []
+    leases: dict[tuple[Peer, int], None] = {}
     for position, item in enumerate(items):
         try:
             src, dst = item
@@ -158,7 +159,7 @@ def submit_scatter(
             raise UsageError(f"scatter: target {position} is {item!r}, expected ScatterTarget(src, dst)") from None
         peers.append(_add(engine, group, parts, position, src, dst))
         if isinstance(dst, RemoteRegion) and dst.lease:
-            leases.append((peers[-1], dst.lease))
+            leases[peers[-1], dst.lease] = None
     transfer = GroupTransfer(group, peers, f"scatter to {len(items)} targets")
     for peer in dict.fromkeys(peers):
         if not peer.take_room():
@@ -166,12 +167,11 @@ def submit_scatter(
                 f"{transfer.description}: {engine.max_transfers} transfers toward peer {peer.address} are "
                 "unfinished; await engine.room(peer), or raise config.max_transfers"
             )
-    _take_leases(transfer, leases)
+    held = _take_leases(transfer, leases)
     try:
         scatter(engine.core, transfer, parts, value)
     except (ValueError, RuntimeError) as error:
-        for peer, lease in leases:
-            peer.leases.end(transfer, lease)
+        _leave(held, transfer)
         raise UsageError(f"{transfer.description}: {error}") from error
     return transfer
 
@@ -210,19 +210,22 @@ def _link(peer: Peer) -> PeerLink:
     return peer.link
 
 
-def _take_leases(transfer: GroupTransfer, leases: list[tuple[Peer, int]]) -> None:
+def _take_leases(transfer: GroupTransfer, leases: Iterable[tuple[Peer, int]]) -> list[Flight]:
     """Take note of the transfer with every lease that it goes through. Raises TransferError where one is void."""
-    for taken, (peer, lease) in enumerate(leases):
-        if not peer.leases.begin(transfer, lease):
-            for other, number in leases[:taken]:
-                other.leases.end(transfer, number)
+    held: list[Flight] = []
+    for peer, lease in leases:
+        flight = peer.leases.flight(lease)
+        if flight is None:
+            _leave(held, transfer)
             cause = LeaseRevokedError(str(peer.address), f"it has revoked lease {lease}, which a target was of")
             raise TransferError(transfer, cause, f"{transfer.description} failed, nothing was posted: {cause}")
+        flight.enter(transfer)
+        held.append(flight)
+    if held:
+        transfer.on_over = partial(_leave, held)
+    return held
 
-    if leases:
 
-        def over(transfer: GroupTransfer) -> None:
-            for peer, lease in leases:
-                peer.leases.end(transfer, lease)
-
-        transfer.on_over = over
+def _leave(held: Iterable[Flight], transfer: GroupTransfer) -> None:
+    for flight in held:
+        flight.drop(transfer)

@@ -3,50 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import partial
 
 from .core.leases import Revocations
-
-if TYPE_CHECKING:
-    from .transfer import Transfer
+from .rails import Flight
 
 __all__ = ["HeldLeases"]
 
 
 class HeldLeases:
-    """The leases that one peer granted to us: which are void, and what is under way through the others."""
+    """The leases that one peer granted to us: which are void, and what is under way through each.
+
+    Of every lease that was used there is one flight until it is void, so that requests may start through it without
+    asking here.
+    """
 
     def __init__(self) -> None:
         self._void = Revocations()
-        self._under_way: dict[int, set[Transfer]] = {}
-        self._idle: dict[int, Callable[[], object]] = {}
+        self._flights: dict[int, Flight] = {}
+        self._answers: dict[int, Callable[[], object]] = {}
 
-    def begin(self, transfer: Transfer, lease: int) -> bool:
-        """Take note of a transfer that starts; False where the lease is void."""
+    def flight(self, lease: int) -> Flight | None:
+        """Return what is under way through a lease; None where it is void."""
         if lease in self._void:
-            return False
-        self._under_way.setdefault(lease, set()).add(transfer)
-        return True
-
-    def end(self, transfer: Transfer, lease: int) -> None:
-        """Take note that a transfer is over."""
-        transfers = self._under_way.get(lease)
-        if transfers is None:
-            return
-        transfers.discard(transfer)
-        if not transfers:
-            del self._under_way[lease]
-            answer = self._idle.pop(lease, None)
-            if answer is not None:
-                answer()
+            return None
+        found = self._flights.get(lease)
+        if found is None:
+            found = self._flights[lease] = Flight()
+        return found
 
     def revoke(self, low: int, high: int, lease: int, answer: Callable[[], object]) -> None:
         """Void a range of leases and cancel what is under way through them; answer when `lease` has nothing left."""
         self._void.add(low, high)
-        if lease in self._under_way:
-            self._idle[lease] = answer
+        if self._flights.get(lease):
+            self._answers[lease] = answer
         elif lease:
             answer()
-        for number in [number for number in self._under_way if number in self._void]:
-            for transfer in tuple(self._under_way.get(number, ())):
+        for number in [number for number in self._flights if number in self._void]:
+            flight = self._flights[number]
+            flight.shut, flight.changed = True, partial(self._ended, number, flight)
+            for transfer in flight:
                 transfer.revoke()
+            self._ended(number, flight)
+
+    def _ended(self, number: int, flight: Flight, _failed: object = None) -> None:
+        """Forget a void lease, and answer, once nothing is under way through it."""
+        if not flight and self._flights.get(number) is flight:
+            del self._flights[number]
+            answer = self._answers.pop(number, None)
+            if answer is not None:
+                answer()

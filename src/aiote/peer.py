@@ -125,9 +125,13 @@ class Peer:
 
     def _begin(self, transfer: Transfer, link: PeerLink | None) -> None:
         """Start a transfer over a link that has room for it, or put it in line; its lease may be void."""
-        if transfer.lease and not self.leases.begin(transfer, transfer.lease):
-            transfer.revoke()
-        elif link is not None:
+        if transfer.lease:
+            flight = self.leases.flight(transfer.lease)
+            if flight is None:
+                transfer.revoke()
+                return
+            transfer.hold(flight)
+        if link is not None:
             self.start(transfer, link)
         else:
             self._line.add(transfer)
@@ -165,13 +169,7 @@ class Peer:
 
     def transfer_refused(self, transfer: Transfer) -> None:
         """Take note that a transfer has ended without the native core."""
-        if transfer.lease:
-            self.leases.end(transfer, transfer.lease)
         self._line.remove(transfer)
-
-    def lease_over(self, transfer: Transfer) -> None:
-        """Take note that a transfer through a lease is over."""
-        self.leases.end(transfer, transfer.lease)
 
     def cancel_transfer(self, transfer: Operation) -> None:
         """Have a transfer end: nothing more is posted, what was posted drains."""

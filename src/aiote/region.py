@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .core.descriptor import RailKey, RegionDescriptor
 from .errors import ClosedError, UsageError
-from .rails import LocalSlice, PageIndex, RemoteMemory, RemoteSlice
+from .rails import LocalSlice, PageIndex, PageSet, RemoteMemory, RemoteSlice
 
 if TYPE_CHECKING:
     from .core.address import Address
@@ -143,10 +143,18 @@ class RemoteRegion(RemoteSlice):
         self._descriptor = descriptor
 
     @classmethod
-    def described(cls, descriptor: RegionDescriptor) -> RemoteRegion:
-        """Make one of what its owner says of it."""
+    def attached(cls, descriptor: RegionDescriptor, identity: bytes) -> RemoteRegion:
+        """Make one of what its owner says of it, for the engine of an identity. Raises UsageError for that one's own
+        memory, and for what was lent to another.
+        """
+        if descriptor.owner.identity == identity:
+            raise UsageError(
+                "attach: the descriptor is of this very engine; its own memory is copied without an engine"
+            )
+        if descriptor.lease and descriptor.holder != identity:
+            raise UsageError("attach: the lease was granted to another engine, which alone may use it")
         keys = [(item.key, item.base) for item in descriptor.keys]
-        memory = RemoteMemory(descriptor.length, descriptor.writable, keys)
+        memory = RemoteMemory(descriptor.length, descriptor.writable, keys, descriptor.lease)
         return cls(memory, 0, descriptor.length, descriptor)
 
     @property
@@ -175,7 +183,7 @@ class RemoteRegion(RemoteSlice):
         return f"<RemoteRegion {self.nbytes} bytes of {self.owner}>"
 
 
-class Pages:
+class Pages(PageSet):
     """Pages of a region: page i is the `page_bytes` bytes from `offset + indices[i] * stride`.
 
     `region` is a Region or a RemoteRegion (or a slice: offsets count from its start); `stride` is `page_bytes`
@@ -183,37 +191,48 @@ class Pages:
     Raises UsageError that names the first bad page.
     """
 
-    __slots__ = ("index", "offset", "page_bytes", "region", "stride")
+    __slots__ = ()
 
     def __init__(
         self, region: Region | RemoteRegion, indices: Any, page_bytes: int, stride: int | None = None, offset: int = 0
     ) -> None:
         if not isinstance(region, (Region, RemoteRegion)):
             raise UsageError(f"Pages: region must be a Region or a RemoteRegion, got {type(region).__name__}")
-        self.region = region
-        self.page_bytes = _integer("page_bytes", page_bytes)
-        self.stride = self.page_bytes if stride is None else _integer("stride", stride)
-        self.offset = _integer("offset", offset)
-        if self.page_bytes <= 0 or self.stride < 0 or self.offset < 0:
-            raise UsageError(
-                f"page_bytes={page_bytes}, stride={stride}, offset={offset}: page_bytes must be positive, "
-                "the others not negative"
-            )
         try:
-            self.index = PageIndex(indices)
+            index = PageIndex(indices)
         except (TypeError, AttributeError, OverflowError) as error:
             raise UsageError(
                 f"page indices must be integers that fit in 64 bits, got {type(indices).__name__}: {error}"
             ) from error
-        if max(self.page_bytes, self.stride, self.offset) >= 1 << 63:
-            raise UsageError(f"page_bytes={page_bytes}, stride={stride}, offset={offset}: they must fit in 63 bits")
-        bad = self.index.first_outside(self.page_bytes, self.stride, self.offset, region.nbytes)
+        self._settle(region, index, page_bytes, page_bytes if stride is None else stride, offset)
+
+    def _settle(
+        self, region: Region | RemoteRegion, index: PageIndex, page_bytes: Any, stride: Any, offset: Any
+    ) -> None:
+        length, step, first = _integer("page_bytes", page_bytes), _integer("stride", stride), _integer("offset", offset)
+        given = f"page_bytes={page_bytes}, stride={stride}, offset={offset}"
+        if length <= 0 or step < 0 or first < 0:
+            raise UsageError(f"{given}: page_bytes must be positive, the others not negative")
+        if max(length, step, first) >= 1 << 63:
+            raise UsageError(f"{given}: they must fit in 63 bits")
+        bad = self.settle(region, index, length, step, first)
         if bad >= 0:
-            begin = self.offset + self.index[bad] * self.stride
+            begin = first + index[bad] * step
             raise UsageError(
-                f"page {bad} (index {self.index[bad]}) covers bytes {begin} to {begin + self.page_bytes}, "
+                f"page {bad} (index {index[bad]}) covers bytes {begin} to {begin + length}, "
                 f"outside of the region's {region.nbytes}"
             )
+
+    def at(self, offset: int) -> Pages:
+        """Return the same pages at another offset, as those of another layer are: the indices are not copied again.
+
+        Raises UsageError as the constructor does.
+        """
+        moved = self.moved(offset)
+        if moved is None:
+            moved = Pages.__new__(Pages)
+            moved._settle(self.region, self.index, self.page_bytes, self.stride, offset)
+        return moved
 
     def __len__(self) -> int:
         return len(self.index)

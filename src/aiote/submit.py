@@ -48,12 +48,12 @@ def _own(engine: Engine, region: Region, verb: str) -> Region:
 
 
 def _peer_of(engine: Engine, remote: RemoteRegion) -> Peer:
-    """Return the peer that owns remote memory, and note its link there: the next transfer starts without a search.
-
-    Memory of a lease is looked at each time, for its transfers have to be known when it is revoked.
-    """
+    """Return the peer that owns remote memory, and note its link there: the next transfer starts without a search."""
     peer = engine.peer_of(remote.owner)
-    if peer.connected and not remote.lease:
+    if peer.connected:
+        # What goes through a lease has to be known when that is revoked; a void one has no flight, and stays as it is.
+        if remote.lease:
+            remote.memory.held = peer.leases.flight(remote.lease)
         remote.memory.link = peer.link
     return peer
 

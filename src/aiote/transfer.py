@@ -33,10 +33,6 @@ Launch = Callable[["Transfer", "PeerLink"], None]
 PERHAPS = "; the peer is gone, or it has closed that memory"
 
 
-def _lease_over(transfer: Transfer) -> None:
-    transfer.peer.lease_over(transfer)
-
-
 class Transfer(Request):
     """A transfer under way: awaitable, and `cancel()`.
 
@@ -47,7 +43,6 @@ class Transfer(Request):
 
     # One that starts at once is made without `__init__` (`rails.quick`): then these are all that there is.
     peer: Peer
-    lease = 0
     _text = ""
     _revoked = False
     _failure: AioteError | None = None
@@ -57,14 +52,13 @@ class Transfer(Request):
         self.peer = peer
         self._text = description
         self._launch = launch
-        if lease:
-            self.lease = lease
-            # Late: the peer that it waits for may give way to another.
-            self.on_over = _lease_over
+        self.lease = lease
 
     @property
     def description(self) -> str:
         """What it does, for people: the verb and its extent."""
+        if self.pages:
+            return f"write_pages of {self.pages} pages of {self.total_bytes // self.pages} bytes"
         return self._text or f"{self.verb} of {self.total_bytes} bytes"
 
     def start(self, link: PeerLink) -> None:

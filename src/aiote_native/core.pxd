@@ -3,7 +3,7 @@ from libc.stdint cimport int64_t, uint64_t
 from aiote_native.clocks cimport Clock
 from aiote_native.peers cimport PeerLink
 from aiote_native.progress cimport Progress
-from aiote_native.workrequests cimport Operation
+from aiote_native.workrequests cimport LocalMemory, Operation, PageIndex, RemoteMemory
 
 cdef class Core:
     cdef Progress engine
@@ -19,5 +19,8 @@ cdef class Core:
     cdef list rooms
     cdef object tell(self, list failed, on_round)
     cdef object run_woken(self, list woken, bint direct)
+    cpdef object submit_pages(self, PeerLink peer, Operation operation, LocalMemory local, uint64_t local_offset,
+                              PageIndex source, uint64_t source_stride, RemoteMemory remote, uint64_t remote_offset,
+                              PageIndex target, uint64_t target_stride, uint64_t page_bytes, int64_t imm)
     cdef int begin(self, PeerLink peer, Operation operation, bint reads, int64_t imm) except -1
     cdef int launch(self, PeerLink peer, Operation operation) except -1

@@ -306,9 +306,9 @@ cdef class Core:
         operation.op.proof = number + 1
         self.begin(peer, operation, False, -1)
 
-    def submit_pages(self, PeerLink peer, Operation operation, LocalMemory local, uint64_t local_offset,
-                     PageIndex source, uint64_t source_stride, RemoteMemory remote, uint64_t remote_offset,
-                     PageIndex target, uint64_t target_stride, uint64_t page_bytes, int64_t imm) -> None:
+    cpdef object submit_pages(self, PeerLink peer, Operation operation, LocalMemory local, uint64_t local_offset,
+                              PageIndex source, uint64_t source_stride, RemoteMemory remote, uint64_t remote_offset,
+                              PageIndex target, uint64_t target_stride, uint64_t page_bytes, int64_t imm):
         """Start paged writes: page i goes from offset + source[i] * stride to offset + target[i] * stride.
 
         Raises ValueError for lists of different lengths and for a page that leaves its region.

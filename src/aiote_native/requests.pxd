@@ -1,7 +1,8 @@
 from libc.stdint cimport int64_t, uint64_t
 
+from aiote_native.flights cimport Flight
 from aiote_native.peers cimport PeerLink
-from aiote_native.workrequests cimport LocalMemory, Operation, RemoteMemory
+from aiote_native.workrequests cimport LocalMemory, Operation, PageIndex, RemoteMemory
 
 cdef class LocalSlice:
     cdef readonly LocalMemory memory
@@ -13,12 +14,24 @@ cdef class RemoteSlice:
     cdef readonly uint64_t start
     cdef readonly uint64_t nbytes
 
+cdef class PageSet:
+    cdef readonly object region
+    cdef readonly PageIndex index
+    cdef readonly uint64_t page_bytes
+    cdef readonly uint64_t stride
+    cdef readonly uint64_t offset
+    cdef int fill(self, region, PageIndex index, uint64_t page_bytes, uint64_t stride, uint64_t offset) except -1
+
 cdef class Request(Operation):
     cdef public object peer
+    cdef public uint64_t lease
     cdef public bint refused
     cdef readonly object targets
     cdef PeerLink link
+    cdef Flight held
+    cdef Flight flight
     cdef void leave(self)
+    cdef int land(self) except -1
 
 cdef int leave_link(PeerLink link) except -1
 

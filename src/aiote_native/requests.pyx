@@ -11,6 +11,7 @@ from libc.stdint cimport int64_t, uint64_t
 
 from aiote_native.core cimport Core
 from aiote_native.counters cimport IMMEDIATE_BITS
+from aiote_native.flights cimport Flight
 from aiote_native.progress cimport alive
 from aiote_native.structs cimport OP_READ, OP_SEND
 from aiote_native.wakers cimport Waiter, wake
@@ -22,6 +23,7 @@ cdef extern from "Python.h":
 cdef tuple NOTHING = ()
 cdef object MORE = object()  # what an iterator gives that has no more
 cdef object LARGEST_IMMEDIATE = (1 << IMMEDIATE_BITS) - 1
+cdef object LARGEST_OFFSET = 1 << 63
 
 
 cdef int leave_link(PeerLink link) except -1:
@@ -51,8 +53,43 @@ cdef class RemoteSlice:
         self.nbytes = nbytes
 
 
+cdef class PageSet:
+    """Pages of a slice: page i has `page_bytes` bytes from `offset + index[i] * stride`, all within the slice."""
+
+    cdef int fill(self, region, PageIndex index, uint64_t page_bytes, uint64_t stride, uint64_t offset) except -1:
+        self.region = region
+        self.index = index
+        self.page_bytes = page_bytes
+        self.stride = stride
+        self.offset = offset
+        return 0
+
+    def settle(self, region, PageIndex index not None, uint64_t page_bytes, uint64_t stride, uint64_t offset) -> int:
+        """Say which pages they are, once. Returns the position of the first one that leaves the slice, -1 for none."""
+        cdef int64_t bad
+        if self.index is not None:
+            raise RuntimeError("the pages are known already")
+        bad = index.first_outside(page_bytes, stride, offset, region.nbytes)
+        if bad < 0:
+            self.fill(region, index, page_bytes, stride, offset)
+        return bad
+
+    def moved(self, offset):
+        """Return the same pages at another offset; None where that needs a closer look."""
+        cdef PageSet other
+        cdef type kind = type(self)
+        if type(offset) is not int or not 0 <= offset < LARGEST_OFFSET:
+            return None
+        if self.index.first_outside(self.page_bytes, self.stride, offset, self.region.nbytes) >= 0:
+            return None
+        other = <PageSet> (<PyTypeObject*> kind).tp_new(kind, NOTHING, NULL)
+        other.fill(self.region, self.index, self.page_bytes, self.stride, offset)
+        return other
+
+
 cdef class Request(Operation):
-    """A transfer that coroutines await. `refused`: it ended without having been submitted.
+    """A transfer that coroutines await. `refused`: it ended without having been submitted; `lease`: what it goes
+    through, if anything.
 
     A subclass says what to cancel, what it failed with, and how an await goes on that an exception has interrupted.
     """
@@ -78,10 +115,16 @@ cdef class Request(Operation):
             return "send"
         return "write_imm" if self.op.counted else "write"
 
+    @property
+    def pages(self) -> int:
+        """How many pages it writes; 0 where it is no paged write."""
+        return self.op.parts if self.op.local_index != NULL else 0
+
     def refuse(self) -> None:
         """End it without the core, which does not have it, and wake who awaits it."""
         self.refused = True
         self.leave()
+        self.land()
         waiter, self.waiter = self.waiter, None
         if waiter is not None:
             wake(waiter)
@@ -97,6 +140,32 @@ cdef class Request(Operation):
         self.link = link
         link.unfinished += 1
 
+    def hold(self, Flight held not None) -> None:
+        """Be one of those through a lease, until it is over."""
+        if self.held is not None:
+            self.held.drop(self)
+        self.held = held
+        held.enter(self)
+
+    def join(self, Flight flight not None) -> None:
+        """Be one of a flight until it is over, which it may be already."""
+        flight.enter(self)
+        self.flight = flight
+        if self.is_over or self.refused:
+            self.land()
+
+    cdef int land(self) except -1:
+        """Leave the flights that it is of."""
+        cdef bint failed = self.refused or self.op.status != 0 or self.op.cancelled
+        cdef Flight held = self.held
+        cdef Flight flight = self.flight
+        self.held = self.flight = None
+        if held is not None:
+            held.leave(self, failed, self.op.total)
+        if flight is not None:
+            flight.leave(self, failed, self.op.total)
+        return 0
+
     def done(self) -> bool:
         """Whether it is over, well or not."""
         return self.is_over or self.refused
@@ -105,7 +174,8 @@ cdef class Request(Operation):
         self.leave()
         if self.targets is not None:
             self.targets.leave()
-        return Operation.settled(self)
+        Operation.settled(self)
+        return self.land()
 
     def __await__(self):
         cdef Awaiting awaiting = Awaiting.__new__(Awaiting)
@@ -207,6 +277,26 @@ cdef Request fresh(type kind, PeerLink link):
     return request
 
 
+cdef bint open_to(Core core, LocalSlice here, RemoteSlice there):
+    """Whether one more request may start between two slices, with nobody asked: its link is that of the remote one."""
+    if there.memory.link is None or core.closing or core.on_submit is None:
+        return False
+    link = <PeerLink?> there.memory.link
+    if not open_for(core, link) or there.memory.rails <= (<PeerLink> link).widest():
+        return False
+    if here.memory.owner is not core or here.memory.closing or not here.memory.registrations or not alive(&core.engine):
+        return False
+    return not there.memory.lease or (there.memory.held is not None and not (<Flight?> there.memory.held).shut)
+
+
+cdef int lend(RemoteMemory memory, Request request) except -1:
+    """Count a request that has started as one through its memory's lease, if it is of one."""
+    if memory.lease:
+        request.lease = memory.lease
+        request.hold(memory.held)
+    return 0
+
+
 cdef int started(Core core, PeerLink link, Request request) except -1:
     request.link = link
     link.unfinished += 1
@@ -235,13 +325,9 @@ def quick(Core core, type kind, local, remote, bint reads, imm, rail=None):
         return None
     here = <LocalSlice> local
     there = <RemoteSlice> remote
-    if there.memory.link is None or here.nbytes != there.nbytes or core.closing or core.on_submit is None:
+    if here.nbytes != there.nbytes or not open_to(core, here, there):
         return None
-    link = <PeerLink?> there.memory.link
-    if not open_for(core, link) or there.memory.rails <= link.widest():
-        return None
-    if here.memory.owner is not core or here.memory.closing or not here.memory.registrations or not alive(&core.engine):
-        return None
+    link = <PeerLink> there.memory.link
     if not (here.memory.writable if reads else there.memory.writable):
         return None
     request = fresh(kind, link)
@@ -249,6 +335,37 @@ def quick(Core core, type kind, local, remote, bint reads, imm, rail=None):
     request.op.part_bytes = here.nbytes
     request.op.parts = 1
     core.begin(link, request, reads, value)
+    lend(there.memory, request)
+    started(core, link, request)
+    return request
+
+
+def quick_pages(Core core, type kind, pages, onto, imm, rail=None):
+    """Start paged writes, as `quick` does; None as there."""
+    cdef PageSet source, target
+    cdef LocalSlice here
+    cdef RemoteSlice there
+    cdef PeerLink link
+    cdef Request request
+    if rail is not None or not isinstance(pages, PageSet) or not isinstance(onto, PageSet):
+        return None
+    if type(imm) is not int or not 0 <= imm <= LARGEST_IMMEDIATE:
+        return None
+    source = <PageSet> pages
+    target = <PageSet> onto
+    if not isinstance(source.region, LocalSlice) or not isinstance(target.region, RemoteSlice):
+        return None
+    here = <LocalSlice> source.region
+    there = <RemoteSlice> target.region
+    if source.index.count != target.index.count or source.page_bytes != target.page_bytes:
+        return None
+    if not open_to(core, here, there) or not there.memory.writable:
+        return None
+    link = <PeerLink> there.memory.link
+    request = fresh(kind, link)
+    core.submit_pages(link, request, here.memory, here.start + source.offset, source.index, source.stride,
+                      there.memory, there.start + target.offset, target.index, target.stride, source.page_bytes, imm)
+    lend(there.memory, request)
     started(core, link, request)
     return request
 

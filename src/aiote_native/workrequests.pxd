@@ -28,6 +28,8 @@ cdef class LocalMemory:
 
 cdef class RemoteMemory:
     cdef public object link
+    cdef readonly uint64_t lease
+    cdef public object held
     cdef uint64_t bases[MAX_CHANNELS]
     cdef uint64_t keys[MAX_CHANNELS]
     cdef readonly int rails
@@ -37,6 +39,9 @@ cdef class RemoteMemory:
 cdef class PageIndex:
     cdef int64_t* values
     cdef readonly uint64_t count
+    cdef int64_t least
+    cdef int64_t most
+    cdef void span(self) noexcept
     cdef int allocate(self, uint64_t count) except -1
     cdef bint copy_buffer(self, object indices) except -1
 

@@ -29,10 +29,12 @@ class LocalMemory:
 
 class RemoteMemory:
     link: Any
+    lease: int
+    held: Any
     rails: int
     length: int
     writable: bool
-    def __init__(self, length: int, writable: bool, keys: Iterable[tuple[int, int]]) -> None: ...
+    def __init__(self, length: int, writable: bool, keys: Iterable[tuple[int, int]], lease: int = 0) -> None: ...
 
 class PageIndex:
     count: int

@@ -119,15 +119,18 @@ cdef class LocalMemory:
 
 
 cdef class RemoteMemory:
-    """A peer's memory: a key and an address for each of its rails."""
+    """A peer's memory: a key and an address for each of its rails. Where it is of a lease, `held` is for what is under
+    way through that.
+    """
 
-    def __init__(self, uint64_t length, bint writable, keys):
+    def __init__(self, uint64_t length, bint writable, keys, uint64_t lease=0):
         cdef int rail = 0
         if len(keys) > MAX_CHANNELS:
             raise ValueError(f"{len(keys)} keys, but a peer has at most {MAX_CHANNELS} rails")
         self.length = length
         self.writable = writable
         self.rails = len(keys)
+        self.lease = lease
         for key, base in keys:
             self.keys[rail] = key
             self.bases[rail] = base
@@ -145,12 +148,22 @@ cdef class PageIndex:
         if self.values != NULL:
             raise RuntimeError("the index is filled already")
         if PyObject_CheckBuffer(indices) and self.copy_buffer(indices):
+            self.span()
             return
         items = indices.tolist() if hasattr(indices, "tolist") else list(indices)
         self.allocate(len(items))
         for item in items:
             self.values[i] = PyNumber_Index(item)
             i += 1
+        self.span()
+
+    cdef void span(self) noexcept:
+        """Note the least and the greatest, so that whether all are in bounds is known without looking at all."""
+        cdef uint64_t i
+        self.least = self.most = self.values[0] if self.count else 0
+        for i in range(1, self.count):
+            self.least = min(self.least, self.values[i])
+            self.most = max(self.most, self.values[i])
 
     cdef int allocate(self, uint64_t count) except -1:
         self.values = <int64_t*> malloc((count or 1) * sizeof(int64_t))
@@ -197,6 +210,8 @@ cdef class PageIndex:
             return 0
         # The largest index that fits; compared, never multiplied, so nothing can overflow.
         limit = (length - offset - page_bytes) // stride if stride else 0xFFFFFFFFFFFFFFFFULL
+        if self.least >= 0 and <uint64_t> self.most <= limit:
+            return -1
         with nogil:
             for i in range(self.count):
                 if self.values[i] < 0 or <uint64_t> self.values[i] > limit:

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from aiote.core.pages import PageList, pair_pages
 from aiote.errors import UsageError
 from aiote.kvcache import CacheLayout, PageTable, TransferPlan, plan_transfer
-from aiote.kvcache.plan import Moves
 
 Numbers = NDArray[np.int64]
 
@@ -135,20 +134,19 @@ def test_every_byte_arrives_once_and_no_other(world: World) -> None:
     check(world)
 
 
-@given(worlds(), st.randoms())
-def test_moves_that_are_kept_are_those_that_are_computed(world: World, random: Any) -> None:
+@given(worlds())
+def test_layers_whose_turns_agree_differ_by_a_step(world: World) -> None:
     for route in world.plan.routes:
         source, target = world.sources[route.source], world.targets[route.target]
-        kept = Moves(route, source, target)
-        layers = list(range(route.layers))
-        random.shuffle(layers)
-        for layer in layers:
-            for ours, theirs in zip(kept[layer], route.move(layer, source, target), strict=True):
-                assert np.array_equal(ours.indices, theirs.indices)
-                assert ours[1:] == theirs[1:]
-        for layer in (-1, route.layers):
-            with pytest.raises(UsageError, match="layer is"):
-                kept[layer]
+        steps = route.steps(source, target)
+        for layer in range(route.layers):
+            first = layer % route.every
+            if first >= route.layers:
+                continue
+            moves = route.move(first, source, target), route.move(layer, source, target)
+            for before, after, step in zip(*moves, steps, strict=True):
+                assert np.array_equal(before.indices, after.indices)
+                assert after == before._replace(indices=after.indices, offset=before.offset + (layer - first) * step)
 
 
 @pytest.mark.parametrize("kind", ["HND", "NHD", "MLA"])

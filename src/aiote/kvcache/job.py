@@ -15,6 +15,7 @@ that computes: it cannot write any more.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -31,8 +32,9 @@ from numpy.typing import NDArray
 import aiote
 
 from .background import Bell, Crew, to_the_end
+from .lanes import Lane
 from .layout import CacheLayout, check_layer, integer
-from .plan import Moves, PageTable, Route
+from .plan import PageTable, Route
 from .post import Post
 from .traffic import Traffic
 from .transferwire import Ended, Fill, Numbers
@@ -55,7 +57,9 @@ class JobEnded(aiote.AioteError):
 
 @dataclass(slots=True)
 class Site:
-    """What the jobs of one prefiller share; `over` is called with each job once, at its end."""
+    """What the jobs of one prefiller share. `over` is called with each job once, at its end, and `failed` with one of
+    which a write has failed, outside of tasks.
+    """
 
     engine: aiote.Engine
     layout: CacheLayout
@@ -64,12 +68,15 @@ class Site:
     crew: Callable[[], Crew]
     post: Post
     over: Callable[[Job], object]
-    traffic: Traffic = field(default_factory=Traffic)
+    failed: Callable[[Job], object]
+    traffic: Traffic
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Order:
-    """What one decode rank asks for. `unconfirmed`: a write to it ended without the certainty that it is over."""
+    """What one decode rank asks for, and the writes to it that are not over. `unconfirmed`: one of them ended without
+    the certainty that it is over.
+    """
 
     fill: Fill
     peer: aiote.Peer
@@ -77,6 +84,7 @@ class Order:
     table: PageTable
     pool: aiote.RemoteRegion
     tail: aiote.RemoteRegion | None
+    flight: aiote.Flight = field(default_factory=aiote.Flight)
     unconfirmed: bool = False
 
 
@@ -100,9 +108,9 @@ class Job:
         self._tail_sent = False
         self._in_a_row = BURST
         self._yielded = 0.0
-        self._flying: deque[tuple[Order, aiote.Transfer]] = deque()
+        self._failed: deque[tuple[Order, aiote.Transfer]] = deque()
+        self._ending = False
         self._scope = anyio.CancelScope()
-        self._draining = anyio.CancelScope()
         self._bell = Bell()
         self._quiet = anyio.Event()
         self._running: AbstractAsyncContextManager[None] | None = None
@@ -120,7 +128,7 @@ class Job:
     @property
     def in_flight(self) -> int:
         """How many writes are not over."""
-        return len(self._flying)
+        return sum(len(order.flight) for order in self.orders)
 
     # What the program does with it.
 
@@ -171,7 +179,7 @@ class Job:
                     raise aiote.UsageError(f"tail: {len(region)} bytes, the decoder expects {len(target)}")
                 imm = order.fill.imm + self.site.layout.layers
                 await self._start(order, partial(self.site.engine.submit_write_imm, region, target, imm))
-            while self._flying and not self.reason:
+            while self.in_flight and not self.reason:
                 await self._bell.wait()
             await self._require_live()
         except BaseException:
@@ -204,14 +212,14 @@ class Job:
         if self.over:
             self._quiet.set()
             self._scope.cancel()
-        else:
-            self.site.crew().start(self._reap)
+        for order in self.orders:
+            order.flight.changed = partial(self._landed, order)
+            self.site.traffic.enter(order.flight)
         with self._scope:
             try:
                 yield
                 self._require_complete()
-                self._sealed = True
-                self._bell.ring()
+                self._seal()
                 await self._quiet.wait()
             except Exception as error:
                 self.stop(f"{type(error).__name__}: {error}", interrupt=False)
@@ -220,7 +228,9 @@ class Job:
                 self.stop("the prefiller's task was cancelled", interrupt=False)
                 raise
             finally:
-                await to_the_end(self._quiet.wait)
+                if not self._quiet.is_set():
+                    await to_the_end(self._quiet.wait)
+                self._let_go()
 
     # How it ends.
 
@@ -232,46 +242,75 @@ class Job:
         if self.reason or self.over:
             return
         self.reason = reason or "stopped"
-        for _, transfer in self._flying:
-            transfer.cancel()
-        self._draining.cancel()
+        for order in self.orders:
+            for transfer in order.flight:
+                transfer.cancel()
         if interrupt:
             self._scope.cancel()
         self._bell.ring()
         if not self.entered:
             self._conclude()
+        else:
+            self.begin_end()
 
-    async def _reap(self) -> None:
-        """Await what was submitted, one after the other, until no more comes; shielded, for `stop` alone ends it."""
+    def _seal(self) -> None:
+        """Take note that no more writes come; it is over when the last one is."""
+        self._sealed = True
+        if not (self.in_flight or self._ending or self._failed):
+            self._conclude()
+
+    def _landed(self, order: Order, failed: aiote.Transfer | None) -> None:
+        """Take note that a write of an order has failed, or that the last one that was under way is over."""
+        if not order.flight:
+            self.site.traffic.ended()
+        if failed is not None:
+            self._failed.append((order, failed))
+            self.site.failed(self)
+        elif self._sealed and not (self.in_flight or self._ending or self._failed):
+            self._conclude()
+        self._bell.ring()
+
+    def begin_end(self) -> None:
+        """Have it end, in a task of its own, with what has failed or was stopped. In a task."""
+        if not (self._ending or self.over):
+            self._ending = True
+            self.site.crew().start(self._end)
+
+    async def _end(self) -> None:
+        """Stop for what has failed, and wait for all that is under way; shielded, for it is to be over in the end."""
         with anyio.CancelScope(shield=True):
-            while self._flying or not (self._sealed or self.reason):
-                if not self._flying:
-                    await self._bell.wait()
-                    continue
-                order, transfer = self._flying[0]
-                try:
-                    # Cancelled, the wait drains within the engine's drain_timeout; a plain one takes what it takes.
-                    with anyio.CancelScope() as self._draining:
-                        if self.reason:
-                            self._draining.cancel()
-                        await transfer
-                except aiote.TransferError as error:
-                    order.unconfirmed = order.unconfirmed or not error.confirmed
+            while self._failed or self.in_flight:
+                while self._failed:
+                    order, transfer = self._failed.popleft()
+                    error = transfer.exception()
+                    if isinstance(error, aiote.TransferError):
+                        order.unconfirmed = order.unconfirmed or not error.confirmed
                     self.stop(str(error))
-                except aiote.AioteError as error:
-                    self.stop(str(error))
-                self._flying.popleft()
-                self.site.traffic.over(transfer)
-                self._bell.ring()
+                await self._drain()
         self._conclude()
+
+    async def _drain(self) -> None:
+        """Wait for the writes that are under way, which were cancelled."""
+        for order in self.orders:
+            for transfer in order.flight:
+                # Cancelled, the wait drains within the engine's drain_timeout; a plain one takes what it takes.
+                with anyio.CancelScope() as draining:
+                    draining.cancel()
+                    with contextlib.suppress(aiote.AioteError):  # those that fail are told of
+                        await transfer
 
     def _conclude(self) -> None:
         self.over = True
         self._quiet.set()
-        for order in self.orders if self.reason else ():
-            if not order.unconfirmed:
+        for order in self.orders:
+            if self.reason and not order.unconfirmed:
                 self.site.post.say(order.peer, Ended(order.fill.serial, self.reason))
         self.site.over(self)
+
+    def _let_go(self) -> None:
+        for order in self.orders:
+            order.flight.changed = None  # which refers to this job
+            self.site.traffic.leave(order.flight)
 
     def _require_entered(self) -> None:
         if not self.entered:
@@ -300,37 +339,41 @@ class Job:
             raise JobEnded(self.reason or "the job is over")
 
     async def _start(self, order: Order, submit: Callable[[], aiote.Transfer]) -> None:
-        """Submit one transfer as soon as there is room for it toward its peer."""
+        """Submit one transfer of an order's flight as soon as there is room for it toward its peer."""
         await self._require_live()
+        transfer = None
         try:
-            await self.site.engine.room(order.peer)
-            if not self.reason:
-                self._flying.append((order, submit()))
-                self.site.traffic.begun()
+            try:
+                transfer = submit()
+            except aiote.QueueFull:
+                await self.site.engine.room(order.peer)
+                if not self.reason:
+                    transfer = submit()
         except aiote.UsageError:
             raise
         except aiote.AioteError as error:
             self.stop(str(error))
+        if transfer is not None:
+            if not order.flight:
+                self.site.traffic.begun()
+            transfer.join(order.flight)
         if self.reason:
             await self._require_live()
-        self._bell.ring()
 
-    def moves(self, source: PageTable, entries: slice) -> list[tuple[Order, Moves]]:
+    def lanes(self, source: PageTable, entries: slice) -> list[tuple[Order, Lane]]:
         """Return what goes where of some entries of the request's page table. For chunks."""
         found = []
         for order in self.orders:
             target = order.table[entries]
-            found += [(order, Moves(route, source, target)) for route in order.routes]
+            found += [(order, Lane(route, source, target, self.site.region, order.pool)) for route in order.routes]
         return found
 
-    async def write(self, layer: int, moves: Sequence[tuple[Order, Moves]]) -> None:
-        """Submit one layer of what `moves` returned to every decode rank. For chunks."""
-        site = self.site
-        for order, route in moves:
-            move = route[layer]
-            if move.writes:
-                pages = aiote.Pages(site.region, *move.source), aiote.Pages(order.pool, *move.target)
-                await self._start(order, partial(site.engine.submit_write_pages, *pages, order.fill.imm + layer))
+    async def write(self, layer: int, lanes: Sequence[tuple[Order, Lane]]) -> None:
+        """Submit one layer of what `lanes` returned to every decode rank. For chunks."""
+        for order, lane in lanes:
+            pages = lane.pages(layer)
+            if pages is not None:
+                await self._start(order, partial(self.site.engine.submit_write_pages, *pages, order.fill.imm + layer))
 
     def chunk_finished(self) -> None:
         """Take note that all layers of a chunk were submitted."""
@@ -346,7 +389,7 @@ class Chunk:
 
     def __init__(self, job: Job, source: PageTable, entries: slice) -> None:
         self._job = job
-        self._moves = job.moves(source, entries)
+        self._lanes = job.lanes(source, entries)
         self._layers = job.site.layout.layers
         self._begun = [False] * self._layers
         self._missing = self._layers
@@ -362,7 +405,7 @@ class Chunk:
         if self._begun[layer]:
             raise aiote.UsageError(f"layer {layer} of this chunk was done before")
         self._begun[layer] = True
-        await self._job.write(layer, self._moves)
+        await self._job.write(layer, self._lanes)
         self._missing -= 1
         if not self._missing:
             self._job.chunk_finished()

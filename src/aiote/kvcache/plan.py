@@ -46,7 +46,7 @@ from numpy.typing import NDArray
 from ..errors import UsageError
 from .layout import CacheLayout, check_layer, integer
 
-__all__ = ["Move", "Moves", "PageFamily", "PageTable", "Route", "Run", "Side", "TransferPlan", "plan_transfer"]
+__all__ = ["Move", "PageFamily", "PageTable", "Route", "Run", "Side", "TransferPlan", "plan_transfer"]
 
 Indices = NDArray[np.int64]
 
@@ -151,6 +151,13 @@ class Route:
         """Return which entries of a table whose first one is at place `first` it takes in a layer."""
         return slice((self.turn - first - layer) % self.every, None, self.every)
 
+    def steps(self, source: PageTable, target: PageTable) -> tuple[int, int]:
+        """Return how many bytes further a layer lies than the one before it, in the caches of two tables.
+
+        Layers whose numbers differ by a multiple of `every` have the same share; by these steps their moves differ.
+        """
+        return source.pool * self.run.source.page_bytes, target.pool * self.run.target.page_bytes
+
     def move(self, layer: int, source: PageTable, target: PageTable) -> Move:
         """Return the one `write_pages` that moves this route's share of a layer; page i of a table goes to page i.
 
@@ -171,34 +178,6 @@ class Route:
         return Move(
             _family(run, run.source, source, share, layer, self.layers),
             _family(run, run.target, target, share, layer, self.layers),
-        )
-
-
-class Moves:
-    """The moves of a route for the same two tables, layer after layer: the tables are looked at once.
-
-    Layers whose turns agree have the same indices, and differ by a constant offset on either side.
-    """
-
-    __slots__ = ("_known", "_route", "_source", "_target")
-
-    def __init__(self, route: Route, source: PageTable, target: PageTable) -> None:
-        self._route = route
-        self._source = source
-        self._target = target
-        self._known: dict[int, tuple[int, Move]] = {}
-
-    def __getitem__(self, layer: int) -> Move:
-        """Return what `Route.move` returns. Raises UsageError as it does."""
-        route = self._route
-        if layer % route.every not in self._known:
-            self._known[layer % route.every] = layer, route.move(layer, self._source, self._target)
-            return self._known[layer % route.every][1]
-        first, (source, target) = self._known[layer % route.every]
-        steps = check_layer(layer, route.layers) - first
-        return Move(
-            source._replace(offset=source.offset + steps * self._source.pool * route.run.source.page_bytes),
-            target._replace(offset=target.offset + steps * self._target.pool * route.run.target.page_bytes),
         )
 
 

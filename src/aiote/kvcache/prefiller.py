@@ -36,7 +36,7 @@ from .mailroom import Mailroom
 from .plan import PageTable, plan_transfer
 from .post import Post
 from .reading import WireError
-from .traffic import PrefillStatistics
+from .traffic import PrefillStatistics, Traffic
 from .transferwire import (
     LAST_IMMEDIATE,
     TO_PREFILLER,
@@ -111,6 +111,8 @@ class Prefiller:
         self._known: set[aiote.Peer] = set()
         self._attached: dict[bytes, aiote.RemoteRegion] = {}
         self._bell = Bell()
+        self._failed: deque[Job] = deque()
+        self._failure = Bell()
         self._draining = ""
         self._running: AbstractAsyncContextManager[Crew] | None = None
         check_message_bytes(self.engine)
@@ -174,15 +176,17 @@ class Prefiller:
         try:
             pages = pages_in(region, self.layout, self._ranks)
             self._site = Site(
-                self.engine,
-                self.layout,
-                region,
-                pages,
-                lambda: self._crew,
-                Post(self.engine, lambda: self._crew),
-                self._over,
+                engine=self.engine,
+                layout=self.layout,
+                region=region,
+                pool_pages=pages,
+                crew=lambda: self._crew,
+                post=Post(self.engine, lambda: self._crew),
+                over=self._over,
+                failed=self._fell,
+                traffic=Traffic(self.engine.loop.time),
             )
-            self._running = beside()
+            self._running = beside(self._end_failed)
             self._crew = await self._running.__aenter__()
             self._give_back = self._mailroom.handle(TO_PREFILLER, self._take)
         except BaseException:
@@ -356,6 +360,17 @@ class Prefiller:
         for job in tuple(self._jobs):
             if any(order.peer is peer for order in job.orders):
                 job.stop(f"the decoder is lost: {reason}")
+
+    def _fell(self, job: Job) -> None:
+        """Have a job end of which a write has failed, which is told in the middle of a round: no task runs then."""
+        self._failed.append(job)
+        self._failure.ring()
+
+    async def _end_failed(self) -> None:
+        while True:
+            while self._failed:
+                self._failed.popleft().begin_end()
+            await self._failure.wait()
 
     def _over(self, job: Job) -> None:
         """Forget a job that is over."""

@@ -5,9 +5,8 @@ Transfers of several jobs overlap, so their times are not added up: the time cou
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import anyio
 
 import aiote
 
@@ -29,31 +28,47 @@ class PrefillStatistics:
 
 
 class Traffic:
-    """Counts the transfers of one prefiller."""
+    """Counts the transfers of one prefiller, by the flights that they are of. `now` tells the time, outside of tasks
+    as well.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._flights: dict[aiote.Flight, None] = {}
         self._transfers = 0
         self._bytes = 0
-        self._flying = 0
+        self._busy = 0
         self._busy_s = 0.0
         self._since = 0.0
 
-    def begun(self) -> None:
-        """Take note of one that was submitted."""
-        if not self._flying:
-            self._since = anyio.current_time()
-        self._flying += 1
+    def enter(self, flight: aiote.Flight) -> None:
+        """Count what is of a flight."""
+        self._flights[flight] = None
 
-    def over(self, transfer: aiote.Transfer) -> None:
-        """Take note of one that is over, well or not."""
-        self._flying -= 1
-        if not self._flying:
-            self._busy_s += anyio.current_time() - self._since
-        if transfer.exception() is None:
-            self._transfers += 1
-            self._bytes += transfer.total_bytes
+    def leave(self, flight: aiote.Flight) -> None:
+        """Keep what a flight has come to, in which nothing is under way any more."""
+        del self._flights[flight]
+        self._transfers += flight.landed
+        self._bytes += flight.landed_bytes
+
+    def begun(self) -> None:
+        """Take note that something is under way in a flight in which nothing was."""
+        if not self._busy:
+            self._since = self._now()
+        self._busy += 1
+
+    def ended(self) -> None:
+        """Take note that nothing is under way any more in a flight in which something was."""
+        self._busy -= 1
+        if not self._busy:
+            self._busy_s += self._now() - self._since
 
     def read(self) -> PrefillStatistics:
         """Return what was counted so far."""
-        current = anyio.current_time() - self._since if self._flying else 0.0
-        return PrefillStatistics(self._transfers, self._bytes, self._flying, self._busy_s + current)
+        current = self._now() - self._since if self._busy else 0.0
+        return PrefillStatistics(
+            self._transfers + sum(flight.landed for flight in self._flights),
+            self._bytes + sum(flight.landed_bytes for flight in self._flights),
+            sum(len(flight) for flight in self._flights),
+            self._busy_s + current,
+        )

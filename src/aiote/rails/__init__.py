@@ -7,9 +7,10 @@ that they handle are re-exported here, because nothing above imports `aiote_nati
 from aiote_native.buffers import Buffer, acquire, section
 from aiote_native.clocks import Alarm as NativeAlarm
 from aiote_native.core import Core
+from aiote_native.flights import Flight
 from aiote_native.forks import ForkError, after_fork
 from aiote_native.peers import PeerLink
-from aiote_native.requests import LocalSlice, RemoteSlice, Request, quick, quick_send
+from aiote_native.requests import LocalSlice, PageSet, RemoteSlice, Request, quick, quick_pages, quick_send
 from aiote_native.status import StatusError, error_text
 from aiote_native.targets import Targets, scatter
 from aiote_native.waits import CounterHandle, CounterWait, Watch, read_word
@@ -28,6 +29,7 @@ __all__ = [
     "CounterHandle",
     "CounterWait",
     "Fabric",
+    "Flight",
     "ForkError",
     "LocalMemory",
     "LocalSlice",
@@ -35,6 +37,7 @@ __all__ = [
     "NativeWaiter",
     "Operation",
     "PageIndex",
+    "PageSet",
     "PeerLink",
     "PendingChannel",
     "Rail",
@@ -51,6 +54,7 @@ __all__ = [
     "error_text",
     "library_summary",
     "quick",
+    "quick_pages",
     "quick_send",
     "read_word",
     "scatter",
