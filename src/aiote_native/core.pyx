@@ -145,7 +145,9 @@ cdef class Core:
         """
         # Who does not spin asks no clock either: reading it can be a system call, of which the round has few.
         cdef bint spins = self.engine.spin_ns != 0
-        cdef uint64_t deadline = slice_end(&self.engine) if spins and not self.shares else 0
+        # Who was woken in the last turn has more to do as a rule: a task that was started, a queue that was filled.
+        cdef bint kept = spins and not self.shares and not self.woke
+        cdef uint64_t deadline = slice_end(&self.engine) if kept else 0
         cdef int most = 1 if spins or self.shares else ROUNDS
         cdef bint again = True
         cdef int rounds = 0

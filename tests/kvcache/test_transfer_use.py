@@ -22,6 +22,7 @@ from aiote.kvcache import (
     PrefillStatistics,
     Slot,
 )
+from aiote.kvcache.transferwire import Accepted, Cancel
 from aiote.testing import Fabric, run
 from engines import PATIENCE_S, pair, until
 from kvcaches import SMALL, DecodeRank, Deployment, PrefillRank, cache_of, deployed, pool_of, tail_of, until_idle
@@ -344,3 +345,24 @@ def test_layers_done_in_a_row_leave_the_loop_its_turns():
     run(main)
     assert sum(rows) == layout.layers
     assert 4 < max(rows) <= 16, rows
+
+
+@pytest.mark.anyio
+async def test_what_is_accepted_after_it_was_delivered_is_not_called_off():
+    """Messages are slower than writes: the answer to a request may come when its pages are somebody else's."""
+    late, said = [], []
+    async with deployed("sim") as deployment:
+        (decode,), (prefill,) = deployment.decode, deployment.prefill
+        decoder, post = decode.decoder, prefill.prefiller._site.post
+        post.say, say = lambda peer, message: late.append((peer, message)), post.say
+        decoder._desk.post.say = lambda _peer, message: said.append(message)
+        async with decoder.request(TOKENS, deployment.group) as slot:
+            await slot.arrived()
+        assert [type(message) for _peer, message in late] == [Accepted]
+        for _ in range(2):
+            say(*late[0])
+        # The second one is of nothing that this decoder knows any more.
+        await until(lambda: decoder.strays)
+        assert said == [Cancel(late[0][1].serial)]
+        assert decoder.strays == 1
+        await until_idle(deployment)

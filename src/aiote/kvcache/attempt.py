@@ -132,9 +132,12 @@ class Desk:
         """Pass on what a prefiller says; False where it is of nothing that still goes on."""
         source = self.sources.get(message.serial)
         if source is None or source.loan is None or key_of(source.loan.peer) != key_of(peer):
-            if isinstance(message, Accepted):
-                # It came too late: the leases are revoked. What is not wanted any more need not be computed either.
-                self.post.say(peer, Cancel(message.serial))
+            if not isinstance(message, Accepted):
+                return False
+            if self.lender.answered(peer, message.serial):
+                return True
+            # It came too late: the leases are revoked. What is not wanted any more need not be computed either.
+            self.post.say(peer, Cancel(message.serial))
             return False
         source.hear(message)
         return True
@@ -202,10 +205,12 @@ class Source:
             self._dismissed = True
             self._attempt.desk.post.say(self.loan.peer, Cancel(self.serial))
 
-    def forget(self) -> None:
-        """Take note that the attempt is over."""
+    def forget(self, delivered: bool) -> None:
+        """Take note that the attempt is over, and whether all has arrived."""
         if self.loan is not None:
             self.loan.borrowers.discard(self)
+            if delivered and not self._accepted:
+                self.loan.delivered(self.serial)
 
     def hear(self, message: Accepted | Ended) -> None:
         """Take what the rank says."""
@@ -304,6 +309,7 @@ class Attempt:
             self._block = self.desk.immediates.open()
         except aiote.AioteError as error:
             return str(error)
+        arrived = False
         with self._block:
             try:
                 for source in self._sources:
@@ -318,7 +324,7 @@ class Attempt:
             finally:
                 for source in self._sources:
                     del self.desk.sources[source.serial]
-                    source.forget()
+                    source.forget(arrived)
 
     async def _collect(self, counters: list[aiote.Counter], progress: Callable[[int], None]) -> bool:
         """Count layer by layer, then the tail; False where the attempt failed before."""

@@ -19,6 +19,7 @@ from .background import Crew
 
 __all__ = ["Key", "Lender", "Loan", "key_of"]
 
+MOST_UNANSWERED = 4096
 Key = tuple[bytes, int]
 
 
@@ -39,7 +40,19 @@ class Loan:
         self.reason = ""
         self.ended = anyio.Event()
         self.borrowers: set[Borrower] = set()
+        self._unanswered: dict[int, None] = {}
         self.scope = anyio.CancelScope()
+
+    def delivered(self, serial: int) -> None:
+        """Take note of an attempt of which all has arrived before it was accepted: messages are slower than writes."""
+        self._unanswered[serial] = None
+        if len(self._unanswered) > MOST_UNANSWERED:
+            # What is forgotten costs a Cancel of what is over.
+            del self._unanswered[next(iter(self._unanswered))]
+
+    def answered(self, serial: int) -> bool:
+        """Take note that an attempt was accepted; whether it had been delivered before."""
+        return self._unanswered.pop(serial, self) is None
 
     async def revoke(self) -> None:
         """Return once nobody can write through it; within `drain_timeout` of the engine's config, or a little more."""
@@ -82,6 +95,11 @@ class Lender:
         loan = self._loans[key_of(peer)] = Loan(peer, pool, tails)
         self._crew().start(self._follow, loan)
         return loan
+
+    def answered(self, peer: aiote.Peer, serial: int) -> bool:
+        """Take note that an engine has accepted an attempt; whether that had been delivered before."""
+        loan = self._loans.get(key_of(peer))
+        return loan is not None and loan.answered(serial)
 
     def end(self, loan: Loan, reason: str) -> None:
         """Begin to revoke a loan, and tell those who rely on it. Idempotent."""

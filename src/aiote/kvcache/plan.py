@@ -89,7 +89,7 @@ class PageTable:
         self.pool = integer("pool", pool, 1)
         self.first = integer("first", first, 0)
         self.numbers = _page_numbers(numbers, self.pool)
-        self.distinct = len(np.unique(self.numbers)) == len(self.numbers)
+        self.distinct = _distinct(self.numbers)
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -98,7 +98,12 @@ class PageTable:
         if not isinstance(item, slice) or item.step not in (None, 1):
             raise UsageError(f"a page table takes a slice without a step, got {item!r}")
         start, stop, _ = item.indices(len(self.numbers))
-        return PageTable(self.numbers[start:stop], self.pool, self.first + start)
+        if (start, stop) == (0, len(self.numbers)):
+            return self
+        part = PageTable.__new__(PageTable)
+        part.numbers, part.pool, part.first = self.numbers[start:stop], self.pool, self.first + start
+        part.distinct = self.distinct or _distinct(part.numbers)
+        return part
 
     def __repr__(self) -> str:
         return f"<PageTable of {len(self)} pages from place {self.first}, in a pool of {self.pool}>"
@@ -283,6 +288,10 @@ def _check_rank(name: str, rank: int, ranks: int) -> None:
         raise UsageError(f"{name} is {rank}, expected a rank from 0 to {ranks - 1}")
 
 
+def _distinct(numbers: Indices) -> bool:
+    return len(set(numbers.tolist())) == len(numbers)
+
+
 def _page_numbers(numbers: Sequence[int] | NDArray[np.integer], pool: int) -> Indices:
     """Return a copy of page numbers that cannot be changed; raise UsageError for what is none."""
     try:
@@ -294,9 +303,8 @@ def _page_numbers(numbers: Sequence[int] | NDArray[np.integer], pool: int) -> In
             f"page numbers must be a row of integers, got {type(numbers).__name__} with {given.ndim} dimensions "
             f"of {given.dtype}"
         )
-    outside = np.flatnonzero((given < 0) | (given >= pool)) if given.size else given
-    if outside.size:
-        place = int(outside[0])
+    if given.size and (given.min() < 0 or given.max() >= pool):
+        place = int(np.flatnonzero((given < 0) | (given >= pool))[0])
         raise UsageError(f"page {place} of the table is {given[place]}, expected 0 to {pool - 1} in a pool of {pool}")
     copy = np.array(given, dtype=np.int64)
     copy.setflags(write=False)

@@ -20,6 +20,7 @@ on the strength of a length: what is held is what has come. One value has one en
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
 import weakref
@@ -130,6 +131,7 @@ _SERIAL_ONLY: dict[int, type[Cancel] | type[Accepted]] = {2: Cancel, 3: Accepted
 _KINDS = {1: TO_PREFILLER, 2: TO_PREFILLER, 3: TO_DECODER, 4: TO_DECODER}
 
 
+@functools.lru_cache(maxsize=64)
 def fingerprint(layout: CacheLayout) -> bytes:
     """Return 16 bytes that two layouts have in common only if pages of one are pages of the other."""
     fields = (layout.layers, layout.kv_heads, layout.head_size, layout.page_tokens, str(layout.dtype))
