@@ -6,7 +6,7 @@
 
 from .config import EngineConfig, VerbsConfig
 from .core.address import Address
-from .counter import Counter
+from .counter import Counter, CounterRow
 from .engine import Engine
 from .errors import (
     AioteError,
@@ -35,6 +35,7 @@ __all__ = [
     "AioteError",
     "ClosedError",
     "Counter",
+    "CounterRow",
     "Engine",
     "EngineConfig",
     "EngineStatistics",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from .aio import wake
 from .errors import ClosedError, UsageError
-from .rails import CounterHandle, CounterWait
+from .rails import CounterHandle, CounterWait, CountRow
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .aio import Waiter
     from .engine import Engine
 
-__all__ = ["Counter"]
+__all__ = ["Counter", "CounterRow", "open_counter", "open_row"]
 
 
 class Counter:
@@ -130,3 +130,105 @@ class Counter:
 
     def __repr__(self) -> str:
         return f"<Counter {self.imm:#x}, {'closed' if self._closed else self.value}>"
+
+
+class CounterRow:
+    """The counts of immediates in a row, so many of each, waited for together. Made by `Engine.counters`.
+
+    A context manager that frees the immediates; what was counted on them and not consumed is dropped then. Wake-ups are
+    for all that came at once, so a row costs little more than one counter. Until all have come, or it is closed, the
+    engine takes it for awaited.
+    """
+
+    def __init__(self, engine: Engine, row: CountRow) -> None:
+        self._engine = engine
+        self._row = row
+        self._waiters: set[Waiter] = set()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """How many immediates have all their counts, and how many counts others have: it changes with all that
+        comes.
+        """
+        return self._row.progress()
+
+    async def wait(self, count: int) -> int:
+        """Wait until the first `count` immediates have all their counts, and return how many of the first ones have.
+
+        Several tasks may wait. Cancelling loses nothing. Raises ClosedError when the row or the engine is closed
+        before or meanwhile, UsageError for more than there are.
+        """
+        if not 0 <= count <= len(self._row):
+            raise UsageError(f"wait({count!r}): the row has {len(self._row)} immediates")
+        while (reached := self._row.advance()) < count:
+            waiting = self._row.latest(count)
+            if self._closed or waiting is None:
+                self._engine.require_open()
+                raise ClosedError("the row of counters is closed")
+            await self._rest(waiting)
+        return reached
+
+    async def _rest(self, waiting: CounterWait) -> None:
+        """Sleep until a wait is over, or the row is closed."""
+        waiter = self._engine.loop.waiter()
+        others = waiting.waiter or []
+        waiting.waiter = [*others, waiter]
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        except BaseException:
+            if waiting.waiter is not None:
+                waiting.waiter = [other for other in waiting.waiter if other is not waiter]
+            raise
+        finally:
+            self._waiters.discard(waiter)
+
+    def close(self) -> None:
+        """Free the immediates: waits end with ClosedError, what was not consumed is dropped. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for waiter in tuple(self._waiters):
+            wake(waiter)
+        self._row.close()
+        self._engine.kick()
+
+    def __enter__(self) -> CounterRow:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<CounterRow of {len(self)}, {'closed' if self._closed else self._row.reached}>"
+
+
+def open_counter(engine: Engine, imm: int) -> Counter:
+    """Open the counter of an immediate; see `Engine.counter`."""
+    try:
+        return Counter(engine, engine.core.counter(imm))
+    except OverflowError as error:
+        raise _too_many(error) from None
+
+
+def open_row(engine: Engine, first: int, needs: Sequence[int]) -> CounterRow:
+    """Open the counters of immediates in a row; see `Engine.counters`."""
+    for need in needs:
+        if not isinstance(need, int) or not 0 <= need <= 1 << 40:
+            raise UsageError(f"counters: {need!r}: expected numbers of writes to wait for, integers from 0 to 2**40")
+    try:
+        return CounterRow(engine, CountRow(engine.core, first, needs))
+    except OverflowError as error:
+        raise _too_many(error) from None
+    except ValueError as error:
+        raise UsageError(f"counters: {error}") from None
+
+
+def _too_many(error: OverflowError) -> UsageError:
+    return UsageError(f"counter: {error}; close some, or raise config.max_counters")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import submit
@@ -14,7 +14,7 @@ from .connections import Connections
 from .core.address import Address
 from .core.descriptor import RegionDescriptor
 from .core.striping import check_immediate
-from .counter import Counter
+from .counter import Counter, CounterRow, open_counter, open_row
 from .errors import UsageError
 from .group import PeerGroup, ScatterTarget, make_group, submit_scatter
 from .hosts import bind_host, host_identity
@@ -346,17 +346,19 @@ class Engine(Connections):
     # Counts and words.
 
     def counter(self, imm: int | None = None) -> Counter:
-        """Return the counter of an immediate, or of one that nobody uses. Raises UsageError at the limit of
-        `max_counters`.
+        """Return the counter of an immediate, or of one that nobody uses. Raises UsageError at `max_counters`.
 
         Immediates from 2**27 on are picked from for those; use lower ones for numbers of your own.
         """
         self.require_open()
-        value = self._free_immediate() if imm is None else check_immediate(imm)
-        try:
-            return Counter(self, self.core.counter(value))
-        except OverflowError as error:
-            raise UsageError(f"counter: {error}; close some, or raise config.max_counters") from None
+        return open_counter(self, self._free_immediate() if imm is None else check_immediate(imm))
+
+    def counters(self, first: int, needs: Sequence[int]) -> CounterRow:
+        """Wait for `needs[i]` writes on immediate `first` + i, together; what came on them before is dropped, unless
+        others have counters of theirs. Raises as `counter`.
+        """
+        self.require_open()
+        return open_row(self, check_immediate(first), needs)
 
     def _free_immediate(self) -> int:
         # In turn, so that one that was freed is not soon another's, while a late write may still count on it.

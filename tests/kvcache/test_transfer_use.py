@@ -35,6 +35,24 @@ def compute_layer(prefill: PrefillRank, job: Job, layer: int, pages: list[int]) 
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("provider", ["sim", "shm"])
+async def test_nothing_is_asked_for_before_the_first_await(provider):
+    """A program may prepare its pages in the block, and NICs write whenever they are asked to."""
+    with anyio.fail_after(PATIENCE_S):
+        async with deployed(provider) as deployment:
+            (decode,) = deployment.decode
+            for _ in range(3):
+                before = decode.engine.core.statistics()
+                async with decode.decoder.request(TOKENS, deployment.group) as slot:
+                    after = decode.engine.core.statistics()
+                    assert [after[name] - before[name] for name in ("posted", "queued")] == [0, 0]
+                    decode.memory[:, slot.pages] = 0
+                    await slot.arrived()
+                    decode.check(slot)
+                await until_idle(deployment)
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("provider", ["sim", "tcp"])
 async def test_layers_come_in_order_while_the_next_one_is_computed(provider):
     async def prefill_slowly() -> None:

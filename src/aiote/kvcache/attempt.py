@@ -18,8 +18,9 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import anyio
 import numpy as np
@@ -31,7 +32,7 @@ from .layout import CacheLayout
 from .lending import Lender, Loan, key_of
 from .plan import plan_transfer
 from .post import Post
-from .transferwire import Accepted, Cancel, Ended, Fill, Numbers, Ranks, encode, fingerprint, frames
+from .transferwire import Accepted, Cancel, Ended, Fill, Numbers, Ranks, encode, fingerprint, fits_frame, frames
 
 __all__ = ["Attempt", "Desk", "Immediates"]
 
@@ -58,26 +59,17 @@ class Immediates:
     def __len__(self) -> int:
         return len(self._used)
 
-    def open(self) -> Block:
-        """Take a block. Raises UsageError at the engine's limit of counters, ClosedError."""
+    def open(self, needs: Sequence[int]) -> Block:
+        """Take a block, and wait for so many counts of each. Raises UsageError at the engine's limit of counters,
+        ClosedError.
+        """
         while self._next in self._used:
             self._next = (self._next + 1) % self._blocks
         number, self._next = self._next, (self._next + 1) % self._blocks
         first = self._base + number * self._size
-        counters: list[aiote.Counter] = []
-        try:
-            for imm in range(first, first + self._size):
-                counter = self._engine.counter(imm)
-                if counter.value:
-                    counter.close()  # which drops what it has counted
-                    counter = self._engine.counter(imm)
-                counters.append(counter)
-        except BaseException:
-            for counter in counters:
-                counter.close()
-            raise
+        row = self._engine.counters(first, needs)
         self._used.add(number)
-        return Block(first, counters, lambda: self._used.discard(number))
+        return Block(first, row, lambda: self._used.discard(number))
 
 
 @dataclass(slots=True)
@@ -85,15 +77,14 @@ class Block:
     """The immediates of one attempt: of every layer, then of the tail."""
 
     first: int
-    counters: list[aiote.Counter]
+    row: aiote.CounterRow
     give_back: Callable[[], None]
 
     def __enter__(self) -> Block:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for counter in self.counters:
-            counter.close()
+        self.row.close()
         self.give_back()
 
 
@@ -159,27 +150,60 @@ class Source:
         self._asking = anyio.CancelScope()
         self._bell = Bell()
 
-    async def ask(self) -> None:
-        """Lend the rank the memory and send it its `Fill`; what goes wrong fails the attempt."""
-        engine = self._attempt.desk.engine
+    def ask(self) -> None:
+        """Lend the rank the memory and send it its `Fill`; what goes wrong fails the attempt.
+
+        At once where its engine is connected and has room, for a task costs as much as all of it; else beside.
+        """
+        desk = self._attempt.desk
+        try:
+            peer = desk.engine.peer_of(self._address)
+            if not peer.connected:
+                desk.crew().start(self._aside, self._connect)
+                return
+            fill = self._lend(peer)
+            if fits_frame(fill) and peer.has_room:
+                (frame,) = frames(fill, self.serial)
+                desk.engine.submit_send(peer, frame).join(aiote.Flight(self._sent))
+            else:
+                desk.crew().start(self._aside, partial(self._send, peer, fill))
+        except aiote.AioteError as error:
+            self._fail(str(error))
+
+    def _lend(self, peer: aiote.Peer) -> bytes:
+        """Lend its engine the memory, and return its `Fill`, encoded."""
+        self.loan = self._attempt.desk.lender.lend(peer)
+        self.loan.borrowers.add(self)
+        return encode(self._attempt.fill(self._rank, self.serial, self.loan))
+
+    def _sent(self, failed: aiote.Transfer | None) -> None:
+        """Take note that the `Fill` is sent. Why it is not is known after this round only."""
+        if failed is not None:
+            self._attempt.desk.engine.loop.call_soon(lambda: self._fail(str(failed.exception())))
+
+    async def _aside(self, work: Callable[[], Awaitable[None]]) -> None:
         with self._asking:
             try:
-                peer = await engine.connect(self._address)
-                if self._abandoned:
-                    return
-                self.loan = self._attempt.desk.lender.lend(peer)
-                self.loan.borrowers.add(self)
-                sending: deque[aiote.Transfer] = deque()
-                for frame in frames(encode(self._attempt.fill(self._rank, self.serial, self.loan)), self.serial):
-                    # Frames may overtake each other: no need to wait for one to be there before the next one leaves.
-                    while len(sending) >= FRAMES_AHEAD:
-                        await sending.popleft()
-                    await engine.room(peer)
-                    sending.append(engine.submit_send(peer, frame))
-                for transfer in sending:
-                    await transfer
+                await work()
             except aiote.AioteError as error:
                 self._fail(str(error))
+
+    async def _connect(self) -> None:
+        peer = await self._attempt.desk.engine.connect(self._address)
+        if not self._abandoned:
+            await self._send(peer, self._lend(peer))
+
+    async def _send(self, peer: aiote.Peer, fill: bytes) -> None:
+        engine = self._attempt.desk.engine
+        sending: deque[aiote.Transfer] = deque()
+        for frame in frames(fill, self.serial):
+            # Frames may overtake each other: no need to wait for one to be there before the next one leaves.
+            while len(sending) >= FRAMES_AHEAD:
+                await sending.popleft()
+            await engine.room(peer)
+            sending.append(engine.submit_send(peer, frame))
+        for transfer in sending:
+            await transfer
 
     async def stop(self, limit: float) -> None:
         """Return when it can write nothing more for this attempt, within `limit` and the time of a revocation."""
@@ -266,7 +290,7 @@ class Attempt:
         self._block: Block | None = None
         self._collecting = anyio.CancelScope()
         self._heard = 0
-        self._seen = (0, 0, 0)
+        self._seen = (0, 0, (0, 0))
         self._since = 0.0
 
     def fill(self, rank: int, serial: int, loan: Loan) -> Fill:
@@ -299,23 +323,32 @@ class Attempt:
         """Take note of a sign of life that is no count."""
         self._heard += 1
 
+    def _begin(self) -> None:
+        """Open immediates and ask the ranks."""
+        writes = self._plan.writes(self.desk.rank, len(self._pages))
+        needs = [writes] * self.desk.layout.layers + [1] * bool(self.desk.tail_bytes)
+        try:
+            self._block = self.desk.immediates.open(needs)
+        except aiote.AioteError as error:
+            self.reason = str(error)
+            return
+        for source in self._sources:
+            self.desk.sources[source.serial] = source
+            source.ask()
+
     async def run(self, progress: Callable[[int], None]) -> str:
         """Return the reason why it failed, "" where all has arrived. `progress` is told how many layers have.
 
         When it returns nobody can write for it any more. That takes, after it failed, `confirm_limit` and the time of
         a revocation at most. Cancelled, it leaves that to whoever closes the region: the decoder's end.
         """
-        try:
-            self._block = self.desk.immediates.open()
-        except aiote.AioteError as error:
-            return str(error)
+        self._begin()
+        if self._block is None:
+            return self.reason
         arrived = False
         with self._block:
             try:
-                for source in self._sources:
-                    self.desk.sources[source.serial] = source
-                    self.desk.crew().start(source.ask)
-                arrived = await self._collect(self._block.counters, progress)
+                arrived = await self._collect(self._block.row, progress)
                 if not arrived:
                     async with anyio.create_task_group() as group:
                         for source in self._sources:
@@ -326,20 +359,17 @@ class Attempt:
                     del self.desk.sources[source.serial]
                     source.forget(arrived)
 
-    async def _collect(self, counters: list[aiote.Counter], progress: Callable[[int], None]) -> bool:
+    async def _collect(self, row: aiote.CounterRow, progress: Callable[[int], None]) -> bool:
         """Count layer by layer, then the tail; False where the attempt failed before."""
-        arrived = False
+        arrived, reached = False, 0
         self._since = anyio.current_time()
         self.desk.collecting.add(self)
         try:
             with self._collecting:
-                writes = self._plan.writes(self.desk.rank, len(self._pages))
-                for layer in range(self.desk.layout.layers):
-                    await counters[layer].wait(writes)
-                    self.layers = layer + 1
+                while reached < len(row):
+                    reached = await row.wait(reached + 1)
+                    self.layers = min(reached, self.desk.layout.layers)
                     progress(self.layers)
-                if self.desk.tail_bytes:
-                    await counters[-1].wait(1)
                 arrived = True
         except aiote.AioteError as error:
             self.fail(str(error))
@@ -350,7 +380,7 @@ class Attempt:
     def look(self, now: float) -> None:
         """Fail where nothing has come for the stall limit."""
         assert self._block is not None
-        state = (self.layers, self._heard, sum(counter.value for counter in self._block.counters))
+        state = (self.layers, self._heard, self._block.row.progress)
         if state != self._seen:
             self._seen, self._since = state, now
         elif now - self._since >= self.desk.stall_limit:

@@ -184,6 +184,7 @@ class Decoder:
             self._require_open()
         slot = Slot(self._desk, self._pool, holding, self._tails, identity, prompt)
         self._slots[slot] = None
+        # Nothing is asked for before the block's first await, so that a program may prepare its pages there.
         self._crew.start(self._live, slot, groups, holding)
         try:
             yield slot

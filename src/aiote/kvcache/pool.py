@@ -46,7 +46,12 @@ class _Wish:
         self.count = count
         self.holding = holding
         self.granted: Holding | None = None
-        self.event = anyio.Event()
+        self.event: anyio.Event | None = None
+
+    def over(self) -> None:
+        """Wake who waits: it is granted, or void."""
+        if self.event is not None:
+            self.event.set()
 
 
 class PagePool:
@@ -119,7 +124,7 @@ class PagePool:
         holding.over = True
         for wish in [wish for wish in self._more if wish.holding is holding]:
             self._more.remove(wish)
-            wish.event.set()
+            wish.over()
         self._free += holding.pages
         self._places.append(holding.place)
         self._serve()
@@ -129,7 +134,7 @@ class PagePool:
         self._closed = reason
         for line in (self._line, self._more):
             for wish in line:
-                wish.event.set()
+                wish.over()
             line.clear()
 
     def _require_open(self) -> None:
@@ -140,8 +145,10 @@ class PagePool:
         line.append(wish)
         self._serve()
         try:
-            # It is set once: by what grants the wish, or by what makes it void.
-            await wish.event.wait()
+            if wish.granted is None:
+                # It is set once: by what grants the wish, or by what makes it void. Where there are pages nobody waits.
+                wish.event = anyio.Event()
+                await wish.event.wait()
         except BaseException:
             if wish.granted is not None and wish.holding is None:
                 self.give(wish.granted)  # granted in the moment of the cancellation
@@ -167,4 +174,4 @@ class PagePool:
         else:
             wish.granted = wish.holding
         wish.granted.pages += [self._free.pop() for _ in range(wish.count)]
-        wish.event.set()
+        wish.over()

@@ -48,6 +48,7 @@ __all__ = [
     "decode",
     "encode",
     "fingerprint",
+    "fits_frame",
     "frames",
 ]
 
@@ -173,6 +174,11 @@ def decode(data: bytes) -> Message:
         raise WireError(f"unknown message type {kind}")
     reader.end()
     return message
+
+
+def fits_frame(data: bytes) -> bool:
+    """Whether an encoded message travels in one frame."""
+    return len(data) <= _PART
 
 
 def frames(data: bytes, number: int) -> Iterator[bytes]:

@@ -11,6 +11,7 @@ from aiote_native.flights import Flight
 from aiote_native.forks import ForkError, after_fork
 from aiote_native.peers import PeerLink
 from aiote_native.requests import LocalSlice, PageSet, RemoteSlice, Request, quick, quick_pages, quick_send
+from aiote_native.rows import CountRow
 from aiote_native.status import StatusError, error_text
 from aiote_native.targets import Targets, scatter
 from aiote_native.waits import CounterHandle, CounterWait, Watch, read_word
@@ -26,6 +27,7 @@ from .sim import sim_identity
 __all__ = [
     "Buffer",
     "Core",
+    "CountRow",
     "CounterHandle",
     "CounterWait",
     "Fabric",

@@ -1,0 +1,93 @@
+"""The counts of immediates in a row, waited for together: one call opens them, one wake-up may be for several.
+
+A wait for each by itself costs a call to open it, one to begin, one to take what came and one to close, for every layer
+of every small prompt.
+"""
+
+from libc.stdint cimport uint32_t, uint64_t
+
+from aiote_native.core cimport Core
+from aiote_native.counters cimport WAIT_PENDING, WAIT_SATISFIED
+from aiote_native.progress cimport lock, unlock, usable
+from aiote_native.waits cimport CounterHandle, CounterWait, open_counter
+
+
+cdef class CountRow:
+    """Waits for `needs[i]` counts of immediate `first` + i. What was counted of these before is dropped where nobody
+    else has them open. Raises OverflowError at the limit of immediates in use, ValueError for those of over 28 bits.
+    """
+
+    def __init__(self, Core core not None, uint32_t first, needs):
+        cdef CounterHandle handle
+        cdef CounterWait waiting
+        cdef uint64_t need
+        usable(&core.engine)
+        if self.handles is not None:
+            raise RuntimeError("a row is opened once")
+        self.handles = []
+        self.waits = []
+        try:
+            for need in needs:
+                handle = open_counter(core, &core.engine, first + <uint32_t> len(self.handles))
+                self.handles.append(handle)
+                lock(&core.engine)
+                if handle.counter.opened == 1 and handle.counter.head == NULL:
+                    handle.counter.units = 0
+                unlock(&core.engine)
+                waiting = CounterWait.__new__(CounterWait)
+                handle.wait(waiting, need)
+                self.waits.append(waiting)
+        except BaseException:
+            self.close()
+            raise
+        if not core.awake and core.on_submit is not None:
+            core.on_submit()
+
+    def __len__(self):
+        return len(self.waits)
+
+    cdef int look(self) except -1:
+        cdef CounterWait waiting
+        while self.reached < len(self.waits):
+            waiting = <CounterWait> self.waits[self.reached]
+            if waiting.wait.state != WAIT_SATISFIED:
+                break
+            waiting.take()
+            self.reached += 1
+        return 0
+
+    def advance(self) -> int:
+        """Return how many of the first ones have all their counts; these are consumed for good."""
+        self.look()
+        return self.reached
+
+    def latest(self, int count) -> CounterWait | None:
+        """Return the last of the first `count` that is still waited for; None where none is.
+
+        Who sleeps on that one is not woken for each of those before it.
+        """
+        cdef int i
+        for i in range(min(count, <int> len(self.waits)) - 1, self.reached - 1, -1):
+            if (<CounterWait> self.waits[i]).wait.state == WAIT_PENDING:
+                return <CounterWait> self.waits[i]
+        return None
+
+    def progress(self) -> tuple[int, int]:
+        """Return how many waits are over, and how many counts have come for others: it changes with all that comes."""
+        cdef CounterHandle handle
+        cdef int over = 0
+        cdef uint64_t units = 0
+        for i in range(len(self.waits)):
+            over += (<CounterWait> self.waits[i]).wait.state != WAIT_PENDING
+        for handle in self.handles:
+            units += handle.value
+        return over, units
+
+    def close(self) -> None:
+        """End what is still waited for, and drop what was counted and not consumed. Idempotent."""
+        cdef CounterWait waiting
+        cdef CounterHandle handle
+        for waiting in self.waits:
+            waiting.cancel()
+        for handle in self.handles:
+            handle.close(True)
