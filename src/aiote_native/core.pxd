@@ -16,6 +16,7 @@ cdef class Core:
     cdef public bint closing
     cdef public bint shares
     cdef bint woke
+    cdef int lively
     cdef list rooms
     cdef object tell(self, list failed, on_round)
     cdef object run_woken(self, list woken, bint direct)

@@ -139,20 +139,19 @@ cdef class Core:
         """Make progress and wake who waited for it; for a callback of the event loop's own. Returns as `progress` does.
 
         One round, or as many as fit in 50 us where the last turn was just now and the loop had nothing else to do. Who
-        does not spin does up to eight, for after one in which nothing happened it sleeps without another turn of the
-        loop. With `shares`, which says that other cores are on the same loop, it is always one.
-        `on_round(failed)` is called where peers failed or messages are there.
+        does not spin does up to eight, for after one in which nothing happened it sleeps without another turn. With
+        `shares`, as other cores are on the loop, it is one. `on_round(failed)` is for failed peers and messages.
         """
         # Who does not spin asks no clock either: reading it can be a system call, of which the round has few.
         cdef bint spins = self.engine.spin_ns != 0
-        # Who was woken in the last turn has more to do as a rule: a task that was started, a queue that was filled.
-        cdef bint kept = spins and not self.shares and not self.woke
+        # Who was woken within two turns has more to do as a rule: a task that was started, a queue that was filled.
+        cdef bint kept = spins and not self.shares and self.lively == 0
         cdef uint64_t deadline = slice_end(&self.engine) if kept else 0
-        cdef int most = 1 if spins or self.shares else ROUNDS
+        cdef int rounds = 0, most = 1 if spins or self.shares else ROUNDS
         cdef bint again = True
-        cdef int rounds = 0
         # What the tasks that wake start is looked at here, so it needs nobody to be told.
         self.awake = True
+        self.lively = max(self.lively - 1, 0)
         try:
             while again:
                 usable(&self.engine)
@@ -165,6 +164,7 @@ cdef class Core:
                 if not alive(&self.engine):
                     return False
                 again = again or self.woke
+                self.lively = 2 if self.woke or (self.engine.state.inbox and self.engine.receivers) else self.lively
                 rounds += 1
                 if rounds < most:
                     continue
