@@ -252,7 +252,7 @@ async def test_drained_prefillers_finish_what_they_have():
 
 @pytest.mark.anyio
 async def test_wrong_arguments_are_named():
-    async with pair("sim", message_bytes=4096) as (engine, other), Mailroom(engine) as mailroom:
+    async with pair("sim", message_bytes=16384) as (engine, other), Mailroom(engine) as mailroom:
         memory = pool_of(SMALL, 4, 1)
         for wrong in ({"rank": 1}, {"ranks": 3}, {"slots": 0}, {"stall_limit": 0}, {"imm_base": (1 << 28) - 4}):
             with pytest.raises(aiote.UsageError):
@@ -282,8 +282,8 @@ async def test_wrong_arguments_are_named():
         with pytest.raises(aiote.ClosedError):
             async with decoder.request([1], [other.address]):
                 raise AssertionError("unreachable")
-        async with pair("sim", message_bytes=2048) as (small, _), Mailroom(small) as little:
-            with pytest.raises(aiote.UsageError, match="4096"):
+        async with pair("sim", message_bytes=16383) as (small, _), Mailroom(small) as little:
+            with pytest.raises(aiote.UsageError, match="16384"):
                 Prefiller(little, SMALL, memory)
 
 

@@ -175,7 +175,7 @@ def _messages() -> dict[str, transferwire.Message]:
 
     return {
         "fill": fill(5),
-        "long-fill": fill(2500),  # three frames
+        "long-fill": fill(10_000),  # three frames
         "cancel": Cancel(1),
         "accepted": Accepted(2),
         "ended": Ended(3, "why"),

@@ -67,7 +67,7 @@ class Decoder:
 
     A try fails when nothing has come for `stall_limit` seconds (noticed within a quarter of that), and a prefiller that
     does not confirm within `confirm_limit` that it has stopped loses its leases, with all that it was writing.
-    Raises UsageError for memory of another size; the engine's `message_bytes` must be 4096 at least.
+    Raises UsageError for memory of another size; the engine's `message_bytes` must be 16384 at least, its default.
     """
 
     def __init__(

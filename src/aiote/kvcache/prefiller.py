@@ -78,7 +78,7 @@ class Prefiller:
     only read from it. `rank` of `ranks` is its place in the prefill group. Up to `queue` requests wait, those of which
     a decode rank's part is missing included; for that they wait `gather_limit` seconds at most, which is to be less
     than the decoders' `stall_limit`. `malformed` counts messages that were none. Raises UsageError for memory of
-    another size; the engine's `message_bytes` must be 4096 at least.
+    another size; the engine's `message_bytes` must be 16384 at least, its default.
     """
 
     def __init__(

@@ -54,8 +54,9 @@ __all__ = [
 
 TO_PREFILLER = 0xE2
 TO_DECODER = 0xE3
-VERSION = 1
-FRAME_BYTES = 4096
+VERSION = 2
+FRAME_BYTES = 16384
+"""As an engine takes without being told to: a prompt of 3000 tokens is asked for in one message."""
 MESSAGE_LIMIT = 1 << 25
 OPEN_MESSAGES = 256
 OPEN_BYTES = 1 << 26
