@@ -21,7 +21,7 @@ test: test-system  ## lint, then every test with the newest libfabric here, then
 	@$(READY) dev --install
 	$(BIN)/python tools/run_tests.py $(ARGS)
 
-soak: system  ## ten minutes of faults under load; ARGS="--seconds N --seed S --provider tcp|shm"
+soak: system  ## ten minutes of faults under load; ARGS="--seconds N --seed S --provider local|socket|tcp|shm"
 	@$(READY) dev --install
 	$(BIN)/python tests/soak/soak.py $(ARGS)
 

@@ -37,7 +37,7 @@ async def main(provider: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Two engines, one write.")
-    parser.add_argument("--provider", default="auto", help="auto (the default), tcp or shm")
+    parser.add_argument("--provider", default="auto", help="auto (the default), local, socket, tcp or shm")
     try:
         asyncio.run(main(parser.parse_args().provider))
     except aiote.AioteError as error:

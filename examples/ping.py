@@ -143,7 +143,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Round trips of one-sided writes; without a role, both sides run here."
     )
-    parser.add_argument("--provider", default="auto", help="auto (the default), tcp or shm")
+    parser.add_argument("--provider", default="auto", help="auto (the default), local, socket, tcp or shm")
     parser.add_argument("--count", type=positive, default=1000, help="round trips (default 1000)")
     parser.add_argument("--size", type=positive, default=8, help="bytes of each write (default 8)")
     parser.add_argument("--listen", nargs="?", const="", metavar="HOST", help="answer; HOST is this machine's address")

@@ -256,7 +256,9 @@ def engine_address(text: str) -> aiote.Address:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Send a file by one-sided writes.")
-    parser.add_argument("--provider", default="auto", help="auto (the default), tcp or shm; the same on both sides")
+    parser.add_argument(
+        "--provider", default="auto", help="auto (the default), local, socket, tcp or shm; the same on both sides"
+    )
     roles = parser.add_subparsers(dest="role", required=True, metavar="receive|send")
     role = roles.add_parser("receive", help="print an address and take one file")
     role.add_argument("folder", type=existing_folder, help="where to put it")

@@ -104,7 +104,9 @@ async def main(args: argparse.Namespace) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Count bytes, as a service; without a role, both sides run here.")
-    parser.add_argument("--provider", default="auto", help="auto (the default), tcp or shm; the same on both sides")
+    parser.add_argument(
+        "--provider", default="auto", help="auto (the default), local, socket, tcp or shm; the same on both sides"
+    )
     parser.add_argument("--listen", nargs="?", const="", metavar="HOST", help="serve; HOST is this machine's address")
     parser.add_argument("--connect", metavar="ADDRESS", help="ask the service at ADDRESS")
     parser.add_argument("--text", default="one-sided writes, awaited", help="what to have counted")

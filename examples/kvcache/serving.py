@@ -62,7 +62,9 @@ class Refused(Exception):
 def parser(description: str) -> argparse.ArgumentParser:
     """Return a parser with what every server takes."""
     out = argparse.ArgumentParser(description=description)
-    out.add_argument("--provider", default="auto", help="auto (the default), tcp or shm; the same everywhere")
+    out.add_argument(
+        "--provider", default="auto", help="auto (the default), local, socket, tcp or shm; the same everywhere"
+    )
     out.add_argument("--host", default="127.0.0.1", help="where HTTP is served")
     out.add_argument("--port", type=int, default=0, help="the port of it; 0, the default: any free one")
     out.add_argument("--page-tokens", type=int, default=16, help="tokens of a page")

@@ -56,11 +56,11 @@ def open_engine(
 ) -> _Opening:
     """Open an engine on the running event loop: `async with open_engine(...) as engine`.
 
-    provider: "auto" (the best that is present, and shared memory for peers on this host), "tcp", "shm", "verbs", a
-    libfabric provider's name, or "sim" (within an `aiote.testing.Fabric`). rails: names or local IP addresses of the
-    NICs to open; without them the one that the engine's own address belongs to, or all of the simulated ones. config:
-    an `EngineConfig`. Awaiting instead gives an engine that the caller closes with `await engine.aclose()`. Raises
-    FabricError when there is no libfabric or no such provider, UsageError.
+    provider: "auto" (the best that is present, and shared memory for peers on this host), "local" or "socket" (which
+    need no library), "tcp", "shm", "verbs", a libfabric provider's name, or "sim" (within an `aiote.testing.Fabric`).
+    rails: names or local IP addresses of the NICs to open; without them the one that the engine's own address belongs
+    to, or all of the simulated ones. config: an `EngineConfig`. Awaiting instead gives an engine that the caller closes
+    with `await engine.aclose()`. Raises FabricError when there is no libfabric or no such provider, UsageError.
     """
     if not isinstance(provider, str):
         raise UsageError(f"provider must be a name, got {type(provider).__name__}")

@@ -30,7 +30,8 @@ async def test_opens_and_closes(provider, progress):
         (rail,) = engine.rails
         assert rail.provider.partition(";")[0] == provider
         assert rail.state == "up"
-        assert rail.library.startswith({"sim": "simulated", "verbs": "libibverbs"}.get(provider, "libfabric "))
+        libraries = {"sim": "simulated", "verbs": "libibverbs", "local": "aiote", "socket": "aiote"}
+        assert rail.library.startswith(libraries.get(provider, "libfabric "))
         assert str(engine.address) in repr(engine)
     assert engine.closed
     assert "closed" in repr(engine)

@@ -8,7 +8,7 @@ import pytest
 
 import aiote
 import aiote.engine
-from aiote.rails import libfabric
+from aiote.rails import local
 from engines import PATIENCE_S, across, opened
 
 pytestmark = pytest.mark.libfabric
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.libfabric
 @pytest.fixture(autouse=True)
 def room(monkeypatch):
     """These few engines need little shared memory, however little this machine has."""
-    monkeypatch.setattr(libfabric, "SHARED_MEMORY_BYTES", 0)
+    monkeypatch.setattr(local, "ROOM_BYTES", 0)
 
 
 async def moved(left: aiote.Engine, right: aiote.Engine) -> list[str]:
@@ -35,14 +35,14 @@ async def moved(left: aiote.Engine, right: aiote.Engine) -> list[str]:
 async def test_on_one_host_auto_goes_through_shared_memory():
     with anyio.fail_after(PATIENCE_S):
         async with opened("auto") as left, opened("auto") as right:
-            assert [rail.provider.partition(";")[0] for rail in left.rails] == ["tcp", "shm"]
-            assert await moved(left, right) == ["shm"]
+            assert [rail.provider.partition(";")[0] for rail in left.rails] == ["socket", "local"]
+            assert await moved(left, right) == ["local"]
 
 
 async def test_where_shared_memory_is_short_it_is_left_alone(monkeypatch):
-    monkeypatch.setattr(libfabric, "SHARED_MEMORY_BYTES", 1 << 62)
+    monkeypatch.setattr(local, "ROOM_BYTES", 1 << 62)
     async with opened("auto") as engine:
-        assert [rail.provider.partition(";")[0] for rail in engine.rails] == ["tcp"]
+        assert [rail.provider.partition(";")[0] for rail in engine.rails] == ["socket"]
 
 
 async def test_between_hosts_it_does_not(monkeypatch):
@@ -50,10 +50,12 @@ async def test_between_hosts_it_does_not(monkeypatch):
     monkeypatch.setattr(aiote.engine, "host_identity", lambda: next(hosts))
     with anyio.fail_after(PATIENCE_S):
         async with opened("auto") as left, opened("auto") as right:
-            assert await moved(left, right) == ["tcp"]
+            assert await moved(left, right) == ["socket"]
 
 
-@pytest.mark.parametrize(("one", "other"), [("auto", "tcp"), ("tcp", "auto"), ("auto", "shm"), ("shm", "auto")])
+@pytest.mark.parametrize(
+    ("one", "other"), [("auto", "socket"), ("socket", "auto"), ("auto", "local"), ("local", "auto")]
+)
 async def test_with_what_both_have(one, other):
     with anyio.fail_after(PATIENCE_S):
         async with opened(one) as left, opened(other) as right:

@@ -12,7 +12,7 @@ import pytest
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
 FOREVER = ("--count", "1000000000")
-REPORT = re.compile(r"(tcp|shm)\S*: (\d+) round trips of (\d+) bytes: p50 [\d.]+ us, p99 [\d.]+ us\n")
+REPORT = re.compile(r"(local|socket|tcp|shm)\S*: (\d+) round trips of (\d+) bytes: p50 [\d.]+ us, p99 [\d.]+ us\n")
 KEY = "a secret of sixteen bytes or more"
 
 

@@ -35,7 +35,7 @@ def compute_layer(prefill: PrefillRank, job: Job, layer: int, pages: list[int]) 
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("provider", ["sim", "shm"])
+@pytest.mark.parametrize("provider", ["sim", "local"])
 async def test_nothing_is_asked_for_before_the_first_await(provider):
     """A program may prepare its pages in the block, and NICs write whenever they are asked to."""
     with anyio.fail_after(PATIENCE_S):

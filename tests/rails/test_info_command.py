@@ -16,7 +16,7 @@ from aiote.cli.info import SOFTWARE_SHOWN, Machine, as_dict, likely_providers, p
 from aiote.rails.sysfs import read_topology
 from aiote.rails.topology import Nic, Topology
 
-SECTIONS = {"aiote", "python", "libfabric", "sysfs", "rails_from", "nodes", "gpus", "nics", "shm"}
+SECTIONS = {"aiote", "python", "libfabric", "sysfs", "rails_from", "nodes", "gpus", "nics", "shm", "local"}
 
 
 def info(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -48,7 +48,7 @@ def test_this_machine_as_json():
     (lo,) = [nic for nic in told["nics"] if nic["name"] == "lo"]
     assert lo["virtual"]
     assert "tcp" in lo["providers"]
-    assert told["shm"] is True
+    assert told["shm"] is told["local"] is True
 
 
 @pytest.mark.libfabric
@@ -56,7 +56,7 @@ def test_this_machine_as_a_picture():
     done = info()
     assert (done.returncode, done.stderr) == (0, "")
     assert "NIC  lo" in done.stdout
-    assert "rail: shm" in done.stdout
+    assert "rail: local, shm" in done.stdout
     assert "libfabric" in done.stdout.splitlines()[-1]
 
 
@@ -67,14 +67,15 @@ def test_without_libfabric_the_machine_is_shown_all_the_same():
     assert "no libfabric" in done.stdout
     told = json.loads(info("--json", AIOTE_LIBFABRIC="/none/libfabric.so.1").stdout)
     assert told["rails_from"] == "nothing"
-    assert {tuple(nic["providers"]) for nic in told["nics"]} == {()}
+    assert {tuple(nic["providers"]) for nic in told["nics"]} == {(), ("socket",)}
 
 
 def test_a_recorded_tree(tmp_path):
     root = sysfs_trees.recorded(tmp_path, "p5")
     told = json.loads(info("--json", "--sysfs", root).stdout)
     assert set(told) == SECTIONS
-    assert (told["sysfs"], told["rails_from"], told["libfabric"], told["shm"]) == (root, "kind of device", None, False)
+    assert (told["sysfs"], told["rails_from"], told["libfabric"]) == (root, "kind of device", None)
+    assert told["shm"] is told["local"] is False
     assert told["gpus"][0]["nearest"] == [f"rdmap{number}s0" for number in (79, 80, 81, 82)]
     assert {tuple(nic["providers"]) for nic in told["nics"] if nic["kind"] == "infiniband"} == {("efa",)}
     done = info("--sysfs", root)

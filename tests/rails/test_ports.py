@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import aiote
-from aiote.rails import fabric, ports
+from aiote import FabricError
+from aiote.rails import choosing, ports
 from aiote.rails.ports import Gid, Port, choose_gid, choose_ports, hardware, read_ports
 
 V1, V2 = "IB/RoCE v1", "RoCE v2"
@@ -145,16 +146,35 @@ def test_what_is_taken_unasked():
 
 @pytest.mark.libfabric
 @pytest.mark.parametrize(
-    ("fast", "names", "taken"), [(False, None, True), (True, None, False), (False, ("eth9",), False)]
+    ("fast", "names", "best"),
+    [
+        ("", None, "verbs"),
+        ("efa", None, "efa"),
+        ("verbs;ofi_rxm", None, "verbs"),
+        ("", ("eth9",), "socket"),
+        ("verbs;ofi_rxm", ("eth9",), "verbs;ofi_rxm"),
+    ],
 )
-def test_auto_prefers_ports_of_hardware(monkeypatch, tmp_path, fast, names, taken):
-    """Over tcp, not over NICs that libfabric alone drives, nor where a name is not theirs."""
-    monkeypatch.setattr(fabric, "has_fast_nics", lambda: fast)
+def test_auto_takes_the_best_that_is_here(monkeypatch, fast, names, best):
+    """NICs that libfabric alone drives before ports of hardware, these where every name is theirs, TCP last."""
+    monkeypatch.setattr(choosing, "fast_provider", lambda: fast)
     good = made("a", "10.0.0.1")
     soft = dataclasses.replace(good, device="rxe0", software=True)
     monkeypatch.setattr(ports, "read_ports", lambda: (soft, good))
-    monkeypatch.setattr(fabric.os.path, "isdir", lambda _: True)
+    monkeypatch.setattr(choosing.os.path, "isdir", lambda _: True)
     # The one in software comes first, and is not taken for it.
-    assert fabric._ports("auto", names) == ((good,) if taken else ())
-    assert fabric._ports("verbs", names) == (soft, good)
-    assert fabric._ports("tcp", names) == ()
+    assert choosing._hardware(names) == ((good,) if names is None else ())
+    assert choosing._best(choosing.Wanted("auto", names))[0] == best
+
+
+def test_without_a_library_auto_takes_sockets(monkeypatch):
+    """One that was named has to be there."""
+
+    def missing(explicit: str) -> None:
+        raise FabricError(2, f"no libfabric {explicit}", operation="load libfabric")
+
+    monkeypatch.setattr(choosing, "load", missing)
+    monkeypatch.setattr(choosing.os.path, "isdir", lambda _: False)
+    assert choosing._best(choosing.Wanted("auto")) == ("socket", None)
+    with pytest.raises(FabricError, match="no libfabric /none"):
+        choosing._best(choosing.Wanted("auto", library="/none"))

@@ -26,7 +26,7 @@ def test_a_rail_is_matched_with_its_nic(rails: Rails, monkeypatch: pytest.Monkey
         return
     assert asked == [rail.name]
     assert (first.numa_node, rail.place.address) == (1, "0000:00:03.0")
-    assert first.speed_mbps == (rail.device.attributes.get("speed", 0) // 1_000_000 or 40_000)
+    assert first.speed_mbps == (getattr(rail.device, "attributes", {}).get("speed", 0) // 1_000_000 or 40_000)
 
 
 def test_a_rail_without_a_nic_knows_nothing(rails: Rails, monkeypatch: pytest.MonkeyPatch):
@@ -34,4 +34,4 @@ def test_a_rail_without_a_nic_knows_nothing(rails: Rails, monkeypatch: pytest.Mo
     (rail,) = rails.side().fabric.rails
     assert (rail.info.numa_node, rail.place) == (-1, Place())
     if rail.provider != "sim":
-        assert rail.info.speed_mbps == rail.device.attributes.get("speed", 0) // 1_000_000
+        assert rail.info.speed_mbps == getattr(rail.device, "attributes", {}).get("speed", 0) // 1_000_000

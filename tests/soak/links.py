@@ -1,6 +1,6 @@
 """The network of the soak: over tcp each worker has a network namespace of its own, joined to the others by a bridge,
-so that its link can be pulled or its packets to one other dropped; over shm all share one namespace (the doorbell
-needs that), and only the control connection can be cut.
+so that its link can be pulled or its packets to one other dropped; over shm and local all share one namespace (the
+doorbell needs that), and only the control connection can be cut.
 
 All of it lies in a namespace that the soak enters first (`enter`), as root or with a user namespace, and goes with it.
 """
@@ -16,6 +16,8 @@ from collections.abc import Callable
 INSIDE = "AIOTE_SOAK_INSIDE"
 WAYS_IN = (["unshare", "-n"], ["unshare", "-Urn"])
 BRIDGE = "soak"
+SHARED = ("shm", "local")
+"""Providers that need one network namespace for all."""
 Heal = Callable[[], None]
 
 
@@ -47,7 +49,7 @@ class Links:
 
     def __init__(self, provider: str) -> None:
         self.inside = bool(os.environ.get(INSIDE))
-        self.apart = self.inside and provider != "shm"
+        self.apart = self.inside and provider not in SHARED
         self._number = 0
         self._names: dict[int, str] = {}
         self._hosts: dict[int, str] = {}

@@ -29,10 +29,11 @@ sys.path.append(str(Path(__file__).parents[1] / "support"))
 from chaos import HEARTBEATS, Chaos
 from kvchaos import KvChaos
 from leftovers import SHARED_MEMORY, shared_files
-from links import enter
+from links import SHARED, enter
 
 BOUND_S = 2 * HEARTBEATS["heartbeat_limit"] + HEARTBEATS["drain_timeout"] + 15
 """An await ends within the heartbeat limit, the drain limit, once more the limit for the last word, and a margin."""
+PROVIDERS = ("tcp", "shm", "socket", "local")
 WHAT: dict[str, tuple[type[Chaos], tuple[str, ...]]] = {
     "engine": (Chaos, ("verified grants", "cancelled transfers", "notes received")),
     "kvcache": (KvChaos, ("pages checked", "requests cancelled by a short deadline", "requests that failed")),
@@ -44,7 +45,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=None, help="random by default; printed in any case")
-    parser.add_argument("--provider", choices=("tcp", "shm"), default=None, help="both in turn by default")
+    parser.add_argument("--provider", choices=PROVIDERS, default=None, help="all in turn by default")
     parser.add_argument("--what", choices=tuple(WHAT), default="engine")
     chosen = parser.parse_args()
     if chosen.seed is None:
@@ -101,8 +102,8 @@ class Soak:
         if not childless():
             self._violation("a child process is left")
         self._chaos.tally["files in /dev/shm that nobody had removed yet"] += len(self._files())
-        if self._provider == "shm":
-            async with aiote.open_engine("shm"):
+        if self._provider in SHARED:
+            async with aiote.open_engine(self._provider):
                 pass
         if left := self._files():
             self._violation(f"left in /dev/shm by processes that have ended: {left}")
@@ -136,7 +137,7 @@ def childless() -> bool:
 def main() -> int:
     enter()
     chosen = arguments()
-    providers = [chosen.provider] if chosen.provider else ["tcp", "shm"]
+    providers = [chosen.provider] if chosen.provider else list(PROVIDERS)
     print(f"soak of {chosen.what}: seed {chosen.seed}, {chosen.seconds:g} s, {' and '.join(providers)}", flush=True)
     print(library_summary(os.environ.get("AIOTE_LIBFABRIC", "")), flush=True)
     failed = False

@@ -23,10 +23,10 @@ from machine import SLOWER
 PATIENCE_S = 60 * SLOWER**0.25
 """A test that takes longer hangs."""
 
-each_provider = pytest.mark.parametrize("provider", ["tcp", "shm", "sim", "verbs"])
-real_provider = pytest.mark.parametrize("provider", ["tcp", "shm", "verbs"])
+each_provider = pytest.mark.parametrize("provider", ["tcp", "shm", "local", "socket", "sim", "verbs"])
+real_provider = pytest.mark.parametrize("provider", ["tcp", "shm", "local", "socket", "verbs"])
 """For what is about other processes or the system's own resources."""
-served_by_process = pytest.mark.parametrize("provider", ["tcp", "shm"])
+served_by_process = pytest.mark.parametrize("provider", ["tcp", "shm", "local", "socket"])
 """For what a stopped process keeps from being done: where there are NICs, its own answers for it."""
 each_progress = pytest.mark.parametrize("progress", ["adaptive", "thread"])
 two_kinds = pytest.mark.parametrize(("provider", "progress"), [("tcp", "adaptive"), ("shm", "thread")])

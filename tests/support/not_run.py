@@ -64,8 +64,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _over(item, "verbs"):
             item.add_marker(pytest.mark.needs_rdma)
-        if _over(item, "sim"):
-            item.add_marker(pytest.mark.simulated)
+        if any(_over(item, provider) for provider in ("sim", "local", "socket")):
+            item.add_marker(pytest.mark.own_rails)
     for marker, missing in NEEDS.items():
         concerned = [item for item in items if item.get_closest_marker(marker)]
         if concerned and (reason := missing()):

@@ -54,6 +54,8 @@ class Kind:
 KINDS = (
     Kind("tcp", nic="lo", guards=True),
     Kind("shm"),
+    Kind("local", nic="local", guards=True),
+    Kind("socket", nic="lo", guards=True),
     Kind("sim", nic="sim0", guards=True),
     Kind("verbs", nic="rxe0", guards=True),
 )

@@ -20,8 +20,11 @@ from rich.text import Text
 from rich.tree import Tree
 
 import aiote
+from aiote.rails.hosts import addresses
 from aiote.rails.libfabric import offered
 from aiote.rails.library import library_summary, load
+from aiote.rails.local import LOCAL
+from aiote.rails.sockets import SOCKET
 from aiote.rails.sysfs import read_topology
 from aiote.rails.topology import Gpu, Nic, Place, Topology, nearest
 
@@ -70,19 +73,21 @@ def _this_machine() -> Machine:
     topology = read_topology(SYSFS)
     explicit = aiote.EngineConfig().library or ""
     library = library_summary(explicit)
-    providers: dict[str, list[str]] = {}
+    offers = {SOCKET: tuple(dict.fromkeys(addresses().values())), LOCAL: (LOCAL,)}
     try:
         load(explicit)
+        asked = True
     except aiote.FabricError:
-        return Machine(topology, {}, SYSFS, library)
-    for provider, domains in offered().items():
+        asked = False
+    providers: dict[str, list[str]] = {}
+    for provider, domains in (*(offered() if asked else {}).items(), *offers.items()):
         for domain in domains:
             # A domain that is no NIC's (shm's) stays under its own name.
             nic = topology.nic(domain)
             known = providers.setdefault(nic.name if nic is not None else domain, [])
             known += [provider] if provider not in known else []
     found = {name: tuple(names) for name, names in providers.items()}
-    return Machine(topology, found, SYSFS, library, asked=True)
+    return Machine(topology, found, SYSFS, library, asked=asked)
 
 
 def _recorded(root: str) -> Machine:
@@ -134,7 +139,8 @@ def as_dict(machine: Machine) -> dict[str, Any]:
             }
             for nic in topology.nics
         ],
-        "shm": "shm" in {name for names in machine.providers.values() for name in names},
+        "shm": "shm" in machine.providers,
+        "local": "local" in machine.providers,
     }
 
 
@@ -184,16 +190,17 @@ def _group(place: Place) -> str:
 
 def _add_software(tree: Tree, machine: Machine) -> None:
     devices = [nic for nic in machine.topology.nics if nic.virtual]
-    shm = machine.providers.get("shm", ())
-    if not devices and not shm:
+    shared = [name for name in (LOCAL, "shm") if name in machine.providers]
+    if not devices and not shared:
         return
     branch = tree.add(Text("software", style="bold"))
     for nic in devices[:SOFTWARE_SHOWN]:
         branch.add(_line(nic, machine))
     if len(devices) > SOFTWARE_SHOWN:
         branch.add(Text(f"and {len(devices) - SOFTWARE_SHOWN} more, which --json lists"))
-    if shm:
-        branch.add(Text("shared memory, for processes of this host  ").append("rail: shm", style="green"))
+    if shared:
+        rails = f"rail: {', '.join(shared)}"
+        branch.add(Text("shared memory, for processes of this host  ").append(rails, style="green"))
 
 
 def _line(device: Gpu | Nic, machine: Machine) -> Text:
@@ -241,5 +248,5 @@ def _footer(machine: Machine) -> str:
     if machine.asked:
         return f"{_plain(machine.library)}. Rails: what it offers here."
     if machine.library:
-        return f"{_plain(machine.library)}. So nothing is known of rails."
+        return f"{_plain(machine.library)}. So only those rails are known that need no library."
     return "A recorded tree. Rails: as such devices usually are; libfabric was not asked."

@@ -52,6 +52,8 @@ class Traits:
 TRAITS = {
     "tcp": Traits(by_address=True),
     "shm": Traits(waits=False, least=1, host_only=True),
+    "local": Traits(waits=False, host_only=True),
+    "socket": Traits(by_address=True),
     "verbs": Traits(by_address=True),
     "efa": Traits(waits=False),
     "cxi": Traits(),

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import mmap
-import os
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiote_native.buffers import Buffer, acquire
 from aiote_native.core import Core
@@ -19,14 +18,10 @@ from aiote_native.workrequests import LocalMemory
 
 from ..errors import UsageError
 from .bereaved import Bereaved
+from .choosing import Wanted, open_rails
 from .contract import Rail, RailInfo
 from .leftovers import remove_leftovers
-from .libfabric import LibfabricRail, choose, fabric_error, has_fast_nics, shared_memory
-from .library import Found, load
-from .sim import network
-
-if TYPE_CHECKING:
-    from .ports import Port
+from .libfabric import fabric_error
 
 __all__ = ["Fabric", "PendingChannel"]
 
@@ -88,22 +83,20 @@ class Fabric:
         **core: Any,
     ) -> None:
         """Open everything, or nothing. Raises FabricError and UsageError."""
-        found = load(library) if provider not in ("sim", "verbs") else None
         self.largest = largest
         self.rails: list[Rail] = []
         self.core: Core | None = None
-        self._bereaved = Bereaved() if found is not None and found.version < (2, 0) else None
+        self._bereaved: Bereaved | None = None
         self._scratch: LocalMemory | None = None
         self._memories: weakref.WeakSet[LocalMemory] = weakref.WeakSet()
+        settings = {**(verbs or {}), "messages": messages + CREDIT_MESSAGES}
+        wanted = Wanted(provider, rails, host, library, settings, bool(core.get("threaded")))
         try:
-            ports = _ports(provider, rails)
-            if provider == "verbs" or ports:
-                settings = {**(verbs or {}), "messages": messages + CREDIT_MESSAGES}
-                self._open_ports(ports, rails, host, settings, found)
-            elif found is None:
-                core["clock"] = self._plug(rails, threaded=bool(core.get("threaded")))
-            else:
-                self._open(provider, rails, host, found)
+            found, clock = open_rails(wanted, self.rails)
+            if clock is not None:
+                core["clock"] = clock
+            if found is not None and found.version < (2, 0) and any(rail.provider == "shm" for rail in self.rails):
+                self._bereaved = Bereaved()
             self.core = Core(doorbell=any(not rail.traits.waits for rail in self.rails), **core)
             self.tidy()
             self._scratch = self.register(acquire(bytearray(SCRATCH_BYTES)))
@@ -113,40 +106,6 @@ class Fabric:
         except BaseException:
             self.close()
             raise
-
-    def _open(self, provider: str, rails: tuple[str, ...] | None, host: str, found: Found) -> None:
-        for index, (name, node, domain) in enumerate(choose(provider, rails, host, found)):
-            self.rails.append(LibfabricRail(index, name, node, domain, found))
-
-    def _open_ports(
-        self,
-        ports: tuple[Port, ...],
-        rails: tuple[str, ...] | None,
-        host: str,
-        settings: dict[str, int],
-        found: Found | None,
-    ) -> None:
-        """Open some of these ports of RDMA devices, and shared memory beside them where they were not asked for."""
-        # Only who wants them needs libibverbs, and `import aiote` is to stay quick.
-        from .ports import choose_gid, choose_ports
-        from .verbs import VerbsRail, load_verbs
-
-        chosen = choose_ports(rails, host, ports)
-        load_verbs()
-        wanted = settings.pop("gid_index", None)
-        for index, port in enumerate(chosen):
-            self.rails.append(VerbsRail(index, port, choose_gid(port, wanted), settings))
-        if found is not None:
-            for name, node, domain in shared_memory():
-                self.rails.append(LibfabricRail(len(self.rails), name, node, domain, found))
-
-    def _plug(self, rails: tuple[str, ...] | None, *, threaded: bool) -> Any:
-        """Open rails of the simulated network; return the clock that it is, where its time is virtual."""
-        sim = network()
-        self.rails += sim.plug(rails)
-        if sim.world.virtual and threaded:
-            raise UsageError("progress='thread' knows the system's time alone: in virtual time take 'adaptive'")
-        return sim.world.clock
 
     def tidy(self) -> bool:
         """Remove what killed processes left in shared memory; False where no rail of ours uses any."""
@@ -286,20 +245,3 @@ class Fabric:
                 self.rails.pop().close()
             except StatusError as error:
                 raise fabric_error(error, "close rail", "") from error
-
-
-def _ports(provider: str, rails: tuple[str, ...] | None) -> tuple[Port, ...]:
-    """Return the ports of RDMA devices to choose from: all for who asks for verbs; for "auto" those of hardware, if
-    they are the best NICs here and have every name that is asked for.
-    """
-    if provider not in ("auto", "verbs") or not os.path.isdir("/sys/class/infiniband"):
-        return ()
-    from .ports import choose_ports, hardware, read_ports
-
-    if provider == "verbs":
-        return read_ports()
-    ports = hardware(read_ports())
-    try:
-        return ports if choose_ports(rails, "", ports) and not has_fast_nics() else ()
-    except UsageError:
-        return ()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import ipaddress
-import os
-import resource
 import socket
 from typing import TYPE_CHECKING, Any
 
@@ -15,22 +12,21 @@ from aiote_native.status import StatusError
 
 from ..errors import FabricError, UsageError
 from .contract import RailInfo, Traits, traits_of
+from .hosts import nearest, node_of, unknown
 from .leftovers import mark
 from .library import Found
 
 if TYPE_CHECKING:
     from .topology import Nic, Place
 
-__all__ = ["LibfabricRail", "choose", "fabric_error", "has_fast_nics", "offered", "shared_memory", "source_host"]
+__all__ = ["FAST", "LibfabricRail", "choose", "fabric_error", "fast_provider", "offered", "source_host"]
 
 SPINNING_TCP = (1, 18)
 """tcp of 1.18.0 has a wait descriptor that never stops being readable; 1.18.1 mended it."""
 
-SHARED_MEMORY_BYTES = 1 << 30
-
 FAST = ("efa", "cxi")
 """NICs that only libfabric drives."""
-AUTO_ORDER = (*FAST, "verbs;ofi_rxm", "tcp")
+ORDER = (*FAST, "verbs;ofi_rxm", "tcp", "shm")
 
 
 class LibfabricRail:
@@ -126,39 +122,9 @@ def source_host(attributes: dict[str, Any]) -> str:
 def choose(provider: str, names: tuple[str, ...] | None, host: str, library: Found) -> list[tuple[str, str, str]]:
     """Return (provider, node, domain) of the rails to open.
 
-    `names` are the user's (NIC names or local IP addresses); without them the rail that owns `host` is taken. "auto" is
-    the best provider that is there, and shared memory beside it, for peers on this host. Raises UsageError for names or
-    a provider that are not there.
+    `names` are the user's (NIC names or local IP addresses); without them the rail that owns `host` is taken. Raises
+    UsageError for names or a provider that are not there.
     """
-    if provider != "auto":
-        return _choose(provider, names, host, library)
-    best = next((name for name in AUTO_ORDER if _offers(name)), "tcp")
-    return _choose(best, names, host, library) + shared_memory()
-
-
-def has_fast_nics() -> bool:
-    """Tell whether there are NICs that only libfabric drives."""
-    return any(_offers(name) for name in FAST)
-
-
-def shared_memory() -> list[tuple[str, str, str]]:
-    """Return (provider, node, domain) of the rail to open beside the others, for peers on this host, if any."""
-    return [("shm", "", str(offer["domain"])) for offer in _offers("shm")[:1]] if shared_memory_suffices() else []
-
-
-def shared_memory_suffices() -> bool:
-    """Tell whether shared memory has room for many peers: libfabric makes a file of 16 MiB for each, and dies where it
-    cannot. A container's /dev/shm has 64 MB unless somebody says otherwise.
-    """
-    try:
-        room = os.statvfs("/dev/shm")
-    except OSError:
-        return False
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    return room.f_bavail * room.f_frsize >= SHARED_MEMORY_BYTES and limit == resource.RLIM_INFINITY
-
-
-def _choose(provider: str, names: tuple[str, ...] | None, host: str, library: Found) -> list[tuple[str, str, str]]:
     offers = _offers(provider)
     if not offers:
         raise UsageError(
@@ -169,12 +135,17 @@ def _choose(provider: str, names: tuple[str, ...] | None, host: str, library: Fo
     if not traits_of(provider).by_address:
         chosen = [offer for offer in offers if names is None or offer["domain"] in names]
         if names is not None and len(chosen) < len(set(names)):
-            raise _unknown(names, [offer["domain"] for offer in offers])
+            raise unknown(names, [offer["domain"] for offer in offers])
         return [(provider, "", offer["domain"]) for offer in (chosen[:1] if names is None else chosen)]
     hosts = {source_host(offer): offer["domain"] for offer in offers if source_host(offer)}
     if names is None:
-        return [(provider, _nearest(host, list(hosts)), "")]
-    return [(provider, _node(name, hosts, names), "") for name in names]
+        return [(provider, nearest(host, list(hosts)), "")]
+    return [(provider, node_of(name, hosts, names), "") for name in names]
+
+
+def fast_provider() -> str:
+    """Return the best provider of RDMA NICs here, or an empty string. The library is open."""
+    return next((name for name in (*FAST, "verbs;ofi_rxm") if _offers(name)), "")
 
 
 def offered() -> dict[str, tuple[str, ...]]:
@@ -183,59 +154,12 @@ def offered() -> dict[str, tuple[str, ...]]:
     The library is open. A provider that is not there, or cannot tell, has none.
     """
     found = {}
-    for provider in (*AUTO_ORDER, "shm"):
+    for provider in ORDER:
         try:
             found[provider] = tuple(dict.fromkeys(str(offer["domain"]) for offer in _offers(provider)))
         except StatusError:
             found[provider] = ()
     return found
-
-
-def _nearest(host: str, hosts: list[str]) -> str:
-    """Return the rail for a host that need not be one that the provider lists, as 127.0.0.2, ::1 or a name.
-
-    A loopback address gets a loopback rail where there is one: no NIC that others reach. Raises UsageError where the
-    host is an address for others, and loopback is all that there is: who connected would write to itself.
-    """
-    if host in hosts:
-        return host
-    inside = [other for other in hosts if _is_loopback(other)]
-    outside = [other for other in hosts if other not in inside]
-    if hosts and not outside and _is_outside(host):
-        raise UsageError(
-            f"host={host!r}: no rail leads there; this machine has none but loopback ({', '.join(inside)}). Is the NIC "
-            "up, and has it an IPv4 address? Or name the rail: rails=[...]"
-        )
-    return next(iter(inside + outside if _is_loopback(host) else outside + inside), "")
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _is_outside(host: str) -> bool:
-    """Tell whether it is an address that others can reach; of a name nothing is known."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return not (address.is_loopback or address.is_unspecified)
-
-
-def _node(name: str, hosts: dict[str, str], names: tuple[str, ...]) -> str:
-    for node, domain in hosts.items():
-        if name in (node, domain):
-            return node
-    raise _unknown(names, [f"{domain} ({node})" for node, domain in hosts.items()])
-
-
-def _unknown(names: tuple[str, ...], present: list[str]) -> UsageError:
-    return UsageError(
-        f"rails={list(names)}: not all of them are here; this provider has {', '.join(sorted(set(present)))}"
-    )
 
 
 def _offers(provider: str) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ Prompt = Annotated[str | None, typer.Argument(help="The text to go on from. Defa
 PromptFile = Annotated[
     str | None, typer.Option(metavar="FILE", help='Read the prompt from a file; "-" is standard input.')
 ]
-Provider = Annotated[str, typer.Option(help="How the bytes go: tcp, shm, or auto, which takes the best.")]
+Provider = Annotated[str, typer.Option(help="How the bytes go: auto takes the best; or local, socket, tcp, shm.")]
 Requests = Annotated[int, typer.Option(min=1, max=1000, help="How many prompts, varied from the one.")]
 Concurrency = Annotated[int, typer.Option(min=1, max=64, help="How many of them at a time.")]
 NewTokens = Annotated[int, typer.Option(min=1, max=4096, help="How many tokens to generate for each.")]

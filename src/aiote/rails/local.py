@@ -1,0 +1,82 @@
+"""The rail between processes of one host that is our own: rings in shared memory, and no library."""
+
+from __future__ import annotations
+
+import os
+import resource
+from typing import TYPE_CHECKING
+
+from aiote_native.status import StatusError
+from aiote_native.streams.memory import StreamDevice
+from aiote_native.streams.rings import RingEndpoint
+
+from ..errors import FabricError, UsageError
+from .contract import RailInfo, Traits, traits_of
+from .leftovers import SHARED_MEMORY, mark
+
+if TYPE_CHECKING:
+    from .topology import Place
+
+__all__ = ["LOCAL", "LocalRail", "choose_local", "has_room"]
+
+LOCAL = "local"
+"""The name of the provider, and of its one NIC."""
+
+VERSION = 1
+"""Of the ring's layout and its frames; only those of one version can be joined."""
+
+ROOM_BYTES = 256 << 20
+"""What /dev/shm is to have left before the rail is opened without being asked for: rings for 500 peers. A container's
+has 64 MB unless somebody says otherwise."""
+
+
+class LocalRail:
+    """Shared memory, as a NIC."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.traits: Traits = traits_of(LOCAL)
+        self.device = StreamDevice()
+        self.provider = LOCAL
+        self.name = LOCAL
+
+    @property
+    def wire(self) -> str:
+        return f"{LOCAL}/{VERSION}"
+
+    @property
+    def place(self) -> Place:
+        from .topology import Place
+
+        return Place()
+
+    @property
+    def info(self) -> RailInfo:
+        return RailInfo(name=self.name, provider=LOCAL, speed_mbps=0, numa_node=-1, state="up", library="aiote")
+
+    def open_endpoint(self) -> RingEndpoint:
+        try:
+            return RingEndpoint(self.device, mark())
+        except StatusError as error:
+            reason = f"{error.operation} in {SHARED_MEMORY}: {error.strerror}"
+            raise FabricError(error.errno or 0, reason, operation="open endpoint", rail=self.name) from error
+
+    def close(self) -> None:
+        self.device.close()
+
+
+def choose_local(names: tuple[str, ...] | None) -> int:
+    """Return how many rails to open, one for each name. Raises UsageError for a name that is not there."""
+    if names is not None and (unknown := sorted(set(names) - {LOCAL})):
+        raise UsageError(f"rails={list(names)}: not all of them are here ({unknown[0]!r}); this provider has {LOCAL}")
+    return 1 if names is None else len(names)
+
+
+def has_room() -> bool:
+    """Tell whether shared memory has room for many peers."""
+    try:
+        room = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return False
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return room.f_bavail * room.f_frsize >= ROOM_BYTES and limit == resource.RLIM_INFINITY

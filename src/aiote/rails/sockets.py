@@ -1,0 +1,89 @@
+"""The rail over TCP that is our own: the kernel's sockets, and no library."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+from aiote_native.status import StatusError
+from aiote_native.streams.memory import StreamDevice
+from aiote_native.streams.sockets import SocketEndpoint
+
+from ..errors import FabricError, UsageError
+from .contract import RailInfo, Traits, traits_of
+from .hosts import addresses, nearest, node_of
+
+if TYPE_CHECKING:
+    from .topology import Nic, Place
+
+__all__ = ["SOCKET", "SocketRail", "choose_sockets"]
+
+SOCKET = "socket"
+"""The name of the provider."""
+
+VERSION = 1
+"""Of its frames; only those of one version can be joined."""
+
+
+class SocketRail:
+    """A network interface with an IPv4 address."""
+
+    def __init__(self, index: int, host: str, name: str) -> None:
+        self.index = index
+        self.traits: Traits = traits_of(SOCKET)
+        self.device = StreamDevice()
+        self.provider = SOCKET
+        self.name = name
+        self.host = host
+
+    @property
+    def wire(self) -> str:
+        return f"{SOCKET}/{VERSION}"
+
+    @functools.cached_property
+    def nic(self) -> Nic | None:
+        """The NIC as sysfs has it, read once when it is first asked for; None where it has none of that name."""
+        # `import aiote` is to stay quick.
+        from .sysfs import read_nic
+
+        return read_nic(self.name)
+
+    @property
+    def place(self) -> Place:
+        from .topology import Place
+
+        return self.nic.place if self.nic is not None else Place()
+
+    @property
+    def info(self) -> RailInfo:
+        speed = self.nic.speed_mbps if self.nic is not None else 0
+        return RailInfo(
+            name=self.name,
+            provider=SOCKET,
+            speed_mbps=speed,
+            numa_node=self.place.numa_node,
+            state="up",
+            library="aiote",
+        )
+
+    def open_endpoint(self) -> SocketEndpoint:
+        try:
+            return SocketEndpoint(self.device, self.host)
+        except (OSError, StatusError) as error:
+            reason = f"listen at {self.host}: {error}"
+            raise FabricError(error.errno or 0, reason, operation="open endpoint", rail=self.name) from error
+
+    def close(self) -> None:
+        self.device.close()
+
+
+def choose_sockets(names: tuple[str, ...] | None, host: str) -> list[tuple[str, str]]:
+    """Return (address, interface) of the rails to open: those named by either, or the one that leads to `host`.
+
+    Raises UsageError for names that are not there.
+    """
+    hosts = addresses()
+    if not hosts:
+        raise UsageError("provider='socket': no interface of this machine has an IPv4 address; is any of them up?")
+    nodes = [nearest(host, list(hosts))] if names is None else [node_of(name, hosts, names) for name in names]
+    return [(node, hosts[node]) for node in nodes]

@@ -1,0 +1,308 @@
+"""The receiving half of a stream: frames are checked, their bytes go where they belong, and what is over is told.
+
+Nothing that a peer says is believed. A header is copied before it is looked at, a write goes nowhere but into memory
+that its key opens, which is looked up again whenever a registration has ended since; and what is refused is read and
+dropped, so that what follows it is served. What is no frame breaks the stream.
+"""
+
+from libc.errno cimport EACCES, ECONNRESET, EMSGSIZE, ENOMEM, EPROTO
+from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
+
+from aiote_native.streams.sending cimport push
+from aiote_native.streams.stream cimport (
+    FRAME_ANSWER, FRAME_ANSWERED, FRAME_DONE, FRAME_READ, FRAME_SEND, FRAME_WRITE, Frame, STREAM_DEPTH, Stream, Work,
+    append, free_work, iovec, is_open, new_work, pthread_mutex_lock, pthread_mutex_unlock, take_first)
+from aiote_native.structs cimport MAX_SPANS
+
+cdef enum:
+    # Bytes of one call: at 15 GB/s a fiftieth of a millisecond, after which the event loop may have its turn.
+    BUDGET = 256 * 1024
+    DROPPED = 16384
+
+cdef uint8_t[DROPPED] dropped
+
+
+cdef bint is_frame(const Frame* frame) noexcept nogil:
+    """Whether a header is one that a peer could have sent at any time."""
+    cdef uint64_t sum = 0
+    cdef uint16_t i
+    if not FRAME_WRITE <= frame.kind <= FRAME_DONE or frame.place_count > MAX_SPANS:
+        return False
+    if frame.kind > FRAME_READ:
+        return True
+    for i in range(frame.place_count):
+        if frame.places[i].length > frame.length - sum:
+            return False
+        sum += frame.places[i].length
+    return sum == frame.length
+
+
+cdef void place(Stream* self, const Frame* frame) noexcept nogil:
+    """Have what follows go to the places of a write; dropped where they are not open to the peer."""
+    cdef uint16_t i
+    self.epoch = self.registry.epoch
+    if not is_open(self.registry, frame, True):
+        self.status = -EACCES
+        self.discards = True
+        return
+    for i in range(frame.place_count):
+        self.into[i].iov_base = <void*> frame.places[i].address
+        self.into[i].iov_len = frame.places[i].length
+    self.into_count = frame.place_count
+
+
+cdef int open_answer(Stream* self, const Frame* frame) noexcept nogil:
+    cdef const Work* asked = self.unread.head
+    cdef uint16_t i
+    if asked == NULL or asked.frame.length != frame.length:
+        return -EPROTO
+    for i in range(asked.frame.place_count):
+        self.into[i].iov_base = asked.local[i]
+        self.into[i].iov_len = asked.frame.places[i].length
+    self.into_count = asked.frame.place_count
+    return 0
+
+
+cdef int open_message(Stream* self, const Frame* frame) noexcept nogil:
+    """Take the oldest receive: 1 where none was posted yet."""
+    cdef Work* receive = take_first(&self.receives)
+    if receive == NULL:
+        return 1
+    self.receiving = receive.wr
+    self.into[0].iov_base = receive.local[0]
+    self.into[0].iov_len = frame.length
+    self.into_count = 1
+    if frame.length > receive.frame.length:
+        self.status = -EMSGSIZE
+        self.discards = True
+    free_work(self, receive)
+    return 0
+
+
+cdef int open_frame(Stream* self) noexcept nogil:
+    """Find out where the bytes of a frame go: 0, 1 where it has to wait, or -errno for what is no frame of a peer's."""
+    cdef const Frame* frame = &self.heads[self.head]
+    cdef int code = 0
+    if not is_frame(frame) or frame.done < self.confirmed or frame.done > self.sent:
+        return -EPROTO
+    self.status = 0
+    self.discards = False
+    self.into_first = self.into_count = 0
+    self.left = frame.length if frame.kind in (FRAME_WRITE, FRAME_SEND, FRAME_ANSWER) else 0
+    if frame.kind == FRAME_WRITE:
+        place(self, frame)
+    elif frame.kind == FRAME_SEND:
+        code = open_message(self, frame)
+    elif frame.kind == FRAME_ANSWER:
+        code = open_answer(self, frame)
+    self.opened = code == 0
+    self.stalled = code == 1
+    return code
+
+
+cdef int refuse(Stream* self, int status) noexcept nogil:
+    """Tell the peer that the request that was just over did not end well."""
+    cdef Work* work = new_work(self)
+    if work == NULL:
+        return -ENOMEM
+    work.frame.kind = FRAME_DONE
+    work.frame.status = status
+    work.frame.done = self.told = self.received
+    append(&self.urgent, work)
+    return 0
+
+
+cdef int answer(Stream* self, const Frame* frame) noexcept nogil:
+    """Queue the bytes that were asked for, if they are open to the peer, and what ends the read."""
+    cdef bint good = is_open(self.registry, frame, False)
+    cdef Work* work
+    cdef Work* trailer = new_work(self)
+    cdef uint16_t i
+    if trailer == NULL:
+        return -ENOMEM
+    self.answers += 1
+    trailer.frame.kind = FRAME_ANSWERED
+    trailer.frame.status = 0 if good else -EACCES
+    if good and frame.length:
+        work = new_work(self)
+        if work == NULL:
+            free_work(self, trailer)
+            return -ENOMEM
+        work.frame = frame[0]
+        work.frame.kind = FRAME_ANSWER
+        work.frame.counts_for = 0
+        for i in range(frame.place_count):
+            work.local[i] = <uint8_t*> frame.places[i].address
+        work.trailer = trailer
+        work.epoch = self.registry.epoch
+        append(&self.queue, work)
+    append(&self.queue, trailer)
+    return 0
+
+
+cdef void end_read(Stream* self, int status, Completion* out) noexcept nogil:
+    cdef Work* asked = take_first(&self.unread)
+    out.wr = asked.wr
+    out.status = status
+    out.provider_errno = 0
+    out.length = asked.frame.length
+    self.outstanding -= 1
+    free_work(self, asked)
+
+
+cdef int finish_bytes(Stream* self, const Frame* frame, Completion* out, int* got) noexcept nogil:
+    """End a write or a message of the peer's, whose bytes are all in their places or were dropped."""
+    self.received += 1
+    out.status = self.status
+    out.provider_errno = 0
+    out.length = frame.length
+    if frame.kind == FRAME_SEND:
+        out.wr = self.receiving
+        self.receiving = NULL
+        got[0] += 1
+    elif frame.counts_for and self.status == 0:
+        out.wr = NULL
+        out.imm = frame.imm
+        out.times = frame.counts_for
+        got[0] += 1
+    return refuse(self, self.status) if self.status else 0
+
+
+cdef int finish(Stream* self, Completion* out, int* got) noexcept nogil:
+    """End the frame under way, with at most one completion; -errno where it comes out of turn."""
+    cdef const Frame* frame = &self.heads[self.head]
+    cdef int code = 0
+    if frame.kind == FRAME_WRITE or frame.kind == FRAME_SEND:
+        code = finish_bytes(self, frame, out, got)
+    elif frame.kind == FRAME_READ:
+        code = answer(self, frame) if self.answers < STREAM_DEPTH else -EPROTO
+    elif frame.kind == FRAME_ANSWERED:
+        if self.unread.head == NULL:
+            return -EPROTO
+        end_read(self, frame.status, out)
+        got[0] += 1
+    elif frame.kind == FRAME_DONE and frame.status:
+        if frame.done == self.confirmed:
+            return -EPROTO
+        self.bad = frame.done
+        self.bad_status = frame.status
+    self.confirmed = frame.done
+    self.head = 1 - self.head
+    self.head_got = self.next_got
+    self.next_got = 0
+    self.opened = False
+    return code
+
+
+cdef int tell(Stream* self, Completion* out, int capacity) noexcept nogil:
+    """Report the writes and sends of which the peer has said that they are over."""
+    cdef Work* work
+    cdef int got = 0
+    while got < capacity and self.ended < self.confirmed:
+        work = take_first(&self.unacked)
+        self.ended += 1
+        out[got].wr = work.wr
+        out[got].status = self.bad_status if self.ended == self.bad else 0
+        out[got].provider_errno = 0
+        out[got].length = work.frame.length
+        self.outstanding -= 1
+        free_work(self, work)
+        got += 1
+    return got
+
+
+cdef int list_places(Stream* self, iovec* vectors) noexcept nogil:
+    """List where what comes next goes: the rest of the header; or the rest of its bytes, and the header after that."""
+    cdef Frame* head = &self.heads[self.head]
+    cdef int count = 0
+    cdef int i
+    if not self.opened:
+        vectors[0].iov_base = <uint8_t*> head + self.head_got
+        vectors[0].iov_len = sizeof(Frame) - self.head_got
+        return 1
+    if head.kind == FRAME_WRITE and not self.discards and self.epoch != self.registry.epoch:
+        self.epoch = self.registry.epoch
+        if not is_open(self.registry, head, True):
+            self.status = -EACCES
+            self.discards = True
+    if self.discards:
+        vectors[0].iov_base = dropped
+        vectors[0].iov_len = min(<uint64_t> DROPPED, self.left)
+        return 1
+    for i in range(self.into_first, self.into_count):
+        vectors[count] = self.into[i]
+        count += 1
+    vectors[count].iov_base = &self.heads[1 - self.head]
+    vectors[count].iov_len = sizeof(Frame)
+    return count + 1
+
+
+cdef void came(Stream* self, uint64_t bytes) noexcept nogil:
+    """Note what the wire has brought to the places that were listed."""
+    cdef uint64_t part
+    self.moved += bytes
+    if not self.opened:
+        self.head_got += <uint32_t> bytes
+        return
+    part = min(bytes, self.left)
+    self.left -= part
+    self.next_got += <uint32_t> (bytes - part)
+    while part and not self.discards:
+        bytes = min(part, self.into[self.into_first].iov_len)
+        self.into[self.into_first].iov_base = <uint8_t*> self.into[self.into_first].iov_base + bytes
+        self.into[self.into_first].iov_len -= bytes
+        part -= bytes
+        if self.into[self.into_first].iov_len == 0:
+            self.into_first += 1
+
+
+cdef int step(Stream* self, Completion* out, int* got, uint64_t* moved) noexcept nogil:
+    """Do the next thing: 1, 0 where there is nothing to be done now, or -errno."""
+    cdef iovec vectors[MAX_SPANS + 1]
+    cdef long bytes
+    cdef int code
+    if self.opened and self.left == 0:
+        code = finish(self, out, got)
+        return code if code < 0 else 1
+    if not self.opened and self.head_got == sizeof(Frame):
+        code = open_frame(self)
+        return 1 - code if code >= 0 else code
+    if moved[0] >= BUDGET:
+        return 0
+    bytes = self.wire.receive(self, vectors, list_places(self, vectors))
+    if bytes <= 0:
+        return <int> bytes
+    came(self, <uint64_t> bytes)
+    moved[0] += <uint64_t> bytes
+    return 1
+
+
+cdef int receive(Stream* self, Completion* out, int capacity) noexcept nogil:
+    cdef uint64_t moved = 0
+    cdef int got = 0
+    cdef int code = 1
+    if not self.eager:
+        # Not after: who is told now may have something to say, which acknowledges in the same system call.
+        push(self)
+    while code > 0 and got < capacity and self.broken == 0 and not self.closed:
+        got += tell(self, out + got, capacity - got)
+        if got < capacity:
+            code = step(self, out + got, &got, &moved)
+    if code < 0:
+        self.broken = code
+    if self.eager:
+        push(self)
+    # A peer that closes with nothing under way says so on the control connection, and why.
+    if got or self.broken == 0 or (self.broken == -ECONNRESET and self.outstanding == 0):
+        return got
+    return self.broken
+
+
+cdef int stream_poll(void* impl, Completion* out, int capacity) noexcept nogil:
+    """Take what has come, up to BUDGET bytes, and send what waits; return the number of completions or -errno."""
+    cdef Stream* self = <Stream*> impl
+    cdef int got
+    pthread_mutex_lock(&self.registry.lock)
+    got = receive(self, out, capacity)
+    pthread_mutex_unlock(&self.registry.lock)
+    return got

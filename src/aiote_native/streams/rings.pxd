@@ -1,0 +1,30 @@
+from libc.stdint cimport uint8_t, uint64_t
+
+from aiote_native.kinds cimport NativeDevice, NativeEndpoint
+from aiote_native.streams.memory cimport StreamDevice
+from aiote_native.streams.stream cimport Stream
+
+# The pages that one side receives through; the peer maps them too. Each line of cache has one writer.
+cdef struct Ring:
+    uint64_t mark
+    uint64_t size
+    uint64_t[6] first_gap
+    uint64_t head        # bytes that were ever put in; the sender's
+    uint64_t[7] second_gap
+    uint64_t tail        # bytes that were ever taken out; the receiver's
+
+cdef struct RingStream:
+    Stream stream
+    Ring* own
+    Ring* peer
+    uint64_t own_tail
+    uint64_t peer_head
+    uint64_t peer_tail   # as it was when it was last looked at
+
+cdef class RingEndpoint(NativeEndpoint):
+    cdef StreamDevice device
+    cdef RingStream* impl
+    cdef RingStream* lent
+    cdef bytes path
+    cdef int make(self, bytes name) except -1
+    cdef void forget(self)

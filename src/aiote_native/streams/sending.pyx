@@ -1,0 +1,232 @@
+"""The sending half of a stream: what was posted becomes frames, and frames are handed to the wire.
+
+A frame is begun when it is handed over for the first time; from then on its header stays as it is, and no other comes
+before its end. What is said of the peer's requests goes into the next header that is begun.
+"""
+
+from libc.errno cimport EACCES, EAGAIN, ENOMEM, ENOTCONN
+from libc.stdint cimport uint8_t, uint64_t
+
+from aiote_native.streams.stream cimport (
+    FRAME_ANSWER, FRAME_ANSWERED, FRAME_DONE, FRAME_READ, FRAME_SEND, FRAME_WRITE, FRAMES_BEGUN, Frame, MOST_VECTORS,
+    STREAM_DEPTH, append, free_work, iovec, is_open, new_work, pthread_mutex_lock, pthread_mutex_unlock, take_first)
+from aiote_native.structs cimport OP_READ, OP_RECV, OP_SEND
+
+cdef enum:
+    NOTHING = 4096
+
+cdef uint8_t[NOTHING] nothing  # what is sent for memory that is gone
+
+
+cdef inline uint64_t payload_of(const Work* work) noexcept nogil:
+    """The bytes that follow the header."""
+    if work.frame.kind == FRAME_WRITE or work.frame.kind == FRAME_SEND or work.frame.kind == FRAME_ANSWER:
+        return work.frame.length
+    return 0
+
+
+cdef inline uint64_t size_of(const Work* work) noexcept nogil:
+    return sizeof(Frame) + payload_of(work)
+
+
+cdef Work* next_work(Stream* self) noexcept nogil:
+    """Begin the next frame: what is urgent, what was posted, or else what the peer has to be told; NULL: nothing."""
+    cdef Work* work = take_first(&self.urgent)
+    if work != NULL:
+        return work
+    work = take_first(&self.queue)
+    if work == NULL:
+        if self.received == self.told:
+            return NULL
+        work = new_work(self)
+        if work == NULL:
+            return NULL
+        work.frame.kind = FRAME_DONE
+    work.frame.done = self.told = self.received
+    return work
+
+
+cdef void begin(Stream* self) noexcept nogil:
+    cdef Work* work = self.begun.head
+    cdef int count = 0
+    while work != NULL:
+        count += 1
+        work = work.next
+    while count < FRAMES_BEGUN:
+        work = next_work(self)
+        if work == NULL:
+            return
+        append(&self.begun, work)
+        count += 1
+
+
+cdef bint is_void(Stream* self, Work* work) noexcept nogil:
+    """Whether an answer's memory is gone: nothing of it is read any more, and its trailer says so."""
+    if work.frame.kind != FRAME_ANSWER:
+        return False
+    if work.trailer.frame.status == 0 and work.epoch != self.registry.epoch:
+        work.epoch = self.registry.epoch
+        if not is_open(self.registry, &work.frame, False):
+            work.trailer.frame.status = -EACCES
+    return work.trailer.frame.status != 0
+
+
+cdef int line_up_one(Stream* self, Work* work, iovec* vectors, bint* whole) noexcept nogil:
+    """List what is left of one frame; `whole` says whether that is all of it."""
+    cdef uint64_t at = work.moved
+    cdef uint64_t skipped
+    cdef int count = 0
+    cdef int i
+    whole[0] = True
+    if at < sizeof(Frame):
+        vectors[0].iov_base = <uint8_t*> &work.frame + at
+        vectors[0].iov_len = sizeof(Frame) - at
+        count = 1
+        at = sizeof(Frame)
+    at -= sizeof(Frame)
+    if at == payload_of(work):
+        return count
+    if is_void(self, work):
+        vectors[count].iov_base = nothing
+        vectors[count].iov_len = min(<uint64_t> NOTHING, payload_of(work) - at)
+        whole[0] = vectors[count].iov_len == payload_of(work) - at
+        return count + 1
+    for i in range(work.frame.place_count):
+        skipped = min(at, work.frame.places[i].length)
+        at -= skipped
+        if skipped < work.frame.places[i].length:
+            vectors[count].iov_base = work.local[i] + skipped
+            vectors[count].iov_len = work.frame.places[i].length - skipped
+            count += 1
+    return count
+
+
+cdef int line_up(Stream* self, iovec* vectors, uint64_t* total) noexcept nogil:
+    """List the bytes that are to be sent next, and how many they are."""
+    cdef Work* work
+    cdef bint whole = True
+    cdef int count = 0
+    cdef int i
+    total[0] = 0
+    begin(self)
+    work = self.begun.head
+    while work != NULL and whole:
+        count += line_up_one(self, work, vectors + count, &whole)
+        work = work.next
+    for i in range(count):
+        total[0] += vectors[i].iov_len
+    return count
+
+
+cdef void sent(Stream* self, uint64_t bytes) noexcept nogil:
+    """Note what the wire has taken."""
+    cdef Work* work
+    cdef uint64_t part
+    self.moved += bytes
+    while bytes:
+        work = self.begun.head
+        part = min(bytes, size_of(work) - work.moved)
+        work.moved += part
+        bytes -= part
+        if work.moved < size_of(work):
+            return
+        take_first(&self.begun)
+        if work.frame.kind == FRAME_WRITE or work.frame.kind == FRAME_SEND:
+            self.sent += 1
+            append(&self.unacked, work)
+        elif work.frame.kind == FRAME_READ:
+            append(&self.unread, work)
+        else:
+            self.answers -= work.frame.kind == FRAME_ANSWERED
+            free_work(self, work)
+
+
+cdef bint has_more(const Stream* self) noexcept nogil:
+    """Whether there is something for the wire to take."""
+    return (self.begun.head != NULL or self.queue.head != NULL or self.urgent.head != NULL
+            or self.received != self.told)
+
+
+cdef void push(Stream* self) noexcept nogil:
+    """Hand over as much as the wire takes. The registry's lock is held."""
+    cdef iovec vectors[MOST_VECTORS]
+    cdef uint64_t total = 0
+    cdef long moved
+    cdef int count
+    while self.broken == 0 and self.connected and not self.closed:
+        count = line_up(self, vectors, &total)
+        if count == 0:
+            return
+        moved = self.wire.send(self, vectors, count)
+        if moved < 0:
+            self.broken = <int> moved
+            return
+        sent(self, <uint64_t> moved)
+        if <uint64_t> moved < total:
+            return
+
+
+cdef void describe(Work* work, const Post* args, WorkRequest* wr) noexcept nogil:
+    cdef Frame* frame = &work.frame
+    cdef int i
+    work.wr = wr
+    frame.kind = FRAME_SEND if args.opcode == OP_SEND else FRAME_READ if args.opcode == OP_READ else FRAME_WRITE
+    frame.place_count = 1
+    frame.length = args.length
+    work.local[0] = <uint8_t*> args.local
+    frame.places[0].length = args.length
+    if args.opcode == OP_SEND:
+        return
+    frame.key = args.key
+    frame.places[0].address = args.remote
+    for i in range(args.more_spans):
+        work.local[i + 1] = args.more[i].local
+        frame.places[i + 1].address = args.more[i].remote
+        frame.places[i + 1].length = args.more[i].length
+        frame.length += args.more[i].length
+    frame.place_count += args.more_spans
+    if args.with_imm:
+        frame.imm = args.imm
+        frame.counts_for = <unsigned int> args.parts
+
+
+cdef int post_one(Stream* self, const Post* args, WorkRequest* wr) noexcept nogil:
+    cdef Work* work
+    if self.closed or self.broken:
+        return self.broken if self.broken else -ENOTCONN
+    if args.opcode != OP_RECV and (not self.connected or self.outstanding >= STREAM_DEPTH):
+        return -EAGAIN
+    work = new_work(self)
+    if work == NULL:
+        return -ENOMEM
+    if args.opcode == OP_RECV:
+        work.wr = wr
+        work.local[0] = <uint8_t*> args.local
+        work.frame.length = args.length
+        append(&self.receives, work)
+        return 0
+    describe(work, args, wr)
+    append(&self.queue, work)
+    self.outstanding += 1
+    if self.eager:
+        push(self)
+    return 0
+
+
+cdef int stream_post(void* impl, const Post* args, WorkRequest* wr) noexcept nogil:
+    """Post one operation; -EAGAIN until the wire is there, and while the peer has too much before it."""
+    cdef Stream* self = <Stream*> impl
+    cdef int code
+    pthread_mutex_lock(&self.registry.lock)
+    code = post_one(self, args, wr)
+    pthread_mutex_unlock(&self.registry.lock)
+    return code
+
+
+cdef int stream_flush(void* impl) noexcept nogil:
+    """Hand over what was posted in this turn."""
+    cdef Stream* self = <Stream*> impl
+    pthread_mutex_lock(&self.registry.lock)
+    push(self)
+    pthread_mutex_unlock(&self.registry.lock)
+    return 0

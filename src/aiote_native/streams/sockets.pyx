@@ -1,0 +1,403 @@
+"""Streams over TCP: one connection for each pair of endpoints, through the kernel's sockets and nothing else.
+
+Each endpoint listens on a port of its own. Of a pair the one with the greater address connects, and says the other's
+token first, which it knows from the control connection; whoever says anything else, or nothing, is not let in. Places
+of several frames are handed over in one system call, and bytes are received into their places, together with the
+header that follows them.
+"""
+
+from libc.errno cimport EAGAIN, ECONNRESET, EINPROGRESS, EINTR, errno
+from libc.stdint cimport uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcmp, memcpy, memset
+from posix.unistd cimport close
+
+import os
+import socket
+
+from aiote_native.forks cimport own
+from aiote_native.status cimport check
+from aiote_native.streams.receiving cimport stream_poll
+from aiote_native.streams.sending cimport has_more, push, stream_flush, stream_post
+from aiote_native.streams.stream cimport (
+    Wire, free_works, iovec, pthread_mutex_lock, pthread_mutex_unlock)
+from aiote_native.structs cimport MAX_SPANS, RailOps
+
+cdef extern from *:
+    """
+    #include <errno.h>
+    #include <netinet/in.h>
+    #include <linux/tcp.h>
+    #include <stddef.h>
+    #include <stdint.h>
+    #include <sys/socket.h>
+    #include <sys/uio.h>
+    static long aiote_send_vectors(int fd, const struct iovec* vectors, int count) {
+        struct msghdr message = {.msg_iov = (struct iovec*)vectors, .msg_iovlen = (size_t)count};
+        return sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    }
+    static long aiote_receive_vectors(int fd, const struct iovec* vectors, int count) {
+        struct msghdr message = {.msg_iov = (struct iovec*)vectors, .msg_iovlen = (size_t)count};
+        return recvmsg(fd, &message, MSG_DONTWAIT);
+    }
+    /* What a connection in the making has come to: 0, EINPROGRESS or another error. */
+    static int aiote_connected(int fd) {
+        struct sockaddr_storage peer;
+        int error = 0;
+        socklen_t length = sizeof(error), peer_length = sizeof(peer);
+        if (getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &length) != 0) return errno;
+        if (error) return error;
+        return getpeername(fd, (struct sockaddr*)&peer, &peer_length) == 0 ? 0 : EINPROGRESS;
+    }
+    /* Drop what the kernel has not sent yet, instead of sending it after the close. */
+    static void aiote_no_linger(int fd) {
+        struct linger off = {.l_onoff = 1, .l_linger = 0};
+        setsockopt(fd, SOL_SOCKET, SO_LINGER, &off, sizeof(off));
+    }
+    static void aiote_no_delay(int fd) {
+        int on = 1;
+        setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+    }
+    static int64_t aiote_moved_over(int fd) {
+        struct tcp_info info;
+        socklen_t length = sizeof(info);
+        if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return -1;
+        if (length < offsetof(struct tcp_info, tcpi_bytes_received) + sizeof(info.tcpi_bytes_received)) return -1;
+        return (int64_t)(info.tcpi_bytes_acked + info.tcpi_bytes_received);
+    }
+    """
+    long aiote_send_vectors(int, const iovec*, int) noexcept nogil
+    long aiote_receive_vectors(int, const iovec*, int) noexcept nogil
+    int aiote_connected(int) noexcept nogil
+    void aiote_no_linger(int) noexcept nogil
+    void aiote_no_delay(int) noexcept nogil
+    long aiote_moved_over(int) noexcept nogil
+
+cdef extern from "<sys/socket.h>" nogil:
+    int accept4(int, void*, void*, int)
+    ssize_t recv(int, void*, size_t, int)
+    ssize_t send(int, const void*, size_t, int)
+    const int SOCK_CLOEXEC, SOCK_NONBLOCK, MSG_DONTWAIT, MSG_NOSIGNAL
+
+cdef extern from "<sys/epoll.h>" nogil:
+    ctypedef union epoll_data_t:
+        int fd
+    struct epoll_event:
+        unsigned int events
+        epoll_data_t data
+    int epoll_create1(int)
+    int epoll_ctl(int, int, int, epoll_event*)
+    int epoll_wait(int, epoll_event*, int, int)
+    const int EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLL_CTL_MOD
+    const unsigned int EPOLLIN, EPOLLOUT
+
+SCHEME = b"aiote-tcp://"
+
+
+cdef int watch(SocketStream* self, int operation, int fd, unsigned int events) noexcept nogil:
+    cdef epoll_event event
+    memset(&event, 0, sizeof(event))
+    event.events = events
+    event.data.fd = fd
+    return -errno if epoll_ctl(self.epoll_fd, operation, fd, &event) else 0
+
+
+cdef void shut_fd(int* fd) noexcept nogil:
+    if fd[0] >= 0:
+        close(fd[0])
+        fd[0] = -1
+
+
+cdef void settle(SocketStream* self, int fd) noexcept nogil:
+    """Take a connection as the stream's, and let go of all others."""
+    cdef int i
+    self.fd = fd
+    aiote_no_delay(fd)
+    self.connecting = False
+    self.stream.connected = True
+    shut_fd(&self.listener)
+    for i in range(CANDIDATES):
+        if self.candidates[i] == fd:
+            self.candidates[i] = -1
+        shut_fd(&self.candidates[i])
+
+
+cdef int connect_on(SocketStream* self) noexcept nogil:
+    """Say the peer's token as soon as the connection is there: 0, or -errno where none came of it."""
+    cdef int code = aiote_connected(self.fd)
+    if code:
+        return 0 if code == EINPROGRESS else -code
+    # A new connection has room for sixteen bytes.
+    if send(self.fd, self.peer_token, TOKEN_BYTES, MSG_NOSIGNAL | MSG_DONTWAIT) != TOKEN_BYTES:
+        return -ECONNRESET
+    settle(self, self.fd)
+    return 0
+
+
+cdef void hear(SocketStream* self, int i) noexcept nogil:
+    """Hear who a candidate is: the peer says our token."""
+    cdef ssize_t got = recv(self.candidates[i], self.heard[i] + self.said[i], TOKEN_BYTES - self.said[i], MSG_DONTWAIT)
+    if got < 0 and errno in (EAGAIN, EINTR):
+        return
+    if got > 0:
+        self.said[i] += <int> got
+        if self.said[i] < TOKEN_BYTES:
+            return
+        if memcmp(self.heard[i], self.own_token, TOKEN_BYTES) == 0:
+            settle(self, self.candidates[i])
+            return
+    shut_fd(&self.candidates[i])
+
+
+cdef void welcome(SocketStream* self) noexcept nogil:
+    """Accept whoever comes, a few at a time: one who says nothing gives way to later ones."""
+    cdef int fd, i
+    for _turn in range(CANDIDATES):
+        fd = accept4(self.listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)
+        if fd < 0:
+            break
+        i = self.next_candidate
+        self.next_candidate = (i + 1) % CANDIDATES
+        shut_fd(&self.candidates[i])
+        self.candidates[i] = fd
+        self.said[i] = 0
+        if watch(self, EPOLL_CTL_ADD, fd, EPOLLIN) < 0:
+            shut_fd(&self.candidates[i])
+    for i in range(CANDIDATES):
+        if self.candidates[i] >= 0 and self.fd < 0:
+            hear(self, i)
+
+
+cdef int meet(SocketStream* self) noexcept nogil:
+    if self.fd >= 0 and self.connecting:
+        return connect_on(self)
+    if self.fd < 0 and self.listener >= 0:
+        welcome(self)
+    return 0
+
+
+cdef long socket_send(void* stream, const iovec* vectors, int count) noexcept nogil:
+    """Send what there is room for. It is copied: pages that are lent to the kernel (vmsplice) are sent as they are when
+    they are received, and over loopback a peer that was stopped would receive what is written there long after.
+    """
+    cdef SocketStream* self = <SocketStream*> stream
+    cdef long moved = aiote_send_vectors(self.fd, vectors, count)
+    if moved < 0:
+        return 0 if errno in (EAGAIN, EINTR) else -errno
+    return moved
+
+
+cdef long unstage(SocketStream* self, const iovec* vectors, int count) noexcept nogil:
+    """Copy out what was received together with a header."""
+    cdef long done = 0
+    cdef size_t part
+    cdef int i
+    for i in range(count):
+        part = min(vectors[i].iov_len, <size_t> (self.staged - self.unstaged))
+        memcpy(vectors[i].iov_base, self.stage + self.unstaged, part)
+        self.unstaged += <int> part
+        done += <long> part
+    return done
+
+
+cdef long take(SocketStream* self, const iovec* vectors, int count) noexcept nogil:
+    """Receive into the places; of small ones as much as is there, so that many frames cost one call."""
+    cdef uint64_t asked = 0
+    cdef long moved
+    cdef int i
+    for i in range(count):
+        asked += vectors[i].iov_len
+    if asked > STAGE_BYTES // 8:
+        moved = aiote_receive_vectors(self.fd, vectors, count)
+        self.dry = moved < <long> asked
+        return moved
+    moved = recv(self.fd, self.stage, STAGE_BYTES, MSG_DONTWAIT)
+    self.dry = moved < STAGE_BYTES
+    if moved <= 0:
+        return moved
+    self.staged = <int> moved
+    self.unstaged = 0
+    return unstage(self, vectors, count)
+
+
+cdef long socket_receive(void* stream, const iovec* vectors, int count) noexcept nogil:
+    cdef SocketStream* self = <SocketStream*> stream
+    cdef epoll_event event
+    cdef long moved
+    cdef int code
+    if not self.stream.connected:
+        code = meet(self)
+        if code or not self.stream.connected:
+            return code
+    if self.unstaged < self.staged:
+        return unstage(self, vectors, count)
+    # Asked for nothing, a socket takes the lock that what arrives needs, too; epoll takes none.
+    if self.dry and epoll_wait(self.epoll_fd, &event, 1, 0) == 0:
+        return 0
+    moved = take(self, vectors, count)
+    if moved < 0:
+        return 0 if errno in (EAGAIN, EINTR) else -errno
+    return moved if moved else -ECONNRESET
+
+
+cdef int socket_arm(void* impl) noexcept nogil:
+    """Have the descriptor tell of what comes, and of room for what is to be sent."""
+    cdef SocketStream* self = <SocketStream*> impl
+    cdef unsigned int events
+    cdef int code = 0
+    pthread_mutex_lock(&self.stream.registry.lock)
+    push(&self.stream)
+    if self.fd >= 0 and not self.stream.broken:
+        events = 0 if self.stream.stalled else EPOLLIN
+        # What is in the stage no descriptor tells of.
+        code = self.unstaged < self.staged and not self.stream.stalled
+        if self.connecting or has_more(&self.stream):
+            events |= EPOLLOUT
+        if events != self.watched:
+            code |= watch(self, EPOLL_CTL_MOD, self.fd, events)
+            self.watched = events
+    elif self.stream.broken:
+        # A connection that is over would wake who waits for good.
+        shut_fd(&self.fd)
+    pthread_mutex_unlock(&self.stream.registry.lock)
+    return 1 if code else 0
+
+
+cdef bint socket_cut(void* impl) noexcept nogil:
+    return False
+
+
+cdef void socket_shut(void* impl) noexcept nogil:
+    cdef SocketStream* self = <SocketStream*> impl
+    cdef int i
+    pthread_mutex_lock(&self.stream.registry.lock)
+    self.stream.closed = True
+    if self.fd >= 0:
+        aiote_no_linger(self.fd)
+    shut_fd(&self.fd)
+    shut_fd(&self.listener)
+    for i in range(CANDIDATES):
+        shut_fd(&self.candidates[i])
+    pthread_mutex_unlock(&self.stream.registry.lock)
+
+
+cdef void socket_release(void* impl) noexcept nogil:
+    cdef SocketStream* self = <SocketStream*> impl
+    socket_shut(impl)
+    shut_fd(&self.epoll_fd)
+    free_works(&self.stream)
+    free(self)
+
+
+cdef RailOps operations
+operations.post = stream_post
+operations.flush = stream_flush
+operations.poll = stream_poll
+operations.arm = socket_arm
+operations.cut = socket_cut
+operations.shut = socket_shut
+operations.release = socket_release
+
+cdef Wire wire
+wire.send = socket_send
+wire.receive = socket_receive
+
+
+def parse(bytes address) -> tuple[str, int, bytes]:
+    """Return host, port and token of an endpoint's address. Raises ValueError for what is none."""
+    text, _, token = address.removeprefix(SCHEME).partition(b"/")
+    host, _, port = text.rpartition(b":")
+    try:
+        if not address.startswith(SCHEME) or len(token) != 2 * TOKEN_BYTES or not 0 < int(port) < 1 << 16:
+            raise ValueError
+        socket.inet_pton(socket.AF_INET, host.decode("ascii"))
+        return host.decode("ascii"), int(port), bytes.fromhex(token.decode("ascii"))
+    except (ValueError, OSError):
+        raise ValueError(f"{address!r} is no address of a TCP endpoint") from None
+
+
+cdef class SocketEndpoint(NativeEndpoint):
+    """An endpoint that listens at an IPv4 address of this host; `connect` begins the connection, or waits for it."""
+
+    def __cinit__(self):
+        self.impl = self.lent = NULL
+
+    def __init__(self, StreamDevice device, str host):
+        """Listen. Raises OSError where nothing can listen at that address."""
+        cdef int i
+        if self.impl != NULL or device.closed:
+            raise RuntimeError("the endpoint is open already, or its device is closed")
+        own(device.epoch)
+        self.impl = <SocketStream*> calloc(1, sizeof(SocketStream))
+        if self.impl == NULL:
+            raise MemoryError
+        self.impl.fd = self.impl.listener = self.impl.epoll_fd = -1
+        for i in range(CANDIDATES):
+            self.impl.candidates[i] = -1
+        self.device = device
+        self.host = host
+        device.children += 1
+        self.ops = &operations
+        self.largest = 0x7FFFFFFFFFFFFFFFULL
+        self.depth = 1024
+        self.spans = MAX_SPANS
+        self.impl.stream.wire = &wire
+        self.impl.stream.registry = device.registry
+        try:
+            self.listen()
+        except BaseException:
+            self.close()
+            raise
+
+    cdef int listen(self) except -1:
+        cdef bytes token = os.urandom(TOKEN_BYTES)
+        self.impl.epoll_fd = epoll_create1(EPOLL_CLOEXEC)
+        check(-errno if self.impl.epoll_fd < 0 else 0, "epoll_create1")
+        self.wait_fd = self.impl.epoll_fd
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as listener:
+            listener.bind((self.host, 0))
+            listener.listen(CANDIDATES)
+            port = listener.getsockname()[1]
+            self.impl.listener = listener.detach()
+        check(watch(self.impl, EPOLL_CTL_ADD, self.impl.listener, EPOLLIN), "epoll_ctl")
+        memcpy(self.impl.own_token, <const char*> token, TOKEN_BYTES)
+        self.address = SCHEME + f"{self.host}:{port}/{token.hex()}".encode()
+        return 0
+
+    def connect(self, bytes address) -> None:
+        """Name the one peer endpoint that this one talks to. Raises ValueError and OSError."""
+        if self.impl == NULL:
+            raise RuntimeError("the endpoint is closed or owned by a channel")
+        own(self.device.epoch)
+        host, port, token = parse(address)
+        if self.address <= address:
+            return
+        shut_fd(&self.impl.listener)
+        memcpy(self.impl.peer_token, <const char*> (<bytes> token), TOKEN_BYTES)
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as connection:
+            # From the rail's own address, so that it is this NIC that carries it.
+            connection.bind((self.host, 0))
+            code = connection.connect_ex((host, port))
+            check(-code if code not in (0, EINPROGRESS) else 0, "connect")
+            self.impl.fd = connection.detach()
+        self.impl.connecting = True
+        self.impl.watched = EPOLLIN | EPOLLOUT
+        check(watch(self.impl, EPOLL_CTL_ADD, self.impl.fd, self.impl.watched), "epoll_ctl")
+
+    cdef void* give(self) except NULL:
+        self.lent = <SocketStream*> NativeEndpoint.give(self)
+        return self.lent
+
+    cdef void taken_back(self):
+        self.lent = NULL
+        NativeEndpoint.taken_back(self)
+
+    def moved(self) -> int:
+        """Return how many bytes the connection has received or seen acknowledged; -1 before there is one."""
+        return aiote_moved_over(self.lent.fd) if self.lent != NULL and self.lent.stream.connected else -1
+
+    cdef void** held(self) noexcept:
+        return <void**> &self.impl
+
+    cdef NativeDevice home(self):
+        return self.device

@@ -1,0 +1,338 @@
+"""Rails of our own: what a side does with the frames of a peer that is not one of ours, and with one that goes away."""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from aiote_native.streams.sockets import parse
+from engines import run_script
+from rail_pair import Kind, Memory, Pair, Rails, Side, filled, opened
+from raw_ring import (
+    ANSWER,
+    ANSWERED,
+    DONE,
+    HEADER,
+    READ,
+    RING_BYTES,
+    SEND,
+    WRITE,
+    Frame,
+    RawRing,
+    frames,
+    raw_ring,
+    write,
+)
+
+IMM = 0x123
+SIZE = 4096
+ACCESS = -errno.EACCES
+
+
+@pytest.fixture
+def rails() -> Iterator[Rails]:
+    with opened(Kind("local")) as rails:
+        yield rails
+
+
+@pytest.fixture
+def side(rails: Rails) -> Side:
+    return rails.side()
+
+
+@pytest.fixture(params=["local", "socket"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with opened(Kind(request.param)) as rails:
+        yield Pair.of(rails)
+
+
+def said(side: Side, ring: RawRing, data: bytes, pieces: int = 1) -> None:
+    """Say bytes, in several pieces with a turn of the side's after each."""
+    step = max(len(data) // pieces, 1)
+    while data:
+        gone = ring.say(data[:step])
+        data = data[gone:]
+        side.core.progress()
+
+
+class Model:
+    """What becomes of frames: the memory, the count, and how many requests are over, with those that are refused."""
+
+    def __init__(self, length: int) -> None:
+        self.bytes = np.zeros(length, np.uint8)
+        self.count = self.over = 0
+        self.refused: list[int] = []
+
+    def write(self, places: list[tuple[int, int]], data: bytes, times: int, allowed: bool) -> None:
+        self.over += 1
+        if not allowed:
+            self.refused.append(self.over)
+            return
+        self.count += times
+        for at, size in places:
+            self.bytes[at : at + size] = np.frombuffer(data[:size], np.uint8)
+            data = data[size:]
+
+
+good = st.tuples(st.integers(0, SIZE), st.integers(0, 600)).filter(lambda place: sum(place) <= SIZE)
+bad = st.sampled_from([(SIZE, 1), (SIZE - 1, 2), (-1, 2), (-(1 << 40), 8), (1, SIZE), (1 << 63, 16)])
+writes = st.lists(
+    st.tuples(st.lists(good | bad, min_size=1, max_size=4), st.integers(0, 3), st.booleans()), min_size=1, max_size=12
+)
+
+
+@given(writes, st.integers(1, 40), st.integers(0, 1 << 32))
+@example([([(0, 8), (SIZE - 1, 2)], 1, True), ([(0, 8)], 1, True)], 1, 0)
+def test_writes_go_where_the_key_opens_memory_and_nowhere_else(given, pieces, seed):
+    """However they come in pieces; what is refused is told, and what follows it is served."""
+    draw = random.Random(seed)
+    with opened(Kind("local")) as rails:
+        side = rails.side()
+        target, handle, model = side.register(SIZE + 64), side.count(IMM), Model(SIZE + 64)
+        whole = side.register(np.frombuffer(target.array, np.uint8)[:SIZE])
+        data = b""
+        for places, times, right_key in given:
+            content = draw.randbytes(sum(size for _, size in places))
+            inside = all(at >= 0 and at + size <= SIZE for at, size in places)
+            empty = not content
+            model.write(places if inside else [], content, times, (inside and right_key) or empty)
+            key = None if right_key else whole.local.keys[0][0] ^ 1
+            data += write(whole, *places, data=content, key=key, imm=IMM, times=times).encode()
+        with raw_ring(side) as ring:
+            said(side, ring, data, pieces)
+            rails.drive(lambda: True)
+            told = [head for head in frames(ring.heard()) if head[0] == DONE]
+            assert ring.link.failed == 0
+        assert np.array_equal(target.array, model.bytes)
+        assert handle.value == model.count
+        assert [head[5] for head in told if head[4] == ACCESS] == model.refused
+        assert max((head[5] for head in told), default=0) == model.over
+
+
+@given(st.lists(st.binary(min_size=1, max_size=300), min_size=1, max_size=8))
+@example([bytes(HEADER.size)])
+@example([Frame(WRITE, count=5).encode()])
+@example([Frame(WRITE, [(0, 8)], length=9).encode()])
+@example([Frame(WRITE, [(0, (1 << 64) - 1), (0, 2)], length=1).encode()])
+@example([Frame(READ, [(0, 1 << 63)]).encode()])
+@example([Frame(ANSWER, length=8, data=bytes(8)).encode()])
+@example([Frame(ANSWERED).encode()])
+@example([Frame(DONE, done=7).encode()])
+@example([Frame(DONE, status=-5).encode()])
+@example([Frame(SEND, [(0, 1 << 40)]).encode()])
+def test_what_is_no_frame_harms_nobody(pieces):
+    """The link fails, or waits for more; memory without the key stays as it was, and other peers are served."""
+    with opened(Kind("local")) as rails:
+        side, other = rails.side(), rails.side()
+        memory = side.register(filled(SIZE))
+        before = memory.array.copy()
+        _, back = rails.join(side, other)
+        with raw_ring(side) as ring:
+            for piece in pieces:
+                ring.say(piece)
+                side.core.progress()
+            rails.drive(lambda: True)
+            assert ring.link.failed in (0, errno.EPROTO)
+            rails.finish(other.write(back, imm=IMM))
+        assert np.array_equal(memory.array, before)
+
+
+@pytest.mark.parametrize("head", [RING_BYTES + 1, 1 << 63, (1 << 64) - 1])
+def test_a_ring_that_holds_more_than_it_can_is_a_broken_one(rails, side, head):
+    """Nothing of it is taken, though it be full of frames."""
+    handle = side.count(IMM)
+    with raw_ring(side) as ring:
+        ring.put(Frame(WRITE, imm=IMM, times=1).encode() * (RING_BYTES // HEADER.size))
+        ring.claim(head)
+        rails.drive(lambda: side.failed == [ring.link])
+        assert ring.link.failed == errno.EPROTO
+    assert handle.value == 0
+
+
+@pytest.mark.parametrize("tail", [1 << 63, (1 << 64) - 1])
+def test_a_peer_that_took_what_was_not_there_is_a_broken_one(rails, side, tail):
+    source = side.register(filled(2 * RING_BYTES))
+    with raw_ring(side) as ring:
+        done = side.write(ring.link, source, source.remote)
+        side.core.progress()
+        ring.take_back(tail)
+        rails.drive(lambda: side.failed == [ring.link])
+        assert ring.link.failed == errno.EPROTO
+    rails.drive(lambda: done.is_over)
+    assert done.errno
+
+
+def test_reads_are_answered_where_they_are_allowed(rails, side):
+    memory = side.register(filled(SIZE))
+    key, base = memory.local.keys[0]
+    asked = [
+        Frame(READ, [(base + 8, 100), (base, 4)], key),
+        Frame(READ, [(base, 8)], key + 1),
+        Frame(READ, [(base + SIZE, 1)], key),
+        Frame(READ, [(base, 0)], key),
+    ]
+    with raw_ring(side) as ring:
+        ring.heard()  # the greeting
+        said(side, ring, b"".join(frame.encode() for frame in asked))
+        rails.drive(lambda: True)
+        data = ring.heard()
+        kinds = [(head[0], head[4]) for head in frames(data)]
+    assert kinds == [(ANSWER, 0), (ANSWERED, 0), (ANSWERED, ACCESS), (ANSWERED, ACCESS), (ANSWERED, 0)]
+    assert data[HEADER.size :][:104] == memory.array[8:108].tobytes() + memory.array[:4].tobytes()
+
+
+def test_a_flood_of_reads_is_bounded(rails, side):
+    """A peer that asks and never takes the answers is not worked for without end."""
+    memory = side.register(filled(RING_BYTES))
+    key, base = memory.local.keys[0]
+    ask = Frame(READ, [(base, RING_BYTES)], key).encode()
+    with raw_ring(side) as ring:
+        for _ in range(3000):
+            ring.say(ask)
+            side.core.progress()
+        rails.drive(lambda: side.failed == [ring.link])
+        assert ring.link.failed == errno.EPROTO
+
+
+def write_halfway(pair: Pair, source: Memory, target: Memory, reads: bool = False) -> object:
+    """Start a transfer that is larger than any wire holds, and stop when some of it has come."""
+    done = pair.a.write(pair.ab, source, target.remote, imm=-1 if reads else IMM, reads=reads)
+    array = source.array if reads else target.array
+    limit = time.monotonic() + 10
+    while not array.any() and time.monotonic() < limit:
+        pair.rails.drive(lambda: True)
+    assert array.any()
+    assert not array.all()
+    return done
+
+
+def test_memory_that_is_taken_back_is_written_no_further(pair: Pair):
+    """Not one byte once the registration has ended, though the rest of the write is on its way; and nothing counts."""
+    source, target, handle = pair.a.register(filled(1 << 26)), pair.b.register(1 << 26), pair.b.count(IMM)
+    done = write_halfway(pair, source, target)
+    pair.b.memories.remove(target)
+    target.local.close()
+    before = target.array.copy()
+    pair.rails.drive(lambda: done.is_over)
+    pair.rails.rest()
+    assert np.array_equal(target.array, before)
+    assert (done.errno, handle.value) == (errno.EACCES, 0)
+    pair.rails.finish(pair.a.write(pair.ab, imm=IMM))
+    assert handle.value == 1
+
+
+def test_memory_that_is_taken_back_is_read_no_further(pair: Pair):
+    """What comes after it is nobody's bytes, and the read says so."""
+    target, source = pair.b.register(filled(1 << 26)), pair.a.register(1 << 26)
+    done = write_halfway(pair, source, target, reads=True)
+    pair.b.memories.remove(target)
+    target.local.close()
+    target.array[:] = 77
+    pair.rails.drive(lambda: done.is_over)
+    assert done.errno == errno.EACCES
+    assert not (source.array[-(1 << 20) :] == 77).any()
+    pair.rails.finish(pair.a.write(pair.ab, imm=IMM))
+
+
+def listening(side: Side) -> tuple[object, tuple[str, int]]:
+    """Open a channel and return it with where it listens."""
+    pending = side.fabric.open_channel(0, 0)
+    host, port, _ = parse(pending.address)
+    return pending, (host, port)
+
+
+def test_strangers_are_not_let_in():
+    """Neither one who says nothing, nor many, nor one with another's token; the peer comes all the same."""
+    with opened(Kind("socket")) as rails:
+        a, b = rails.side(), rails.side()
+        ends = {side: listening(side) for side in (a, b)}
+        # Of the two the one with the smaller address waits to be connected to.
+        waits = min((a, b), key=lambda side: ends[side][0].address)
+        strangers = [socket.create_connection(ends[waits][1]) for _ in range(3)]
+        strangers[0].sendall(b"x" * 16)
+        strangers[1].sendall(b"y" * 7)
+        links = {}
+        for side, other in ((a, b), (b, a)):
+            link = links[side] = side.core.add_peer(side)
+            side.fabric.join(link, ends[side][0], ends[other][0].address, *other.fabric.scratch.keys[0])
+            side.fabric.open_mailbox(link, 16, 4096, 16, 4096)
+            side.awake = True
+        rails.drive(lambda: True)
+        late = socket.socket()
+        late.settimeout(1)
+        handle = b.count(IMM)
+        rails.finish(a.write(links[a], imm=IMM))
+        assert handle.value == 1
+        with pytest.raises(OSError, match="refused"):
+            late.connect(ends[waits][1])
+        for stranger in (*strangers, late):
+            stranger.close()
+
+
+SURVIVOR = """
+    import asyncio, signal
+    import aiote
+
+    async def main():
+        async with aiote.open_engine("socket") as left:
+            async with aiote.open_engine("socket") as right:
+                target = left.attach(right.register(bytearray(1 << 26)).descriptor)
+                await left.connect(right.address)
+                transfers = [left.submit_write(left.register(bytes(1 << 26)), target) for _ in range(8)]
+                await asyncio.sleep(0.01)
+            print(sorted({type(transfer.exception()).__name__ for transfer in transfers if await over(transfer)}))
+
+    async def over(transfer):
+        try:
+            await transfer
+        except aiote.AioteError:
+            return True
+
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    asyncio.run(main())
+    print("alive")
+"""
+
+
+def test_a_connection_that_breaks_kills_nobody():
+    """Also where the signal for that was given its deadly meaning back."""
+    done = run_script(SURVIVOR)
+    assert done.stdout.splitlines()[-1:] == ["alive"], done.stderr
+    assert "Error" in done.stdout
+
+
+@given(st.binary(max_size=80) | st.text(max_size=60).map(lambda text: b"aiote-tcp://" + text.encode()))
+@example(b"aiote-tcp://127.0.0.1:80/" + b"0" * 32)
+@example(b"aiote-tcp://127.0.0.1:65536/" + b"0" * 32)
+@example(b"aiote-tcp://127.0.0.1:8\0/" + b"0" * 32)
+@example(b"aiote-tcp://127.0.0.1:80/" + b"g" * 32)
+@example(b"aiote-tcp://localhost:80/" + b"0" * 32)
+def test_addresses_are_parsed_or_refused(address):
+    try:
+        host, port, token = parse(address)
+    except ValueError as error:
+        assert "no address of a TCP endpoint" in str(error)
+        return
+    assert socket.inet_aton(host)
+    assert 0 < port < 65536
+    assert len(token) == 16
+
+
+@pytest.mark.parametrize(
+    "address", [b"", b"fi_shm://x", b"aiote-ring://../etc/passwd", b"aiote-ring://other", b"aiote-ring://aiote-\0"]
+)
+def test_a_ring_is_known_by_its_name_alone(side, address):
+    endpoint = side.fabric.rails[0].open_endpoint()
+    try:
+        with pytest.raises(ValueError, match="no address of a ring"):
+            endpoint.connect(address)
+    finally:
+        endpoint.close()

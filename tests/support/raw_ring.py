@@ -1,0 +1,144 @@
+"""A peer over a ring that says whatever a test wants: frames by hand, or anything else."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aiote.rails.leftovers import mark
+from rail_pair import Memory, Side
+
+DIRECTORY = Path("/dev/shm")
+SCHEME = b"aiote-ring://"
+RING_BYTES = 512 * 1024
+DATA = 4096
+RING_MARK = 0x31676E6972206F61
+HEAD, TAIL = 64, 128
+HEADER = struct.Struct("<HHIIiQQQ8Q")
+"""Kind, places, immediate, times, status, done, key, length, and four places of an address and a length."""
+WRITE, SEND, READ, ANSWER, ANSWERED, DONE = range(1, 7)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One frame; `length` is that of the places unless it is given, and `data` what follows the header."""
+
+    kind: int
+    places: Sequence[tuple[int, int]] = ()
+    key: int = 0
+    imm: int = 0
+    times: int = 0
+    status: int = 0
+    done: int = 0
+    length: int | None = None
+    count: int | None = None
+    data: bytes = b""
+
+    def encode(self) -> bytes:
+        length = sum(size for _, size in self.places) if self.length is None else self.length
+        count = len(self.places) if self.count is None else self.count
+        flat = [number for place in self.places for number in place]
+        flat += [0] * (8 - len(flat))
+        head = (self.kind, count, self.imm, self.times, self.status, self.done, self.key, length, *flat)
+        return HEADER.pack(*head) + self.data
+
+
+def write(memory: Memory, *places: tuple[int, int], data: bytes = b"", key: int | None = None, **more: Any) -> Frame:
+    """Return a write into memory of the other side, at places of (offset, length)."""
+    own, base = memory.local.keys[0]
+    absolute = [((base + at) % (1 << 64), size) for at, size in places]
+    return Frame(WRITE, absolute, own if key is None else key, data=data, **more)
+
+
+class RawRing:
+    """The other end of a side's channel."""
+
+    def __init__(self, side: Side) -> None:
+        self._side = side
+        name = (mark() + os.urandom(8).hex()).encode()
+        self._path = DIRECTORY / name.decode()
+        self._own = self._map(self._path, create=True)
+        struct.pack_into("<QQ", self._own, 0, RING_MARK, RING_BYTES)
+        pending = side.fabric.open_channel(0, 0)
+        self._theirs = self._map(DIRECTORY / pending.address.removeprefix(SCHEME).decode())
+        self.link = side.core.add_peer(side)
+        side.fabric.join(self.link, pending, SCHEME + name, *side.fabric.scratch.keys[0])
+        side.fabric.open_mailbox(self.link, 16, 4096, 16, 4096)
+        side.core.progress()
+        side.awake = True
+        self._head = self._tail = 0
+
+    @staticmethod
+    def _map(path: Path, create: bool = False) -> mmap.mmap:
+        with path.open("w+b" if create else "r+b") as file:
+            if create:
+                file.truncate(DATA + RING_BYTES)
+            return mmap.mmap(file.fileno(), DATA + RING_BYTES)
+
+    def room(self) -> int:
+        """Return how many bytes the side's ring has room for."""
+        (tail,) = struct.unpack_from("<Q", self._theirs, TAIL)
+        return RING_BYTES - (self._head - tail)
+
+    def say(self, data: bytes) -> int:
+        """Put bytes into the side's ring, as many as there is room for; return how many."""
+        data = data[: self.room()]
+        self.put(data)
+        self.claim(self._head + len(data))
+        return len(data)
+
+    def put(self, data: bytes) -> None:
+        """Put bytes into the side's ring without a word."""
+        at = self._head % RING_BYTES
+        first = data[: RING_BYTES - at]
+        self._theirs[DATA + at : DATA + at + len(first)] = first
+        self._theirs[DATA : DATA + len(data) - len(first)] = data[len(first) :]
+
+    def claim(self, head: int) -> None:
+        """Say that so many bytes were put into it."""
+        self._head = head
+        struct.pack_into("<Q", self._theirs, HEAD, head)
+
+    def take_back(self, tail: int) -> None:
+        """Say that so many bytes were taken out of the own one."""
+        struct.pack_into("<Q", self._own, TAIL, tail)
+
+    def heard(self) -> bytes:
+        """Return what the side has said since the last call."""
+        (head,) = struct.unpack_from("<Q", self._own, HEAD)
+        data = bytes(self._own[DATA + at % RING_BYTES] for at in range(self._tail, head))
+        self._tail = head
+        self.take_back(head)
+        return data
+
+    def close(self) -> None:
+        self.link.close()
+        self._side.core.reap()
+        self._own.close()
+        self._theirs.close()
+        self._path.unlink(missing_ok=True)
+
+
+@contextmanager
+def raw_ring(side: Side) -> Iterator[RawRing]:
+    ring = RawRing(side)
+    try:
+        yield ring
+    finally:
+        ring.close()
+
+
+def frames(data: bytes) -> list[tuple[int, ...]]:
+    """Return the headers in bytes that a side has said, without what follows them."""
+    found, at = [], 0
+    while at < len(data):
+        head = HEADER.unpack_from(data, at)
+        found.append(head)
+        at += HEADER.size + (head[7] if head[0] in (WRITE, SEND, ANSWER) else 0)
+    return found
