@@ -34,7 +34,7 @@ from aiote.bench.sides import BenchError, Pair
 BUILD = ROOT / "build"
 PROVIDERS = ("shm", "tcp")
 PARTS = ("service", "first-token", "cancel")
-VARIANTS = ("asyncio", "uvloop", "default")
+VARIANTS = ("asyncio", "uvloop", "default", "libfabric")
 LATENCY = (f"{OURS}-uvloop", f"{OURS}-default")
 """Of the library's ways the two whose first tokens and cancellations are measured."""
 FIRST_TOKEN = (Job(16 << 10, 64, 1), Job(16 << 10, 512, 1))

@@ -43,6 +43,7 @@ class Job:
     seed: int
     check: int = 0
     layer_us: int = 0
+    pause_us: int = 0
     in_thread: int = 0
     signal: int = 0
 

@@ -1,8 +1,9 @@
 """The KV-cache service through `aiote.kvcache`, as a program uses it: a `Decoder` and a `Prefiller`, one engine a side.
 
-The variants are the event loops, with engines that spin while something is outstanding, as NIXL and ucxx poll, and
-`default`: asyncio, and engines as they are without a configuration, which sleep after 50 us. Besides the job of all
-others there are some that only a prefiller which computes can have:
+The variants are the event loops, with engines that spin while something is outstanding, as NIXL and ucxx poll, over the
+rails that need no library (`local` where the peers share memory, `socket` where they use TCP); `libfabric`, the same on
+uvloop over libfabric's `shm` and `tcp`; and `default`: asyncio, and engines as they are without a configuration, which
+sleep after 50 us. Besides the job of all others there are some that only a prefiller which computes can have:
 
 * `ttft`: each layer takes `layer_us`. A GPU does not wait for its host, so layer l is there at l + 1 times that, while
   the event loop sleeps; or, with `in_thread`, a thread computes with numpy, bumps a word after each layer and takes the
@@ -17,10 +18,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -37,6 +39,8 @@ LAST = b"last"
 """The request that ends a job whose number of requests the prefill side does not know."""
 CRUNCH = 64
 SPIN_US = 1_000_000
+RAILS = {"shm": "local", "tcp": "socket"}
+"""Our own rails for what the peers' transports are called."""
 
 
 class Held:
@@ -76,7 +80,8 @@ class KvAiote(Service):
         super().__init__(options, arena)
         self.loop = self._make_loop()
         asyncio.set_event_loop(self.loop)
-        self._mail = Held(self.loop, open_mail(options.provider, options.variant != "default"))
+        provider = options.provider if options.variant == "libfabric" else RAILS[options.provider]
+        self._mail = Held(self.loop, open_mail(provider, options.variant != "default"))
         self.mail: Mailroom = self._mail.value
         rail = self.mail.engine.rails[0]
         self.library = f"aiote {aiote.__version__} ({rail.library}), {options.variant or 'asyncio'}"
@@ -87,7 +92,7 @@ class KvAiote(Service):
         self.tail: aiote.Region = self.mail.engine.register(np.zeros(TAIL_BYTES, np.uint8))
 
     def _make_loop(self) -> asyncio.AbstractEventLoop:
-        if self.options.variant == "uvloop":
+        if self.options.variant in ("uvloop", "libfabric"):
             import uvloop
 
             return uvloop.new_event_loop()
@@ -172,6 +177,8 @@ class KvAiote(Service):
         """Ask for one prompt after another; its time is that until everything is here, the tail included."""
         tokens, cache = self.tokens(task), self.cache
         while cache.more:
+            if task.pause_us:
+                await asyncio.sleep(task.pause_us / 1e6)
             number, started = cache.number(), time.perf_counter_ns()
             async with self.side.request(tokens, [self.peer], request_id=number.to_bytes(4, "big")) as slot:
                 request = cache.begin_in(slot.pages, number, started)
@@ -266,6 +273,32 @@ def crunch(task: Job, word: np.ndarray[Any, Any]) -> None:
         word += 1
 
 
+@contextlib.contextmanager
+def ticking(task: Job, done: Callable[[], object]) -> Iterator[None]:
+    """Call from the event loop after the time of each layer.
+
+    With a descriptor: timers of loops have milliseconds, and a thread would wait for a processor, of which engines that
+    spin leave none.
+    """
+    loop, libc = asyncio.get_running_loop(), ctypes.CDLL(None, use_errno=True)
+    seconds, micros = divmod(task.layer_us, 1_000_000)
+    every = (ctypes.c_long * 4)(seconds, micros * 1000, seconds, micros * 1000)
+    timer = libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
+    if timer < 0 or libc.timerfd_settime(timer, 0, every, None) < 0:
+        raise OSError(ctypes.get_errno(), "timerfd")
+
+    def tick() -> None:
+        for _ in range(int.from_bytes(os.read(timer, 8), "little")):
+            done()
+
+    loop.add_reader(timer, tick)
+    try:
+        yield
+    finally:
+        loop.remove_reader(timer)
+        os.close(timer)
+
+
 async def compute(task: Job, chunk: Chunk | None) -> None:
     """Take the time of all layers, and say of a chunk's that they are done."""
     if task.in_thread:
@@ -275,13 +308,13 @@ async def compute(task: Job, chunk: Chunk | None) -> None:
             await chunk.follow(word)
         await computing
         return
-    loop = asyncio.get_running_loop()
-    started = loop.time()
-    for layer in range(task.layers):
-        if task.layer_us:
-            await asyncio.sleep(max(0.0, started + (layer + 1) * task.layer_us / 1e6 - loop.time()))
-        if chunk is not None:
-            await chunk.done(layer)
+    done = asyncio.Semaphore(0)
+    with ticking(task, done.release) if task.layer_us else contextlib.nullcontext():
+        for layer in range(task.layers):
+            if task.layer_us:
+                await done.acquire()
+            if chunk is not None:
+                await chunk.done(layer)
 
 
 RUNS: dict[str, tuple[Callable[..., Coroutine[Any, Any, None]], Callable[..., Coroutine[Any, Any, None]]]] = {

@@ -6,7 +6,8 @@ is the request's way there, and the last layer, which moves when nothing is left
 
     bound = round trip of a prompt of one page + t + (L - 1) * max(0, t - T),  t = bytes of a layer / bandwidth
 
-with the bandwidth of the same pages in the service; the last term is what a wire that is slower than the computation
+with round trips that are made as rarely as the prompts (a processor has forgotten by then what it does between them),
+and the bandwidth of the same pages in the service; the last term is what a wire that is slower than the computation
 lags behind. All four are measured in turn, round after round.
 
 *Pages back.* From cancelling the task that is in `async with decoder.request(...)` to the end of that block: with a
@@ -29,7 +30,7 @@ from aiote.bench.statistics import Spread
 __all__ = ["FirstToken", "PagesBack", "Round", "first_token", "lost_pages", "pages_back"]
 
 PROMPTS = 4
-TRIPS = 40
+TRIPS = 12
 LAYER_US = 5000
 TRIES = 20
 DEAD = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
@@ -107,7 +108,7 @@ def first_token(
     count = max(2 * job.window, (64 << 20) // job.request_bytes // job.window * job.window)
     for number in range(runs + 1):
         served = Served.of(job, count, *do(pair, job.line("service", count)))
-        trip = do(pair, small.line("ttft", TRIPS))[0]["p50_us"]
+        trip = do(pair, small.line("ttft", TRIPS, pause_us=job.layers * layer_us))[0]["p50_us"]
         alone = do(pair, single.line("alone", PROMPTS, **how))[1]["p50_us"]
         together = do(pair, single.line("ttft", PROMPTS, **how))[0]["p50_us"]
         if number:  # the first one is cold
