@@ -5,7 +5,7 @@ that its key opens, which is looked up again whenever a registration has ended s
 dropped, so that what follows it is served. What is no frame breaks the stream.
 """
 
-from libc.errno cimport EACCES, ECONNRESET, EMSGSIZE, ENOMEM, EPROTO
+from libc.errno cimport EACCES, EMSGSIZE, ENOMEM, EPROTO
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 
 from aiote_native.streams.sending cimport push
@@ -292,8 +292,9 @@ cdef int receive(Stream* self, Completion* out, int capacity) noexcept nogil:
         self.broken = code
     if self.eager:
         push(self)
-    # A peer that closes with nothing under way says so on the control connection, and why.
-    if got or self.broken == 0 or (self.broken == -ECONNRESET and self.outstanding == 0):
+    # Of a wire that ends, or never came about, with nothing under way the control connection tells, and why: the peer
+    # has closed, or has given way to another connection of ours.
+    if got or self.broken == 0 or (self.broken != -EPROTO and self.outstanding == 0):
         return got
     return self.broken
 

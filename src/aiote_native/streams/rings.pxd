@@ -24,7 +24,6 @@ cdef struct RingStream:
 cdef class RingEndpoint(NativeEndpoint):
     cdef StreamDevice device
     cdef RingStream* impl
-    cdef RingStream* lent
     cdef bytes path
     cdef int make(self, bytes name) except -1
     cdef void forget(self)

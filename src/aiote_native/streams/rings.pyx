@@ -179,7 +179,7 @@ cdef class RingEndpoint(NativeEndpoint):
     """An endpoint with a ring to receive through; `connect` maps the peer's, and removes its name."""
 
     def __cinit__(self):
-        self.impl = self.lent = NULL
+        self.impl = NULL
 
     def __init__(self, StreamDevice device, str mark):
         """Make the ring: a file whose name in /dev/shm begins with `mark`. Raises StatusError."""
@@ -248,13 +248,8 @@ cdef class RingEndpoint(NativeEndpoint):
         unlink(<const char*> path)
         self.impl.stream.connected = True
 
-    cdef void* give(self) except NULL:
-        self.lent = <RingStream*> NativeEndpoint.give(self)
-        return self.lent
-
     cdef void taken_back(self):
         self.forget()
-        self.lent = NULL
         NativeEndpoint.taken_back(self)
 
     cdef void forget(self):
@@ -267,9 +262,6 @@ cdef class RingEndpoint(NativeEndpoint):
         if self.impl != NULL:
             self.forget()
         NativeEndpoint.close(self)
-
-    def moved(self) -> int:
-        return self.lent.stream.moved if self.lent != NULL else -1
 
     cdef void** held(self) noexcept:
         return <void**> &self.impl

@@ -192,8 +192,10 @@ cdef void describe(Work* work, const Post* args, WorkRequest* wr) noexcept nogil
 
 cdef int post_one(Stream* self, const Post* args, WorkRequest* wr) noexcept nogil:
     cdef Work* work
-    if self.closed or self.broken:
-        return self.broken if self.broken else -ENOTCONN
+    if self.closed:
+        return -ENOTCONN
+    if self.broken and self.connected:
+        return self.broken
     if args.opcode != OP_RECV and (not self.connected or self.outstanding >= STREAM_DEPTH):
         return -EAGAIN
     work = new_work(self)
