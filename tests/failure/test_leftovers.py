@@ -34,6 +34,20 @@ async def test_who_was_connected_removes_them(child):
             await engine.send(living.address, b"still here")
 
 
+async def test_a_ring_has_no_name_once_it_is_connected(child):
+    """So nobody has to remove anything, whoever is killed; one that nobody came for is removed as the others are."""
+    killed = child()
+    with anyio.fail_after(PATIENCE_S):
+        await killed.open("local", size=4096)
+        async with opened("local") as engine:
+            before = shared_files()
+            await engine.connect(killed.address)
+            assert (shared_files(killed.pid), shared_files()) == ([], before)
+            killed.kill()
+            await until(lambda: not engine.peers)
+            assert (shared_files(killed.pid), shared_files()) == ([], before)
+
+
 async def test_who_comes_next_removes_them(child):
     """Nobody of those who knew them is left."""
     killed = [child(), child()]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -336,3 +338,18 @@ def test_a_ring_is_known_by_its_name_alone(side, address):
             endpoint.connect(address)
     finally:
         endpoint.close()
+
+
+def test_a_child_of_a_fork_leaves_the_ring_to_its_parent(side):
+    endpoint = side.fabric.rails[0].open_endpoint()
+    path = Path("/dev/shm") / endpoint.address.decode().rpartition("/")[2]
+    child = os.fork()
+    if child == 0:
+        try:
+            endpoint.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert path.exists()
+    endpoint.close()
+    assert not path.exists()

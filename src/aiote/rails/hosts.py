@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import fcntl
 import ipaddress
 import socket
@@ -18,8 +19,6 @@ IFREQ_BYTES = 40
 
 def addresses() -> dict[str, str]:
     """Return the IPv4 addresses of this machine, each with its interface's name."""
-    import array
-
     for count in (64, 1024, 16384):
         room = array.array("B", bytes(count * IFREQ_BYTES))
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:

@@ -1,5 +1,6 @@
-from aiote_native.kinds cimport NativeDevice, Registration
-from aiote_native.streams.stream cimport Memory, Registry
+from aiote_native.kinds cimport NativeDevice, NativeEndpoint, Registration
+from aiote_native.streams.stream cimport Memory, Registry, Stream, Wire
+from aiote_native.structs cimport RailOps
 
 cdef class StreamDevice(NativeDevice):
     cdef Registry* registry
@@ -7,3 +8,8 @@ cdef class StreamDevice(NativeDevice):
 cdef class StreamMemory(Registration):
     cdef StreamDevice device
     cdef Memory* memory
+
+cdef class StreamEndpoint(NativeEndpoint):
+    cdef StreamDevice device
+    cdef int usable(self, StreamDevice device) except -1
+    cdef void begin(self, StreamDevice device, Stream* stream, const Wire* wire, const RailOps* ops)

@@ -7,7 +7,8 @@ import os
 
 from aiote_native.forks cimport fork_epoch, own
 from aiote_native.streams.stream cimport (
-    BUCKETS, find_memory, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock)
+    BUCKETS, STREAM_DEPTH, find_memory, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock)
+from aiote_native.structs cimport MAX_SPANS
 
 
 cdef class StreamDevice(NativeDevice):
@@ -83,10 +84,11 @@ cdef class StreamMemory(Registration):
 
     def close(self) -> None:
         """End the registration; when it returns no peer's bytes go there any more. Idempotent."""
-        cdef Registry* registry = self.device.registry
+        cdef Registry* registry
         cdef Memory** place
         if self.memory == NULL or self.device.epoch != fork_epoch():
             return
+        registry = self.device.registry
         with nogil:
             # A native thread holds the lock for as long as one call copies, some twenty microseconds.
             pthread_mutex_lock(&registry.lock)
@@ -100,3 +102,28 @@ cdef class StreamMemory(Registration):
         self.memory = NULL
         self.desc = NULL
         self.device.children -= 1
+
+
+cdef class StreamEndpoint(NativeEndpoint):
+    """What the endpoints of all wires have in common. A base class: each kind has its own native half."""
+
+    cdef int usable(self, StreamDevice device) except -1:
+        """Check that one may be opened on a device."""
+        if self.held()[0] != NULL or device.closed:
+            raise RuntimeError("the endpoint is open already, or its device is closed")
+        return own(device.epoch)
+
+    cdef void begin(self, StreamDevice device, Stream* stream, const Wire* wire, const RailOps* ops):
+        """Be an endpoint of a device, over a wire."""
+        self.device = device
+        device.children += 1
+        self.ops = ops
+        # A transfer is cut as the engine says; a stream takes whatever it is given.
+        self.largest = 0x7FFFFFFFFFFFFFFFULL
+        self.depth = STREAM_DEPTH
+        self.spans = MAX_SPANS
+        stream.wire = wire
+        stream.registry = device.registry
+
+    cdef NativeDevice home(self):
+        return self.device

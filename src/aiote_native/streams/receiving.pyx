@@ -240,7 +240,6 @@ cdef int list_places(Stream* self, iovec* vectors) noexcept nogil:
 cdef void came(Stream* self, uint64_t bytes) noexcept nogil:
     """Note what the wire has brought to the places that were listed."""
     cdef uint64_t part
-    self.moved += bytes
     if not self.opened:
         self.head_got += <uint32_t> bytes
         return

@@ -1,7 +1,6 @@
-from libc.stdint cimport uint8_t, uint64_t
+from libc.stdint cimport uint64_t
 
-from aiote_native.kinds cimport NativeDevice, NativeEndpoint
-from aiote_native.streams.memory cimport StreamDevice
+from aiote_native.streams.memory cimport StreamEndpoint
 from aiote_native.streams.stream cimport Stream
 
 # The pages that one side receives through; the peer maps them too. Each line of cache has one writer.
@@ -21,8 +20,7 @@ cdef struct RingStream:
     uint64_t peer_head
     uint64_t peer_tail   # as it was when it was last looked at
 
-cdef class RingEndpoint(NativeEndpoint):
-    cdef StreamDevice device
+cdef class RingEndpoint(StreamEndpoint):
     cdef RingStream* impl
     cdef bytes path
     cdef int make(self, bytes name) except -1

@@ -1,8 +1,7 @@
-from aiote_native.kinds import NativeEndpoint
-from aiote_native.streams.memory import StreamDevice
+from aiote_native.streams.memory import StreamDevice, StreamEndpoint
 
 SCHEME: bytes
 DIRECTORY: bytes
 
-class RingEndpoint(NativeEndpoint):
+class RingEndpoint(StreamEndpoint):
     def __init__(self, device: StreamDevice, mark: str) -> None: ...

@@ -19,13 +19,14 @@ from posix.unistd cimport close, unlink
 
 import os
 
-from aiote_native.forks cimport own
+from aiote_native.forks cimport fork_epoch, own
 from aiote_native.status cimport check
 from aiote_native.streams.copying cimport aiote_copy_in, aiote_copy_out
+from aiote_native.streams.memory cimport StreamDevice, StreamEndpoint
 from aiote_native.streams.receiving cimport stream_poll
 from aiote_native.streams.sending cimport stream_flush, stream_post
 from aiote_native.streams.stream cimport Wire, free_works, iovec, pthread_mutex_lock, pthread_mutex_unlock
-from aiote_native.structs cimport MAX_SPANS, RailOps
+from aiote_native.structs cimport RailOps
 
 cdef extern from *:
     """
@@ -175,7 +176,7 @@ cdef Ring* map_ring(int fd) except NULL:
     return <Ring*> pages
 
 
-cdef class RingEndpoint(NativeEndpoint):
+cdef class RingEndpoint(StreamEndpoint):
     """An endpoint with a ring to receive through; `connect` maps the peer's, and removes its name."""
 
     def __cinit__(self):
@@ -183,20 +184,11 @@ cdef class RingEndpoint(NativeEndpoint):
 
     def __init__(self, StreamDevice device, str mark):
         """Make the ring: a file whose name in /dev/shm begins with `mark`. Raises StatusError."""
-        if self.impl != NULL or device.closed:
-            raise RuntimeError("the endpoint is open already, or its device is closed")
-        own(device.epoch)
+        self.usable(device)
         self.impl = <RingStream*> calloc(1, sizeof(RingStream))
         if self.impl == NULL:
             raise MemoryError
-        self.device = device
-        device.children += 1
-        self.ops = &operations
-        self.largest = 0x7FFFFFFFFFFFFFFFULL
-        self.depth = 1024
-        self.spans = MAX_SPANS
-        self.impl.stream.wire = &wire
-        self.impl.stream.registry = device.registry
+        self.begin(device, &self.impl.stream, &wire, &operations)
         self.impl.stream.eager = True
         try:
             self.make(mark.encode() + os.urandom(8).hex().encode())
@@ -250,7 +242,7 @@ cdef class RingEndpoint(NativeEndpoint):
 
     cdef void taken_back(self):
         self.forget()
-        NativeEndpoint.taken_back(self)
+        StreamEndpoint.taken_back(self)
 
     cdef void forget(self):
         """Remove the name, where the peer never came to do it."""
@@ -259,12 +251,10 @@ cdef class RingEndpoint(NativeEndpoint):
             self.path = None
 
     def close(self) -> None:
-        if self.impl != NULL:
+        # A child of a fork has this object, too: the name is its parent's.
+        if self.impl != NULL and self.device.epoch == fork_epoch():
             self.forget()
-        NativeEndpoint.close(self)
+        StreamEndpoint.close(self)
 
     cdef void** held(self) noexcept:
         return <void**> &self.impl
-
-    cdef NativeDevice home(self):
-        return self.device

@@ -122,7 +122,6 @@ cdef void sent(Stream* self, uint64_t bytes) noexcept nogil:
     """Note what the wire has taken."""
     cdef Work* work
     cdef uint64_t part
-    self.moved += bytes
     while bytes:
         work = self.begun.head
         part = min(bytes, size_of(work) - work.moved)

@@ -1,7 +1,6 @@
 from libc.stdint cimport uint64_t
 
-from aiote_native.kinds cimport NativeDevice, NativeEndpoint
-from aiote_native.streams.memory cimport StreamDevice
+from aiote_native.streams.memory cimport StreamEndpoint
 from aiote_native.streams.stream cimport Stream
 
 cdef enum:
@@ -27,8 +26,7 @@ cdef struct SocketStream:
     char own_token[TOKEN_BYTES]
     char peer_token[TOKEN_BYTES]
 
-cdef class SocketEndpoint(NativeEndpoint):
-    cdef StreamDevice device
+cdef class SocketEndpoint(StreamEndpoint):
     cdef SocketStream* impl
     cdef SocketStream* lent
     cdef str host

@@ -1,9 +1,8 @@
-from aiote_native.kinds import NativeEndpoint
-from aiote_native.streams.memory import StreamDevice
+from aiote_native.streams.memory import StreamDevice, StreamEndpoint
 
 SCHEME: bytes
 
 def parse(address: bytes) -> tuple[str, int, bytes]: ...
 
-class SocketEndpoint(NativeEndpoint):
+class SocketEndpoint(StreamEndpoint):
     def __init__(self, device: StreamDevice, host: str) -> None: ...

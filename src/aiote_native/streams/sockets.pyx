@@ -17,11 +17,12 @@ import socket
 
 from aiote_native.forks cimport own
 from aiote_native.status cimport check
+from aiote_native.streams.memory cimport StreamDevice, StreamEndpoint
 from aiote_native.streams.receiving cimport stream_poll
 from aiote_native.streams.sending cimport has_more, push, stream_flush, stream_post
 from aiote_native.streams.stream cimport (
     Wire, free_works, iovec, pthread_mutex_lock, pthread_mutex_unlock)
-from aiote_native.structs cimport MAX_SPANS, RailOps
+from aiote_native.structs cimport RailOps
 
 cdef extern from *:
     """
@@ -316,7 +317,7 @@ def parse(bytes address) -> tuple[str, int, bytes]:
         raise ValueError(f"{address!r} is no address of a TCP endpoint") from None
 
 
-cdef class SocketEndpoint(NativeEndpoint):
+cdef class SocketEndpoint(StreamEndpoint):
     """An endpoint that listens at an IPv4 address of this host; `connect` begins the connection, or waits for it."""
 
     def __cinit__(self):
@@ -325,24 +326,15 @@ cdef class SocketEndpoint(NativeEndpoint):
     def __init__(self, StreamDevice device, str host):
         """Listen. Raises OSError where nothing can listen at that address."""
         cdef int i
-        if self.impl != NULL or device.closed:
-            raise RuntimeError("the endpoint is open already, or its device is closed")
-        own(device.epoch)
+        self.usable(device)
         self.impl = <SocketStream*> calloc(1, sizeof(SocketStream))
         if self.impl == NULL:
             raise MemoryError
         self.impl.fd = self.impl.listener = self.impl.epoll_fd = -1
         for i in range(CANDIDATES):
             self.impl.candidates[i] = -1
-        self.device = device
         self.host = host
-        device.children += 1
-        self.ops = &operations
-        self.largest = 0x7FFFFFFFFFFFFFFFULL
-        self.depth = 1024
-        self.spans = MAX_SPANS
-        self.impl.stream.wire = &wire
-        self.impl.stream.registry = device.registry
+        self.begin(device, &self.impl.stream, &wire, &operations)
         try:
             self.listen()
         except BaseException:
@@ -385,12 +377,12 @@ cdef class SocketEndpoint(NativeEndpoint):
         check(watch(self.impl, EPOLL_CTL_ADD, self.impl.fd, self.impl.watched), "epoll_ctl")
 
     cdef void* give(self) except NULL:
-        self.lent = <SocketStream*> NativeEndpoint.give(self)
+        self.lent = <SocketStream*> StreamEndpoint.give(self)
         return self.lent
 
     cdef void taken_back(self):
         self.lent = NULL
-        NativeEndpoint.taken_back(self)
+        StreamEndpoint.taken_back(self)
 
     def moved(self) -> int:
         """Return how many bytes the connection has received or seen acknowledged; -1 before there is one."""
@@ -398,6 +390,3 @@ cdef class SocketEndpoint(NativeEndpoint):
 
     cdef void** held(self) noexcept:
         return <void**> &self.impl
-
-    cdef NativeDevice home(self):
-        return self.device

@@ -97,7 +97,6 @@ cdef struct Stream:
     bint connected
     bint closed
     int broken           # the -errno for which nothing moves any more
-    uint64_t moved
     # sending: not begun (what is urgent before the rest), begun, sent and not over
     WorkList urgent
     WorkList queue
