@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from .aio import wake
 from .errors import ClosedError, UsageError
@@ -18,7 +18,36 @@ if TYPE_CHECKING:
 __all__ = ["Counter", "CounterRow", "open_counter", "open_row"]
 
 
-class Counter:
+class Counted:
+    """What is counted until it is closed; a context manager that closes it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._waiters: set[Waiter] = set()
+        self._closed = False
+
+    def close(self) -> None:
+        """Free what is counted: waits end with ClosedError, what was not consumed is dropped. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for waiter in tuple(self._waiters):
+            wake(waiter)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Counter(Counted):
     """The count of one immediate. Made by `Engine.counter`; a context manager that frees the immediate.
 
     Counts that arrived before the counter was made are there; several counters of one immediate share one count.
@@ -27,10 +56,8 @@ class Counter:
     """
 
     def __init__(self, engine: Engine, handle: CounterHandle) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._handle = handle
-        self._waiters: set[Waiter] = set()
-        self._closed = False
 
     @property
     def imm(self) -> int:
@@ -111,28 +138,14 @@ class Counter:
         await self.wait(1)
         return self.imm
 
-    def close(self) -> None:
-        """Free the immediate: waits end with ClosedError, what was not consumed is dropped. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        for waiter in tuple(self._waiters):
-            wake(waiter)
+    def _let_go(self) -> None:
         self._handle.close(discard=True)
-
-    def __enter__(self) -> Counter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<Counter {self.imm:#x}, {'closed' if self._closed else self.value}>"
 
 
-class CounterRow:
+class CounterRow(Counted):
     """The counts of immediates in a row, so many of each, waited for together. Made by `Engine.counters`.
 
     A context manager that frees the immediates; what was counted on them and not consumed is dropped then. Wake-ups are
@@ -141,10 +154,8 @@ class CounterRow:
     """
 
     def __init__(self, engine: Engine, row: CountRow) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._row = row
-        self._waiters: set[Waiter] = set()
-        self._closed = False
 
     def __len__(self) -> int:
         return len(self._row)
@@ -187,23 +198,9 @@ class CounterRow:
         finally:
             self._waiters.discard(waiter)
 
-    def close(self) -> None:
-        """Free the immediates: waits end with ClosedError, what was not consumed is dropped. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        for waiter in tuple(self._waiters):
-            wake(waiter)
+    def _let_go(self) -> None:
         self._row.close()
         self._engine.kick()
-
-    def __enter__(self) -> CounterRow:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<CounterRow of {len(self)}, {'closed' if self._closed else self._row.reached}>"
