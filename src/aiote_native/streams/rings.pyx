@@ -100,6 +100,7 @@ cdef long ring_receive(void* stream, const iovec* vectors, int count) noexcept n
     cdef RingStream* self = <RingStream*> stream
     cdef uint64_t tail = self.own_tail
     cdef uint64_t given = tail
+    cdef size_t streamed = <size_t> -1 if self.stream.cached else STREAMED
     cdef uint64_t here = aiote_take(&self.own.head) - tail
     cdef uint64_t done, part
     cdef int i
@@ -109,7 +110,7 @@ cdef long ring_receive(void* stream, const iovec* vectors, int count) noexcept n
         done = 0
         while done < vectors[i].iov_len and here:
             part = min(min(vectors[i].iov_len - done, here), min(RING_BYTES - tail % RING_BYTES, <uint64_t> STEP))
-            aiote_copy_out(<uint8_t*> vectors[i].iov_base + done, data_of(self.own) + tail % RING_BYTES, part, STREAMED)
+            aiote_copy_out(<uint8_t*> vectors[i].iov_base + done, data_of(self.own) + tail % RING_BYTES, part, streamed)
             tail += part
             here -= part
             done += part

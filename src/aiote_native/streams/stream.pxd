@@ -38,7 +38,7 @@ cdef enum:
 cdef enum:
     BUCKETS = 256        # of the table of keys
     STREAM_DEPTH = 1024  # requests of one side that are not over
-    FRAMES_BEGUN = 4     # frames that are handed over together
+    FRAMES_BEGUN = 8    # frames that are handed over together
     MOST_VECTORS = FRAMES_BEGUN * (1 + MAX_SPANS)
 
 cdef struct Place:
@@ -118,6 +118,7 @@ cdef struct Stream:
     bint stalled         # a message waits for a receive
     bint opened          # the header was read, and what follows is known
     bint discards
+    bint cached          # its bytes go to memory that a processor's caches may hold
     int status
     uint64_t left
     iovec into[MAX_SPANS]
