@@ -438,12 +438,8 @@ cdef int progress_until(Progress* self, uint64_t deadline) noexcept nogil:
     `progress_once` does.
     """
     cdef int again = progress_once(self)
-    cdef uint32_t rounds = 0
-    while again and deadline and not news(self) and self.wanted == 0:
-        rounds += 1
-        # Over shm a round may copy for a third of a millisecond; of what is not counted nothing but the clock tells.
-        if (self.bell != NULL or not rounds & CLOCK_MASK) and clock_ns() >= deadline:
-            break
+    # Where no NIC does it a round may copy for a third of a millisecond; of what is not counted only the clock tells.
+    while again and deadline and not news(self) and self.wanted == 0 and clock_ns() < deadline:
         again = progress_once(self)
     return again
 
