@@ -18,6 +18,7 @@ cdef class NativeEndpoint:
     cdef readonly bytes address
     cdef readonly uint64_t largest
     cdef readonly uint64_t depth
+    cdef readonly uint64_t window
     cdef readonly int spans
     cdef readonly uint64_t gathers_from
     cdef void** held(self) noexcept

@@ -20,6 +20,7 @@ class NativeEndpoint:
     address: bytes
     largest: int
     depth: int
+    window: int
     spans: int
     gathers_from: int
     def connect(self, address: bytes) -> None: ...

@@ -92,6 +92,7 @@ cdef class PeerLink(ChannelSet):
         channel.largest = min(largest, endpoint.largest) if largest else endpoint.largest
         channel.least = least
         channel.spans = endpoint.spans
+        channel.window = endpoint.window
         channel.gathers_from = endpoint.gathers_from
         channel.imm_key = imm_key
         channel.imm_address = imm_address

@@ -25,9 +25,6 @@ cdef enum:
     # Parts or stripes of one transfer before the next one's turn, and parts in one work request; TransferEngine found
     # that more work requests lower EFA's packet rate.
     TURN = 32
-    # Bytes of one channel on their way at once: enough to fill any wire (a microsecond of 400 Gb/s is 50 KB), and so
-    # few that a cancelled transfer has left the NIC within milliseconds, over tcp at 2 GiB/s too.
-    WINDOW = 4 << 20
     PACE = 1 << 20  # bytes posted within one call of the peer into its library (gates.pyx): it copies them meanwhile
     STRIPES_A_LANE = 4
     GATHER_BYTES = 1 << 18  # of parts in one message: what that costs beside its bytes is a tenth of them then
@@ -316,7 +313,7 @@ cdef bint advance(Op* op, uint64_t parts) noexcept nogil:
 cdef uint64_t gathered_most(const PeerState* peer, const Channel* channel, const Op* op) noexcept nogil:
     """Return how many bytes of several parts may go in one work request of a channel now."""
     cdef uint64_t most = GATHER_BYTES
-    if peer.in_turn or channel.in_flight >= WINDOW:
+    if peer.in_turn or channel.in_flight >= channel.window:
         return 0
     # Where there are others, no more than is left of what one choice of a channel is good for.
     if peer.channel_count > 1:
@@ -324,7 +321,7 @@ cdef uint64_t gathered_most(const PeerState* peer, const Channel* channel, const
         most = most - peer.streak_bytes if peer.streak_bytes < most else 0
     if most > channel.largest:
         most = channel.largest
-    return most if most < WINDOW - channel.in_flight else WINDOW - channel.in_flight
+    return min(most, channel.window - channel.in_flight)
 
 
 cdef int post_next(State* state, PeerState* peer, Op* op, uint64_t* parts) noexcept nogil:
@@ -342,7 +339,7 @@ cdef int post_next(State* state, PeerState* peer, Op* op, uint64_t* parts) noexc
             break
         describe_post(op, channel, &args)
         # What is for this channel alone only needs room to begin, or smaller ones would keep it waiting for good.
-        if channel.in_flight and channel.in_flight + (0 if op.pin >= 0 else args.payload) > WINDOW:
+        if channel.in_flight and channel.in_flight + (0 if op.pin >= 0 else args.payload) > channel.window:
             # It will be first all the same: what is posted elsewhere now would be over later.
             return -EBUSY if code == -EBUSY else -EAGAIN
         if channel.spans > 1:

@@ -120,6 +120,7 @@ cdef struct Channel:
     uint32_t depth
     uint32_t outstanding
     uint64_t in_flight   # bytes of transfers that were posted and are not over
+    uint64_t window      # how many these may be
     uint32_t quiet       # rounds in a row in which nothing came
     uint64_t ended       # work requests that have ended since the channel was opened
     WorkRequest* requests

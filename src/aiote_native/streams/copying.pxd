@@ -3,8 +3,8 @@
 #
 # Copying out of a ring past the caches. What arrives is not read again soon (a cache of tokens goes to a GPU, or waits
 # its turn), while the ring and the sender's memory are: left in the caches, they are copied 1.2 to 1.9 times as fast
-# (64 x 16K and 64 x 64K). What stays is what is likely to be looked at next, of less than `streamed` bytes, or to be in a
-# cache as it is (`Stream.cached`).
+# (64 x 16K and 64 x 64K). What stays is what is likely to be looked at next, of less than `streamed` bytes, or to be
+# in a cache as it is (`Stream.cached`).
 cdef extern from *:
     """
     #include <stdint.h>

@@ -10,16 +10,17 @@ from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 
 from aiote_native.streams.sending cimport push
 from aiote_native.streams.stream cimport (
-    FRAME_ANSWER, FRAME_ANSWERED, FRAME_DONE, FRAME_READ, FRAME_SEND, FRAME_WRITE, Frame, Memory, STREAM_DEPTH, Stream, Work,
-    append, find_memory, free_work, iovec, is_open, new_work, pthread_mutex_lock, pthread_mutex_unlock, take_first)
+    FRAME_ANSWER, FRAME_ANSWERED, FRAME_DONE, FRAME_READ, FRAME_SEND, FRAME_WRITE, Frame, Memory, STREAM_DEPTH, Stream,
+    Work, append, find_memory, free_work, iovec, is_open, new_work, pthread_mutex_lock, pthread_mutex_unlock,
+    take_first)
 from aiote_native.structs cimport MAX_SPANS
 
 cdef enum:
     # Bytes of one call: at 15 GB/s a fiftieth of a millisecond, after which the event loop may have its turn.
     BUDGET = 256 * 1024
     DROPPED = 16384
-    # A quarter of the cache that the cores of a server's processor share: what is registered with more of it is not
-    # expected there. Of 2 and 8 MiB pages were copied out of a ring 2 times as fast, of 16 MiB no faster (docs/streams.md).
+    # A quarter of the cache that the cores of a server's processor share: memory that is longer is not expected there.
+    # Into 2 and 8 MiB pages were copied 2 times as fast by ordinary stores, into 16 MiB no faster (docs/streams.md).
     CACHED = 8 * 1024 * 1024
 
 cdef uint8_t[DROPPED] dropped
