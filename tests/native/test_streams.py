@@ -37,6 +37,8 @@ from raw_ring import (
 IMM = 0x123
 SIZE = 4096
 ACCESS = -errno.EACCES
+CACHED = 8 << 20
+"""What is registered with more is written past the processor's caches (streams/receiving.pyx)."""
 
 
 @pytest.fixture
@@ -117,6 +119,23 @@ def test_writes_go_where_the_key_opens_memory_and_nowhere_else(given, pieces, se
         assert handle.value == model.count
         assert [head[5] for head in told if head[4] == ACCESS] == model.refused
         assert max((head[5] for head in told), default=0) == model.over
+
+
+@pytest.mark.parametrize("length", [CACHED, CACHED + 1], ids=["in the caches", "past them"])
+@given(st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 9000)), min_size=1, max_size=4), st.integers(1, 9))
+@example([(0, 4096), (4096, 4096), (8192, 8192)], 1)
+@example([(1, 4097), (8191, 4095), (16384, 8255)], 3)
+def test_pages_arrive_whole_in_memory_of_any_length(length, places, pieces):
+    """At any alignment, where they are stored past the caches and where they are not; beside them nothing changes."""
+    content = random.Random(length).randbytes(sum(size for _, size in places))
+    with opened(Kind("local")) as rails:
+        side = rails.side()
+        target, handle, model = side.register(length), side.count(IMM), Model(length)
+        model.write(places, content, 1, allowed=True)
+        with raw_ring(side) as ring:
+            said(side, ring, write(target, *places, data=content, imm=IMM, times=1).encode(), pieces)
+            rails.drive(lambda: handle.value == 1)
+        assert np.array_equal(target.array, model.bytes)
 
 
 @given(st.lists(st.binary(min_size=1, max_size=300), min_size=1, max_size=8))
