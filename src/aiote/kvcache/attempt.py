@@ -358,6 +358,8 @@ class Attempt:
                 for source in self._sources:
                     del self.desk.sources[source.serial]
                     source.forget(arrived)
+                # Which know the attempt: a cycle in each request has the garbage collector come in every few.
+                self._sources.clear()
 
     async def _collect(self, row: aiote.CounterRow, progress: Callable[[int], None]) -> bool:
         """Count layer by layer, then the tail; False where the attempt failed before."""

@@ -51,6 +51,12 @@ stand still for a turn, hence the number.
 """
 
 
+SOON_S = 0.02
+"""Within which cancelled writes are over, as a rule. They are waited for together so long, for each by itself costs as
+much as its bytes.
+"""
+
+
 class JobEnded(aiote.AioteError):
     """A job was stopped: nothing can be written for it any more. The message says why."""
 
@@ -291,6 +297,9 @@ class Job:
 
     async def _drain(self) -> None:
         """Wait for the writes that are under way, which were cancelled."""
+        with anyio.move_on_after(SOON_S):
+            while self.in_flight:
+                await self._bell.wait()
         for order in self.orders:
             for transfer in order.flight:
                 # Cancelled, the wait drains within the engine's drain_timeout; a plain one takes what it takes.
