@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import anyio
 import numpy as np
 import pytest
@@ -46,3 +48,28 @@ async def test_groups_of_other_sizes(layout, prefill, decode):
                 for rank in range(decode):
                     group.start_soon(one, rank)
             await until_idle(deployment)
+
+
+async def test_a_request_leaves_nothing_for_the_garbage_collector():
+    """On neither side: a collector that has work comes in every few requests, and holds up the event loop."""
+
+    async def ask(times: int) -> None:
+        for _ in range(times):
+            async with decode.decoder.request(range(19), deployment.group) as slot:
+                async for _ in slot.layers():
+                    pass
+                decode.check(slot)
+
+    with anyio.fail_after(PATIENCE_S):
+        async with deployed("sim") as deployment:
+            (decode,) = deployment.decode
+            await ask(3)
+            gc.collect()
+            gc.disable()
+            try:
+                await ask(20)
+                await until_idle(deployment)
+                found = gc.collect()
+            finally:
+                gc.enable()
+            assert found < 20, "cycles of twenty requests"
