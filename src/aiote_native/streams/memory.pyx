@@ -14,7 +14,7 @@ cdef enum:
     # Bytes on their way at once, which have to be copied before a cancellation is confirmed: with 4 MiB half a
     # millisecond more over TCP, with 1 MiB no less than with these, and no transfer is faster.
     WINDOW = 2 << 20
-    LARGEST = WINDOW // 4  # of one frame, so that a few are on their way
+    LARGEST = WINDOW // 2  # of one frame: while one is copied the next one is there
 
 
 cdef class StreamDevice(NativeDevice):

@@ -38,7 +38,7 @@ cdef enum:
 cdef enum:
     BUCKETS = 256        # of the table of keys
     STREAM_DEPTH = 1024  # requests of one side that are not over
-    FRAMES_BEGUN = 8    # frames that are handed over together
+    FRAMES_BEGUN = 8     # frames that are handed over together
     MOST_VECTORS = FRAMES_BEGUN * (1 + MAX_SPANS)
 
 cdef struct Place:
