@@ -11,7 +11,8 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -64,7 +65,7 @@ class KvLife:
         self.closing = False
         self.known, self.finishing, self.done = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._violation = violation
-        self._task = asyncio.ensure_future(self._guarded(self._whole_life()))
+        self._task = asyncio.ensure_future(self._guarded(self._whole_life))
 
     def violation(self, text: str) -> None:
         self._violation(f"life {self.number}: {text}")
@@ -73,10 +74,10 @@ class KvLife:
         """Count an error that may happen."""
         self.tally[f"error {kind_of(error)}"] += 1
 
-    async def _guarded(self, work: Awaitable[None]) -> None:
+    async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
         """Run something that may end with an error of aiote's once the engine is being closed, and with no other."""
         try:
-            await work
+            await work()
         except* aiote.AioteError as group:
             for error in leaves(group):
                 if not self.closing or isinstance(error, aiote.UsageError):
@@ -255,7 +256,7 @@ class DecodeLife(KvLife):
     async def _client(self, rank: DecodeRank) -> None:
         """Ask for one thing after another; what is cancelled from outside is one request, not the client."""
         while not self.finishing.is_set():
-            task = asyncio.ensure_future(self._guarded(self._ask(rank)))
+            task = asyncio.ensure_future(self._guarded(partial(self._ask, rank)))
             self._asking.add(task)
             await asyncio.wait({task})
             self._asking.discard(task)
