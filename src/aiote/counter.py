@@ -31,9 +31,12 @@ class Counted:
         if self._closed:
             return
         self._closed = True
+        self._wake_all()
+        self._let_go()
+
+    def _wake_all(self) -> None:
         for waiter in tuple(self._waiters):
             wake(waiter)
-        self._let_go()
 
     def _let_go(self) -> None:
         raise NotImplementedError
@@ -106,8 +109,7 @@ class Counter(Counted):
 
     def wake_waits(self) -> None:
         """Have the waits that may be given up look again whether they are."""
-        for waiter in tuple(self._waiters):
-            wake(waiter)
+        self._wake_all()
 
     def release(self) -> None:
         """Let go of the count without dropping what it has."""

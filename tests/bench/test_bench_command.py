@@ -28,7 +28,7 @@ def bench(*arguments: str, timeout: float = 110) -> subprocess.CompletedProcess[
 @pytest.mark.parametrize(
     # Pairs that spin share the cores with the other runs of the tests, at the pace of the scheduler.
     ("provider", "mode", "ops"),
-    [("tcp", "event", OPS), ("shm", "event", ("pages", "send")), ("shm", "spin", ("write",))],
+    [("tcp", "event", OPS), ("shm", "event", ("pages", "send")), ("shm", "spin", ("write", "read"))],
 )
 def test_everything_is_measured_beside_the_raw_loops(provider, mode, ops, tmp_path):
     file = tmp_path / "records.json"

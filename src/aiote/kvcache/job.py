@@ -52,8 +52,8 @@ stand still for a turn, hence the number.
 
 
 SOON_S = 0.02
-"""Within which cancelled writes are over, as a rule. They are waited for together so long, for each by itself costs as
-much as its bytes.
+"""Within which cancelled writes are over, as a rule. They are waited for together so long: of a request of 16 layers
+the scopes and tracebacks of waiting for each by itself were 108 of 188 objects for the garbage collector.
 """
 
 

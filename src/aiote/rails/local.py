@@ -10,8 +10,9 @@ from aiote_native.status import StatusError
 from aiote_native.streams.memory import StreamDevice
 from aiote_native.streams.rings import RingEndpoint
 
-from ..errors import FabricError, UsageError
+from ..errors import FabricError
 from .contract import RailInfo, Traits, traits_of
+from .hosts import unknown
 from .leftovers import SHARED_MEMORY, mark
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ class LocalRail:
 
 def choose_local(names: tuple[str, ...] | None) -> int:
     """Return how many rails to open, one for each name. Raises UsageError for a name that is not there."""
-    if names is not None and (unknown := sorted(set(names) - {LOCAL})):
-        raise UsageError(f"rails={list(names)}: not all of them are here ({unknown[0]!r}); this provider has {LOCAL}")
+    if names is not None and set(names) - {LOCAL}:
+        raise unknown(names, [LOCAL])
     return 1 if names is None else len(names)
 
 

@@ -13,3 +13,5 @@ cdef class StreamEndpoint(NativeEndpoint):
     cdef StreamDevice device
     cdef int usable(self, StreamDevice device) except -1
     cdef void begin(self, StreamDevice device, Stream* stream, const Wire* wire, const RailOps* ops)
+
+cdef void share_operations(RailOps* operations)

@@ -6,6 +6,8 @@ from libc.stdlib cimport calloc, free
 import os
 
 from aiote_native.forks cimport fork_epoch, own
+from aiote_native.streams.receiving cimport stream_poll
+from aiote_native.streams.sending cimport stream_flush, stream_post
 from aiote_native.streams.stream cimport (
     BUCKETS, STREAM_DEPTH, find_memory, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock)
 from aiote_native.structs cimport MAX_SPANS
@@ -108,6 +110,18 @@ cdef class StreamMemory(Registration):
         self.memory = NULL
         self.desc = NULL
         self.device.children -= 1
+
+
+cdef bint stream_cut(void* impl) noexcept nogil:
+    return False
+
+
+cdef void share_operations(RailOps* operations):
+    """Set those operations that are the same over all wires."""
+    operations.post = stream_post
+    operations.flush = stream_flush
+    operations.poll = stream_poll
+    operations.cut = stream_cut
 
 
 cdef class StreamEndpoint(NativeEndpoint):

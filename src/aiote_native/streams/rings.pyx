@@ -22,9 +22,7 @@ import os
 from aiote_native.forks cimport fork_epoch, own
 from aiote_native.status cimport check
 from aiote_native.streams.copying cimport aiote_copy_in, aiote_copy_out
-from aiote_native.streams.memory cimport StreamDevice, StreamEndpoint
-from aiote_native.streams.receiving cimport stream_poll
-from aiote_native.streams.sending cimport stream_flush, stream_post
+from aiote_native.streams.memory cimport StreamDevice, StreamEndpoint, share_operations
 from aiote_native.streams.stream cimport Wire, free_works, iovec, pthread_mutex_lock, pthread_mutex_unlock
 from aiote_native.structs cimport RailOps
 
@@ -130,10 +128,6 @@ cdef int ring_arm(void* impl) noexcept nogil:
     return 0
 
 
-cdef bint ring_cut(void* impl) noexcept nogil:
-    return False
-
-
 cdef void unmap(Ring** ring) noexcept nogil:
     if ring[0] != NULL:
         munmap(ring[0], DATA + RING_BYTES)
@@ -157,11 +151,8 @@ cdef void ring_release(void* impl) noexcept nogil:
 
 
 cdef RailOps operations
-operations.post = stream_post
-operations.flush = stream_flush
-operations.poll = stream_poll
+share_operations(&operations)
 operations.arm = ring_arm
-operations.cut = ring_cut
 operations.shut = ring_shut
 operations.release = ring_release
 

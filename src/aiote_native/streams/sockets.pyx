@@ -17,9 +17,8 @@ import socket
 
 from aiote_native.forks cimport own
 from aiote_native.status cimport check
-from aiote_native.streams.memory cimport StreamDevice, StreamEndpoint
-from aiote_native.streams.receiving cimport stream_poll
-from aiote_native.streams.sending cimport has_more, push, stream_flush, stream_post
+from aiote_native.streams.memory cimport StreamDevice, StreamEndpoint, share_operations
+from aiote_native.streams.sending cimport has_more, push
 from aiote_native.streams.stream cimport (
     Wire, free_works, iovec, pthread_mutex_lock, pthread_mutex_unlock)
 from aiote_native.structs cimport RailOps
@@ -264,10 +263,6 @@ cdef int socket_arm(void* impl) noexcept nogil:
     return 1 if code else 0
 
 
-cdef bint socket_cut(void* impl) noexcept nogil:
-    return False
-
-
 cdef void socket_shut(void* impl) noexcept nogil:
     cdef SocketStream* self = <SocketStream*> impl
     cdef int i
@@ -291,11 +286,8 @@ cdef void socket_release(void* impl) noexcept nogil:
 
 
 cdef RailOps operations
-operations.post = stream_post
-operations.flush = stream_flush
-operations.poll = stream_poll
+share_operations(&operations)
 operations.arm = socket_arm
-operations.cut = socket_cut
 operations.shut = socket_shut
 operations.release = socket_release
 
