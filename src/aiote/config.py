@@ -79,6 +79,8 @@ class EngineConfig:
     happened before sleeping (AIOTE_SPIN_US). message_bytes, message_pool: the largest message taken, and how many
     of each peer are held before its sender waits. heartbeat_interval, heartbeat_limit: how often peers tell
     that they live (10 ms at least), and after how much silence they are lost (AIOTE_HEARTBEAT_LIMIT).
+    connect_timeout: how long making a connection may take, from the first packet until transfers may flow, on either
+    side (AIOTE_CONNECT_TIMEOUT).
     drain_timeout: how long a cancelled transfer may take to leave the NIC before its connection is torn down.
     stripe_bytes: no stripe is made smaller than this for the sake of spreading over rails. largest_message:
     transfers are cut in pieces of at most this, so that a cancelled one has little to wait for (0: the provider's
@@ -101,6 +103,7 @@ class EngineConfig:
     message_pool: int = 16
     heartbeat_interval: float = 1.0
     heartbeat_limit: float = field(default_factory=lambda: _seconds("AIOTE_HEARTBEAT_LIMIT", 3.0))
+    connect_timeout: float = field(default_factory=lambda: _seconds("AIOTE_CONNECT_TIMEOUT", 10.0))
     drain_timeout: float = 1.0
     stripe_bytes: int = 65536
     largest_message: int = 2 << 20
@@ -161,7 +164,7 @@ class EngineConfig:
         _check_integers(self, limits)
         if not isinstance(self.verbs, VerbsConfig):
             raise UsageError(f"verbs must be a VerbsConfig, got {type(self.verbs).__name__}")
-        for name in ("heartbeat_interval", "heartbeat_limit", "drain_timeout"):
+        for name in ("heartbeat_interval", "heartbeat_limit", "connect_timeout", "drain_timeout"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
                 raise UsageError(f"{name}={value!r}: expected a positive number of seconds")

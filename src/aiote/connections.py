@@ -48,11 +48,17 @@ class Connections:
         self._sessions: dict[Session, None] = {}
         self._ending = False
         self.heartbeats = Heartbeats(self.loop)
-        self._listener = ControlListener(self.loop, self.config.ssl_server, self._on_connection, self._refused)
+        self._listener = ControlListener(
+            self.loop, self.config.ssl_server, self._on_connection, self._refused, self.connect_timeout
+        )
 
     @property
     def drain_timeout(self) -> float:
         return self.config.drain_timeout
+
+    @property
+    def connect_timeout(self) -> float:
+        return self.config.connect_timeout
 
     @property
     def max_transfers(self) -> int:
@@ -130,7 +136,7 @@ class Connections:
         """Connect to an engine and return its Peer; optional, for the first use connects.
 
         Text is parsed; `host:port` without an identity reaches whoever listens there. Raises UsageError,
-        PeerError with the reason, within the heartbeat limit. Cancelling the wait leaves the attempt to end
+        PeerError with the reason, within `connect_timeout`. Cancelling the wait leaves the attempt to end
         by itself.
         """
         self.require_open()
@@ -189,7 +195,7 @@ class Connections:
             stream.append(await dial(address, self.config.ssl_client))
 
         if not await within(peer.deadline - self.loop.time(), attempt):
-            raise PeerError(str(address), f"its control port did not answer within {self.config.heartbeat_limit} s")
+            raise PeerError(str(address), f"its control port did not answer within {self.connect_timeout} s")
         protocol = ControlProtocol(Role.INITIATOR, self._handshake, target=address)
         name, left = f"to {address.host}:{address.port}", peer.deadline - self.loop.time()
         session = Session(self, stream[0], protocol, peer, name, left)  # type: ignore[arg-type]
@@ -207,7 +213,7 @@ class Connections:
             await stream.aclose()
             return
         protocol = ControlProtocol(Role.ACCEPTOR, self._handshake)
-        session = Session(self, stream, protocol, None, "from a peer", self.patience)  # type: ignore[arg-type]
+        session = Session(self, stream, protocol, None, "from a peer", self.connect_timeout)  # type: ignore[arg-type]
         self._strangers[session] = None
         if len(self._strangers) > MAX_STRANGERS:
             # The one that has been silent for longest goes, so that a flood of them cannot keep a real one out.

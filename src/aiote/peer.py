@@ -31,6 +31,7 @@ class Host(Protocol):
 
     loop: EventLoop
     core: Core
+    connect_timeout: float
     drain_timeout: float
     patience: float
     max_transfers: int
@@ -52,7 +53,7 @@ class Peer:
         self.confirmed = True
         self.connected = False
         self.attempts = 0
-        self.deadline = host.loop.time() + host.patience
+        self.deadline = host.loop.time() + host.connect_timeout
         self.initiator = b""
         self.session: Session | None = None
         self.successor: Peer | None = None

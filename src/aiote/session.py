@@ -73,11 +73,11 @@ class Session:
         protocol: ControlProtocol,
         peer: Peer | None,
         name: str,
-        patience: float,
+        timeout: float,
     ) -> None:
         self._engine = engine
         self._protocol = protocol
-        self._patience = patience
+        self._timeout = timeout
         self._role = protocol.role
         self.peer = peer
         self._events: deque[Event] = deque()
@@ -121,8 +121,8 @@ class Session:
         self._connection.start()
         self._connection.flush()
         try:
-            if not await aio.within(self._patience, self._establish):
-                raise SessionOver(f"no connection was made within {self._engine.config.heartbeat_limit} s")
+            if not await aio.within(self._timeout, self._establish):
+                raise SessionOver(f"no connection was made within {self._engine.connect_timeout} s")
             await self._serve()
         except AioteError as error:
             reason = error.reason if isinstance(error, PeerError) else str(error)

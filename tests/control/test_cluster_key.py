@@ -17,7 +17,7 @@ pytestmark = pytest.mark.libfabric
 KEY = b"0123456789abcdef0123456789abcdef"
 OTHER = b"fedcba9876543210fedcba9876543210"
 NEVER_S = 1000.0
-"""A heartbeat limit that no test waits for: what ends sooner did not end by it."""
+"""A limit that no test waits for: what ends sooner did not end by it."""
 
 
 def listening() -> set[str]:
@@ -89,8 +89,8 @@ async def test_the_key_of_the_environment(monkeypatch):
 async def test_another_key_is_refused_on_both_sides_and_at_once(provider):
     with anyio.fail_after(PATIENCE_S):
         async with (
-            opened(provider, cluster_key=KEY, host="127.0.0.1", heartbeat_limit=NEVER_S) as left,
-            opened(provider, cluster_key=OTHER, host="127.0.0.1", heartbeat_limit=NEVER_S) as right,
+            opened(provider, cluster_key=KEY, host="127.0.0.1", connect_timeout=NEVER_S) as left,
+            opened(provider, cluster_key=OTHER, host="127.0.0.1", connect_timeout=NEVER_S) as right,
         ):
             for one, other in ((left, right), (right, left)):
                 at_initiator, at_acceptor = await refusal(one, other)
@@ -112,8 +112,8 @@ async def test_another_key_is_refused_on_both_sides_and_at_once(provider):
 async def test_a_key_on_one_side_only(left_key, right_key, said):
     with anyio.fail_after(PATIENCE_S):
         async with (
-            opened("tcp", cluster_key=left_key, host="127.0.0.1", heartbeat_limit=NEVER_S) as left,
-            opened("tcp", cluster_key=right_key, host="127.0.0.1", heartbeat_limit=NEVER_S) as right,
+            opened("tcp", cluster_key=left_key, host="127.0.0.1", connect_timeout=NEVER_S) as left,
+            opened("tcp", cluster_key=right_key, host="127.0.0.1", connect_timeout=NEVER_S) as right,
         ):
             for reason in await refusal(left, right):
                 assert said in reason
@@ -123,8 +123,8 @@ async def test_what_waits_for_a_refused_peer_fails():
     """Nothing hangs: a transfer that was submitted before the refusal is over with it."""
     with anyio.fail_after(PATIENCE_S):
         async with (
-            opened("tcp", cluster_key=KEY, host="127.0.0.1", heartbeat_limit=NEVER_S) as left,
-            opened("tcp", cluster_key=OTHER, host="127.0.0.1", heartbeat_limit=NEVER_S) as right,
+            opened("tcp", cluster_key=KEY, host="127.0.0.1", connect_timeout=NEVER_S) as left,
+            opened("tcp", cluster_key=OTHER, host="127.0.0.1", connect_timeout=NEVER_S) as right,
         ):
             remote = left.attach(right.register(bytearray(64)).descriptor)
             transfers = [

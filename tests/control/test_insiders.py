@@ -17,7 +17,7 @@ from strangers import Insider, refusals
 pytestmark = pytest.mark.libfabric
 
 NEVER_S = 1000.0
-"""A heartbeat limit that no test waits for: what ends sooner did not end by it."""
+"""A limit that no test waits for: what ends sooner did not end by it."""
 LIKE_YOURS = (RailOffer(0, "tcp", "tcp", "lo", 0),)
 """Stands for the rails that the engine itself offers."""
 
@@ -69,54 +69,60 @@ SAID_AT_ONCE = {
 }
 
 
-async def nonsense(provider: str, limit: float, said: Offer, messages: list) -> str:
+async def say(engine: aiote.Engine, said: Offer, messages: list, identity: bytes) -> None:
+    """Pass the handshake, make an offer, say the messages, and listen until the engine hangs up."""
+    insider = Insider(identity)
+    with insider.socket:
+        await insider.dial(engine.address)
+        await insider.next(Authenticated)
+        seen = await insider.next(Offer)
+        if said.rails == LIKE_YOURS:
+            said = dataclasses.replace(said, rails=seen.rails)
+        await insider.tell(said)
+        for message in messages:
+            await (insider.say(message) if isinstance(message, bytes) else insider.tell(message))
+        await insider.hear(until_end=True)
+
+
+async def nonsense(provider: str, timeout: float, said: list[tuple[Offer, list]]) -> list[str]:
     """Say it to an engine that has another peer; return why it refused. It goes on as if nothing had been."""
     with anyio.fail_after(PATIENCE_S):
-        async with opened(provider, heartbeat_limit=limit, heartbeat_interval=limit / 4) as engine:
-            async with opened(provider) as honest:
-                await honest.connect(engine.address)
-                reasons = refusals(engine)
-                insider = Insider()
-                with insider.socket:
-                    await insider.dial(engine.address)
-                    await insider.next(Authenticated)
-                    seen = await insider.next(Offer)
-                    if said.rails == LIKE_YOURS:
-                        said = dataclasses.replace(said, rails=seen.rails)
-                    await insider.tell(said)
-                    for message in messages:
-                        await (insider.say(message) if isinstance(message, bytes) else insider.tell(message))
-                    await insider.hear(until_end=True)
-                    await until(lambda: reasons)
-                assert [peer.address for peer in engine.peers] == [honest.address]
-                await honest.send(engine.address, b"still well")
-                assert (await engine.recv()).data == b"still well"
-                (reason,) = reasons
-                return reason
+        async with opened(provider, connect_timeout=timeout) as engine, opened(provider) as honest:
+            await honest.connect(engine.address)
+            reasons = refusals(engine)
+            async with anyio.create_task_group() as group:
+                for number, (offered, messages) in enumerate(said, start=1):
+                    group.start_soon(say, engine, offered, messages, bytes([number]) * 16)
+            await until(lambda: len(reasons) == len(said))
+            assert [peer.address for peer in engine.peers] == [honest.address]
+            await honest.send(engine.address, b"still well")
+            assert (await engine.recv()).data == b"still well"
+            return reasons
 
 
 @pytest.mark.parametrize("case", SAID_AT_ONCE)
 async def test_nonsense_is_refused_at_once(case, capfd):
     said, messages, expected = SAID_AT_ONCE[case]
-    assert expected in await nonsense("tcp", NEVER_S, said, messages)
+    (reason,) = await nonsense("tcp", NEVER_S, [(said, messages)])
+    assert expected in reason
     assert capfd.readouterr().err == ""
 
 
+COMES_TO_NOTHING = [
+    [channel(address=b"")],
+    [channel(address=b"\xff" * 256)],
+    [channel(doorbell=b"\xff" * 128)],
+    [channel(doorbell=b"x")],
+    [Mapped()],
+    [channel(), Mapped(), Heartbeat(), Revoke(0, 0, 0)],
+]
+
+
 @pytest.mark.parametrize("provider", ["tcp", "shm"])
-@pytest.mark.parametrize(
-    "messages",
-    [
-        pytest.param([channel(address=b"")], id="no endpoint"),
-        pytest.param([channel(address=b"\xff" * 256)], id="an endpoint that is none"),
-        pytest.param([channel(doorbell=b"\xff" * 128)], id="a doorbell that is none"),
-        pytest.param([channel(doorbell=b"x")], id="half a doorbell"),
-        pytest.param([Mapped()], id="mapped without a channel"),
-        pytest.param([channel(), Mapped(), Heartbeat(), Revoke(0, 0, 0)], id="never ready"),
-    ],
-)
-async def test_nonsense_that_only_time_tells(provider, messages, capfd):
-    """A connection that comes to nothing is given up by the limit at the latest."""
-    assert await nonsense(provider, 0.3, offer(), messages)
+async def test_nonsense_that_only_time_tells(provider, capfd):
+    """A connection that comes to nothing is given up by `connect_timeout` at the latest, all of them at once."""
+    reasons = await nonsense(provider, 3.0, [(offer(), messages) for messages in COMES_TO_NOTHING])
+    assert "no connection was made within 3.0 s" in reasons
     assert capfd.readouterr().err == ""
 
 

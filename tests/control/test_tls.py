@@ -18,7 +18,7 @@ from engines import PATIENCE_S, each_provider, opened, until
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
 NEVER_S = 1000.0
-"""A heartbeat limit that no test waits for: what ends sooner did not end by it."""
+"""A limit that no test waits for: what ends sooner did not end by it."""
 
 
 def openssl(*arguments: str) -> None:
@@ -100,8 +100,8 @@ async def refused(config: dict[str, Any], other: dict[str, Any]) -> tuple[str, s
     """
     told: list[aiote.Event] = []
     with anyio.fail_after(PATIENCE_S / 2):
-        async with opened("tcp", heartbeat_limit=NEVER_S, **config) as left:
-            async with opened("tcp", heartbeat_limit=NEVER_S, **other) as right:
+        async with opened("tcp", connect_timeout=NEVER_S, **config) as left:
+            async with opened("tcp", connect_timeout=NEVER_S, **other) as right:
                 right.listen_events(told.append)
                 with pytest.raises(aiote.PeerError) as caught:
                     await left.connect(right.address)
@@ -129,7 +129,7 @@ async def test_the_wire_is_encrypted(papers):
     """What an engine sends to a TLS server begins with a TLS record, and nothing of the protocol shows."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
-        async with opened("tcp", ssl_client=papers.ours.client(), heartbeat_limit=NEVER_S) as engine:
+        async with opened("tcp", ssl_client=papers.ours.client(), connect_timeout=NEVER_S) as engine:
             async with anyio.create_task_group() as group:
 
                 async def connect() -> None:

@@ -25,11 +25,11 @@ pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
 KEY = b"0123456789abcdef0123456789abcdef"
 NEVER_S = 1000.0
-"""A heartbeat limit that no test waits for: what ends sooner did not end by it."""
+"""A limit that no test waits for: what ends sooner did not end by it."""
 
 
 def keyed(**more: Any) -> Any:
-    return opened("tcp", cluster_key=KEY, host="127.0.0.1", heartbeat_limit=NEVER_S, **more)
+    return opened("tcp", cluster_key=KEY, host="127.0.0.1", connect_timeout=NEVER_S, **more)
 
 
 def once(kind: type[Any], change: Callable[[Any], Any]) -> Callable[[bytes], bytes]:
@@ -112,7 +112,7 @@ async def test_no_talking_both_down_to_no_key():
 async def test_no_talking_an_engine_without_a_key_into_a_cluster():
     """One side has none, and the flags say otherwise on the way: the proof is what counts."""
     with anyio.fail_after(PATIENCE_S):
-        async with opened("tcp", heartbeat_limit=NEVER_S) as left, keyed() as right, relayed(right.address) as relay:
+        async with opened("tcp", connect_timeout=NEVER_S) as left, keyed() as right, relayed(right.address) as relay:
             relay.forth = once(Hello, lambda hello: dataclasses.replace(hello, keyed=True))
             relay.back = once(Challenge, lambda challenge: dataclasses.replace(challenge, keyed=False))
             for reason in await fails(left, right, relay):

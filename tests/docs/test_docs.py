@@ -121,7 +121,7 @@ def test_the_table_of_verbs_settings_is_whole(config):
 
 def test_the_variables_set_the_fields_of_their_rows(monkeypatch, config):
     values = {"AIOTE_CLUSTER_KEY": "k" * 16, "AIOTE_HOST": "127.0.0.9", "AIOTE_LIBFABRIC": "/a/path"}
-    values["AIOTE_HEARTBEAT_LIMIT"] = "7.5"
+    values |= dict.fromkeys(("AIOTE_HEARTBEAT_LIMIT", "AIOTE_CONNECT_TIMEOUT"), "7.5")
     for row in rows(README, "Field"):
         name, variable = row[0].strip("`"), row[1].strip("`")
         if variable:

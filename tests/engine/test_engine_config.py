@@ -15,7 +15,14 @@ from aiote.rails import libfabric
 from engines import opened, pair
 
 KEY = b"a secret of sixteen bytes or more"
-VARIABLES = ("AIOTE_CLUSTER_KEY", "AIOTE_HOST", "AIOTE_PORT", "AIOTE_SPIN_US", "AIOTE_HEARTBEAT_LIMIT")
+VARIABLES = (
+    "AIOTE_CLUSTER_KEY",
+    "AIOTE_HOST",
+    "AIOTE_PORT",
+    "AIOTE_SPIN_US",
+    "AIOTE_HEARTBEAT_LIMIT",
+    "AIOTE_CONNECT_TIMEOUT",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +58,7 @@ def test_defaults_are_valid_and_frozen():
         ({"heartbeat_interval": 0}, "heartbeat_interval=0: expected a positive number of seconds"),
         ({"heartbeat_interval": "1"}, "heartbeat_interval='1': expected a positive number"),
         ({"heartbeat_limit": float("inf")}, "heartbeat_limit=inf: expected a positive number"),
+        ({"connect_timeout": 0}, "connect_timeout=0: expected a positive number of seconds"),
         ({"drain_timeout": float("nan")}, "drain_timeout=nan: expected a positive number"),
         ({"heartbeat_interval": 3.0, "heartbeat_limit": 3.0}, "must be smaller than heartbeat_limit=3.0"),
         ({"progress": "polling"}, "progress='polling': expected 'adaptive' or 'thread'"),
@@ -78,18 +86,26 @@ def test_a_key_opens_other_hosts_and_is_not_shown():
 
 
 def test_the_environment(monkeypatch):
-    for name, value in zip(VARIABLES, (KEY.decode(), "192.0.2.7", "4711", "0", "7.5"), strict=True):
+    for name, value in zip(VARIABLES, (KEY.decode(), "192.0.2.7", "4711", "0", "7.5", "8.5"), strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AIOTE_LIBFABRIC", "/somewhere/libfabric.so.1")
     config = aiote.EngineConfig()
     assert (config.cluster_key, config.host, config.port, config.spin_us) == (KEY, "192.0.2.7", 4711, 0)
-    assert (config.library, config.heartbeat_limit) == ("/somewhere/libfabric.so.1", 7.5)
+    assert config.library == "/somewhere/libfabric.so.1"
+    assert (config.heartbeat_limit, config.connect_timeout) == (7.5, 8.5)
     other = b"another secret of sixteen bytes or more"
     explicit = aiote.EngineConfig(
-        cluster_key=other, host="127.0.0.1", port=0, spin_us=7, library="/elsewhere", heartbeat_limit=2
+        cluster_key=other,
+        host="127.0.0.1",
+        port=0,
+        spin_us=7,
+        library="/elsewhere",
+        heartbeat_limit=2,
+        connect_timeout=1,
     )
     assert (explicit.cluster_key, explicit.host, explicit.port, explicit.spin_us) == (other, "127.0.0.1", 0, 7)
-    assert (explicit.library, explicit.heartbeat_limit) == ("/elsewhere", 2)
+    assert explicit.library == "/elsewhere"
+    assert (explicit.heartbeat_limit, explicit.connect_timeout) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +118,7 @@ def test_the_environment(monkeypatch):
         ("AIOTE_HEARTBEAT_LIMIT", "soon", "AIOTE_HEARTBEAT_LIMIT='soon': expected a number of seconds"),
         ("AIOTE_HEARTBEAT_LIMIT", "nan", "heartbeat_limit=nan: expected a positive number of seconds"),
         ("AIOTE_HEARTBEAT_LIMIT", "0.5", "heartbeat_interval=1.0 must be smaller than heartbeat_limit=0.5"),
+        ("AIOTE_CONNECT_TIMEOUT", "never", "AIOTE_CONNECT_TIMEOUT='never': expected a number of seconds"),
         ("AIOTE_HOST", "0.0.0.0", "without a cluster_key"),
     ],
 )

@@ -70,9 +70,9 @@ def refusals(engine: aiote.Engine) -> list[str]:
 class Insider(Stranger):
     """A stranger that knows the protocol and gets through its handshake; what it says then is the test's."""
 
-    def __init__(self) -> None:
+    def __init__(self, identity: bytes = b"i" * 16) -> None:
         super().__init__()
-        self.protocol = ControlProtocol(Role.INITIATOR, HandshakeConfig(b"i" * 16, 1))
+        self.protocol = ControlProtocol(Role.INITIATOR, HandshakeConfig(identity, 1))
         self.events: list[object] = []
 
     async def next(self, kind: type) -> object:

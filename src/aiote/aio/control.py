@@ -28,7 +28,6 @@ __all__ = ["ControlConnection", "ControlListener", "dial"]
 BACKLOG = 1024
 MAX_UNSENT = 1 << 20
 READ_BYTES = 65536
-TLS_PATIENCE_S = 5
 ACCEPT_LATER = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
 ACCEPT_PAUSE_S = 0.1
 TLS_FAILURES = (OSError, ssl.SSLError, anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream)
@@ -226,7 +225,7 @@ def bound(addresses: Sequence[tuple[int, tuple[Any, ...]]]) -> list[socket.socke
 
 class ControlListener:
     """The engine's own control port. Each connection goes to `on_connection`, which owns the stream; `on_failure` hears
-    of those that came to nothing before.
+    of those that came to nothing before. A TLS handshake may take `timeout` seconds.
     """
 
     def __init__(
@@ -235,11 +234,13 @@ class ControlListener:
         context: ssl.SSLContext | None,
         on_connection: Callable[[ByteStream], Any],
         on_failure: Callable[[str], None],
+        timeout: float,
     ) -> None:
         self._loop = loop
         self._context = context
         self._on_connection = on_connection
         self._on_failure = on_failure
+        self._timeout = timeout
         self._listeners: list[SocketListener] = []
         self._task: Task | None = None
         self._fresh: set[ByteStream] = set()
@@ -282,7 +283,7 @@ class ControlListener:
         self._fresh.discard(stream)
         if self._context is not None:
             try:
-                with anyio.fail_after(TLS_PATIENCE_S):
+                with anyio.fail_after(self._timeout):
                     stream = await TLSStream.wrap(
                         stream, server_side=True, ssl_context=self._context, standard_compatible=False
                     )
