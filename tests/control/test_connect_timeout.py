@@ -1,4 +1,4 @@
-"""`connect_timeout`, on a clock that the test holds: an attempt that comes to nothing ends by it, and by nothing else."""
+"""`connect_timeout`, on a clock that the test holds: it ends an attempt that comes to nothing, and nothing else does."""
 
 from __future__ import annotations
 

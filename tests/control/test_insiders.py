@@ -84,10 +84,10 @@ async def say(engine: aiote.Engine, said: Offer, messages: list, identity: bytes
         await insider.hear(until_end=True)
 
 
-async def nonsense(provider: str, timeout: float, said: list[tuple[Offer, list]]) -> list[str]:
+async def nonsense(provider: str, limit: float, said: list[tuple[Offer, list]]) -> list[str]:
     """Say it to an engine that has another peer; return why it refused. It goes on as if nothing had been."""
     with anyio.fail_after(PATIENCE_S):
-        async with opened(provider, connect_timeout=timeout) as engine, opened(provider) as honest:
+        async with opened(provider, connect_timeout=limit) as engine, opened(provider) as honest:
             await honest.connect(engine.address)
             reasons = refusals(engine)
             async with anyio.create_task_group() as group:
