@@ -10,16 +10,24 @@ WITH := PATH="$(abspath $(BIN)):$$PATH"
 READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo test soak soak-kvcache soak-rails fuzz mutants idle bench bench-peers bench-kvcache bench-rails test-guest lint format wheel venv system test-system clean distclean help
+.PHONY: demo check test test-all soak soak-kvcache soak-rails fuzz mutants idle bench bench-peers bench-kvcache bench-rails test-guest lint format wheel venv system test-system clean distclean help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
 	@$(READY) run --install
 	$(BIN)/aiote demo kvcache $(ARGS)
 
+check: system  ## lint, types and the tests that need no libfabric, in a minute: for between two commits
+	@$(READY) dev --install
+	$(BIN)/python tools/run_tests.py --check $(ARGS)
+
 test: test-system  ## lint, then every test with the newest libfabric here, then again with the system's
 	@$(READY) dev --install
 	$(BIN)/python tools/run_tests.py $(ARGS)
+
+test-all: test-system  ## every combination of every test at full length, soaks, fuzzing, mutants: an hour or two
+	@$(READY) dev --install
+	$(BIN)/python tools/run_tests.py --all $(ARGS)
 
 soak: system  ## ten minutes of faults under load; ARGS="--seconds N --seed S --provider local|socket|tcp|shm"
 	@$(READY) dev --install
@@ -38,7 +46,7 @@ GUEST ?= "$(PYTHON)" tools/guest
 test-guest: test-system  ## run what needs RDMA devices or netem, in a guest whose kernel it builds once (minutes)
 	@$(READY) dev --install
 	@$(GUEST) --build-uml
-	$(GUEST) --nics 4 -- $(BIN)/python -m pytest -q -p no:cacheprovider --loops 3 -m "needs_rdma or needs_netem" $(ARGS)
+	$(GUEST) --nics 4 -- $(BIN)/python -m pytest -q -p no:cacheprovider --combinations pairs -m "needs_rdma or needs_netem" $(ARGS)
 
 bench-rails: test-system  ## measure several rails with a rate limit each, and the loss of one
 	@$(READY) dev --install

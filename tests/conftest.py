@@ -2,7 +2,8 @@
 
 The plugins lie in `tests/support`, from where tests import helpers by module name: `blocking` fails a test that
 blocks its loop, `leaks` one that leaves descriptors or threads behind, `loops` chooses the loop, `not_run` ends the run
-with what was skipped, `sparing` leaves out cases in the guest.
+with what was skipped, `sparing` leaves out cases in the guest, `combinations` those of `make test-all`, `failing` ends
+a failed run with what failed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if "RDMA_VM" in os.environ:
     # Before libfabric is opened: its queues for the default of 256 peers are larger than a soft device's may be.
     os.environ.setdefault("FI_UNIVERSE_SIZE", "16")
 
-pytest_plugins = ["blocking", "leaks", "loops", "not_run", "sparing", "engines", "pytester"]
+pytest_plugins = ["blocking", "leaks", "loops", "not_run", "sparing", "combinations", "failing", "engines", "pytester"]
 
 
 def pytest_collection_finish() -> None:

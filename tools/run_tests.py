@@ -3,10 +3,13 @@
 With the newest libfabric here all tests run, in two halves; what needs RDMA devices runs in a guest that has them in
 software (tools/guest); what meets the library runs once more with the system's, the oldest that must work. All four run
 at a time, because much of a test is waiting; what the others say comes after what the first half says.
-A test that is for every event loop is on one of them, with another library on another; `ARGS="--loops all"` runs it on
-all.
-A missing library is a failure. Arguments are handed to pytest; a run may be left without a test by them, but not all
-runs. The last line counts the tests of all runs.
+
+A test of several providers, loops and the like is tried with a choice of their combinations
+(tests/support/combinations.py); `--all` tries all of them, in tests at full length, then soaks, fuzzes and takes out
+each mechanism. `--check` is for between two commits: lint, types, and the tests that need no libfabric.
+
+A missing library is a failure. Other arguments are handed to pytest; a run may be left without a test by them, but not
+all runs. The end tells of each test that failed, and the last line counts the tests of all runs.
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
-from xml.etree import ElementTree
+
+from test_reports import Load, Outcome, banner, concluded, read
 
 ROOT = Path(__file__).resolve().parents[1]
+REPORTS = ROOT / "build" / "test-reports"
 NEEDS_GUEST = "needs_rdma or needs_netem"
 # Connecting over `verbs;ofi_rxm` alone can hold up a process there for seconds.
 GUEST_HEARTBEAT_LIMIT_S = 15
@@ -34,17 +38,24 @@ LANES = 4  # one for each run, so that none waits for another
 FIRST_HALF = {"bench", "control", "core", "demo", "docs", "engine", "guest"}
 NOTHING_CHOSEN = 5  # pytest's status where the arguments leave it no test
 SYSTEM = ["/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib"]
-
-
-@dataclass
-class Outcome:
-    """What became of one step."""
-
-    name: str
-    passed: bool
-    detail: str
-    seconds: float = 0.0
-    counts: tuple[int, int, int] = (0, 0, 0)  # tests passed, failed, skipped
+# Which combinations each run tries; with another turn it tries others.
+CHOICES = {
+    "newest": ("--combinations", "pairs", "--turn", "0"),
+    "system": ("--combinations", "values", "--turn", "1"),
+    "guest": ("--combinations", "values", "--turn", "2"),
+}
+# What is as much a test as the others, and too long for every day: targets of the Makefile, and their ARGS.
+LONG = {
+    "soak": "--seconds 120",
+    "soak-kvcache": "--seconds 120",
+    "soak-rails": "--runs 200",
+    "fuzz": "--seconds 120",
+    "mutants": "",
+}
+# What needs no rail that a library drives, another process's host, or anything that is installed beside Python.
+CHECKED = (
+    "(own_rails or not libfabric) and not (needs_gpu or needs_rdma or needs_namespaces or needs_etcd or needs_browser)"
+)
 
 
 def version(library: Path) -> tuple[int, int]:
@@ -63,26 +74,13 @@ def wheel_library() -> Path | None:
     return path if path.exists() else None
 
 
-def banner(text: str) -> None:
-    print(f"\n{'=' * 100}\n== {text}\n{'=' * 100}", flush=True)
-
-
-def lint() -> Outcome:
-    banner("lint")
+def made(target: str, arguments: str = "") -> Outcome:
+    """Run another target of the Makefile as a step."""
+    banner(f"make {target} {arguments}".strip())
     started = time.monotonic()
-    status = subprocess.run([os.environ.get("MAKE", "make"), "--no-print-directory", "lint"], cwd=ROOT).returncode
-    return Outcome("lint", status == 0, "" if status == 0 else f"status {status}", time.monotonic() - started)
-
-
-def counted(report: Path) -> tuple[int, int, int]:
-    """Return how many tests of a JUnit report passed, failed and were skipped."""
-    if not report.exists():
-        return 0, 0, 0
-    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
-    total, failures, errors, skipped = (
-        sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors", "skipped")
-    )
-    return total - failures - errors - skipped, failures + errors, skipped
+    command = [os.environ.get("MAKE", "make"), "--no-print-directory", target, f"ARGS={arguments}"]
+    status = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL).returncode
+    return Outcome(target, status == 0, "" if status == 0 else f"status {status}", time.monotonic() - started)
 
 
 def passes(status: int, arguments: Sequence[str]) -> bool:
@@ -90,14 +88,32 @@ def passes(status: int, arguments: Sequence[str]) -> bool:
     return status == 0 or (status == NOTHING_CHOSEN and bool(arguments))
 
 
-def checked(name: str, library: Path | None, missing: str, *arguments: str, aside: IO[str] | None = None) -> Outcome:
+def reported(name: str, what: str, status: int, path: Path, started: float, given: Sequence[str]) -> Outcome:
+    """Judge a run of pytest by its status and its report."""
+    report = read(path)
+    detail = "{}: {} passed, {} failed, {} skipped; {} of {} combinations".format(
+        what, *report.counts, *report.combinations
+    )
+    if not path.exists():
+        detail = f"{what}: NO REPORT, ended with status {status}; what it said last is above"
+    return Outcome(name, passes(status, given), detail, time.monotonic() - started, report)
+
+
+def fresh(name: str) -> Path:
+    """Return where a run's report goes; what an earlier run left there is removed."""
+    path = REPORTS / f"{name.replace(',', '').replace(' ', '-')}.xml"
+    path.unlink(missing_ok=True)
+    return path
+
+
+def checked(
+    name: str, library: Path | None, missing: str, given: Sequence[str], *arguments: str, aside: IO[str] | None = None
+) -> Outcome:
     """Run pytest with one libfabric; what it says goes to `aside` where that is given."""
     if library is None:
         return Outcome(name, False, f"NO LIBRARY: {missing}")
     spoken = "{}.{}".format(*version(library))
-    report = ROOT / "build" / "test-reports" / f"{name.replace(',', '').replace(' ', '-')}.xml"
-    report.unlink(missing_ok=True)
-    started = time.monotonic()
+    path, started = fresh(name), time.monotonic()
     title = f"{name}: libfabric {spoken}, {library}"
     if aside is None:
         banner(title)
@@ -105,19 +121,17 @@ def checked(name: str, library: Path | None, missing: str, *arguments: str, asid
         aside.write(f"\n{'=' * 100}\n== {title}\n{'=' * 100}\n")
         aside.flush()
     status = subprocess.run(
-        [sys.executable, "-m", "pytest", f"--junit-xml={report}", *arguments, *sys.argv[1:]],
+        [sys.executable, "-m", "pytest", f"--junit-xml={path}", *arguments, *given],
         cwd=ROOT,
         env={**os.environ, "AIOTE_LIBFABRIC": str(library)},
         stdin=subprocess.DEVNULL,
         stdout=aside,
         stderr=subprocess.STDOUT if aside else None,
     ).returncode
-    counts = counted(report)
-    detail = "libfabric {}: {} passed, {} failed, {} skipped".format(spoken, *counts)
-    return Outcome(name, passes(status, sys.argv[1:]), detail, time.monotonic() - started, counts)
+    return reported(name, f"libfabric {spoken}", status, path, started, given)
 
 
-def in_guest(aside: IO[str]) -> Outcome:
+def in_guest(aside: IO[str], given: Sequence[str], *choice: str) -> Outcome:
     """Run what needs RDMA devices or netem in a guest that has them, whose kernel is built the first time."""
     name, started = "tests in the guest", time.monotonic()
     aside.write(f"\n{'=' * 100}\n== {name}: soft-RoCE devices on a switch\n{'=' * 100}\n")
@@ -133,16 +147,13 @@ def in_guest(aside: IO[str]) -> Outcome:
     ):
         detail = "VERBS AND NETEM NOT RUN: THERE IS NO GUEST HERE, why is said above; `make test-guest` tries again"
         return Outcome(name, True, detail, time.monotonic() - started)
-    report = ROOT / "build" / "test-reports" / "guest.xml"
-    report.unlink(missing_ok=True)
-    pytest = [sys.executable, "-m", "pytest", f"--junit-xml={report}", "--loops", "3", "-m", NEEDS_GUEST, *sys.argv[1:]]
+    path = fresh("guest")
+    pytest = [sys.executable, "-m", "pytest", f"--junit-xml={path}", *choice, "-m", NEEDS_GUEST, *given]
     patient = ["env", f"AIOTE_HEARTBEAT_LIMIT={GUEST_HEARTBEAT_LIMIT_S}"]
     status = subprocess.run(
         [*guest, "--nics", "4", "--", *patient, *pytest], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=aside, stderr=aside
     ).returncode
-    counts = counted(report)
-    detail = "verbs: {} passed, {} failed, {} skipped".format(*counts)
-    return Outcome(name, passes(status, sys.argv[1:]), detail, time.monotonic() - started, counts)
+    return reported(name, "verbs", status, path, started, given)
 
 
 def halves() -> tuple[list[str], list[str]]:
@@ -158,47 +169,55 @@ def has_rdma() -> bool:
     return any(Path("/dev/infiniband").glob("uverbs*"))
 
 
-def main() -> int:
-    system, wheel = system_library(), wheel_library()
-    newest = max((path for path in (wheel, system) if path), key=version, default=None)
-    if newest and version(newest) < (2, 0):
-        newest = None
-    outcomes = [lint()]
+def newest_library() -> Path | None:
+    """Return the newest libfabric here, if it is a 2.x."""
+    newest = max((path for path in (wheel_library(), system_library()) if path), key=version, default=None)
+    return newest if newest and version(newest) >= (2, 0) else None
+
+
+def everything(choices: dict[str, tuple[str, ...]], given: Sequence[str]) -> list[Outcome]:
+    """Make all four runs at a time, and print what they said one after the other."""
     # Where the machine itself has RDMA devices, they are tested on it.
     here = "" if has_rdma() else "not needs_rdma"
     first, second = halves()
     with contextlib.ExitStack() as stack:
         asides = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3)]
         lanes = stack.enter_context(ThreadPoolExecutor(LANES))
-        runs = [] if has_rdma() else [lanes.submit(in_guest, asides[2])]
+        runs: list[Future[Outcome]] = []
+        if not has_rdma():
+            runs.append(lanes.submit(in_guest, asides[2], given, *choices.get("guest", ())))
         missing = "no libfabric 2.x; the extra that brings it: pip install 'aiote[libfabric]'"
-        every = ("--loops", "1", *(["-m", here] if here else []))
-        runs.append(lanes.submit(checked, "every test, first half", newest, missing, *every, *first))
-        runs.append(lanes.submit(checked, "every test, second half", newest, missing, *every, *second, aside=asides[0]))
+        newest = (newest_library(), missing, given, *choices.get("newest", ()), *(["-m", here] if here else []))
+        runs.append(lanes.submit(checked, "every test, first half", *newest, *first))
+        runs.append(lanes.submit(checked, "every test, second half", *newest, *second, aside=asides[0]))
         missing = f"none in {', '.join(SYSTEM)}; run: make system"
         # What runs on rails of our own, simulated ones included, knows no library.
         chosen = " and ".join(["libfabric", "not own_rails", "not one_library", *([here] if here else [])])
-        old = ("tests of rails", system, missing, "-m", chosen, "--loops", "2")
-        runs.append(lanes.submit(checked, *old, aside=asides[1]))
-        outcomes += [run.result() for run in runs]
+        system = (system_library(), missing, given, *choices.get("system", ()), "-m", chosen)
+        runs.append(lanes.submit(checked, "tests of rails", *system, aside=asides[1]))
+        outcomes = [run.result() for run in runs]
         for said in asides:
             said.seek(0)
             print(said.read(), flush=True)
-    return concluded(outcomes)
+    return outcomes
 
 
-def concluded(outcomes: Sequence[Outcome]) -> int:
-    """Tell what became of all steps, and return the exit status."""
-    total = [sum(numbers) for numbers in zip(*(outcome.counts for outcome in outcomes), strict=True)]
-    passed = any(total) and all(outcome.passed for outcome in outcomes)
-    banner("passed" if passed else "FAILED")
-    for outcome in outcomes:
-        mark = "ok" if outcome.passed else "FAILED"
-        print(f"  {mark:6}  {outcome.name:23} {outcome.seconds:5.0f} s  {outcome.detail}")
-    if not any(total):
-        print("NOT ONE TEST WAS RUN: the arguments leave none in any of the runs")
-    print("total: {} passed, {} failed, {} skipped".format(*total), flush=True)
-    return 0 if passed else 1
+def main() -> int:
+    long, check = "--all" in sys.argv[1:], "--check" in sys.argv[1:]
+    given = [argument for argument in sys.argv[1:] if argument not in ("--all", "--check")]
+    if long:
+        os.environ["AIOTE_TEST_LONG"] = "1"
+    with Load() as load:
+        outcomes = [made("lint")]
+        if check:
+            library = newest_library() or system_library()
+            chosen = ("-q", *CHOICES["system"], "-m", CHECKED)
+            outcomes.append(checked("tests without libfabric", library, "make venv installs one", given, *chosen))
+        else:
+            outcomes += everything({} if long else CHOICES, given)
+        if long and not given:
+            outcomes += [made(target, arguments) for target, arguments in LONG.items()]
+    return concluded(outcomes, load)
 
 
 if __name__ == "__main__":

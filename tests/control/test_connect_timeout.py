@@ -1,4 +1,4 @@
-"""`connect_timeout`, on a clock that the test holds: it ends an attempt that comes to nothing, and nothing else does."""
+"""`connect_timeout`, on a clock that the test holds: it ends an attempt that comes to nothing; nothing else does."""
 
 from __future__ import annotations
 

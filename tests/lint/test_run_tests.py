@@ -12,6 +12,7 @@ sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
 import run_tests
 from run_tests import NOTHING_CHOSEN, Outcome, concluded, main, passes
+from test_reports import Report
 
 
 @pytest.mark.parametrize(
@@ -36,8 +37,8 @@ LINT = Outcome("lint", True, "")
 @pytest.mark.parametrize(
     ("outcomes", "status"),
     [
-        ([LINT, Outcome("a", True, "", counts=(3, 0, 0)), Outcome("b", True, "")], 0),
-        ([LINT, Outcome("a", True, "", counts=(3, 0, 0)), Outcome("b", False, "")], 1),
+        ([LINT, Outcome("a", True, "", report=Report((3, 0, 0))), Outcome("b", True, "")], 0),
+        ([LINT, Outcome("a", True, "", report=Report((3, 0, 0))), Outcome("b", False, "")], 1),
         ([LINT, Outcome("a", True, ""), Outcome("b", True, "")], 1),
     ],
     ids=["one chose nothing", "one failed", "all chose nothing"],
@@ -45,7 +46,7 @@ LINT = Outcome("lint", True, "")
 def test_all_runs_are_judged_together(outcomes, status, capsys):
     assert concluded(outcomes) == status
     said = capsys.readouterr().out
-    assert ("NOT ONE TEST WAS RUN" in said) is (not any(any(outcome.counts) for outcome in outcomes))
+    assert ("NOT ONE TEST WAS RUN" in said) is (not any(any(outcome.report.counts) for outcome in outcomes))
     assert ("FAILED" in said) is bool(status)
 
 
@@ -53,15 +54,16 @@ def test_all_runs_are_judged_together(outcomes, status, capsys):
 @pytest.mark.parametrize("found", [0, 1])
 def test_arguments_that_choose_nothing_anywhere_fail(rdma, found, tmp_path, monkeypatch, capsys):
     """Every run ends as pytest does that finds nothing; then one of them has found a test after all."""
-    counts = iter([(found, 0, 0)])
+    reports = iter([Report((found, 0, 0))])
     (tmp_path / "tests").mkdir()
     monkeypatch.setattr(run_tests, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["run_tests.py", "-k", "typo"])
-    monkeypatch.setattr(run_tests, "lint", lambda: LINT)
+    monkeypatch.setattr(run_tests, "REPORTS", tmp_path)
+    monkeypatch.setattr(run_tests, "made", lambda _target: LINT)
     monkeypatch.setattr(run_tests, "version", lambda _library: (2, 5))
     monkeypatch.setattr(run_tests, "system_library", lambda: Path("libfabric.so.1"))
     monkeypatch.setattr(run_tests, "has_rdma", lambda: rdma)
-    monkeypatch.setattr(run_tests, "counted", lambda _report: next(counts, (0, 0, 0)))
+    monkeypatch.setattr(run_tests, "read", lambda _path: next(reports, Report()))
 
     def run(command: list[str], **_settings: object) -> subprocess.CompletedProcess[bytes]:
         return subprocess.CompletedProcess(command, NOTHING_CHOSEN if "pytest" in command else 0)
