@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from crew import GoneError, Member
+from findings import Findings
 from leftovers import shared_files
 from links import Heal, Links
 
@@ -21,22 +22,25 @@ LONG_S = (1.3 * LIMIT_S, 2 * LIMIT_S)
 GAP_S = (0.05, 0.6)
 ANSWER_S = 90.0
 """How long an answer may take; a worker stops at most for LONG_S, and its own bounds are shorter."""
+COUNTED_S = 60.0
+"""How much longer a soak goes on until it has seen what it needs; a busy machine may be slow to come to it."""
 KILLED_WHILE_STOPPED = 0.3
 
 Mishap = Callable[[Member], Awaitable[None]]
 
 
 class Chaos:
-    """The crew and its mishaps. `violation` is called with what must not be."""
+    """The crew and its mishaps. `findings` is told what must not be."""
 
-    def __init__(self, seed: int, provider: str, bound: float, violation: Callable[[str], None]) -> None:
+    def __init__(self, seed: int, provider: str, bound: float, findings: Findings) -> None:
         self.rng = random.Random(f"{seed}/{provider}/chaos")
         self.tally: Counter[str] = Counter()
         self.most_resident = 0
         self.pids: list[int] = []
         self.links = Links(provider)
         self._seed, self._provider, self._bound = seed, provider, bound
-        self._violation = violation
+        self._findings = findings
+        self._started: list[Member] = []
         self._crew: list[Member] = []
         self._afflicted: set[Member] = set()
         self._lives = 0
@@ -79,13 +83,17 @@ class Chaos:
     # The crew.
 
     async def assemble(self) -> None:
-        """Start the crew."""
-        await asyncio.gather(*(self._enlist(role) for role in self.roles()))
+        """Make the network and start the crew."""
+        self.links.open()
+        async with asyncio.TaskGroup() as group:
+            for role in self.roles():
+                group.create_task(self._enlist(role))
 
     async def _enlist(self, role: str) -> None:
         loops = self.rng.choice(("asyncio", "uvloop"))
         job = (str(self._seed), self._provider, str(self._bound), role)
-        member = await Member.start(self.links.prefix, job, loops, self._violation)
+        member = await Member.start(self.links.prefix, job, loops, self._findings)
+        self._started.append(member)
         self.pids.append(member.pid)
         try:
             await asyncio.wait_for(asyncio.shield(member.greeted), ANSWER_S)
@@ -104,7 +112,7 @@ class Chaos:
         settings = self.settings(member.role)
         answer = await self._ask(member, "open", life=number, host=member.host, settings=settings)
         if "address" not in answer:
-            self._violation(f"process {member.pid} could open no engine: {answer}")
+            self._findings.violation(f"process {member.pid} could open no engine: {answer}")
             return
         member.life, member.address = number, answer["address"]
         self.links.opened(member.pid, int(member.address.partition("//")[2].partition("/")[0].rpartition(":")[2]))
@@ -114,7 +122,7 @@ class Chaos:
         try:
             return await asyncio.wait_for(member.ask(do, **arguments), ANSWER_S)
         except TimeoutError:
-            self._violation(f"process {member.pid} did not answer {do!r} within {ANSWER_S} s")
+            self._findings.violation(f"process {member.pid} did not answer {do!r} within {ANSWER_S} s")
             raise GoneError from None
 
     async def _introduce(self) -> None:
@@ -133,8 +141,7 @@ class Chaos:
             except GoneError:
                 pass
             except Exception as error:
-                self._violation(f"the soak itself failed: {error!r}")
-                raise
+                self._findings.unexpected(error, "in a mishap")
 
         task = asyncio.ensure_future(guarded())
         self._tasks.add(task)
@@ -148,18 +155,21 @@ class Chaos:
 
     # Mishaps.
 
-    async def run(self, seconds: float) -> None:
-        """Let things happen for so long, and until each kind has come once; none comes again before that.
+    async def run(self, seconds: float, share: slice, needed: tuple[str, ...]) -> None:
+        """Let things happen for so long, until each kind of a share of all has come once, and until what is needed was
+        counted; no kind of the share comes again before the others of it.
 
         Whoever is hit is hit by one thing at a time, and not all are hit at once.
         """
-        deadline = asyncio.get_running_loop().time() + seconds
+        now = asyncio.get_running_loop().time
+        deadline, end = now() + seconds, now() + seconds + COUNTED_S
         mishaps = self.mishaps()
         size, weights = len(self.roles()), [often for often, _, _ in mishaps]
-        first = self.rng.sample(mishaps, len(mishaps))
-        while first or asyncio.get_running_loop().time() < deadline:
+        shared = mishaps[share]
+        first = self.rng.sample(shared, len(shared))
+        while first or now() < deadline or (now() < end and not await self._counted(needed)):
             await asyncio.sleep(self.rng.uniform(*GAP_S))
-            healthy = [member for member in self._crew if member not in self._afflicted]
+            healthy = self._healthy()
             _, mishap, role = first[-1] if first else self.rng.choices(mishaps, weights)[0]
             suited = [member for member in healthy if member.role == (role or member.role)]
             if len(healthy) * 2 > size and suited:
@@ -168,6 +178,15 @@ class Chaos:
                 if first:
                     first.pop()
                 self._spawn(self._happen(mishap, victim))
+
+    def _healthy(self) -> list[Member]:
+        return [member for member in self._crew if member not in self._afflicted]
+
+    async def _counted(self, needed: tuple[str, ...]) -> bool:
+        """Tell whether each of these has been counted, by those who can answer now."""
+        if not all(self.tally[name] for name in needed):
+            await asyncio.gather(*(self._report(member) for member in self._healthy()), return_exceptions=True)
+        return all(self.tally[name] for name in needed)
 
     async def _happen(self, mishap: Mishap, victim: Member) -> None:
         try:
@@ -229,7 +248,7 @@ class Chaos:
         await self._cut(member, LONG_S, "cut for long")
 
     async def _cut(self, member: Member, how_long: tuple[float, float], name: str) -> None:
-        others = [other for other in self._crew if other not in self._afflicted]
+        others = self._healthy()
         heal: Heal
         if not self.links.apart:
             what, heal = "control connections", self.links.silence(member.pid)
@@ -254,12 +273,19 @@ class Chaos:
         """Have a worker close its engine and end."""
         await self._ask(member, "close", how="aclose")
         await self._report(member)
-        status = await member.leave()
+        status = await self._left(member)
         self._gone(member)
         if status:
-            self._violation(f"process {member.pid} ended with status {status}")
+            self._findings.violation(f"process {member.pid} ended with status {status}")
         if left := shared_files(member.pid):
-            self._violation(f"process {member.pid} ended in order and left {left} in /dev/shm")
+            self._findings.violation(f"process {member.pid} ended in order and left {left} in /dev/shm")
+
+    async def _left(self, member: Member) -> int:
+        try:
+            return await asyncio.wait_for(member.leave(), ANSWER_S)
+        except TimeoutError:
+            self._findings.violation(f"process {member.pid} did not end within {ANSWER_S} s")
+            raise GoneError from None
 
     async def settle(self) -> None:
         """Let the mishaps under way come to their end, and then all that the crew does; everyone goes home."""
@@ -268,14 +294,18 @@ class Chaos:
         self.tally["processes that lived to the end"] += len(self._crew)
         for role in dict.fromkeys(self.roles()):
             group = [member for member in self._crew if member.role == role]
-            await asyncio.gather(*(self._ask(member, "finish") for member in group), return_exceptions=True)
-            results = await asyncio.gather(*(self._dismiss(member) for member in group), return_exceptions=True)
-            for error in results:
-                if error is not None:
-                    self._violation(f"at the end: {error!r}")
+            ends = await asyncio.gather(*(self._ask(member, "finish") for member in group), return_exceptions=True)
+            ends += await asyncio.gather(*(self._dismiss(member) for member in group), return_exceptions=True)
+            for error in ends:
+                # Of one that is gone, its Member has said so.
+                if isinstance(error, Exception) and not isinstance(error, GoneError):
+                    self._findings.unexpected(error, "at the end")
 
     async def abort(self) -> None:
-        """End everything at once."""
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*(member.kill() for member in tuple(self._crew)))
+        """End everything at once, and leave no process and no link, whatever state it was in."""
+        while tasks := tuple(self._tasks):
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        await asyncio.gather(*(member.kill() for member in self._started))
+        self.links.close()

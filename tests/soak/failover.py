@@ -2,8 +2,9 @@
 
     python tests/soak/failover.py --schedules 1000000 --first 0 --processes 2
 
-Each is a `World` of tests/support/failover_world.py with its number for a seed. Exit status: 0, or 1 after a schedule
-that broke a promise, which is printed with its number. `make test` plays the first few thousand.
+Each is a `World` of tests/support/failover_world.py with its number for a seed. Exit status: 0; 1 after a schedule
+that broke a promise, which is printed with its number; 2 where only the world itself failed (`findings.py`).
+`make test` plays the first few thousand.
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
+from failover_parts import Broken
 from failover_world import World
+from findings import FAILED_ITSELF, SHOWN, VIOLATED, of_aiote, status_of
 
 BATCH = 2000
 
 
-def play(seeds: range) -> tuple[Counter[str], list[str]]:
-    """Play these schedules; return what happened in them and what broke."""
+def play(seeds: range) -> tuple[Counter[str], list[tuple[int, str]]]:
+    """Play these schedules; return what happened in them and what broke: the exit status and a line of each."""
     tally: Counter[str] = Counter()
     broken = []
     for seed in seeds:
         try:
             tally += World(seed).run()
         except Exception as error:  # whatever it is, the schedule is the finding
-            broken.append(f"World({seed}).run(): {type(error).__name__}: {error}")
+            status = VIOLATED if isinstance(error, Broken) or of_aiote(error) else FAILED_ITSELF
+            broken.append((status, f"World({seed}).run(): {type(error).__name__}: {error}"))
     return tally, broken
 
 
@@ -48,19 +52,23 @@ def main() -> int:
     end = chosen.first + chosen.schedules
     batches = [range(at, min(end, at + BATCH)) for at in range(chosen.first, end, BATCH)]
     tally: Counter[str] = Counter()
-    broken: list[str] = []
+    broken: list[tuple[int, str]] = []
     started = time.monotonic()
     with multiprocessing.Pool(chosen.processes) as pool:
         for happened, found in pool.imap_unordered(play, batches):
             tally += happened
-            for text in found[: 20 - len(broken)]:
-                print(f"VIOLATION: {text}", flush=True)
+            for status, text in found[: max(0, SHOWN - len(broken))]:
+                print(f"{'VIOLATION' if status == VIOLATED else 'THE SOAK ITSELF FAILED'}: {text}", flush=True)
             broken += found
     seconds = time.monotonic() - started
-    rows = [("schedules", chosen.schedules), ("violations", len(broken)), ("seconds", round(seconds))]
+    rows = [
+        ("schedules", chosen.schedules),
+        ("violations", sum(status == VIOLATED for status, _ in broken)),
+        ("seconds", round(seconds)),
+    ]
     for name, value in [*rows, ("schedules per second", round(chosen.schedules / seconds)), *sorted(tally.items())]:
         print(f"{value:>14}  {name}")
-    return 1 if broken else 0
+    return status_of(status for status, _ in broken)
 
 
 if __name__ == "__main__":

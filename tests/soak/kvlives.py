@@ -37,6 +37,7 @@ from aiote.kvcache import (
     Router,
     Slot,
 )
+from findings import Findings, leaves
 from kvcaches import DecodeRank, PrefillRank, pool_of, tail_of
 from life import kind_of
 from watchdog import Watchdog
@@ -53,10 +54,10 @@ SHORT_S, LONG_S = (0.002, 0.01, 0.05), 10.0
 
 
 class KvLife:
-    """An engine with a mailroom and a role, until it is closed under that or has finished. `violation` takes a text."""
+    """An engine with a mailroom and a role, until it is closed under that or has finished."""
 
     def __init__(
-        self, number: int, engine: aiote.Engine, seed: int, dog: Watchdog, tally: Counter[str], violation: Any
+        self, number: int, engine: aiote.Engine, seed: int, dog: Watchdog, tally: Counter[str], findings: Findings
     ) -> None:
         self.number, self.engine, self.dog, self.tally = number, engine, dog, tally
         self.rng = random.Random(f"{seed}/{number}/kvcache")
@@ -64,11 +65,11 @@ class KvLife:
         self.registry: EmbeddedRegistry | None = None
         self.closing = False
         self.known, self.finishing, self.done = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._violation = violation
+        self._findings = findings
         self._task = asyncio.ensure_future(self._guarded(self._whole_life))
 
     def violation(self, text: str) -> None:
-        self._violation(f"life {self.number}: {text}")
+        self._findings.violation(f"life {self.number}: {text}")
 
     def failed(self, error: BaseException) -> None:
         """Count an error that may happen."""
@@ -84,7 +85,8 @@ class KvLife:
                     self.violation(f"an error that nobody expects: {error!r}")
                 self.failed(error)
         except* Exception as group:
-            self.violation(f"an error of its own: {[repr(error) for error in leaves(group)]}")
+            for error in leaves(group):
+                self._findings.unexpected(error, f"life {self.number}")
 
     async def _whole_life(self) -> None:
         await self.known.wait()
@@ -339,11 +341,3 @@ class DecodeLife(KvLife):
         rank.memory[:] = POISON
         await asyncio.sleep(QUIET_S)
         self._expect(bool(np.all(rank.memory == POISON)), "a write landed after all requests were over")
-
-
-def leaves(group: BaseExceptionGroup[Any]) -> list[BaseException]:
-    """Return the errors of a group, however deep they lie."""
-    out: list[BaseException] = []
-    for error in group.exceptions:
-        out += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return out

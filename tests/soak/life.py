@@ -15,6 +15,7 @@ import numpy as np
 
 import aiote
 from course import Course
+from findings import Findings
 from lane import Lane
 from mail import decode, encode
 from payload import BLACK, SLOT_BYTES, Payload, first_difference
@@ -48,7 +49,7 @@ class Life:
     """An engine and its work. `number` is its own among all lives of the soak."""
 
     def __init__(
-        self, number: int, engine: aiote.Engine, seed: int, dog: Watchdog, tally: Counter[str], violation: Any
+        self, number: int, engine: aiote.Engine, seed: int, dog: Watchdog, tally: Counter[str], findings: Findings
     ) -> None:
         self.number = number
         self.engine = engine
@@ -58,7 +59,7 @@ class Life:
         self.tally = tally
         self.finishing = False
         self.inner: set[asyncio.Task[Any]] = set()
-        self._violation = violation
+        self._findings = findings
         self._lanes: dict[aiote.Peer, Lane] = {}
         self._courses: dict[aiote.Peer, Course] = {}
         self._outbound: dict[int, asyncio.Task[None]] = {}
@@ -70,7 +71,7 @@ class Life:
         self.spawn(self._receive)
 
     def violation(self, text: str) -> None:
-        self._violation(f"life {self.number}: {text}")
+        self._findings.violation(f"life {self.number}: {text}")
 
     def failed(self, error: BaseException) -> None:
         """Count an error that may happen."""
@@ -91,8 +92,7 @@ class Life:
         except aiote.AioteError as error:
             self.failed(error)
         except Exception as error:
-            self.violation(f"an error of its own: {error!r} in {work!r}")
-            raise
+            self._findings.unexpected(error, f"life {self.number}, in {work!r}")
 
     # Memory to write from and to read into.
 
@@ -120,7 +120,14 @@ class Life:
         while True:
             message = await self._one_message()
             if message is not None:
-                self._take(message.source, *decode(message.data))
+                self._take(message.source, *self._decoded(message))
+
+    def _decoded(self, message: aiote.Message) -> tuple[str, dict[str, Any], bytes]:
+        try:
+            return decode(message.data)
+        except Exception:  # whatever it is, the message is not as it was sent
+            self.violation(f"a message of {message.source} that nobody sends: {bytes(message.data)[:200]!r}")
+            raise
 
     async def _one_message(self) -> aiote.Message | None:
         """Wait for a message, now and then with a deadline: a cancelled recv loses nothing."""

@@ -3,22 +3,36 @@ so that its link can be pulled or its packets to one other dropped; over shm and
 doorbell needs that), and only the control connection can be cut.
 
 All of it lies in a namespace that the soak enters first (`enter`), as root or with a user namespace, and goes with it.
+No name and no address is used twice: a killed worker's namespace outlives it, with its link, for as long as the kernel
+tries to deliver what the worker had sent, which may be minutes.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
+
+from namespaces import ENVIRONMENT, PATH
 
 INSIDE = "AIOTE_SOAK_INSIDE"
+QUIETLY: dict[str, Any] = {"env": ENVIRONMENT, "capture_output": True, "text": True}
 WAYS_IN = (["unshare", "-n"], ["unshare", "-Urn"])
-BRIDGE = "soak"
+HOSTS_A_BLOCK = 250
 SHARED = ("shm", "local")
 """Providers that need one network namespace for all."""
 Heal = Callable[[], None]
+numbers = itertools.count(1)
+"""Of the links, in this process."""
+
+
+def fresh(number: int) -> str:
+    """Return a link's name; another soak in the same namespace has others."""
+    return f"s{os.getpid()}n{number}"
 
 
 def enter() -> None:
@@ -26,9 +40,9 @@ def enter() -> None:
     if os.environ.get(INSIDE):
         return
     for way in WAYS_IN:
-        probe = [*way, "ip", "link", "add", BRIDGE, "type", "bridge"]
-        if shutil.which(way[0]) and subprocess.run(probe, capture_output=True).returncode == 0:
-            os.environ[INSIDE] = "yes"
+        probe = [*way, "ip", "link", "add", "probe", "type", "bridge"]
+        if shutil.which(way[0], path=PATH) and subprocess.run(probe, **QUIETLY).returncode == 0:
+            os.environ |= {INSIDE: "yes", "PATH": PATH}
             os.execvp(way[0], [*way, sys.executable, *sys.argv])
     print(
         "!!! NO LINK IS CUT: this user can make no network namespace (that takes root or user namespaces, "
@@ -39,7 +53,7 @@ def enter() -> None:
 
 def run(*command: str) -> None:
     """Run a command of the system. Raises RuntimeError with what it said."""
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, **QUIETLY)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
 
@@ -50,17 +64,30 @@ class Links:
     def __init__(self, provider: str) -> None:
         self.inside = bool(os.environ.get(INSIDE))
         self.apart = self.inside and provider not in SHARED
-        self._number = 0
+        self._bridge = ""
+        self._made: list[str] = []
         self._names: dict[int, str] = {}
         self._hosts: dict[int, str] = {}
         self._ports: dict[int, int] = {}
-        if not self.inside:
-            return
-        run("ip", "link", "set", "lo", "up")
+
+    def open(self) -> None:
+        """Make what joins the workers. Raises RuntimeError."""
+        if self.inside:
+            run("ip", "link", "set", "lo", "up")
         if self.apart:
-            subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
-            run("ip", "link", "add", BRIDGE, "type", "bridge")
-            run("ip", "link", "set", BRIDGE, "up")
+            self._bridge = self._new(next(numbers))
+            run("ip", "link", "add", self._bridge, "type", "bridge")
+            run("ip", "link", "set", self._bridge, "up")
+
+    def close(self) -> None:
+        """Remove every link that was made, those of workers that have ended too, as far as they are still there."""
+        lines = [f"link del {name}" for name in self._made]
+        subprocess.run(["ip", "-force", "-batch", "-"], input="\n".join(lines), **QUIETLY)
+        self._made.clear()
+
+    def _new(self, number: int) -> str:
+        self._made.append(fresh(number))
+        return self._made[-1]
 
     @property
     def prefix(self) -> list[str]:
@@ -71,10 +98,10 @@ class Links:
         """Give a new worker its link; return the address that its engine is to have, or an empty string for any."""
         if not self.apart:
             return ""
-        self._number += 1
-        name, host = f"soak{self._number}", f"10.99.{self._number // 250}.{self._number % 250 + 1}"
+        number = next(numbers)
+        name, host = self._new(number), f"10.99.{number // HOSTS_A_BLOCK}.{number % HOSTS_A_BLOCK + 1}"
         run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
-        run("ip", "link", "set", name, "master", BRIDGE, "up")
+        run("ip", "link", "set", name, "master", self._bridge, "up")
         self._in(pid, "ip", "addr", "add", f"{host}/16", "dev", "eth0")
         self._in(pid, "ip", "link", "set", "eth0", "up")
         self._names[pid], self._hosts[pid] = name, host

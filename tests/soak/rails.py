@@ -3,7 +3,8 @@
     python tests/soak/rails.py --runs 1000 [--first 0]
 
 Each run has a seed that draws how many rails there are, what goes over them, and which is cut when; a failing one is
-named, and repeated with --first SEED --runs 1 (the machine's own timing is not repeated).
+named, and repeated with --first SEED --runs 1 (the machine's own timing is not repeated). Exit status: 0; 1 after a
+run that broke a promise; 2 where the soak itself failed (`findings.py`).
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import argparse
 import asyncio
 import random
 import sys
+import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "support"))
 
 from connections import cut, data_connections
+from findings import FAILED_ITSELF, VIOLATED, of_aiote
 from traffic import Traffic, railed
 
 LONGEST_PAUSE_S = 0.02
@@ -42,17 +45,25 @@ async def run(seed: int) -> int:
         return seen.count("rail.failed")
 
 
-def main(first: int, runs: int) -> None:
+def status_of(error: Exception) -> int:
+    """Tell a wrong count, a hang and an error of aiote's from what went wrong in the soak itself."""
+    return VIOLATED if isinstance(error, (AssertionError, TimeoutError)) or of_aiote(error) else FAILED_ITSELF
+
+
+def main(first: int, runs: int) -> int:
     lost = 0
     for seed in range(first, first + runs):
         try:
             lost += asyncio.run(run(seed))
-        except BaseException:
-            print(f"seed {seed} failed; repeat it with --first {seed} --runs 1", file=sys.stderr)
-            raise
+        except Exception as error:
+            traceback.print_exc()
+            what = "VIOLATION" if status_of(error) == VIOLATED else "THE SOAK ITSELF FAILED"
+            print(f"{what}: seed {seed}; repeat it with --first {seed} --runs 1", file=sys.stderr)
+            return status_of(error)
         if (seed - first + 1) % 100 == 0:
             print(f"{seed - first + 1} runs, rails lost {lost} times, no count was wrong", flush=True)
     print(f"{runs} runs, rails lost {lost} times, no count was wrong")
+    return 0
 
 
 if __name__ == "__main__":
@@ -60,4 +71,4 @@ if __name__ == "__main__":
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
     arguments = parser.parse_args()
-    main(arguments.first, arguments.runs)
+    sys.exit(main(arguments.first, arguments.runs))

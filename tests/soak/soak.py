@@ -5,8 +5,9 @@
 
 Every byte that arrives is compared with what its writer was told to write; counts are exact; no await outlives its
 bound; what is open at the end was open at the beginning. `chaos.py` has the mishaps, `lane.py` and `course.py` the
-checks; those of a KV cache's cluster are in `kvchaos.py` and `kvlives.py`. Exit status: 0, or 1 after a violation,
-which is printed with the command that repeats the run.
+checks; those of a KV cache's cluster are in `kvchaos.py` and `kvlives.py`. Exit status: 0; 1 after a violation, which
+is printed with the command that repeats the run; 2 where the soak itself failed (`findings.py`), which says nothing
+about aiote; 128 and its number after a signal. However it ends, no process, link or shared file of it is left.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import argparse
 import asyncio
 import os
 import random
+import signal
 import sys
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from aiote.rails import library_summary
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
 from chaos import HEARTBEATS, Chaos
+from findings import FAILED_ITSELF, Verdict, status_of
 from kvchaos import KvChaos
 from leftovers import SHARED_MEMORY, shared_files
 from links import SHARED, enter
@@ -40,6 +44,10 @@ WHAT: dict[str, tuple[type[Chaos], tuple[str, ...]]] = {
 }
 """Of what, and without what a soak has tested nothing."""
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENDS = ("no violation", "FAILED", "THE SOAK ITSELF FAILED, which says nothing about aiote")
+"""The last line, by exit status."""
+
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -47,75 +55,101 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=None, help="random by default; printed in any case")
     parser.add_argument("--provider", choices=PROVIDERS, default=None, help="all in turn by default")
     parser.add_argument("--what", choices=tuple(WHAT), default="engine")
+    parser.add_argument(
+        "--share",
+        type=share,
+        default="0/1",
+        help="K/N: only every Nth kind of mishap has to come, from the Kth on",
+    )
     chosen = parser.parse_args()
     if chosen.seed is None:
         chosen.seed = random.SystemRandom().randrange(1 << 32)
     return chosen
 
 
+def share(text: str) -> slice:
+    """Read K/N."""
+    first, _, step = text.partition("/")
+    if not 0 <= int(first) < int(step):
+        raise ValueError
+    return slice(int(first), None, int(step))
+
+
 class Soak:
-    """One provider's turn."""
+    """One provider's turn. `interrupted` is the signal that ended it, or 0."""
 
-    def __init__(self, what: str, seed: int, provider: str, seconds: float) -> None:
-        self.violations: list[str] = []
-        self._provider = provider
-        self._seconds = seconds
+    def __init__(self, what: str, seed: int, provider: str, seconds: float, share: slice) -> None:
         options = f"--what {what} --seconds {seconds:g} --seed {seed} --provider {provider}"
-        self._repeat = f"{sys.executable} {sys.argv[0]} {options}"
-        self._violated = asyncio.Event()
+        if share.step > 1:
+            options += f" --share {share.start}/{share.step}"
+        self.verdict = Verdict(f"{sys.executable} {sys.argv[0]} {options}")
+        self.interrupted = 0
+        self._provider = provider
+        self._seconds, self._share = seconds, share
         chaos, self._needed = WHAT[what]
-        self._chaos = chaos(seed, provider, BOUND_S, self._violation)
-
-    def _violation(self, text: str) -> None:
-        self.violations.append(text)
-        self._violated.set()
-        if len(self.violations) <= 20:
-            print(f"\nVIOLATION: {text}\nTo repeat: {self._repeat}", flush=True)
+        self._chaos = chaos(seed, provider, BOUND_S, self.verdict)
 
     async def run(self) -> None:
-        """Soak; the first violation ends it."""
+        """Soak; the first finding or signal ends it."""
         started = time.monotonic()
+        for number in SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._interrupt, number)
+        try:
+            await self._until_ended()
+        except Exception as error:
+            self.verdict.unexpected(error, "in the soak")
+        try:
+            await self._chaos.abort()
+            await self._look_around()
+        except Exception as error:
+            self.verdict.unexpected(error, "at the end of the soak")
+        self._table(time.monotonic() - started)
+
+    def _interrupt(self, number: int) -> None:
+        self.interrupted = number
+        self.verdict.ended.set()
+
+    async def _until_ended(self) -> None:
         work = asyncio.ensure_future(self._work())
-        stop = asyncio.ensure_future(self._violated.wait())
+        stop = asyncio.ensure_future(self.verdict.ended.wait())
         await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
-            await asyncio.sleep(1)  # one violation seldom comes alone
+            await asyncio.sleep(0 if self.interrupted else 1)  # one violation seldom comes alone
             work.cancel()
         stop.cancel()
-        await asyncio.gather(work, return_exceptions=True)
-        await self._chaos.abort()
-        if not work.cancelled() and work.exception() is not None:
-            self._violation(f"the soak itself failed: {work.exception()!r}")
-        await self._look_around()
-        self._table(time.monotonic() - started)
+        await asyncio.wait({work})
+        if not work.cancelled():
+            work.result()
 
     async def _work(self) -> None:
         await self._chaos.assemble()
-        await self._chaos.run(self._seconds)
+        await self._chaos.run(self._seconds, self._share, self._needed)
         await self._chaos.settle()
         for name in self._needed:
             if not self._chaos.tally[name]:
-                self._violation(f"nothing was tested: {name} is 0")
+                self.verdict.failure(f"nothing was tested: {name} is 0")
 
     async def _look_around(self) -> None:
         """Look for processes and files that are left; what the last to be killed left goes with the next engine."""
-        if not childless():
-            self._violation("a child process is left")
+        if left := reaped():
+            self.verdict.failure(f"child processes were left: {left}")
         self._chaos.tally["files in /dev/shm that nobody had removed yet"] += len(self._files())
-        if self._provider in SHARED:
-            async with aiote.open_engine(self._provider):
-                pass
-        if left := self._files():
-            self._violation(f"left in /dev/shm by processes that have ended: {left}")
-        for name in left:
-            (SHARED_MEMORY / name).unlink(missing_ok=True)
+        try:
+            if self._provider in SHARED:
+                async with aiote.open_engine(self._provider):
+                    pass
+            if files := self._files():
+                self.verdict.violation(f"left in /dev/shm by processes that have ended: {files}")
+        finally:
+            for name in self._files():
+                (SHARED_MEMORY / name).unlink(missing_ok=True)
 
     def _files(self) -> list[str]:
         return [name for pid in self._chaos.pids for name in shared_files(pid)]
 
     def _table(self, seconds: float) -> None:
         counts: Counter[str] = self._chaos.tally
-        rows: list[tuple[str, Any]] = [("seconds", round(seconds, 1)), ("violations", len(self.violations))]
+        rows: list[tuple[str, Any]] = [("seconds", round(seconds, 1)), ("violations", len(self.verdict.violations))]
         rows += sorted((name, count) for name, count in counts.items() if not name.startswith("error "))
         rows.append(("most resident memory of a process, MiB", self._chaos.most_resident >> 20))
         rows += sorted(((name, n) for name, n in counts.items() if name.startswith("error ")), key=lambda row: -row[1])
@@ -125,28 +159,41 @@ class Soak:
         sys.stdout.flush()
 
 
-def childless() -> bool:
-    """Tell whether every process that was started has ended and was waited for."""
-    try:
-        os.waitpid(-1, os.WNOHANG)
-    except ChildProcessError:
-        return True
-    return False
+def reaped() -> list[int]:
+    """End the child processes that are left, and return their numbers."""
+    left = [int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return left
+
+
+def turns(chosen: argparse.Namespace) -> int:
+    """Soak with each provider in turn, up to a signal, and return the exit status."""
+    providers = [chosen.provider] if chosen.provider else list(PROVIDERS)
+    print(f"soak of {chosen.what}: seed {chosen.seed}, {chosen.seconds:g} s, {' and '.join(providers)}", flush=True)
+    print(library_summary(os.environ.get("AIOTE_LIBFABRIC", "")), flush=True)
+    ends = []
+    for provider in providers:
+        soak = Soak(chosen.what, chosen.seed, provider, chosen.seconds / len(providers), chosen.share)
+        asyncio.run(soak.run())
+        ends.append(soak.verdict.status)
+        if soak.interrupted:
+            print(f"interrupted by {signal.Signals(soak.interrupted).name}", flush=True)
+            return status_of(ends) or 128 + soak.interrupted
+    print(ENDS[status_of(ends)], flush=True)
+    return status_of(ends)
 
 
 def main() -> int:
     enter()
     chosen = arguments()
-    providers = [chosen.provider] if chosen.provider else list(PROVIDERS)
-    print(f"soak of {chosen.what}: seed {chosen.seed}, {chosen.seconds:g} s, {' and '.join(providers)}", flush=True)
-    print(library_summary(os.environ.get("AIOTE_LIBFABRIC", "")), flush=True)
-    failed = False
-    for provider in providers:
-        soak = Soak(chosen.what, chosen.seed, provider, chosen.seconds / len(providers))
-        asyncio.run(soak.run())
-        failed = failed or bool(soak.violations)
-    print("FAILED" if failed else "no violation", flush=True)
-    return 1 if failed else 0
+    try:
+        return turns(chosen)
+    except Exception:
+        traceback.print_exc()
+        print(ENDS[FAILED_ITSELF], flush=True)
+        return FAILED_ITSELF
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import aiote
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
+from findings import FAILED_ITSELF, Findings
 from kvlives import DecodeLife, PrefillLife, RegistryLife
 from leftovers import Baseline, resident_bytes
 from life import Life
@@ -43,8 +44,18 @@ def say(**fields: Any) -> None:
     print(json.dumps(fields), flush=True)
 
 
-def violation(text: str) -> None:
-    say(violation=text)
+class Said(Findings):
+    """What this process finds is told to its parent."""
+
+    def violation(self, text: str) -> None:
+        say(violation=text)
+
+    def failure(self, text: str) -> None:
+        say(failure=text)
+
+
+FINDINGS = Said()
+violation = FINDINGS.violation
 
 
 class Worker:
@@ -70,7 +81,7 @@ class Worker:
         """Open an engine and begin to take what others write."""
         config = aiote.EngineConfig(host=host or None, cluster_key=f"the soak of seed {self.seed}".encode(), **settings)
         engine = await self._opened(config)
-        self.life = LIVES[self.role](life, engine, self.seed, self.dog, self.tally, violation)
+        self.life = LIVES[self.role](life, engine, self.seed, self.dog, self.tally, FINDINGS)
         return {"address": str(engine.address)}
 
     async def _opened(self, config: aiote.EngineConfig) -> aiote.Engine:
@@ -134,9 +145,27 @@ class Worker:
 
 
 async def main(seed: int, provider: str, bound: float, role: str) -> None:
-    """Answer until the input ends."""
+    """Answer until the input ends; an error that nobody expects ends it before."""
+    asyncio.get_running_loop().set_exception_handler(in_the_loop)
+    try:
+        await answer(seed, provider, bound, role)
+    except Exception as error:
+        FINDINGS.unexpected(error, "in the process")
+        sys.exit(FAILED_ITSELF)
+
+
+def in_the_loop(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Report what an event loop has to say, which nobody awaited."""
+    error = context.get("exception")
+    if error is None:
+        violation(f"in the event loop: {context}")
+    else:
+        FINDINGS.unexpected(error, f"in the event loop, {context.get('message')}")
+
+
+async def answer(seed: int, provider: str, bound: float, role: str) -> None:
+    """Do what the parent says."""
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _loop, context: violation(f"in the event loop: {context}"))
     worker = Worker(seed, provider, bound, role)
     lines = asyncio.StreamReader()
     stdin, _protocol = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
