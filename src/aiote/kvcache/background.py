@@ -35,33 +35,54 @@ class Bell:
 
 
 class Crew:
-    """The tasks that run beside a body."""
+    """The tasks that run beside a body, until its end. Made by `beside`.
 
-    def __init__(self, group: anyio.abc.TaskGroup) -> None:
-        self._group = group
+    Not only until a scope around them is cancelled: the body may shield its shutdown, and relies on them meanwhile. So
+    they run within a task that is shielded.
+    """
+
+    def __init__(self, end_body: Callable[[], None]) -> None:
         self.failures: list[Exception] = []
+        self.ended = anyio.Event()
+        self._end_body = end_body
+        self._group: anyio.abc.TaskGroup | None = None
+        self._early: list[tuple[Callable[..., Awaitable[None]], tuple[object, ...]]] = []
 
     def start(self, function: Callable[..., Awaitable[None]], *args: object) -> None:
-        """Run one more; its failure ends the body and the others, and is raised from the `async with`."""
-        self._group.start_soon(self._run, function, args)
+        """Run one more; its failure ends the body, and is raised from the `async with`."""
+        if self._group is None:
+            self._early.append((function, args))
+        else:
+            self._group.start_soon(self._run, function, args)
 
     async def _run(self, function: Callable[..., Awaitable[None]], args: tuple[object, ...]) -> None:
         try:
             await function(*args)
         except Exception as error:
             self.failures.append(error)
-            self._group.cancel_scope.cancel()
+            self._end_body()
+
+    async def host(self) -> None:
+        """Run them until `ended`, and cancel them then; for `beside`."""
+        async with anyio.create_task_group() as group:
+            group.cancel_scope.shield = True
+            self._group = group
+            for function, args in self._early:
+                self.start(function, *args)
+            await self.ended.wait()
+            group.cancel_scope.cancel()
 
 
 @asynccontextmanager
 async def beside(*functions: Callable[[], Awaitable[None]]) -> AsyncIterator[Crew]:
-    """Run functions beside the body and cancel them at its end.
+    """Run functions beside the body and cancel them at its end. Entering does not wait.
 
     Entered and left in the same task, for a cancel scope spans the body. The first error, be it the body's or a
     function's, is raised as it is.
     """
     async with anyio.create_task_group() as group:
-        crew = Crew(group)
+        crew = Crew(group.cancel_scope.cancel)
+        group.start_soon(crew.host)
         for function in functions:
             crew.start(function)
         try:
@@ -69,7 +90,7 @@ async def beside(*functions: Callable[[], Awaitable[None]]) -> AsyncIterator[Cre
         except Exception as error:
             crew.failures.append(error)
         finally:
-            group.cancel_scope.cancel()
+            crew.ended.set()
     if crew.failures:
         raise crew.failures[0]
 
