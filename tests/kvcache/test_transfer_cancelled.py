@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import anyio
+import pytest
 
 from aiote.kvcache import CacheLayout
 from aiote.testing import Fabric, run
@@ -48,6 +49,39 @@ def test_a_scope_cancelled_around_a_decoder_leaves_a_shielded_shutdown_its_reque
                     with anyio.CancelScope(shield=True):
                         await asyncio.wait([shutdown])
             await shutdown
+            serving.cancel()
+
+    run(main, rails=2)
+
+
+@pytest.mark.parametrize("busy_s", [2.0, 60.0])
+def test_a_cancelled_request_whose_prefiller_is_busy_costs_no_other_one_its_leases(busy_s):
+    """Nor are its pages anybody's before that prefiller has answered, or has lost its leases when nobody uses them."""
+
+    async def main(fabric: Fabric) -> None:
+        async with (
+            prefill_rank(fabric.open_engine, BIG, tail_bytes=24) as prefill,
+            decode_rank(fabric.open_engine, BIG, 18, tail_bytes=24, **LIMITS) as decode,
+        ):
+            serving = asyncio.ensure_future(prefill.serve(chunk_tokens=16, pause=0.5))
+            first = asyncio.ensure_future(ask(decode, prefill, TOKENS))
+            others = [asyncio.ensure_future(ask(decode, prefill, OTHERS)) for _ in range(5)]
+            await asyncio.sleep(0.6)
+            letters = prefill.prefiller._mailroom.queue(1, 1)
+            for _ in range(3):  # which hold up the prefiller's mailroom: it hears no Cancel
+                await decode.engine.send(prefill.engine.address, b"\1")
+            first.cancel()
+            await asyncio.sleep(LIMITS["confirm_limit"] + 0.3)
+            assert (decode.decoder.free_pages, decode.decoder.revoked) == (0, 0)
+            asyncio.get_running_loop().call_later(busy_s, letters.close)
+            await asyncio.gather(*others)
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(first, 2)
+            assert (decode.decoder.free_pages, decode.decoder.revoked) == (18, 1)
+            decode.memory[:] = 0xEE
+            await asyncio.sleep(100)
+            assert (decode.memory == 0xEE).all()
+            await ask(decode, prefill, TOKENS)
             serving.cancel()
 
     run(main, rails=2)

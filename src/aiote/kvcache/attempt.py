@@ -5,7 +5,8 @@ It opens immediates, sends every prefill rank that has something to write its `F
 * *All counts are there.* They are as many as the plan has writes, so no write is left that could still land.
 * *It failed*: a rank refused or was lost, nothing came for too long, or the request is not wanted any more. Then every
   rank that was lent memory is asked to stop. A rank is *over* when it has said that it has, or when its loan is
-  revoked, which happens if it does not say so within `confirm_limit`. The attempt ends when all are over.
+  revoked. Where it does not say so within `confirm_limit`, its loan is *retired*: it is revoked as soon as that fails
+  no other request. The attempt ends when all are over.
 
 Either way nobody can write for it when `run` returns: pages may be anybody's.
 
@@ -206,22 +207,25 @@ class Source:
             await transfer
 
     async def stop(self, limit: float) -> None:
-        """Return when it can write nothing more for this attempt, within `limit` and the time of a revocation."""
+        """Return when it can write nothing more for this attempt. After `limit` its loan is retired."""
         self._abandoned = True
         if self.loan is None:
             self._asking.cancel()
             return
         with anyio.move_on_after(limit):
-            while not (self._accepted or self.over):
-                await self._bell.wait()
-            self.dismiss()
-            while not self.over:
-                await self._bell.wait()
+            await self._until_over()
         if not self.over:
-            self._attempt.desk.lender.end(self.loan, f"it did not confirm within {limit} s that it had stopped")
-            await self.loan.ended.wait()
+            self._attempt.desk.lender.retire(
+                self.loan, self, f"it did not confirm within {limit} s that it had stopped"
+            )
+            await self._until_over()
         self._asking.cancel()
         self.dismiss()
+
+    async def _until_over(self) -> None:
+        while not self.over:
+            self.dismiss()
+            await self._bell.wait()
 
     def dismiss(self) -> None:
         """Tell the rank that nothing is wanted of it any more, if it knows of it; once."""
@@ -232,9 +236,9 @@ class Source:
     def forget(self, delivered: bool) -> None:
         """Take note that the attempt is over, and whether all has arrived."""
         if self.loan is not None:
-            self.loan.borrowers.discard(self)
             if delivered and not self._accepted:
                 self.loan.delivered(self.serial)
+            self._attempt.desk.lender.take_back(self.loan, self)
 
     def hear(self, message: Accepted | Ended) -> None:
         """Take what the rank says."""
@@ -339,8 +343,9 @@ class Attempt:
     async def run(self, progress: Callable[[int], None]) -> str:
         """Return the reason why it failed, "" where all has arrived. `progress` is told how many layers have.
 
-        When it returns nobody can write for it any more. That takes, after it failed, `confirm_limit` and the time of
-        a revocation at most. Cancelled, it leaves that to whoever closes the region: the decoder's end.
+        When it returns nobody can write for it any more. After it failed, a prefiller that does not confirm holds it
+        up for `confirm_limit`, for as long as other requests to that engine go on, and for the time of a revocation.
+        Cancelled, it leaves that to whoever closes the region: the decoder's end.
         """
         self._begin()
         if self._block is None:

@@ -7,7 +7,8 @@ A request's pages come back when its `async with` has been left and
 |-------------------------------|----------------------------------------------------------------------|
 | everything had arrived        | at once: it was counted, so no write is left                         |
 | a prefiller that answers      | when it has confirmed that its writes are over                       |
-| one that does not             | after `confirm_limit` and the time of a revocation (`drain_timeout`) |
+| one that does not             | after `confirm_limit`, the end of the other requests to its engine,  |
+|                               | and the time of a revocation (`drain_timeout`)                       |
 | one that is dead or cut off   | when its connection is lost: `heartbeat_limit` after its last word   |
 
 Each request has a task of its own in the decoder, which does all that. So it does not matter how often the program's
@@ -66,7 +67,7 @@ class Decoder:
     pages at a time, `line` more wait for some. Immediates are taken from `imm_base` on, 2**24 of them at most.
 
     A try fails when nothing has come for `stall_limit` seconds (noticed within a quarter of that), and a prefiller that
-    does not confirm within `confirm_limit` that it has stopped loses its leases, with all that it was writing.
+    does not confirm within `confirm_limit` that it has stopped loses its leases, once no other request relies on them.
     Raises UsageError for memory of another size; the engine's `message_bytes` must be 16384 at least, its default.
     """
 
@@ -140,12 +141,12 @@ class Decoder:
 
     @property
     def loans(self) -> int:
-        """How many prefill engines may write to the cache."""
+        """How many prefill engines are lent the cache; a loan that is ending is left out."""
         return len(self._desk.lender)
 
     @property
     def revoked(self) -> int:
-        """How many prefill engines lost that, for whatever reason."""
+        """How many loans were ended, for whatever reason."""
         return self._desk.lender.revoked
 
     # Requests.

@@ -1,9 +1,12 @@
 """What a decoder lends to prefillers: its cache and its tails, one pair of leases for each engine that writes to them.
 
 A *loan* begins when an engine is asked for the first time, and is kept while all goes well: then a request costs no
-registration. It ends when the connection to that engine is lost, or when the engine did not confirm that it has
-stopped. `ended` is set once nobody can write through it; from then on pages that it was asked to write to may be
-anybody's. The next request to that engine gets another loan.
+registration. It ends when the connection to that engine is lost. Once nobody can write through it its borrowers are
+told; from then on pages that the engine was asked to write to may be anybody's.
+
+It ends also where the engine did not confirm that it has stopped, but revoking it fails all requests that rely on it,
+and an engine may merely be busy. So it is *retired*: the next request to that engine gets another loan, and this one is
+revoked when nobody but those who wait for that relies on it any more.
 """
 
 from __future__ import annotations
@@ -38,8 +41,9 @@ class Loan:
         self.pool = pool
         self.tails = tails
         self.reason = ""
-        self.ended = anyio.Event()
         self.borrowers: set[Borrower] = set()
+        self.retired = ""
+        self.giving_up: set[Borrower] = set()
         self._unanswered: dict[int, None] = {}
         self.scope = anyio.CancelScope()
 
@@ -101,14 +105,35 @@ class Lender:
         loan = self._loans.get(key_of(peer))
         return loan is not None and loan.answered(serial)
 
+    def retire(self, loan: Loan, borrower: Borrower, reason: str) -> None:
+        """Have a loan end for a borrower, which is told, as soon as that is no loss to the others."""
+        loan.retired = loan.retired or reason
+        loan.giving_up.add(borrower)
+        self._withdraw(loan)
+        self._end_unused(loan)
+
+    def take_back(self, loan: Loan, borrower: Borrower) -> None:
+        """Take note that one does not rely on a loan any more."""
+        loan.borrowers.discard(borrower)
+        loan.giving_up.discard(borrower)
+        self._end_unused(loan)
+
+    def _end_unused(self, loan: Loan) -> None:
+        if loan.retired and loan.borrowers <= loan.giving_up:
+            self.end(loan, loan.retired)
+
+    def _withdraw(self, loan: Loan) -> None:
+        """Lend it to nobody any more."""
+        if self._loans.get(key_of(loan.peer)) is loan:
+            del self._loans[key_of(loan.peer)]
+
     def end(self, loan: Loan, reason: str) -> None:
         """Begin to revoke a loan, and tell those who rely on it. Idempotent."""
         if loan.reason:
             return
         loan.reason = reason
         self.revoked += 1
-        if self._loans.get(key_of(loan.peer)) is loan:
-            del self._loans[key_of(loan.peer)]
+        self._withdraw(loan)
         loan.scope.cancel()
         self._crew().start(self._revoke, loan)
         for borrower in tuple(loan.borrowers):
@@ -121,6 +146,5 @@ class Lender:
 
     async def _revoke(self, loan: Loan) -> None:
         await loan.revoke()
-        loan.ended.set()
         for borrower in tuple(loan.borrowers):
             borrower.loan_over()
