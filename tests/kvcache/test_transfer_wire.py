@@ -19,6 +19,7 @@ from aiote.kvcache.transferwire import (
     Ended,
     Fill,
     Message,
+    Queued,
     Ranks,
     WireError,
     decode,
@@ -55,7 +56,13 @@ fills = st.builds(
     tokens=numbers,
     pages=numbers,
 )
-messages = fills | st.builds(Cancel, u64) | st.builds(Accepted, u64) | st.builds(Ended, u64, st.text(max_size=40))
+messages = st.one_of(
+    fills,
+    st.builds(Cancel, u64),
+    st.builds(Accepted, u64),
+    st.builds(Queued, u64),
+    st.builds(Ended, u64, st.text(max_size=40)),
+)
 
 
 @given(messages, st.randoms(use_true_random=False))

@@ -20,7 +20,7 @@ from aiote.kvcache.etcdgateway import EtcdError, Lines, checked, packed
 from aiote.kvcache.membership import Member
 from aiote.kvcache.reading import WireError
 from aiote.kvcache.registrywire import Announce, Answer, Entry, Leave, Subscribe, Update
-from aiote.kvcache.transferwire import Accepted, Assembler, Cancel, Ended, Fill, Ranks
+from aiote.kvcache.transferwire import Accepted, Assembler, Cancel, Ended, Fill, Queued, Ranks
 
 STATUSES = (200, 400, 401, 403, 404, 500, 503)
 PREFIX = b"m/"
@@ -178,6 +178,7 @@ def _messages() -> dict[str, transferwire.Message]:
         "long-fill": fill(10_000),  # three frames
         "cancel": Cancel(1),
         "accepted": Accepted(2),
+        "queued": Queued(4),
         "ended": Ended(3, "why"),
     }
 

@@ -33,7 +33,7 @@ from .layout import CacheLayout
 from .lending import Lender, Loan, key_of
 from .plan import plan_transfer
 from .post import Post
-from .transferwire import Accepted, Cancel, Ended, Fill, Numbers, Ranks, encode, fingerprint, fits_frame, frames
+from .transferwire import Accepted, Cancel, Ended, Fill, Numbers, Queued, Ranks, encode, fingerprint, fits_frame, frames
 
 __all__ = ["Attempt", "Desk", "Immediates"]
 
@@ -120,12 +120,13 @@ class Desk:
             for attempt in tuple(self.collecting):
                 attempt.look(anyio.current_time())
 
-    def hear(self, peer: aiote.Peer, message: Accepted | Ended) -> bool:
+    def hear(self, peer: aiote.Peer, message: Accepted | Ended | Queued) -> bool:
         """Pass on what a prefiller says; False where it is of nothing that still goes on."""
         source = self.sources.get(message.serial)
         if source is None or source.loan is None or key_of(source.loan.peer) != key_of(peer):
             if not isinstance(message, Accepted):
-                return False
+                # All may have arrived before one heard that it was to wait.
+                return isinstance(message, Queued)
             if self.lender.answered(peer, message.serial):
                 return True
             # It came too late: the leases are revoked. What is not wanted any more need not be computed either.
@@ -240,9 +241,9 @@ class Source:
                 self.loan.delivered(self.serial)
             self._attempt.desk.lender.take_back(self.loan, self)
 
-    def hear(self, message: Accepted | Ended) -> None:
+    def hear(self, message: Accepted | Ended | Queued) -> None:
         """Take what the rank says."""
-        self._accepted = True
+        self._accepted = True  # also what follows that shows it
         if isinstance(message, Ended):
             self.over = self._dismissed = True
             self._fail(message.reason or "it has stopped")

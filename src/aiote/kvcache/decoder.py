@@ -46,6 +46,7 @@ from .transferwire import (
     Assembler,
     Ended,
     Numbers,
+    Queued,
 )
 
 if TYPE_CHECKING:
@@ -66,8 +67,9 @@ class Decoder:
     length of what follows the last layer, such as hidden state or logits (0: nothing). At most `slots` requests have
     pages at a time, `line` more wait for some. Immediates are taken from `imm_base` on, 2**24 of them at most.
 
-    A try fails when nothing has come for `stall_limit` seconds (noticed within a quarter of that), and a prefiller that
-    does not confirm within `confirm_limit` that it has stopped loses its leases, once no other request relies on them.
+    A try fails when nothing has come for `stall_limit` seconds (noticed within a quarter of that), though no earlier
+    request to its prefiller, of whichever decoder, has moved on either. A prefiller that does not confirm within
+    `confirm_limit` that it has stopped loses its leases, once no other request relies on them.
     Raises UsageError for memory of another size; the engine's `message_bytes` must be 16384 at least, its default.
     """
 
@@ -298,7 +300,7 @@ class Decoder:
         except WireError:
             self.malformed += 1
             return
-        if isinstance(heard, (Accepted, Ended)) and not self._desk.hear(message.source, heard):
+        if isinstance(heard, (Accepted, Ended, Queued)) and not self._desk.hear(message.source, heard):
             self.strays += 1
 
 

@@ -63,8 +63,8 @@ class JobEnded(aiote.AioteError):
 
 @dataclass(slots=True)
 class Site:
-    """What the jobs of one prefiller share. `over` is called with each job once, at its end, and `failed` with one of
-    which a write has failed, outside of tasks.
+    """What the jobs of one prefiller share. `over` is called with each job once, at its end, `moved` with one that has
+    submitted a write, and `failed` with one of which a write has failed, outside of tasks.
     """
 
     engine: aiote.Engine
@@ -74,6 +74,7 @@ class Site:
     crew: Callable[[], Crew]
     post: Post
     over: Callable[[Job], object]
+    moved: Callable[[Job], object]
     failed: Callable[[Job], object]
     traffic: Traffic
 
@@ -98,11 +99,13 @@ class Job:
     """A prompt whose cache is wanted; `async with job:` around computing it. Made by a `Prefiller`.
 
     Leaving the block waits until all writes are over. Where the job is stopped meanwhile the block is cancelled, and
-    left without an error; `cancelled` tells. An error in it goes on as it is, after the decoder was told.
+    left without an error; `cancelled` tells. An error in it goes on as it is, after the decoder was told. A job has a
+    greater `number` than those that came before it.
     """
 
-    def __init__(self, site: Site, first: Order) -> None:
+    def __init__(self, site: Site, first: Order, number: int) -> None:
         self.site = site
+        self.number = number
         self.orders = [first]
         self.request_id = first.fill.request
         self.tokens: Numbers = first.fill.tokens
@@ -169,7 +172,8 @@ class Job:
         there.
 
         `data` is a Region of this engine, or memory that `Engine.register` takes, of exactly the length that the
-        decoder gave as `tail_bytes`. Where nobody takes it from this rank nothing happens. Raises UsageError, JobEnded.
+        decoder gave as `tail_bytes`: another length stops the job. Where nobody takes it from this rank nothing
+        happens. Raises UsageError, JobEnded.
         """
         self._require_entered()
         if self._tail_sent:
@@ -182,7 +186,8 @@ class Job:
         try:
             for order, target in targets:
                 if len(target) != len(region):
-                    raise aiote.UsageError(f"tail: {len(region)} bytes, the decoder expects {len(target)}")
+                    # Either side may be the one that is wrong, and the decoder's mistake must not end this program.
+                    self.stop(f"tail: {len(region)} bytes, the decoder expects {len(target)}")
                 imm = order.fill.imm + self.site.layout.layers
                 await self._start(order, partial(self.site.engine.submit_write_imm, region, target, imm))
             while self.in_flight and not self.reason:
@@ -366,6 +371,7 @@ class Job:
             if not order.flight:
                 self.site.traffic.begun()
             transfer.join(order.flight)
+            self.site.moved(self)
         if self.reason:
             await self._require_live()
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import aiote
 
 from .background import Crew
-from .transferwire import Accepted, Cancel, Ended, encode, frames
+from .transferwire import Accepted, Cancel, Ended, Queued, encode, frames
 
 __all__ = ["Post"]
 
@@ -30,7 +30,7 @@ class Post:
         self._late = 0
         self._numbers = itertools.count(1)
 
-    def say(self, peer: aiote.Peer, message: Accepted | Cancel | Ended) -> None:
+    def say(self, peer: aiote.Peer, message: Accepted | Cancel | Ended | Queued) -> None:
         """Send a message, which fits a frame, if the peer is there."""
         (frame,) = frames(encode(message), next(self._numbers))
         try:

@@ -17,6 +17,8 @@ nobody could have told the others. So where a part is missing after `gather_limi
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
@@ -45,6 +47,7 @@ from .transferwire import (
     Cancel,
     Ended,
     Fill,
+    Queued,
     fingerprint,
 )
 from .turned import Turned
@@ -56,6 +59,8 @@ __all__ = ["Prefiller"]
 
 ATTACHED = 256
 """How many descriptors are kept: a decoder's is the same in all its requests, for as long as its lease lasts."""
+QUEUED_S = 0.5
+"""How often jobs that wait are told of, at most; far below any `stall_limit`."""
 
 
 class Jobs(AsyncIterator[Job]):
@@ -113,6 +118,9 @@ class Prefiller:
         self._bell = Bell()
         self._failed: deque[Job] = deque()
         self._failure = Bell()
+        self._numbers = itertools.count()
+        self._earliest_moved = math.inf
+        self._move = Bell()
         self._draining = ""
         self._running: AbstractAsyncContextManager[Crew] | None = None
         check_message_bytes(self.engine)
@@ -183,10 +191,11 @@ class Prefiller:
                 crew=lambda: self._crew,
                 post=Post(self.engine, lambda: self._crew),
                 over=self._over,
+                moved=self._moved_on,
                 failed=self._fell,
                 traffic=Traffic(self.engine.loop.time),
             )
-            self._running = beside(self._end_failed)
+            self._running = beside(self._end_failed, self._tell_queued)
             self._crew = await self._running.__aenter__()
             self._give_back = self._mailroom.handle(TO_PREFILLER, self._take)
         except BaseException:
@@ -319,7 +328,7 @@ class Prefiller:
             raise aiote.ClosedError(self._draining)
         if self.waiting >= self._queue_limit:
             raise aiote.QueueFull(f"{self._queue_limit} requests wait already")
-        return Job(self._site, order)
+        return Job(self._site, order, next(self._numbers))
 
     def _enqueue(self, job: Job) -> None:
         """Have a job given out that waits for nobody any more."""
@@ -372,8 +381,30 @@ class Prefiller:
                 self._failed.popleft().begin_end()
             await self._failure.wait()
 
+    def _moved_on(self, job: Job) -> None:
+        """Have those told that wait for a job, and for others before them, if there are any."""
+        if len(self._jobs) > 1:
+            self._earliest_moved = min(self._earliest_moved, job.number)
+            self._move.ring()
+
+    async def _tell_queued(self) -> None:
+        """Tell decoders of the jobs that come after one that has moved on.
+
+        Not of those before it: a job that was forgotten is to be noticed, however busy this prefiller is with others.
+        """
+        while True:
+            while self._earliest_moved == math.inf:
+                await self._move.wait()
+            moved, self._earliest_moved = self._earliest_moved, math.inf
+            for job in self._jobs:
+                if job.number > moved:
+                    for order in job.orders:
+                        self._site.post.say(order.peer, Queued(order.fill.serial))
+            await anyio.sleep(QUEUED_S)
+
     def _over(self, job: Job) -> None:
         """Forget a job that is over."""
+        self._moved_on(job)
         self._jobs.pop(job, None)
         for order in job.orders:
             self._by_serial.pop((key_of(order.peer), order.fill.serial), None)

@@ -5,6 +5,7 @@
 | `Fill`     | decoder   | compute this prompt, and write it to these pages under these immediates                  |
 | `Cancel`   | decoder   | stop an attempt; only ever sent after its `Accepted` has come                            |
 | `Accepted` | prefiller | this `Fill` has come as a whole                                                          |
+| `Queued`   | prefiller | this attempt comes after others, of which one has moved on: its silence is no stall      |
 | `Ended`    | prefiller | nothing is written for this attempt any more, though not all of it was: and why          |
 
 An attempt is known by its serial, which its decoder uses once in its life. Messages of one engine to another come in no
@@ -45,6 +46,7 @@ __all__ = [
     "Ended",
     "Fill",
     "Message",
+    "Queued",
     "decode",
     "encode",
     "fingerprint",
@@ -128,9 +130,16 @@ class Ended:
     reason: str = ""
 
 
-Message = Fill | Cancel | Accepted | Ended
-_SERIAL_ONLY: dict[int, type[Cancel] | type[Accepted]] = {2: Cancel, 3: Accepted}
-_KINDS = {1: TO_PREFILLER, 2: TO_PREFILLER, 3: TO_DECODER, 4: TO_DECODER}
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """The attempt of this serial waits for earlier ones, which move on."""
+
+    serial: int
+
+
+Message = Fill | Cancel | Accepted | Ended | Queued
+_SERIAL_ONLY: dict[int, type[Cancel] | type[Accepted] | type[Queued]] = {2: Cancel, 3: Accepted, 5: Queued}
+_KINDS = {1: TO_PREFILLER, 2: TO_PREFILLER, 3: TO_DECODER, 4: TO_DECODER, 5: TO_DECODER}
 
 
 @functools.lru_cache(maxsize=64)
@@ -153,6 +162,8 @@ def encode(message: Message) -> bytes:
                 data = b"\x03" + struct.pack(">Q", serial)
             case Ended(serial, reason):
                 data = b"\x04" + struct.pack(">Q", serial) + _blob(_clipped(reason), REASON_BYTES)
+            case Queued(serial):
+                data = b"\x05" + struct.pack(">Q", serial)
     except struct.error as error:
         raise WireError(f"{type(message).__name__}: {error}") from error
     if len(data) > MESSAGE_LIMIT:
