@@ -176,6 +176,21 @@ def test_a_member_that_failed_or_came_anew_has_no_prefix():
     assert router.choose(prompt(1, 16), 0.0).cached_tokens == 0
 
 
+def test_a_member_that_refuses_keeps_its_other_prefixes():
+    """It was full, or draining: what it has computed is there, and the prompt that it refused is not."""
+    router = router_of("a", "b", pause=PAUSE)
+    first = router.choose(prompt(1, 16), 0.0)
+    router.delivered(first, first.members[0], 0.0)
+    longer = router.choose(prompt(1, 32), 0.0)
+    assert (longer.members[0], longer.cached_tokens) == (first.members[0], 16)
+    router.delivered(longer, longer.members[1], 0.0)
+    other = router.choose(prompt(2, 16), PAUSE)
+    router.delivered(other, None, PAUSE)
+    router.see([first.members[0]])  # the one that delivered the longer one has left
+    assert router.choose(prompt(1, 32), 2 * PAUSE).cached_tokens == 16
+    assert router.choose(prompt(2, 16), 2 * PAUSE).cached_tokens == 0
+
+
 def test_stale_members_come_last():
     router = Router(PAGE)
     router.see([member("a", stale=True), member("b")])

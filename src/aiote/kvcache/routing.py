@@ -112,6 +112,15 @@ class _Prefixes:
             found.update(dict.fromkeys(left, number))
         return found
 
+    def drop(self, hashes: Sequence[bytes], serial: int) -> None:
+        """Take note that a run was not given these blocks after all."""
+        for block in hashes:
+            others = tuple(other for other in self._blocks.get(block, ()) if other != serial)
+            if others:
+                self._blocks[block] = others
+            else:
+                self._blocks.pop(block, None)
+
     def put(self, hashes: Sequence[bytes], serial: int) -> None:
         """Take note that a run was given these blocks."""
         # Last block first, so that what is forgotten first is the end of a prompt: without its beginning it is no use.
@@ -216,8 +225,9 @@ class Router:
     def delivered(self, choice: Choice, by: Member | None, now: float) -> None:
         """Take note that a choice is over: delivered by one of its members, or by nobody. Idempotent.
 
-        Those that were asked before that one have failed: see `failed`. Where nobody delivered and that is no member's
-        fault, say `cancelled`.
+        Those that were asked before that one sit out. They may merely be full, or draining, so of this prompt they are
+        believed to have what they had before, and no more; of what has failed in earnest say `failed`. Where nobody
+        delivered and that is no member's fault, say `cancelled`.
         """
         if not self._close(choice):
             return
@@ -226,11 +236,16 @@ class Router:
                 self._believe(choice, member)
                 return
             self._sit_out(member, now)
+            if member is choice.members[0]:
+                self._disbelieve(choice, member)
 
     def failed(self, choice: Choice, member: Member, now: float) -> None:
         """Take note that a choice is over, for one member failed: it sits out, and what it had cached is forgotten."""
         self._close(choice)
-        self._sit_out(member, now)
+        seat = self._sit_out(member, now)
+        if seat is not None:
+            self._serial += 1
+            seat.serial = self._serial
 
     def cancelled(self, choice: Choice) -> None:
         """Take note that a choice is not wanted any more, which is nobody's fault. Idempotent."""
@@ -243,13 +258,23 @@ class Router:
         return seat is not None
 
     def _believe(self, choice: Choice, member: Member) -> None:
-        seat = self._seats.get(member.name)
-        if seat is not None and seat.member.incarnation == member.incarnation:
+        seat = self._seat_of(member)
+        if seat is not None:
             self._prefixes.put(choice.hashes, seat.serial)
 
-    def _sit_out(self, member: Member, now: float) -> None:
-        seat = self._seats.get(member.name)
-        if seat is not None and seat.member.incarnation == member.incarnation:
+    def _disbelieve(self, choice: Choice, member: Member) -> None:
+        """Take back what was believed of the first member because it was chosen."""
+        seat = self._seat_of(member)
+        if seat is not None:
+            self._prefixes.drop(choice.hashes[choice.cached_tokens // self.page_tokens :], seat.serial)
+
+    def _sit_out(self, member: Member, now: float) -> _Seat | None:
+        seat = self._seat_of(member)
+        if seat is not None:
             seat.failed = now
-            self._serial += 1
-            seat.serial = self._serial
+        return seat
+
+    def _seat_of(self, member: Member) -> _Seat | None:
+        """Return what is known of this run of a member."""
+        seat = self._seats.get(member.name)
+        return seat if seat is not None and seat.member.incarnation == member.incarnation else None
