@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -16,6 +18,7 @@ from aiote.kvcache.etcd import EtcdRegistry
 from aiote.kvcache.etcdgateway import EtcdError, Lines, checked, number, packed, records, unpacked
 from aiote.kvcache.membership import RegistryError
 from aiote.kvcache.registrywire import encode_member
+from aiote.testing import Fabric, run
 from engines import PATIENCE_S, until
 from registries import Etcd, ask, etcd_process, member
 
@@ -151,6 +154,42 @@ async def test_who_has_a_seat_keeps_it_while_etcd_refuses(monkeypatch):
             assert not seat.lost
             fake.otherwise.clear()
             await seat.update({"load": 1})
+
+
+async def test_a_key_that_was_deleted_while_nobody_watched_is_put_again():
+    fake = Fake()
+    with anyio.fail_after(PATIENCE_S):
+        async with fake.registry() as here, here.join(member("a")):
+            await until(lambda: here.in_touch)
+            puts, reads = (fake.asked.count(path) for path in ("/v3/kv/txn", "/v3/kv/range"))
+            here._revision = None  # as where etcd has compacted what was missed
+            fake.tell(said({"result": {"canceled": True, "compact_revision": "9"}}) + b"\n")
+            await until(lambda: fake.asked.count("/v3/kv/txn") > puts)
+            assert fake.asked.count("/v3/kv/range") > reads
+
+
+@pytest.mark.parametrize("silent", [1, 4])
+def test_a_lease_outlives_endpoints_that_say_nothing(silent):
+    """The endpoint that keeps it is the last one that is asked, after some that take questions and do not answer."""
+
+    async def main(fabric: Fabric) -> None:
+        fake, kept = Fake(), [fabric.now]
+
+        async def handle(request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/v3/lease/keepalive":
+                if request.url.host != "e0":
+                    await anyio.sleep_forever()
+                kept.append(fabric.now)
+            return await fake.handle(request)
+
+        endpoints = [f"http://e{number}" for number in range(silent, -1, -1)]
+        options = {"transport": httpx.MockTransport(handle)}
+        async with EtcdRegistry(endpoints, prefix=PREFIX, lease_s=2, options=options) as here, here.join(member("a")):
+            await asyncio.sleep(20)
+        lease_s = 2.0  # as the fake says
+        assert all(later - earlier < lease_s for earlier, later in itertools.pairwise([*kept, fabric.now]))
+
+    run(main)
 
 
 async def test_more_members_than_are_taken_are_an_error(monkeypatch):

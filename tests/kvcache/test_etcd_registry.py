@@ -107,6 +107,22 @@ async def test_a_lease_that_is_lost_is_taken_anew(etcd, monkeypatch):
 
 
 @pytest.mark.anyio
+async def test_a_key_that_somebody_deletes_is_put_again(etcd):
+    body = {"key": packed((PREFIX + "a").encode())}
+    with anyio.fail_after(PATIENCE_S):
+        async with registry(etcd) as here, registry(etcd) as there, here.join(member("a")) as seat:
+            events = there.watch()
+            await until_told(events, ("joined", "a"))
+            lease = seat.lease
+            for _ in range(2):
+                await asked(etcd, "/v3/kv/deleterange", body)
+                await until_told(events, ("left", "a"), ("joined", "a"))
+            assert (seat.lease, seat.lost) == (lease, "")
+            await seat.update({"load": 1})
+            await until_told(events, ("changed", "a"))
+
+
+@pytest.mark.anyio
 async def test_a_name_that_is_being_left_is_taken_once_it_is_free(etcd):
     with anyio.fail_after(PATIENCE_S):
         async with registry(etcd) as here, anyio.create_task_group() as group:

@@ -58,13 +58,20 @@ TRIES = 16
 
 
 class _EtcdSeat(HeldSeat):
-    """A seat, the lease that holds it (0: none) and what wakes its keeper."""
+    """A seat, the lease that holds it (0: none), what wakes its keeper, and how often its key was missing."""
 
     def __init__(self, member: Member, numbers: Iterator[int], bell: Bell) -> None:
         super().__init__(member, numbers, bell.ring)
         self.bell = bell
         self.lease = 0
         self.ttl_s = 0.0
+        self.missing = 0
+
+    def put_again(self) -> None:
+        """Have its key written once more: it is not there, as where somebody has deleted it, though the lease lives."""
+        self.told = 0
+        self.missing += 1
+        self.bell.ring()
 
 
 class EtcdRegistry:
@@ -228,6 +235,8 @@ class EtcdRegistry:
     def _replace(self, found: Mapping[str, Member]) -> None:
         for name in self._roster.known.keys() - found.keys():
             self._roster.remove(name)
+        for name in self._seats.keys() - found.keys():
+            self._seats[name].put_again()
         for member in found.values():
             self._roster.put(member)
 
@@ -266,6 +275,8 @@ class EtcdRegistry:
             name, member = self._member(entry if isinstance(entry, Mapping) else {})
             if event.get("type") == "DELETE" or member is None:
                 self._roster.remove(name)
+                if name in self._seats:
+                    self._seats[name].put_again()
             elif name not in self._roster.known and len(self._roster.known) >= MEMBERS:
                 raise self._too_many()
             else:
@@ -309,7 +320,7 @@ class EtcdRegistry:
                 await self._write(seat)
                 pause = RETRY_LEAST_S
                 with anyio.move_on_after(seat.ttl_s / 3):
-                    while seat.taken == seat.number and not seat.lost:
+                    while seat.told == seat.number and not seat.lost:
                         await seat.bell.wait()
             except EtcdError as error:
                 if error.permanent and not seat.taken:
@@ -321,11 +332,11 @@ class EtcdRegistry:
     async def _renew(self, seat: _EtcdSeat) -> None:
         """Keep the lease alive; take a new one, under which nothing is written yet, where there is none any more."""
         if seat.lease:
-            answer = await self._gateway.call("/v3/lease/keepalive", {"ID": str(seat.lease)})
+            answer = await self._gateway.call("/v3/lease/keepalive", {"ID": str(seat.lease)}, seat.ttl_s)
             if number(answer, "TTL") > 0:
                 return
             seat.lease = 0
-        answer = await self._gateway.call("/v3/lease/grant", {"TTL": str(self._ttl_s)})
+        answer = await self._gateway.call("/v3/lease/grant", {"TTL": str(self._ttl_s)}, self._ttl_s)
         seat.lease, seat.ttl_s, seat.told = number(answer, "ID"), float(number(answer, "TTL")), 0
 
     async def _write(self, seat: _EtcdSeat) -> None:
@@ -334,14 +345,14 @@ class EtcdRegistry:
         for _ in range(TRIES):
             if seat.told == seat.number:
                 return
-            answer = await self._gateway.call("/v3/kv/range", {"key": key})
+            answer = await self._gateway.call("/v3/kv/range", {"key": key}, seat.ttl_s)
             present = next(iter(records(answer, "kvs")), {})
             _, holder = self._member(present) if present else ("", None)
             ours = holder is None or number(present, "lease") == seat.lease
             if holder is not None and not ours and holder.incarnation >= seat.member.incarnation:
                 seat.lose(f"incarnation {holder.incarnation} of another engine holds the name")
                 return
-            change, member = seat.number, seat.member
+            change, member, missing = seat.number, seat.member, seat.missing
             compare = {
                 "key": key,
                 "target": "MOD",
@@ -349,11 +360,13 @@ class EtcdRegistry:
                 "mod_revision": str(number(present, "mod_revision")),
             }
             put = {"key": key, "value": packed(encode_member(member)), "lease": str(seat.lease)}
-            done = await self._gateway.call("/v3/kv/txn", {"compare": [compare], "success": [{"request_put": put}]})
+            question = {"compare": [compare], "success": [{"request_put": put}]}
+            done = await self._gateway.call("/v3/kv/txn", question, seat.ttl_s)
             if done.get("succeeded"):
-                seat.told = change
                 seat.take(change)
-                return
+                if seat.missing == missing:  # else it may be missing again: news of it may be faster than answers
+                    seat.told = change
+                    return
         raise EtcdError(f"{seat.member.name}: the key changed {TRIES} times while it was to be written")
 
     async def _leave(self, seat: _EtcdSeat) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -94,15 +95,19 @@ class Gateway:
             finally:
                 self._client = None
 
-    async def call(self, path: str, body: Mapping[str, object]) -> dict[str, Any]:
-        """Return the answer to one question. Raises EtcdError."""
+    async def call(self, path: str, body: Mapping[str, object], lease_s: float = math.inf) -> dict[str, Any]:
+        """Return the answer to one question. Raises EtcdError.
+
+        Where it is about a lease of so many seconds, all endpoints but one may be silent for a third of that together.
+        """
+        limit = min(REQUEST_S, lease_s / 3 / max(1, len(self._endpoints) - 1))
         trouble = EtcdError("no endpoint was asked")
         for _ in self._endpoints:
             try:
-                with anyio.move_on_after(REQUEST_S) as patience:
+                with anyio.move_on_after(limit) as patience:
                     return await self._ask(path, body)
                 if patience.cancelled_caught:
-                    raise EtcdError(f"{self.endpoint}{path}: no answer within {REQUEST_S} s")
+                    raise EtcdError(f"{self.endpoint}{path}: no answer within {limit:.1f} s")
             except EtcdError as error:
                 if error.code not in ASK_OTHERS:
                     raise
