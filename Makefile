@@ -110,5 +110,5 @@ distclean: clean  ## remove the environment as well
 	rm -rf "$(VENV)"
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1:\2/p' Makefile | while IFS=: read -r target text; do printf "  make %-12s %s\n" "$$target" "$$text"; done
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1:\2/p' Makefile | while IFS=: read -r target text; do printf "  make %-13s %s\n" "$$target" "$$text"; done
 	@echo "  PYTHON=python3.12 chooses the interpreter, VENV=folder its environment, ARGS=... goes to the command"
