@@ -93,6 +93,7 @@ class Cluster:
         self._failures = 0
         self._registry = ""
         self._changed = anyio.Event()
+        self._scaling = anyio.Lock()  # two at a time would both start what is missing
 
     async def run(self) -> None:
         """Start everything, say when all are ready, and return when it cannot go on: `reason`. Raises ClusterError."""
@@ -117,14 +118,15 @@ class Cluster:
     async def scale(self, wanted: dict[str, int]) -> None:
         """Have other numbers of servers: start those that are missing, drain the newest of those that are too many."""
         self.wanted.update(wanted)
-        for role, count in self.wanted.items():
-            here = [child for child in self.children if child.role == role and not child.draining]
-            for child in here[count:]:
-                LOG.info("draining %s", child.name)
-                child.draining = True
-                self._group.start_soon(child.end, signal.SIGTERM, self._args.drain_limit)
-            for _ in range(count - len(here)):
-                await self._start(role)
+        async with self._scaling:
+            for role, count in self.wanted.items():
+                here = [child for child in self.children if child.role == role and not child.draining]
+                for child in here[count:]:
+                    LOG.info("draining %s", child.name)
+                    child.draining = True
+                    self._group.start_soon(child.end, signal.SIGTERM, self._args.drain_limit)
+                for _ in range(count - len(here)):
+                    await self._start(role)
 
     async def _start(self, role: str) -> Child:
         self._numbers[role] += 1
