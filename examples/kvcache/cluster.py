@@ -1,11 +1,14 @@
 """One command for a whole cluster: a router, prefill servers and decode servers, each a process of its own.
 
+    export KVCACHE_TOKEN=$(openssl rand -hex 16)
     python examples/kvcache/cluster.py --prefill 2 --decode 2 --port 8000
-    curl localhost:8000/v1/completions -H 'content-type: application/json' -d '{"prompt": "Once", "stream": true}'
-    curl localhost:8000/scale -H 'content-type: application/json' -d '{"prefill": 3}'
+    curl localhost:8000/v1/completions -H "authorization: Bearer $KVCACHE_TOKEN" \\
+        -H 'content-type: application/json' -d '{"prompt": "Once", "stream": true}'
+    curl localhost:8000/scale -H "authorization: Bearer $KVCACHE_TOKEN" \\
+        -H 'content-type: application/json' -d '{"prefill": 3}'
 
-and http://127.0.0.1:8000/ shows it. Servers that are too many are drained, those that die are replaced. SIGTERM drains
-all; SIGINT (control-C) ends all at once.
+and the URL that it prints shows it. Without a token in the environment it makes one, which is in that URL. Servers that
+are too many are drained, those that die are replaced. SIGTERM drains all; SIGINT (control-C) ends all at once.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import json
 import logging
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -37,7 +41,7 @@ END_S = 10.0
 AGAIN_S = 0.5  # between the death of a server and its replacement
 MOST_FAILURES = 3  # in a row, of servers that never were ready
 MODEL = ("layers", "seed", "weights", "chunk_tokens", "slower", "slots", "lease")
-COMMON = ("provider", "host", "page_tokens", "context")
+COMMON = ("provider", "host", "advertise", "page_tokens", "context")
 
 
 class ClusterError(DemoError):
@@ -92,6 +96,8 @@ class Cluster:
         self._numbers = dict.fromkeys(("router", "prefill", "decode"), 0)
         self._failures = 0
         self._registry = ""
+        token = os.environ.get(serving.TOKEN) or secrets.token_urlsafe(16)
+        self._environment = {**os.environ, **ONE_THREAD, serving.TOKEN: token}
         self._changed = anyio.Event()
         self._scaling = anyio.Lock()  # two at a time would both start what is missing
 
@@ -103,7 +109,7 @@ class Cluster:
         await self.scale({})
         await self._until(lambda: all(child.ready for child in self.children))
         counts = ", ".join(f"{count} {role} servers" for role, count in self.wanted.items())
-        print(f"{router.ready['ready']}/ is ready: {counts}", flush=True)
+        print(f"{router.ready['page']} is ready: {counts}", flush=True)
         await self.failure.wait()
 
     async def _until(self, true: Callable[[], bool]) -> None:
@@ -136,11 +142,10 @@ class Cluster:
             command += ["--scalable", "--port", str(self._args.port), *options(self._args, COMMON)]
         else:
             command += ["--name", name, "--registry", self._registry, *options(self._args, COMMON + MODEL)]
-        environment = {**os.environ, **ONE_THREAD}
         # A session of its own: control-C reaches this process alone, which then ends the others in order.
         pipe = subprocess.PIPE
         process = await anyio.open_process(
-            command, stdin=pipe, stdout=pipe, stderr=None, env=environment, start_new_session=True
+            command, stdin=pipe, stdout=pipe, stderr=None, env=self._environment, start_new_session=True
         )
         child = Child(role, name, process)
         self.children.append(child)

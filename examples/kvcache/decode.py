@@ -158,14 +158,14 @@ def application(server: DecodeServer, engine: aiote.Engine, decoder: Decoder, ca
 
 async def main(args: argparse.Namespace, orders: serving.Orders) -> None:
     """Serve until told to drain, and then until the requests are over that are there."""
-    settings = serving.settings_of(args)
+    settings, token = serving.settings_of(args), serving.token()
     server = DecodeServer(settings, await anyio.to_thread.run_sync(settings.model))
     calls = serving.Calls()
     tail = server.model.config.vocabulary * np.dtype(np.float32).itemsize
     async with serving.member_of_a_cluster(args) as (engine, mailroom, registry):
         decoder = Decoder(mailroom, server.layout, server.memory, tail_bytes=tail, slots=args.slots)
         app = application(server, engine, decoder, calls)
-        async with decoder, serving.http(app, args.host, args.port, calls) as url:
+        async with decoder, serving.http(app, args, engine, token, calls) as url:
             member = serving.member(args, "decode", engine, url, weights.fingerprint(server.model))
             if not await orders.while_wanted(registry.ready):
                 return

@@ -1,6 +1,6 @@
 """A load generator: many clients at a time ask a router for completions, streamed, and report what they got.
 
-    python examples/kvcache/load.py http://127.0.0.1:8000 --clients 8 --seconds 10
+    python examples/kvcache/load.py "http://127.0.0.1:8000/?token=..." --clients 8 --seconds 10
 
 Prompts are drawn from a seed. A fraction of them begin with the same text, which a prefiller may then have cached; a
 fraction of the clients leave after the first token. The exit status is 1 where a request failed.
@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass, field
+from urllib.parse import parse_qs, urlsplit
 
 import anyio
 import httpx
@@ -72,7 +73,10 @@ class Load:
         limits = httpx.Limits(max_connections=self.args.clients)
         timeout = httpx.Timeout(SILENCE_S)
         begun = time.monotonic()
-        async with httpx.AsyncClient(base_url=self.args.url, limits=limits, timeout=timeout, trust_env=False) as client:
+        url = urlsplit(self.args.url)
+        headers = {"authorization": f"Bearer {parse_qs(url.query).get('token', [''])[0]}"}
+        options = {"headers": headers, "limits": limits, "timeout": timeout, "trust_env": False}
+        async with httpx.AsyncClient(base_url=f"{url.scheme}://{url.netloc}", **options) as client:
             async with anyio.create_task_group() as group:
                 for _ in range(self.args.clients):
                     group.start_soon(self._client, client, begun + self.args.seconds)

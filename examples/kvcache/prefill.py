@@ -100,7 +100,7 @@ class PrefillServer:
 
 async def main(args: argparse.Namespace, orders: serving.Orders) -> None:
     """Serve until told to drain, and then until the jobs are over that are there."""
-    settings = serving.settings_of(args)
+    settings, token = serving.settings_of(args), serving.token()
     server = PrefillServer(settings, await anyio.to_thread.run_sync(settings.model), args.slower)
     async with serving.member_of_a_cluster(args) as (engine, mailroom, registry):
         async with Prefiller(mailroom, server.layout, server.memory) as prefiller:
@@ -109,7 +109,7 @@ async def main(args: argparse.Namespace, orders: serving.Orders) -> None:
                 return JSONResponse(server.stats(engine, prefiller))
 
             app = Starlette(routes=[Route("/stats", stats)])
-            async with anyio.create_task_group() as group, serving.http(app, args.host, args.port) as url:
+            async with anyio.create_task_group() as group, serving.http(app, args, engine, token) as url:
                 group.start_soon(server.serve, prefiller)
                 member = serving.member(args, "prefill", engine, url, weights.fingerprint(server.model))
                 if await orders.while_wanted(registry.ready):

@@ -2,7 +2,8 @@
 
     python examples/kvcache/router.py --port 8000
 
-It keeps the registry of the members, which it prints as `registry` when it is ready.
+It keeps the registry of the members, which it prints as `registry` when it is ready, and the URL of its page with the
+token, which it makes where `KVCACHE_TOKEN` is not set.
 
 | path                    | what                                                                               |
 |-------------------------|------------------------------------------------------------------------------------|
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import codecs
 import json
+import os
 import secrets
 import sys
 import time
@@ -346,15 +348,21 @@ async def main(args: argparse.Namespace, orders: serving.Orders) -> None:
     """Serve until told to drain, and then until the requests are over that are there."""
     calls, viewers = Calls(), Calls()
     # A decode server may be silent for as long as its prompts wait; who is lost leaves the registry.
-    client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=2.0), limits=httpx.Limits(), trust_env=False)
+    token = os.environ.get(serving.TOKEN) or secrets.token_urlsafe(16)
+    client = httpx.AsyncClient(
+        timeout=httpx.Timeout(None, connect=2.0),
+        headers={"authorization": f"Bearer {token}"},
+        limits=httpx.Limits(),
+        trust_env=False,
+    )
     async with client, aiote.open_engine(args.provider) as engine, Mailroom(engine) as mailroom:
         async with RegistryServer(mailroom) as registry, anyio.create_task_group() as group:
             front = Front(registry, client, args.page_tokens)
             watcher = Watcher(front, registry, client)
             group.start_soon(front.follow)
             app = Api(front, watcher, calls, viewers, args).application()
-            async with serving.http(app, args.host, args.port, calls, viewers) as url:
-                serving.tell(ready=url, registry=str(engine.address))
+            async with serving.http(app, args, engine, token, calls, viewers) as url:
+                serving.tell(ready=url, page=f"{url}/?token={token}", registry=str(engine.address))
                 await orders.drain.wait()
                 # Whoever watches would do so for ever; who waits for tokens gets them.
                 viewers.end()

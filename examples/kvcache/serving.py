@@ -2,11 +2,16 @@
 
 A server ends in one of two ways. SIGTERM drains it: it takes no more, finishes what it has, and ends with status 0.
 SIGINT, or a second SIGTERM, ends it at once with status 130; the engine still sees to it that no NIC writes afterwards.
+
+All of a cluster have one *token*, in the environment as `KVCACHE_TOKEN`, and answer only who knows it: as
+`Authorization: Bearer TOKEN`, or in a GET's URL as `?token=TOKEN`.
 """
 
 from __future__ import annotations
 
 import argparse
+import hmac
+import ipaddress
 import json
 import logging
 import os
@@ -17,6 +22,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import anyio
 import uvicorn
@@ -30,6 +36,7 @@ from aiote.cli.demo.faults import DemoError, leaves
 from aiote.cli.demo.settings import Settings
 from aiote.kvcache import EmbeddedRegistry, Mailroom, Member, Registry, Role, Seat
 
+TOKEN = "KVCACHE_TOKEN"
 BODY_BYTES = 1 << 20
 SETTLE_S = 0.3
 AT_ONCE_S = 1.0  # what a server that is to end at once may take for that
@@ -66,6 +73,9 @@ def parser(description: str) -> argparse.ArgumentParser:
         "--provider", default="auto", help="auto (the default), local, socket, tcp or shm; the same everywhere"
     )
     out.add_argument("--host", default="127.0.0.1", help="where HTTP is served")
+    out.add_argument(
+        "--advertise", metavar="HOST", help="under which others reach that; needed where --host is no such"
+    )
     out.add_argument("--port", type=int, default=0, help="the port of it; 0, the default: any free one")
     out.add_argument("--page-tokens", type=int, default=16, help="tokens of a page")
     out.add_argument("--context", type=int, default=4096, help="tokens of the longest prompt with its answer")
@@ -146,6 +156,18 @@ def engine_stats(engine: aiote.Engine) -> dict[str, Any]:
         "peers": len(engine.peers),
         "transfers": counted.outstanding + counted.queued,
     }
+
+
+def token() -> str:
+    """Return the cluster's token. Raises DemoError where there is none."""
+    if not os.environ.get(TOKEN):
+        raise DemoError(f"{TOKEN} is not set in the environment: give it the router's token")
+    return os.environ[TOKEN]
+
+
+def reachable(args: argparse.Namespace, engine: aiote.Engine) -> str:
+    """Return the host under which others reach what is served here: where that is all addresses, the engine's."""
+    return args.advertise or (engine.address.host if args.host in ("", "0.0.0.0", "::") else args.host)
 
 
 # A server's life.
@@ -347,6 +369,43 @@ def refusal(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse(error.body, error.status)
 
 
+class Guard:
+    """An application for those who know the token, under a name that is this server's.
+
+    A browser sends what any page asks of it, also of this host: such a page has no token, and where it had its own name
+    resolved to this address, the `Host` is that name. An address is no such name.
+    """
+
+    def __init__(self, app: ASGIApp, token: str, names: Sequence[str]) -> None:
+        self._app = app
+        self._token = token.encode()
+        self._names = {"localhost", *names}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer; see ASGI."""
+        request = Request(scope)
+        if not self._ours(request.headers.get("host", "")):
+            await refusal(request, Refused(403, "Host is no name of this server"))(scope, receive, send)
+        elif not hmac.compare_digest(self._given(request), self._token):
+            await refusal(request, Refused(401, "the token is missing or wrong"))(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _ours(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            return name in self._names or bool(ipaddress.ip_address(name))
+        except ValueError:
+            return False
+
+    @staticmethod
+    def _given(request: Request) -> bytes:
+        kind, _, given = request.headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer":
+            given = request.query_params.get("token", "") if request.method == "GET" else ""
+        return given.encode()
+
+
 class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -355,16 +414,23 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def http(app: ASGIApp, host: str, port: int, *calls: Calls) -> AsyncIterator[str]:
-    """Serve an application for the length of the block, and give its URL; at the end open requests are cancelled."""
-    listener = socket.create_server((host, port), backlog=512)
-    config = uvicorn.Config(app, log_config=None, log_level="error", access_log=False, lifespan="off", ws="none")
+async def http(
+    app: ASGIApp, args: argparse.Namespace, engine: aiote.Engine, token: str, *calls: Calls
+) -> AsyncIterator[str]:
+    """Serve an application for the length of the block, to those who have the token, and give its URL; at the end open
+    requests are cancelled.
+    """
+    name = reachable(args, engine)
+    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+    listener = socket.create_server((args.host, args.port), family=family, backlog=512)
+    guarded = Guard(app, token, (name, args.host))
+    config = uvicorn.Config(guarded, log_config=None, log_level="error", access_log=False, lifespan="off", ws="none")
     server = _Server(config)
     async with anyio.create_task_group() as group:
         # Not cancelled but told to end, also when all else is cancelled: it would leave connections behind.
         group.start_soon(_shielded, server, listener)
         try:
-            yield f"http://{host}:{listener.getsockname()[1]}"
+            yield f"http://{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}"
         finally:
             for kind in calls:
                 kind.end()

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import anyio
+import httpx
 import pytest
 
 from aiote.cli.demo.reference import run_reference
@@ -103,6 +104,31 @@ def test_bodies_that_are_none(cluster):
     assert cluster.client.post("/scale", json={"prefill": 17}).status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("GET", "/"), ("GET", "/events"), ("GET", "/stats"), ("POST", "/scale"), ("POST", "/v1/completions")],
+)
+def test_nobody_is_served_without_the_token_or_under_another_name(cluster, method, path):
+    body = {"prefill": 5, "prompt": "x"} if method == "POST" else None
+    for url in (cluster.url, *(member["url"] for member in cluster.members())):
+        for headers in ({}, {"authorization": "Bearer x"}):
+            assert httpx.request(method, url + path, json=body, headers=headers, trust_env=False).status_code == 401
+    right = {"authorization": f"Bearer {cluster.token}"}
+    elsewhere = {**right, "host": "evil.example:8000"}
+    assert httpx.request(method, cluster.url + path, json=body, headers=elsewhere, trust_env=False).status_code == 403
+    if method == "POST":
+        # What a form on another page could send has its token in the URL, if anywhere.
+        found = httpx.post(f"{cluster.url}{path}?token={cluster.token}", json=body, trust_env=False)
+        assert found.status_code == 401
+    assert len(cluster.members("prefill")) == 2
+
+
+def test_the_decode_servers_generate_for_the_router_alone(cluster):
+    (url, *_) = (member["url"] for member in cluster.members("decode"))
+    body = {"tokens": [1], "max_tokens": 1, "prefillers": ["aiote://127.0.0.1:1"]}
+    assert httpx.post(f"{url}/generate", json=body, trust_env=False).status_code == 401
+
+
 def counted(stats, role, name):
     return sum(member["stats"][name] for member in stats["members"] if member["role"] == role)
 
@@ -115,9 +141,10 @@ def test_a_client_that_leaves_cancels_all_the_way(cluster, stream):
         b"%d" % stream + SLOW.encode(),
         str(stream).lower().encode(),
     )
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer %s\r\n"
+    head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     with socket.create_connection((address.hostname, address.port)) as client:
-        client.sendall(head % len(body) + body)
+        client.sendall(head % (cluster.token.encode(), len(body)) + body)
         held = cluster.until(lambda stats: stats["totals"]["pages_held"] > 200, "pages held on both sides")
         assert held["requests"]["open"] == 1
     left = time.monotonic()
@@ -155,7 +182,7 @@ def test_the_page_and_its_numbers(cluster):
 @pytest.mark.needs_browser
 def test_the_page_in_a_browser(cluster, tmp_path):
     with Browser(tmp_path) as page:
-        page.open(f"{cluster.url}/")
+        page.open(cluster.page)
         page.until("document.querySelectorAll('#members tr').length == 4")
         assert page.value("document.getElementById('state').textContent") == "2 prefill and 2 decode servers"
         rows = page.value("[...document.querySelectorAll('#members tr')].map(row => row.innerText)")

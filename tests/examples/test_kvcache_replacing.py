@@ -19,6 +19,7 @@ ARGUMENTS = argparse.Namespace(
     decode=2,
     provider="sim",
     host="",
+    advertise=None,
     page_tokens=1,
     context=1,
     layers=1,

@@ -25,7 +25,7 @@ def cluster(tmp_path_factory):
 def load(start, cluster):
     def run(seconds, **options):
         more = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-        return start("kvcache/load.py", cluster.url, "--seconds", seconds, "--clients", 3, *more)
+        return start("kvcache/load.py", cluster.page, "--seconds", seconds, "--clients", 3, *more)
 
     return run
 

@@ -43,10 +43,14 @@ class Cluster:
     def __init__(self, folder: Path, **options: Any) -> None:
         arguments = [f"--{name}={value}" for name, value in {**OPTIONS, **options}.items()]
         self.program = Program(folder, dict(os.environ), "kvcache/cluster.py", *arguments)
-        self.url = self.program.address().partition("/ is ready")[0]
+        self.page = self.program.address().partition(" is ready")[0]
+        self.url, _, self.token = self.page.partition("/?token=")
         # A connection that is kept would look like one that a test has left behind.
         limits = httpx.Limits(max_keepalive_connections=0)
-        self.client = httpx.Client(base_url=self.url, timeout=PATIENCE_S, limits=limits, trust_env=False)
+        headers = {"authorization": f"Bearer {self.token}"}
+        self.client = httpx.Client(
+            base_url=self.url, headers=headers, timeout=PATIENCE_S, limits=limits, trust_env=False
+        )
 
     def stats(self) -> dict[str, Any]:
         return self.client.get("/stats").json()

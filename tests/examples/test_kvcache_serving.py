@@ -1,0 +1,71 @@
+"""Whom the servers of examples/kvcache answer, and the URL that others are told."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from starlette.responses import PlainTextResponse
+
+from programs import EXAMPLES
+
+TOKEN = "a token"
+RIGHT = {"authorization": f"Bearer {TOKEN}"}
+
+
+@pytest.fixture
+def serving(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(EXAMPLES / "kvcache"), *sys.path])
+    import serving
+
+    return serving
+
+
+ASKED = [
+    ("GET", "/", RIGHT, "127.0.0.1:8000", 200),
+    ("POST", "/", {"authorization": f"bearer {TOKEN}"}, "[::1]:8000", 200),
+    ("GET", f"/?token={TOKEN}", {}, "localhost:8000", 200),
+    ("GET", "/", RIGHT, "router.example", 200),
+    ("POST", f"/?token={TOKEN}", {}, "localhost:8000", 401),  # what a form of another page could send
+    ("GET", "/", {}, "localhost", 401),
+    ("GET", "/?token=", {}, "localhost", 401),
+    ("GET", "/", {"authorization": f"Basic {TOKEN}"}, "localhost", 401),
+    ("GET", "/?token=\u00e9", {"authorization": "Bearer a"}, "localhost", 401),
+    ("GET", "/", RIGHT, "evil.example:8000", 403),  # a page whose own name was resolved to this address
+    ("GET", "/", RIGHT, "127.0.0.1.evil.example", 403),
+    ("GET", "/", RIGHT, "[::1", 403),
+]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("method", "path", "headers", "host", "status"), ASKED)
+async def test_who_is_answered(serving, method, path, headers, host, status):
+    app = serving.Guard(PlainTextResponse("well"), TOKEN, ("router.example",))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+        answer = await client.request(method, path, headers={**headers, "host": host})
+        assert answer.status_code == status
+
+
+@pytest.mark.parametrize(
+    ("host", "advertise", "told"),
+    [
+        ("127.0.0.1", None, "127.0.0.1"),
+        ("0.0.0.0", None, "10.0.0.1"),
+        ("::", None, "10.0.0.1"),
+        ("0.0.0.0", "router.example", "router.example"),
+    ],
+)
+def test_what_others_are_told_can_be_reached(serving, host, advertise, told):
+    engine = SimpleNamespace(address=SimpleNamespace(host="10.0.0.1"))
+    assert serving.reachable(argparse.Namespace(host=host, advertise=advertise), engine) == told
+
+
+def test_a_member_without_the_token_does_not_start(start):
+    environment = {name: "" for name in ("KVCACHE_TOKEN",) if name in os.environ}
+    program = start("kvcache/decode.py", "--registry", "aiote://127.0.0.1:1", **environment)
+    assert program.end() == 1
+    assert "KVCACHE_TOKEN is not set" in program.err
