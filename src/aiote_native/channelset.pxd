@@ -1,7 +1,7 @@
-from libc.stdint cimport uint64_t
+from libc.stdint cimport uint32_t, uint64_t
 
 from aiote_native.progress cimport Progress
-from aiote_native.structs cimport Channel, PeerState
+from aiote_native.structs cimport Channel, Op, PeerState
 
 cdef class ChannelSet:
     cdef PeerState state
@@ -15,3 +15,7 @@ cdef class ChannelSet:
     cdef int widest(self) noexcept nogil
     cdef Channel* channel_of(self, int number) except NULL
     cdef void drop_notice(self, Channel* channel) noexcept nogil
+    cdef uint32_t moving(self, uint64_t* ended) noexcept nogil
+    cdef bint holds(self, const Channel* channel, const Op* op) noexcept nogil
+    cdef bint is_noticed(self) noexcept
+    cdef bint take_failure(self) noexcept

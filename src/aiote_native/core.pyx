@@ -123,8 +123,8 @@ cdef class Core:
         """Do one round. True: call again soon; False: it is safe to sleep until `fd` is readable."""
         cdef int again
         usable(&self.engine)
-        lock(&self.engine)
         with nogil:
+            lock(&self.engine)
             again = progress_once(&self.engine)
             if self.engine.threaded:
                 # The round may have taken the wake-up that a thread was given which sleeps on, so count it as asleep.
@@ -132,7 +132,7 @@ cdef class Core:
                 if again:
                     # And it has just been made to look awake to its peers: it has to be.
                     kick(&self.engine)
-        unlock(&self.engine)
+            unlock(&self.engine)
         return again != 0
 
     def turn(self, on_round) -> bool:
@@ -155,10 +155,10 @@ cdef class Core:
         try:
             while again:
                 usable(&self.engine)
-                lock(&self.engine)
                 with nogil:
+                    lock(&self.engine)
                     again = progress_until(&self.engine, deadline)
-                unlock(&self.engine)
+                    unlock(&self.engine)
                 self.woke = False
                 self.reap(True, on_round)
                 if not alive(&self.engine):
@@ -200,14 +200,15 @@ cdef class Core:
         if not alive(&self.engine):
             # In a child of a fork the lock may be held for good, and the descriptor is the parent's, too.
             return failed
-        lock(&self.engine)
-        if self.engine.notified:
-            self.engine.notified = False
-            read(self.engine.notify_fd, &value, sizeof(value))
-        item = self.engine.state.done.head
-        self.engine.state.done.head = self.engine.state.done.tail = NULL
-        failures = self.engine.state.failures != 0
-        unlock(&self.engine)
+        with nogil:
+            lock(&self.engine)
+            if self.engine.notified:
+                self.engine.notified = False
+                read(self.engine.notify_fd, &value, sizeof(value))
+            item = self.engine.state.done.head
+            self.engine.state.done.head = self.engine.state.done.tail = NULL
+            failures = self.engine.state.failures != 0
+            unlock(&self.engine)
         while item != NULL:
             following = item.next
             finish(<Waitable> <object> item.owner, woken)
@@ -224,15 +225,17 @@ cdef class Core:
 
     cdef object run_woken(self, list woken, bint direct):
         """Wake tasks; what those that run at once post is handed over when all have."""
-        if direct:
-            lock(&self.engine)
-            self.engine.state.batch.on = True
-            unlock(&self.engine)
+        if direct and alive(&self.engine):
+            with nogil:
+                lock(&self.engine)
+                self.engine.state.batch.on = True
+                unlock(&self.engine)
         raised = wake_all(woken, direct)
         if direct and alive(&self.engine):
-            lock(&self.engine)
-            batch_end(&self.engine.state.batch)
-            unlock(&self.engine)
+            with nogil:
+                lock(&self.engine)
+                batch_end(&self.engine.state.batch)
+                unlock(&self.engine)
         return raised
 
     cdef object tell(self, list failed, on_round):
@@ -260,28 +263,12 @@ cdef class Core:
     def noticed(self) -> list[PeerLink]:
         """Return the peers with `notices`."""
         cdef PeerLink link
-        cdef int i
-        found = []
-        if self.engine.state.failures:
-            for link in self.peers:
-                for i in range(link.state.channel_count):
-                    if link.state.channels[i].noticed:
-                        found.append(link)
-                        break
-        return found
+        return [link for link in self.peers if link.is_noticed()] if self.engine.state.failures else []
 
     def failed_peers(self) -> list[PeerLink]:
         """Return the peers that failed since the last call."""
         cdef PeerLink link
-        found = []
-        lock(&self.engine)
-        for link in self.peers:
-            if link.state.failed and not link.state.reported:
-                link.state.reported = True
-                self.engine.state.failures -= 1
-                found.append(link)
-        unlock(&self.engine)
-        return found
+        return [link for link in tuple(self.peers) if link.take_failure()]
 
     def submit_single(self, PeerLink peer, Operation operation, bint reads, LocalMemory local, uint64_t local_offset,
                       RemoteMemory remote, uint64_t remote_offset, uint64_t length, int64_t imm) -> None:
@@ -366,18 +353,19 @@ cdef class Core:
         self.launch(peer, operation)
 
     cdef int launch(self, PeerLink peer, Operation operation) except -1:
+        usable(&self.engine)
         operation.submitted = True
         if operation.local is not None:
             operation.local.in_flight += 1
         Py_INCREF(operation)
-        lock(&self.engine)
         with nogil:
+            lock(&self.engine)
             if operation.op.opcode == OP_SEND:
                 mailbox_start(&self.engine.state, &peer.state, &operation.op)
             else:
                 op_start(&self.engine.state, &peer.state, &operation.op)
-        kick(&self.engine)
-        unlock(&self.engine)
+            kick(&self.engine)
+            unlock(&self.engine)
         return 0
 
     def cancel(self, Operation operation) -> None:
@@ -385,16 +373,17 @@ cdef class Core:
         cdef Op* op = &operation.op
         if not operation.submitted or operation.is_over or not alive(&self.engine):
             return
-        lock(&self.engine)
-        if op.over:
-            # Its peer may be gone before it is reaped.
-            pass
-        elif op.opcode == OP_SEND:
-            mailbox_cancel(&self.engine.state, op.peer.mailbox, op)
-        else:
-            op_cancel(&self.engine.state, op)
-        kick(&self.engine)
-        unlock(&self.engine)
+        with nogil:
+            lock(&self.engine)
+            if op.over:
+                # Its peer may be gone before it is reaped.
+                pass
+            elif op.opcode == OP_SEND:
+                mailbox_cancel(&self.engine.state, op.peer.mailbox, op)
+            else:
+                op_cancel(&self.engine.state, op)
+            kick(&self.engine)
+            unlock(&self.engine)
 
     def add_peer(self, tag: object) -> PeerLink:
         """Make the native half of a peer, without channels yet."""
@@ -414,20 +403,22 @@ cdef class Core:
         """Tell whether an immediate has counts, handles or waiters."""
         cdef bint present
         usable(&self.engine)
-        lock(&self.engine)
-        present = table_find(&self.engine.state.counters, imm) != NULL
-        unlock(&self.engine)
+        with nogil:
+            lock(&self.engine)
+            present = table_find(&self.engine.state.counters, imm) != NULL
+            unlock(&self.engine)
         return present
 
     def expect_messages(self, int change) -> None:
         """Say that so many more (or, negative, fewer) receivers wait for a message."""
         if not alive(&self.engine):
             return
-        lock(&self.engine)
-        self.engine.receivers += change
-        if change > 0:
-            kick(&self.engine)
-        unlock(&self.engine)
+        with nogil:
+            lock(&self.engine)
+            self.engine.receivers += change
+            if change > 0:
+                kick(&self.engine)
+            unlock(&self.engine)
 
     @property
     def inbox(self) -> int:
@@ -449,9 +440,10 @@ cdef class Core:
         """End the native thread and wait for it (it never waits for the GIL). Idempotent."""
         if not self.engine.threaded or not alive(&self.engine):
             return
-        lock(&self.engine)
-        self.engine.stop = True
-        unlock(&self.engine)
+        with nogil:
+            lock(&self.engine)
+            self.engine.stop = True
+            unlock(&self.engine)
         call(&self.engine)
         with nogil:
             pthread_join(self.engine.thread, NULL)

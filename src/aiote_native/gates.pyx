@@ -75,9 +75,14 @@ cdef void gate_leave(Channel* channel) noexcept nogil:
 
 
 cdef void batch_end(Batch* batch) noexcept nogil:
-    """Hand over what all have posted meanwhile."""
-    cdef Channel* channel
+    """Hand over what all have posted, and keep nothing more."""
     batch.on = False
+    batch_flush(batch)
+
+
+cdef void batch_flush(Batch* batch) noexcept nogil:
+    """Hand over what all have posted so far."""
+    cdef Channel* channel
     while batch.waiting != NULL:
         channel = batch.waiting
         batch.waiting = channel.next_unflushed

@@ -18,5 +18,7 @@ cdef inline bint tally_again(Tally* self, uint32_t word, int64_t n) noexcept nog
 
 cdef int tally_add(Tally* self, uint32_t word, int64_t n) noexcept nogil
 cdef int64_t tally_get(Tally* self, uint32_t word) noexcept nogil
+cdef int tally_copy(const Tally* self, Tally* out) noexcept nogil
+cdef Tally tally_take(Tally* self) noexcept nogil
 cdef void tally_free(Tally* self) noexcept nogil
-cdef list tally_items(Tally* self)
+cdef list tally_items(const Tally* self)

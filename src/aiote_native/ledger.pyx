@@ -6,8 +6,9 @@ The protocol, and why the tables stay small, is `aiote.core.failover`, whose `Le
 """
 
 from libc.errno cimport ENOMEM, ENOSPC
-from libc.stdint cimport int64_t, uint32_t
+from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy, memset
 
 cdef enum:
     FIRST_SIZE = 16
@@ -63,7 +64,7 @@ cdef int tally_add(Tally* self, uint32_t word, int64_t n) noexcept nogil:
     cdef int code
     # Most words are the one before: pages of one request, stripes of one write.
     if self.used and self.taken[self.last] and self.words[self.last] == word:
-        self.counts[self.last] += n
+        self.counts[self.last] = <int64_t> (<uint64_t> self.counts[self.last] + <uint64_t> n)
         return 0
     if self.used * 4 >= self.size * 3:
         code = resize(self)
@@ -75,7 +76,8 @@ cdef int tally_add(Tally* self, uint32_t word, int64_t n) noexcept nogil:
         self.words[at] = word
         self.counts[at] = 0
         self.used += 1
-    self.counts[at] += n
+    # Without sign: what a peer has settled may be anything, and a sum of signed numbers may not overflow.
+    self.counts[at] = <int64_t> (<uint64_t> self.counts[at] + <uint64_t> n)
     self.last = at
     return 0
 
@@ -88,6 +90,30 @@ cdef int64_t tally_get(Tally* self, uint32_t word) noexcept nogil:
     return self.counts[at] if self.taken[at] else 0
 
 
+cdef int tally_copy(const Tally* self, Tally* out) noexcept nogil:
+    """Make `out` a copy, to be freed; -ENOMEM where there is no memory for it."""
+    out[0] = self[0]
+    if self.size == 0:
+        return 0
+    out.words = <uint32_t*> calloc(self.size, sizeof(uint32_t))
+    out.counts = <int64_t*> calloc(self.size, sizeof(int64_t))
+    out.taken = <bint*> calloc(self.size, sizeof(bint))
+    if out.words == NULL or out.counts == NULL or out.taken == NULL:
+        tally_free(out)
+        return -ENOMEM
+    memcpy(out.words, self.words, self.size * sizeof(uint32_t))
+    memcpy(out.counts, self.counts, self.size * sizeof(int64_t))
+    memcpy(out.taken, self.taken, self.size * sizeof(bint))
+    return 0
+
+
+cdef Tally tally_take(Tally* self) noexcept nogil:
+    """Return what is in the tally, to be freed, and empty it."""
+    cdef Tally taken = self[0]
+    memset(self, 0, sizeof(Tally))
+    return taken
+
+
 cdef void tally_free(Tally* self) noexcept nogil:
     free(self.words)
     free(self.counts)
@@ -98,8 +124,8 @@ cdef void tally_free(Tally* self) noexcept nogil:
     self.size = self.used = self.last = 0
 
 
-cdef list tally_items(Tally* self):
-    """Return (word, count) of every word that is not at zero."""
+cdef list tally_items(const Tally* self):
+    """Return (word, count) of every word that is not at zero; of a tally that no lock guards."""
     cdef uint32_t i
     return [(self.words[i], self.counts[i]) for i in range(self.size) if self.taken[i] and self.counts[i] != 0]
 

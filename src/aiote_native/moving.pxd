@@ -8,4 +8,5 @@ cdef bint mailbox_unsure(State* state, Mailbox* self, uint64_t top, const uint64
                          uint64_t count) noexcept nogil
 cdef void mailbox_attach(State* state, Mailbox* self, Channel* channel, void* desc) noexcept nogil
 cdef void mailbox_release(State* state, Mailbox* self) noexcept nogil
-cdef tuple mailbox_came(const Mailbox* self)
+cdef uint64_t mailbox_came(const Mailbox* self, uint64_t* seen) noexcept nogil
+cdef list mailbox_holes(uint64_t top, const uint64_t* seen, uint64_t slots)

@@ -5,6 +5,7 @@ again, with the number that it had. The protocol is `aiote.core.failover`. The c
 """
 
 from libc.stdint cimport uint32_t, uint64_t
+from libc.string cimport memcpy
 
 from aiote_native.messages cimport CREDIT_SLOTS, mailbox_pump, post_receives
 from aiote_native.posting cimport op_end
@@ -89,10 +90,15 @@ cdef void mailbox_release(State* state, Mailbox* self) noexcept nogil:
     mailbox_pump(state, self)
 
 
-cdef tuple mailbox_came(const Mailbox* self):
-    """Return the highest number of a message that came, and those below it that did not."""
-    cdef uint64_t n, first
+cdef uint64_t mailbox_came(const Mailbox* self, uint64_t* seen) noexcept nogil:
+    """Return the highest number of a message that came, and copy which did to `seen`, of as many words as slots."""
     if self == NULL:
-        return 0, []
-    first = self.top - self.slots + 1 if self.top >= self.slots else 1
-    return self.top, [n for n in range(first, self.top + 1) if self.seen[n % self.slots] != n]
+        return 0
+    memcpy(seen, self.seen, self.slots * sizeof(uint64_t))
+    return self.top
+
+
+cdef list mailbox_holes(uint64_t top, const uint64_t* seen, uint64_t slots):
+    """Return the numbers of the messages up to `top` that did not come."""
+    cdef uint64_t n
+    return [n for n in range(top - slots + 1 if top >= slots else 1, top + 1) if seen[n % slots] != n]

@@ -3,7 +3,7 @@ from libc.stdint cimport uint32_t, uint64_t, uint8_t
 from aiote_native.channelset cimport ChannelSet
 from aiote_native.doorbell cimport PeerBell
 from aiote_native.progress cimport Progress
-from aiote_native.structs cimport Channel
+from aiote_native.structs cimport Channel, Mailbox
 from aiote_native.workrequests cimport LocalMemory
 
 cdef class PeerLink(ChannelSet):
@@ -20,6 +20,8 @@ cdef class PeerLink(ChannelSet):
     cdef LocalMemory mailbox_memory
     cdef readonly list leftover
     cdef void hang_bell(self, Channel* channel, PeerBell bell, int slot, int peer_slot, uint32_t peer_generation)
-    cdef void leave(self)
+    cdef void place_channel(self, Channel* channel, int number) noexcept nogil
+    cdef int keep_messages(self, Mailbox* mailbox) except -1
+    cdef void leave(self) noexcept nogil
 
 cdef PeerLink open_peer(object core, Progress* engine, object tag)

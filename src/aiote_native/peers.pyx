@@ -27,12 +27,13 @@ cdef PeerLink open_peer(object core, Progress* engine, object tag):
     link.state.owner = <PyObject*> link
     link.state.batch = &engine.state.batch
     link.state.timed = engine.clock == NULL
-    lock(engine)
-    link.state.next_peer = engine.state.peers
-    if engine.state.peers != NULL:
-        engine.state.peers.prev_peer = &link.state
-    engine.state.peers = &link.state
-    unlock(engine)
+    with nogil:
+        lock(engine)
+        link.state.next_peer = engine.state.peers
+        if engine.state.peers != NULL:
+            engine.state.peers.prev_peer = &link.state
+        engine.state.peers = &link.state
+        unlock(engine)
     return link
 
 
@@ -104,22 +105,29 @@ cdef class PeerLink(ChannelSet):
         channel.impl = endpoint.give()
         channel.open = True
         channel.paused = number >= 0
-        lock(self.engine)
+        if number >= 0:
+            self.endpoints[number] = endpoint
+        else:
+            self.endpoints.append(endpoint)
+        with nogil:
+            lock(self.engine)
+            self.place_channel(channel, number)
+            kick(self.engine)
+            unlock(self.engine)
+
+    cdef void place_channel(self, Channel* channel, int number) noexcept nogil:
+        """Let a channel take part, in the place of one that was shut where `number` names it."""
         self.engine.state.channels += 1
         if number >= 0:
             self.drop_notice(self.state.channels[number])
             free_channel(self.state.channels[number])
             self.state.channels[number] = channel
-            self.endpoints[number] = endpoint
         else:
             self.state.channels[self.state.channel_count] = channel
             self.state.channel_count += 1
-            self.endpoints.append(endpoint)
         if channel.wait_fd < 0:
             self.state.greeting = True
             greet(self.engine, channel)
-        kick(self.engine)
-        unlock(self.engine)
 
     cdef void hang_bell(self, Channel* channel, PeerBell bell, int slot, int peer_slot, uint32_t peer_generation):
         channel.peer_bell = <const uint32_t*> bell.page
@@ -138,6 +146,7 @@ cdef class PeerLink(ChannelSet):
 
     def greeted(self) -> None:
         """Take note that the peer has made progress since we joined its endpoint, and so has looked at ours."""
+        # Read by who closes the link alone, which is the event loop, too.
         self.state.greeting = False
 
     def open_mailbox(self, LocalMemory memory, uint32_t slots, uint32_t message_bytes, uint32_t peer_slots,
@@ -147,20 +156,21 @@ cdef class PeerLink(ChannelSet):
         `memory` holds `pool_bytes(...)` and is closed with the link.
         """
         cdef uint32_t slot_bytes = max(message_bytes, peer_message_bytes) + HEADER_BYTES
+        cdef Mailbox* mailbox
         usable(self.engine)
         if self.state.channel_count == 0 or self.state.mailbox != NULL:
             raise RuntimeError("a mailbox needs a channel, and there is one for a peer")
         if memory.length < mailbox_bytes(slots, peer_slots, slot_bytes):
             raise ValueError("the pool's memory is too short")
-        lock(self.engine)
-        try:
-            self.state.mailbox = mailbox_new(self.state.channels[0], slots, slot_bytes, peer_slots,
-                                             <uint8_t*> memory.address, memory.descs[self.state.channels[0].rail])
-            self.mailbox_memory = memory
-            self.message_limit = peer_message_bytes
-            mailbox_open(&self.engine.state, self.state.mailbox)
+        mailbox = mailbox_new(self.state.channels[0], slots, slot_bytes, peer_slots, <uint8_t*> memory.address,
+                              memory.descs[self.state.channels[0].rail])
+        self.mailbox_memory = memory
+        self.message_limit = peer_message_bytes
+        with nogil:
+            lock(self.engine)
+            self.state.mailbox = mailbox
+            mailbox_open(&self.engine.state, mailbox)
             kick(self.engine)
-        finally:
             unlock(self.engine)
 
     def take_message(self) -> bytes | None:
@@ -170,15 +180,20 @@ cdef class PeerLink(ChannelSet):
             return self.leftover.pop(0)
         if self.closed or self.state.mailbox == NULL or not alive(self.engine):
             return None
-        lock(self.engine)
-        try:
+        with nogil:
+            lock(self.engine)
             slot = mailbox_peek(self.state.mailbox)
-            if slot == NULL:
-                return None
-            payload = (<const char*> slot.memory)[HEADER_BYTES:HEADER_BYTES + slot.length]
+            unlock(self.engine)
+        if slot == NULL:
+            return None
+        # It stays the first one until it is consumed here: others are put behind it.
+        payload = (<const char*> slot.memory)[HEADER_BYTES:HEADER_BYTES + slot.length]
+        if self.state.mailbox == NULL or not alive(self.engine):
+            return None
+        with nogil:
+            lock(self.engine)
             mailbox_consume(&self.engine.state, self.state.mailbox)
             kick(self.engine)
-        finally:
             unlock(self.engine)
         return payload
 
@@ -193,12 +208,13 @@ cdef class PeerLink(ChannelSet):
         """Give the peer up: what is queued ends with this error; what is posted ends when the link is closed."""
         if self.closed or not alive(self.engine):
             return
-        lock(self.engine)
-        peer_fail(&self.engine.state, &self.state, -errnum, -1)
-        if self.state.mailbox != NULL:
-            mailbox_fail(&self.engine.state, self.state.mailbox, -errnum, -1)
-        kick(self.engine)
-        unlock(self.engine)
+        with nogil:
+            lock(self.engine)
+            peer_fail(&self.engine.state, &self.state, -errnum, -1)
+            if self.state.mailbox != NULL:
+                mailbox_fail(&self.engine.state, self.state.mailbox, -errnum, -1)
+            kick(self.engine)
+            unlock(self.engine)
 
     def close(self, int errnum=EIO) -> None:
         """End every channel; when this returns no byte moves to or from the peer.
@@ -206,20 +222,27 @@ cdef class PeerLink(ChannelSet):
         What was queued or posted ends with an error at the next `Core.reap`; messages that had arrived can
         still be taken. Idempotent.
         """
+        cdef Mailbox* mailbox
         cdef int i
         if self.closed or not alive(self.engine):
             return
         self.fail(errnum)
-        lock(self.engine)
+        # At once, for where the GIL is let go another thread may call, too.
+        self.closed = True
         with nogil:
+            lock(self.engine)
             for i in range(self.state.channel_count):
                 self.drop_notice(self.state.channels[i])
                 close_channel(self.engine, self.state.channels[i])
             self.state.channel_count = 0
-        self.keep_messages()
-        self.leave()
-        unlock(self.engine)
-        self.closed = True
+            mailbox = self.state.mailbox
+            self.state.mailbox = NULL
+            if mailbox != NULL:
+                self.engine.state.inbox -= mailbox.ready
+            self.leave()
+            unlock(self.engine)
+        if mailbox != NULL:
+            self.keep_messages(mailbox)
         for endpoint in self.endpoints:
             if endpoint is not None:
                 (<NativeEndpoint> endpoint).taken_back()
@@ -243,19 +266,24 @@ cdef class PeerLink(ChannelSet):
     def move_mailbox(self, int number) -> None:
         """Receive messages over another channel; none is sent before `release_mailbox`."""
         cdef Channel* channel = self.channel_of(number)
-        lock(self.engine)
-        if self.state.mailbox != NULL and channel.open:
-            mailbox_attach(&self.engine.state, self.state.mailbox, channel, self.mailbox_memory.descs[channel.rail])
-        kick(self.engine)
-        unlock(self.engine)
+        cdef void* desc = self.mailbox_memory.descs[channel.rail] if self.mailbox_memory is not None else NULL
+        with nogil:
+            lock(self.engine)
+            if self.state.mailbox != NULL and channel.open:
+                mailbox_attach(&self.engine.state, self.state.mailbox, channel, desc)
+            kick(self.engine)
+            unlock(self.engine)
 
     def release_mailbox(self) -> None:
         """Say that the peer receives there, too."""
-        lock(self.engine)
-        if self.state.mailbox != NULL and self.state.mailbox.channel != NULL:
-            mailbox_release(&self.engine.state, self.state.mailbox)
-        kick(self.engine)
-        unlock(self.engine)
+        if self.closed or not alive(self.engine):
+            return
+        with nogil:
+            lock(self.engine)
+            if self.state.mailbox != NULL and self.state.mailbox.channel != NULL:
+                mailbox_release(&self.engine.state, self.state.mailbox)
+            kick(self.engine)
+            unlock(self.engine)
 
     @property
     def quiet(self) -> bool:
@@ -264,21 +292,18 @@ cdef class PeerLink(ChannelSet):
         return (self.closed and len(self.bells) == len(self.endpoints) and all(slot >= 0 for _bell, slot in self.bells)
                 and not any((<PeerBell> bell).busy(slot) for bell, slot in self.bells))
 
-    def keep_messages(self) -> None:
-        """Copy what arrived and was not taken, for the pool's memory goes."""
-        cdef Mailbox* mailbox = self.state.mailbox
-        cdef Slot* slot
-        if mailbox == NULL:
-            return
-        slot = mailbox.ready_head
-        while slot != NULL:
-            self.leftover.append((<const char*> slot.memory)[HEADER_BYTES:HEADER_BYTES + slot.length])
-            slot = slot.next
-        self.engine.state.inbox -= mailbox.ready
-        mailbox_free(mailbox)
-        self.state.mailbox = NULL
+    cdef int keep_messages(self, Mailbox* mailbox) except -1:
+        """Copy what arrived and was not taken, for the pool's memory goes; free the mailbox, which has no channel."""
+        cdef Slot* slot = mailbox.ready_head
+        try:
+            while slot != NULL:
+                self.leftover.append((<const char*> slot.memory)[HEADER_BYTES:HEADER_BYTES + slot.length])
+                slot = slot.next
+        finally:
+            mailbox_free(mailbox)
+        return 0
 
-    cdef void leave(self):
+    cdef void leave(self) noexcept nogil:
         if self.state.failed and not self.state.reported:
             self.state.reported = True
             self.engine.state.failures -= 1

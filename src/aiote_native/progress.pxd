@@ -72,7 +72,7 @@ cdef int progress_once(Progress* self) noexcept nogil
 cdef int progress_until(Progress* self, uint64_t deadline) noexcept nogil
 cdef uint64_t slice_end(Progress* self) noexcept nogil
 cdef int start_thread(Progress* self) noexcept nogil
-cdef void lock(Progress* self) noexcept
+cdef void lock(Progress* self) noexcept nogil
 cdef void unlock(Progress* self) noexcept nogil
 cdef int watch_descriptor(int epoll_fd, int fd) except -1
 cdef void call(Progress* self) noexcept nogil

@@ -18,7 +18,7 @@ from aiote_native.clocks cimport clock_ns, start_timer
 from aiote_native.counters cimport arrive, done_push
 from aiote_native.doorbell cimport ring
 from aiote_native.forks cimport fork_epoch, own
-from aiote_native.gates cimport gate_poll
+from aiote_native.gates cimport batch_flush, gate_poll
 from aiote_native.ledger cimport tally_again
 from aiote_native.messages cimport mailbox_fail, mailbox_pump, mailbox_received, mailbox_sent
 from aiote_native.posting cimport give_back, op_completed, peer_fail, pump_peer
@@ -94,14 +94,18 @@ cdef enum:
     WATCH_LAST_NS = 1_000_000
 
 
-cdef void lock(Progress* self) noexcept:
-    """Take the engine's lock; the GIL is let go while another thread has it, and that thread is asked to step aside."""
+cdef void lock(Progress* self) noexcept nogil:
+    """Take the engine's lock; a native thread that has it is asked to step aside.
+
+    It begins a `with nogil:` block that ends with `unlock` (tests/lint/test_locks.py). So nothing can make a Python
+    object, raise or wait for the GIL while the lock is held: the garbage collector would take the lock once more, an
+    exception would leave it taken for good, and the native thread would stand still while Python computes.
+    """
     if pthread_mutex_trylock(&self.lock) == 0:
         return
-    with nogil:
-        aiote_add(&self.wanted, 1)
-        pthread_mutex_lock(&self.lock)
-        aiote_add(&self.wanted, -1)
+    aiote_add(&self.wanted, 1)
+    pthread_mutex_lock(&self.lock)
+    aiote_add(&self.wanted, -1)
 
 
 cdef void unlock(Progress* self) noexcept nogil:
@@ -463,6 +467,8 @@ cdef void* run_thread(void* argument) noexcept nogil:
             pthread_mutex_unlock(&self.lock)
             return NULL
         self.asleep = False
+        # A woken task may compute for long before the turn ends in which it has posted.
+        batch_flush(&self.state.batch)
         again = progress_once(self)
         notify(self)
         self.asleep = not again

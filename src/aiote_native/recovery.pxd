@@ -19,6 +19,6 @@ cdef void came(State* state, Channel* channel, uint32_t word, uint32_t times) no
 cdef void redone(State* state, Op* op) noexcept nogil
 cdef bint given_up(const Op* op) noexcept nogil
 cdef bint works_for(const Op* op, const Op* whole) noexcept nogil
-cdef list lost_keys(const Channel* channel)
+cdef uint32_t lost_keys(const Channel* channel, uint64_t* keys) noexcept nogil
 cdef int64_t impossible(Channel* channel, const Account* account) noexcept nogil
 cdef int redo_all(State* state, Channel* channel, const Account* account) noexcept nogil

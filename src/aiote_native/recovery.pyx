@@ -137,11 +137,16 @@ cdef bint for_nobody(const Channel* channel, const WorkRequest* wr, const Accoun
     return False
 
 
-cdef list lost_keys(const Channel* channel):
-    """Return the keys that a shut channel has lost work for, each once."""
-    cdef uint32_t i
-    return [*{key_of(channel, &channel.requests[i]): None for i in range(channel.depth)
-              if channel.requests[i].busy and channel.requests[i].lost and channel.requests[i].length}]
+cdef uint32_t lost_keys(const Channel* channel, uint64_t* keys) noexcept nogil:
+    """Copy the keys that a shut channel has lost work for to `keys`, of `depth` words; return how many there are."""
+    cdef const WorkRequest* wr
+    cdef uint32_t i, count = 0
+    for i in range(channel.depth):
+        wr = &channel.requests[i]
+        if wr.busy and wr.lost and wr.length:
+            keys[count] = key_of(channel, wr)
+            count += 1
+    return count
 
 
 cdef bint lost_counted(const WorkRequest* wr, uint32_t word) noexcept nogil:

@@ -30,10 +30,11 @@ cdef class CountRow:
             for need in needs:
                 handle = open_counter(core, &core.engine, first + <uint32_t> len(self.handles))
                 self.handles.append(handle)
-                lock(&core.engine)
-                if handle.counter.opened == 1 and handle.counter.head == NULL:
-                    handle.counter.units = 0
-                unlock(&core.engine)
+                with nogil:
+                    lock(&core.engine)
+                    if handle.counter.opened == 1 and handle.counter.head == NULL:
+                        handle.counter.units = 0
+                    unlock(&core.engine)
                 waiting = CounterWait.__new__(CounterWait)
                 handle.wait(waiting, need)
                 self.waits.append(waiting)

@@ -118,10 +118,10 @@ def scatter(Core core, Request request, Targets targets, int64_t imm) -> None:
     request.submitted = True
     targets.enter()
     Py_INCREF(request)
-    lock(&core.engine)
     with nogil:
+        lock(&core.engine)
         ops_start(&core.engine.state, &request.op)
-    kick(&core.engine)
-    unlock(&core.engine)
+        kick(&core.engine)
+        unlock(&core.engine)
     if not core.awake and core.on_submit is not None:
         core.on_submit()

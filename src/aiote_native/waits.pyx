@@ -23,13 +23,14 @@ cdef CounterHandle open_counter(object core, Progress* engine, uint32_t imm):
     usable(engine)
     if imm >> IMMEDIATE_BITS:
         raise ValueError(f"immediate {imm:#x} does not fit in {IMMEDIATE_BITS} bits")
-    lock(engine)
-    handle.counter = table_get(&engine.state.counters, imm)
-    if handle.counter != NULL:
-        handle.counter.handles += 1
-        handle.counter.opened += 1
-        handle.counter.dropped = False
-    unlock(engine)
+    with nogil:
+        lock(engine)
+        handle.counter = table_get(&engine.state.counters, imm)
+        if handle.counter != NULL:
+            handle.counter.handles += 1
+            handle.counter.opened += 1
+            handle.counter.dropped = False
+        unlock(engine)
     if handle.counter == NULL:
         raise OverflowError(f"{engine.state.counters.limit} immediates are in use, which is the limit")
     handle.core = core
@@ -48,9 +49,10 @@ cdef class CounterHandle:
         cdef uint64_t units
         if self.counter == NULL or not alive(self.engine):
             return 0
-        lock(self.engine)
-        units = self.counter.units
-        unlock(self.engine)
+        with nogil:
+            lock(self.engine)
+            units = self.counter.units
+            unlock(self.engine)
         return units // UNITS
 
     def wait(self, CounterWait waiting, uint64_t n) -> None:
@@ -64,13 +66,14 @@ cdef class CounterHandle:
             raise RuntimeError("a wait is queued once")
         waiting.handle = self
         Py_INCREF(waiting)
-        lock(self.engine)
-        self.engine.waits += 1
-        # The counter stays for as long as the wait may give counts back to it.
-        self.counter.handles += 1
-        enqueue(self.counter, &waiting.wait, n * UNITS, &self.engine.state.done)
-        kick(self.engine)
-        unlock(self.engine)
+        with nogil:
+            lock(self.engine)
+            self.engine.waits += 1
+            # The counter stays for as long as the wait may give counts back to it.
+            self.counter.handles += 1
+            enqueue(self.counter, &waiting.wait, n * UNITS, &self.engine.state.done)
+            kick(self.engine)
+            unlock(self.engine)
 
     def begin(self, n) -> CounterWait | None:
         """Make and queue a wait in one step. None: something needs a closer look, and nothing was done."""
@@ -94,24 +97,26 @@ cdef class CounterHandle:
         self.counter = NULL
         if counter == NULL or not alive(self.engine):
             return
-        lock(self.engine)
-        counter.handles -= 1
-        counter.opened -= 1
-        if discard and counter.opened == 0:
-            counter.dropped = True
-            if counter.head == NULL:
-                counter.units = 0
-        drop_if_empty(&self.engine.state.counters, counter)
-        unlock(self.engine)
+        with nogil:
+            lock(self.engine)
+            counter.handles -= 1
+            counter.opened -= 1
+            if discard and counter.opened == 0:
+                counter.dropped = True
+                if counter.head == NULL:
+                    counter.units = 0
+            drop_if_empty(&self.engine.state.counters, counter)
+            unlock(self.engine)
 
     def __dealloc__(self):
-        # Never waits: the native thread holds the lock for one round at most, and never needs the GIL.
+        # Waits for a round at most: whoever holds the lock never waits for the GIL.
         if self.counter != NULL and alive(self.engine):
-            lock(self.engine)
-            self.counter.handles -= 1
-            self.counter.opened -= 1
-            drop_if_empty(&self.engine.state.counters, self.counter)
-            unlock(self.engine)
+            with nogil:
+                lock(self.engine)
+                self.counter.handles -= 1
+                self.counter.opened -= 1
+                drop_if_empty(&self.engine.state.counters, self.counter)
+                unlock(self.engine)
 
 
 cdef class CounterWait(Waitable):
@@ -128,13 +133,16 @@ cdef class CounterWait(Waitable):
 
     def take(self) -> None:
         """Say that whoever waited has seen the counts: they are gone for good."""
+        cdef Progress* engine
         if self.wait.state != WAIT_SATISFIED or not alive(self.handle.engine):
             return
-        lock(self.handle.engine)
-        self.wait.state = WAIT_OVER
-        self.wait.counter.handles -= 1
-        drop_if_empty(&self.handle.engine.state.counters, self.wait.counter)
-        unlock(self.handle.engine)
+        engine = self.handle.engine
+        with nogil:
+            lock(engine)
+            self.wait.state = WAIT_OVER
+            self.wait.counter.handles -= 1
+            drop_if_empty(&engine.state.counters, self.wait.counter)
+            unlock(engine)
 
     def cancel(self) -> None:
         """Withdraw the wait; counts that were consumed for it and not taken by anyone are given back."""
@@ -143,12 +151,13 @@ cdef class CounterWait(Waitable):
         if self.handle is None or self.wait.state == WAIT_OVER or not alive(self.handle.engine):
             return
         engine = self.handle.engine
-        lock(engine)
-        pending = self.wait.state == WAIT_PENDING
-        self.wait.counter.handles -= 1
-        withdraw(&engine.state.counters, &self.wait, &engine.state.done)
-        kick(engine)
-        unlock(engine)
+        with nogil:
+            lock(engine)
+            pending = self.wait.state == WAIT_PENDING
+            self.wait.counter.handles -= 1
+            withdraw(&engine.state.counters, &self.wait, &engine.state.done)
+            kick(engine)
+            unlock(engine)
         if pending:
             finish(self)
 
@@ -165,11 +174,12 @@ cdef int start_watch(object core, Progress* engine, Watch watch, object old) exc
     watch.engine = engine
     watch.watched.old = old
     Py_INCREF(watch)
-    lock(engine)
-    watch_link(engine, &watch.watched)
-    engine.tick_ns = 0
-    kick(engine)
-    unlock(engine)
+    with nogil:
+        lock(engine)
+        watch_link(engine, &watch.watched)
+        engine.tick_ns = 0
+        kick(engine)
+        unlock(engine)
     return 0
 
 
@@ -202,10 +212,11 @@ cdef class Watch(Waitable):
         cdef bint linked
         if self.engine == NULL or not alive(self.engine):
             return
-        lock(self.engine)
-        linked = self.watched.linked
-        watch_unlink(self.engine, &self.watched)
-        unlock(self.engine)
+        with nogil:
+            lock(self.engine)
+            linked = self.watched.linked
+            watch_unlink(self.engine, &self.watched)
+            unlock(self.engine)
         if linked:
             finish(self)
 

@@ -7,7 +7,7 @@ import os
 
 from aiote_native.forks cimport fork_epoch, own
 from aiote_native.sim.net cimport (
-    BUCKETS, MOST_PIECES, Model, NIC_BROKEN, NIC_SILENT, NIC_UP, find_memory, pthread_mutex_lock,
+    BUCKETS, MOST_PIECES, Model, Net, NIC_BROKEN, NIC_SILENT, NIC_UP, find_memory, pthread_mutex_lock,
     pthread_mutex_unlock)
 from aiote_native.structs cimport MAX_SPANS
 
@@ -61,10 +61,11 @@ cdef class SimDevice(NativeDevice):
             self.nic = NULL
             raise
         # What is under way names its NIC, so that belongs to the network and stays for as long as that does.
-        pthread_mutex_lock(&world.net.lock)
-        self.nic.next = world.net.nics
-        world.net.nics = self.nic
-        pthread_mutex_unlock(&world.net.lock)
+        with nogil:
+            pthread_mutex_lock(&world.net.lock)
+            self.nic.next = world.net.nics
+            world.net.nics = self.nic
+            pthread_mutex_unlock(&world.net.lock)
         world.children += 1
         self.opened = True
 
@@ -127,28 +128,33 @@ cdef class SimMemory(Registration):
 
     def enlist(self) -> None:
         """Draw a key that is free and enter the memory under it."""
+        cdef Net* net = self.device.world.net
         cdef uint64_t key
         cdef bint taken = True
         while taken:
             key = int.from_bytes(os.urandom(8), "little")
-            pthread_mutex_lock(&self.device.world.net.lock)
-            taken = find_memory(self.device.world.net, key) != NULL
-            if not taken:
-                self.memory.key = key
-                self.memory.next = self.device.world.net.memory_table[key % BUCKETS]
-                self.device.world.net.memory_table[key % BUCKETS] = self.memory
-            pthread_mutex_unlock(&self.device.world.net.lock)
+            with nogil:
+                pthread_mutex_lock(&net.lock)
+                taken = find_memory(net, key) != NULL
+                if not taken:
+                    self.memory.key = key
+                    self.memory.next = net.memory_table[key % BUCKETS]
+                    net.memory_table[key % BUCKETS] = self.memory
+                pthread_mutex_unlock(&net.lock)
 
     def close(self) -> None:
         cdef Memory** place
+        cdef Net* net
         if self.memory == NULL or self.device.epoch != fork_epoch():
             return
-        pthread_mutex_lock(&self.device.world.net.lock)
-        place = &self.device.world.net.memory_table[self.memory.key % BUCKETS]
-        while place[0] != self.memory:
-            place = &place[0].next
-        place[0] = self.memory.next
-        pthread_mutex_unlock(&self.device.world.net.lock)
+        net = self.device.world.net
+        with nogil:
+            pthread_mutex_lock(&net.lock)
+            place = &net.memory_table[self.memory.key % BUCKETS]
+            while place[0] != self.memory:
+                place = &place[0].next
+            place[0] = self.memory.next
+            pthread_mutex_unlock(&net.lock)
         free(self.memory)
         self.memory = NULL
         self.desc = NULL

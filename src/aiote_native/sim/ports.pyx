@@ -285,14 +285,15 @@ cdef class Endpoint(NativeEndpoint):
             watched(impl.wait_fd, impl.event_fd)
             watched(impl.wait_fd, net.timer_fd)
         self.wait_fd = impl.wait_fd
-        pthread_mutex_lock(&net.lock)
-        net.endpoints += 1
-        impl.number = net.endpoints
-        impl.closed = False
-        impl.next = net.endpoint_table[impl.number % BUCKETS]
-        net.endpoint_table[impl.number % BUCKETS] = impl
-        saw(net, SAW_OPEN, impl.nic, impl.number, 0, 0)
-        pthread_mutex_unlock(&net.lock)
+        with nogil:
+            pthread_mutex_lock(&net.lock)
+            net.endpoints += 1
+            impl.number = net.endpoints
+            impl.closed = False
+            impl.next = net.endpoint_table[impl.number % BUCKETS]
+            net.endpoint_table[impl.number % BUCKETS] = impl
+            saw(net, SAW_OPEN, impl.nic, impl.number, 0, 0)
+            pthread_mutex_unlock(&net.lock)
         self.address = ADDRESS.pack(MARK, impl.number)
         return 0
 

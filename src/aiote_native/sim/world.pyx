@@ -135,9 +135,10 @@ cdef class World(Clock):
     def next_time(self) -> int:
         """Return when the next thing is due, in nanoseconds; -1 where nothing is."""
         cdef int64_t first
-        pthread_mutex_lock(&self.net.lock)
-        first = <int64_t> self.net.heap[1].time if self.net.heap_count else -1
-        pthread_mutex_unlock(&self.net.lock)
+        with nogil:
+            pthread_mutex_lock(&self.net.lock)
+            first = <int64_t> self.net.heap[1].time if self.net.heap_count else -1
+            pthread_mutex_unlock(&self.net.lock)
         return first
 
     def advance(self, uint64_t until) -> None:
@@ -151,45 +152,52 @@ cdef class World(Clock):
     def plan_fault(self, SimDevice device, int state, int64_t slow, at, after) -> None:
         """Change a NIC now, at a time, or after so many events."""
         cdef Fault* fault
-        cdef uint64_t time = 0 if at is None else at
-        cdef uint64_t count = 0 if after is None else after
+        cdef bint timed = at is not None
+        cdef bint counted = after is not None
+        cdef uint64_t time = at if timed else 0
+        cdef uint64_t count = after if counted else 0
+        cdef Nic* nic = device.nic
         self.usable()
         fault = <Fault*> calloc(1, sizeof(Fault))
         if fault == NULL:
             raise MemoryError
         fault.item.kind = ITEM_FAULT
-        fault.nic = device.nic
+        fault.nic = nic
         fault.state = state
         fault.slows = slow >= 0
         fault.slow = slow if slow >= 0 else 0
-        pthread_mutex_lock(&self.net.lock)
-        if at is not None:
-            put(self.net, &fault.item, max(time, net_now(self.net)))
-            set_alarm_clock(self.net)
-        elif after is not None:
-            fault.after = self.net.events + count
-            fault.next = self.net.faults
-            self.net.faults = fault
-        elif fault.slows:
-            device.nic.slow = fault.slow
-            free(fault)
-        else:
-            change_nic(self.net, device.nic, state)
-            set_alarm_clock(self.net)
-            free(fault)
-        pthread_mutex_unlock(&self.net.lock)
+        with nogil:
+            pthread_mutex_lock(&self.net.lock)
+            if timed:
+                put(self.net, &fault.item, max(time, net_now(self.net)))
+                set_alarm_clock(self.net)
+            elif counted:
+                fault.after = self.net.events + count
+                fault.next = self.net.faults
+                self.net.faults = fault
+            elif fault.slows:
+                nic.slow = fault.slow
+                free(fault)
+            else:
+                change_nic(self.net, nic, state)
+                set_alarm_clock(self.net)
+                free(fault)
+            pthread_mutex_unlock(&self.net.lock)
 
     def seen(self) -> list[tuple[int, str, int, int, int, int, int]]:
         """Return what happened first: (time, what, node, rail, number, length, status), at most as much as is kept."""
         cdef Seen* entry
-        cdef uint64_t i
+        cdef uint64_t i, count
+        with nogil:
+            pthread_mutex_lock(&self.net.lock)
+            count = self.net.seen_count
+            pthread_mutex_unlock(&self.net.lock)
         found = []
-        pthread_mutex_lock(&self.net.lock)
-        for i in range(self.net.seen_count):
+        # What was noted stays as it is: later things go behind it.
+        for i in range(count):
             entry = &self.net.seen[i]
             found.append((entry.time, HAPPENINGS[entry.kind], entry.node, entry.rail, entry.number, entry.length,
                           entry.status))
-        pthread_mutex_unlock(&self.net.lock)
         return found
 
     def close(self) -> None:

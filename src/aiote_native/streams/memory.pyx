@@ -82,13 +82,14 @@ cdef class StreamMemory(Registration):
         cdef bint taken = True
         while taken:
             key = int.from_bytes(os.urandom(8), "little")
-            pthread_mutex_lock(&registry.lock)
-            taken = find_memory(registry, key) != NULL
-            if not taken:
-                self.memory.key = key
-                self.memory.next = registry.table[key % BUCKETS]
-                registry.table[key % BUCKETS] = self.memory
-            pthread_mutex_unlock(&registry.lock)
+            with nogil:
+                pthread_mutex_lock(&registry.lock)
+                taken = find_memory(registry, key) != NULL
+                if not taken:
+                    self.memory.key = key
+                    self.memory.next = registry.table[key % BUCKETS]
+                    registry.table[key % BUCKETS] = self.memory
+                pthread_mutex_unlock(&registry.lock)
 
     def close(self) -> None:
         """End the registration; when it returns no peer's bytes go there any more. Idempotent."""
@@ -97,8 +98,8 @@ cdef class StreamMemory(Registration):
         if self.memory == NULL or self.device.epoch != fork_epoch():
             return
         registry = self.device.registry
+        # A native thread holds the lock for as long as one call copies, some twenty microseconds.
         with nogil:
-            # A native thread holds the lock for as long as one call copies, some twenty microseconds.
             pthread_mutex_lock(&registry.lock)
             place = &registry.table[self.memory.key % BUCKETS]
             while place[0] != self.memory:
