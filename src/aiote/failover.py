@@ -77,6 +77,7 @@ class Failover:
         # What a RailDown asked of us, and what the peer's Arrivals said of ours, until the next step uses it.
         self._asked: dict[int, tuple[MemoryKey, ...]] = {}
         self._unknown: dict[int, list[int]] = {}
+        self._came: dict[int, list[tuple[int, int]]] = {}
 
     @property
     def deadline(self) -> float | None:
@@ -137,17 +138,29 @@ class Failover:
                     rail = self._engine.rail_name(self._pairs[number][0])
                     self._engine.events.emit("rail.failed", peer=str(self._peer.address), rail=rail, reason=reason)
                 self._do(self._states.heard_down(number, generation, reason, now))
-            case Arrivals(number, generation, words, high, beyond, unknown):
-                self._unknown[number] = [item.key for item in unknown]
-                mark = Mark(high, tuple((item.first, item.last) for item in beyond))
-                came = ArrivalsOf(tuple((item.word, item.times) for item in words), mark)
-                self._do(self._states.heard_arrivals(number, generation, came, now))
+            case Arrivals():
+                self._hear_arrivals(message, now)
             case Channel():
                 self._hear_channel(message, now)
             case Joined(number, generation):
                 self._hear_joined(number, generation, now)
             case MailMoved(number, generation):
                 self._hear_moved(number, generation)
+
+    def _hear_arrivals(self, message: Arrivals, now: float) -> None:
+        number = message.channel
+        if self._came.keys() - {number}:
+            raise FailoverError("it begins to tell what came over a channel before it has told it of another")
+        words = self._came.setdefault(number, [])
+        words += [(item.word, item.times) for item in message.words]
+        if len(words) > MOST_WORDS:
+            raise FailoverError(f"it tells of over {MOST_WORDS} words that came")
+        if message.more:
+            return
+        del self._came[number]
+        self._unknown[number] = [item.key for item in message.unknown]
+        mark = Mark(message.high, tuple((item.first, item.last) for item in message.beyond))
+        self._do(self._states.heard_arrivals(number, message.generation, ArrivalsOf(tuple(words), mark), now))
 
     def _hear_channel(self, message: Channel, now: float) -> None:
         number = self._number_of(message)
@@ -226,16 +239,12 @@ class Failover:
         if any(times < 0 for _, times in words):
             raise FailoverError("it settled more than came")
         mark = marked(top, holes)
-        self._send(
-            Arrivals(
-                number,
-                generation,
-                tuple(WordCount(word, times) for word, times in words),
-                mark.high,
-                tuple(Range(*item) for item in mark.beyond),
-                self._unknown_of(number),
-            )
-        )
+        counts = [WordCount(word, times) for word, times in words]
+        while len(counts) > MAX_WORDS:
+            self._send(Arrivals(number, generation, tuple(counts[:MAX_WORDS]), 0, (), (), more=True))
+            del counts[:MAX_WORDS]
+        beyond = tuple(Range(*item) for item in mark.beyond)
+        self._send(Arrivals(number, generation, tuple(counts), mark.high, beyond, self._unknown_of(number)))
 
     def _unknown_of(self, number: int) -> tuple[MemoryKey, ...]:
         """Return those of the keys that the peer asked for which no memory has on the channel's rail."""
@@ -327,3 +336,4 @@ def unmarked(mark: Mark) -> tuple[int, list[int]]:
 
 
 MOST_HOLES = 4096  # messages of a pool
+MOST_WORDS = 1 << 15  # more than a tally of the native core holds

@@ -228,11 +228,12 @@ class Peer:
         self.reason = reason or "lost"
         self.connected = False
         waiting = list(self._line.dissolve())
-        if self.connection is not None:
-            self.connection.send(Bye(self.reason[:500]))
-            self.connection.end(self.reason)
         if self.link is not None:
             self.link.close(PEER_LOST)
+        if self.connection is not None:
+            # The peer takes a Bye for the word that our endpoints are closed.
+            self.connection.send(Bye(self.reason))
+            self.connection.end(self.reason)
         for transfer in waiting:
             transfer.fail(self.error(transfer.description))
         self._host.peer_lost(self)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 import struct
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -38,11 +40,10 @@ from .core.frames import (
     Revoked,
     Settle,
 )
-from .core.heartbeat import Heartbeat as HeartbeatClock
 from .core.pairing import pair_rails
-from .core.standstill import Standstill
 from .errors import AioteError, PeerError, TransferError
 from .failover import Failover
+from .liveness import Liveness
 from .peer import Peer
 from .rails import error_text
 
@@ -98,11 +99,10 @@ class Session:
         self._given_back = aio.Signal(engine.loop)
         self._channels: list[PendingChannel] = []
         self._tokens: list[bytes] = []
-        self._clock = HeartbeatClock(engine.config.heartbeat_interval, engine.config.heartbeat_limit)
-        self._standstill = Standstill(engine.config.heartbeat_interval, engine.config.heartbeat_limit)
+        self._liveness = Liveness(engine, self._connection.send)
 
     def _on_event(self, event: Event) -> None:
-        self._clock.heard(self._engine.loop.time())
+        self._liveness.clock.heard(self._engine.loop.time())
         if isinstance(event, MessageReceived) and isinstance(event.message, Heartbeat):
             # Having been heard was all that it was for.
             return
@@ -124,17 +124,42 @@ class Session:
             if not await aio.within(self._timeout, self._establish):
                 raise SessionOver(f"no connection was made within {self._engine.connect_timeout} s")
             await self._serve()
-        except AioteError as error:
-            reason = error.reason if isinstance(error, PeerError) else str(error)
-            self._connection.send(Failed(GAVE_UP, reason))
-            raise SessionOver(reason) from error
         except SessionOver as over:
             if not over.busy:
                 self._connection.send(Failed(GAVE_UP, str(over)))
             raise
+        except Exception as error:
+            reason = self._reason_of(error)
+            self._connection.send(Failed(GAVE_UP, reason))
+            raise SessionOver(reason) from error
         finally:
             self.discard()
             await self._connection.aclose()
+
+    def _reason_of(self, error: Exception) -> str:
+        """Say what an exception means to the peer; one that nobody expected is reported, for it is our mistake."""
+        if isinstance(error, PeerError):
+            return error.reason
+        if isinstance(error, AioteError):
+            return str(error)
+        aio.report(error)
+        return f"this engine failed: {type(error).__name__}: {error}"
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Lose the peer for whatever is raised within: nobody else could, and half a peer would stay."""
+        try:
+            yield
+        except SessionOver as over:
+            self._give_up(str(over))
+        except Exception as error:
+            self._give_up(self._reason_of(error))
+
+    def _give_up(self, reason: str) -> None:
+        if self.peer is not None and self.peer.link is self._link:
+            self.peer.lose(reason)
+        else:
+            self._connection.end(reason)
 
     def end(self, reason: str) -> None:
         """End the conversation from outside: `run` then ends by itself."""
@@ -210,19 +235,21 @@ class Session:
 
     def notice(self, link: PeerLink) -> None:
         """Look at the channels of a link that the native core has something to say about."""
-        for number, errnum in link.notices():
-            if self.failover is not None and self.peer is not None and not self.peer.lost:
-                self.failover.notice(number, errnum)
-            elif errnum:
-                self.link_failed(f"the data connection failed: {error_text(errnum)}")
+        with self._answering():
+            for number, errnum in link.notices():
+                if self.failover is not None and self.peer is not None and not self.peer.lost:
+                    self.failover.notice(number, errnum)
+                elif errnum:
+                    self.link_failed(f"the data connection failed: {error_text(errnum)}")
 
     def rail_failed(self, link: PeerLink, rail: int, reason: str, queue: int) -> None:
         """Give up what goes over one of our rails, or, where `queue` is the number of one, its channel alone."""
         if self.failover is None or self.peer is None or self.peer.lost:
             return
-        for number in link.channels_on(rail) if queue < 0 else (link.channel_with(queue, rail),):
-            if number >= 0:
-                self.failover.fail(number, reason)
+        with self._answering():
+            for number in link.channels_on(rail) if queue < 0 else (link.channel_with(queue, rail),):
+                if number >= 0:
+                    self.failover.fail(number, reason)
 
     async def _establish(self) -> None:
         if self._role is Role.ACCEPTOR:
@@ -243,9 +270,6 @@ class Session:
         if self._connection.ended:
             raise SessionOver(self._connection.reason)
         peer.link = link
-        self._engine.inbox.add(peer)
-        peer.established()
-        self._engine.events.emit("peer.connected", peer=str(peer.address))
 
     async def _exchange_offers(self) -> Offer:
         engine = self._engine
@@ -265,7 +289,7 @@ class Session:
                 raise SessionOver(f"it offers a pool of {offer.pool} messages of {offer.message_bytes} bytes")
         if not HEARTBEAT_MS[0] <= offer.heartbeat_ms <= HEARTBEAT_MS[1]:
             raise SessionOver(f"it asks for a heartbeat every {offer.heartbeat_ms} ms")
-        self._clock.told = offer.heartbeat_ms / 1000
+        self._liveness.clock.told = offer.heartbeat_ms / 1000
         return offer
 
     def _pair(self, peer: Peer, offer: Offer) -> list[tuple[int, int]]:
@@ -364,10 +388,7 @@ class Session:
 
     def link_failed(self, reason: str) -> None:
         """Take note that the data path is gone."""
-        if self.peer is not None and self.peer.link is self._link:
-            self.peer.lose(reason)
-        else:
-            self._connection.end(reason)
+        self._give_up(reason)
 
     def _offer_channel(self, mine: int, remote: int) -> None:
         engine = self._engine
@@ -403,56 +424,30 @@ class Session:
         self._channels.remove(pending)
 
     async def _serve(self) -> None:
-        """Keep the connection alive until it ends."""
+        """Be connected, and keep the connection alive until it ends; however that is, the peer is lost then."""
         peer = self.peer
         assert peer is not None
-        self._engine.heartbeats.add(self._beat)
         try:
-            while not peer.lost:
-                await self._hear()
-        except SessionOver as over:
-            peer.lose(str(over))
+            with self._answering():
+                self._engine.inbox.add(peer)
+                peer.established()
+                self._engine.events.emit("peer.connected", peer=str(peer.address))
+                self._engine.heartbeats.add(self._beat)
+                while not peer.lost:
+                    await self._hear()
         finally:
+            peer.lose("its connection was not served any longer")
             self._engine.heartbeats.remove(self._beat)
             if self.failover is not None:
                 self.failover.close()
             self._given_back.set()
 
     def _beat(self, now: float) -> float:
-        """Tell the peer that we live where that is due, lose it where it has been silent; return when to look again."""
-        peer = self.peer
-        assert peer is not None
-        if self._clock.expired(now):
-            peer.confirmed = False
-            peer.lose(f"it has been silent for {self._engine.config.heartbeat_limit} s")
-            return math.inf
-        if self.failover is not None:
-            self.failover.tick(now)
-        stuck = self._stands_still(now)
-        if stuck:
-            # What lies in the sockets' buffers may arrive yet, if the connection comes back first.
-            peer.confirmed = False
-            peer.lose(stuck)
-            return math.inf
-        if self._clock.due(now, EARLY):
-            self._connection.send(Heartbeat())
-            self._clock.sent(now)
-        soon = self.failover.deadline if self.failover is not None else None
-        return min(self._clock.next_deadline(now), math.inf if soon is None else soon)
-
-    def _stands_still(self, now: float) -> str:
-        """Say so where what is under way does not move: the data connection may be cut and this one not."""
-        link = self._link
-        if link is None or not self._standstill.due(now):
-            return ""
-        stuck = self._standstill.look(now, link.under_way(), link.moved)
-        if stuck is None:
-            return ""
-        if self.failover is not None:
-            self.failover.fail(stuck, "the data connection has stood still, though the peer is alive")
-            return ""
-        rail = self._engine.rail_name(link.rail_of(stuck))
-        return f"the data connection on rail {rail} has stood still, though the peer is alive"
+        """Return when to look again."""
+        assert self.peer is not None
+        with self._answering():
+            return self._liveness.look(now, self.peer, self._link, self.failover)
+        return math.inf
 
     async def _hear(self) -> None:
         """Take the messages that came; wait for one if there is none."""
@@ -466,7 +461,6 @@ class Session:
 
 
 SLOT = struct.Struct("<iI")  # of a doorbell's page: its number and its generation
-EARLY = 0.25  # heartbeats that will be due within a quarter of their time go along with one that is
 BUSY = "another connection between these two engines serves"
 GAVE_UP = 2  # the code of a Failed that says why no connection was made
 HINT = "; check that both sides are engines, with TLS on both or on neither"

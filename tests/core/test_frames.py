@@ -98,7 +98,7 @@ def test_the_bytes_of_a_message_are_fixed() -> None:
     came = Arrivals(1, 2, (), 5, (Range(7, 9),), (MemoryKey(3),))
     assert (
         encode(came).hex()
-        == "1c0100000002" + "0000" + f"{5:016x}" + "0001" + f"{7:016x}{9:016x}" + "0001" + f"{3:016x}"
+        == "1c0100000002" + "0000" + f"{5:016x}" + "0001" + f"{7:016x}{9:016x}" + "0001" + f"{3:016x}" + "00"
     )
     assert encode(Joined(1, 2)).hex() == "1d" + "01" + "00000002"
     assert encode(MailMoved(1, 2)).hex() == "1e" + "01" + "00000002"

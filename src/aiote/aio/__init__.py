@@ -8,7 +8,7 @@ from anyio.abc import ByteStream
 from .control import ControlConnection, ControlListener, dial
 from .doorbells import BellExchange
 from .driver import Driver
-from .loops import EventLoop, Task, Waiter, current_loop
+from .loops import EventLoop, Task, Waiter, current_loop, report
 from .waiting import Signal, finish, settle, sleep, wake, within
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "current_loop",
     "dial",
     "finish",
+    "report",
     "settle",
     "sleep",
     "wake",

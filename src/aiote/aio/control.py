@@ -17,8 +17,8 @@ from anyio.abc import ByteStream, SocketAttribute, SocketListener, TaskGroup
 from anyio.streams.tls import TLSStream
 
 from ..core.address import Address
-from ..core.control import ControlError, ControlProtocol, Event, State
-from ..core.frames import SessionMessage
+from ..core.control import ControlError, ControlProtocol, Event, MessageReceived
+from ..core.frames import Bye, SessionMessage
 from ..errors import PeerError
 from .loops import EventLoop, Task, report
 from .waiting import Signal
@@ -53,6 +53,7 @@ class ControlConnection:
         self._unsent = bytearray()
         self._ended = False
         self._deaf = False
+        self._farewell = False
         self._tasks: list[Task] = []
 
     def start(self) -> None:
@@ -90,11 +91,14 @@ class ControlConnection:
             self.on_end(reason)
 
     async def agreed(self) -> bool:
-        """Wait for the peer's last word, for at most `linger` seconds after ours; whether it came."""
+        """Wait for the peer's Bye, for at most `linger` seconds after ours; whether it came.
+
+        A peer says Bye when its endpoints are closed. A `Failed` says nothing of them.
+        """
         with anyio.move_on_after(self.linger, shield=True):
-            while self.protocol.state is not State.ENDED and not self._deaf:
+            while not self._farewell and not self._deaf:
                 await self._changed.wait()
-        return self.protocol.state is State.ENDED
+        return self._farewell
 
     async def aclose(self, patience: float = 0.2) -> None:
         """Send what is left, for at most `patience` seconds, and close."""
@@ -146,6 +150,7 @@ class ControlConnection:
 
     def _tell(self, events: Iterable[Event]) -> None:
         for event in events:
+            self._farewell = self._farewell or (isinstance(event, MessageReceived) and isinstance(event.message, Bye))
             if self.on_event is not None:
                 self.on_event(event)
 

@@ -260,6 +260,9 @@ class RailDown:
 class Arrivals:
     """What came to the sender over a channel that both sides have shut; which messages on any, all up to `high` and the
     ranges beyond; and which of the keys that it was told are not, or no more, of its memory.
+
+    Where the words do not fit in one frame, several follow one another: `more` is set in all but the last, and what is
+    not words counts in the last.
     """
 
     channel: Annotated[int, U8]
@@ -268,6 +271,7 @@ class Arrivals:
     high: Annotated[int, U64]
     beyond: Annotated[tuple[Range, ...], Many(Range, 0, MAX_RANGES)]
     unknown: Annotated[tuple[MemoryKey, ...], Many(MemoryKey, 0, MAX_KEYS)]
+    more: Annotated[bool, Flag()] = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from .frames import NONCE_BYTES, Challenge, ControlError, Hello, Proof, Refused,
 
 __all__ = ["DEFAULT_NONCE", "VERSION", "Acceptor", "HandshakeConfig", "Initiator", "RefusalCode", "Session", "refused"]
 
-VERSION = 2  # since 2 an immediate may count for several pages of one message
+VERSION = 3  # since 2 an immediate may count for several pages of one message, since 3 Arrivals may be several frames
 DEFAULT_NONCE: Callable[[int], bytes] = secrets.token_bytes
 
 
