@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from . import submit
@@ -83,12 +84,12 @@ class Engine(Connections):
         self.host_id = host_identity()
         self.inbox = Inbox(self.loop, self.core)
         self.bells: BellExchange | None = None
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.fabric.close)
             self._driver = Driver(self.loop, self.core, self._on_round)
+            undo.callback(self._driver.detach)
             self._rail_events = RailEvents(self)
-        except BaseException:
-            self.fabric.close()
-            raise
+            undo.pop_all()
         # Last: what could not be made has nothing to close, and is not reported as left open.
         self._lifetime = Lifetime(self)
 

@@ -256,8 +256,16 @@ class ControlListener:
         # Not anyio.create_tcp_listener: it resolves with AI_ADDRCONFIG, which refuses 127.0.0.1 on a machine whose
         # NICs have no IPv4 address at that moment.
         found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for raw in bound(sorted({(int(family), address) for family, _, _, _, address in found})):
-            self._listeners.append(await SocketListener.from_socket(raw))
+        sockets = bound(sorted({(int(family), address) for family, _, _, _, address in found}))
+        try:
+            while sockets:
+                self._listeners.append(await SocketListener.from_socket(sockets[0]))
+                del sockets[0]
+        except BaseException:
+            for raw in sockets:
+                raw.close()
+            self._shut()
+            raise
         self.port = int(self._listeners[0].extra(SocketAttribute.local_port))
         self._task = self._loop.spawn(self._serve, name="aiote control listener", after=self._shut)
 

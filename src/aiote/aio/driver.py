@@ -148,3 +148,7 @@ class Driver:
                 self._leave()
                 if not self._asyncio.is_closed():
                     self._asyncio.remove_reader(self._core.fd)
+            elif self._task is not None:
+                # Within this call trio lets go of the descriptor. Closed before, its number would stay watched, and the
+                # next engine that gets the number could not watch it.
+                self._task.cancel()
