@@ -6,7 +6,7 @@ import random
 import secrets
 from typing import TYPE_CHECKING
 
-from .aio import ByteStream, ControlListener, Task, dial, sleep, within
+from .aio import ByteStream, ControlListener, Stranger, Task, dial, sleep, within
 from .core.address import ANYONE, Address
 from .core.control import ControlProtocol, Role
 from .core.handshake import HandshakeConfig
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from .observe import Events
 
 __all__ = ["Connections"]
-
-MAX_STRANGERS = 256
-"""Connections that have not proven themselves yet; more are closed at once, so silent ones cannot fill the process."""
 
 
 class Connections:
@@ -44,7 +41,7 @@ class Connections:
         self._peers: dict[tuple[bytes, int], Peer] = {}
         self._dialling: dict[tuple[str, int], Peer] = {}
         self._tasks: dict[Task, None] = {}
-        self._strangers: dict[Session, None] = {}
+        self._strangers: dict[Session, Stranger] = {}
         self._sessions: dict[Session, None] = {}
         self._ending = False
         self.heartbeats = Heartbeats(self.loop)
@@ -207,19 +204,15 @@ class Connections:
                 peer.follow(known)
             raise
 
-    async def _on_connection(self, stream: ByteStream) -> None:
+    async def _on_connection(self, stream: ByteStream, stranger: Stranger) -> None:
         """Hear out whoever connects to us."""
         if self._ending:
             await stream.aclose()
             return
         protocol = ControlProtocol(Role.ACCEPTOR, self._handshake)
         session = Session(self, stream, protocol, None, "from a peer", self.connect_timeout)  # type: ignore[arg-type]
-        self._strangers[session] = None
-        if len(self._strangers) > MAX_STRANGERS:
-            # The one that has been silent for longest goes, so that a flood of them cannot keep a real one out.
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
-            oldest.end("too many connections that have not proven themselves")
+        stranger.end = session.end
+        self._strangers[session] = stranger
         try:
             await self._hear_out(session)
         except SessionOver as over:
@@ -257,7 +250,9 @@ class Connections:
 
         Of two that are being made at once, the one that the engine with the lower identity made wins, on both sides.
         """
-        self._strangers.pop(session, None)
+        stranger = self._strangers.pop(session, None)
+        if stranger is not None:
+            self._listener.proven(stranger)
         address = Address(told.host, told.port, identity, incarnation)
         initiator = self._address.identity if role is Role.INITIATOR else identity
         existing = self._peers.get((identity, incarnation))

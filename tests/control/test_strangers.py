@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import socket
@@ -13,7 +14,7 @@ import pytest
 
 from aiote.core.frames import Hello, encode, frame
 from aiote.core.handshake import VERSION
-from engines import PATIENCE_S, linked, opened, pair, until
+from engines import PATIENCE_S, linked, opened, pair, served_on, until
 from leftovers import descriptors
 from strangers import Stranger, refusals, stranger
 
@@ -132,6 +133,34 @@ async def test_a_process_without_descriptors_accepts_later():
                 assert b"give both the same" in await one.hear(until_end=True)
             async with opened("tcp") as other:
                 await other.connect(engine.address)
+
+
+@pytest.mark.parametrize(
+    "trouble", [OSError(errno.ENETDOWN, "Network is down"), OSError(errno.EPROTO, "proto"), ValueError("?")]
+)
+async def test_accepting_fails_once(trouble, monkeypatch):
+    """Whatever it is: those who are connected stay, and those who come later are accepted."""
+    with anyio.fail_after(PATIENCE_S):
+        async with opened("socket") as engine, opened("socket") as early, opened("socket") as late:
+            reasons = refusals(engine)
+            (listener,) = engine._listener._listeners
+            accept = listener.accept
+            troubles = [trouble]
+
+            async def fails_once() -> object:
+                if troubles:
+                    raise troubles.pop()
+                return await accept()
+
+            monkeypatch.setattr(listener, "accept", fails_once)
+            # This one ends the accept that was under way.
+            await early.connect(engine.address)
+            await until(lambda: not troubles)
+            await late.connect(engine.address)
+            await served_on(engine, early)
+            await served_on(engine, late)
+            assert len(reasons) == 1
+            assert "could not be accepted" in reasons[0]
 
 
 def listening_ports() -> set[int]:

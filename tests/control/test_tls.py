@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 import aiote
 from engines import PATIENCE_S, each_provider, opened, until
+from strangers import Stranger, refusals
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
@@ -145,6 +147,22 @@ async def test_the_wire_is_encrypted(papers):
                     data = stream.recv(65536)
     assert data[:2] == b"\x16\x03"
     assert engine.address.identity not in data
+
+
+async def test_more_silent_connections_than_are_held(papers):
+    """Those that never begin their TLS handshake count, too: the oldest make room, and a real engine gets through."""
+    config = {"ssl_server": serving(papers.here), "ssl_client": papers.ours.client(), "heartbeat_limit": NEVER_S}
+    with anyio.fail_after(PATIENCE_S), contextlib.ExitStack() as stack:
+        async with opened("socket", **config) as left, opened("socket", **config) as right:
+            reasons = refusals(right)
+            for _ in range(300):
+                one = Stranger()
+                stack.enter_context(one.socket)
+                await one.dial(right.address)
+            await left.send(right.address, b"past them all")
+            assert (await right.recv()).data == b"past them all"
+            await until(lambda: len(reasons) >= 44)
+            assert set(reasons) == {"too many connections that have not proven themselves"}
 
 
 async def test_an_unknown_authority_is_refused(papers):

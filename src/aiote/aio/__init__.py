@@ -5,7 +5,7 @@ Everything above asks `current_loop()` and speaks of waiters, tasks and descript
 
 from anyio.abc import ByteStream
 
-from .control import ControlConnection, ControlListener, dial
+from .control import ControlConnection, ControlListener, Stranger, dial
 from .doorbells import BellExchange
 from .driver import Driver
 from .loops import EventLoop, Task, Waiter, current_loop, report
@@ -19,6 +19,7 @@ __all__ = [
     "Driver",
     "EventLoop",
     "Signal",
+    "Stranger",
     "Task",
     "Waiter",
     "current_loop",

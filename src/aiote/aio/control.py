@@ -6,7 +6,6 @@ peer does not read holds at most `MAX_UNSENT` bytes; one more message ends it.
 
 from __future__ import annotations
 
-import errno
 import socket
 import ssl
 from collections.abc import Callable, Iterable, Sequence
@@ -23,13 +22,15 @@ from ..errors import PeerError
 from .loops import EventLoop, Task, report
 from .waiting import Signal
 
-__all__ = ["ControlConnection", "ControlListener", "dial"]
+__all__ = ["ControlConnection", "ControlListener", "Stranger", "dial"]
 
 BACKLOG = 1024
 MAX_UNSENT = 1 << 20
 READ_BYTES = 65536
-ACCEPT_LATER = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
 ACCEPT_PAUSE_S = 0.1
+MAX_STRANGERS = 256
+"""Connections that have not proven themselves yet; one more ends the oldest, so silent ones cannot fill the process."""
+TOO_MANY = "too many connections that have not proven themselves"
 TLS_FAILURES = (OSError, ssl.SSLError, anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.EndOfStream)
 
 
@@ -228,16 +229,24 @@ def bound(addresses: Sequence[tuple[int, tuple[Any, ...]]]) -> list[socket.socke
     return sockets
 
 
+class Stranger:
+    """A connection that has not proven itself; `end` is called with the reason when it has to make room."""
+
+    def __init__(self) -> None:
+        self.end: Callable[[str], object] = lambda _reason: None
+
+
 class ControlListener:
     """The engine's own control port. Each connection goes to `on_connection`, which owns the stream; `on_failure` hears
-    of those that came to nothing before. A TLS handshake may take `timeout` seconds.
+    of those that came to nothing before. It is a stranger, from its first byte on, until it is `proven`. A TLS
+    handshake may take `timeout` seconds.
     """
 
     def __init__(
         self,
         loop: EventLoop,
         context: ssl.SSLContext | None,
-        on_connection: Callable[[ByteStream], Any],
+        on_connection: Callable[[ByteStream, Stranger], Any],
         on_failure: Callable[[str], None],
         timeout: float,
     ) -> None:
@@ -249,6 +258,7 @@ class ControlListener:
         self._listeners: list[SocketListener] = []
         self._task: Task | None = None
         self._fresh: set[ByteStream] = set()
+        self._strangers: dict[Stranger, None] = {}
         self.port = 0
 
     async def open(self, host: str, port: int) -> None:
@@ -284,9 +294,9 @@ class ControlListener:
         while True:
             try:
                 stream = await listener.accept()
-            except OSError as error:
-                if error.errno not in ACCEPT_LATER:
-                    raise
+            except Exception as error:
+                # Whatever it is (descriptors that ran out, a client or a network that is gone): the port stays open.
+                self._on_failure(f"its connection could not be accepted: {describe(error)}")
                 await anyio.sleep(ACCEPT_PAUSE_S)
                 continue
             self._fresh.add(stream)
@@ -294,21 +304,54 @@ class ControlListener:
 
     async def _handle(self, stream: ByteStream) -> None:
         self._fresh.discard(stream)
-        if self._context is not None:
-            try:
-                with anyio.fail_after(self._timeout):
-                    stream = await TLSStream.wrap(
-                        stream, server_side=True, ssl_context=self._context, standard_compatible=False
-                    )
-            except TLS_FAILURES as error:
-                await anyio.aclose_forcefully(stream)
-                self._on_failure(f"its TLS handshake failed: {describe(error)}")
-                return
+        stranger = Stranger()
+        self._strangers[stranger] = None
+        if len(self._strangers) > MAX_STRANGERS:
+            # The one that has been silent for longest goes, so that a flood of them cannot keep a real one out.
+            oldest = next(iter(self._strangers))
+            self.proven(oldest)
+            oldest.end(TOO_MANY)
         try:
-            await self._on_connection(stream)
+            secured = await self._secure(stream, stranger)
+            if secured is not None:
+                await self._on_connection(secured, stranger)
         except Exception as error:
             # One connection's trouble, even a mistake of ours, must not end the listener.
             report(error)
+        finally:
+            self.proven(stranger)
+
+    def proven(self, stranger: Stranger) -> None:
+        """Count a connection among the strangers no longer. Idempotent."""
+        self._strangers.pop(stranger, None)
+
+    async def _secure(self, stream: ByteStream, stranger: Stranger) -> ByteStream | None:
+        """Return the stream with TLS around it, if there is to be any; None, and it is closed, where that failed."""
+        if self._context is None:
+            return stream
+        reason = f"its TLS handshake was not over within {self._timeout} s"
+
+        def end(why: str) -> None:
+            nonlocal reason
+            reason = why
+            scope.cancel()
+
+        try:
+            with anyio.move_on_after(self._timeout) as scope:
+                stranger.end = end
+                return await TLSStream.wrap(
+                    stream, server_side=True, ssl_context=self._context, standard_compatible=False
+                )
+        except BaseException as error:
+            with anyio.CancelScope(shield=True):
+                await anyio.aclose_forcefully(stream)
+            if not isinstance(error, TLS_FAILURES):
+                raise
+            reason = f"its TLS handshake failed: {describe(error)}"
+        else:
+            await anyio.aclose_forcefully(stream)
+        self._on_failure(reason)
+        return None
 
     async def close(self) -> None:
         """Accept no more."""
