@@ -15,7 +15,12 @@ from findings import Findings
 from leftovers import shared_files
 from links import Heal, Links
 
-HEARTBEATS: dict[str, Any] = {"heartbeat_interval": 0.25, "heartbeat_limit": 1.5, "drain_timeout": 0.5}
+HEARTBEATS: dict[str, Any] = {
+    "heartbeat_interval": 0.25,
+    "heartbeat_limit": 1.5,
+    "connect_timeout": 1.5,
+    "drain_timeout": 0.5,
+}
 LIMIT_S: float = HEARTBEATS["heartbeat_limit"]
 SHORT_S = (0.02, 0.6 * LIMIT_S)
 LONG_S = (1.3 * LIMIT_S, 2 * LIMIT_S)
