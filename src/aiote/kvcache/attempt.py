@@ -216,10 +216,9 @@ class Source:
         with anyio.move_on_after(limit):
             await self._until_over()
         if not self.over:
-            self._attempt.desk.lender.retire(
-                self.loan, self, f"it did not confirm within {limit} s that it had stopped"
-            )
-            await self._until_over()
+            reason = f"it did not confirm within {limit} s that it had stopped"
+            self._attempt.desk.lender.retire(self.loan, self, reason)
+        await self._until_over()
         self._asking.cancel()
         self.dismiss()
 
