@@ -268,7 +268,7 @@ def test_the_worker_ends_with_its_connection(listener):
     target = connection.spawn("raw", "raw", Setting("tcp"))
     target.hear()
     target.close()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while "127.0.0.1: raw over tcp" not in listener.heard and time.monotonic() < deadline:
         time.sleep(0.02)
     assert "127.0.0.1: raw over tcp" in listener.heard

@@ -15,7 +15,7 @@ import anyio
 import pytest
 
 import aiote
-from engines import across, each_provider, linked, opened, quiet, until
+from engines import across, each_provider, linked, opened, round_trips, until
 from leftovers import descriptors, resident_bytes, shared_files, threads
 
 pytestmark = pytest.mark.libfabric
@@ -132,7 +132,7 @@ async def test_a_flood_of_messages_makes_its_senders_wait(provider):
         before = Holdings()
         tasks = await all_of(flood(sender) for sender in range(senders))
         await until(lambda: len(sent) >= pool)
-        await quiet(0.2)
+        await round_trips(left, right)
         assert len(sent) == pool
         assert right.statistics().inbox == pool
         assert left.statistics().queued == senders

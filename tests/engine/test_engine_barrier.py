@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 import aiote
-from engines import PATIENCE_S, each_provider, opened
+from engines import PATIENCE_S, each_provider, go_round, opened, round_trips
 
 pytestmark = pytest.mark.libfabric
 
@@ -60,7 +60,7 @@ async def test_a_member_that_is_lost_ends_the_wait(provider):
     async with circle(provider, 3) as members:
         (one, group), (two, other), (three, _) = members
         waits = [asyncio.create_task(one.barrier(group, 8)), asyncio.create_task(two.barrier(other, 8))]
-        await asyncio.sleep(0.02)
+        await round_trips(one, two)
         assert not any(wait.done() for wait in waits)
         await three.aclose()
         for wait in waits:
@@ -83,7 +83,7 @@ async def test_a_cancelled_one_says_so_from_then_on():
 async def test_the_engine_is_closed_meanwhile():
     async with circle("tcp", 2) as ((one, group), _):
         wait = asyncio.create_task(one.barrier(group, 8))
-        await asyncio.sleep(0.02)
+        await go_round()
         await one.aclose()
         with pytest.raises(aiote.AioteError):
             await wait

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import across, each_progress, each_provider, linked, pair, quiet, until
+from engines import across, each_progress, each_provider, go_round, linked, pair, round_trips, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -72,7 +72,7 @@ async def cancel_large(provider: str, progress: str, verb: str) -> None:
         assert left.statistics().outstanding == left.statistics().queued == 0
         arrived = count_of(verb, remote_memory)
         local_memory[:], before = 7, remote_memory.copy()
-        await quiet()
+        await round_trips(left, right)
         assert (local_memory == 7).all()
         assert np.array_equal(remote_memory, before)
         assert right.counter(1).value == arrived
@@ -125,10 +125,10 @@ async def test_cancelled_while_connecting():
         async with anyio.create_task_group() as group:
             group.start_soon(left.write, local, remote)
             group.start_soon(left.connect, right.address)
-            await quiet(0)
+            await go_round(1)
             group.cancel_scope.cancel()
         await until(lambda: left.peers)
-        await quiet(0.02)
+        await round_trips(left, right)
         assert target == bytes(8)
         await left.write(local, remote)
         assert target == b"12345678"
@@ -149,7 +149,7 @@ async def test_cancelled_once_more_while_it_drains(provider):
         assert left.statistics().outstanding == left.statistics().queued == 0
         before = target.copy()
         source[:] = 2
-        await quiet()
+        await round_trips(left, right)
         assert np.array_equal(target, before)
 
 

@@ -101,11 +101,11 @@ def test_the_environment(monkeypatch):
         spin_us=7,
         library="/elsewhere",
         heartbeat_limit=2,
-        connect_timeout=1,
+        connect_timeout=4,
     )
     assert (explicit.cluster_key, explicit.host, explicit.port, explicit.spin_us) == (other, "127.0.0.1", 0, 7)
     assert explicit.library == "/elsewhere"
-    assert (explicit.heartbeat_limit, explicit.connect_timeout) == (2, 1)
+    assert (explicit.heartbeat_limit, explicit.connect_timeout) == (2, 4)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import anyio.lowlevel
 import pytest
 
 import aiote
-from engines import each_progress, each_provider, linked, opened, quiet, until
+from engines import each_progress, each_provider, go_round, linked, opened, round_trips, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -39,7 +39,7 @@ async def test_counts(provider, progress):
         assert counter.value == 1
         async with anyio.create_task_group() as group:
             group.start_soon(counter.wait, 3)
-            await quiet(0.01)
+            await go_round()
             await count(left, right, 7, 2)
         assert counter.value == 0
         assert repr(counter) == "<Counter 0x7, 0>"
@@ -77,10 +77,11 @@ async def test_waits_are_served_in_order():
         async with anyio.create_task_group() as group:
             for name, n in (("three", 3), ("one", 1), ("two", 2)):
                 group.start_soon(wait, name, n)
-                await quiet(0.01)
+                await go_round()
             for arrivals, expected in ((2, []), (1, ["three"]), (1, ["three", "one"]), (1, ["three", "one"])):
                 await count(left, right, 7, arrivals)
-                await quiet(0.01)
+                await until(lambda expected=expected: len(served) >= len(expected))
+                await round_trips(left, right)
                 assert served == expected
             await count(left, right, 7, 1)
         assert served == ["three", "one", "two"]
@@ -102,11 +103,11 @@ async def test_a_cancelled_wait_consumes_nothing_and_lets_the_next_one_go(progre
             with anyio.CancelScope() as scope:
                 async with anyio.create_task_group() as first:
                     first.start_soon(wait, 3)
-                    await quiet(0.01)
+                    await go_round()
                     group.start_soon(wait, 2)
-                    await quiet(0.01)
+                    await go_round()
                     await count(left, right, 7, 2)
-                    await quiet(0.01)
+                    await round_trips(left, right)
                     assert served == []
                     scope.cancel()
             await until(lambda: served)
@@ -132,7 +133,7 @@ async def test_a_cancellation_that_meets_the_satisfaction(progress, turns):
 
             async with anyio.create_task_group() as group:
                 group.start_soon(wait, scope)
-                await quiet(0)
+                await go_round(1)
                 await count(left, right, 7, 2)
                 for _ in range(turns):
                     await anyio.lowlevel.checkpoint()
@@ -273,7 +274,7 @@ async def test_closing_the_counter_ends_its_waits(progress):
         async with anyio.create_task_group() as group:
             for _ in range(2):
                 group.start_soon(wait, counter)
-            await quiet(0.01)
+            await go_round()
             counter.close()
         assert ended == ["the counter of immediate 0x7 is closed"] * 2
         await count(left, right, 7, 2)

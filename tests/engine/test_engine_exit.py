@@ -78,7 +78,8 @@ def test_left_open_with_somebody_waiting(provider):
         waiting = [right.counter(9).wait(1), right.recv(), anext(left.watch(bytearray(8))), left.recv()]
         tasks = [asyncio.ensure_future(each) for each in waiting]
         transfers = [left.submit_send(right.address, b"x") for _ in range(100)]
-        await asyncio.sleep(0.01)
+        for _ in range(20):
+            await asyncio.sleep(0)
 
     asyncio.run(main())
     print("the end")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import each_progress, each_provider, linked
+from engines import each_progress, each_provider, go_round, linked, round_trips
 from machine import SLOWER
 
 pytestmark = pytest.mark.libfabric
@@ -31,17 +31,12 @@ Make = Callable[[], aiote.Transfer]
 Way = Callable[[Make, int], Awaitable[None]]
 
 
-async def turns(number: int) -> None:
-    for _ in range(number):
-        await asyncio.sleep(0)
-
-
 async def by_task(make: Make, number: int) -> None:
     async def work() -> None:
         await make()
 
     task = asyncio.ensure_future(work())
-    await turns(number)
+    await go_round(number)
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
@@ -51,7 +46,7 @@ async def by_timeout(make: Make, number: int) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(None) as deadline:
             transfer = make()
-            await turns(number)
+            await go_round(number)
             deadline.reschedule(asyncio.get_running_loop().time())
             await transfer
 
@@ -60,7 +55,7 @@ async def by_deadline(make: Make, number: int) -> None:
     with contextlib.suppress(TimeoutError):
         with anyio.fail_after(1000) as scope:
             transfer = make()
-            await turns(number)
+            await go_round(number)
             scope.deadline = anyio.current_time()
             await transfer
 
@@ -69,7 +64,7 @@ async def by_group(make: Make, number: int) -> None:
     """A sibling that fails cancels the group."""
 
     async def fail() -> None:
-        await turns(number)
+        await go_round(number)
         raise LookupError
 
     async def work() -> None:
@@ -83,7 +78,7 @@ async def by_group(make: Make, number: int) -> None:
 
 async def by_itself(make: Make, number: int) -> None:
     transfer = make()
-    await turns(number)
+    await go_round(number)
     transfer.cancel()
     with contextlib.suppress(aiote.TransferError):
         await transfer
@@ -121,7 +116,7 @@ async def test_nothing_is_written_after_the_await(provider, progress, verb, way:
             assert left.statistics().outstanding == left.statistics().queued == 0
             before = zlib.crc32(target)
             source[:] = 0xFF
-            await asyncio.sleep(SETTLED_S)
+            await round_trips(left, right, 1)
             assert zlib.crc32(target) == before
             assert target.max() < 0xFF
         # The engine works on, and on the same connection.
@@ -141,7 +136,7 @@ async def test_nothing_is_written_after_the_engine_was_closed(provider, verb, en
             local, remote = left.register(here), left.attach(right.register(there).descriptor)
             source, target = (there, here) if verb == "read" else (here, there)
             transfer = maker(left, verb, local, remote)()
-            await turns(steps)
+            await go_round(steps)
             if end == "close":
                 await left.aclose()
             elif end == "abort":

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import each_progress, each_provider, linked, opened, pair, until
+from engines import each_progress, each_provider, go_round, linked, opened, pair, round_trips, until
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.anyio]
 
@@ -84,12 +84,12 @@ async def test_revoking_in_the_middle_of_a_write(provider, progress):
             lease = region.lease(slice(0, BIG), holder.address)
             remote = holder.attach(lease.descriptor)
             transfers = [holder.submit_write_imm(local, remote, 7) for _ in range(64)]
-            await anyio.sleep(0.001 * turn)
+            await go_round(5 * turn)
             await lease.revoke()
             source[:] = 2
             assert memory.max() < 2
             memory[:] = 0
-            await anyio.sleep(0.01)
+            await round_trips(holder, owner)
             assert not memory.any()
             for transfer in transfers:
                 assert transfer.done()

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 import aiote
-from engines import each_progress, each_provider, linked, opened, pair, quiet, until
+from engines import each_progress, each_provider, go_round, linked, opened, pair, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -262,7 +262,7 @@ async def test_closing_ends_every_await(provider, way):
                 "closed": peer.closed(),
             }.items():
                 group.start_soon(collect, ended, name, awaitable)
-            await quiet(0.02)
+            await go_round()
             assert ended == {}
             if way == "abort":
                 left.abort()

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 import aiote
-from engines import across, each_progress, each_provider, linked, opened
+from engines import across, each_progress, each_provider, go_round, linked, opened
 
 pytestmark = pytest.mark.libfabric
 
@@ -26,7 +26,7 @@ async def test_a_task_that_waits_for_room_is_not_starved(provider, writers):
                 await left.write(local, remote)
 
         tasks = [asyncio.create_task(write()) for _ in range(writers)]
-        await asyncio.sleep(0.01)
+        await go_round()
         for _ in range(20):
             async with asyncio.timeout(20):
                 await left.room(remote)
@@ -61,7 +61,7 @@ async def test_room_at_a_peer_that_is_lost():
             await left.send(peer, b"fills the pool")
         stuck = left.submit_send(peer, b"waits")
         waiting = asyncio.create_task(left.room(peer))
-        await asyncio.sleep(0.01)
+        await go_round()
         assert not waiting.done()
         await right.aclose()
         with pytest.raises(aiote.PeerError):

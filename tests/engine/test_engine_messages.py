@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import each_progress, each_provider, linked, opened, pair, quiet, until
+from engines import each_progress, each_provider, go_round, linked, opened, pair, round_trips, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -90,7 +90,7 @@ async def test_a_sender_waits_for_a_receiver_that_takes_nothing(provider, progre
     async with linked(provider, progress=progress, message_pool=4) as (left, right):
         transfers = [left.submit_send(right.address, b"%d" % number) for number in range(40)]
         await until(lambda: sum(transfer.done() for transfer in transfers) >= 4)
-        await quiet()
+        await round_trips(left, right)
         assert sum(transfer.done() for transfer in transfers) == 4
         assert left.statistics().queued == 36
         assert right.statistics().inbox == 4
@@ -155,7 +155,7 @@ async def test_several_receivers_share_the_messages():
         async with anyio.create_task_group() as group:
             for _ in range(5):
                 group.start_soon(take)
-            await quiet(0.01)
+            await go_round()
             for number in range(5):
                 await left.send(right.address, b"%d" % number)
         assert sorted(got) == [b"0", b"1", b"2", b"3", b"4"]
@@ -186,7 +186,7 @@ async def test_a_cancelled_recv_loses_nothing(progress):
 
             async with anyio.create_task_group() as group:
                 group.start_soon(take, scope, got)
-                await quiet(0)
+                await anyio.lowlevel.checkpoint()
                 await left.send(right.address, b"precious")
                 for _ in range(turns):
                     await anyio.lowlevel.checkpoint()
@@ -223,7 +223,7 @@ async def test_a_cancelled_send_that_waited_never_arrives():
             await doomed
         assert [(await right.recv()).data for _ in range(3)] == [b"0", b"1", b"kept"]
         await kept
-        await quiet()
+        await round_trips(left, right)
         assert right.statistics().inbox == 0
 
 

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 import aiote
-from engines import across, each_progress, each_provider, fabric, linked, opened, pair, quiet, until
+from engines import across, each_progress, each_provider, fabric, linked, opened, pair, until
 from idleness import settle
 
 pytestmark = pytest.mark.libfabric
@@ -49,7 +49,7 @@ async def test_idle_is_idle(provider, progress):
             group.start_soon(right.counter(1).wait, 1)
             await settle(left, right)
             before = left.statistics().rounds, right.statistics().rounds
-            await quiet(0.2)
+            await anyio.sleep(0.2)
             assert (left.statistics().rounds, right.statistics().rounds) == before
             group.cancel_scope.cancel()
 

@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 import aiote
-from engines import PATIENCE_S, each_progress, each_provider, linked, opened, until
+from engines import PATIENCE_S, each_progress, each_provider, go_round, linked, opened, until
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.anyio]
 
@@ -60,8 +60,9 @@ async def test_a_wait_that_is_cancelled_loses_nothing():
         async with linked("sim") as (owner, writer):
             with owner.counters(FIRST, [1, 1]) as row:
                 for _ in range(3):
-                    with anyio.move_on_after(0.01):
+                    with anyio.move_on_after(0.01) as scope:
                         await row.wait(2)
+                    assert scope.cancelled_caught
                 await send(writer, owner, FIRST, FIRST + 1)
                 assert await row.wait(2) == 2
 
@@ -79,7 +80,7 @@ async def test_closing_ends_the_waits_and_drops_the_counts():
             with anyio.fail_after(PATIENCE_S):
                 async with anyio.create_task_group() as group:
                     group.start_soon(wait)
-                    await anyio.sleep(0.01)
+                    await go_round()
                     if end == "engine":
                         await owner.aclose()
                     row.close()

@@ -12,13 +12,12 @@ import pytest
 import aiote
 from aiote.rails import Fabric, numa
 from aiote.rails.topology import Place
-from engines import PATIENCE_S, across, fabric, linked
+from engines import PATIENCE_S, across, fabric, linked, until
 
 pytestmark = pytest.mark.libfabric
 
 LOOPBACK = ["127.0.0.1", "127.0.0.1"]
 SIZE = 4 << 20
-FAST = {"heartbeat_interval": 0.2, "heartbeat_limit": 0.8}
 
 
 def shares(engine: aiote.Engine) -> list[int]:
@@ -73,7 +72,7 @@ async def test_small_writes_do_not_keep_a_large_pinned_one_waiting():
                 await left.write(source[: 1 << 16], remote[: 1 << 16])
 
         streams = [asyncio.ensure_future(stream()) for _ in range(200)]
-        await asyncio.sleep(0.05)
+        await until(lambda: left.statistics().queued)
         with anyio.fail_after(PATIENCE_S):
             await left.write(source, remote, rail=0)
         for one in streams:
@@ -82,7 +81,7 @@ async def test_small_writes_do_not_keep_a_large_pinned_one_waiting():
 
 
 async def test_a_pinned_transfer_goes_on_when_its_rail_is_lost():
-    async with linked("sim", ["sim0", "sim1"], **FAST) as (left, right):
+    async with linked("sim", ["sim0", "sim1"]) as (left, right):
         source = left.register(np.ones(SIZE, np.uint8))
         target = np.zeros(SIZE, np.uint8)
         remote = across(left, right, target)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import across, each_progress, each_provider, linked, opened, pair, quiet, until
+from engines import across, each_progress, each_provider, go_round, linked, opened, pair, round_trips, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -79,7 +79,7 @@ async def test_cancelled_before_the_peer_is_connected(provider):
         assert caught.value is transfer.exception()
         assert (caught.value.transfer, caught.value.cause, caught.value.confirmed) == (transfer, None, True)
         await left.connect(right.address)
-        await quiet()
+        await round_trips(left, right)
         assert target == bytes(8)
         assert right.counter(1).value == 0
 
@@ -112,7 +112,7 @@ async def test_cancelled_under_way(provider, progress):
         assert transfer.done()
         assert written.sum() > 0
         source[:] = 2
-        await quiet()
+        await round_trips(left, right)
         assert np.array_equal(target, written)
         assert right.counter(imm).value == 0
         assert left.statistics().outstanding == left.statistics().queued == 0
@@ -134,7 +134,7 @@ async def test_a_read_cancelled_under_way(provider):
             await transfer
         target[:] = 7
         source[:] = 2
-        await quiet()
+        await round_trips(left, right)
         assert (target == 7).all()
 
 
@@ -186,7 +186,7 @@ async def test_every_awaiter_hears_of_the_cancellation(provider):
         async with anyio.create_task_group() as group:
             for _ in range(3):
                 group.start_soon(wait)
-            await quiet(0)
+            await go_round(1)
             transfer.cancel()
         assert len(heard) == 3
         assert len(set(heard)) == 1

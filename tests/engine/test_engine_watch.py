@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import PATIENCE_S, each_progress, each_provider, linked, opened, quiet, until
+from engines import PATIENCE_S, each_progress, each_provider, go_round, linked, opened, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -101,7 +101,7 @@ async def test_several_watchers_and_one_that_is_cancelled(progress):
                         doomed.start_soon(watch, 0)
                         group.start_soon(watch, 1)
                         group.start_soon(watch, 2)
-                        await quiet(0.01)
+                        await go_round()
                         scope.cancel()
                 words[:] = 9
                 await until(lambda: len(seen) == 2)
@@ -126,7 +126,7 @@ async def test_closing_the_engine_ends_the_watch():
     async with opened("tcp") as engine:
         watching = engine.watch(bytearray(8))
         task = asyncio.ensure_future(anext(watching))
-        await asyncio.sleep(0.01)
+        await go_round()
     for step in (task, anext(watching)):
         with pytest.raises(aiote.ClosedError):
             await step
@@ -159,8 +159,9 @@ async def test_a_loop_over_changes_may_be_left_and_gone_on_with():
             async for change in watching:
                 assert change == (value - 1, value)
                 break
-        with anyio.move_on_after(0.01):
+        with anyio.move_on_after(0.01) as scope:
             await anext(watching)
+        assert scope.cancelled_caught
         word[0] = 3
         assert await anext(watching) == (2, 3)
 

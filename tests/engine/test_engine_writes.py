@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import across, each_progress, each_provider, linked, opened, pair, quiet
+from engines import across, each_progress, each_provider, go_round, linked, opened, pair
 
 pytestmark = pytest.mark.libfabric
 
@@ -257,5 +257,5 @@ async def test_what_was_addressed_to_a_closed_engine_fails():
             with pytest.raises(aiote.PeerError, match="cannot be reached") as caught:
                 await verb
             assert caught.value.peer == str(remote.owner)
-        await quiet(0)
+        await go_round(1)
         assert left.peers == ()

@@ -25,6 +25,7 @@ class Item:
             self.on_over(self)
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("cancellations", [0, 1, 3])
 async def test_patience_ends_it_whatever_cancelled_it_before(cancellations):
     """The caller has to hear that it is not over: what it does then is what makes it end."""
@@ -36,6 +37,7 @@ async def test_patience_ends_it_whatever_cancelled_it_before(cancellations):
         assert await task is False
 
 
+@pytest.mark.virtual_time
 @pytest.mark.parametrize("cancellations", [0, 1, 3])
 async def test_a_cancellation_does_not_end_it(cancellations):
     item = Item()

@@ -62,7 +62,7 @@ def test_killed_members_are_replaced_and_their_requests_retried(cluster, load):
     cluster.until(lambda stats: stats["requests"]["open"], "load")
     prefill, decode = (cluster.members(role)[0]["name"] for role in ("prefill", "decode"))
     os.kill(pid_of(cluster, prefill), signal.SIGKILL)
-    time.sleep(1)
+    cluster.until(lambda stats: prefill not in {member["name"] for member in stats["members"]}, "the loss")
     os.kill(pid_of(cluster, decode), signal.SIGKILL)
     cluster.until(lambda stats: len({member["name"] for member in stats["members"]} - names) == 2, "replacements")
     figures(running)

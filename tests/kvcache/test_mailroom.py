@@ -10,7 +10,7 @@ import pytest
 import aiote
 from aiote.kvcache.background import beside
 from aiote.kvcache.mailroom import Mailroom
-from engines import linked, pair, quiet, until
+from engines import go_round, linked, pair, round_trips, until
 
 pytestmark = pytest.mark.anyio
 
@@ -53,14 +53,15 @@ async def test_a_full_queue_makes_the_sender_wait():
 
             async with anyio.create_task_group() as group:
                 group.start_soon(send_all)
-                await quiet()
+                await until(lambda: mailroom.held_up_s > 0)
+                await round_trips(sender, receiver)
                 # What the queue holds, the one in the mailroom's hand, and the pool's credits.
                 assert sent <= 3 + 1 + 4
                 assert mailroom.held_up_s > 0
                 values = sorted([(await anext(letters)).data[1] for _ in range(60)])
                 assert values == list(range(60))
         held = mailroom.held_up_s
-        await quiet(0.01)
+        await go_round()
         assert mailroom.held_up_s == held
 
 
@@ -71,7 +72,7 @@ async def test_a_queue_closed_while_it_is_full_lets_the_others_go_on():
         letters = mailroom.queue(1, size=1)
         for payload in (b"\x01", b"\x01", b"\x01", b"\x02"):
             await sender.send(receiver.address, payload)
-        await quiet(0.01)
+        await round_trips(sender, receiver)
         letters.close()
         await until(lambda: seen)
         with pytest.raises(StopAsyncIteration):

@@ -69,8 +69,9 @@ async def test_who_holds_pages_is_served_before_who_does_not():
 async def test_a_cancelled_wait_loses_nothing_and_lets_others_pass():
     pool = PagePool(4, 1, 10)
     first = await pool.take(4)
-    with anyio.move_on_after(0.01):
+    with anyio.move_on_after(0.01) as scope:
         await pool.take(1)
+    assert scope.cancelled_caught
     async with anyio.create_task_group() as group:
         group.start_soon(pool.take, 4)
         await settle()

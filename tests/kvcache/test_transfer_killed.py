@@ -19,7 +19,7 @@ import pytest
 
 import aiote
 from aiote.kvcache import PrefillError
-from engines import PATIENCE_S, opened, served_by_process
+from engines import LOST_SOON, PATIENCE_S, opened, served_by_process, until
 from kvcaches import decode_rank
 
 pytestmark = [pytest.mark.anyio, pytest.mark.libfabric, pytest.mark.one_library]
@@ -29,6 +29,7 @@ PROMPT = np.arange(37) + 3
 PAGES = 32
 LAYER_S = 0.01
 """Five chunks of three layers: a request takes 150 ms at least."""
+LIMITS = {"stall_limit": 2 * LOST_SOON["heartbeat_limit"], "confirm_limit": LOST_SOON["heartbeat_limit"]}
 
 
 class Prefill:
@@ -61,25 +62,27 @@ def prefills(request: pytest.FixtureRequest) -> Iterator[list[Prefill]]:
 
 
 def open_engine(provider: str):
-    return lambda: opened(provider, heartbeat_interval=0.1, heartbeat_limit=2.0)
+    return lambda: opened(provider, **LOST_SOON)
 
 
 @served_by_process
 @pytest.mark.parametrize(
-    ("how", "moment_s"),
-    # Before the first layer can be there, in the middle, and near the end.
-    [(signal.SIGKILL, 0.0), (signal.SIGKILL, 0.06), (signal.SIGKILL, 0.12), (signal.SIGSTOP, 0.06)],
+    ("how", "moment"),
+    # Before anything can be there, when something is, and near the end, when the first layer is whole.
+    [(signal.SIGKILL, "early"), (signal.SIGKILL, "middle"), (signal.SIGKILL, "late"), (signal.SIGSTOP, "middle")],
     ids=["killed-early", "killed", "killed-late", "stopped"],
 )
-async def test_the_request_is_done_by_another(provider, prefills, how, moment_s):
+async def test_the_request_is_done_by_another(provider, prefills, how, moment):
     """Whenever it happens, the cache that the other one wrote is whole, and stays so when the first one wakes up."""
     victim, spare = prefills
-    limits = {"stall_limit": 1.5, "confirm_limit": 0.3, "tail_bytes": 24}
     with anyio.fail_after(PATIENCE_S):
-        async with decode_rank(open_engine(provider), pages=PAGES, **limits) as decode:
+        async with decode_rank(open_engine(provider), pages=PAGES, tail_bytes=24, **LIMITS) as decode:
             decoder = decode.decoder
             async with decoder.request(PROMPT, [victim.address], alternatives=[[spare.address]]) as slot:
-                await anyio.sleep(moment_s)
+                if moment == "middle":
+                    await until(decode.memory.any)
+                elif moment == "late":
+                    await anext(slot.layers())
                 victim.signal(how)
                 await slot.arrived()
                 decode.check(slot)
@@ -97,7 +100,7 @@ async def test_the_request_is_done_by_another(provider, prefills, how, moment_s)
 async def test_with_nobody_else_it_fails_with_its_reason_and_the_pages_come_back(provider, prefills):
     victim, _ = prefills
     with anyio.fail_after(PATIENCE_S):
-        async with decode_rank(open_engine(provider), pages=PAGES, stall_limit=0.5, confirm_limit=0.3) as decode:
+        async with decode_rank(open_engine(provider), pages=PAGES, **LIMITS) as decode:
             with pytest.raises(PrefillError) as told:
                 async with decode.decoder.request(PROMPT, [victim.address]) as slot:
                     async for _layer in slot.layers():
@@ -114,7 +117,7 @@ async def test_cancelled_while_the_prefiller_stands_still(provider, prefills):
     """What is given back is filled with poison, and then the prefiller wakes up and goes on."""
     victim, _ = prefills
     with anyio.fail_after(PATIENCE_S):
-        async with decode_rank(open_engine(provider), pages=PAGES, stall_limit=9.0, confirm_limit=0.2) as decode:
+        async with decode_rank(open_engine(provider), pages=PAGES, stall_limit=PATIENCE_S, confirm_limit=0.2) as decode:
             async with decode.decoder.request(PROMPT, [victim.address]) as slot:
                 async for _layer in slot.layers():
                     break

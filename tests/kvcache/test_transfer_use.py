@@ -96,9 +96,9 @@ async def test_a_word_that_the_model_bumps_sends_several_layers_at_once(dtype):
             async with anyio.create_task_group() as group:
                 group.start_soon(lambda: first.follow(word, base=254))
                 group.start_soon(lambda: second.follow(word, base=254 + SMALL.layers))
-                for bump in (1, 4, 1):
-                    await anyio.sleep(0.003)
+                for bump, missing in ((1, (2, 3)), (4, (0, 1)), (1, (0, 0))):
                     word[0] += np.array(bump, dtype)
+                    await until(lambda missing=missing: (first.missing, second.missing) == missing)
             assert (first.missing, second.missing) == (0, 0)
             await job.tail(np.frombuffer(tail_of(TOKENS, 24), np.uint8))
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import anyio
 
 from children import Child
-from engines import PATIENCE_S
+from engines import LOST_SOON, PATIENCE_S
 from machine import SLOWER
 from namespaces import Network, end_of
 
@@ -17,11 +17,7 @@ PIECE = 1 << 18
 ONCE = SIZE // PIECE
 WRITES = 3 * ONCE
 RAILS = 3
-CONFIG = {
-    "cluster_key": b"a secret of sixteen",
-    "heartbeat_interval": 0.2 * SLOWER,
-    "heartbeat_limit": 0.8 * SLOWER,
-}
+CONFIG = {"cluster_key": b"a secret of sixteen", **LOST_SOON}
 Ends = tuple[Network, Child, Child]
 
 

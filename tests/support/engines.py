@@ -23,6 +23,9 @@ from machine import SLOWER
 PATIENCE_S = 60 * SLOWER**0.25
 """A test that takes longer hangs."""
 
+LOST_SOON = {"heartbeat_interval": 0.25 * SLOWER**0.5, "heartbeat_limit": 2.0 * SLOWER**0.5}
+"""For who waits until a silent peer is lost: soon, and yet longer than a busy machine keeps a live one from running."""
+
 each_provider = pytest.mark.parametrize("provider", ["tcp", "shm", "local", "socket", "sim", "verbs"])
 real_provider = pytest.mark.parametrize("provider", ["tcp", "shm", "local", "socket", "verbs"])
 """For what is about other processes or the system's own resources."""
@@ -32,6 +35,8 @@ each_progress = pytest.mark.parametrize("progress", ["adaptive", "thread"])
 two_kinds = pytest.mark.parametrize(("provider", "progress"), [("tcp", "adaptive"), ("shm", "thread")])
 """For scripts, which take half a second each with libfabric 1.17."""
 
+FENCE = 0x5E771ED
+"""The immediate of `round_trips`."""
 
 _fabrics: list[Fabric] = []
 
@@ -109,9 +114,20 @@ async def until(condition: Callable[[], object]) -> None:
         await anyio.sleep(0.001)
 
 
-async def quiet(seconds: float = 0.05) -> None:
-    """Give what must not happen the time to happen."""
-    await anyio.sleep(seconds)
+async def go_round(count: int = 20) -> None:
+    """Let the loop go round so often: whatever is ready has run, and what waits has come to where it waits."""
+    for _ in range(count):
+        await anyio.sleep(0)
+
+
+async def round_trips(one: aiote.Engine, other: aiote.Engine, count: int = 5) -> None:
+    """Let two connected engines do what they have to: what does not happen meanwhile, does not happen."""
+    with one.counter(FENCE) as here, other.counter(FENCE) as there:
+        for _ in range(count):
+            await one.write_imm(None, other.address, FENCE)
+            await there.wait(1)
+            await other.write_imm(None, one.address, FENCE)
+            await here.wait(1)
 
 
 def run_script(text: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -19,7 +19,7 @@ import uvloop
 import aiote
 import leftovers
 
-GRACE_S = 3.0
+GRACE_S = 20.0
 
 
 def descriptors() -> dict[int, str]:

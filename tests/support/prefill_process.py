@@ -11,14 +11,14 @@ import sys
 import anyio
 import anyio.to_thread
 
-from engines import opened
+from engines import LOST_SOON, opened
 from kvcaches import SMALL, prefill_rank
 
 TAIL_BYTES = 24
 
 
 async def main(provider: str, pause: float) -> None:
-    open_engine = functools.partial(opened, provider, heartbeat_interval=0.1, heartbeat_limit=2.0)
+    open_engine = functools.partial(opened, provider, **LOST_SOON)
     async with prefill_rank(open_engine, SMALL, tail_bytes=TAIL_BYTES) as rank, anyio.create_task_group() as group:
         group.start_soon(functools.partial(rank.serve, pause=pause))
         print(rank.engine.address, flush=True)

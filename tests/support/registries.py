@@ -96,7 +96,7 @@ class Etcd:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         while True:
             with contextlib.suppress(OSError, urllib.error.URLError):
-                if b"true" in opener.open(f"{self.endpoint}/health", timeout=1).read():
+                if b"true" in opener.open(f"{self.endpoint}/health", timeout=5).read():
                     return
             if self.process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"etcd did not start: {(Path(self.folder) / 'log').read_text()[-2000:]}")

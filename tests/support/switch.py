@@ -10,8 +10,7 @@ import anyio
 
 import aiote
 from aiote.rails.ports import read_ports
-from engines import PATIENCE_S
-from traffic import FAST
+from engines import LOST_SOON, PATIENCE_S
 
 SOONER = {"heartbeat_interval": 0.5, "heartbeat_limit": 3.0}
 """For those who wait until a peer is given up."""
@@ -56,7 +55,7 @@ class Switch:
 @asynccontextmanager
 async def over_switch(rails: int, **settings) -> AsyncIterator[tuple[aiote.Engine, aiote.Engine, list[aiote.Event]]]:
     """Open two connected engines: the left on the devices 0 to `rails` - 1, the right on as many more."""
-    config = aiote.EngineConfig(**{**FAST, **settings})
+    config = aiote.EngineConfig(**{**LOST_SOON, **settings})
     names = [f"rxe{number}" for number in range(2 * rails)]
     with anyio.fail_after(PATIENCE_S):
         async with (

@@ -9,10 +9,8 @@ from contextlib import asynccontextmanager
 import numpy as np
 
 import aiote
-from engines import across, linked
-from machine import SLOWER
+from engines import LOST_SOON, across, linked
 
-FAST = {"heartbeat_interval": 0.2 * SLOWER, "heartbeat_limit": 0.8 * SLOWER}
 SIZE = 200_000
 WRITES = 120
 MESSAGES = 150
@@ -22,7 +20,7 @@ IMM = 7
 @asynccontextmanager
 async def railed(rails: int, **settings) -> AsyncIterator[tuple[aiote.Engine, aiote.Engine, list[str]]]:
     """Open two connected engines with so many rails, and write down what becomes of these."""
-    async with linked("tcp", ["127.0.0.1"] * rails, **FAST, **settings) as (left, right):
+    async with linked("tcp", ["127.0.0.1"] * rails, **LOST_SOON, **settings) as (left, right):
         seen: list[str] = []
         left.listen_events(lambda event: seen.append(event.name))
         yield left, right, seen
