@@ -8,7 +8,17 @@ import anyio
 import pytest
 
 import aiote
-from engines import PATIENCE_S, each_provider, opened, pair, real_provider, run_script, served_by_process, until
+from engines import (
+    PATIENCE_S,
+    each_provider,
+    go_round,
+    opened,
+    pair,
+    real_provider,
+    run_script,
+    served_by_process,
+    until,
+)
 from strangers import Stranger
 
 pytestmark = pytest.mark.libfabric
@@ -60,7 +70,8 @@ async def test_closing_ends_everything_of_its_own(provider, how, child):
                 group.start_soon(waits.watch, "closed", peer.closed())
                 group.start_soon(waits.watch, "connect", engine.connect(f"127.0.0.1:{stopped.address.port}"))
                 group.start_soon(waits.watch, "region", local.aclose())
-                await anyio.sleep(0.02)
+                await until(lambda: waits.ended)
+                await go_round()
                 assert set(waits.ended) == {"connect"}
                 if how == "aclose":
                     await engine.aclose()
@@ -94,7 +105,7 @@ async def test_closing_ends_connects(child):
                 group.start_soon(waits.watch, "by address", engine.connect(stopped.address))
                 group.start_soon(waits.watch, "by place", engine.connect(f"127.0.0.1:{stopped.address.port}"))
                 pending = engine.submit_send(stopped.address, b"never")
-                await anyio.sleep(0.02)
+                await go_round()
                 assert waits.ended == {}
         assert all(isinstance(error, aiote.PeerError) for error in waits.ended.values())
         assert set(waits.ended) == {"by address", "by place"}
@@ -169,7 +180,7 @@ async def test_a_region_closes_after_the_failure_of_what_used_it(provider, child
             transfer = engine.submit_write(local, engine.attach(killed.descriptor))
             async with anyio.create_task_group() as group:
                 group.start_soon(local.aclose)
-                await anyio.sleep(0.02)
+                await go_round()
                 with pytest.raises(BufferError):
                     memory.clear()
                 assert not transfer.done()
@@ -186,7 +197,7 @@ async def test_who_connects_in_the_moment_of_a_close_is_hung_up_on(caplog):
     for turns in (0, 1, 2):
         with anyio.fail_after(PATIENCE_S), Stranger().socket as late:
             engine = await opened("tcp")
-            await anyio.sleep(0.01)
+            await go_round()
             late.connect_ex((engine.address.host, engine.address.port))
             for _ in range(turns):
                 await anyio.lowlevel.checkpoint()

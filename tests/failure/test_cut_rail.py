@@ -45,15 +45,15 @@ async def test_a_rail_is_lost_under_load_and_comes_back(network, processes, cut)
         try:
             near.tell("pour", descriptor=far.descriptor.hex(), imm=2, size=PIECE, count=WRITES, window=8)
             far.tell("poured", imm=2, count=WRITES)
-            await anyio.sleep(0.1)
+            await under_way(network)
             await cut(network, network.cables[2])
             there, sent = await far.answer(), await near.answer()
             assert there == {"digest": sent["digest"], "left": 0}
         finally:
             for cable in network.cables[1:]:
                 await network.limit(cable, 0)
-        # It stays away for several times the limit, tried again and again: neither work nor rest harms the others.
-        await anyio.sleep(4 * CONFIG["heartbeat_limit"])
+        # It stays away for more than the limit, tried again and again: neither work nor rest harms the others.
+        await anyio.sleep(1.5 * CONFIG["heartbeat_limit"])
         await pour(near, far, 3)
         names = await names_of(near)
         assert names.count("rail.failed") == 1
@@ -72,7 +72,7 @@ async def test_all_rails_are_lost(network, processes, cut):
         for cable in network.cables[1:]:
             await network.limit(cable, 200)
         near.tell("pour", descriptor=far.descriptor.hex(), imm=2, size=PIECE, count=10 * WRITES, window=8)
-        await anyio.sleep(0.1)
+        await under_way(network)
         for cable in network.cables[1:3]:
             await cut(network, cable)
         with pytest.raises(ChildError, match="no channel is left"):
@@ -98,6 +98,13 @@ async def test_a_rail_that_is_ten_times_slower_is_given_less(network, processes)
         finally:
             for cable in network.cables[1:3]:
                 await network.limit(cable, 0)
+
+
+async def under_way(network: Network) -> None:
+    """Wait until a few pieces have left over the cable that is to be cut."""
+    begun = await sent(network, network.cables[2])
+    while await sent(network, network.cables[2]) < begun + 2 * PIECE:
+        await anyio.sleep(0.01)
 
 
 async def sent(network: Network, cable: str) -> int:

@@ -10,14 +10,14 @@ import anyio
 import pytest
 
 import aiote
-from engines import PATIENCE_S, each_provider, linked, opened, served_by_process, until
+from engines import LOST_SOON, PATIENCE_S, each_provider, go_round, linked, opened, served_by_process, until
 
 pytestmark = pytest.mark.libfabric
 
 BIG = 16 << 20
 NEVER_S = 1000.0
 """A heartbeat limit that no test waits for: what ends sooner did not end by it."""
-SOON = {"drain_timeout": 0.2, "heartbeat_interval": 0.1, "heartbeat_limit": 0.8}
+SOON = {"drain_timeout": 0.2, **LOST_SOON}
 
 
 async def settled(child) -> list[int]:
@@ -91,16 +91,16 @@ async def test_a_deadline_and_a_bare_cancel(provider, child):
     stopped = child()
     with anyio.fail_after(PATIENCE_S):
         await stopped.open(provider, size=BIG, heartbeat_limit=NEVER_S)
-        async with opened(provider, **SOON) as engine:
+        async with opened(provider, **SOON | {"drain_timeout": 2.0}) as engine:
             await engine.connect(stopped.address)
             remote = engine.attach(stopped.descriptor)
             await stopped.stop()
             memory = bytearray(BIG)
             local = engine.register(memory)
             first = asyncio.ensure_future(engine.write(local, remote))
-            await asyncio.sleep(0.02)
+            await go_round()
             first.cancel()
-            await asyncio.sleep(0.02)
+            await go_round()
             assert not first.done()  # it drains
             first.cancel()
             with pytest.raises(TimeoutError):
@@ -132,8 +132,9 @@ async def test_others_that_wait_for_the_same_transfer_hear_of_it(child):
             async with anyio.create_task_group() as group:
                 group.start_soon(wait, shared)
                 group.start_soon(wait, another)
-                with anyio.move_on_after(0.05):
+                with anyio.move_on_after(0.05) as scope:
                     await shared
+                assert scope.cancelled_caught
             assert {error.transfer for error in heard} == {shared, another}
             assert all(str(stopped.address) in str(error) or "cancelled" in str(error) for error in heard)
             # The pair of endpoints is one for all: what else was under way ended with it, and says why.
@@ -148,7 +149,7 @@ async def test_a_peer_that_can_be_asked_confirms(provider, child):
     slow = child()
     with anyio.fail_after(PATIENCE_S):
         await slow.open(provider, size=BIG, heartbeat_limit=NEVER_S)
-        async with opened(provider, drain_timeout=0.1) as engine:
+        async with opened(provider, drain_timeout=0.1, heartbeat_limit=PATIENCE_S) as engine:
             remote = engine.attach(slow.descriptor)
             peer = await engine.connect(slow.address)
             await slow.stop()
@@ -158,7 +159,7 @@ async def test_a_peer_that_can_be_asked_confirms(provider, child):
                 await transfer
 
             waiting = asyncio.ensure_future(wait())
-            await asyncio.sleep(0.01)
+            await go_round()
             waiting.cancel()
             await until(lambda: peer.lost)
             slow.resume()

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 import aiote
-from engines import PATIENCE_S, opened, real_provider, served_by_process, served_on, until
+from engines import PATIENCE_S, go_round, opened, real_provider, served_by_process, served_on, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -144,7 +144,7 @@ async def test_killed_while_it_is_connected_to(provider, child):
             async with anyio.create_task_group() as group:
                 group.start_soon(connect)
                 group.start_soon(connect)
-                await anyio.sleep(0.05)
+                await go_round()
                 assert ended == []
                 killed.kill()
             assert len(ended) == 2

@@ -57,7 +57,6 @@ async def test_a_holder_stopped_in_the_middle_of_a_write(provider, progress, chi
                 assert not memory.any()
                 holder.resume()
                 before = await failed(holder, 8 * turn + 4)
-                await anyio.sleep(0.05)
                 assert not memory.any()
                 # It may come back, and is told what it has lost.
                 await owner.connect(holder.address)
@@ -94,7 +93,7 @@ async def test_a_live_holder_gives_it_back_and_stays(provider, child):
     with anyio.fail_after(PATIENCE_S):
         # A refused write breaks the connection of some NICs, and the new one may take its time on a busy machine.
         await holder.open(provider, heartbeat_limit=PATIENCE_S)
-        async with opened(provider, heartbeat_limit=PATIENCE_S) as owner:
+        async with opened(provider, heartbeat_limit=PATIENCE_S, drain_timeout=PATIENCE_S) as owner:
             memory = np.zeros(BIG, np.uint8)
             region = owner.register(memory)
             for turn in range(5):

@@ -9,8 +9,7 @@ import pytest
 
 import aiote
 from connections import cut, data_connections
-from engines import linked, until
-from traffic import FAST
+from engines import LOST_SOON, linked, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -30,7 +29,7 @@ async def test_what_was_sent_has_come_wherever_its_connection_breaks(rails):
 
 async def send_and_cut(rails: int, draw: random.Random) -> None:
     """Cut right behind the completion: what only a socket had taken by then would be gone."""
-    async with linked("tcp", ["127.0.0.1"] * rails, **FAST) as (left, right):
+    async with linked("tcp", ["127.0.0.1"] * rails, **LOST_SOON) as (left, right):
         lost: list[str] = []
         left.listen_events(lambda event: lost.append(event.name))
         sent, got = [], []

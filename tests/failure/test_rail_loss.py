@@ -12,7 +12,7 @@ import pytest
 import aiote
 from aiote import ScatterTarget
 from connections import cut, data_connections
-from engines import PATIENCE_S, across, until
+from engines import PATIENCE_S, across, go_round, until
 from traffic import IMM, SIZE, WRITES, Traffic, railed
 
 pytestmark = pytest.mark.libfabric
@@ -56,7 +56,7 @@ async def test_all_rails_are_cut_at_once():
     async with railed(2) as (left, right, seen):
         traffic = Traffic(left, right, 1)
         running = asyncio.create_task(traffic.run())
-        await asyncio.sleep(0.002)
+        await go_round(5)
         for victim in data_connections(left, right):
             cut(victim)
         await running

@@ -16,7 +16,7 @@ import pytest
 
 import aiote
 from children import Child
-from engines import opened, real_provider, served_on, until
+from engines import LOST_SOON, opened, real_provider, served_on, until
 from machine import SLOWER
 from mix import ECHOED, Mix
 
@@ -108,9 +108,9 @@ async def test_killed(provider, child, moments):
 
 @real_provider
 async def test_stopped(provider, child, moments):
-    async with survivor(provider, heartbeat_interval=0.1, heartbeat_limit=0.5) as ours:
+    async with survivor(provider, **LOST_SOON) as ours:
         victim = await opened_child(child(), provider)
-        for _ in range(ROUNDS):
+        for _ in range((ROUNDS + 3) // 4):  # each takes the whole limit
             mix = await ours.busy_with(victim)
             await anyio.sleep(moments.uniform(0, 0.05))
             await victim.stop()
