@@ -10,9 +10,14 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 import numpy  # noqa: F401 - its thread pool starts on import: before any test counts threads
 from hypothesis import HealthCheck, settings
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # So it is in what a script starts in the background, and every child would inherit it: Ctrl-C is tested, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if "RDMA_VM" in os.environ:
     # Before libfabric is opened: its queues for the default of 256 peers are larger than a soft device's may be.
