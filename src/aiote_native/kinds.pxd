@@ -25,3 +25,4 @@ cdef class NativeEndpoint:
     cdef NativeDevice home(self)
     cdef void* give(self) except NULL
     cdef void taken_back(self)
+    cdef void drop(self, NativeDevice home) noexcept

@@ -1,6 +1,8 @@
 """What every kind of rail has in common: an opened NIC, memory registered with it, and an endpoint for one peer.
 
-What is above (regions, peers) knows these alone; libfabric's and the simulated ones are subclasses.
+What is above (regions, peers) knows these alone; libfabric's and the simulated ones are subclasses. Whatever was
+opened is closed when its object goes, whether or not its constructor came to an end: each class does that in
+`__dealloc__`, and is not cleared by the collector before that, so that it still has its device then.
 """
 
 from libc.errno cimport EOPNOTSUPP
@@ -96,9 +98,12 @@ cdef class NativeEndpoint:
 
     def close(self) -> None:
         """Close what is not handed to a channel. Idempotent; nothing in a child of a fork."""
+        self.drop(self.home())
+
+    cdef void drop(self, NativeDevice home) noexcept:
+        """Close; what a kind's own `__dealloc__` calls, too, for one that nobody has closed."""
         cdef void** held = self.held()
-        cdef NativeDevice home = self.home()
-        if held[0] != NULL and home.epoch == fork_epoch():
+        if held[0] != NULL and home is not None and home.epoch == fork_epoch():
             self.ops.release(held[0])
             held[0] = NULL
             home.children -= 1

@@ -1,5 +1,6 @@
 """An opened NIC: the fabric and the domain of libfabric, and the memory registered with it."""
 
+cimport cython
 from libc.stdint cimport uint8_t, uint64_t
 from libc.string cimport strdup
 
@@ -151,7 +152,18 @@ cdef class Device(NativeDevice):
             symbols().freeinfo(self.info)
             self.info = NULL
 
+    def __dealloc__(self):
+        if self.epoch != fork_epoch() or self.children:
+            return
+        if self.domain != NULL:
+            fi_close(&self.domain.fid)
+        if self.fabric != NULL:
+            fi_close(&self.fabric.fid)
+        if self.info != NULL:
+            symbols().freeinfo(self.info)
 
+
+@cython.no_gc_clear
 cdef class FabricMemory(Registration):
     """A memory registration: a key for peers and a descriptor for this side's own operations."""
 
@@ -194,4 +206,9 @@ cdef class FabricMemory(Registration):
             check(fi_close(&self.mr.fid), "fi_close(mr)")
             self.mr = NULL
             self.desc = NULL
+            self.device.children -= 1
+
+    def __dealloc__(self):
+        if self.mr != NULL and self.device is not None and self.device.epoch == fork_epoch():
+            fi_close(&self.mr.fid)
             self.device.children -= 1

@@ -10,6 +10,7 @@ one severs the other: from then on it is neither polled nor posted to, and says 
 loss and closes it.
 """
 
+cimport cython
 from libc.errno cimport EAGAIN, ENOTCONN
 from libc.stdint cimport uint32_t
 from libc.stdlib cimport calloc, free
@@ -282,11 +283,15 @@ cdef int spans_of(const fi_info* info) noexcept:
     return <int> min(info.tx_attr.iov_limit, info.tx_attr.rma_iov_limit, MAX_SPANS)
 
 
+@cython.no_gc_clear
 cdef class Endpoint(NativeEndpoint):
     """An enabled endpoint: its address travels to the peer, the peer's is set by `connect`."""
 
     def __cinit__(self):
         self.impl = NULL
+
+    def __dealloc__(self):
+        self.drop(self.device)
 
     def __init__(self, Device device, bint waits=True, size_t queue=4096, str mark=""):
         """Open and enable; `waits` asks for a wait descriptor, which shm does not have.

@@ -11,3 +11,4 @@ cdef class SimDevice(NativeDevice):
 cdef class SimMemory(Registration):
     cdef SimDevice device
     cdef Memory* memory
+    cdef void drop(self) noexcept

@@ -1,5 +1,6 @@
 """A NIC of the simulated network, and the memory registered with it."""
 
+cimport cython
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
@@ -35,6 +36,7 @@ cdef int read_model(dict given, Model* model) except -1:
     return 0
 
 
+@cython.no_gc_clear
 cdef class SimDevice(NativeDevice):
     """A NIC: number `rail` of node `node`. `offsets`: its memory is addressed from 0, as some NICs have it."""
 
@@ -98,7 +100,13 @@ cdef class SimDevice(NativeDevice):
         self.opened = False
         self.world.children -= 1
 
+    def __dealloc__(self):
+        # Its native half is the network's.
+        if self.opened and self.children == 0 and self.epoch == fork_epoch():
+            self.world.children -= 1
 
+
+@cython.no_gc_clear
 cdef class SimMemory(Registration):
     """A memory registration under a random key, which opens it on its own NIC alone."""
 
@@ -143,17 +151,24 @@ cdef class SimMemory(Registration):
                 pthread_mutex_unlock(&net.lock)
 
     def close(self) -> None:
+        self.drop()
+
+    def __dealloc__(self):
+        self.drop()
+
+    cdef void drop(self) noexcept:
         cdef Memory** place
         cdef Net* net
-        if self.memory == NULL or self.device.epoch != fork_epoch():
+        if self.memory == NULL or self.device is None or self.device.epoch != fork_epoch():
             return
         net = self.device.world.net
         with nogil:
             pthread_mutex_lock(&net.lock)
             place = &net.memory_table[self.memory.key % BUCKETS]
-            while place[0] != self.memory:
+            while place[0] != NULL and place[0] != self.memory:
                 place = &place[0].next
-            place[0] = self.memory.next
+            if place[0] != NULL:
+                place[0] = self.memory.next
             pthread_mutex_unlock(&net.lock)
         free(self.memory)
         self.memory = NULL

@@ -4,6 +4,7 @@ Where time is virtual whoever moves it on lets things happen; else everybody doe
 readable when something is due.
 """
 
+cimport cython
 from libc.errno cimport EAGAIN, EFAULT, EINVAL, ENETDOWN, ENOMEM, ENOTCONN, errno
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
@@ -234,12 +235,16 @@ cdef int watched(int epoll_fd, int fd) except -1:
     return check(-errno if epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &event) else 0, "epoll_ctl")
 
 
+@cython.no_gc_clear
 cdef class Endpoint(NativeEndpoint):
     """An open endpoint: its address travels to the peer, the peer's is set by `connect`."""
 
     def __cinit__(self):
         self.impl = NULL
         self.lent = NULL
+
+    def __dealloc__(self):
+        self.drop(self.device)
 
     def __init__(self, SimDevice device):
         """Open. Raises StatusError where the NIC is broken."""

@@ -216,6 +216,8 @@ cdef class World(Clock):
         cdef Nic* nic
         cdef Fault* fault
         cdef Item* item
+        if net.timer_fd >= 0:
+            close(net.timer_fd)
         while net.heap_count:
             item = net.heap[1]
             take_out(net, item)

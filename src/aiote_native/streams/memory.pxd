@@ -8,6 +8,7 @@ cdef class StreamDevice(NativeDevice):
 cdef class StreamMemory(Registration):
     cdef StreamDevice device
     cdef Memory* memory
+    cdef void drop(self) noexcept
 
 cdef class StreamEndpoint(NativeEndpoint):
     cdef StreamDevice device

@@ -1,5 +1,6 @@
 """A device of streams: nothing but the memory that its peers may reach, and under which keys."""
 
+cimport cython
 from libc.stdint cimport uint64_t
 from libc.stdlib cimport calloc, free
 
@@ -49,7 +50,13 @@ cdef class StreamDevice(NativeDevice):
         free(self.registry)
         self.registry = NULL
 
+    def __dealloc__(self):
+        # What a channel still has of it, whose engine was never closed, uses this memory.
+        if self.children == 0 and self.epoch == fork_epoch():
+            free(self.registry)
 
+
+@cython.no_gc_clear
 cdef class StreamMemory(Registration):
     """A memory registration under a random key, which nobody can guess."""
 
@@ -93,19 +100,26 @@ cdef class StreamMemory(Registration):
 
     def close(self) -> None:
         """End the registration; when it returns no peer's bytes go there any more. Idempotent."""
+        self.drop()
+
+    def __dealloc__(self):
+        self.drop()
+
+    cdef void drop(self) noexcept:
         cdef Registry* registry
         cdef Memory** place
-        if self.memory == NULL or self.device.epoch != fork_epoch():
+        if self.memory == NULL or self.device is None or self.device.epoch != fork_epoch():
             return
         registry = self.device.registry
         # A native thread holds the lock for as long as one call copies, some twenty microseconds.
         with nogil:
             pthread_mutex_lock(&registry.lock)
             place = &registry.table[self.memory.key % BUCKETS]
-            while place[0] != self.memory:
+            while place[0] != NULL and place[0] != self.memory:
                 place = &place[0].next
-            place[0] = self.memory.next
-            registry.epoch += 1
+            if place[0] != NULL:
+                place[0] = self.memory.next
+                registry.epoch += 1
             pthread_mutex_unlock(&registry.lock)
         free(self.memory)
         self.memory = NULL
@@ -125,8 +139,12 @@ cdef void share_operations(RailOps* operations):
     operations.cut = stream_cut
 
 
+@cython.no_gc_clear
 cdef class StreamEndpoint(NativeEndpoint):
     """What the endpoints of all wires have in common. A base class: each kind has its own native half."""
+
+    def __dealloc__(self):
+        self.drop(self.device)
 
     cdef int usable(self, StreamDevice device) except -1:
         """Check that one may be opened on a device."""

@@ -46,6 +46,7 @@ cdef class VerbsDevice(NativeDevice):
     cdef Nic nic
     cdef readonly str name
     cdef int open(self) except -1
+    cdef int drop(self) noexcept
     cdef int open_context(self) except -1
     cdef int open_receives(self) except -1
     cdef ibv_context* opened(self) except NULL

@@ -4,6 +4,7 @@ All peers' data queue pairs take the receives that written immediates use up fro
 enough for what may come at a time, not for each peer. They hold nothing; when a batch is used up, a batch is posted.
 """
 
+cimport cython
 from libc.errno cimport EOPNOTSUPP
 from libc.stdint cimport uintptr_t
 from libc.string cimport memset, strcmp
@@ -208,11 +209,23 @@ cdef class VerbsDevice(NativeDevice):
 
     def close(self) -> None:
         """Close it; everything under it must be closed before. Idempotent; nothing in a child of a fork."""
-        cdef Nic* nic = &self.nic
-        if self.epoch != fork_epoch() or nic.context == NULL:
+        cdef int code
+        if self.epoch != fork_epoch() or self.nic.context == NULL:
             return
         if self.children:
             raise RuntimeError(f"{self.children} objects of this device are still open")
+        code = self.drop()
+        if code != 0:
+            failed("ibv_close_device", code)
+
+    def __dealloc__(self):
+        if self.epoch == fork_epoch() and self.nic.context != NULL and self.children == 0:
+            self.drop()
+
+    cdef int drop(self) noexcept:
+        """Close whatever is open of it; return what closing the device said."""
+        cdef Nic* nic = &self.nic
+        cdef int code
         if nic.srq != NULL:
             symbols().destroy_srq(nic.srq)
         if nic.parent != NULL and nic.parent != nic.pd:
@@ -223,10 +236,10 @@ cdef class VerbsDevice(NativeDevice):
             symbols().dealloc_pd(nic.pd)
         code = symbols().close_device(nic.context)
         memset(nic, 0, sizeof(Nic))
-        if code != 0:
-            failed("ibv_close_device", code)
+        return code
 
 
+@cython.no_gc_clear
 cdef class VerbsMemory(Registration):
     """A memory region: `key` is the remote one, `desc` the local one."""
 
@@ -266,4 +279,9 @@ cdef class VerbsMemory(Registration):
                 failed("ibv_dereg_mr", code)
             self.mr = NULL
             self.desc = NULL
+            self.device.children -= 1
+
+    def __dealloc__(self):
+        if self.mr != NULL and self.device is not None and self.device.epoch == fork_epoch():
+            symbols().dereg_mr(self.mr)
             self.device.children -= 1

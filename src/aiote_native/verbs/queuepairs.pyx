@@ -5,6 +5,7 @@ take one that a message is to come in. Receives for immediates are shared by all
 completion queue has room for every one of them to arrive here, so it cannot overflow.
 """
 
+cimport cython
 from libc.stdint cimport uint32_t
 from libc.stdlib cimport calloc
 from libc.string cimport memcpy, memset
@@ -52,11 +53,15 @@ cdef class Peer:
             raise ValueError("the address is no verbs address of this version")
 
 
+@cython.no_gc_clear
 cdef class Endpoint(NativeEndpoint):
     """Queue pairs for one peer: their address travels to it, its own is taken by `connect`."""
 
     def __cinit__(self):
         self.impl = NULL
+
+    def __dealloc__(self):
+        self.drop(self.device)
 
     def __init__(self, VerbsDevice device):
         """Make the pairs. Raises StatusError."""
