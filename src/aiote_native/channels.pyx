@@ -12,7 +12,7 @@ from aiote_native.ledger cimport tally_free
 from aiote_native.messages cimport CREDIT_SLOTS, mailbox_sent
 from aiote_native.moving cimport mailbox_detach
 from aiote_native.posting cimport give_back, op_completed, post_on
-from aiote_native.progress cimport drain, request_over
+from aiote_native.progress cimport drain, request_over, unwatch_descriptor
 from aiote_native.recovery cimport lose_request
 from aiote_native.structs cimport Completion, ECANCELED, Mailbox, OP_WRITE, Op, Post, Slot, WorkRequest
 
@@ -102,6 +102,8 @@ cdef void shut_endpoint(Progress* self, Channel* channel) noexcept nogil:
                 break
     channel.open = False
     self.state.channels -= 1
+    if channel.wait_fd >= 0:
+        unwatch_descriptor(self.epoll_fd, channel.wait_fd)
     channel.ops.shut(channel.impl)
 
 

@@ -9,9 +9,13 @@ The plain Python reference is `aiote.core.counters`.
 """
 
 from cpython.object cimport PyObject
-from libc.errno cimport ENOSPC
+from libc.errno cimport ENOSPC, EOVERFLOW
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
+
+
+# Half of what a word holds: above it there is room for what waits give back.
+cdef uint64_t MOST_UNITS = 1ULL << 63
 
 
 cdef void done_push(DoneList* done, Done* item) noexcept nogil:
@@ -131,12 +135,15 @@ cdef void settle(Counter* counter, DoneList* done) noexcept nogil:
 
 cdef int arrive(Table* table, uint32_t word, uint32_t times, DoneList* done) noexcept nogil:
     """Count an immediate as it came over the wire, for so many of its kind; -ENOSPC when the table is full of values
-    that nobody asked for.
+    that nobody asked for, -EOVERFLOW for more than can be counted: a count never begins anew.
     """
+    cdef uint64_t units = <uint64_t> times * (UNITS // ((word >> IMMEDIATE_BITS) + 1))
     cdef Counter* counter = table_get(table, word & ((1 << IMMEDIATE_BITS) - 1))
     if counter == NULL:
         return -ENOSPC
-    counter.units += <uint64_t> times * (UNITS // ((word >> IMMEDIATE_BITS) + 1))
+    if counter.units > MOST_UNITS - units:
+        return -EOVERFLOW
+    counter.units += units
     settle(counter, done)
     drop_if_empty(table, counter)
     return 0
@@ -224,8 +231,9 @@ cdef class ImmCounters:
         """
         cdef DoneList done
         done.head = done.tail = NULL
-        if arrive(&self.table, word, times, &done) != 0:
-            raise MemoryError("the table of immediates is full")
+        cdef int code = arrive(&self.table, word, times, &done)
+        if code != 0:
+            raise MemoryError("the table of immediates is full" if code == -ENOSPC else "more than can be counted")
         return self.collect(&done)
 
     def value(self, uint32_t imm) -> int:

@@ -11,7 +11,7 @@ from aiote_native.messages cimport (
     HEADER_BYTES, mailbox_bytes, mailbox_consume, mailbox_fail, mailbox_free, mailbox_new, mailbox_open, mailbox_peek)
 from aiote_native.moving cimport mailbox_attach, mailbox_release
 from aiote_native.posting cimport peer_fail
-from aiote_native.progress cimport alive, kick, lock, unlock, usable, watch_descriptor
+from aiote_native.progress cimport alive, kick, lock, unlock, unwatch_descriptor, usable, watch_descriptor
 from aiote_native.schedule cimport cost_of
 from aiote_native.structs cimport Channel, MAX_CHANNELS, MAX_RAILS, Mailbox, Slot
 from aiote_native.workrequests cimport LocalMemory
@@ -72,6 +72,7 @@ cdef class PeerLink(ChannelSet):
         (0: nothing), which counts until there is a measurement.
         """
         cdef Channel* channel
+        cdef bint watched = False
         usable(self.engine)
         if number >= 0 and (number >= self.state.channel_count or self.state.channels[number].open):
             raise RuntimeError(f"channel {number} is not shut")
@@ -81,9 +82,6 @@ cdef class PeerLink(ChannelSet):
             raise ValueError(f"no such rail: {rail} here, {remote_rail} there")
         if peer_slot >= BELL_SLOTS or slot >= BELL_SLOTS:
             raise ValueError(f"no such doorbell slot: {slot} here, {peer_slot} there, a page has {BELL_SLOTS}")
-        if endpoint.wait_fd >= 0:
-            # First, for it may fail; closing the descriptor takes it out.
-            watch_descriptor(self.engine.epoll_fd, endpoint.wait_fd)
         channel = new_channel(endpoint.depth, self.channels)
         channel.peer = &self.state
         channel.rail = rail
@@ -99,10 +97,19 @@ cdef class PeerLink(ChannelSet):
         channel.imm_address = imm_address
         channel.scratch = <void*> scratch.address
         channel.scratch_desc = scratch.descs[rail]
-        if bell is not None:
-            self.hang_bell(channel, bell, slot, peer_slot, peer_generation)
         channel.ops = endpoint.ops
-        channel.impl = endpoint.give()
+        try:
+            if bell is not None:
+                self.hang_bell(channel, bell, slot, peer_slot, peer_generation)
+            if endpoint.wait_fd >= 0:
+                watch_descriptor(self.engine.epoll_fd, endpoint.wait_fd)
+                watched = True
+            channel.impl = endpoint.give()
+        except BaseException:
+            if watched:
+                unwatch_descriptor(self.engine.epoll_fd, endpoint.wait_fd)
+            free_channel(channel)
+            raise
         channel.open = True
         channel.paused = number >= 0
         if number >= 0:

@@ -19,11 +19,11 @@ from aiote_native.gates cimport gate_leave, gate_paced, gate_post
 from aiote_native.gathering cimport gather
 from aiote_native.recovery cimport breaks, channel_fault, given_up, redone
 from aiote_native.schedule cimport STREAK_BYTES, begin_measure, choose, usable
-from aiote_native.structs cimport BROKEN, ECANCELED, MAX_STRIPES, PIECE, PLAIN, Queue, RESENT
+from aiote_native.structs cimport BROKEN, ECANCELED, MAX_STRIPES, MOST_PARTS, PIECE, PLAIN, Queue, RESENT
 
 cdef enum:
-    # Parts or stripes of one transfer before the next one's turn, and parts in one work request; TransferEngine found
-    # that more work requests lower EFA's packet rate.
+    # Parts or stripes of one transfer before the next one's turn; TransferEngine found that more work requests lower
+    # EFA's packet rate.
     TURN = 32
     PACE = 1 << 20  # bytes posted within one call of the peer into its library (gates.pyx): it copies them meanwhile
     STRIPES_A_LANE = 4
@@ -343,7 +343,7 @@ cdef int post_next(State* state, PeerState* peer, Op* op, uint64_t* parts) noexc
             # It will be first all the same: what is posted elsewhere now would be over later.
             return -EBUSY if code == -EBUSY else -EAGAIN
         if channel.spans > 1:
-            gather(op, channel, TURN, gathered_most(peer, channel, op), &args)
+            gather(op, channel, MOST_PARTS, gathered_most(peer, channel, op), &args)
         if gate_paced(channel, args.payload, PACE):
             code = -EAGAIN
         else:

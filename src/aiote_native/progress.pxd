@@ -75,6 +75,7 @@ cdef int start_thread(Progress* self) noexcept nogil
 cdef void lock(Progress* self) noexcept nogil
 cdef void unlock(Progress* self) noexcept nogil
 cdef int watch_descriptor(int epoll_fd, int fd) except -1
+cdef void unwatch_descriptor(int epoll_fd, int fd) noexcept nogil
 cdef void call(Progress* self) noexcept nogil
 cdef void kick(Progress* self) noexcept nogil
 cdef int usable(Progress* self) except -1

@@ -75,7 +75,7 @@ cdef extern from "<sys/epoll.h>" nogil:
         uint32_t events
     int epoll_wait(int, epoll_event*, int, int)
     int epoll_ctl(int, int, int, epoll_event*)
-    const int EPOLL_CTL_ADD
+    const int EPOLL_CTL_ADD, EPOLL_CTL_DEL
     const uint32_t EPOLLIN
 
 cdef enum:
@@ -113,11 +113,16 @@ cdef void unlock(Progress* self) noexcept nogil:
 
 
 cdef int watch_descriptor(int epoll_fd, int fd) except -1:
-    """Add a descriptor to the engine's set; closing it takes it out."""
+    """Add a descriptor to the engine's set; `unwatch_descriptor` takes it out, before it is closed."""
     cdef epoll_event event
     memset(&event, 0, sizeof(event))
     event.events = EPOLLIN
     return check(-errno if epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &event) else 0, "epoll_ctl")
+
+
+cdef void unwatch_descriptor(int epoll_fd, int fd) noexcept nogil:
+    """Take a descriptor out of the engine's set. Closing does that only where nobody else has it: not after a fork."""
+    epoll_ctl(epoll_fd, EPOLL_CTL_DEL, fd, NULL)
 
 
 cdef void call(Progress* self) noexcept nogil:

@@ -18,6 +18,7 @@ cdef enum:
     MAX_STRIPES = 16     # stripes that one immediate can be cut in
     MAX_SPANS = 4        # places of either memory that one work request can be for
     POLL_BATCH = 64
+    MOST_PARTS = 32      # of a transfer in one work request, for which an immediate counts
 
 # What a provider owns from post to completion. `context` comes first: libfabric's FI_CONTEXT2 wants 64 bytes of its
 # own there.

@@ -63,8 +63,8 @@ class RawRing:
         self._side = side
         name = (mark() + os.urandom(8).hex()).encode()
         self._path = DIRECTORY / name.decode()
-        self._own = self._map(self._path, create=True)
-        struct.pack_into("<QQ", self._own, 0, RING_MARK, RING_BYTES)
+        self.own = self._map(self._path, create=True)
+        struct.pack_into("<QQ", self.own, 0, RING_MARK, RING_BYTES)
         pending = side.fabric.open_channel(0, 0)
         self._theirs = self._map(DIRECTORY / pending.address.removeprefix(SCHEME).decode())
         self.link = side.core.add_peer(side)
@@ -107,12 +107,12 @@ class RawRing:
 
     def take_back(self, tail: int) -> None:
         """Say that so many bytes were taken out of the own one."""
-        struct.pack_into("<Q", self._own, TAIL, tail)
+        struct.pack_into("<Q", self.own, TAIL, tail)
 
     def heard(self) -> bytes:
         """Return what the side has said since the last call."""
-        (head,) = struct.unpack_from("<Q", self._own, HEAD)
-        data = bytes(self._own[DATA + at % RING_BYTES] for at in range(self._tail, head))
+        (head,) = struct.unpack_from("<Q", self.own, HEAD)
+        data = bytes(self.own[DATA + at % RING_BYTES] for at in range(self._tail, head))
         self._tail = head
         self.take_back(head)
         return data
@@ -120,7 +120,7 @@ class RawRing:
     def close(self) -> None:
         self.link.close()
         self._side.core.reap()
-        self._own.close()
+        self.own.close()
         self._theirs.close()
         self._path.unlink(missing_ok=True)
 

@@ -13,7 +13,7 @@ from aiote_native.streams.stream cimport (
     FRAME_ANSWER, FRAME_ANSWERED, FRAME_DONE, FRAME_READ, FRAME_SEND, FRAME_WRITE, Frame, Memory, STREAM_DEPTH, Stream,
     Work, append, find_memory, free_work, iovec, is_open, new_work, pthread_mutex_lock, pthread_mutex_unlock,
     take_first)
-from aiote_native.structs cimport MAX_SPANS
+from aiote_native.structs cimport MAX_SPANS, MOST_PARTS
 
 cdef enum:
     # Bytes of one call: at 15 GB/s a fiftieth of a millisecond, after which the event loop may have its turn.
@@ -30,7 +30,7 @@ cdef bint is_frame(const Frame* frame) noexcept nogil:
     """Whether a header is one that a peer could have sent at any time."""
     cdef uint64_t sum = 0
     cdef uint16_t i
-    if not FRAME_WRITE <= frame.kind <= FRAME_DONE or frame.place_count > MAX_SPANS:
+    if not FRAME_WRITE <= frame.kind <= FRAME_DONE or frame.place_count > MAX_SPANS or frame.counts_for > MOST_PARTS:
         return False
     if frame.kind > FRAME_READ:
         return True
@@ -108,10 +108,18 @@ cdef int open_frame(Stream* self) noexcept nogil:
 
 
 cdef int refuse(Stream* self, int status) noexcept nogil:
-    """Tell the peer that the request that was just over did not end well."""
-    cdef Work* work = new_work(self)
+    """Tell the peer that the request that was just over did not end well.
+
+    No peer has more than STREAM_DEPTH requests of which it was not told that they are over: one that floods us with
+    bad ones and takes no answer is broken.
+    """
+    cdef Work* work
+    if self.refusals >= STREAM_DEPTH:
+        return -EPROTO
+    work = new_work(self)
     if work == NULL:
         return -ENOMEM
+    self.refusals += 1
     work.frame.kind = FRAME_DONE
     work.frame.status = status
     work.frame.done = self.told = self.received
@@ -300,9 +308,10 @@ cdef int receive(Stream* self, Completion* out, int capacity) noexcept nogil:
         push(self)
     # Of a wire that ends, or never came about, with nothing under way the control connection tells, and why: the peer
     # has closed, or has given way to another connection of ours.
-    if got or self.broken == 0 or (self.broken != -EPROTO and self.outstanding == 0):
+    if got or self.broken == 0:
         return got
-    return self.broken
+    self.told_broken = True
+    return self.broken if self.broken == -EPROTO or self.outstanding else 0
 
 
 cdef int stream_poll(void* impl, Completion* out, int capacity) noexcept nogil:

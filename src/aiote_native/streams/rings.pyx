@@ -23,7 +23,8 @@ from aiote_native.forks cimport fork_epoch, own
 from aiote_native.status cimport check
 from aiote_native.streams.copying cimport aiote_copy_in, aiote_copy_out
 from aiote_native.streams.memory cimport StreamDevice, StreamEndpoint, share_operations
-from aiote_native.streams.stream cimport Wire, free_works, iovec, pthread_mutex_lock, pthread_mutex_unlock
+from aiote_native.streams.stream cimport (
+    Stream, Wire, free_works, iovec, pthread_mutex_lock, pthread_mutex_unlock)
 from aiote_native.structs cimport RailOps
 
 cdef extern from *:
@@ -125,7 +126,9 @@ cdef long ring_receive(void* stream, const iovec* vectors, int count) noexcept n
 
 
 cdef int ring_arm(void* impl) noexcept nogil:
-    return 0
+    """The doorbell tells of what comes and of room; nothing tells of what was only put off, or broke a push."""
+    cdef const Stream* stream = &(<RingStream*> impl).stream
+    return 1 if stream.paused or (stream.broken and not stream.told_broken) else 0
 
 
 cdef void unmap(Ring** ring) noexcept nogil:

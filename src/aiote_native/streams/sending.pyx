@@ -14,6 +14,9 @@ from aiote_native.structs cimport OP_READ, OP_RECV, OP_SEND
 
 cdef enum:
     NOTHING = 4096
+    # Bytes of one push: all that one side has under way toward another (memory.pyx). A peer that takes the answers to
+    # its reads as fast as they are sent would hold the event loop until the last of them.
+    PUSH_BUDGET = 2 << 20
 
 cdef uint8_t[NOTHING] nothing  # what is sent for memory that is gone
 
@@ -137,6 +140,7 @@ cdef void sent(Stream* self, uint64_t bytes) noexcept nogil:
             append(&self.unread, work)
         else:
             self.answers -= work.frame.kind == FRAME_ANSWERED
+            self.refusals -= work.frame.kind == FRAME_DONE and work.frame.status != 0
             free_work(self, work)
 
 
@@ -146,16 +150,35 @@ cdef bint has_more(const Stream* self) noexcept nogil:
             or self.received != self.told)
 
 
+cdef int trim(iovec* vectors, int count, uint64_t* total, uint64_t most) noexcept nogil:
+    """Keep the first `most` bytes of those that were listed; return how many places that are."""
+    cdef int kept = 0
+    if total[0] <= most:
+        return count
+    total[0] = most
+    while vectors[kept].iov_len < most:
+        most -= vectors[kept].iov_len
+        kept += 1
+    vectors[kept].iov_len = most
+    return kept + 1
+
+
 cdef void push(Stream* self) noexcept nogil:
-    """Hand over as much as the wire takes. The registry's lock is held."""
+    """Hand over as much as the wire takes, up to PUSH_BUDGET bytes. The registry's lock is held."""
     cdef iovec vectors[MOST_VECTORS]
+    cdef uint64_t left = PUSH_BUDGET
     cdef uint64_t total = 0
     cdef long moved
     cdef int count
+    self.paused = False
     while self.broken == 0 and self.connected and not self.closed:
         count = line_up(self, vectors, &total)
         if count == 0:
             return
+        if left == 0:
+            self.paused = True
+            return
+        count = trim(vectors, count, &total, left)
         moved = self.wire.send(self, vectors, count)
         if moved < 0:
             self.broken = <int> moved
@@ -163,6 +186,7 @@ cdef void push(Stream* self) noexcept nogil:
         sent(self, <uint64_t> moved)
         if <uint64_t> moved < total:
             return
+        left -= <uint64_t> moved
 
 
 cdef void describe(Work* work, const Post* args, WorkRequest* wr) noexcept nogil:

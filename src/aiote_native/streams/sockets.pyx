@@ -49,10 +49,13 @@ cdef extern from *:
         if (error) return error;
         return getpeername(fd, (struct sockaddr*)&peer, &peer_length) == 0 ? 0 : EINPROGRESS;
     }
-    /* Drop what the kernel has not sent yet, instead of sending it after the close. */
-    static void aiote_no_linger(int fd) {
+    /* End the connection and drop what the kernel has not sent yet, though a child of a fork has the socket, too: for
+       that one a close would end nothing, and the rest would still be sent. */
+    static void aiote_disconnect(int fd) {
         struct linger off = {.l_onoff = 1, .l_linger = 0};
+        struct sockaddr none = {.sa_family = AF_UNSPEC};
         setsockopt(fd, SOL_SOCKET, SO_LINGER, &off, sizeof(off));
+        connect(fd, &none, sizeof(none));
     }
     static void aiote_no_delay(int fd) {
         int on = 1;
@@ -69,7 +72,7 @@ cdef extern from *:
     long aiote_send_vectors(int, const iovec*, int) noexcept nogil
     long aiote_receive_vectors(int, const iovec*, int) noexcept nogil
     int aiote_connected(int) noexcept nogil
-    void aiote_no_linger(int) noexcept nogil
+    void aiote_disconnect(int) noexcept nogil
     void aiote_no_delay(int) noexcept nogil
     long aiote_moved_over(int) noexcept nogil
 
@@ -88,7 +91,7 @@ cdef extern from "<sys/epoll.h>" nogil:
     int epoll_create1(int)
     int epoll_ctl(int, int, int, epoll_event*)
     int epoll_wait(int, epoll_event*, int, int)
-    const int EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLL_CTL_MOD
+    const int EPOLL_CLOEXEC, EPOLL_CTL_ADD, EPOLL_CTL_DEL, EPOLL_CTL_MOD
     const unsigned int EPOLLIN, EPOLLOUT
 
 SCHEME = b"aiote-tcp://"
@@ -102,8 +105,10 @@ cdef int watch(SocketStream* self, int operation, int fd, unsigned int events) n
     return -errno if epoll_ctl(self.epoll_fd, operation, fd, &event) else 0
 
 
-cdef void shut_fd(int* fd) noexcept nogil:
+cdef void shut_fd(SocketStream* self, int* fd) noexcept nogil:
+    """Close a descriptor; it leaves the set first: where a child of a fork has it still it would wake us for good."""
     if fd[0] >= 0:
+        epoll_ctl(self.epoll_fd, EPOLL_CTL_DEL, fd[0], NULL)
         close(fd[0])
         fd[0] = -1
 
@@ -115,11 +120,11 @@ cdef void settle(SocketStream* self, int fd) noexcept nogil:
     aiote_no_delay(fd)
     self.connecting = False
     self.stream.connected = True
-    shut_fd(&self.listener)
+    shut_fd(self, &self.listener)
     for i in range(CANDIDATES):
         if self.candidates[i] == fd:
             self.candidates[i] = -1
-        shut_fd(&self.candidates[i])
+        shut_fd(self, &self.candidates[i])
 
 
 cdef int connect_on(SocketStream* self) noexcept nogil:
@@ -146,7 +151,7 @@ cdef void hear(SocketStream* self, int i) noexcept nogil:
         if memcmp(self.heard[i], self.own_token, TOKEN_BYTES) == 0:
             settle(self, self.candidates[i])
             return
-    shut_fd(&self.candidates[i])
+    shut_fd(self, &self.candidates[i])
 
 
 cdef void welcome(SocketStream* self) noexcept nogil:
@@ -158,11 +163,11 @@ cdef void welcome(SocketStream* self) noexcept nogil:
             break
         i = self.next_candidate
         self.next_candidate = (i + 1) % CANDIDATES
-        shut_fd(&self.candidates[i])
+        shut_fd(self, &self.candidates[i])
         self.candidates[i] = fd
         self.said[i] = 0
         if watch(self, EPOLL_CTL_ADD, fd, EPOLLIN) < 0:
-            shut_fd(&self.candidates[i])
+            shut_fd(self, &self.candidates[i])
     for i in range(CANDIDATES):
         if self.candidates[i] >= 0 and self.fd < 0:
             hear(self, i)
@@ -257,8 +262,9 @@ cdef int socket_arm(void* impl) noexcept nogil:
             code |= watch(self, EPOLL_CTL_MOD, self.fd, events)
             self.watched = events
     elif self.stream.broken:
-        # A connection that is over would wake who waits for good.
-        shut_fd(&self.fd)
+        # A connection that is over would wake who waits for good. What broke in a push a poll has to tell of.
+        shut_fd(self, &self.fd)
+        code = not self.stream.told_broken
     pthread_mutex_unlock(&self.stream.registry.lock)
     return 1 if code else 0
 
@@ -269,18 +275,19 @@ cdef void socket_shut(void* impl) noexcept nogil:
     pthread_mutex_lock(&self.stream.registry.lock)
     self.stream.closed = True
     if self.fd >= 0:
-        aiote_no_linger(self.fd)
-    shut_fd(&self.fd)
-    shut_fd(&self.listener)
+        aiote_disconnect(self.fd)
+    shut_fd(self, &self.fd)
+    shut_fd(self, &self.listener)
     for i in range(CANDIDATES):
-        shut_fd(&self.candidates[i])
+        shut_fd(self, &self.candidates[i])
     pthread_mutex_unlock(&self.stream.registry.lock)
 
 
 cdef void socket_release(void* impl) noexcept nogil:
     cdef SocketStream* self = <SocketStream*> impl
     socket_shut(impl)
-    shut_fd(&self.epoll_fd)
+    if self.epoll_fd >= 0:
+        close(self.epoll_fd)
     free_works(&self.stream)
     free(self)
 
@@ -356,7 +363,7 @@ cdef class SocketEndpoint(StreamEndpoint):
         host, port, token = parse(address)
         if self.address <= address:
             return
-        shut_fd(&self.impl.listener)
+        shut_fd(self.impl, &self.impl.listener)
         memcpy(self.impl.peer_token, <const char*> (<bytes> token), TOKEN_BYTES)
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as connection:
             # From the rail's own address, so that it is this NIC that carries it.

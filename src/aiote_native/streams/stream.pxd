@@ -97,6 +97,7 @@ cdef struct Stream:
     bint connected
     bint closed
     int broken           # the -errno for which nothing moves any more
+    bint told_broken     # a poll has come by it
     # sending: not begun (what is urgent before the rest), begun, sent and not over
     WorkList urgent
     WorkList queue
@@ -105,6 +106,8 @@ cdef struct Stream:
     WorkList unread
     Work* spare
     uint32_t outstanding
+    uint32_t refusals    # requests of the peer's that were refused, which it was not told yet
+    bint paused          # the last push ended for its budget, not for the wire
     uint64_t sent        # writes and sends that the wire has taken whole
     uint64_t confirmed   # of them those of which the peer has said that they are over
     uint64_t ended       # of these those that were told to whoever polls
