@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from .aio import Waiter
     from .rails import Core, LocalMemory
-    from .session import Session
 
 __all__ = ["Engine"]
 
@@ -120,7 +119,7 @@ class Engine(Connections):
 
     def statistics(self) -> EngineStatistics:
         """Return what was counted since the engine was opened."""
-        return EngineStatistics.of(self.core.statistics(), len(self.rails))
+        return EngineStatistics.of(self.inbox.counted(self.core.statistics()), len(self.rails))
 
     def listen_events(self, listener: Callable[[Event], object]) -> Callable[[], None]:
         """Call `listener` for each event (a peer connected or lost, a rail failed); what is returned stops that."""
@@ -405,8 +404,8 @@ class Engine(Connections):
         for link in failed:
             rail = self.rail_name(link.failed_rail)
             where = f" on rail {rail}" if rail else ""
-            session: Session = link.tag  # type: ignore[assignment]
-            session.link_failed(f"the data connection{where} failed: {error_text(link.failed)}")
+            why = f"the data connection{where} failed: {error_text(link.failed)}"
+            link.tag.link_failed(why)  # type: ignore[attr-defined]
         for link in self.core.noticed():
             link.tag.notice(link)  # type: ignore[attr-defined]
         if self.core.inbox:
@@ -414,7 +413,7 @@ class Engine(Connections):
 
     def _rail_of(self, rail: str | int) -> int:
         """Return the position of a rail. Raises UsageError where there is none of that name or number."""
-        names = [one.name for one in self.fabric.rails]
+        names = [one.name for one in self.rails]
         position = names.index(rail) if rail in names else rail
         if isinstance(position, int) and 0 <= position < len(names):
             return position

@@ -45,7 +45,7 @@ from .errors import AioteError, PeerError, TransferError
 from .failover import Failover
 from .liveness import Liveness
 from .peer import Peer
-from .rails import error_text
+from .rails import POOL_BYTES, error_text, pools_fit
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -285,8 +285,12 @@ class Session:
         offer = await self._next(Offer)
         for number, (least, most) in ((offer.message_bytes, MESSAGE_BYTES), (offer.pool, MESSAGE_POOL)):
             if not least <= number <= most:
-                # Our own pool is made as large as these say.
                 raise SessionOver(f"it offers a pool of {offer.pool} messages of {offer.message_bytes} bytes")
+        if not pools_fit(config.message_pool, config.message_bytes, offer.pool, offer.message_bytes):
+            raise SessionOver(
+                f"it offers a pool of {offer.pool} messages of {offer.message_bytes} bytes, which takes over "
+                f"{POOL_BYTES} bytes here; raise message_pool and message_bytes here, or lower them there"
+            )
         if not HEARTBEAT_MS[0] <= offer.heartbeat_ms <= HEARTBEAT_MS[1]:
             raise SessionOver(f"it asks for a heartbeat every {offer.heartbeat_ms} ms")
         self._liveness.clock.told = offer.heartbeat_ms / 1000

@@ -14,7 +14,8 @@ class EngineStatistics:
 
     `posted`, `completed`, `refused`: work requests (a refused one is tried again); `immediates` that arrived;
     `outstanding` work requests and `queued` transfers now; `rings` of peers' doorbells; `sleeps` and `rounds` of
-    the progress loop; live `counters`; messages in the `inbox`; bytes that each of `Engine.rails` has `carried` for
+    the progress loop; live `counters`; messages in the `inbox`, and those of
+    lost peers that were `dropped` there for want of room; bytes that each of `Engine.rails` has `carried` for
     this engine's own writes, reads and messages, what failed not included.
     """
 
@@ -29,6 +30,7 @@ class EngineStatistics:
     rounds: int
     counters: int
     inbox: int
+    dropped: int
     carried: tuple[int, ...]
 
     @classmethod

@@ -20,11 +20,12 @@ from aiote_native.wakers import wake
 from aiote_native.workrequests import LocalMemory, Operation, PageIndex, RemoteMemory, Waitable
 
 from .contract import Rail, RailInfo
-from .fabric import Fabric, PendingChannel
+from .fabric import POOL_BYTES, Fabric, PendingChannel, pools_fit
 from .library import library_summary
 from .sim import sim_identity
 
 __all__ = [
+    "POOL_BYTES",
     "Buffer",
     "Core",
     "CountRow",
@@ -55,6 +56,7 @@ __all__ = [
     "after_fork",
     "error_text",
     "library_summary",
+    "pools_fit",
     "quick",
     "quick_pages",
     "quick_send",

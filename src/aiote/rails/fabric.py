@@ -62,6 +62,16 @@ class PendingChannel:
             self.bell.close()
 
 
+POOL_BYTES = 128 << 20
+"""Bytes of message pools that a peer's offer may ask for here, unless the engine's own config asks for more."""
+
+
+def pools_fit(slots: int, message_bytes: int, peer_slots: int, peer_bytes: int) -> bool:
+    """Whether the pools for one peer are within the limit; `slots` and `message_bytes` are our own numbers."""
+    limit = max(POOL_BYTES, pool_bytes(slots, message_bytes, slots, message_bytes))
+    return pool_bytes(slots, message_bytes, peer_slots, peer_bytes) <= limit
+
+
 class Fabric:
     """Opened rails and the core.
 
