@@ -1,6 +1,6 @@
 from libc.stdint cimport uint32_t, uint64_t
 
-from aiote_native.structs cimport Done, DoneList
+from aiote_native.structs cimport Done, DoneList, PeerState
 
 cdef enum:
     UNITS = 720720  # the least common multiple of 1..16
@@ -18,6 +18,7 @@ cdef struct Counter:
     uint32_t opened      # handles of users
     bint dropped         # the last of those was closed: what is counted is nobody's
     uint64_t units
+    PeerState* maker     # whose immediate made it; NULL: a user, or a peer that is gone
     Wait* head
     Wait* tail
 
@@ -39,7 +40,10 @@ cdef int table_init(Table* table, uint64_t limit) except -1
 cdef void table_free(Table* table) noexcept nogil
 cdef Counter* table_find(Table* table, uint32_t imm) noexcept nogil
 cdef Counter* table_get(Table* table, uint32_t imm) noexcept nogil
-cdef int arrive(Table* table, uint32_t word, uint32_t times, DoneList* done) noexcept nogil
+cdef int arrive(Table* table, uint32_t word, uint32_t times, PeerState* maker, DoneList* done) noexcept nogil
+cdef void table_orphan(Table* table, PeerState* maker) noexcept nogil
+cdef uint64_t table_forget(Table* table, const PeerState* maker) noexcept nogil
+cdef PeerState* table_greediest(Table* table, PeerState* peers) noexcept nogil
 cdef void settle(Counter* counter, DoneList* done) noexcept nogil
 cdef void enqueue(Counter* counter, Wait* wait, uint64_t need, DoneList* done) noexcept nogil
 cdef void withdraw(Table* table, Wait* wait, DoneList* done) noexcept nogil

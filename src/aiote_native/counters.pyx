@@ -2,8 +2,9 @@
 
 A write that was cut in k stripes arrives as k immediates of 1/k each; kept as integers over the least common multiple
 of 1..16, so the sum is exact in any order. A counter exists while it has counts, handles or waiters: an absent one is
-zero, so what arrives before anyone asked is kept, and what nobody needs takes no room. The caller holds the engine's
-lock around every function here.
+zero, so what arrives before anyone asked is kept, and what nobody needs takes no room. A full table is the fault of
+whoever filled it: a counter knows the peer whose immediate made it. The caller holds the engine's lock around every
+function here.
 
 The plain Python reference is `aiote.core.counters`.
 """
@@ -12,6 +13,8 @@ from cpython.object cimport PyObject
 from libc.errno cimport ENOSPC, EOVERFLOW
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
+
+from aiote_native.structs cimport PeerState
 
 
 # Half of what a word holds: above it there is room for what waits give back.
@@ -133,20 +136,74 @@ cdef void settle(Counter* counter, DoneList* done) noexcept nogil:
         wait = counter.head
 
 
-cdef int arrive(Table* table, uint32_t word, uint32_t times, DoneList* done) noexcept nogil:
-    """Count an immediate as it came over the wire, for so many of its kind; -ENOSPC when the table is full of values
-    that nobody asked for, -EOVERFLOW for more than can be counted: a count never begins anew.
+cdef int arrive(Table* table, uint32_t word, uint32_t times, PeerState* maker, DoneList* done) noexcept nogil:
+    """Count an immediate as it came over the wire from a peer, for so many of its kind; -ENOSPC when the table is full,
+    -EOVERFLOW for more than can be counted: a count never begins anew.
     """
     cdef uint64_t units = <uint64_t> times * (UNITS // ((word >> IMMEDIATE_BITS) + 1))
+    cdef uint64_t before = table.used
     cdef Counter* counter = table_get(table, word & ((1 << IMMEDIATE_BITS) - 1))
     if counter == NULL:
         return -ENOSPC
+    if table.used != before and maker != NULL:
+        counter.maker = maker
+        maker.counted = True
     if counter.units > MOST_UNITS - units:
         return -EOVERFLOW
     counter.units += units
     settle(counter, done)
     drop_if_empty(table, counter)
     return 0
+
+
+cdef void table_orphan(Table* table, PeerState* maker) noexcept nogil:
+    """Take note that a peer is gone; what it has counted stays."""
+    cdef Counter* counter
+    cdef uint64_t i
+    for i in range(table.size if maker.counted else 0):
+        counter = table.buckets[i]
+        while counter != NULL:
+            if counter.maker == maker:
+                counter.maker = NULL
+            counter = counter.chain
+    maker.counted = False
+
+
+cdef uint64_t table_forget(Table* table, const PeerState* maker) noexcept nogil:
+    """Drop what a peer (NULL: those that are gone) has counted on values that nobody asked for; return how many."""
+    cdef uint64_t before = table.used
+    cdef Counter* counter
+    cdef Counter* following
+    cdef uint64_t i
+    for i in range(table.size):
+        counter = table.buckets[i]
+        while counter != NULL:
+            following = counter.chain
+            if counter.maker == maker and counter.handles == 0:
+                counter.units = 0
+                drop_if_empty(table, counter)
+            counter = following
+    return before - table.used
+
+
+cdef PeerState* table_greediest(Table* table, PeerState* peers) noexcept nogil:
+    """Return the peer that has made the most counters that nobody asked for; NULL when there are none."""
+    cdef PeerState* greediest = NULL
+    cdef PeerState* peer = peers
+    cdef Counter* counter
+    cdef uint64_t i
+    while peer != NULL:
+        peer.unasked = 0
+        peer = peer.next_peer
+    for i in range(table.size):
+        counter = table.buckets[i]
+        while counter != NULL:
+            if counter.maker != NULL and counter.handles == 0:
+                counter.maker.unasked += 1
+                if greediest == NULL or counter.maker.unasked > greediest.unasked:
+                    greediest = counter.maker
+            counter = counter.chain
+    return greediest
 
 
 cdef void enqueue(Counter* counter, Wait* wait, uint64_t need, DoneList* done) noexcept nogil:
@@ -231,7 +288,7 @@ cdef class ImmCounters:
         """
         cdef DoneList done
         done.head = done.tail = NULL
-        cdef int code = arrive(&self.table, word, times, &done)
+        cdef int code = arrive(&self.table, word, times, NULL, &done)
         if code != 0:
             raise MemoryError("the table of immediates is full" if code == -ENOSPC else "more than can be counted")
         return self.collect(&done)

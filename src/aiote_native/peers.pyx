@@ -5,6 +5,7 @@ from libc.errno cimport EIO
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 
 from aiote_native.channels cimport close_channel, free_channel, greet, new_channel
+from aiote_native.counters cimport table_orphan
 from aiote_native.doorbell cimport BELL_SLOTS, PeerBell
 from aiote_native.kinds cimport NativeEndpoint
 from aiote_native.messages cimport (
@@ -311,6 +312,7 @@ cdef class PeerLink(ChannelSet):
         return 0
 
     cdef void leave(self) noexcept nogil:
+        table_orphan(&self.engine.state.counters, &self.state)
         if self.state.failed and not self.state.reported:
             self.state.reported = True
             self.engine.state.failures -= 1

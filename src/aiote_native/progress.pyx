@@ -15,7 +15,7 @@ from libc.string cimport memset
 from posix.unistd cimport read, write
 
 from aiote_native.clocks cimport clock_ns, start_timer
-from aiote_native.counters cimport arrive, done_push
+from aiote_native.counters cimport arrive, done_push, table_forget, table_greediest
 from aiote_native.doorbell cimport ring
 from aiote_native.forks cimport fork_epoch, own
 from aiote_native.gates cimport batch_flush, gate_poll
@@ -199,6 +199,23 @@ cdef void queue_failed(State* state, Channel* channel, int status) noexcept nogi
         peer_fail(state, channel.peer, status, channel.rail)
 
 
+cdef int count(State* state, PeerState* peer, const Completion* completion) noexcept nogil:
+    """Count an immediate. Where the table is full, room is made at the cost of who filled it: peers that are gone, or
+    else the one that has made the most counters that nobody asked for. -ENOSPC where that is this one, or nobody.
+    """
+    cdef int code = arrive(&state.counters, completion.imm, completion.times, peer, &state.done)
+    cdef PeerState* greediest
+    if code == 0:
+        return 0
+    if table_forget(&state.counters, NULL) == 0:
+        greediest = table_greediest(&state.counters, state.peers)
+        if greediest == NULL or greediest == peer:
+            return code
+        table_forget(&state.counters, greediest)
+        peer_fail(state, greediest, code, -1)
+    return arrive(&state.counters, completion.imm, completion.times, peer, &state.done)
+
+
 cdef void handle(State* state, Channel* channel, const Completion* completion) noexcept nogil:
     cdef int code
     if completion.wr == NULL:
@@ -208,7 +225,7 @@ cdef void handle(State* state, Channel* channel, const Completion* completion) n
         state.immediates += completion.times
         if channel.peer.survivable and not tally_again(&channel.arrived, completion.imm, completion.times):
             came(state, channel, completion.imm, completion.times)
-        code = arrive(&state.counters, completion.imm, completion.times, &state.done)
+        code = count(state, channel.peer, completion)
         if code != 0:
             peer_fail(state, channel.peer, code, channel.rail)
     elif completion.wr.busy:

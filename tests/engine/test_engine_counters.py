@@ -341,3 +341,39 @@ async def test_arrivals_beyond_the_limit_end_the_connection(provider):
                 break
         await peer.closed()
         assert [right.counter(imm).value for imm in range(3)] == [1, 1, 1]
+
+
+@each_provider
+async def test_a_full_table_is_the_fault_of_who_filled_it(provider):
+    """Of two peers the one that counts on many values nobody asked for is lost, though the other meets the limit."""
+    async with linked(provider, max_counters=8) as (greedy, right), opened(provider) as modest:
+        asked = right.counter(100)
+        for imm in range(6):
+            await greedy.write_imm(None, right.address, imm)
+        await modest.write_imm(None, right.address, 100)
+        await modest.write_imm(None, right.address, 50)
+        await until(lambda: right.counter(50).value == 1)
+        await until(lambda: len(right.peers) == 2)
+        await modest.write_imm(None, right.address, 51)
+        await until(lambda: right.counter(51).value == 1)
+        await until(lambda: len(right.peers) == 1)
+        assert right.peers[0].address == modest.address
+        assert asked.value == 1
+
+
+@each_provider
+async def test_a_peer_that_filled_the_table_and_left(provider):
+    async with opened(provider, max_counters=8) as right, opened(provider) as modest:
+        await modest.write_imm(None, right.address, 100)
+        async with opened(provider) as greedy:
+            for imm in range(7):
+                await greedy.write_imm(None, right.address, imm)
+        await until(lambda: len(right.peers) == 1)
+        # Until the room is needed it stays.
+        with right.counter(6) as kept:
+            assert kept.value == 1
+        for imm in range(50, 56):
+            await modest.write_imm(None, right.address, imm)
+        await until(lambda: right.counter(55).value == 1)
+        assert right.peers[0].address == modest.address
+        assert right.counter(100).value == 1
