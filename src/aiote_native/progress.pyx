@@ -9,7 +9,7 @@ provider refused, rails without a wait descriptor, watched words.
 The same function serves both modes: called from an event loop, or by a native thread that never takes the GIL.
 """
 
-from libc.errno cimport errno
+from libc.errno cimport ENOSPC, errno
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.string cimport memset
 from posix.unistd cimport read, write
@@ -205,8 +205,8 @@ cdef int count(State* state, PeerState* peer, const Completion* completion) noex
     """
     cdef int code = arrive(&state.counters, completion.imm, completion.times, peer, &state.done)
     cdef PeerState* greediest
-    if code == 0:
-        return 0
+    if code != -ENOSPC:
+        return code
     if table_forget(&state.counters, NULL) == 0:
         greediest = table_greediest(&state.counters, state.peers)
         if greediest == NULL or greediest == peer:

@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 SIZE = 1 << 20
-CONFIG = {"cluster_key": b"a secret of sixteen", **LOST_SOON}
+CONFIG = {"cluster_key": b"a secret of sixteen", "connect_timeout": 3.0, **LOST_SOON}
 RESET = ("REJECT", "--reject-with", "tcp-reset")
 
 
