@@ -29,7 +29,7 @@ ARGUMENTS = argparse.Namespace(
     slower=0,
     slots=1,
     lease=1,
-    drain_limit=1,
+    drain_limit=60,
 )
 
 
