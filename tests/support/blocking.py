@@ -3,8 +3,9 @@
 It owns two nets. The first catches calls that sleep by their nature, at the moment they are made on a thread whose loop
 is running: `time.sleep`, name resolution, and socket methods of a socket that is not non-blocking. The second catches
 whatever else held a loop up, by the clock: asyncio and uvloop report slow callbacks in debug mode, trio through
-`TaskSteps`. Time in which the machine ran somebody else instead of us is not held against the test, as far as the
-machine tells; many do not, so a test that the clock alone finds guilty is run once more, and what it says then counts.
+`TaskSteps`. What counts is what is left when the time is taken off in which the machine ran somebody else instead: CPU
+time and sleep. It is that of every thread of the process: one that has the GIL and waits for a core keeps ours waiting.
+Not every machine tells it, so a test that the clock alone finds guilty is run once more, and what it says then counts.
 
 What is found also fails a test that swallows exceptions. `blocking_allowed(reason)` switches both nets off for one
 test.
@@ -13,13 +14,13 @@ test.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import ipaddress
 import logging
 import os
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Generator
 from typing import Any
@@ -47,7 +48,7 @@ class Watch:
         self.found: list[str] = []
         self.late_phases = 0  # how many phases of the test the clock alone speaks against
         self._by_clock = 0
-        self._owed: dict[int, float] = {threading.get_native_id(): stolen_s()}
+        self._owed = stolen_s()
 
     def blocked(self, what: str) -> LoopBlockedError:
         """Note a blocking call and return the exception for it."""
@@ -62,12 +63,13 @@ class Watch:
         return found
 
     def slow(self, what: str, wall_s: float) -> None:
-        """Judge a step that took `wall_s`; time stolen from its thread since the last judgement is taken off."""
+        """Judge a step that took `wall_s`; time stolen from the process since the last judgement is taken off."""
         if wall_s <= LIMIT_S:
             return
-        thread, owed = threading.get_native_id(), stolen_s()
-        ours = wall_s - (owed - self._owed.get(thread, 0.0))
-        self._owed[thread] = owed
+        owed = stolen_s()
+        # A thread that has ended takes its time with it.
+        ours = wall_s - sum(max(0.0, seconds - self._owed.get(who, 0.0)) for who, seconds in owed.items())
+        self._owed = owed
         if ours > LIMIT_S:
             self._by_clock += 1
             self.found.append(f"{what} held the event loop for {ours * 1e3:.0f} ms (allowed: {LIMIT_S * 1e3:.0f} ms)")
@@ -77,17 +79,17 @@ _watch: Watch | None = None
 _key = pytest.StashKey[Watch | None]()
 
 
-def stolen_s() -> float:
-    """Return how long this thread was ready but not run, in seconds, plus what a hypervisor took from all cores."""
-    total = 0.0
-    try:
-        with open("/proc/thread-self/schedstat") as file:  # time run, time waited for a core (both ns), slices
-            total += int(file.read().split()[1]) / 1e9
-        with open("/proc/stat") as file:  # first line: cpu user nice system idle iowait irq softirq steal ...
-            total += int(file.readline().split()[8]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError):
-        pass  # a kernel without these counters: the wall clock alone decides
-    return total
+def stolen_s() -> dict[str, float]:
+    """Return how long each thread was ready but not run, in seconds, and what a hypervisor took from all cores."""
+    stolen: dict[str, float] = {}
+    # A kernel without these counters lets the wall clock alone decide; a thread may end meanwhile.
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError, IndexError), open(f"/proc/self/task/{thread}/schedstat") as file:
+            stolen[thread] = int(file.read().split()[1]) / 1e9  # time run, time waited for a core (both ns), slices
+    with contextlib.suppress(OSError, IndexError), open("/proc/stat") as file:
+        # First line: cpu user nice system idle iowait irq softirq steal ...
+        stolen["hypervisor"] = int(file.readline().split()[8]) / os.sysconf("SC_CLK_TCK")
+    return stolen
 
 
 def on_loop_thread() -> bool:
