@@ -22,7 +22,7 @@ from aiote_native.gates cimport batch_flush, gate_poll
 from aiote_native.ledger cimport tally_again
 from aiote_native.messages cimport mailbox_fail, mailbox_pump, mailbox_received, mailbox_sent
 from aiote_native.posting cimport give_back, op_completed, peer_fail, pump_peer
-from aiote_native.recovery cimport came, channel_fault, confirm, lose_request
+from aiote_native.recovery cimport came, channel_fault, confirm, lose_request, queue_failed
 from aiote_native.schedule cimport measure
 from aiote_native.status cimport check
 from aiote_native.structs cimport (
@@ -189,14 +189,6 @@ cdef void request_over(State* state, Channel* channel, WorkRequest* wr, const Co
     give_back(channel, wr)
     if op != NULL:
         op_completed(state, op, completion.status, completion.provider_errno, channel.rail, length)
-
-
-cdef void queue_failed(State* state, Channel* channel, int status) noexcept nogil:
-    """A completion queue reports what is no request's own: the channel is gone, and the peer where it has no other."""
-    if channel.peer.survivable:
-        channel_fault(state, channel, BROKEN, status)
-    else:
-        peer_fail(state, channel.peer, status, channel.rail)
 
 
 cdef int count(State* state, PeerState* peer, const Completion* completion) noexcept nogil:

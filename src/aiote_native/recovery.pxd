@@ -13,6 +13,7 @@ cdef struct Account:
 
 cdef bint breaks(int code) noexcept nogil
 cdef void channel_fault(State* state, Channel* channel, Fault fault, int error) noexcept nogil
+cdef void queue_failed(State* state, Channel* channel, int status) noexcept nogil
 cdef void lose_request(State* state, WorkRequest* wr, int status, int provider_errno) noexcept nogil
 cdef void confirm(State* state, Channel* channel, WorkRequest* wr) noexcept nogil
 cdef void came(State* state, Channel* channel, uint32_t word, uint32_t times) noexcept nogil

@@ -20,7 +20,7 @@ from libc.stdlib cimport calloc, free
 from aiote_native.ledger cimport tally_add, tally_get
 from aiote_native.posting cimport describe_post, give_back, op_completed, op_start, peer_fail
 from aiote_native.structs cimport (
-    Channel, ECANCELED, OP_WRITE, Op, PIECE, Post, RESENT, WorkRequest)
+    BROKEN, Channel, ECANCELED, OP_WRITE, Op, PIECE, Post, RESENT, WorkRequest)
 
 cdef extern from "<errno.h>" nogil:
     const int ESHUTDOWN
@@ -66,6 +66,14 @@ cdef void notice(State* state, Channel* channel) noexcept nogil:
         channel.noticed = True
         state.failures += 1
         state.events += 1
+
+
+cdef void queue_failed(State* state, Channel* channel, int status) noexcept nogil:
+    """A completion queue reports what is no request's own: the channel is gone, and the peer where it has no other."""
+    if channel.peer.survivable:
+        channel_fault(state, channel, BROKEN, status)
+    else:
+        peer_fail(state, channel.peer, status, channel.rail)
 
 
 cdef void lose_request(State* state, WorkRequest* wr, int status, int provider_errno) noexcept nogil:
