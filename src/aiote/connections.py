@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import secrets
+import time
 from typing import TYPE_CHECKING
 
 from .aio import ByteStream, ControlListener, Stranger, Task, dial, sleep, within
@@ -24,6 +25,16 @@ if TYPE_CHECKING:
 __all__ = ["Connections"]
 
 
+_last_incarnation = 0
+
+
+def next_incarnation() -> int:
+    """Return the number of a new life: higher than those before, for it is the time in nanoseconds since 1970."""
+    global _last_incarnation
+    _last_incarnation = max(_last_incarnation + 1, time.time_ns())
+    return _last_incarnation
+
+
 class Connections:
     """The part of an engine that knows peers. A base class: it has no life of its own."""
 
@@ -34,7 +45,7 @@ class Connections:
 
     def __init__(self, host: str) -> None:
         identity = self.config.identity or secrets.token_bytes(16)
-        incarnation = secrets.randbits(64) or 1
+        incarnation = next_incarnation()
         self._handshake = HandshakeConfig(identity, incarnation, self.config.cluster_key)
         self._host = host
         self._address = Address(host, self.config.port or 1, identity, incarnation)
@@ -122,7 +133,8 @@ class Connections:
                 return known
         else:
             for peer in self._peers.values():
-                if (peer.address.host, peer.address.port) == (target.host, target.port):
+                # Not where it says that it is: that might be anybody's place.
+                if (target.host, target.port) in peer.reached:
                     return peer
         dialled = self._dialling.get((target.host, target.port))
         if dialled is not None and target.identity in (ANYONE, dialled.address.identity):
@@ -201,6 +213,7 @@ class Connections:
         except SessionOver as over:
             known = self._peers.get(session.who) if session.who is not None else None
             if over.busy and known is not None and known is not peer and known.connected:
+                known.reached.add((address.host, address.port))
                 peer.follow(known)
             raise
 
@@ -255,6 +268,8 @@ class Connections:
             self._listener.proven(stranger)
         address = Address(told.host, told.port, identity, incarnation)
         initiator = self._address.identity if role is Role.INITIATOR else identity
+        if any(other.connected and other.newer_than(identity, incarnation) for other in self._peers.values()):
+            raise PeerError(str(address), "it was restarted: a newer incarnation of it is connected")
         existing = self._peers.get((identity, incarnation))
         if existing is not None and (existing is not peer or existing.session is not None):
             if existing.connected or not self._wins(existing, initiator):
@@ -262,6 +277,8 @@ class Connections:
             if existing.session is not None:
                 existing.session.supersede()
         chosen = existing or peer or Peer(self, address)  # type: ignore[arg-type]
+        if peer is not None:
+            chosen.reached.add((peer.address.host, peer.address.port))
         if peer is not None and chosen is not peer:
             peer.follow(chosen)
         chosen.address = address
@@ -285,7 +302,7 @@ class Connections:
     def _forget_incarnations(self, peer: Peer) -> None:
         """What was addressed to an earlier life of this engine fails, at once."""
         for other in tuple(self._peers.values()):
-            if other.address.identity == peer.address.identity and other is not peer:
+            if peer.newer_than(*other.key):
                 other.lose("it was restarted: a new incarnation of it has connected")
 
     def peer_lost(self, peer: Peer) -> None:

@@ -17,7 +17,7 @@ from .core.descriptor import RegionDescriptor
 from .core.striping import check_immediate
 from .counter import Counter, CounterRow, open_counter, open_row
 from .errors import UsageError
-from .group import PeerGroup, ScatterTarget, make_group, submit_scatter
+from .group import PeerGroup, ScatterTarget, group_room, make_group, submit_scatter
 from .hosts import bind_host, host_identity
 from .inbox import Inbox, Message, Messages
 from .leases import Leases
@@ -281,8 +281,8 @@ class Engine(Connections):
 
     async def room_for(self, group: PeerGroup) -> None:
         """Wait until a `submit_scatter` to any member would not raise QueueFull. Raises PeerError, ClosedError."""
-        while (full := next((peer for peer in group if peer.lost or not peer.has_room), None)) is not None:
-            await self.room(full)
+        self.require_open()
+        await group_room(group)
 
     def submit_scatter(self, group: PeerGroup, targets: Iterable[ScatterTarget], imm: int | None = None) -> Transfer:
         """Start a write to each target, one request for all; with `imm` each counts 1 at its receiver."""

@@ -20,9 +20,32 @@ if TYPE_CHECKING:
     from .peer import Peer
     from .rails import Flight, Operation, PeerLink
 
-__all__ = ["GroupTransfer", "PeerGroup", "ScatterTarget", "submit_scatter"]
+__all__ = ["GroupTransfer", "PeerGroup", "ScatterTarget", "group_room", "submit_scatter"]
 
 NO_IMMEDIATE = -1
+
+
+async def group_room(group: PeerGroup) -> None:
+    """Wait until there is room toward every member at once; what one has is kept while others are waited for.
+
+    It is the caller's until its next await. Raises PeerError for a member that is lost.
+    """
+    if all(peer.has_room and not peer.lost for peer in group):
+        return
+    kept = []
+    try:
+        # All in one order: two tasks that each keep what the other waits for would wait for ever.
+        for peer in sorted(group, key=lambda peer: peer.key):
+            kept.append(await peer.reserve_room())
+        lost = next((peer for peer in group if peer.lost), None)
+        if lost is not None:
+            raise lost.error()
+    except BaseException:
+        for _, give_up in kept:
+            give_up()
+        raise
+    for hand_over, _ in kept:
+        hand_over()
 
 
 class ScatterTarget(NamedTuple):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from .aio import Signal, Task, within
+from .aio import Signal, Task, report, within
 
 if TYPE_CHECKING:
     from .aio import EventLoop
@@ -51,7 +52,7 @@ class Heartbeats:
         try:
             while self._beats:
                 now = self._loop.time()
-                due = min([beat(now) for beat in tuple(self._beats)])
+                due = min([self._call(beat, now) for beat in tuple(self._beats)])
                 if alarm is None:
                     await within(max(LEAST_S, due - now), self._changed.wait)
                 else:
@@ -60,6 +61,15 @@ class Heartbeats:
         finally:
             if alarm is not None:
                 alarm.close()
+
+    def _call(self, beat: Callable[[float], float], now: float) -> float:
+        try:
+            return beat(now)
+        except Exception as error:
+            # One that fails must not keep the others from being called.
+            report(error)
+            self.remove(beat)
+            return math.inf
 
     def abandon(self) -> None:
         """Call nobody any more, without waiting for the timer's end."""

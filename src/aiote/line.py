@@ -86,20 +86,30 @@ class Line:
 
     async def place(self) -> None:
         """Wait in line for room, or for the end of the line. The room is the caller's until its next await."""
+        self.hand_over(await self.reserve())
+
+    async def reserve(self) -> Place:
+        """Wait in line for room, or for the end of the line. The room is kept until it is handed over or given up."""
         place = Place(self._loop.waiter())
         self._waiting[place] = None
         if self.link is not None:
             self.link.ready = False
+        self.move()
         try:
             await place.waiter
         except BaseException:
             self._waiting.pop(place, None)
-            self._expire(place)
+            self.give_up(place)
             raise
-        place.held = True
-        self._loop.call_soon(lambda: self._expire(place))
+        return place
 
-    def _expire(self, place: Place) -> None:
+    def hand_over(self, place: Place) -> None:
+        """Let the running task use a place, until its next await."""
+        place.held = True
+        self._loop.call_soon(lambda: self.give_up(place))
+
+    def give_up(self, place: Place) -> None:
+        """Let others have the room of a place that was not used. Idempotent."""
         self._granted.discard(place)
         self.move()
 

@@ -44,7 +44,8 @@ class Host(Protocol):
 class Peer:
     """Another engine. Made by `Engine.connect`, by the first use of its address, or when it connects to us.
 
-    `address` is where it is reached; `await closed()` returns the reason when it is lost.
+    `address` is where it says that it is reached, `reached` are the places where it was; `await closed()` returns the
+    reason when it is lost.
     """
 
     def __init__(self, host: Host, address: Address) -> None:
@@ -55,6 +56,7 @@ class Peer:
         self.attempts = 0
         self.deadline = host.loop.time() + host.connect_timeout
         self.initiator = b""
+        self.reached: set[tuple[str, int]] = set()
         self.session: Session | None = None
         self.successor: Peer | None = None
         self.link: PeerLink | None = None
@@ -72,6 +74,10 @@ class Peer:
     def key(self) -> tuple[bytes, int]:
         """What tells engines apart: identity and incarnation."""
         return self.address.identity, self.address.incarnation
+
+    def newer_than(self, identity: bytes, incarnation: int) -> bool:
+        """Whether this is a later life of that engine."""
+        return self.address.identity == identity and self.address.incarnation > incarnation
 
     @property
     def lost(self) -> bool:
@@ -152,6 +158,17 @@ class Peer:
                 await peer._line.place()
                 if not (peer.successor or peer.reason):
                     return
+
+    async def reserve_room(self) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Wait for room and keep it; return what lets the running task use it, and what gives it up.
+
+        Raises PeerError.
+        """
+        line = self._line
+        place = None if self.reason else await line.reserve()
+        if self.reason or place is None:
+            raise self.error()
+        return lambda: line.hand_over(place), lambda: line.give_up(place)
 
     @property
     def has_room(self) -> bool:

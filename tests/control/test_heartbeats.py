@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from contextlib import AsyncExitStack
 
@@ -10,6 +11,7 @@ import anyio
 import pytest
 
 import aiote
+from aiote.aio import current_loop
 from aiote.heartbeats import Heartbeats
 from aiote.testing import Fabric, run
 from engines import LOST_SOON, PATIENCE_S, go_round, linked, opened, pair, served_by_process, until
@@ -214,3 +216,25 @@ async def test_a_peer_that_goes_without_a_word(child):
             peer = await engine.connect(killed.address)
             killed.kill()
             assert await peer.closed()
+
+
+@pytest.mark.anyio
+async def test_a_beat_that_fails_stops_no_other(monkeypatch):
+    reported: list[type] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, *_: reported.append(kind))
+    beats: list[float] = []
+
+    def fails(_now: float) -> float:
+        raise ValueError("on purpose")
+
+    def works(now: float) -> float:
+        beats.append(now)
+        return now + 0.001
+
+    with anyio.fail_after(PATIENCE_S):
+        heartbeats = Heartbeats(current_loop())
+        heartbeats.add(fails)
+        heartbeats.add(works)
+        await until(lambda: len(beats) > 3)
+        await heartbeats.close()
+    assert reported == [ValueError]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import anyio
 import pytest
 
 import aiote
-from engines import PATIENCE_S, each_provider, opened, served_by_process, until
+from engines import PATIENCE_S, each_provider, opened, served_by_process, served_on, until
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
@@ -96,6 +98,46 @@ async def test_a_new_incarnation_ends_what_the_old_one_left(provider, dialled_by
                 await until(lambda: [peer.address for peer in left.peers] == [new.address])
                 await left.send(new.address, b"to the new one")
                 assert (await new.recv()).data == b"to the new one"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("dialled_by", ["the older one", "the other one"])
+async def test_an_older_incarnation_does_not_displace_a_newer_one(dialled_by):
+    with anyio.fail_after(PATIENCE_S):
+        async with opened("socket") as left, named("socket") as older, named("socket") as newer:
+            assert older.address.incarnation < newer.address.incarnation
+            peer = await newer.connect(left.address)
+            with pytest.raises(aiote.PeerError, match="a newer incarnation of it is connected"):
+                await (older.connect(left.address) if dialled_by == "the older one" else left.connect(older.address))
+            assert [one.address for one in left.peers] == [newer.address]
+            assert peer.connected
+            await served_on(left, newer)
+
+
+@pytest.mark.anyio
+async def test_a_claimed_address_is_not_where_a_peer_is_reached():
+    """One that says that it listens where another does is not taken for that one."""
+    with anyio.fail_after(PATIENCE_S):
+        async with opened("socket") as left, opened("socket") as liar, opened("socket") as honest:
+            liar._address = dataclasses.replace(liar.address, host=honest.address.host, port=honest.address.port)
+            await liar.connect(left.address)
+            await until(lambda: left.peers)
+            place = f"{honest.address.host}:{honest.address.port}"
+            peer = await left.connect(place)
+            assert peer.address == honest.address
+            assert await left.connect(place) is peer
+            assert len(left.peers) == 2
+
+
+@pytest.mark.anyio
+async def test_a_peer_that_has_dialled_us_is_found_at_its_place():
+    with anyio.fail_after(PATIENCE_S):
+        async with opened("socket") as left, opened("socket") as right:
+            await right.connect(left.address)
+            await until(lambda: left.peers)
+            place = f"{right.address.host}:{right.address.port}"
+            assert await left.connect(place) is left.peers[0]
+            assert await left.connect(place) is left.peers[0]
 
 
 @pytest.mark.anyio

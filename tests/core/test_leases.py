@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from aiote.core.leases import Grants, Revocations
+from aiote.core.leases import MOST_RANGES, Grants, Revocations
+from aiote.errors import UsageError
 
 HOLDERS = "abc"
 RANGES = st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60)), max_size=40)
@@ -96,3 +97,15 @@ def test_a_lease_is_revoked_once() -> None:
     with pytest.raises(KeyError):
         grants.revoke("a", number)
     assert list(grants.void("nobody")) == [(1, 1)]
+
+
+def test_a_granter_that_fragments_for_ever_is_stopped() -> None:
+    void = Revocations()
+    for number in range(MOST_RANGES):
+        void.add(2 * number + 1, 2 * number + 1)
+    assert len(void) == MOST_RANGES
+    with pytest.raises(UsageError, match="ranges of leases"):
+        void.add(2 * MOST_RANGES + 9, 2 * MOST_RANGES + 9)
+    # What joins two ranges makes fewer of them.
+    void.add(2, 2)
+    assert len(void) == MOST_RANGES - 1

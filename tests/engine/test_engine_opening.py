@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import types
 from collections.abc import Coroutine, Generator
 from typing import Any
@@ -14,6 +16,7 @@ import aiote
 from engines import PATIENCE_S, linked, opened, served_on
 
 MOST_STEPS = 50
+BELL_SLOTS = 1000
 
 
 @types.coroutine
@@ -80,3 +83,24 @@ async def test_a_control_port_that_comes_to_nothing(monkeypatch):
     with anyio.fail_after(PATIENCE_S), pytest.raises(aiote.FabricError, match="Too many open files"):
         await opened("socket")
     assert taken
+
+
+@pytest.mark.parametrize("provider", ["local", "socket", pytest.param("shm", marks=pytest.mark.libfabric)])
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EADDRNOTAVAIL])
+async def test_the_systems_errors_while_an_endpoint_opens(provider, number, monkeypatch):
+    """They are FabricErrors, one that connects hears of them, and they use up no doorbell slot."""
+
+    def fails(_rail: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    async with opened(provider) as left, opened(provider) as right:
+        with monkeypatch.context() as patch:
+            patch.setattr(type(left.fabric.rails[0]), "open_endpoint", fails)
+            for _ in range(BELL_SLOTS + 1):
+                with pytest.raises(aiote.FabricError, match=os.strerror(number)) as caught:
+                    left.fabric.open_channel(0, 0)
+            assert (caught.value.errno, caught.value.operation) == (number, "open endpoint")
+            with pytest.raises(aiote.PeerError, match=os.strerror(number)):
+                await left.connect(right.address)
+        await left.connect(right.address)
+        await served_on(left, right)

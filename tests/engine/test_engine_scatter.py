@@ -213,3 +213,44 @@ async def test_bad_targets_are_refused_before_anything_is_posted():
         with pytest.raises(aiote.UsageError, match="own address"):
             await hub.peer_group([hub.address])
         assert others[0].counter(1).value == 0
+
+
+async def test_who_waits_for_room_at_several_members_is_not_starved():
+    """At each member somebody takes whatever room there is; the room at one is kept while the other is waited for."""
+    async with opened("socket", max_transfers=2) as hub, opened("socket") as first, opened("socket") as second:
+        group = await hub.peer_group([first.address, second.address])
+        over = False
+
+        async def writes(member: aiote.Peer) -> None:
+            while not over:
+                await hub.room(member)
+                hub.submit_write_imm(None, member, 1)
+
+        async with anyio.create_task_group() as tasks:
+            for member in group:
+                for _ in range(6):
+                    tasks.start_soon(writes, member)
+            await until(lambda: not any(member.has_room for member in group))
+            for number in range(20):
+                with anyio.fail_after(PATIENCE_S):
+                    await hub.room_for(group)
+                # Without an await between, each member has the room that was waited for.
+                hub.submit_scatter(group, [aiote.ScatterTarget(None, member) for member in group], 100 + number)
+            over = True
+        for one in (first, second):
+            await one.counter(119).wait(1)
+
+
+async def test_room_at_several_members_of_whom_one_is_lost():
+    async with opened("socket", max_transfers=1) as hub, opened("socket") as first:
+        async with opened("socket") as second:
+            group = await hub.peer_group([first.address, second.address])
+            stuck = hub.submit_write_imm(None, group[0], 1)
+            await second.aclose()
+            await until(lambda: group[1].lost)
+            with pytest.raises(aiote.PeerError):
+                await hub.room_for(group)
+            await stuck
+        for _ in range(3):
+            await hub.room(first.address)
+            hub.submit_write_imm(None, group[0], 1)

@@ -24,21 +24,29 @@ __all__ = ["BellExchange"]
 TOKEN_BYTES = 16
 
 
+def unbound(error: OSError) -> FabricError:
+    """Say that there is no socket for doorbells."""
+    return FabricError(error.errno or 0, error.strerror or str(error), operation="exchange doorbells")
+
+
 class BellExchange:
     """This engine's socket; `own` are the descriptors of its doorbell, which stay its own."""
 
     def __init__(self, loop: EventLoop, own: tuple[int, int]) -> None:
-        """Bind the socket and start to listen. Raises OSError."""
+        """Bind the socket and start to listen. Raises FabricError."""
         self.name = b"\0aiote-" + secrets.token_hex(16).encode()
         self._own = own
         self._expected: dict[bytes, Callable[[int, int], None]] = {}
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        except OSError as error:
+            raise unbound(error) from error
         try:
             self._socket.setblocking(False)
             self._socket.bind(self.name)
-        except BaseException:
+        except OSError as error:
             self._socket.close()
-            raise
+            raise unbound(error) from error
         self._task: Task = loop.spawn(self._listen, name="aiote doorbells", after=self._socket.close)
 
     def expect(self, on_arrival: Callable[[int, int], None]) -> bytes:

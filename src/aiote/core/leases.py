@@ -11,7 +11,11 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator
 
-__all__ = ["Grants", "Revocations"]
+from ..errors import UsageError
+
+__all__ = ["MOST_RANGES", "Grants", "Revocations"]
+
+MOST_RANGES = 1 << 16
 
 
 class Grants:
@@ -65,7 +69,10 @@ class Revocations:
         self._highs: list[int] = []
 
     def add(self, low: int, high: int) -> None:
-        """Take note that the numbers from `low` to `high` are void; nothing where there are none."""
+        """Take note that the numbers from `low` to `high` are void; nothing where there are none.
+
+        Raises UsageError for more ranges than an engine has that grants in good faith: it has a live lease between two.
+        """
         if low > high:
             return
         first = bisect_left(self._highs, low - 1)
@@ -73,6 +80,8 @@ class Revocations:
         if first < last:
             low = min(low, self._lows[first])
             high = max(high, self._highs[last - 1])
+        if first == last and len(self._lows) >= MOST_RANGES:
+            raise UsageError(f"over {MOST_RANGES} ranges of leases are void")
         self._lows[first:last] = [low]
         self._highs[first:last] = [high]
 

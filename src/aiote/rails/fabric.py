@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from aiote_native.buffers import Buffer, acquire
 from aiote_native.core import Core
@@ -16,7 +16,7 @@ from aiote_native.peers import PeerLink, pool_bytes
 from aiote_native.status import StatusError
 from aiote_native.workrequests import LocalMemory
 
-from ..errors import UsageError
+from ..errors import FabricError, UsageError
 from .bereaved import Bereaved
 from .choosing import Wanted, open_rails
 from .contract import Rail, RailInfo
@@ -72,6 +72,11 @@ def pools_fit(slots: int, message_bytes: int, peer_slots: int, peer_bytes: int) 
     return pool_bytes(slots, message_bytes, peer_slots, peer_bytes) <= limit
 
 
+def _is_raw(error: BaseException) -> TypeGuard[OSError]:
+    """Whether this is the system's or the native floor's own error, which nobody has said anything about yet."""
+    return isinstance(error, OSError) and not isinstance(error, FabricError)
+
+
 class Fabric:
     """Opened rails and the core.
 
@@ -110,11 +115,10 @@ class Fabric:
             self.core = Core(doorbell=any(not rail.traits.waits for rail in self.rails), **core)
             self.tidy()
             self._scratch = self.register(acquire(bytearray(SCRATCH_BYTES)))
-        except StatusError as error:
+        except BaseException as error:
             self.close()
-            raise fabric_error(error, "open engine", "") from error
-        except BaseException:
-            self.close()
+            if _is_raw(error):
+                raise fabric_error(error, "open engine", "") from error
             raise
 
     def tidy(self) -> bool:
@@ -141,7 +145,7 @@ class Fabric:
             memory = self._registered(buffer, remote)
         except BaseException as error:
             buffer.release()
-            if isinstance(error, StatusError):
+            if _is_raw(error):
                 raise fabric_error(error, "register memory", ", ".join(rail.name for rail in self.rails)) from error
             raise
         if len(self.rails) > 1 and remote:
@@ -186,7 +190,13 @@ class Fabric:
         slot, generation = -1, 0
         if not chosen.traits.waits and self.core.doorbell is not None:
             slot, generation = self.core.doorbell.take_slot()
-        return PendingChannel(chosen, remote_rail, slot, generation)
+        try:
+            return PendingChannel(chosen, remote_rail, slot, generation)
+        except BaseException as error:
+            self.free_slot(slot)
+            if _is_raw(error):
+                raise fabric_error(error, "open endpoint", chosen.name) from error
+            raise
 
     def free_slot(self, slot: int) -> None:
         """Give back the doorbell slot of a channel that came to nothing."""
@@ -227,14 +237,18 @@ class Fabric:
             pending.bell = None
             if self._bereaved is not None and not pending.rail.traits.waits:
                 self._bereaved.add(link, pending.address, address)
-        except (StatusError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:
             raise fabric_error(error, "connect channel", pending.rail.name) from error
 
     def open_mailbox(self, link: PeerLink, slots: int, message_bytes: int, peer_slots: int, peer_bytes: int) -> None:
         """Give a link its message pools. Raises FabricError."""
         # Mapped, not allocated: a pool for many messages takes no memory before they come, where the NIC pins none.
         size = pool_bytes(slots, message_bytes, peer_slots, peer_bytes)
-        memory = self.register(acquire(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)), remote=False)
+        try:
+            pool = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise fabric_error(error, "map message pools", "") from error
+        memory = self.register(acquire(pool), remote=False)
         try:
             link.open_mailbox(memory, slots, message_bytes, peer_slots, peer_bytes)
         except BaseException:

@@ -108,6 +108,8 @@ def fabric_error(error: Exception, operation: str, rail: str) -> FabricError:
     """Make a FabricError of what the native floor raised."""
     if isinstance(error, StatusError):
         return FabricError(error.errno or 0, f"{error.operation}: {error.strerror}", operation=operation, rail=rail)
+    if isinstance(error, OSError):
+        return FabricError(error.errno or 0, error.strerror or str(error), operation=operation, rail=rail)
     return FabricError(61, str(error), operation=operation, rail=rail)
 
 
