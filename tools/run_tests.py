@@ -1,8 +1,8 @@
 """Run the checks, all of them even if one fails: lint, every test, and the libfabric tests once more.
 
-With the newest libfabric here all tests run, in two halves; what needs RDMA devices runs in a guest that has them in
-software (tools/guest); what meets the library runs once more with the system's, the oldest that must work. All four run
-at a time, because much of a test is waiting; what the others say comes after what the first half says.
+With the newest libfabric here all tests run, in three parts; what needs RDMA devices runs in a guest that has them in
+software (tools/guest); what meets the library runs once more with the system's, the oldest that must work. All five run
+at a time, because much of a test is waiting; what the others say comes after what the first part says.
 
 A test of several providers, loops and the like is tried with a choice of their combinations
 (tests/support/combinations.py); `--all` tries all of them, in tests at full length, then soaks, fuzzes and takes out
@@ -33,16 +33,16 @@ REPORTS = ROOT / "build" / "test-reports"
 NEEDS_GUEST = "needs_rdma or needs_netem"
 # Connecting over `verbs;ofi_rxm` alone can hold up a process there for seconds.
 GUEST_HEARTBEAT_LIMIT_S = 15
-LANES = 4  # one for each run, so that none waits for another
-# The folders of the first half, which takes about as long as all others together.
-FIRST_HALF = {"bench", "control", "core", "demo", "docs", "engine", "guest"}
+LANES = 5  # one for each run, so that none waits for another
+# The folders of the first two parts, which take about as long as each other; the third has the rest.
+PARTS = ({"engine", "core", "docs", "guest"}, {"failure", "soak", "verbs"})
 NOTHING_CHOSEN = 5  # pytest's status where the arguments leave it no test
 SYSTEM = ["/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib"]
 # Which combinations each run tries; with another turn it tries others.
 CHOICES = {
     "newest": ("--combinations", "pairs", "--turn", "0"),
-    "system": ("--combinations", "values", "--turn", "1"),
-    "guest": ("--combinations", "values", "--turn", "2"),
+    "system": ("--combinations", "tests", "--turn", "1"),
+    "guest": ("--combinations", "tests", "--turn", "2"),
 }
 # What is as much a test as the others, and too long for every day: targets of the Makefile, and their ARGS.
 LONG = {
@@ -156,13 +156,11 @@ def in_guest(aside: IO[str], given: Sequence[str], *choice: str) -> Outcome:
     return reported(name, "verbs", status, path, started, given)
 
 
-def halves() -> tuple[list[str], list[str]]:
-    """Return pytest's arguments for the first half of all tests, and for the second."""
-    folders = sorted(path.name for path in (ROOT / "tests").iterdir() if path.is_dir())
-    return (
-        [f"--ignore=tests/{name}" for name in folders if name not in FIRST_HALF],
-        [f"--ignore=tests/{name}" for name in folders if name in FIRST_HALF],
-    )
+def parts() -> list[list[str]]:
+    """Return pytest's arguments for each part of all tests: a folder that nobody has named is in the last."""
+    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
+    chosen = [*PARTS, folders.difference(*PARTS)]
+    return [[f"--ignore=tests/{name}" for name in sorted(folders - part)] for part in chosen]
 
 
 def has_rdma() -> bool:
@@ -176,25 +174,25 @@ def newest_library() -> Path | None:
 
 
 def everything(choices: dict[str, tuple[str, ...]], given: Sequence[str]) -> list[Outcome]:
-    """Make all four runs at a time, and print what they said one after the other."""
+    """Make all five runs at a time, and print what they said one after the other."""
     # Where the machine itself has RDMA devices, they are tested on it.
     here = "" if has_rdma() else "not needs_rdma"
-    first, second = halves()
     with contextlib.ExitStack() as stack:
-        asides = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(3)]
+        asides = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(4)]
         lanes = stack.enter_context(ThreadPoolExecutor(LANES))
         runs: list[Future[Outcome]] = []
         if not has_rdma():
-            runs.append(lanes.submit(in_guest, asides[2], given, *choices.get("guest", ())))
+            runs.append(lanes.submit(in_guest, asides[3], given, *choices.get("guest", ())))
         missing = "no libfabric 2.x; the extra that brings it: pip install 'aiote[libfabric]'"
         newest = (newest_library(), missing, given, *choices.get("newest", ()), *(["-m", here] if here else []))
-        runs.append(lanes.submit(checked, "every test, first half", *newest, *first))
-        runs.append(lanes.submit(checked, "every test, second half", *newest, *second, aside=asides[0]))
+        for number, part in enumerate(parts()):
+            name, aside = f"every test, part {number + 1}", asides[number - 1] if number else None
+            runs.append(lanes.submit(checked, name, *newest, *part, aside=aside))
         missing = f"none in {', '.join(SYSTEM)}; run: make system"
         # What runs on rails of our own, simulated ones included, knows no library.
         chosen = " and ".join(["libfabric", "not own_rails", "not one_library", *([here] if here else [])])
         system = (system_library(), missing, given, *choices.get("system", ()), "-m", chosen)
-        runs.append(lanes.submit(checked, "tests of rails", *system, aside=asides[1]))
+        runs.append(lanes.submit(checked, "tests of rails", *system, aside=asides[2]))
         outcomes = [run.result() for run in runs]
         for said in asides:
             said.seek(0)
@@ -211,7 +209,7 @@ def main() -> int:
         outcomes = [made("lint")]
         if check:
             library = newest_library() or system_library()
-            chosen = ("-q", *CHOICES["system"], "-m", CHECKED)
+            chosen = ("-q", "--combinations", "values", "-m", CHECKED)
             outcomes.append(checked("tests without libfabric", library, "make venv installs one", given, *chosen))
         else:
             outcomes += everything({} if long else CHOICES, given)

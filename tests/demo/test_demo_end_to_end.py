@@ -78,6 +78,7 @@ def test_rdma_devices_say_the_same(tcp, provider, monkeypatch):
     assert texts(run) == texts(tcp)
 
 
+@pytest.mark.one_library
 def test_auto_reads_standard_input_and_weights_from_a_file(tcp, tmp_path):
     """The same prompt and the same weights by another way give the same answers, seen by a person."""
     path = tmp_path / "w.safetensors"
@@ -155,6 +156,7 @@ def started():
         eventually(lambda: not any(map(alive, roles.values())))
 
 
+@pytest.mark.one_library
 @pytest.mark.parametrize(("role", "name"), [("prefill", "prefiller"), ("decode", "decoder")])
 def test_a_child_killed_from_outside(started, role, name):
     process, roles = started
@@ -165,6 +167,7 @@ def test_a_child_killed_from_outside(started, role, name):
     assert not any(map(alive, roles.values()))
 
 
+@pytest.mark.one_library
 def test_an_interrupt_ends_everything(started):
     process, roles = started
     process.send_signal(signal.SIGINT)
@@ -174,6 +177,7 @@ def test_an_interrupt_ends_everything(started):
     assert not any(map(alive, roles.values()))
 
 
+@pytest.mark.one_library
 def test_children_do_not_outlive_their_parent(started):
     process, roles = started
     process.kill()
@@ -181,6 +185,7 @@ def test_children_do_not_outlive_their_parent(started):
     eventually(lambda: not any(map(alive, roles.values())))
 
 
+@pytest.mark.one_library
 def test_an_unknown_provider_is_a_usage_error():
     done = demo(TEXT, "--provider", "pigeon", "--json")
     assert done.returncode == 2

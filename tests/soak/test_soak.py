@@ -14,7 +14,7 @@ import pytest
 from engines import served_by_process
 from machine import LONG
 
-pytestmark = pytest.mark.libfabric
+pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
 SCRIPT = Path(__file__).with_name("soak.py")
 SEED = "20260"
@@ -47,7 +47,6 @@ def test_a_short_soak(provider, request):
     request.config.stash.setdefault(_said, []).append(soak(provider))
 
 
-@pytest.mark.one_library
 @served_by_process
 def test_a_short_soak_of_the_kv_cache(provider):
     soak(provider, "--what", "kvcache")

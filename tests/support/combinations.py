@@ -1,15 +1,17 @@
 """A pytest plugin: which combinations of its parameters a test is tried with.
 
 A test of two providers, three loops and five verbs is thirty cases, and most of what they find is found where two of
-the values meet. So there are three choices (`--combinations`):
+the values meet. So there are four choices (`--combinations`):
 
 | all    | the full product: `make test-all`, and pytest without this option                                         |
 | pairs  | each two values of two parameters of a test meet in one of its cases                                      |
-| values | each value of a test's own parameters comes in one of its cases: for what runs again on another library   |
+| values | each value of a test's own parameters comes in one of its cases: for `make check`                          |
+| tests  | each test has a case: for what runs again, on another library and in the guest                            |
 
 Provider, loop and the way of progress are parameters of nearly every test: they are the environment. Of them each value
-comes in every test (with `pairs`), and each two values meet in one of the tests of each file. Parameters that vary
-together, from one `parametrize`, are one. A choice is the same each time; `--turn` has another run choose others.
+comes in every test (with `pairs`), and each two values meet in one of the tests of each file (with any choice).
+Parameters that vary together, from one `parametrize`, are one. A choice is the same each time; `--turn` has another run
+choose others.
 
 Covering arrays: Cohen et al., "The AETG system", IEEE TSE 23(7), 1997; chosen greedily here, among the cases there are.
 """
@@ -44,18 +46,18 @@ class Wanted:
     shared: list[set[Pair]]
 
 
-def wanted(parameters: Sequence[Parameter], cases: int, *, pairs: bool) -> Wanted:
+def wanted(parameters: Sequence[Parameter], cases: int, choice: str) -> Wanted:
     """Say what each case of a test is good for."""
     own: list[set[Pair]] = []
     shared: list[set[Pair]] = []
     for case in range(cases):
-        ones = {(one.name, one.values[case]) for one in parameters if pairs or not one.environment}
-        here, there = set[Pair](ones), set[Pair]()
+        needed = [one for one in parameters if choice == "pairs" or (choice == "values" and not one.environment)]
+        here, there = {(one.name, one.values[case]) for one in needed}, set[Pair]()
         for one, two in itertools.combinations(sorted(parameters, key=lambda item: item.name), 2):
             pair = one.name, one.values[case], two.name, two.values[case]
             if one.environment and two.environment:
                 there.add(pair)
-            elif pairs:
+            elif choice == "pairs":
                 here.add(pair)
         own.append(here or {()})
         shared.append(there)
@@ -123,7 +125,7 @@ def _varies(item: pytest.Item) -> bool:
     return isinstance(item, pytest.Function) and hasattr(item, "callspec")
 
 
-def reduced(items: Iterable[pytest.Item], *, pairs: bool, turn: int) -> set[pytest.Item]:
+def reduced(items: Iterable[pytest.Item], choice: str, turn: int) -> set[pytest.Item]:
     """Return the cases to be tried; what has no parameters is among them."""
     kept: set[pytest.Item] = set()
     files: dict[object, dict[str, list[pytest.Function]]] = {}
@@ -136,14 +138,14 @@ def reduced(items: Iterable[pytest.Item], *, pairs: bool, turn: int) -> set[pyte
             kept.add(item)
     for tests in files.values():
         cases = list(tests.values())
-        needs = [wanted(_parameters(items), len(items), pairs=pairs) for items in cases]
+        needs = [wanted(_parameters(items), len(items), choice) for items in cases]
         for items, numbers in zip(cases, choose(needs, turn), strict=True):
             kept.update(items[number] for number in numbers)
     return kept
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--combinations", choices=["all", "pairs", "values"], default="all", help="of parameters")
+    parser.addoption("--combinations", choices=["all", "pairs", "values", "tests"], default="all", help="of parameters")
     parser.addoption("--turn", type=int, default=0, help="choose other combinations than another run")
 
 
@@ -154,9 +156,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     everything = sum(map(_varies, items))
-    mode = config.getoption("--combinations")
-    if mode != "all":
-        kept = reduced(items, pairs=mode == "pairs", turn=config.getoption("--turn"))
+    choice = config.getoption("--combinations")
+    if choice != "all":
+        kept = reduced(items, choice, config.getoption("--turn"))
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = [item for item in items if item in kept]
     config.stash[_counts] = sum(map(_varies, items)), everything
