@@ -43,6 +43,7 @@ settings.register_profile(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
+settings.register_profile("brief", settings.get_profile("quick"), max_examples=20)
 settings.register_profile("ci", settings.get_profile("quick"), max_examples=100)
 settings.register_profile("thorough", settings.get_profile("quick"), max_examples=2000, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "quick"))

@@ -35,7 +35,7 @@ NEEDS_GUEST = "needs_rdma or needs_netem"
 GUEST_HEARTBEAT_LIMIT_S = 15
 LANES = 5  # one for each run, so that none waits for another
 # The folders of the first two parts, which take about as long as each other; the third has the rest.
-PARTS = ({"engine", "core", "docs", "guest"}, {"failure", "soak", "verbs"})
+PARTS = ({"engine", "core", "docs", "lint", "native"}, {"failure", "soak", "testing", "demo"})
 NOTHING_CHOSEN = 5  # pytest's status where the arguments leave it no test
 SYSTEM = ["/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib"]
 # Which combinations each run tries; with another turn it tries others.
@@ -52,10 +52,18 @@ LONG = {
     "fuzz": "--seconds 120",
     "mutants": "",
 }
-# What needs no rail that a library drives, another process's host, or anything that is installed beside Python.
-CHECKED = (
-    "(own_rails or not libfabric) and not (needs_gpu or needs_rdma or needs_namespaces or needs_etcd or needs_browser)"
-)
+# What `--check` runs: two lanes of what opens no engine on a library and needs nothing that is installed beside Python.
+CHECKED = "not (libfabric or needs_gpu or needs_rdma or needs_namespaces or needs_etcd or needs_browser)"
+CHECK_LANES = ("core docs lint fuzz engine control", "native kvcache testing rails demo")
+# What of these takes seconds each: it starts processes, or draws many examples.
+CHECK_LEAVES_OUT = """
+    core/test_failover_schedules.py engine/test_engine_departed.py kvcache/test_embedded_registry.py
+    kvcache/test_transfer_faults.py kvcache/test_transfer_ranks.py kvcache/test_transfer_storm.py
+    lint/test_combinations.py lint/test_detectors.py lint/test_failing.py lint/test_sparing.py lint/test_stubs.py
+    native/test_interleavings.py native/test_streams.py rails/test_doctor.py rails/test_info_command.py
+    testing/test_determinism.py testing/test_exploration.py testing/test_page.py testing/test_plugin.py
+    testing/test_rail_faults.py testing/test_scale.py
+"""
 
 
 def version(library: Path) -> tuple[int, int]:
@@ -200,19 +208,34 @@ def everything(choices: dict[str, tuple[str, ...]], given: Sequence[str]) -> lis
     return outcomes
 
 
+def quick(given: Sequence[str]) -> list[Outcome]:
+    """Run lint, and beside it what is quick and needs no library."""
+    library = newest_library() or system_library()
+    os.environ.setdefault("HYPOTHESIS_PROFILE", "brief")
+    left_out = [f"--ignore=tests/{name}" for name in CHECK_LEAVES_OUT.split()]
+    chosen = ("-q", "--combinations", "tests", "-m", CHECKED, *left_out)
+    with contextlib.ExitStack() as stack:
+        asides = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in CHECK_LANES]
+        lanes = stack.enter_context(ThreadPoolExecutor(len(CHECK_LANES)))
+        runs = []
+        for number, (folders, aside) in enumerate(zip(CHECK_LANES, asides, strict=True), start=1):
+            paths = [f"tests/{name}" for name in folders.split()]
+            name = f"quick tests, part {number}"
+            runs.append(lanes.submit(checked, name, library, "make venv", given, *chosen, *paths, aside=aside))
+        outcomes = [made("lint"), *(run.result() for run in runs)]
+        for said in asides:
+            said.seek(0)
+            print(said.read(), flush=True)
+    return outcomes
+
+
 def main() -> int:
     long, check = "--all" in sys.argv[1:], "--check" in sys.argv[1:]
     given = [argument for argument in sys.argv[1:] if argument not in ("--all", "--check")]
     if long:
         os.environ["AIOTE_TEST_LONG"] = "1"
     with Load() as load:
-        outcomes = [made("lint")]
-        if check:
-            library = newest_library() or system_library()
-            chosen = ("-q", "--combinations", "values", "-m", CHECKED)
-            outcomes.append(checked("tests without libfabric", library, "make venv installs one", given, *chosen))
-        else:
-            outcomes += everything({} if long else CHOICES, given)
+        outcomes = quick(given) if check else [made("lint"), *everything({} if long else CHOICES, given)]
         if long and not given:
             outcomes += [made(target, arguments) for target, arguments in LONG.items()]
     return concluded(outcomes, load)

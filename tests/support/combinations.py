@@ -5,8 +5,8 @@ the values meet. So there are four choices (`--combinations`):
 
 | all    | the full product: `make test-all`, and pytest without this option                                         |
 | pairs  | each two values of two parameters of a test meet in one of its cases                                      |
-| values | each value of a test's own parameters comes in one of its cases: for `make check`                          |
-| tests  | each test has a case: for what runs again, on another library and in the guest                            |
+| values | each value of a test's own parameters comes in one of its cases: for one test, or one file                |
+| tests  | each test has a case: for `make check`, and what runs again, on another library and in the guest          |
 
 Provider, loop and the way of progress are parameters of nearly every test: they are the environment. Of them each value
 comes in every test (with `pairs`), and each two values meet in one of the tests of each file (with any choice).
