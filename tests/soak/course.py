@@ -147,6 +147,8 @@ class Course:
                 assert length >= MAX_PARTS
                 cuts = [length * i // grant["n"] for i in range(grant["n"] + 1)]
                 for low, high in itertools.pairwise(cuts):
+                    if self.peer.lost:
+                        break  # one before has found that out; the next would go over another connection
                     part = engine.submit_write_imm(local[low:high], remote[low:high], imm)
                     transfers.append((part, 1, high - low))
             case "alone":
