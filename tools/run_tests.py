@@ -6,7 +6,7 @@ at a time, because much of a test is waiting; what the others say comes after wh
 
 A test of several providers, loops and the like is tried with a choice of their combinations
 (tests/support/combinations.py); `--all` tries all of them, in tests at full length, then soaks, fuzzes and takes out
-each mechanism. `--check` is for between two commits: lint, types, and the tests that need no libfabric.
+each mechanism. `--check` is for between two commits: lint, types, and quick tests that need no libfabric.
 
 A missing library is a failure. Other arguments are handed to pytest; a run may be left without a test by them, but not
 all runs. The end tells of each test that failed, and the last line counts the tests of all runs.

@@ -1,11 +1,10 @@
 """A pytest plugin: which combinations of its parameters a test is tried with.
 
 A test of two providers, three loops and five verbs is thirty cases, and most of what they find is found where two of
-the values meet. So there are four choices (`--combinations`):
+the values meet. So there are three choices (`--combinations`):
 
 | all    | the full product: `make test-all`, and pytest without this option                                         |
 | pairs  | each two values of two parameters of a test meet in one of its cases                                      |
-| values | each value of a test's own parameters comes in one of its cases: for one test, or one file                |
 | tests  | each test has a case: for `make check`, and what runs again, on another library and in the guest          |
 
 Provider, loop and the way of progress are parameters of nearly every test: they are the environment. Of them each value
@@ -51,8 +50,9 @@ def wanted(parameters: Sequence[Parameter], cases: int, choice: str) -> Wanted:
     own: list[set[Pair]] = []
     shared: list[set[Pair]] = []
     for case in range(cases):
-        needed = [one for one in parameters if choice == "pairs" or (choice == "values" and not one.environment)]
-        here, there = {(one.name, one.values[case]) for one in needed}, set[Pair]()
+        here, there = set[Pair](), set[Pair]()
+        if choice == "pairs":
+            here |= {(one.name, one.values[case]) for one in parameters}
         for one, two in itertools.combinations(sorted(parameters, key=lambda item: item.name), 2):
             pair = one.name, one.values[case], two.name, two.values[case]
             if one.environment and two.environment:
@@ -145,7 +145,7 @@ def reduced(items: Iterable[pytest.Item], choice: str, turn: int) -> set[pytest.
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--combinations", choices=["all", "pairs", "values", "tests"], default="all", help="of parameters")
+    parser.addoption("--combinations", choices=["all", "pairs", "tests"], default="all", help="of parameters")
     parser.addoption("--turn", type=int, default=0, help="choose other combinations than another run")
 
 
