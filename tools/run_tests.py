@@ -181,6 +181,13 @@ def newest_library() -> Path | None:
     return newest if newest and version(newest) >= (2, 0) else None
 
 
+def say(asides: Sequence[IO[str]]) -> None:
+    """Print what the runs said meanwhile, one after the other."""
+    for said in asides:
+        said.seek(0)
+        print(said.read(), flush=True)
+
+
 def everything(choices: dict[str, tuple[str, ...]], given: Sequence[str]) -> list[Outcome]:
     """Make all five runs at a time, and print what they said one after the other."""
     # Where the machine itself has RDMA devices, they are tested on it.
@@ -202,9 +209,7 @@ def everything(choices: dict[str, tuple[str, ...]], given: Sequence[str]) -> lis
         system = (system_library(), missing, given, *choices.get("system", ()), "-m", chosen)
         runs.append(lanes.submit(checked, "tests of rails", *system, aside=asides[2]))
         outcomes = [run.result() for run in runs]
-        for said in asides:
-            said.seek(0)
-            print(said.read(), flush=True)
+        say(asides)
     return outcomes
 
 
@@ -223,9 +228,7 @@ def quick(given: Sequence[str]) -> list[Outcome]:
             name = f"quick tests, part {number}"
             runs.append(lanes.submit(checked, name, library, "make venv", given, *chosen, *paths, aside=aside))
         outcomes = [made("lint"), *(run.result() for run in runs)]
-        for said in asides:
-            said.seek(0)
-            print(said.read(), flush=True)
+        say(asides)
     return outcomes
 
 
