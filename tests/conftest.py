@@ -11,9 +11,14 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from pathlib import Path
 
 import numpy  # noqa: F401 - its thread pool starts on import: before any test counts threads
+import pytest
 from hypothesis import HealthCheck, settings
+
+# Helpers assert, too: what a failed one says is then as much as a test does.
+pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "support").glob("*.py")))
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # So it is in what a script starts in the background, and every child would inherit it: Ctrl-C is tested, too.

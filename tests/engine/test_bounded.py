@@ -17,6 +17,7 @@ import pytest
 import aiote
 from engines import across, each_provider, linked, opened, round_trips, until
 from leftovers import descriptors, resident_bytes, shared_files, threads
+from machine import LONG
 
 pytestmark = pytest.mark.libfabric
 
@@ -26,7 +27,7 @@ BATCH = 1000
 MILLION = 1_000_000
 CYCLES = int(os.environ.get("BOUNDED_CYCLES", "0"))
 """How often engines are opened and closed; 0: for CYCLING_S seconds."""
-CYCLING_S = 2.0
+CYCLING_S = 2.0 if LONG else 0.7
 PATIENCE_S = 90
 FLAT_BYTES = 32 << 20
 """How much resident memory may grow after a warm-up, in which libfabric 1.17 has not touched all that it reserved: rxm

@@ -17,12 +17,12 @@ import pytest
 import aiote
 from children import Child
 from engines import LOST_SOON, opened, real_provider, served_on, until
-from machine import SLOWER
+from machine import LONG, SLOWER
 from mix import ECHOED, Mix
 
 pytestmark = pytest.mark.libfabric
 
-ROUNDS = int(os.environ.get("RANDOM_POINTS_ROUNDS", "10" if SLOWER == 1 else "5"))
+ROUNDS = int(os.environ.get("RANDOM_POINTS_ROUNDS", "10" if LONG else "4" if SLOWER == 1 else "2"))
 ALL_S = 100
 """What all rounds of a test may take."""
 SIZE = 1 << 18

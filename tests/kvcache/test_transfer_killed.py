@@ -53,9 +53,9 @@ class Prefill:
 
 @pytest.fixture
 def prefills(request: pytest.FixtureRequest) -> Iterator[list[Prefill]]:
-    """Two processes; started before the loop runs, for that blocks."""
+    """One process, or as many as are asked for; started before the loop runs, for that blocks."""
     provider = request.getfixturevalue("provider")
-    made = [Prefill(provider) for _ in range(2)]
+    made = [Prefill(provider) for _ in range(getattr(request, "param", 1))]
     yield made
     for prefill in made:
         prefill.end()
@@ -72,6 +72,7 @@ def open_engine(provider: str):
     [(signal.SIGKILL, "early"), (signal.SIGKILL, "middle"), (signal.SIGKILL, "late"), (signal.SIGSTOP, "middle")],
     ids=["killed-early", "killed", "killed-late", "stopped"],
 )
+@pytest.mark.parametrize("prefills", [2], indirect=True, ids=["two"])
 async def test_the_request_is_done_by_another(provider, prefills, how, moment):
     """Whenever it happens, the cache that the other one wrote is whole, and stays so when the first one wakes up."""
     victim, spare = prefills
@@ -98,7 +99,7 @@ async def test_the_request_is_done_by_another(provider, prefills, how, moment):
 
 @served_by_process
 async def test_with_nobody_else_it_fails_with_its_reason_and_the_pages_come_back(provider, prefills):
-    victim, _ = prefills
+    (victim,) = prefills
     with anyio.fail_after(PATIENCE_S):
         async with decode_rank(open_engine(provider), pages=PAGES, **LIMITS) as decode:
             with pytest.raises(PrefillError) as told:
@@ -115,7 +116,7 @@ async def test_with_nobody_else_it_fails_with_its_reason_and_the_pages_come_back
 @served_by_process
 async def test_cancelled_while_the_prefiller_stands_still(provider, prefills):
     """What is given back is filled with poison, and then the prefiller wakes up and goes on."""
-    victim, _ = prefills
+    (victim,) = prefills
     with anyio.fail_after(PATIENCE_S):
         async with decode_rank(open_engine(provider), pages=PAGES, stall_limit=PATIENCE_S, confirm_limit=0.2) as decode:
             async with decode.decoder.request(PROMPT, [victim.address]) as slot:

@@ -123,7 +123,14 @@ class Commands:
             for at in places:
                 await self.engine.write_imm(source[at : at + size], remote[at : at + size], imm)
 
-        await asyncio.gather(*(stream() for _ in range(window)))
+        streams = [asyncio.create_task(stream()) for _ in range(window)]
+        try:
+            await asyncio.gather(*streams)
+        finally:
+            # Where one fails for a lost peer, another's next write would dial it anew, and go on later.
+            for task in streams:
+                task.cancel()
+            await asyncio.gather(*streams, return_exceptions=True)
         seconds = time.monotonic() - began
         await source.aclose()
         return {"seconds": seconds, "digest": hashlib.sha256(data).hexdigest()}
