@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from . import submit
-from .aio import BellExchange, Driver, Signal, current_loop, sleep, wake
+from .aio import Driver, Signal, current_loop, sleep, wake
 from .barrier import barrier
 from .config import EngineConfig
 from .connections import Connections
@@ -82,7 +82,6 @@ class Engine(Connections):
         self.core: Core = self.fabric.core
         self.host_id = host_identity()
         self.inbox = Inbox(self.loop, self.core)
-        self.bells: BellExchange | None = None
         with ExitStack() as undo:
             undo.callback(self.fabric.close)
             self._driver = Driver(self.loop, self.core, self._on_round)
@@ -94,8 +93,6 @@ class Engine(Connections):
 
     async def open(self) -> None:
         """Begin to listen; called once, by `open_engine`."""
-        if self.core.doorbell is not None:
-            self.bells = BellExchange(self.loop, (self.core.doorbell.memory_fd, self.core.doorbell.event_fd))
         await self.listen()
         self._lifetime.opened()
         self._lifetime.register(self)
@@ -447,8 +444,6 @@ class Engine(Connections):
         try:
             await self.disconnect("its engine was closed")
             await self._driver.stop()
-            if self.bells is not None:
-                await self.bells.close()
         finally:
             self.abort()
 
@@ -464,8 +459,6 @@ class Engine(Connections):
         self._driver.detach()
         self._rail_events.close()
         self.abandon_connections("the engine was aborted")
-        if self.bells is not None:
-            self.bells.abandon()
         if not self.core.closed:
             for link in tuple(self.core.peers):
                 link.close()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -98,7 +98,7 @@ class Session:
         self._revoking: set[int] = set()
         self._given_back = aio.Signal(engine.loop)
         self._channels: list[PendingChannel] = []
-        self._tokens: list[bytes] = []
+        self._handovers: dict[PendingChannel, aio.Handover] = {}
         self._liveness = Liveness(engine, self._connection.send)
 
     def _on_event(self, event: Event) -> None:
@@ -178,9 +178,8 @@ class Session:
             self.peer is None or not self.peer.connected or self.peer.link is not self._link
         ):
             self._link.close()
-        if self._engine.bells is not None:
-            for token in self._tokens:
-                self._engine.bells.forget(token)
+        for handover in self._handovers.values():
+            handover.close()
         for pending in self._channels:
             pending.close()
             self._engine.fabric.free_slot(pending.slot)
@@ -333,8 +332,10 @@ class Session:
         for mine, remote in pairs:
             self._offer_channel(mine, remote)
         link = self._link = engine.core.add_peer(self)
-        # Of several the loss of one is not the peer's; nor is it where it takes no more than a request that failed.
-        survivable = len(pairs) > 1 or engine.fabric.rails[pairs[0][0]].traits.fragile
+        # Of several the loss of one is not the peer's, nor where it takes no more than a request that failed. But what
+        # is mapped is never made anew: shared memory fails with its process, or for a lie.
+        traits = [engine.fabric.rails[mine].traits for mine, _ in pairs]
+        survivable = (len(pairs) > 1 or traits[0].fragile) and not any(one.host_only for one in traits)
         link.expect(len(pairs), engine.config.schedule == "in-turn", survivable)
         for pending in list(self._channels):
             await self._join(peer, link, pending, await self._next(Channel))
@@ -399,11 +400,14 @@ class Session:
         pending = engine.fabric.open_channel(mine, remote)
         self._channels.append(pending)
         doorbell = b""
-        if engine.bells is not None and not pending.rail.traits.waits:
-            token = engine.bells.expect(pending.bell_arrived)
-            self._tokens.append(token)
-            pending.on_bell = self._arrived.set
-            doorbell = token + SLOT.pack(pending.slot, pending.generation) + engine.bells.name
+        if not pending.rail.traits.waits:
+
+            def on_arrival(descriptors: Sequence[int], bell: bytes) -> None:
+                pending.take(descriptors, bell)
+                self._arrived.set()
+
+            handover = self._handovers[pending] = aio.Handover(engine.loop, on_arrival)
+            doorbell = SLOT.pack(pending.slot, pending.generation) + handover.address
         key, base = engine.fabric.scratch.keys[mine]
         self._connection.send(Channel(mine, remote, 0, pending.address, key, base, doorbell))
 
@@ -416,16 +420,27 @@ class Session:
             )
         peer_slot = -1, 0
         if not pending.rail.traits.waits:
-            if engine.bells is None or len(channel.doorbell) <= 16 + SLOT.size:
+            if len(channel.doorbell) < SLOT.size:
                 raise PeerError(str(peer.address), "it told no doorbell for a rail that needs one")
-            peer_slot = SLOT.unpack_from(channel.doorbell, 16)
-            await engine.bells.send(channel.doorbell[16 + SLOT.size :], channel.doorbell[:16])
-            while pending.bell is None:
-                if self._connection.ended:
-                    raise SessionOver(self._connection.reason)
-                await self._arrived.wait()
+            peer_slot = SLOT.unpack_from(channel.doorbell)
+            await self._hand_over(peer, pending, channel.doorbell[SLOT.size :])
         engine.fabric.join(link, pending, channel.address, channel.imm_key, channel.imm_base, peer_slot)
         self._channels.remove(pending)
+
+    async def _hand_over(self, peer: Peer, pending: PendingChannel, address: bytes) -> None:
+        """Give the peer our doorbell and ring, and wait for its own."""
+        doorbell = self._engine.core.doorbell
+        assert doorbell is not None
+        try:
+            aio.hand_over(address, pending.shared(doorbell), doorbell.address)
+        except ValueError as error:
+            raise PeerError(str(peer.address), f"it told no doorbell: {error}") from None
+        while pending.bell is None or pending.refused:
+            if pending.refused:
+                raise PeerError(str(peer.address), pending.refused)
+            if self._connection.ended:
+                raise SessionOver(self._connection.reason)
+            await self._arrived.wait()
 
     async def _serve(self) -> None:
         """Be connected, and keep the connection alive until it ends; however that is, the peer is lost then."""

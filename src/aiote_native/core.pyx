@@ -96,13 +96,13 @@ cdef class Core:
         check(-errno if self.engine.timer_fd < 0 else 0, "timerfd_create")
         self.engine.notify_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
         check(-errno if self.engine.notify_fd < 0 else 0, "eventfd")
+        self.engine.wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
+        check(-errno if self.engine.wake_fd < 0 else 0, "eventfd")
         if doorbell:
             self.doorbell = Doorbell()
             self.engine.bell = (<Doorbell> self.doorbell).page
-            self.engine.wake_fd = (<Doorbell> self.doorbell).event_fd
-        else:
-            self.engine.wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
-            check(-errno if self.engine.wake_fd < 0 else 0, "eventfd")
+            self.engine.bell_fd = (<Doorbell> self.doorbell).socket_fd
+            watch_descriptor(self.engine.epoll_fd, self.engine.bell_fd)
         watch_descriptor(self.engine.epoll_fd, self.engine.wake_fd)
         watch_descriptor(self.engine.epoll_fd, self.engine.timer_fd)
 
@@ -462,8 +462,7 @@ cdef class Core:
         self.engine.closed = True
         if self.engine.clock != NULL:
             self.engine.clock.forget(self.engine.clock_context, self.engine.timer_fd)
-        for fd in (self.engine.epoll_fd, self.engine.timer_fd, self.engine.notify_fd,
-                   -1 if self.doorbell is not None else self.engine.wake_fd):
+        for fd in (self.engine.epoll_fd, self.engine.timer_fd, self.engine.notify_fd, self.engine.wake_fd):
             if fd >= 0:
                 close(fd)
         if self.doorbell is not None:

@@ -4,6 +4,7 @@ from aiote_native.structs cimport Channel
 
 cdef enum:
     BELL_SLOTS = 1000
+    SECRET_BYTES = 16
 
 # The page that an engine shares with its peers on this host. `asleep` is an epoch: odd while the engine sleeps. Each
 # peer has a slot: `waiting` is how much of our work toward it is outstanding, `gate` and `busy` are those of gates.pyx.
@@ -15,15 +16,19 @@ cdef struct BellPage:
     uint32_t busy[BELL_SLOTS]
 
 cdef int ring(Channel* channel, bint polled) noexcept nogil
+cdef void hush(int fd) noexcept nogil
 
 cdef class Doorbell:
     cdef BellPage* page
     cdef readonly int memory_fd
-    cdef readonly int event_fd
+    cdef readonly int socket_fd
+    cdef readonly bytes address
+    cdef object socket
     cdef object free_slots
     cdef void sleep(self) noexcept nogil
     cdef void wake(self) noexcept nogil
 
 cdef class PeerBell:
     cdef const BellPage* page
-    cdef readonly int event_fd
+    cdef readonly int socket_fd
+    cdef char[SECRET_BYTES] secret

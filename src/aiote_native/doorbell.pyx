@@ -1,20 +1,27 @@
 """A doorbell for rails without a wait descriptor: shared memory moves no data while the target makes no call.
 
-Each engine owns one page of shared memory (a memfd, so nothing is left behind when the process dies) and one eventfd,
-and hands both to its peers on this host. Before it sleeps it makes `asleep` odd, looks once more, and sleeps; after a
-post its peers look at `asleep` and ring the eventfd when it is odd. Store, fence, look on one side and post, fence,
-load on the other: one of the two always sees the other (Dekker). `waiting[slot]` says how much of its own work toward
-one peer is outstanding, so that a peer that made progress for it without seeing a completion of its own rings as
+Each engine owns one page of shared memory (a memfd, so nothing is left behind when the process dies), which its peers
+on this host may read, and a datagram socket. Before it sleeps it makes `asleep` odd, looks once more, and sleeps; after
+a post its peers look at `asleep` and ring, with a datagram, when it is odd. Store, fence, look on one side and post,
+fence, load on the other: one of the two always sees the other (Dekker). `waiting[slot]` says how much of its own work
+toward one peer is outstanding, so that a peer that made progress for it without seeing a completion of its own rings as
 well, once for each sleep; and so does whoever has work outstanding itself.
+
+What peers have in common none of them can turn against another. The page is sealed: they cannot write it. And there is
+no eventfd, of which one could take the others' rings by reading it, or have them block by making it do so: each rings
+through a socket of its own. The names of such sockets anybody on the host can read (/proc/net/unix), and write to; but
+one takes nothing that does not begin with its secret, which a filter in the kernel looks for before there is a queue.
 """
 
 from libc.errno cimport errno
-from libc.stdint cimport uint32_t, uint64_t
+from libc.stdint cimport uint32_t
+from libc.string cimport memcpy
 from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, PROT_WRITE, mmap, munmap
-from posix.unistd cimport close, ftruncate, write
+from posix.unistd cimport close, ftruncate
 
 import fcntl
 import os
+import socket
 from collections import deque
 
 from aiote_native.status cimport check
@@ -22,7 +29,7 @@ from aiote_native.status cimport check
 cdef extern from *:
     """
     #define aiote_fence() __atomic_thread_fence(__ATOMIC_SEQ_CST)
-    #define aiote_load(p) __atomic_load_n((const uint32_t*)(p), __ATOMIC_ACQUIRE)
+    #define aiote_load(p) __atomic_load_n((const uint32_t*)(p), __ATOMIC_SEQ_CST)
     #define aiote_store(p, v) __atomic_store_n((p), (v), __ATOMIC_SEQ_CST)
     """
     void aiote_fence() noexcept nogil
@@ -34,10 +41,76 @@ cdef extern from "<sys/mman.h>" nogil:
     const unsigned int MFD_CLOEXEC
     const unsigned int MFD_ALLOW_SEALING
 
-cdef extern from "<sys/eventfd.h>" nogil:
-    int eventfd(unsigned int, int)
-    const int EFD_CLOEXEC
-    const int EFD_NONBLOCK
+cdef extern from "<sys/socket.h>" nogil:
+    ssize_t recv(int, void*, size_t, int)
+    ssize_t send(int, const void*, size_t, int)
+    int setsockopt(int, int, int, const void*, unsigned int)
+    const int MSG_DONTWAIT, MSG_NOSIGNAL, SOL_SOCKET, SO_ATTACH_FILTER
+
+cdef extern from "<linux/filter.h>" nogil:
+    struct sock_filter:
+        unsigned short code
+        unsigned char jt
+        unsigned char jf
+        uint32_t k
+    struct sock_fprog:
+        unsigned short len
+        sock_filter* filter
+    const int BPF_LD, BPF_W, BPF_ABS, BPF_JMP, BPF_JEQ, BPF_K, BPF_RET
+
+cdef enum:
+    SECRET_WORDS = SECRET_BYTES // 4
+    F_SEAL_FUTURE_WRITE = 0x10  # of Linux 5.1, and of Python 3.13
+    MOST_RINGS = 64  # that are taken at once; the queue of a socket has ten of each sender at most by default
+
+cdef bytes NAME = b"\0aiote-"
+
+
+def guarded_socket() -> tuple[socket.socket, bytes]:
+    """Open a datagram socket at a name of its own, which takes nothing that does not begin with a secret of 16 bytes.
+
+    Return it with its address for peers: the secret, then the name. Raises OSError.
+    """
+    cdef bytes secret = os.urandom(SECRET_BYTES)
+    cdef sock_filter[2 * SECRET_WORDS + 2] program
+    cdef sock_fprog whole
+    cdef int i
+    for i in range(SECRET_WORDS):
+        program[2 * i] = sock_filter(BPF_LD | BPF_W | BPF_ABS, 0, 0, 4 * i)
+        word = int.from_bytes(secret[4 * i:4 * i + 4], "big")
+        program[2 * i + 1] = sock_filter(BPF_JMP | BPF_JEQ | BPF_K, 0, 2 * (SECRET_WORDS - i) - 1, word)
+    program[2 * SECRET_WORDS] = sock_filter(BPF_RET | BPF_K, 0, 0, 0xFFFFFFFF)
+    program[2 * SECRET_WORDS + 1] = sock_filter(BPF_RET | BPF_K, 0, 0, 0)
+    whole.len = 2 * SECRET_WORDS + 2
+    whole.filter = program
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    try:
+        # Before it has a name, so that nothing else is ever in its queue.
+        check(-errno if setsockopt(made.fileno(), SOL_SOCKET, SO_ATTACH_FILTER, &whole, sizeof(whole)) else 0,
+              "setsockopt(SO_ATTACH_FILTER)")
+        name = NAME + os.urandom(16).hex().encode()
+        made.bind(name)
+    except BaseException:
+        made.close()
+        raise
+    return made, secret + name
+
+
+def told(bytes address) -> tuple[bytes, bytes]:
+    """Return secret and name of a peer's socket. Raises ValueError for what is none, such as a name of others'."""
+    secret, name = address[:SECRET_BYTES], address[SECRET_BYTES:]
+    if len(secret) != SECRET_BYTES or len(name) != len(NAME) + 32 or not name.startswith(NAME):
+        raise ValueError("that is no address of a doorbell's socket")
+    return secret, name
+
+
+def sealed(int fd, size_t length, str what) -> None:
+    """Check that memory of a peer's cannot shrink under who maps it. Raises OSError and ValueError."""
+    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+        raise ValueError(f"the {what} of the peer is not sealed against shrinking")
+    # To the byte, which huge pages never have: of those there may be none left when they are touched.
+    if os.fstat(fd).st_size != length:
+        raise ValueError(f"the {what} of the peer has {os.fstat(fd).st_size} bytes, expected {length}")
 
 
 cdef int ring(Channel* channel, bint polled) noexcept nogil:
@@ -47,7 +120,6 @@ cdef int ring(Channel* channel, bint polled) noexcept nogil:
     """
     cdef const BellPage* page = <const BellPage*> channel.peer_bell
     cdef uint32_t epoch
-    cdef uint64_t one = 1
     aiote_fence()
     epoch = aiote_load(&page.asleep)
     if not epoch & 1:
@@ -56,17 +128,25 @@ cdef int ring(Channel* channel, bint polled) noexcept nogil:
             channel.outstanding == 0 and aiote_load(&page.waiting[channel.peer_slot]) == 0)):
         return 0
     channel.rung_epoch = epoch
-    # A full eventfd (EAGAIN) is readable already: the peer wakes all the same.
-    write(channel.peer_bell_fd, &one, sizeof(one))
+    # A full queue (EAGAIN) is readable already: the peer wakes all the same.
+    send(channel.peer_bell_fd, channel.peer_bell_secret, SECRET_BYTES, MSG_DONTWAIT | MSG_NOSIGNAL)
     return 1
 
 
+cdef void hush(int fd) noexcept nogil:
+    """Take the rings that came to a doorbell's socket."""
+    cdef char[SECRET_BYTES] ring_of
+    for _i in range(MOST_RINGS):
+        if recv(fd, ring_of, SECRET_BYTES, MSG_DONTWAIT) < 0:
+            return
+
+
 cdef class Doorbell:
-    """This engine's own page and eventfd."""
+    """This engine's own page and socket; `address` is what peers ring at."""
 
     def __cinit__(self):
         self.page = NULL
-        self.memory_fd = self.event_fd = -1
+        self.memory_fd = self.socket_fd = -1
 
     def __init__(self):
         if self.page != NULL:
@@ -76,11 +156,12 @@ cdef class Doorbell:
             self.memory_fd = memfd_create(b"aiote-doorbell", MFD_CLOEXEC | MFD_ALLOW_SEALING)
             check(-errno if self.memory_fd < 0 else 0, "memfd_create")
             check(-errno if ftruncate(self.memory_fd, sizeof(BellPage)) else 0, "ftruncate(doorbell)")
-            # Sealed, so that no one who maps it can be made to fault by a shrinking file.
-            fcntl.fcntl(self.memory_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             self.page = <BellPage*> map_page(self.memory_fd, PROT_READ | PROT_WRITE)
-            self.event_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
-            check(-errno if self.event_fd < 0 else 0, "eventfd")
+            # No one who maps it can be made to fault by a shrinking file; and after the own map none can be written.
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self.memory_fd, fcntl.F_ADD_SEALS, seals)
+            self.socket, self.address = guarded_socket()
+            self.socket_fd = self.socket.fileno()
         except BaseException:
             self.close()
             raise
@@ -123,9 +204,10 @@ cdef class Doorbell:
         if self.memory_fd >= 0:
             close(self.memory_fd)
             self.memory_fd = -1
-        if self.event_fd >= 0:
-            close(self.event_fd)
-            self.event_fd = -1
+        if self.socket is not None:
+            self.socket.close()
+            self.socket = None
+            self.socket_fd = -1
 
 
 cdef void* map_page(int fd, int protection) except NULL:
@@ -136,28 +218,24 @@ cdef void* map_page(int fd, int protection) except NULL:
 
 
 cdef class PeerBell:
-    """A peer's doorbell, from the two descriptors that it sent; both are owned by this object from here on."""
+    """A peer's doorbell, from the descriptor of its page, which is closed, and the address of its socket."""
 
     def __cinit__(self):
         self.page = NULL
-        self.event_fd = -1
+        self.socket_fd = -1
 
-    def __init__(self, int memory_fd, int event_fd):
-        """Map the page and keep the eventfd. Raises ValueError when the page could shrink under us."""
-        if self.page != NULL:
-            raise RuntimeError("the doorbell is open already")
-        self.event_fd = event_fd
+    def __init__(self, int memory_fd, bytes address):
+        """Map the page and open a socket to ring through. Raises OSError, and ValueError for what could harm us."""
         try:
-            if not fcntl.fcntl(memory_fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise ValueError("the doorbell page of the peer is not sealed against shrinking")
-            if os.fstat(memory_fd).st_size < sizeof(BellPage):
-                raise ValueError("the doorbell page of the peer is too short")
-            # Ringing must never block the engine, whatever the peer made of its descriptor.
-            os.set_blocking(event_fd, False)
-            self.page = <const BellPage*> map_page(memory_fd, PROT_READ)
-        except BaseException:
-            self.close()
-            raise
+            if self.page != NULL:
+                raise RuntimeError("the doorbell is open already")
+            secret, name = told(address)
+            memcpy(self.secret, <const char*> (<bytes> secret), SECRET_BYTES)
+            sealed(memory_fd, sizeof(BellPage), "doorbell page")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as to:
+                to.connect(name)
+                self.page = <const BellPage*> map_page(memory_fd, PROT_READ)
+                self.socket_fd = to.detach()
         finally:
             os.close(memory_fd)
 
@@ -166,12 +244,13 @@ cdef class PeerBell:
         return self.page != NULL and 0 <= slot < BELL_SLOTS and aiote_load(&self.page.busy[slot]) & 1 != 0
 
     def silence(self) -> None:
-        """Close the eventfd and keep the page. Idempotent; nobody rings it any more."""
-        if self.event_fd >= 0:
-            close(self.event_fd)
-            self.event_fd = -1
+        """Close the socket and keep the page. Idempotent; nobody rings any more."""
+        if self.socket_fd >= 0:
+            close(self.socket_fd)
+            self.socket_fd = -1
 
     def __dealloc__(self):
+        self.silence()
         if self.page != NULL:
             munmap(<void*> self.page, sizeof(BellPage))
 

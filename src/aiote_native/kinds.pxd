@@ -15,6 +15,7 @@ cdef class Registration:
 cdef class NativeEndpoint:
     cdef const RailOps* ops
     cdef readonly int wait_fd
+    cdef readonly int memory_fd
     cdef readonly bytes address
     cdef readonly uint64_t largest
     cdef readonly uint64_t depth

@@ -58,12 +58,17 @@ cdef class NativeEndpoint:
     """An endpoint for one peer: its address travels, the peer's is set by `connect`."""
 
     def __cinit__(self):
-        self.wait_fd = -1
+        # What the peer maps, and hands its own for; -1 where there is nothing.
+        self.wait_fd = self.memory_fd = -1
         self.spans = 1
         self.window = WINDOW
 
     def connect(self, bytes address) -> None:
         """Name the one peer endpoint that this one talks to."""
+        raise NotImplementedError
+
+    def take(self, int memory_fd) -> None:
+        """Map what the peer has sent for the endpoint to reach it by; the descriptor is closed."""
         raise NotImplementedError
 
     def owns(self, int queue) -> bool:

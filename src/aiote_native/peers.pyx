@@ -139,7 +139,8 @@ cdef class PeerLink(ChannelSet):
 
     cdef void hang_bell(self, Channel* channel, PeerBell bell, int slot, int peer_slot, uint32_t peer_generation):
         channel.peer_bell = <const uint32_t*> bell.page
-        channel.peer_bell_fd = bell.event_fd
+        channel.peer_bell_fd = bell.socket_fd
+        channel.peer_bell_secret = bell.secret
         channel.peer_slot = peer_slot if peer_slot >= 0 else 0
         self.bells.append((bell, peer_slot if slot >= 0 else -1))
         if slot >= 0:

@@ -35,10 +35,11 @@ cdef struct Progress:
     pthread_mutex_t lock
     int epoll_fd
     int wake_fd
-    uint32_t called       # the wake descriptor has been written since it was read; peers on this host do not say so
+    uint32_t called       # the wake descriptor has been written since it was read
     int timer_fd
     int notify_fd
     BellPage* bell
+    int bell_fd
     uint64_t spin_ns
     uint64_t last_activity
     bint fresh            # something has happened since the clock was last looked at

@@ -16,7 +16,7 @@ from posix.unistd cimport read, write
 
 from aiote_native.clocks cimport clock_ns, start_timer
 from aiote_native.counters cimport arrive, done_push, table_forget, table_greediest
-from aiote_native.doorbell cimport ring
+from aiote_native.doorbell cimport hush, ring
 from aiote_native.forks cimport fork_epoch, own
 from aiote_native.gates cimport batch_flush, gate_poll
 from aiote_native.ledger cimport tally_again
@@ -328,8 +328,9 @@ cdef bint active(Progress* self) noexcept nogil:
 
 cdef void clear_wakeups(Progress* self) noexcept nogil:
     cdef uint64_t value
-    # Reading costs a system call before each sleep.
-    if self.bell != NULL or aiote_swap_word(&self.called, 0):
+    if self.bell != NULL:
+        hush(self.bell_fd)
+    if aiote_swap_word(&self.called, 0):
         read(self.wake_fd, &value, sizeof(value))
     if self.timer_armed and read(self.timer_fd, &value, sizeof(value)) == sizeof(value):
         self.timer_armed = False
@@ -452,9 +453,7 @@ cdef uint64_t slice_end(Progress* self) noexcept nogil:
 
 
 cdef int progress_until(Progress* self, uint64_t deadline) noexcept nogil:
-    """Do one round, and more of them until there is news or the deadline has come. The lock is held; returns as
-    `progress_once` does.
-    """
+    """Do one round, or more until there is news or the deadline has come, under the lock; return as `progress_once`."""
     cdef int again = progress_once(self)
     # Where no NIC does it a round may copy for a third of a millisecond; of what is not counted only the clock tells.
     while again and deadline and not news(self) and self.wanted == 0 and clock_ns() < deadline:

@@ -137,6 +137,7 @@ cdef struct Channel:
     # the doorbell of the peer, for rails without a wait descriptor (doorbell.pxd)
     const uint32_t* peer_bell
     int peer_bell_fd
+    const char* peer_bell_secret
     uint32_t peer_slot
     uint32_t rung_epoch
     uint32_t* waiting

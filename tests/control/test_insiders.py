@@ -12,27 +12,12 @@ import aiote
 from aiote.core.control import Authenticated
 from aiote.core.frames import Channel, Heartbeat, Mapped, Offer, RailOffer, Ready, Revoke, encode, frame
 from engines import PATIENCE_S, opened, until
-from strangers import Insider, refusals
+from strangers import LIKE_YOURS, Insider, offer, refusals
 
 pytestmark = pytest.mark.libfabric
 
 NEVER_S = 1000.0
 """A limit that no test waits for: what ends sooner did not end by it."""
-LIKE_YOURS = (RailOffer(0, "tcp", "tcp", "lo", 0),)
-"""Stands for the rails that the engine itself offers."""
-
-
-def offer(**changes: object) -> Offer:
-    """Return an offer that an engine could make."""
-    fields: dict = {
-        "host_id": bytes(32),
-        "message_bytes": 16384,
-        "pool": 16,
-        "heartbeat_ms": 1000,
-        "rails": LIKE_YOURS,
-        "address": aiote.Address("127.0.0.1", 9, b"i" * 16, 1),
-    }
-    return Offer(**{**fields, **changes})
 
 
 def channel(**changes: object) -> Channel:

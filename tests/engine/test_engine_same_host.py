@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import resource
+
 import anyio
 import numpy as np
 import pytest
 
 import aiote
 import aiote.engine
-from aiote.rails import local
 from engines import PATIENCE_S, across, opened
 
 pytestmark = pytest.mark.libfabric
-
-
-@pytest.fixture(autouse=True)
-def room(monkeypatch):
-    """These few engines need little shared memory, however little this machine has."""
-    monkeypatch.setattr(local, "ROOM_BYTES", 0)
 
 
 async def moved(left: aiote.Engine, right: aiote.Engine) -> list[str]:
@@ -39,10 +34,15 @@ async def test_on_one_host_auto_goes_through_shared_memory():
             assert await moved(left, right) == ["local"]
 
 
-async def test_where_shared_memory_is_short_it_is_left_alone(monkeypatch):
-    monkeypatch.setattr(local, "ROOM_BYTES", 1 << 62)
-    async with opened("auto") as engine:
-        assert [rail.provider.partition(";")[0] for rail in engine.rails] == ["socket"]
+async def test_where_files_may_not_be_as_large_as_rings_they_are_left_alone():
+    """A ring is a file to the kernel, which ends a process that goes over that limit."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, before[1]))
+    try:
+        async with opened("auto") as engine:
+            assert [rail.provider.partition(";")[0] for rail in engine.rails] == ["socket"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 async def test_between_hosts_it_does_not(monkeypatch):

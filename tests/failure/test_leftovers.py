@@ -34,8 +34,8 @@ async def test_who_was_connected_removes_them(child):
             await engine.send(living.address, b"still here")
 
 
-async def test_a_ring_has_no_name_once_it_is_connected(child):
-    """So nobody has to remove anything, whoever is killed; one that nobody came for is removed as the others are."""
+async def test_a_ring_has_no_name(child):
+    """So nobody has to remove anything, whoever is killed."""
     killed = child()
     with anyio.fail_after(PATIENCE_S):
         await killed.open("local", size=4096)

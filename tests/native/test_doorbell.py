@@ -6,21 +6,31 @@ import fcntl
 import mmap
 import os
 import select
+import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from aiote.errors import FabricError
 from aiote_native.core import Core
-from aiote_native.doorbell import Doorbell, PeerBell
+from aiote_native.doorbell import Doorbell, PeerBell, told
 from aiote_native.waits import CounterWait
+from own_page import PAGE, own_page
 from rail_pair import KINDS, Pair, opened
 
-PAGE = 64 + 3 * 4 * 1000  # the epoch with its padding, then what is waited for, the gate and who is busy, for each slot
 SHRINK, GROW, SEAL = fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SEAL
+SECRET = 16
 SHM = next(kind for kind in KINDS if kind.provider == "shm")
+
+
+@pytest.fixture
+def somebody() -> Iterator[Doorbell]:
+    bell = Doorbell()
+    yield bell
+    bell.close()
 
 
 def is_open(fd: int) -> bool:
@@ -39,29 +49,83 @@ def memory(length: int, seals: int) -> int:
     return fd
 
 
+def socket_of(bell: Doorbell) -> str:
+    return bell.address[SECRET:].decode().replace("\0", "@")
+
+
+def rung(bell: Doorbell) -> int:
+    """Take the rings that came, and return how many."""
+    taken = 0
+    with socket.socket(fileno=os.dup(bell.socket_fd)) as heard:
+        while select.select([heard], [], [], 0)[0]:
+            assert heard.recv(1000) == bell.address[:SECRET]
+            taken += 1
+    return taken
+
+
 def test_the_own_page_is_sealed():
-    """No peer that maps it can be made to fault, and no peer can make it shrink."""
+    """No peer that maps it can be made to fault, and no peer can write it or make it shrink."""
     bell = Doorbell()
     assert fcntl.fcntl(bell.memory_fd, fcntl.F_GET_SEALS) & (SHRINK | GROW | SEAL) == SHRINK | GROW | SEAL
+    with pytest.raises(PermissionError):
+        mmap.mmap(bell.memory_fd, PAGE)
+    with pytest.raises(PermissionError):
+        os.pwrite(bell.memory_fd, b"x", 0)
     assert os.fstat(bell.memory_fd).st_size == PAGE
     for length in (0, PAGE - 1, PAGE + 1):
         with pytest.raises(PermissionError):
             os.ftruncate(bell.memory_fd, length)
     assert not os.get_inheritable(bell.memory_fd)
-    assert not os.get_inheritable(bell.event_fd)
+    assert not os.get_inheritable(bell.socket_fd)
+    bell.close()
+
+
+def test_strangers_do_not_get_into_the_queue():
+    """Anybody on the host may read its name and write to it: what does not begin with the secret is not kept."""
+    bell = Doorbell()
+    secret, name = told(bell.address)
+    assert socket_of(bell) in Path("/proc/net/unix").read_text()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        stranger.setblocking(False)
+        guesses = [b"", b"x", secret[:-1], b"x" + secret, secret[:-1] + b"x", secret[:-1] + bytes([secret[-1] ^ 1])]
+        for guess in guesses:
+            for _ in range(1000):
+                stranger.sendto(guess, name)
+        assert not select.select([bell.socket_fd], [], [], 0)[0]
+        stranger.sendto(secret, name)
+    assert rung(bell) == 1
+    bell.close()
+
+
+def test_no_peer_can_take_anothers_rings_or_hold_it_up():
+    """Each has a socket of its own: one that fills the queue only keeps the engine awake."""
+    bell = Doorbell()
+    page = os.dup(bell.memory_fd)
+    peer = PeerBell(page, bell.address)
+    assert not os.get_blocking(peer.socket_fd)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as hostile:
+        hostile.setblocking(False)
+        secret, name = told(bell.address)
+        with pytest.raises(BlockingIOError):
+            for _ in range(10_000):
+                hostile.sendto(secret, name)
+    with socket.socket(fileno=os.dup(peer.socket_fd)) as honest, pytest.raises(BlockingIOError):
+        honest.send(secret)
+    assert select.select([bell.socket_fd], [], [], 0)[0]
+    peer.close()
     bell.close()
 
 
 def test_closing_is_idempotent_and_closes_both():
     bell = Doorbell()
-    fds = bell.memory_fd, bell.event_fd
-    peer = PeerBell(os.dup(fds[0]), os.dup(fds[1]))
-    theirs = peer.event_fd
+    fds = bell.memory_fd, bell.socket_fd
+    peer = PeerBell(os.dup(fds[0]), bell.address)
+    theirs = peer.socket_fd
     for _ in range(2):
         bell.close()
         peer.close()
     assert not any(is_open(fd) for fd in (*fds, theirs))
-    assert (bell.memory_fd, bell.event_fd, peer.event_fd) == (-1, -1, -1)
+    assert (bell.memory_fd, bell.socket_fd, peer.socket_fd) == (-1, -1, -1)
 
 
 def test_a_closed_bell_takes_slots_back_without_harm():
@@ -74,54 +138,57 @@ def test_a_closed_bell_takes_slots_back_without_harm():
 
 def test_a_peer_keeps_its_page_when_the_owner_is_gone():
     bell = Doorbell()
-    peer = PeerBell(os.dup(bell.memory_fd), os.dup(bell.event_fd))
+    peer = PeerBell(os.dup(bell.memory_fd), bell.address)
     bell.close()
-    assert is_open(peer.event_fd)
+    assert is_open(peer.socket_fd)
     peer.close()
 
 
 @pytest.mark.parametrize("seals", [0, GROW, GROW | SEAL, fcntl.F_SEAL_WRITE | GROW])
-def test_a_page_that_could_shrink_is_refused(seals):
-    fds = memory(PAGE, seals), os.eventfd(0)
+def test_a_page_that_could_shrink_is_refused(seals, somebody):
+    fd = memory(PAGE, seals)
     with pytest.raises(ValueError, match="not sealed against shrinking"):
-        PeerBell(*fds)
-    assert not any(is_open(fd) for fd in fds)
-
-
-@pytest.mark.parametrize("length", [0, 1, PAGE - 1])
-def test_a_page_that_is_too_short_is_refused(length):
-    fds = memory(length, SHRINK), os.eventfd(0)
-    with pytest.raises(ValueError, match="too short"):
-        PeerBell(*fds)
-    assert not any(is_open(fd) for fd in fds)
-
-
-def test_what_is_no_memory_is_refused(tmp_path):
-    """A file has no seals; whatever came is closed."""
-    path = tmp_path / "page"
-    path.write_bytes(bytes(PAGE))
-    for first in (os.open(path, os.O_RDWR), *os.pipe(), os.eventfd(0)):
-        second = os.eventfd(0)
-        with pytest.raises((OSError, ValueError)):
-            PeerBell(first, second)
-        assert not is_open(first)
-        assert not is_open(second)
-
-
-def test_a_page_that_cannot_be_written_is_good_enough():
-    """The peer's page is only read: one that is sealed against writing serves."""
-    fd = memory(PAGE, SHRINK | GROW | fcntl.F_SEAL_WRITE)
-    PeerBell(fd, os.eventfd(0)).close()
+        PeerBell(fd, somebody.address)
     assert not is_open(fd)
 
 
-def test_ringing_never_blocks():
-    """Whatever the peer made of its descriptor: it is switched to non-blocking."""
-    event = os.eventfd(0, os.EFD_CLOEXEC)
-    assert os.get_blocking(event)
-    peer = PeerBell(memory(PAGE, SHRINK), event)
-    assert not os.get_blocking(event)
-    peer.close()
+@pytest.mark.parametrize("length", [0, 1, PAGE - 1, PAGE + 1, 2 << 20])
+def test_a_page_of_another_size_is_refused(length, somebody):
+    fd = memory(length, SHRINK)
+    with pytest.raises(ValueError, match=f"has {length} bytes, expected {PAGE}"):
+        PeerBell(fd, somebody.address)
+    assert not is_open(fd)
+
+
+def test_what_is_no_memory_is_refused(tmp_path, somebody):
+    """A file has no seals; whatever came is closed."""
+    path = tmp_path / "page"
+    path.write_bytes(bytes(PAGE))
+    for fd in (os.open(path, os.O_RDWR), *os.pipe(), os.eventfd(0)):
+        with pytest.raises((OSError, ValueError)):
+            PeerBell(fd, somebody.address)
+        assert not is_open(fd)
+
+
+def test_only_an_engines_socket_is_rung(somebody):
+    """A peer must not have us write to whatever else listens on this host."""
+    secret, name = told(somebody.address)
+    for address in (b"", secret, secret + b"\0dbus", secret + name[1:], somebody.address + b"x", somebody.address[1:]):
+        fd = memory(PAGE, SHRINK)
+        with pytest.raises(ValueError, match="no address of a doorbell's socket"):
+            PeerBell(fd, address)
+        assert not is_open(fd)
+    fd = memory(PAGE, SHRINK)
+    with pytest.raises(ConnectionRefusedError):
+        PeerBell(fd, secret + name[:-1] + bytes([name[-1] ^ 1]))
+    assert not is_open(fd)
+
+
+def test_a_page_that_cannot_be_written_is_good_enough(somebody):
+    """The peer's page is only read: one that is sealed against writing serves."""
+    fd = memory(PAGE, SHRINK | GROW | fcntl.F_SEAL_WRITE)
+    PeerBell(fd, somebody.address).close()
+    assert not is_open(fd)
 
 
 def test_slots_are_told_apart_until_they_run_out():
@@ -141,7 +208,7 @@ def test_slots_are_told_apart_until_they_run_out():
 
 def test_a_freed_slot_says_that_nobody_waits():
     bell = Doorbell()
-    with mmap.mmap(bell.memory_fd, PAGE) as page:
+    with own_page(bell) as page:
         slot, _ = bell.take_slot()
         place = slice(64 + 4 * slot, 68 + 4 * slot)
         page[place] = b"\x05\0\0\0"
@@ -169,18 +236,17 @@ def test_a_sleeping_peer_is_rung_and_one_that_is_awake_is_not():
     with opened(SHM) as rails:
         pair = Pair.of(rails)
         rails.rest()
-        rung = pair.a.core.statistics()["rings"]
-        event = pair.b.core.doorbell.event_fd
-        assert not select.select([event], [], [], 0)[0]
+        before = pair.a.core.statistics()["rings"]
+        bell = pair.b.core.doorbell
+        assert rung(bell) == 0
         pair.a.write(pair.ab, imm=1)
-        assert select.select([event], [], [], 0)[0]
-        assert pair.a.core.statistics()["rings"] == rung + 1
+        assert rung(bell) == 1
+        assert pair.a.core.statistics()["rings"] == before + 1
         time.sleep(0.001)  # so that the call is one round, not a slice of them
         assert pair.b.core.progress()  # awake from here on, until it says that it sleeps
-        os.eventfd_read(event)
         pair.a.write(pair.ab, imm=1)
-        assert not select.select([event], [], [], 0)[0]
-        assert pair.a.core.statistics()["rings"] == rung + 1
+        assert rung(bell) == 0
+        assert pair.a.core.statistics()["rings"] == before + 1
         pair.b.awake = True
         rails.drive(lambda: len(pair.a.ended) == 2)
 
@@ -193,7 +259,8 @@ def test_a_slot_beyond_the_page_is_refused():
         pending = a.fabric.open_channel(0, 0)
         link = a.core.add_peer(b)
         bell = b.core.doorbell
-        pending.bell_arrived(os.dup(bell.memory_fd), os.dup(bell.event_fd))
+        pending.take([os.dup(bell.memory_fd)], bell.address)
+        assert not pending.refused
         with pytest.raises(FabricError, match="no such doorbell slot"):
             a.fabric.join(link, pending, pending.address, 0, 0, (1000, 0))
         pending.close()
@@ -221,9 +288,9 @@ def test_a_bell_is_made_once():
     bell = Doorbell()
     with pytest.raises(RuntimeError, match="already"):
         bell.__init__()
-    peer = PeerBell(os.dup(bell.memory_fd), os.dup(bell.event_fd))
+    peer = PeerBell(os.dup(bell.memory_fd), bell.address)
     with pytest.raises(RuntimeError, match="already"):
-        peer.__init__(0, 0)
+        peer.__init__(os.dup(bell.memory_fd), bell.address)
     peer.close()
     bell.close()
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
-import mmap
 from collections.abc import Iterator
 
 import pytest
 
 from aiote_native.doorbell import Doorbell
+from own_page import own_page
 from rail_pair import KINDS, Pair, Rails, filled, opened
 
 pytestmark = pytest.mark.libfabric
@@ -16,7 +16,6 @@ pytestmark = pytest.mark.libfabric
 SHM = next(kind for kind in KINDS if kind.provider == "shm")
 TCP = next(kind for kind in KINDS if kind.provider == "tcp")
 GATES, BUSY = 64 + 4 * 1000, 64 + 8 * 1000
-PAGE = 64 + 12 * 1000
 SIZE = 1 << 20
 PACE = 1 << 20
 PIECE = PACE // 16
@@ -29,7 +28,7 @@ def rails() -> Iterator[Rails]:
         yield rails
 
 
-def words(page: mmap.mmap, place: int) -> list[int]:
+def words(page: memoryview, place: int) -> list[int]:
     return [int.from_bytes(page[at : at + 4], "little") for at in range(place, place + 4000, 4)]
 
 
@@ -39,7 +38,7 @@ def test_closing_a_link_with_transfers_under_way_shuts_its_gate(rails, under_way
     pair = Pair.of(rails)
     source, target = pair.a.register(filled(SIZE)), pair.b.register(SIZE)
     rails.finish(pair.a.write(pair.ab, source, target.remote))
-    with mmap.mmap(pair.a.core.doorbell.memory_fd, PAGE, prot=mmap.PROT_READ) as page:
+    with own_page(pair.a.core.doorbell) as page:
         (gate,) = [word for word in words(page, GATES) if word]
         assert gate % 2 == 0
         if under_way:
@@ -52,7 +51,7 @@ def test_closing_a_link_with_transfers_under_way_shuts_its_gate(rails, under_way
 def test_closing_before_the_peer_has_looked_shuts_the_gate(rails):
     """What would greet it names memory that is gone, and shm of 1.17 crashes on that."""
     pair = Pair.of(rails, greeted=False)
-    with mmap.mmap(pair.a.core.doorbell.memory_fd, PAGE, prot=mmap.PROT_READ) as page:
+    with own_page(pair.a.core.doorbell) as page:
         (gate,) = [word for word in words(page, GATES) if word]
         pair.a.close_link(pair.ab)
         assert [word for word in words(page, GATES) if word] == [gate | 1]
@@ -64,7 +63,7 @@ def test_a_link_is_quiet_when_its_peer_is_not_within_a_call(rails):
     """`busy` is the peer's word, in the peer's page."""
     pair = Pair.of(rails)
     assert not pair.ab.quiet  # it is open
-    with mmap.mmap(pair.b.core.doorbell.memory_fd, PAGE) as page:
+    with own_page(pair.b.core.doorbell) as page:
         slot = taken(pair.b.core.doorbell)
         place = slice(BUSY + 4 * slot, BUSY + 4 * slot + 4)
         page[place] = b"\1\0\0\0"
@@ -89,7 +88,7 @@ def test_a_peer_with_a_shut_gate_is_not_polled(rails):
     source, target = pair.a.register(filled(SIZE)), pair.b.register(SIZE)
     rails.finish(pair.a.write(pair.ab, source, target.remote))
     target.array[:] = 0
-    with mmap.mmap(pair.a.core.doorbell.memory_fd, PAGE) as page:
+    with own_page(pair.a.core.doorbell) as page:
         operation = pair.a.write(pair.ab, source, target.remote)
         slot = taken(pair.a.core.doorbell)
         page[GATES + 4 * slot : GATES + 4 * slot + 4] = b"\1\0\0\0"
@@ -105,7 +104,7 @@ def test_no_more_than_the_pace_is_posted_within_one_call_of_the_peers(rails):
     pair = Pair.of(rails)
     source, target = pair.a.register(filled(4 * PACE)), pair.b.register(4 * PACE)
     places = range(0, 4 * PACE, PIECE)
-    with mmap.mmap(pair.b.core.doorbell.memory_fd, PAGE) as page:
+    with own_page(pair.b.core.doorbell) as page:
         at = BUSY + 4 * taken(pair.b.core.doorbell)
         page[at : at + 4] = WITHIN
         writes = [pair.a.write(pair.ab, source, target.remote, PIECE, at=(place, place)) for place in places]

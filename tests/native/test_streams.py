@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,16 +22,20 @@ from rail_pair import Kind, Memory, Pair, Rails, Side, filled, opened
 from raw_ring import (
     ANSWER,
     ANSWERED,
+    DATA,
     DONE,
     HEADER,
+    NUMBER,
     READ,
     RING_BYTES,
+    SCHEME,
     SEND,
     WRITE,
     Frame,
     RawRing,
     frames,
     raw_ring,
+    ring_memory,
     write,
 )
 
@@ -348,28 +353,70 @@ def test_addresses_are_parsed_or_refused(address):
     assert len(token) == 16
 
 
-@pytest.mark.parametrize(
-    "address", [b"", b"fi_shm://x", b"aiote-ring://../etc/passwd", b"aiote-ring://other", b"aiote-ring://aiote-\0"]
-)
-def test_a_ring_is_known_by_its_name_alone(side, address):
-    endpoint = side.fabric.rails[0].open_endpoint()
-    try:
-        with pytest.raises(ValueError, match="no address of a ring"):
-            endpoint.connect(address)
-    finally:
-        endpoint.close()
+@pytest.fixture
+def ends(side: Side) -> Iterator[tuple[Any, Any]]:
+    """Two endpoints with rings."""
+    ends = side.fabric.rails[0].open_endpoint(), side.fabric.rails[0].open_endpoint()
+    yield ends
+    for end in ends:
+        end.close()
 
 
-def test_a_child_of_a_fork_leaves_the_ring_to_its_parent(side):
-    endpoint = side.fabric.rails[0].open_endpoint()
-    path = Path("/dev/shm") / endpoint.address.decode().rpartition("/")[2]
+@pytest.mark.parametrize("address", [b"", b"fi_shm://x", b"aiote-ring://", b"aiote-ring://0000000000001235"])
+def test_a_ring_is_that_of_the_address(ends, address):
+    ends[0].take(ring_memory())
+    with pytest.raises(ValueError, match="not the address of the ring"):
+        ends[0].connect(address)
+
+
+def test_a_ring_of_another_layout_is_refused(ends):
+    ring = ring_memory()
+    os.pwrite(ring, b"x", 0)
+    ends[0].take(ring)
+    with pytest.raises(OSError, match="another layout"):
+        ends[0].connect(SCHEME + b"%016x" % NUMBER)
+
+
+@pytest.mark.parametrize("length", [0, 4096, DATA + RING_BYTES - 1, DATA + RING_BYTES + 1, 2 << 20])
+def test_a_ring_of_another_size_is_refused(ends, length):
+    with pytest.raises(ValueError, match=f"has {length} bytes, expected {DATA + RING_BYTES}"):
+        ends[0].take(ring_memory(length))
+
+
+def test_a_ring_that_could_shrink_is_refused(ends):
+    """A peer that truncates the file under who has mapped it would kill it with a SIGBUS."""
+    with pytest.raises(ValueError, match="not sealed against shrinking"):
+        ends[0].take(ring_memory(seals=fcntl.F_SEAL_GROW))
+
+
+def test_nobody_can_truncate_a_ring(ends):
+    for length in (0, DATA, DATA + RING_BYTES + 1):
+        with pytest.raises(PermissionError):
+            os.ftruncate(ends[0].memory_fd, length)
+
+
+def test_a_ring_is_taken_once_and_needed(ends):
+    with pytest.raises(RuntimeError, match="no ring of its peer"):
+        ends[0].connect(ends[1].address)
+    ends[0].take(os.dup(ends[1].memory_fd))
+    taken = os.dup(ends[1].memory_fd)
+    with pytest.raises(RuntimeError, match="has its peer's ring"):
+        ends[0].take(taken)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(taken)
+    ends[0].connect(ends[1].address)
+    assert ends[0].memory_fd == -1
+
+
+def test_a_child_of_a_fork_leaves_the_ring_to_its_parent(ends):
+    """Its descriptors may have other numbers: it closes none."""
     child = os.fork()
     if child == 0:
         try:
-            endpoint.close()
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    assert path.exists()
-    endpoint.close()
-    assert not path.exists()
+            number = ends[0].memory_fd
+            ends[0].close()
+            os.fstat(number)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0

@@ -227,7 +227,7 @@ def left(pids: list[int]) -> list[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_everything(number):
-    with soaking("--provider", "local") as running:
+    with soaking("--provider", "shm") as running:
         workers = running.workers()
         # As a terminal does it, to the whole group.
         os.killpg(running.process.pid, number)
@@ -239,7 +239,7 @@ def test_a_signal_ends_everything(number):
 
 
 def test_a_worker_that_ends_by_itself_is_a_violation():
-    with soaking("--provider", "local") as running:
+    with soaking("--provider", "shm") as running:
         workers = running.workers()
         for pid in workers:  # all of them, for the soak may be about to kill the one or the other
             with suppress(ProcessLookupError):

@@ -231,11 +231,14 @@ class Rails:
         chosen = pairs or pair_rails([r.wire for r in a.fabric.rails], [r.wire for r in b.fabric.rails])
         ends = [(a.fabric.open_channel(i, j), b.fabric.open_channel(j, i)) for i, j in chosen]
         links = a.core.add_peer(b), b.core.add_peer(a)
+        for other, turned in ((b, 1), (a, -1)):
+            for mine, theirs in (end[::turned] for end in ends):
+                if bell := other.core.doorbell:
+                    mine.take([os.dup(fd) for fd in theirs.shared(bell)], bell.address)
+                    assert not mine.refused
         # Both ways at every step: neither side makes progress on a channel before the other has joined its end.
         for this, other, link, turned in ((a, b, links[0], 1), (b, a, links[1], -1)):
             for mine, theirs in (end[::turned] for end in ends):
-                if bell := other.core.doorbell:
-                    mine.bell_arrived(os.dup(bell.memory_fd), os.dup(bell.event_fd))
                 keys = other.fabric.scratch.keys[theirs.rail.index]
                 this.fabric.join(link, mine, theirs.address, *keys, (theirs.slot, theirs.generation))
         a.fabric.open_mailbox(links[0], *pools[0], *pools[1])

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from aiote.rails.leftovers import mark
+from aiote_native.doorbell import Doorbell
 from rail_pair import Memory, Side
 
-DIRECTORY = Path("/dev/shm")
 SCHEME = b"aiote-ring://"
 RING_BYTES = 512 * 1024
 DATA = 4096
 RING_MARK = 0x31676E6972206F61
 HEAD, TAIL = 64, 128
+NUMBER = 0x1234
 HEADER = struct.Struct("<HHIIiQQQ8Q")
 """Kind, places, immediate, times, status, done, key, length, and four places of an address and a length."""
 WRITE, SEND, READ, ANSWER, ANSWERED, DONE = range(1, 7)
@@ -56,30 +56,33 @@ def write(memory: Memory, *places: tuple[int, int], data: bytes = b"", key: int 
     return Frame(WRITE, absolute, own if key is None else key, data=data, **more)
 
 
+def ring_memory(length: int = DATA + RING_BYTES, seals: int = fcntl.F_SEAL_SHRINK) -> int:
+    """Return memory as a peer sends it, with the head of a ring in it."""
+    fd = os.memfd_create("ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, length)
+    os.pwrite(fd, struct.pack("<QQQ", RING_MARK, RING_BYTES, NUMBER)[:length], 0)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
 class RawRing:
     """The other end of a side's channel."""
 
     def __init__(self, side: Side) -> None:
         self._side = side
-        name = (mark() + os.urandom(8).hex()).encode()
-        self._path = DIRECTORY / name.decode()
-        self.own = self._map(self._path, create=True)
-        struct.pack_into("<QQ", self.own, 0, RING_MARK, RING_BYTES)
+        ring = ring_memory()
+        self.own = mmap.mmap(ring, DATA + RING_BYTES)
+        self.bell = Doorbell()
         pending = side.fabric.open_channel(0, 0)
-        self._theirs = self._map(DIRECTORY / pending.address.removeprefix(SCHEME).decode())
+        self._theirs = mmap.mmap(pending.endpoint.memory_fd, DATA + RING_BYTES)
+        pending.take([os.dup(self.bell.memory_fd), ring], self.bell.address)
+        assert not pending.refused
         self.link = side.core.add_peer(side)
-        side.fabric.join(self.link, pending, SCHEME + name, *side.fabric.scratch.keys[0])
+        side.fabric.join(self.link, pending, SCHEME + b"%016x" % NUMBER, *side.fabric.scratch.keys[0])
         side.fabric.open_mailbox(self.link, 16, 4096, 16, 4096)
         side.core.progress()
         side.awake = True
         self._head = self._tail = 0
-
-    @staticmethod
-    def _map(path: Path, create: bool = False) -> mmap.mmap:
-        with path.open("w+b" if create else "r+b") as file:
-            if create:
-                file.truncate(DATA + RING_BYTES)
-            return mmap.mmap(file.fileno(), DATA + RING_BYTES)
 
     def room(self) -> int:
         """Return how many bytes the side's ring has room for."""
@@ -122,7 +125,7 @@ class RawRing:
         self._side.core.reap()
         self.own.close()
         self._theirs.close()
-        self._path.unlink(missing_ok=True)
+        self.bell.close()
 
 
 @contextmanager

@@ -10,7 +10,11 @@ import anyio
 
 import aiote
 from aiote.core.control import ControlProtocol, MessageReceived, Role
+from aiote.core.frames import Offer, RailOffer
 from aiote.core.handshake import HandshakeConfig
+
+LIKE_YOURS = (RailOffer(0, "tcp", "tcp", "lo", 0),)
+"""Stands for the rails that the engine itself offers."""
 
 
 class Stranger:
@@ -65,6 +69,19 @@ def refusals(engine: aiote.Engine) -> list[str]:
 
     engine.listen_events(note)
     return reasons
+
+
+def offer(**changes: object) -> Offer:
+    """Return an offer that an engine could make."""
+    fields: dict = {
+        "host_id": bytes(32),
+        "message_bytes": 16384,
+        "pool": 16,
+        "heartbeat_ms": 1000,
+        "rails": LIKE_YOURS,
+        "address": aiote.Address("127.0.0.1", 9, b"i" * 16, 1),
+    }
+    return Offer(**{**fields, **changes})
 
 
 class Insider(Stranger):

@@ -6,18 +6,18 @@ Everything above asks `current_loop()` and speaks of waiters, tasks and descript
 from anyio.abc import ByteStream
 
 from .control import ControlConnection, ControlListener, Stranger, dial
-from .doorbells import BellExchange
+from .doorbells import Handover, hand_over
 from .driver import Driver
 from .loops import EventLoop, Task, Waiter, current_loop, report
 from .waiting import Signal, finish, settle, sleep, wake, within
 
 __all__ = [
-    "BellExchange",
     "ByteStream",
     "ControlConnection",
     "ControlListener",
     "Driver",
     "EventLoop",
+    "Handover",
     "Signal",
     "Stranger",
     "Task",
@@ -25,6 +25,7 @@ __all__ = [
     "current_loop",
     "dial",
     "finish",
+    "hand_over",
     "report",
     "settle",
     "sleep",

@@ -1,104 +1,84 @@
-"""Handing doorbells to peers on this host.
+"""Handing peers on this host what they map: the page of the doorbell, and a ring where the rail has one.
 
-Each engine has a datagram socket with an abstract name (nothing in the file system, gone with the process). Over the
-authenticated control connection both sides tell that name and a random token; then each sends its doorbell's two
-descriptors in one datagram that carries the other's token. A datagram without a known token is dropped, with what it
-brought.
+For each channel each side opens a datagram socket, and tells its address over the authenticated control connection.
+Each then sends the other one datagram with the descriptors. The socket takes nothing from anybody who was not told its
+secret (`guarded_socket`), so neither strangers nor other peers can fill its queue, and it is closed by the first one.
 """
 
 from __future__ import annotations
 
-import os
-import secrets
 import socket
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import anyio
 
 from ..errors import FabricError
+from ..rails import guarded_socket, told
 from .loops import EventLoop, Task
 
-__all__ = ["BellExchange"]
+__all__ = ["Handover", "hand_over"]
 
-TOKEN_BYTES = 16
-
-
-def unbound(error: OSError) -> FabricError:
-    """Say that there is no socket for doorbells."""
-    return FabricError(error.errno or 0, error.strerror or str(error), operation="exchange doorbells")
+MOST_BYTES = 128
+MOST_DESCRIPTORS = 8
 
 
-class BellExchange:
-    """This engine's socket; `own` are the descriptors of its doorbell, which stay its own."""
+def hand_over(address: bytes, descriptors: Sequence[int], data: bytes) -> None:
+    """Send descriptors, which stay the caller's, and data to a peer's `Handover`. Raises FabricError, ValueError."""
+    secret, name = told(address)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
+            # socket.send_fds drops its address argument.
+            sender.sendmsg([secret + data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))], 0, name)
+    except OSError as error:
+        raise failed(
+            error,
+            f"{error.strerror}: the peer's doorbell is not reachable; "
+            "memory is shared only by engines in one network namespace",
+        ) from error
 
-    def __init__(self, loop: EventLoop, own: tuple[int, int]) -> None:
-        """Bind the socket and start to listen. Raises FabricError."""
-        self.name = b"\0aiote-" + secrets.token_hex(16).encode()
-        self._own = own
-        self._expected: dict[bytes, Callable[[int, int], None]] = {}
+
+def failed(error: OSError, what: str) -> FabricError:
+    return FabricError(error.errno or 0, what, operation="exchange doorbells")
+
+
+class Handover:
+    """The socket for one channel. `address` is for the peer; `on_arrival` is called once, with what came and its
+    descriptors, which are its own then.
+    """
+
+    def __init__(self, loop: EventLoop, on_arrival: Callable[[Sequence[int], bytes], object]) -> None:
+        """Open the socket and begin to listen. Raises FabricError."""
         try:
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+            self._socket, self.address = guarded_socket()
         except OSError as error:
-            raise unbound(error) from error
-        try:
-            self._socket.setblocking(False)
-            self._socket.bind(self.name)
-        except OSError as error:
-            self._socket.close()
-            raise unbound(error) from error
+            raise failed(error, f"no socket to hand over doorbells by: {error.strerror}") from error
+        self._on_arrival = on_arrival
         self._task: Task = loop.spawn(self._listen, name="aiote doorbells", after=self._socket.close)
-
-    def expect(self, on_arrival: Callable[[int, int], None]) -> bytes:
-        """Return a token; the two descriptors that come with it are handed to `on_arrival`, which owns them then."""
-        token = secrets.token_bytes(TOKEN_BYTES)
-        self._expected[token] = on_arrival
-        return token
-
-    def forget(self, token: bytes) -> None:
-        """Expect a token no longer."""
-        self._expected.pop(token, None)
-
-    async def send(self, name: bytes, token: bytes) -> None:
-        """Send our own doorbell to a peer's socket. Raises FabricError when it cannot be reached."""
-        # A full queue empties as soon as the peer's loop runs; the connection's own deadline bounds the loop.
-        while True:
-            try:
-                # socket.send_fds drops its address argument.
-                self._socket.sendmsg([token], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", self._own))], 0, name)
-                return
-            except BlockingIOError:
-                await anyio.sleep(0.001)
-            except OSError as error:
-                raise FabricError(
-                    error.errno or 0,
-                    f"{error.strerror}: the peer's doorbell is not reachable; "
-                    "shm needs both engines in one network namespace",
-                    operation="exchange doorbells",
-                ) from error
 
     async def _listen(self) -> None:
         while True:
             await anyio.wait_readable(self._socket)
             try:
-                token, descriptors, _flags, _sender = socket.recv_fds(self._socket, TOKEN_BYTES + 1, 8)
+                # Not socket.recv_fds, which forgets its flags (CPython 3.11 to 3.14).
+                data, ancillary, _flags, _sender = self._socket.recvmsg(
+                    MOST_BYTES, socket.CMSG_SPACE(MOST_DESCRIPTORS * array("i").itemsize), socket.MSG_CMSG_CLOEXEC
+                )
             except BlockingIOError:
                 continue
-            on_arrival = self._expected.pop(token, None) if len(descriptors) == 2 else None
-            if on_arrival is None:
-                for descriptor in descriptors:
-                    os.close(descriptor)
-            else:
-                on_arrival(descriptors[0], descriptors[1])
+            descriptors = array("i")
+            for level, kind, rights in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    descriptors.frombytes(rights[: len(rights) - len(rights) % descriptors.itemsize])
+            self._on_arrival(descriptors, data[len(told(self.address)[0]) :])
+            return
 
-    async def close(self) -> None:
-        """Stop listening."""
-        self._task.cancel()
-        await self._task.join()
-        self._socket.close()
+    @property
+    def closed(self) -> bool:
+        return self._socket.fileno() < 0
 
-    def abandon(self) -> None:
-        """Stop listening without waiting: the socket is closed as soon as the loop lets go of it."""
+    def close(self) -> None:
+        """Stop listening: the socket is closed as soon as the loop lets go of it. Idempotent."""
         self._task.cancel()
         if self._task.ended:
             self._socket.close()

@@ -37,7 +37,9 @@ from .frames import NONCE_BYTES, Challenge, ControlError, Hello, Proof, Refused,
 
 __all__ = ["DEFAULT_NONCE", "VERSION", "Acceptor", "HandshakeConfig", "Initiator", "RefusalCode", "Session", "refused"]
 
-VERSION = 3  # since 2 an immediate may count for several pages of one message, since 3 Arrivals may be several frames
+VERSION = 4
+"""Since 2 an immediate may count for several pages of one message, since 3 Arrivals may be several frames, since 4 each
+channel has a socket for the descriptors of doorbell and ring."""
 DEFAULT_NONCE: Callable[[int], bytes] = secrets.token_bytes
 
 

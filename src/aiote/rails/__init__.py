@@ -7,6 +7,7 @@ that they handle are re-exported here, because nothing above imports `aiote_nati
 from aiote_native.buffers import Buffer, acquire, section
 from aiote_native.clocks import Alarm as NativeAlarm
 from aiote_native.core import Core
+from aiote_native.doorbell import guarded_socket, told
 from aiote_native.flights import Flight
 from aiote_native.forks import ForkError, after_fork
 from aiote_native.peers import PeerLink
@@ -55,6 +56,7 @@ __all__ = [
     "acquire",
     "after_fork",
     "error_text",
+    "guarded_socket",
     "library_summary",
     "pools_fit",
     "quick",
@@ -64,5 +66,6 @@ __all__ = [
     "scatter",
     "section",
     "sim_identity",
+    "told",
     "wake",
 ]

@@ -11,7 +11,7 @@ from ..errors import FabricError, UsageError
 from .contract import Rail
 from .libfabric import FAST, LibfabricRail, choose, fast_provider
 from .library import Found, load
-from .local import LOCAL, LocalRail, choose_local, has_room
+from .local import LOCAL, LocalRail, choose_local, may_make_rings
 from .sim import network
 from .sockets import SOCKET, SocketRail, choose_sockets
 
@@ -61,7 +61,7 @@ def open_rails(wanted: Wanted, rails: list[Rail]) -> tuple[Found | None, Any]:
         assert found is not None
         for index, place in enumerate(choose(provider, wanted.names, wanted.host, found)):
             rails.append(LibfabricRail(index, *place, found))
-    if wanted.provider == AUTO and has_room():
+    if wanted.provider == AUTO and may_make_rings():
         # For peers on this host; the others are reached as if it were not there.
         rails.append(LocalRail(len(rails)))
     return found, clock

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import mmap
+import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 from aiote_native.buffers import Buffer, acquire
 from aiote_native.core import Core
-from aiote_native.doorbell import PeerBell
+from aiote_native.doorbell import Doorbell, PeerBell
 from aiote_native.kinds import NativeEndpoint
 from aiote_native.messages import CREDIT_MESSAGES
 from aiote_native.peers import PeerLink, pool_bytes
@@ -39,21 +40,32 @@ class PendingChannel:
         self.generation = generation
         self.endpoint: NativeEndpoint = rail.open_endpoint()
         self.bell: PeerBell | None = None
-        self.on_bell: Callable[[], object] | None = None
+        self.refused = ""
 
     @property
     def address(self) -> bytes:
         """The endpoint's own address, for the peer."""
         return self.endpoint.address
 
-    def bell_arrived(self, memory_fd: int, event_fd: int) -> None:
-        """Take the peer's doorbell; a bad one is dropped, and the connection then ends by its time limit."""
+    def shared(self, own: Doorbell) -> list[int]:
+        """Return the descriptors of what the peer is to map: the doorbell's page, and where there is one the ring."""
+        return [fd for fd in (own.memory_fd, self.endpoint.memory_fd) if fd >= 0]
+
+    def take(self, descriptors: Sequence[int], bell: bytes) -> None:
+        """Map what the peer has shared, and close the descriptors; `refused` says why where something is wrong."""
+        left = list(descriptors)
+        expected = 1 if self.endpoint.memory_fd < 0 else 2
         try:
-            self.bell = PeerBell(memory_fd, event_fd)
-        except (OSError, ValueError):
-            return
-        if self.on_bell is not None:
-            self.on_bell()
+            if len(left) != expected:
+                raise ValueError(f"it shared {len(left)} descriptors, expected {expected}")
+            self.bell = PeerBell(left.pop(0), bell)
+            if left:
+                self.endpoint.take(left.pop(0))
+        except (OSError, ValueError, RuntimeError) as error:
+            self.refused = f"what it shared for the doorbell is refused: {error}"
+        finally:
+            for fd in left:
+                os.close(fd)
 
     def close(self) -> None:
         """Close what no link has taken over. Idempotent."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 from typing import TYPE_CHECKING
 
@@ -13,22 +12,17 @@ from aiote_native.streams.rings import RingEndpoint
 from ..errors import FabricError
 from .contract import RailInfo, Traits, traits_of
 from .hosts import unknown
-from .leftovers import SHARED_MEMORY, mark
 
 if TYPE_CHECKING:
     from .topology import Place
 
-__all__ = ["LOCAL", "LocalRail", "choose_local", "has_room"]
+__all__ = ["LOCAL", "LocalRail", "choose_local", "may_make_rings"]
 
 LOCAL = "local"
 """The name of the provider, and of its one NIC."""
 
-VERSION = 1
+VERSION = 2  # since 2 the ring is a memfd
 """Of the ring's layout and its frames; only those of one version can be joined."""
-
-ROOM_BYTES = 256 << 20
-"""What /dev/shm is to have left before the rail is opened without being asked for: rings for 500 peers. A container's
-has 64 MB unless somebody says otherwise."""
 
 
 class LocalRail:
@@ -57,9 +51,9 @@ class LocalRail:
 
     def open_endpoint(self) -> RingEndpoint:
         try:
-            return RingEndpoint(self.device, mark())
+            return RingEndpoint(self.device)
         except StatusError as error:
-            reason = f"{error.operation} in {SHARED_MEMORY}: {error.strerror}"
+            reason = f"{error.operation}: {error.strerror}"
             raise FabricError(error.errno or 0, reason, operation="open endpoint", rail=self.name) from error
 
     def close(self) -> None:
@@ -73,11 +67,7 @@ def choose_local(names: tuple[str, ...] | None) -> int:
     return 1 if names is None else len(names)
 
 
-def has_room() -> bool:
-    """Tell whether shared memory has room for many peers."""
-    try:
-        room = os.statvfs(SHARED_MEMORY)
-    except OSError:
-        return False
+def may_make_rings() -> bool:
+    """Tell whether no limit of this process's stands in the way: shared memory is a file to the kernel."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    return room.f_bavail * room.f_frsize >= ROOM_BYTES and limit == resource.RLIM_INFINITY
+    return limit == resource.RLIM_INFINITY

@@ -7,7 +7,8 @@ from aiote_native.streams.stream cimport Stream
 cdef struct Ring:
     uint64_t mark
     uint64_t size
-    uint64_t[6] first_gap
+    uint64_t number      # drawn by lot: the address names it
+    uint64_t[5] first_gap
     uint64_t head        # bytes that were ever put in; the sender's
     uint64_t[7] second_gap
     uint64_t tail        # bytes that were ever taken out; the receiver's
@@ -22,6 +23,5 @@ cdef struct RingStream:
 
 cdef class RingEndpoint(StreamEndpoint):
     cdef RingStream* impl
-    cdef bytes path
-    cdef int make(self, bytes name) except -1
-    cdef void forget(self)
+    cdef int make(self) except -1
+    cdef void forget(self) noexcept

@@ -1,7 +1,6 @@
 from aiote_native.streams.memory import StreamDevice, StreamEndpoint
 
 SCHEME: bytes
-DIRECTORY: bytes
 
 class RingEndpoint(StreamEndpoint):
-    def __init__(self, device: StreamDevice, mark: str) -> None: ...
+    def __init__(self, device: StreamDevice) -> None: ...

@@ -6,19 +6,21 @@ the caches. Neither reaches into the other's memory: none has to be shared, or o
 peer that was stopped or went mad cannot write to anything but the ring.
 
 One side each moves `head` and `tail`, which count bytes and never go back; what the other side has written there is
-checked before it is used.
+checked before it is used. The pages are those of a memfd, which each side sends the other with its doorbell: all there
+before anybody maps them, and sealed, so that no peer can make who touches them fault. It has no name, and goes with the
+processes that have it.
 """
 
 from libc.errno cimport EINVAL, EPROTO, errno
 from libc.stdint cimport uint8_t, uint64_t
 from libc.stdlib cimport calloc, free
-from posix.fcntl cimport O_CLOEXEC, O_CREAT, O_EXCL, O_RDWR, open
 from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, PROT_WRITE, mmap, munmap
-from posix.stat cimport fstat, struct_stat
-from posix.unistd cimport close, unlink
+from posix.unistd cimport close, ftruncate
 
+import fcntl
 import os
 
+from aiote_native.doorbell import sealed
 from aiote_native.forks cimport fork_epoch, own
 from aiote_native.status cimport check
 from aiote_native.streams.copying cimport aiote_copy_in, aiote_copy_out
@@ -38,6 +40,10 @@ cdef extern from *:
     int posix_fallocate(int, long, long) nogil
     const int MAP_POPULATE
 
+cdef extern from "<sys/mman.h>" nogil:
+    int memfd_create(const char*, unsigned int)
+    const unsigned int MFD_CLOEXEC, MFD_ALLOW_SEALING
+
 cdef enum:
     RING_BYTES = 512 * 1024  # of 128 KiB to 2 MiB the fastest at pages of 16 and of 64 KiB alike
     DATA = 4096              # where the bytes begin
@@ -47,7 +53,6 @@ cdef enum:
     RING_MARK = 0x31676E6972206F61
 
 SCHEME = b"aiote-ring://"
-DIRECTORY = b"/dev/shm/"
 
 
 cdef inline uint8_t* data_of(Ring* ring) noexcept nogil:
@@ -172,13 +177,13 @@ cdef Ring* map_ring(int fd) except NULL:
 
 
 cdef class RingEndpoint(StreamEndpoint):
-    """An endpoint with a ring to receive through; `connect` maps the peer's, and removes its name."""
+    """An endpoint with a ring to receive through, whose `memory_fd` the peer is sent; `take` maps the peer's."""
 
     def __cinit__(self):
         self.impl = NULL
 
-    def __init__(self, StreamDevice device, str mark):
-        """Make the ring: a file whose name in /dev/shm begins with `mark`. Raises StatusError."""
+    def __init__(self, StreamDevice device):
+        """Make the ring. Raises StatusError and OSError."""
         self.usable(device)
         self.impl = <RingStream*> calloc(1, sizeof(RingStream))
         if self.impl == NULL:
@@ -186,70 +191,63 @@ cdef class RingEndpoint(StreamEndpoint):
         self.begin(device, &self.impl.stream, &wire, &operations)
         self.impl.stream.eager = True
         try:
-            self.make(mark.encode() + os.urandom(8).hex().encode())
+            self.make()
         except BaseException:
             self.close()
             raise
 
-    cdef int make(self, bytes name) except -1:
-        cdef bytes path = DIRECTORY + name
-        cdef int fd = open(<const char*> path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0o600)
-        check(-errno if fd < 0 else 0, "open(ring)")
-        self.path = path
-        try:
-            # Where there is no room this says so; a page that could not be had would kill whoever touches it.
-            check(-posix_fallocate(fd, 0, DATA + RING_BYTES), "posix_fallocate(ring)")
-            self.impl.own = map_ring(fd)
-        finally:
-            close(fd)
+    cdef int make(self) except -1:
+        cdef bytes number = os.urandom(8)
+        self.memory_fd = memfd_create(b"aiote-ring", MFD_CLOEXEC | MFD_ALLOW_SEALING)
+        check(-errno if self.memory_fd < 0 else 0, "memfd_create(ring)")
+        check(-errno if ftruncate(self.memory_fd, DATA + RING_BYTES) else 0, "ftruncate(ring)")
+        # Where there is no room this says so; a page that could not be had would kill whoever touches it.
+        check(-posix_fallocate(self.memory_fd, 0, DATA + RING_BYTES), "posix_fallocate(ring)")
+        fcntl.fcntl(self.memory_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        self.impl.own = map_ring(self.memory_fd)
         self.impl.own.mark = RING_MARK
         self.impl.own.size = RING_BYTES
-        self.address = SCHEME + name
+        self.impl.own.number = int.from_bytes(number, "big")
+        self.address = SCHEME + number.hex().encode()
         return 0
 
-    def connect(self, bytes address) -> None:
-        """Map the ring of the one peer endpoint that this one talks to. Raises StatusError and ValueError."""
-        cdef struct_stat status
-        cdef bytes name = address[len(SCHEME):]
-        cdef bytes path = DIRECTORY + name
-        cdef Ring* ring
-        cdef int fd
-        if self.impl == NULL or self.impl.peer != NULL:
-            raise RuntimeError("the endpoint is connected, closed or owned by a channel")
-        own(self.device.epoch)
-        if not address.startswith(SCHEME) or b"/" in name or b"\0" in name or not name.startswith(b"aiote-"):
-            raise ValueError(f"{address!r} is no address of a ring")
-        fd = open(<const char*> path, O_RDWR | O_CLOEXEC, 0)
-        check(-errno if fd < 0 else 0, "open(the peer's ring)")
+    def take(self, int memory_fd) -> None:
+        """Map the ring of the peer endpoint that this one talks to. Raises StatusError, OSError and ValueError."""
         try:
-            check(-errno if fstat(fd, &status) else 0, "fstat(the peer's ring)")
-            if status.st_size != DATA + RING_BYTES:
-                raise ValueError(f"the peer's ring has {status.st_size} bytes, expected {DATA + RING_BYTES}")
-            ring = map_ring(fd)
+            if self.impl == NULL or self.impl.peer != NULL:
+                raise RuntimeError("the endpoint has its peer's ring, or is closed or owned by a channel")
+            own(self.device.epoch)
+            sealed(memory_fd, DATA + RING_BYTES, "ring")
+            self.impl.peer = map_ring(memory_fd)
         finally:
-            close(fd)
-        self.impl.peer = ring
-        if ring.mark != RING_MARK or ring.size != RING_BYTES:
+            close(memory_fd)
+
+    def connect(self, bytes address) -> None:
+        """Begin to talk, where the ring that came is that of this address. Raises StatusError and ValueError."""
+        cdef const Ring* peer
+        if self.impl == NULL or self.impl.peer == NULL or self.impl.stream.connected:
+            raise RuntimeError("the endpoint has no ring of its peer, or is connected, closed or owned by a channel")
+        own(self.device.epoch)
+        peer = self.impl.peer
+        if peer.mark != RING_MARK or peer.size != RING_BYTES:
             check(-EINVAL, "connect to the peer's ring: it is of another layout")
-        # Nobody else will open it: a process that is killed leaves nothing behind.
-        unlink(<const char*> path)
+        if address != SCHEME + f"{peer.number:016x}".encode():
+            raise ValueError(f"{address!r} is not the address of the ring that the peer sent")
         self.impl.stream.connected = True
-
-    cdef void taken_back(self):
         self.forget()
-        StreamEndpoint.taken_back(self)
 
-    cdef void forget(self):
-        """Remove the name, where the peer never came to do it."""
-        if self.path is not None:
-            unlink(<const char*> self.path)
-            self.path = None
+    cdef void forget(self) noexcept:
+        """Close the descriptor, which the peer has been sent by now; not in a child of a fork, as with all else."""
+        if self.memory_fd >= 0 and self.device is not None and self.device.epoch == fork_epoch():
+            close(self.memory_fd)
+            self.memory_fd = -1
 
     def close(self) -> None:
-        # A child of a fork has this object, too: the name is its parent's.
-        if self.impl != NULL and self.device.epoch == fork_epoch():
-            self.forget()
+        self.forget()
         StreamEndpoint.close(self)
+
+    def __dealloc__(self):
+        self.forget()
 
     cdef void** held(self) noexcept:
         return <void**> &self.impl

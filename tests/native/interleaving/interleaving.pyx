@@ -11,7 +11,10 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
+import os
+
 from aiote_native.core cimport Core
+from aiote_native.doorbell cimport PeerBell
 from aiote_native.posting cimport op_start
 from aiote_native.progress cimport Progress, progress_once, watch_descriptor
 from aiote_native.structs cimport Channel, Completion, Done, OP_WRITE, Op, PeerState, Post, RailOps, WorkRequest
@@ -275,7 +278,7 @@ cdef bint schedule() noexcept nogil:
     return True
 
 
-cdef int prepare(Side* side, int number, Core core, Core other, bint waits) except -1:
+cdef int prepare(Side* side, int number, Core core, Core other, PeerBell bell, bint waits) except -1:
     cdef int i
     memset(side, 0, sizeof(Side))
     side.number = number
@@ -297,7 +300,8 @@ cdef int prepare(Side* side, int number, Core core, Core other, bint waits) exce
         watch_descriptor(core.engine.epoll_fd, side.wait_fd)
     else:
         side.channel.peer_bell = &never_asleep if lies else <const uint32_t*> other.engine.bell
-        side.channel.peer_bell_fd = other.engine.wake_fd
+        side.channel.peer_bell_fd = bell.socket_fd
+        side.channel.peer_bell_secret = bell.secret
         side.channel.waiting = &core.engine.bell.waiting[0]
     side.peer.channels[0] = &side.channel
     side.peer.channel_count = 1
@@ -317,8 +321,9 @@ def run(bint waits, uint64_t count, uint64_t seed, bint deaf=False):
     random_state = seed * 0x9E3779B97F4A7C15ULL + 1
     switches = 0
     lies = deaf
+    bells = [None if waits else PeerBell(os.dup(core.doorbell.memory_fd), core.doorbell.address) for core in cores]
     for number in range(2):
-        prepare(&sides[number], number, cores[number], cores[1 - number], waits)
+        prepare(&sides[number], number, cores[number], cores[1 - number], bells[1 - number], waits)
         aiote_begin(number, body)
     if not aiote_install(step):
         raise RuntimeError("steps.so is not preloaded")

@@ -2,6 +2,7 @@
  * The timer is never set, so that it covers up no wake-up that was lost. */
 #define _GNU_SOURCE
 #include <stddef.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/timerfd.h>
 #include <time.h>
@@ -23,6 +24,20 @@ ssize_t read(int fd, void* buffer, size_t length) {
 ssize_t write(int fd, const void* buffer, size_t length) {
     step();
     ssize_t put = syscall(SYS_write, fd, buffer, length);
+    step();
+    return put;
+}
+
+ssize_t recv(int fd, void* buffer, size_t length, int flags) {
+    step();
+    ssize_t got = syscall(SYS_recvfrom, fd, buffer, length, flags, NULL, NULL);
+    step();
+    return got;
+}
+
+ssize_t send(int fd, const void* buffer, size_t length, int flags) {
+    step();
+    ssize_t put = syscall(SYS_sendto, fd, buffer, length, flags, NULL, 0);
     step();
     return put;
 }

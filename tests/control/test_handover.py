@@ -1,0 +1,154 @@
+"""Handing over what peers on one host map: strangers are not heard, and what a peer shares is checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Sequence
+
+import anyio
+import pytest
+
+import aiote
+from aiote.aio import Handover, current_loop, hand_over
+from aiote.core.control import Authenticated
+from aiote.core.frames import Channel, Offer
+from aiote_native.doorbell import Doorbell, told
+from engines import PATIENCE_S, opened, served_on, until
+from own_page import PAGE
+from raw_ring import NUMBER, SCHEME, ring_memory
+from strangers import Insider, offer, refusals
+
+SLOT = struct.Struct("<iI")
+
+
+class Hearing:
+    """A Handover and what came of it."""
+
+    def __init__(self) -> None:
+        self.came: list[tuple[list[int], bytes]] = []
+        self.end = Handover(current_loop(), self.on_arrival)
+
+    def on_arrival(self, descriptors: Sequence[int], data: bytes) -> None:
+        self.came.append((list(descriptors), data))
+
+
+async def test_what_is_handed_over_arrives_once():
+    here = Hearing()
+    with open(os.devnull) as one, open("/dev/zero") as other:
+        hand_over(here.end.address, [one.fileno(), other.fileno()], b"with this")
+        with anyio.fail_after(PATIENCE_S):
+            await until(lambda: here.came)
+        ((descriptors, data),) = here.came
+        assert data == b"with this"
+        assert [os.fstat(fd).st_rdev for fd in descriptors] == [
+            os.fstat(file.fileno()).st_rdev for file in (one, other)
+        ]
+        assert not any(os.get_inheritable(fd) for fd in descriptors)
+        for fd in descriptors:
+            os.close(fd)
+        with pytest.raises(aiote.FabricError, match="not reachable"):
+            hand_over(here.end.address, [one.fileno()], b"")
+    here.end.close()
+
+
+async def test_strangers_are_not_heard():
+    """Names of sockets are public, and a flood of others must not keep the peer out."""
+    here = Hearing()
+    secret, name = told(here.end.address)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        stranger.setblocking(False)
+        for _ in range(10_000):
+            stranger.sendto(b"x" * len(secret), name)
+    assert not here.came
+    with open(os.devnull) as file:
+        hand_over(here.end.address, [file.fileno()], b"")
+    with anyio.fail_after(PATIENCE_S):
+        await until(lambda: here.came)
+    os.close(here.came[0][0][0])
+    here.end.close()
+
+
+async def test_one_that_nobody_comes_for_is_closed():
+    here = Hearing()
+    here.end.close()
+    here.end.close()
+    with anyio.fail_after(PATIENCE_S):
+        await until(lambda: here.end.closed)
+    with pytest.raises(aiote.FabricError, match="not reachable"):
+        hand_over(here.end.address, [], b"")
+
+
+@pytest.mark.parametrize("address", [b"", b"x" * 16, bytes(16) + b"\0dbus", bytes(16) + b"/run/systemd/notify"])
+def test_nothing_is_sent_to_others(address):
+    with pytest.raises(ValueError, match="no address of a doorbell's socket"):
+        hand_over(address, [], b"")
+
+
+def page(seals: int = fcntl.F_SEAL_SHRINK, length: int = PAGE) -> int:
+    fd = os.memfd_create("page", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, length)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+SHARED = {
+    "nothing": (list, "it shared 0 descriptors, expected 2"),
+    "no ring": (lambda: [page()], "it shared 1 descriptors, expected 2"),
+    "more than there is": (lambda: [page(), ring_memory(), page()], "it shared 3 descriptors, expected 2"),
+    "a page that could shrink": (lambda: [page(0), ring_memory()], "not sealed against shrinking"),
+    "a short page": (lambda: [page(length=4096), ring_memory()], "has 4096 bytes"),
+    "a file": (lambda: [os.open(__file__, os.O_RDONLY), ring_memory()], "Invalid argument"),
+    "a ring that could shrink": (lambda: [page(), ring_memory(seals=0)], "not sealed against shrinking"),
+    "a ring of a page": (lambda: [page(), page()], "the ring of the peer has"),
+    "the two confused": (lambda: [ring_memory(), page()], "the doorbell page of the peer has"),
+}
+
+
+async def share(engine: aiote.Engine, descriptors: list[int], address: bytes, bell: bytes) -> None:
+    """Connect as a peer does, share this, and listen until the engine hangs up."""
+    insider = Insider(b"i" * 16)
+    with insider.socket:
+        await insider.dial(engine.address)
+        await insider.next(Authenticated)
+        seen = await insider.next(Offer)
+        await insider.tell(dataclasses.replace(offer(), rails=seen.rails))
+        channel = await insider.next(Channel)
+        here = Hearing()
+        doorbell = SLOT.pack(0, 2) + here.end.address
+        await insider.tell(Channel(0, 0, 0, address, 0, 0, doorbell))
+        hand_over(channel.doorbell[SLOT.size :], descriptors, bell)
+        await insider.hear(until_end=True)
+        for fd in [*descriptors, *(fd for came, _ in here.came for fd in came)]:
+            os.close(fd)
+        here.end.close()
+
+
+@pytest.mark.parametrize("case", SHARED)
+async def test_what_a_peer_shares_is_checked(case, capfd):
+    """At once, with the reason; the engine keeps nothing of it and goes on."""
+    make, expected = SHARED[case]
+    with anyio.fail_after(PATIENCE_S):
+        async with opened("local") as engine, opened("local") as honest:
+            reasons = refusals(engine)
+            bell = Doorbell()
+            await share(engine, make(), SCHEME + b"%016x" % NUMBER, bell.address)
+            await until(lambda: reasons)
+            assert expected in reasons[0]
+            await served_on(engine, honest)
+            bell.close()
+    assert capfd.readouterr().err == ""
+
+
+async def test_a_ring_of_another_address_is_refused():
+    with anyio.fail_after(PATIENCE_S):
+        async with opened("local") as engine:
+            reasons = refusals(engine)
+            bell = Doorbell()
+            await share(engine, [page(), ring_memory()], SCHEME + b"0" * 16, bell.address)
+            await until(lambda: reasons)
+            assert "not the address of the ring" in reasons[0]
+            bell.close()
