@@ -303,6 +303,52 @@ def test_strangers_are_not_let_in():
             stranger.close()
 
 
+def server_below(address: bytes) -> socket.socket:
+    """Listen at an address that is smaller than an endpoint's own, so that this one connects."""
+    for port in range(10_000, 11_000):
+        if f"aiote-tcp://127.0.0.1:{port}".encode() < address:
+            try:
+                return socket.create_server(("127.0.0.1", port))
+            except OSError:
+                continue
+    raise AssertionError("no port is free")
+
+
+@pytest.mark.parametrize("answer", ["nothing", "part", "another's", "the right one"])
+def test_who_listens_has_to_answer(answer):
+    """A port may be another's by now: it gets the token of one connection, which nobody takes any more, and no key."""
+    with opened(Kind("socket")) as rails:
+        side = rails.side()
+        pending, link = side.fabric.open_channel(0, 0), side.core.add_peer(side)
+        _, _, own = parse(pending.address)
+        token = bytes(range(16))
+        said = {"nothing": b"", "part": own[:15], "another's": bytes(16), "the right one": own}[answer]
+        with server_below(pending.address) as server:
+            host, port = server.getsockname()
+            address = f"aiote-tcp://{host}:{port}/{token.hex()}".encode()
+            side.fabric.join(link, pending, address, *side.fabric.scratch.keys[0])
+            side.awake = True
+            side.write(link, imm=IMM)
+            peer, _ = server.accept()
+            with peer:
+                peer.settimeout(60)
+                rails.rest()
+                assert peer.recv(1 << 16) == token
+                peer.sendall(said)
+                rails.rest()
+                if answer == "the right one":
+                    ((kind, *_rest),) = frames(peer.recv(HEADER.size, socket.MSG_WAITALL))
+                    assert kind == WRITE
+                elif answer == "another's":
+                    assert link.failed == errno.ECONNREFUSED
+                else:
+                    assert not link.failed
+                    peer.setblocking(False)
+                    with pytest.raises(BlockingIOError):
+                        peer.recv(1)
+        side.close_link(link)
+
+
 SURVIVOR = """
     import asyncio, signal
     import aiote

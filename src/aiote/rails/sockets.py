@@ -21,7 +21,7 @@ __all__ = ["SOCKET", "SocketRail", "choose_sockets"]
 SOCKET = "socket"
 """The name of the provider."""
 
-VERSION = 1
+VERSION = 2  # since 2 who was connected to answers with a token
 """Of its frames; only those of one version can be joined."""
 
 

@@ -13,7 +13,7 @@ cdef struct SocketStream:
     int epoll_fd
     int listener
     int fd
-    bint connecting
+    bint asked             # we have connected and said the peer's token
     bint dry               # the last receive took all that there was
     char[STAGE_BYTES] stage
     int staged             # bytes of it

@@ -1,12 +1,13 @@
 """Streams over TCP: one connection for each pair of endpoints, through the kernel's sockets and nothing else.
 
 Each endpoint listens on a port of its own. Of a pair the one with the greater address connects, and says the other's
-token first, which it knows from the control connection; whoever says anything else, or nothing, is not let in. Places
-of several frames are handed over in one system call, and bytes are received into their places, together with the
-header that follows them.
+token first, which it knows from the control connection; whoever says anything else, or nothing, is not let in. The
+other one answers with the token of the first, and nothing is sent before that: a port may be somebody else's by then,
+who would get the keys of memory with the frames. Places of several frames are handed over in one system call, and bytes
+are received into their places, together with the header that follows them.
 """
 
-from libc.errno cimport EAGAIN, ECONNRESET, EINPROGRESS, EINTR, errno
+from libc.errno cimport EAGAIN, ECONNREFUSED, ECONNRESET, EINPROGRESS, EINTR, errno
 from libc.stdint cimport uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memcpy, memset
@@ -113,13 +114,11 @@ cdef void shut_fd(SocketStream* self, int* fd) noexcept nogil:
         fd[0] = -1
 
 
-cdef void settle(SocketStream* self, int fd) noexcept nogil:
+cdef void adopt(SocketStream* self, int fd) noexcept nogil:
     """Take a connection as the stream's, and let go of all others."""
     cdef int i
     self.fd = fd
     aiote_no_delay(fd)
-    self.connecting = False
-    self.stream.connected = True
     shut_fd(self, &self.listener)
     for i in range(CANDIDATES):
         if self.candidates[i] == fd:
@@ -127,36 +126,46 @@ cdef void settle(SocketStream* self, int fd) noexcept nogil:
         shut_fd(self, &self.candidates[i])
 
 
-cdef int connect_on(SocketStream* self) noexcept nogil:
-    """Say the peer's token as soon as the connection is there: 0, or -errno where none came of it."""
-    cdef int code = aiote_connected(self.fd)
-    if code:
-        return 0 if code == EINPROGRESS else -code
-    # A new connection has room for sixteen bytes.
-    if send(self.fd, self.peer_token, TOKEN_BYTES, MSG_NOSIGNAL | MSG_DONTWAIT) != TOKEN_BYTES:
+cdef int say(SocketStream* self) noexcept nogil:
+    """Say the peer's token: 0, or -errno. A new connection has room for sixteen bytes."""
+    cdef ssize_t sent = send(self.fd, self.peer_token, TOKEN_BYTES, MSG_NOSIGNAL | MSG_DONTWAIT)
+    return 0 if sent == TOKEN_BYTES else -ECONNRESET
+
+
+cdef int hear(SocketStream* self, int fd, int i) noexcept nogil:
+    """Hear who is there: 1 for one that says our token, 0 while it has not said all, -errno for others."""
+    cdef ssize_t got = recv(fd, self.heard[i] + self.said[i], TOKEN_BYTES - self.said[i], MSG_DONTWAIT)
+    if got < 0:
+        return 0 if errno in (EAGAIN, EINTR) else -errno
+    if got == 0:
         return -ECONNRESET
-    settle(self, self.fd)
-    return 0
+    self.said[i] += <int> got
+    if self.said[i] < TOKEN_BYTES:
+        return 0
+    return 1 if memcmp(self.heard[i], self.own_token, TOKEN_BYTES) == 0 else -ECONNREFUSED
 
 
-cdef void hear(SocketStream* self, int i) noexcept nogil:
-    """Hear who a candidate is: the peer says our token."""
-    cdef ssize_t got = recv(self.candidates[i], self.heard[i] + self.said[i], TOKEN_BYTES - self.said[i], MSG_DONTWAIT)
-    if got < 0 and errno in (EAGAIN, EINTR):
-        return
-    if got > 0:
-        self.said[i] += <int> got
-        if self.said[i] < TOKEN_BYTES:
-            return
-        if memcmp(self.heard[i], self.own_token, TOKEN_BYTES) == 0:
-            settle(self, self.candidates[i])
-            return
-    shut_fd(self, &self.candidates[i])
+cdef int connect_on(SocketStream* self) noexcept nogil:
+    """Say who we are as soon as the connection is there, and hear whether it is the peer who listens: 0, or -errno."""
+    cdef int code
+    if not self.asked:
+        code = aiote_connected(self.fd)
+        if code:
+            return 0 if code == EINPROGRESS else -code
+        code = say(self)
+        if code:
+            return code
+        self.asked = True
+    code = hear(self, self.fd, 0)
+    if code > 0:
+        adopt(self, self.fd)
+        self.stream.connected = True
+    return min(code, 0)
 
 
 cdef void welcome(SocketStream* self) noexcept nogil:
     """Accept whoever comes, a few at a time: one who says nothing gives way to later ones."""
-    cdef int fd, i
+    cdef int code, fd, i
     for _turn in range(CANDIDATES):
         fd = accept4(self.listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)
         if fd < 0:
@@ -170,15 +179,24 @@ cdef void welcome(SocketStream* self) noexcept nogil:
             shut_fd(self, &self.candidates[i])
     for i in range(CANDIDATES):
         if self.candidates[i] >= 0 and self.fd < 0:
-            hear(self, i)
+            code = hear(self, self.candidates[i], i)
+            if code > 0:
+                adopt(self, self.candidates[i])
+            elif code < 0:
+                shut_fd(self, &self.candidates[i])
 
 
 cdef int meet(SocketStream* self) noexcept nogil:
-    if self.fd >= 0 and self.connecting:
+    cdef int code
+    if self.fd >= 0:
         return connect_on(self)
-    if self.fd < 0 and self.listener >= 0:
+    if self.listener >= 0:
         welcome(self)
-    return 0
+    if self.fd < 0:
+        return 0
+    code = say(self)
+    self.stream.connected = code == 0
+    return code
 
 
 cdef long socket_send(void* stream, const iovec* vectors, int count) noexcept nogil:
@@ -253,11 +271,12 @@ cdef int socket_arm(void* impl) noexcept nogil:
     pthread_mutex_lock(&self.stream.registry.lock)
     push(&self.stream)
     if self.fd >= 0 and not self.stream.broken:
-        events = 0 if self.stream.stalled else EPOLLIN
+        if not self.stream.connected:
+            events = EPOLLIN if self.asked else EPOLLOUT
+        else:
+            events = (0 if self.stream.stalled else EPOLLIN) | (EPOLLOUT if has_more(&self.stream) else 0)
         # What is in the stage no descriptor tells of.
         code = self.unstaged < self.staged and not self.stream.stalled
-        if self.connecting or has_more(&self.stream):
-            events |= EPOLLOUT
         if events != self.watched:
             code |= watch(self, EPOLL_CTL_MOD, self.fd, events)
             self.watched = events
@@ -361,17 +380,16 @@ cdef class SocketEndpoint(StreamEndpoint):
             raise RuntimeError("the endpoint is closed or owned by a channel")
         own(self.device.epoch)
         host, port, token = parse(address)
+        memcpy(self.impl.peer_token, <const char*> (<bytes> token), TOKEN_BYTES)
         if self.address <= address:
             return
         shut_fd(self.impl, &self.impl.listener)
-        memcpy(self.impl.peer_token, <const char*> (<bytes> token), TOKEN_BYTES)
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as connection:
             # From the rail's own address, so that it is this NIC that carries it.
             connection.bind((self.host, 0))
             code = connection.connect_ex((host, port))
             check(-code if code not in (0, EINPROGRESS) else 0, "connect")
             self.impl.fd = connection.detach()
-        self.impl.connecting = True
         self.impl.watched = EPOLLIN | EPOLLOUT
         check(watch(self.impl, EPOLL_CTL_ADD, self.impl.fd, self.impl.watched), "epoll_ctl")
 
