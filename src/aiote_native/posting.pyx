@@ -18,7 +18,7 @@ from aiote_native.doorbell cimport ring
 from aiote_native.gates cimport gate_leave, gate_paced, gate_post
 from aiote_native.gathering cimport gather
 from aiote_native.recovery cimport breaks, channel_fault, given_up, redone
-from aiote_native.schedule cimport STREAK_BYTES, begin_measure, choose, usable
+from aiote_native.schedule cimport STREAK_BYTES, begin_measure, next_channel, usable
 from aiote_native.structs cimport BROKEN, ECANCELED, MAX_STRIPES, MOST_PARTS, PIECE, PLAIN, Queue, RESENT
 
 cdef enum:
@@ -255,6 +255,7 @@ cdef void op_completed(State* state, Op* op, int status, int provider_errno, int
             # The plain stripes have arrived; only now may the immediates follow, for nothing is ordered.
             op.phase = 1
             op.part = op.stripe = 0
+            op.owed = op.carried
             link_tail(state, op.peer, op)
 
 
@@ -307,6 +308,7 @@ cdef bint advance(Op* op, uint64_t parts) noexcept nogil:
         return True
     op.stripe = 0
     op.part += parts
+    op.owed = op.carried if op.phase else 0
     return op.part < op.parts
 
 
@@ -334,7 +336,7 @@ cdef int post_next(State* state, PeerState* peer, Op* op, uint64_t* parts) noexc
     cdef int code = -EBUSY
     cdef uint32_t refused = 0
     for _attempt in range(peer.channel_count):
-        channel = choose(peer, op, refused)
+        channel = next_channel(peer, op, refused)
         if channel == NULL:
             break
         describe_post(op, channel, &args)
@@ -352,6 +354,8 @@ cdef int post_next(State* state, PeerState* peer, Op* op, uint64_t* parts) noexc
                 channel_fault(state, channel, BROKEN, code)
                 code = -EAGAIN
         if code != -EAGAIN:
+            op.carried |= <uint32_t> 1 << peer.choice
+            op.owed &= ~(<uint32_t> 1 << peer.choice)
             op.rail = channel.rail
             parts[0] = args.parts
             if code == 0 and args.parts > 1:

@@ -5,7 +5,7 @@ from aiote_native.structs cimport Channel, Op, PeerState
 cdef enum:
     STREAK_BYTES = 1 << 16  # that one choice of a channel holds for
 
-cdef Channel* choose(PeerState* peer, const Op* op, uint32_t refused) noexcept nogil
+cdef Channel* next_channel(PeerState* peer, Op* op, uint32_t refused) noexcept nogil
 cdef uint64_t cost_of(uint64_t mbps) noexcept nogil
 cdef int usable(const PeerState* peer) noexcept nogil
 cdef void begin_measure(Channel* channel) noexcept nogil

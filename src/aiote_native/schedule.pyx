@@ -100,6 +100,24 @@ cdef Channel* choose(PeerState* peer, const Op* op, uint32_t refused) noexcept n
     return best
 
 
+cdef Channel* next_channel(PeerState* peer, Op* op, uint32_t refused) noexcept nogil:
+    """Return the channel for the next stripe, or NULL.
+
+    A completion says that a NIC has the bytes, not that they are in memory. What a NIC delivers later is behind them,
+    but what another one delivers is not: so the first stripes of a tail, which count, go over each NIC that a head went
+    over. (Tails have 16 stripes, and peers 16 channels at most.)
+    """
+    cdef int i
+    for i in range(peer.channel_count if op.owed else 0):
+        if op.owed >> i & 1:
+            if takes(peer.channels[i]):
+                peer.choice = i
+                return NULL if refused else peer.channels[i]
+            # It has failed since, and the peer has closed its side of it.
+            op.owed &= ~(<uint32_t> 1 << i)
+    return choose(peer, op, refused)
+
+
 cdef uint64_t cost_of(uint64_t mbps) noexcept nogil:
     """Return the cost of a link of so many Mbit/s: picoseconds for 8192 bits; 0 where nothing is known."""
     cdef uint64_t cost = <uint64_t> 8192 * 1_000_000 // mbps if mbps else 0

@@ -247,6 +247,8 @@ cdef struct Op:
     uint64_t part
     uint64_t stripe
     int phase
+    uint32_t carried     # the channels, as bits, that a head went over
+    uint32_t owed        # of them those that the tail of this part has not gone over yet
     uint64_t outstanding
     uint64_t confirmed
     uint64_t total

@@ -207,3 +207,29 @@ def test_the_tail_waits_until_the_head_has_arrived(rails: Rails):
     assert not over()
     rails.drive(over)
     assert a.core.statistics()["posted"] - before["posted"] == 40
+
+
+def test_the_tail_goes_over_every_nic_that_the_head_went_over():
+    """A completion does not prove that bytes are in memory; what the same NIC delivers after them does."""
+    with opened(next(kind for kind in KINDS if kind.provider == "sim"), smallest=1, largest=LARGEST) as rails:
+        a, b = rails.side(3), rails.side(3)
+        link, _ = rails.join(a, b)
+        handle, source = b.count(IMM), a.register(filled(100_000))
+        target = b.register(100_000)
+        world = rails.world
+        for size, pages in ((20_000, 1), (50_000, 2), (100_000, 1), (17_000, 3)):
+            before = len(world.seen())
+            waiting = b.wait(handle, pages)
+            rails.finish(a.write_pages(link, source, range(pages), target.remote, range(pages), size // pages, imm=IMM))
+            rails.arrived(waiting)
+            seen = world.seen()[before:]
+            counted = {number for _, what, _, _, number, _, _ in seen if what == "deliver"}
+            heads = {rail for _, what, _, rail, number, _, _ in seen if what == "place" and number not in counted}
+            tails = [rail for _, what, _, rail, _, _, _ in seen if what == "deliver"]
+            assert heads <= set(tails), (size, pages)
+            if size // pages > 16 * LARGEST:
+                assert heads
+            if pages > 1 and heads:
+                # Of each page, for each is counted by itself.
+                assert all(tails.count(rail) >= pages for rail in heads)
+            rails.rest()

@@ -35,6 +35,7 @@ from aiote.rails import (
 from aiote.rails.sim import current_network
 from aiote.testing import UNRULY, NicModel
 from aiote.testing import Fabric as SimFabric
+from aiote_native.sim.world import World
 
 TAKING = replace(UNRULY, refusals=0)
 """Some expectations are of senders that do nothing more, which a refused post needs them to."""
@@ -293,6 +294,12 @@ class Rails:
         while self._poll.poll(0) or any(side.awake for side in self.sides) or self._on_its_way():
             self.drive(lambda: True)
             assert time.monotonic() < deadline, "some core never rests"
+
+    @property
+    def world(self) -> World:
+        """The simulated network, of rails of that kind."""
+        assert self._sim is not None
+        return self._sim.network.world
 
     def _on_its_way(self) -> bool:
         """Whether a simulated network has something that will come by itself."""
