@@ -2,3 +2,13 @@
 
 Nothing here imports `aiote`. Only `aiote.rails` imports this package; everything else goes through the Rail contract.
 """
+
+import sys
+
+# Its locks protect what native threads share; what Python objects share, the GIL does. To import an extension that
+# says so has a free-threaded interpreter switch the GIL on, for all of the program, with no more than a warning.
+if not getattr(sys, "_is_gil_enabled", lambda: True)():
+    raise ImportError(
+        "aiote needs the GIL, which this free-threaded interpreter runs without: start it with PYTHON_GIL=1 (or "
+        "python -X gil=1), or use an ordinary build of Python"
+    )

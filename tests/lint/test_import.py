@@ -33,6 +33,19 @@ def test_import_reads_no_topology():
     assert imported_modules("import aiote") & LAZY == set()
 
 
+def test_an_interpreter_without_a_gil_is_refused():
+    """Before any extension is imported, for that would switch the GIL on behind everybody's back."""
+    code = (
+        "import sys; sys._is_gil_enabled = lambda: False\n"
+        "try: import aiote\n"
+        "except ImportError as error: print(error, [n for n in sys.modules if n.startswith('aiote_native.')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "PYTHON_GIL=1" in done.stdout
+    assert done.stdout.endswith(" []\n")
+    imported_by("import sys; sys._is_gil_enabled = lambda: True; import aiote")
+
+
 def test_the_measure():
     assert "rich" in imported_by("import rich")
     assert imported_modules("import aiote.rails.sysfs, aiote.rails.numa, aiote.rails.diagnosis") >= LAZY
