@@ -25,7 +25,7 @@ from .lifetime import Lifetime
 from .observe import EngineStatistics, Event, Events
 from .peer import Peer
 from .railevents import RailEvents
-from .rails import Fabric, PeerLink, RailInfo, acquire, error_text, quick, quick_pages, quick_send
+from .rails import Fabric, PeerLink, RailInfo, acquire, quick, quick_pages, quick_send, section
 from .region import Pages, Region, RegionBook, RemoteRegion
 from .transfer import Launch, Transfer
 from .watching import Changes, watch
@@ -142,7 +142,8 @@ class Engine(Connections):
             raise UsageError(f"register: {error}") from error
         memory = self.fabric.register(buffer)
         memory.owner = self.core
-        book = RegionBook(self.address, secrets.randbits(64), self._wait_idle, self._region_closed, self.leases.grant)
+        number, grant = secrets.randbits(64), self.leases.grant
+        book = RegionBook(self.address, number, self._register_part, self._wait_idle, self._region_closed, grant)
         region = Region(memory, 0, memory.length, book, is_slice=False)
         self.memories.add(memory)
         self._regions[memory] = region
@@ -156,6 +157,11 @@ class Engine(Connections):
         self.require_open()
         return RemoteRegion.attached(RegionDescriptor.from_bytes(descriptor), self.address.identity)
 
+    def _register_part(self, whole: LocalMemory, start: int, stop: int) -> LocalMemory:
+        memory = self.fabric.register(section(whole.buffer, start, stop))
+        self.memories.add(memory)
+        return memory
+
     async def _wait_idle(self, memory: LocalMemory) -> None:
         await self.leases.revoke_all(memory)
         while memory.in_flight:
@@ -163,8 +169,9 @@ class Engine(Connections):
             await self._idle.wait()
 
     def _region_closed(self, region: Region) -> None:
-        region.memory.close()
-        self.memories.discard(region.memory)
+        for memory in (*region.parts, region.memory):
+            memory.close()
+            self.memories.discard(memory)
         self._regions.pop(region.memory, None)
 
     # Transfers.
@@ -399,10 +406,7 @@ class Engine(Connections):
 
     def _on_round(self, failed: list[PeerLink]) -> None:
         for link in failed:
-            rail = self.rail_name(link.failed_rail)
-            where = f" on rail {rail}" if rail else ""
-            why = f"the data connection{where} failed: {error_text(link.failed)}"
-            link.tag.link_failed(why)  # type: ignore[attr-defined]
+            link.tag.data_failed(link)  # type: ignore[attr-defined]
         for link in self.core.noticed():
             link.tag.notice(link)  # type: ignore[attr-defined]
         if self.core.inbox:

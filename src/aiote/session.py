@@ -9,6 +9,7 @@ connections that providers make lazily.
 
 from __future__ import annotations
 
+import errno
 import math
 import struct
 from collections import deque
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 import aiote.aio as aio
 
 from .config import HEARTBEAT_MS, MESSAGE_BYTES, MESSAGE_POOL
+from .core.address import name_of
 from .core.control import Authenticated, ControlProtocol, Event, HelloReceived, MessageReceived, Refusal, Role
 from .core.failover import FailoverError
 from .core.frames import (
@@ -391,6 +393,16 @@ class Session:
         finally:
             self._probing = False
 
+    def data_failed(self, link: PeerLink) -> None:
+        """Take note that a link has failed."""
+        rail = self._engine.rail_name(link.failed_rail)
+        where = f" on rail {rail}" if rail else ""
+        if link.failed == errno.ENOTCONN and rail and self._engine.fabric.rails[link.failed_rail].traits.host_only:
+            # Its gate (gates.pyx), which is seen sooner than its last word is heard.
+            self.link_failed(f"it has closed its end of the data connection{where}")
+        else:
+            self.link_failed(f"the data connection{where} failed: {error_text(link.failed)}")
+
     def link_failed(self, reason: str) -> None:
         """Take note that the data path is gone."""
         self._give_up(reason)
@@ -424,7 +436,8 @@ class Session:
                 raise PeerError(str(peer.address), "it told no doorbell for a rail that needs one")
             peer_slot = SLOT.unpack_from(channel.doorbell)
             await self._hand_over(peer, pending, channel.doorbell[SLOT.size :])
-        engine.fabric.join(link, pending, channel.address, channel.imm_key, channel.imm_base, peer_slot)
+        who = name_of(peer.key)
+        engine.fabric.join(link, pending, channel.address, channel.imm_key, channel.imm_base, peer_slot, who=who)
         self._channels.remove(pending)
 
     async def _hand_over(self, peer: Peer, pending: PendingChannel, address: bytes) -> None:
