@@ -10,6 +10,7 @@ import random
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from .core.address import name_of
 from .core.failover import (
     Action,
     ChannelStates,
@@ -281,7 +282,15 @@ class Failover:
         told = self._told.pop(number)
         pending = self._pending.pop(number)
         try:
-            self._engine.fabric.join(self._link, pending, told.address, told.imm_key, told.imm_base, number=number)
+            self._engine.fabric.join(
+                self._link,
+                pending,
+                told.address,
+                told.imm_key,
+                told.imm_base,
+                number=number,
+                who=name_of(self._peer.key),
+            )
         except AioteError as error:
             pending.close()
             self.fail(number, f"it cannot be joined again: {error}")

@@ -1,6 +1,7 @@
 """Leases: a slice of memory that one peer may use until it is taken back.
 
-The owner registers the slice once more, with keys of its own, and can end that registration at any time. What it may
+The owner registers the slice once more, with keys of its own that over our own rails serve the holder alone, and can
+end that registration at any time. What it may
 not do is end it while the holder's bytes are on their way: they could land in memory that is somebody else's by then.
 So a revocation asks the holder, over the control connection, to start nothing more through the lease and to answer when
 nothing is under way; a holder that does not answer in time loses its connection, after which none of its bytes is
@@ -12,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .aio import Signal
-from .core.address import Address
+from .core.address import Address, name_of
 from .core.descriptor import RailKey, RegionDescriptor
 from .core.leases import Grants
 from .errors import ClosedError, UsageError
@@ -149,6 +150,7 @@ class Leases:
             raise UsageError("lease: the slice has no bytes")
         whole = region.memory
         memory = self.engine.fabric.register(section(whole.buffer, region.start, region.start + region.nbytes))
+        memory.bind(name_of(_key(holder)))
         lease = Lease(self, holder, self._grants.grant(_key(holder)), region, memory)
         self._live.setdefault(whole, {})[lease] = None
         return lease

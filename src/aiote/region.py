@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .core.descriptor import RailKey, RegionDescriptor
@@ -48,9 +48,20 @@ class RegionBook:
 
     owner: Address
     identity: int
+    register: Callable[[LocalMemory, int, int], LocalMemory]
     wait_idle: Callable[[LocalMemory], Awaitable[None]]
     on_close: Callable[[Region], None]
     grant: Callable[[Region, Peer | Address], Lease]
+    parts: dict[tuple[int, int], LocalMemory] = field(default_factory=dict)
+
+    def part(self, whole: LocalMemory, start: int, stop: int) -> LocalMemory:
+        """Return the registration of a slice, made the first time: its keys open nothing else."""
+        if (start, stop) == (0, whole.length):
+            return whole
+        found = self.parts.get((start, stop))
+        if found is None:
+            found = self.parts[start, stop] = self.register(whole, start, stop)
+        return found
 
 
 class Region(LocalSlice):
@@ -85,8 +96,17 @@ class Region(LocalSlice):
 
     @property
     def descriptor(self) -> bytes:
-        """The portable description of this region or slice, for `Engine.attach` on another engine."""
+        """The portable description of this region or slice, for `Engine.attach` on another engine.
+
+        Whoever has it may read and, where it is writable, write these bytes and no others, until the region is closed.
+        For that a slice is registered once more, with keys of its own, the first time that it is asked: what is handed
+        out for many slices costs the NIC many registrations. Raises ClosedError, FabricError.
+        """
         self.require_open()
+        # Of no bytes nothing is opened.
+        keys = [(0, 0) for _ in self.memory.keys]
+        if self.nbytes:
+            keys = list(self._book.part(self.memory, self.start, self.start + self.nbytes).keys)
         return bytes(
             RegionDescriptor(
                 owner=self._book.owner,
@@ -94,9 +114,14 @@ class Region(LocalSlice):
                 address=self.memory.address + self.start,
                 length=self.nbytes,
                 writable=self.memory.writable,
-                keys=tuple(RailKey(key, base + self.start) for key, base in self.memory.keys),
+                keys=tuple(RailKey(key, base) for key, base in keys),
             )
         )
+
+    @property
+    def parts(self) -> tuple[LocalMemory, ...]:
+        """The registrations of the slices whose descriptors were asked for."""
+        return tuple(self._book.parts.values())
 
     @property
     def identity(self) -> int:

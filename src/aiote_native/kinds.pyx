@@ -49,6 +49,10 @@ cdef class NativeDevice:
 cdef class Registration:
     """Memory that a NIC knows: `key` and `base` (the address of its first byte) are for peers."""
 
+    def bind(self, bytes holder) -> bool:
+        """Have the key serve one peer alone, by its name; False where the kind of rail knows no names."""
+        return False
+
     def close(self) -> None:
         """End the registration: the key is refused from here on. Idempotent."""
         raise NotImplementedError
@@ -66,6 +70,9 @@ cdef class NativeEndpoint:
     def connect(self, bytes address) -> None:
         """Name the one peer endpoint that this one talks to."""
         raise NotImplementedError
+
+    def name(self, bytes peer) -> None:
+        """Say whose the other end is, for memory that is bound to a peer."""
 
     def take(self, int memory_fd) -> None:
         """Map what the peer has sent for the endpoint to reach it by; the descriptor is closed."""

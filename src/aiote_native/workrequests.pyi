@@ -10,6 +10,7 @@ class Waitable:
     waiter: Any
 
 class LocalMemory:
+    def bind(self, holder: bytes) -> bool: ...
     def rank(self, ranks: Sequence[int]) -> None: ...
     address: int
     length: int

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import anyio
 import numpy as np
 import pytest
 
 import aiote
+from aiote.core.address import ANYONE
+from aiote.core.descriptor import RegionDescriptor
 from engines import each_progress, each_provider, go_round, linked, opened, pair, round_trips, until
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.anyio]
@@ -224,3 +228,23 @@ async def test_a_cancelled_revocation_goes_on():
         await lease.revoke()
         with pytest.raises(aiote.TransferError, match="revoked"):
             await holder.write(holder.register(bytes(64)), remote)
+
+
+@pytest.mark.parametrize("provider", ["local", "socket"])
+async def test_a_lease_serves_its_holder_alone(provider):
+    """Another one that got hold of its descriptor and puts its own name there is refused by the owner's NIC."""
+    memory = bytearray(4096)
+    async with linked(provider) as (owner, holder), opened(provider) as thief:
+        await thief.connect(owner.address)
+        region = owner.register(memory)
+        async with region.lease(slice(0, 1024), holder.address) as lease:
+            told = RegionDescriptor.from_bytes(lease.descriptor)
+            for changes in ({"holder": thief.address.identity}, {"lease": 0, "holder": ANYONE}):
+                stolen = thief.attach(bytes(dataclasses.replace(told, **changes)))
+                with pytest.raises(aiote.TransferError):
+                    await thief.write(thief.register(b"b" * 1024), stolen)
+                with pytest.raises(aiote.TransferError):
+                    await thief.read(stolen, thief.register(bytearray(1024)))
+            assert not any(memory)
+            await holder.write(holder.register(b"a" * 1024), holder.attach(lease.descriptor))
+            assert memory == b"a" * 1024 + bytes(3072)

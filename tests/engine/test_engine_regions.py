@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import anyio
 import numpy as np
 import pytest
 
 import aiote
+from aiote.core.descriptor import RailKey, RegionDescriptor
 from engines import across, each_progress, each_provider, linked, opened, pair, until
 
 pytestmark = pytest.mark.libfabric
@@ -218,3 +220,30 @@ async def test_a_cancelled_aclose_is_called_again():
         await transfer
         await region.aclose()
         memory.append(1)
+
+
+@pytest.mark.parametrize("provider", ["local", "socket", "tcp"])
+async def test_a_slice_s_descriptor_opens_nothing_else(provider):
+    """Also for one that changes it to say more: its keys are of the slice alone. Over shm no key guards anything."""
+    memory = bytearray(4096)
+    async with linked(provider) as (left, right):
+        region = right.register(memory)
+        part = region[1024:2048]
+        told = RegionDescriptor.from_bytes(part.descriptor)
+        whole = RegionDescriptor.from_bytes(region.descriptor)
+        assert {key.key for key in told.keys}.isdisjoint(key.key for key in whole.keys)
+        await left.write(left.register(b"a" * 1024), left.attach(part.descriptor))
+        forged = left.attach(bytes(dataclasses.replace(told, length=2048)))
+        for lie in (forged[1024:], forged[1020:1028]):
+            with pytest.raises(aiote.TransferError):
+                await left.write(left.register(b"b" * lie.nbytes), lie)
+            with pytest.raises(aiote.TransferError):
+                await left.read(lie, left.register(bytearray(lie.nbytes)))
+        assert memory == bytes(1024) + b"a" * 1024 + bytes(2048)
+        # The same slice has the same keys, all of a region those of the region, and no bytes need none.
+        assert region[1000:][24:1048].descriptor == part.descriptor
+        assert RegionDescriptor.from_bytes(region[:].descriptor) == whole
+        assert RegionDescriptor.from_bytes(region[7:7].descriptor).keys == (RailKey(0, 0),)
+        await region.aclose()
+        with pytest.raises(aiote.TransferError):
+            await left.write(left.register(b"c" * 1024), left.attach(bytes(told)))

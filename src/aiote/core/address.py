@@ -19,7 +19,7 @@ from typing import Annotated
 from ..errors import UsageError
 from .fields import U16, U64, Cursor, FieldError, Fixed, Record, Text, unwrap, wrap
 
-__all__ = ["ANYONE", "IDENTITY_BYTES", "Address"]
+__all__ = ["ANYONE", "IDENTITY_BYTES", "Address", "name_of"]
 
 IDENTITY_BYTES = 16
 ANYONE = bytes(IDENTITY_BYTES)
@@ -32,6 +32,12 @@ _ZONE = re.compile(r"[A-Za-z0-9_.-]{1,32}")
 _PORT = re.compile(r"[0-9]{1,5}")
 _WHO = re.compile(r"([0-9a-fA-F]{32})\.([0-9a-fA-F]{16})")
 _EXPECTED = "expected aiote://host:port, or with /<32 hex digits>.<16 hex digits> behind it; IPv6 hosts go in brackets"
+
+
+def name_of(key: tuple[bytes, int]) -> bytes:
+    """Return the 24 bytes that name one life of an engine, from its identity and incarnation."""
+    identity, incarnation = key
+    return identity + incarnation.to_bytes(8, "big")
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,11 +224,15 @@ class Fabric:
         imm_base: int,
         peer_slot: tuple[int, int] = (-1, 0),
         number: int = -1,
+        who: bytes = b"",
     ) -> None:
         """Connect a pending channel to the peer's endpoint and hand it to the link. `peer_slot` is the peer's doorbell
-        slot with its generation, `number` a shut channel whose place it takes. Raises FabricError.
+        slot with its generation, `number` a shut channel whose place it takes, `who` the peer's name, for memory bound
+        to it. Raises FabricError.
         """
         try:
+            if who:
+                pending.endpoint.name(who)
             pending.endpoint.connect(address)
             link.add_channel(
                 pending.endpoint,

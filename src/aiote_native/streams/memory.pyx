@@ -3,6 +3,7 @@
 cimport cython
 from libc.stdint cimport uint64_t
 from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
 
 import os
 
@@ -10,7 +11,7 @@ from aiote_native.forks cimport fork_epoch, own
 from aiote_native.streams.receiving cimport stream_poll
 from aiote_native.streams.sending cimport stream_flush, stream_post
 from aiote_native.streams.stream cimport (
-    BUCKETS, STREAM_DEPTH, find_memory, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock)
+    BUCKETS, NAME_BYTES, STREAM_DEPTH, find_memory, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock)
 from aiote_native.structs cimport MAX_SPANS
 
 cdef enum:
@@ -98,6 +99,19 @@ cdef class StreamMemory(Registration):
                     registry.table[key % BUCKETS] = self.memory
                 pthread_mutex_unlock(&registry.lock)
 
+    def bind(self, bytes holder) -> bool:
+        """Have the key serve the peer of that name alone. Raises ValueError for what is none."""
+        cdef const char* name = holder
+        checked(holder)
+        if self.memory == NULL:
+            raise RuntimeError("the registration has ended")
+        with nogil:
+            pthread_mutex_lock(&self.device.registry.lock)
+            memcpy(self.memory.holder, name, NAME_BYTES)
+            self.memory.bound = True
+            pthread_mutex_unlock(&self.device.registry.lock)
+        return True
+
     def close(self) -> None:
         """End the registration; when it returns no peer's bytes go there any more. Idempotent."""
         self.drop()
@@ -125,6 +139,12 @@ cdef class StreamMemory(Registration):
         self.memory = NULL
         self.desc = NULL
         self.device.children -= 1
+
+
+cdef int checked(bytes name) except -1:
+    if len(name) != NAME_BYTES:
+        raise ValueError(f"a peer's name has {NAME_BYTES} bytes, got {len(name)}")
+    return 0
 
 
 cdef bint stream_cut(void* impl) noexcept nogil:
@@ -163,6 +183,15 @@ cdef class StreamEndpoint(NativeEndpoint):
         self.spans = MAX_SPANS
         stream.wire = wire
         stream.registry = device.registry
+
+    def name(self, bytes peer) -> None:
+        """Say whose the other end is, before the endpoint is handed over. Raises ValueError for no name."""
+        cdef Stream* stream = <Stream*> self.held()[0]
+        checked(peer)
+        if stream == NULL:
+            raise RuntimeError("the endpoint is closed or owned by a channel")
+        memcpy(stream.peer, <const char*> peer, NAME_BYTES)
+        stream.named = True
 
     cdef NativeDevice home(self):
         return self.device

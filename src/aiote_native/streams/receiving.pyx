@@ -46,7 +46,7 @@ cdef void place(Stream* self, const Frame* frame) noexcept nogil:
     cdef const Memory* memory
     cdef uint16_t i
     self.epoch = self.registry.epoch
-    if not is_open(self.registry, frame, True):
+    if not is_open(self, frame, True):
         self.status = -EACCES
         self.discards = True
         return
@@ -129,7 +129,7 @@ cdef int refuse(Stream* self, int status) noexcept nogil:
 
 cdef int answer(Stream* self, const Frame* frame) noexcept nogil:
     """Queue the bytes that were asked for, if they are open to the peer, and what ends the read."""
-    cdef bint good = is_open(self.registry, frame, False)
+    cdef bint good = is_open(self, frame, False)
     cdef Work* work
     cdef Work* trailer = new_work(self)
     cdef uint16_t i
@@ -237,7 +237,7 @@ cdef int list_places(Stream* self, iovec* vectors) noexcept nogil:
         return 1
     if head.kind == FRAME_WRITE and not self.discards and self.epoch != self.registry.epoch:
         self.epoch = self.registry.epoch
-        if not is_open(self.registry, head, True):
+        if not is_open(self, head, True):
             self.status = -EACCES
             self.discards = True
     if self.discards:

@@ -69,7 +69,7 @@ cdef bint is_void(Stream* self, Work* work) noexcept nogil:
         return False
     if work.trailer.frame.status == 0 and work.epoch != self.registry.epoch:
         work.epoch = self.registry.epoch
-        if not is_open(self.registry, &work.frame, False):
+        if not is_open(self, &work.frame, False):
             work.trailer.frame.status = -EACCES
     return work.trailer.frame.status != 0
 

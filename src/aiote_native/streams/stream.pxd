@@ -37,6 +37,7 @@ cdef enum:
 
 cdef enum:
     BUCKETS = 256        # of the table of keys
+    NAME_BYTES = 24      # of an engine: its identity and incarnation
     STREAM_DEPTH = 1024  # requests of one side that are not over
     FRAMES_BEGUN = 8     # frames that are handed over together
     MOST_VECTORS = FRAMES_BEGUN * (1 + MAX_SPANS)
@@ -77,6 +78,8 @@ cdef struct Memory:
     uint64_t length
     bint writable
     bint remote
+    bint bound           # to the peer of that name
+    uint8_t[NAME_BYTES] holder
 
 # The memory of one device by its keys. Its lock is held while anything moves, so that no byte goes to memory whose
 # registration has ended.
@@ -93,6 +96,8 @@ cdef struct Wire:
 cdef struct Stream:
     const Wire* wire
     Registry* registry
+    bint named
+    uint8_t[NAME_BYTES] peer
     bint eager           # what is posted is sent at once, not at the end of the turn
     bint connected
     bint closed
@@ -135,7 +140,7 @@ cdef struct Stream:
     uint64_t told        # of these those that it was told of
 
 cdef Memory* find_memory(const Registry* registry, uint64_t key) noexcept nogil
-cdef bint is_open(const Registry* registry, const Frame* frame, bint writes) noexcept nogil
+cdef bint is_open(const Stream* self, const Frame* frame, bint writes) noexcept nogil
 cdef void append(WorkList* works, Work* work) noexcept nogil
 cdef Work* take_first(WorkList* works) noexcept nogil
 cdef Work* new_work(Stream* self) noexcept nogil

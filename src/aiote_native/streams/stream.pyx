@@ -1,7 +1,7 @@
 """The parts of a stream that both directions use: lists of frames, and the table of keys."""
 
 from libc.stdlib cimport calloc, free
-from libc.string cimport memset
+from libc.string cimport memcmp, memset
 
 
 cdef Memory* find_memory(const Registry* registry, uint64_t key) noexcept nogil:
@@ -11,7 +11,7 @@ cdef Memory* find_memory(const Registry* registry, uint64_t key) noexcept nogil:
     return memory
 
 
-cdef bint is_open(const Registry* registry, const Frame* frame, bint writes) noexcept nogil:
+cdef bint is_open(const Stream* self, const Frame* frame, bint writes) noexcept nogil:
     """Whether the places of a peer's frame all lie in memory that its key opens to it; a frame of no bytes needs none.
 
     Compared, never added up: the numbers come from outside, and a sum could overflow.
@@ -21,8 +21,10 @@ cdef bint is_open(const Registry* registry, const Frame* frame, bint writes) noe
     cdef uint16_t i
     if frame.length == 0:
         return True
-    memory = find_memory(registry, frame.key)
+    memory = find_memory(self.registry, frame.key)
     if memory == NULL or not memory.remote or (writes and not memory.writable):
+        return False
+    if memory.bound and not (self.named and memcmp(memory.holder, self.peer, NAME_BYTES) == 0):
         return False
     for i in range(frame.place_count):
         place = &frame.places[i]
