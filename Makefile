@@ -10,7 +10,7 @@ WITH := PATH="$(abspath $(BIN)):$$PATH"
 READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo check test test-all soak soak-kvcache soak-rails fuzz mutants idle bench bench-peers bench-kvcache bench-rails test-guest lint format wheel venv system test-system clean distclean help
+.PHONY: demo check test test-all soak soak-kvcache soak-rails hostile fuzz mutants idle bench bench-peers bench-kvcache bench-rails test-guest lint format wheel venv system test-system clean distclean help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
@@ -51,6 +51,10 @@ test-guest: test-system  ## run what needs RDMA devices or netem, in a guest who
 bench-rails: test-system  ## measure several rails with a rate limit each, and the loss of one
 	@$(READY) dev --install
 	$(BIN)/python tools/bench_rails.py $(ARGS)
+
+hostile: system  ## attack an engine by peers that have its key; ARGS="--seconds 1200 --seed S --loop trio"
+	@$(READY) dev --install
+	$(BIN)/python tests/hostile/hostile.py $(ARGS)
 
 fuzz: system  ## fuzz all that reads bytes from outside, for a minute; ARGS="--seconds 3600" for longer
 	@$(READY) fuzz --install

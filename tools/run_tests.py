@@ -35,7 +35,7 @@ NEEDS_GUEST = "needs_rdma or needs_netem"
 GUEST_HEARTBEAT_LIMIT_S = 15
 LANES = 5  # one for each run, so that none waits for another
 # The folders of the first two parts, which take about as long as each other; the third has the rest.
-PARTS = ({"engine", "core", "docs", "lint", "native"}, {"failure", "soak", "testing", "demo"})
+PARTS = ({"engine", "core", "docs", "lint", "native"}, {"failure", "soak", "testing", "demo", "hostile"})
 # The guest has one processor, and the first time its kernel is built before: all others would wait for its lane.
 BEHIND_THE_GUEST = ("nice", "-n", "5")
 NOTHING_CHOSEN = 5  # pytest's status where the arguments leave it no test
@@ -51,6 +51,7 @@ LONG = {
     "soak": "--seconds 120",
     "soak-kvcache": "--seconds 120",
     "soak-rails": "--runs 200",
+    "hostile": "--seconds 120",
     "fuzz": "--seconds 120",
     "mutants": "",
 }

@@ -87,9 +87,9 @@ def offer(**changes: object) -> Offer:
 class Insider(Stranger):
     """A stranger that knows the protocol and gets through its handshake; what it says then is the test's."""
 
-    def __init__(self, identity: bytes = b"i" * 16) -> None:
+    def __init__(self, identity: bytes = b"i" * 16, key: bytes | None = None) -> None:
         super().__init__()
-        self.protocol = ControlProtocol(Role.INITIATOR, HandshakeConfig(identity, 1))
+        self.protocol = ControlProtocol(Role.INITIATOR, HandshakeConfig(identity, 1, key))
         self.events: list[object] = []
 
     async def next(self, kind: type) -> object:

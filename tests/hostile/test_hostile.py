@@ -1,0 +1,73 @@
+"""A few seconds of each kind of hostile peer; `make hostile` takes a minute of each, and longer if it is told to."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from machine import LONG
+
+pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
+
+SCRIPT = Path(__file__).with_name("hostile.py")
+SECONDS = "30" if LONG else "6"
+PATIENCE_S = 170
+
+
+def hostile(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--seed", "1", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.endswith("no promise was broken\n")
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("what", "loop"), [("socket", "asyncio"), ("local", "uvloop"), ("local", "trio"), ("kvcache", "asyncio")]
+)
+def test_an_honest_peer_is_served_all_the_while(what, loop):
+    said = hostile("--what", what, "--loop", loop, "--seconds", SECONDS)
+    assert "cases" in said
+    if what != "kvcache":
+        # It has come as far as to say frames.
+        assert "joined" in said
+        assert "frame" in said
+
+
+def test_a_case_is_repeated():
+    said = hostile("--what", "socket", "--case", "3")
+    assert "1 cases" in said
+    assert said == hostile("--what", "socket", "--case", "3")
+
+
+def test_wrong_arguments():
+    done = subprocess.run([sys.executable, str(SCRIPT), "--what", "nonsense"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "invalid choice" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_broken_promise_is_told_with_what_repeats_it():
+    """Here one that nobody can keep: that memory shrinks."""
+    text = """
+        import sys
+        sys.argv[1:] = ["--what", "socket", "--seconds", "20", "--seed", "1"]
+        sys.path.insert(0, FOLDER)
+        import hostile, victim
+        victim.GROWTH_BYTES = -1
+        sys.exit(hostile.main())
+    """.replace("FOLDER", repr(str(SCRIPT.parent)))
+    lines = "\n".join(line.strip() for line in text.splitlines())
+    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "BROKEN: resident memory has grown" in done.stdout
+    assert "again: python tests/hostile/hostile.py --what socket --seed 1 --case" in done.stdout
+    assert "Traceback" not in done.stderr
