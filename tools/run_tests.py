@@ -36,8 +36,6 @@ GUEST_HEARTBEAT_LIMIT_S = 15
 LANES = 5  # one for each run, so that none waits for another
 # The folders of the first two parts, which take about as long as each other; the third has the rest.
 PARTS = ({"engine", "core", "docs", "lint", "native"}, {"failure", "soak", "testing", "demo", "hostile"})
-# The guest has one processor, and the first time its kernel is built before: all others would wait for its lane.
-BEHIND_THE_GUEST = ("nice", "-n", "5")
 NOTHING_CHOSEN = 5  # pytest's status where the arguments leave it no test
 SYSTEM = ["/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib"]
 # Which combinations each run tries; with another turn it tries others.
@@ -118,17 +116,9 @@ def fresh(name: str) -> Path:
 
 
 def checked(
-    name: str,
-    library: Path | None,
-    missing: str,
-    given: Sequence[str],
-    *arguments: str,
-    aside: IO[str] | None = None,
-    behind: Sequence[str] = (),
+    name: str, library: Path | None, missing: str, given: Sequence[str], *arguments: str, aside: IO[str] | None = None
 ) -> Outcome:
-    """Run pytest with one libfabric; what it says goes to `aside` where that is given. `behind` is a command to run it
-    by, such as one that makes others go first.
-    """
+    """Run pytest with one libfabric; what it says goes to `aside` where that is given."""
     if library is None:
         return Outcome(name, False, f"NO LIBRARY: {missing}")
     spoken = "{}.{}".format(*version(library))
@@ -140,7 +130,7 @@ def checked(
         aside.write(f"\n{'=' * 100}\n== {title}\n{'=' * 100}\n")
         aside.flush()
     status = subprocess.run(
-        [*behind, sys.executable, "-m", "pytest", f"--junit-xml={path}", *arguments, *given],
+        [sys.executable, "-m", "pytest", f"--junit-xml={path}", *arguments, *given],
         cwd=ROOT,
         env={**os.environ, "AIOTE_LIBFABRIC": str(library)},
         stdin=subprocess.DEVNULL,
@@ -155,14 +145,16 @@ def in_guest(aside: IO[str], given: Sequence[str], *choice: str) -> Outcome:
     name, started = "tests in the guest", time.monotonic()
     aside.write(f"\n{'=' * 100}\n== {name}: soft-RoCE devices on a switch\n{'=' * 100}\n")
     aside.flush()
-    # One processor for many processes: what else runs here comes after it, or they are late for each other.
-    guest = [*(["nice", "-n", "-5"] if os.geteuid() == 0 else []), sys.executable, "tools/guest", "--how", "uml"]
+    # One processor for many processes: what else runs here comes after it, or they are late for each other; and this
+    # lane has the kernel to build first, or would go on when all others have ended.
+    first = [*(["nice", "-n", "-5"] if os.geteuid() == 0 else []), sys.executable, "tools/guest"]
+    guest = [*first, "--how", "uml"]
 
     def succeeds(*command: str) -> bool:
         return not subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=aside, stderr=aside).returncode
 
     if not succeeds(*guest, "--", "true") and not (
-        succeeds(sys.executable, "tools/guest", "--build-uml") and succeeds(*guest, "--", "true")
+        succeeds(*first, "--build-uml") and succeeds(*guest, "--", "true")
     ):
         detail = "VERBS AND NETEM NOT RUN: THERE IS NO GUEST HERE, why is said above; `make test-guest` tries again"
         return Outcome(name, True, detail, time.monotonic() - started)
@@ -213,12 +205,12 @@ def everything(choices: dict[str, tuple[str, ...]], given: Sequence[str]) -> lis
         newest = (newest_library(), missing, given, *choices.get("newest", ()), *(["-m", here] if here else []))
         for number, part in enumerate(parts()):
             name, aside = f"every test, part {number + 1}", asides[number - 1] if number else None
-            runs.append(lanes.submit(checked, name, *newest, *part, aside=aside, behind=BEHIND_THE_GUEST))
+            runs.append(lanes.submit(checked, name, *newest, *part, aside=aside))
         missing = f"none in {', '.join(SYSTEM)}; run: make system"
         # What runs on rails of our own, simulated ones included, knows no library.
         chosen = " and ".join(["libfabric", "not own_rails", "not one_library", *([here] if here else [])])
         system = (system_library(), missing, given, *choices.get("system", ()), "-m", chosen)
-        runs.append(lanes.submit(checked, "tests of rails", *system, aside=asides[2], behind=BEHIND_THE_GUEST))
+        runs.append(lanes.submit(checked, "tests of rails", *system, aside=asides[2]))
         outcomes = [run.result() for run in runs]
         say(asides)
     return outcomes
