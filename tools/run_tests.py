@@ -153,9 +153,7 @@ def in_guest(aside: IO[str], given: Sequence[str], *choice: str) -> Outcome:
     def succeeds(*command: str) -> bool:
         return not subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=aside, stderr=aside).returncode
 
-    if not succeeds(*guest, "--", "true") and not (
-        succeeds(*first, "--build-uml") and succeeds(*guest, "--", "true")
-    ):
+    if not succeeds(*guest, "--", "true") and not (succeeds(*first, "--build-uml") and succeeds(*guest, "--", "true")):
         detail = "VERBS AND NETEM NOT RUN: THERE IS NO GUEST HERE, why is said above; `make test-guest` tries again"
         return Outcome(name, True, detail, time.monotonic() - started)
     path = fresh("guest")
