@@ -10,7 +10,7 @@ import math
 import os
 import ssl
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from .errors import UsageError
 
@@ -112,6 +112,21 @@ class EngineConfig:
     schedule: Literal["first-over", "in-turn"] = "first-over"
     verbs: VerbsConfig = field(default_factory=VerbsConfig)
     library: str | None = None
+
+    @property
+    def of_fabric(self) -> dict[str, Any]:
+        """What rails and native core are opened with."""
+        return {
+            "library": self.library or "",
+            "largest": self.largest_message,
+            "verbs": self.verbs.settings,
+            "messages": self.message_pool,
+            "spin_us": self.spin_us,
+            "threaded": self.progress == "thread",
+            "processor": self.thread_processor,
+            "smallest": self.stripe_bytes,
+            "counters": self.max_counters,
+        }
 
     def __post_init__(self) -> None:
         """Take what is not given from the environment and check everything. Raises UsageError."""

@@ -64,26 +64,14 @@ class Engine(Connections):
         self._next_imm = FIRST_AUTOMATIC + secrets.randbelow(LAST_AUTOMATIC - FIRST_AUTOMATIC)
         host = bind_host(config)
         super().__init__(host)
-        self.fabric = Fabric(
-            provider,
-            rails,
-            host=host,
-            library=config.library or "",
-            largest=config.largest_message,
-            verbs=config.verbs.settings,
-            messages=config.message_pool,
-            spin_us=config.spin_us,
-            threaded=config.progress == "thread",
-            processor=config.thread_processor,
-            smallest=config.stripe_bytes,
-            counters=config.max_counters,
-        )
-        assert self.fabric.core is not None
-        self.core: Core = self.fabric.core
-        self.host_id = host_identity()
-        self.inbox = Inbox(self.loop, self.core)
         with ExitStack() as undo:
+            undo.callback(self.heartbeats.abandon)
+            self.fabric = Fabric(provider, rails, host=host, **config.of_fabric)
             undo.callback(self.fabric.close)
+            assert self.fabric.core is not None
+            self.core: Core = self.fabric.core
+            self.host_id = host_identity()
+            self.inbox = Inbox(self.loop, self.core)
             self._driver = Driver(self.loop, self.core, self._on_round)
             undo.callback(self._driver.detach)
             self._rail_events = RailEvents(self)

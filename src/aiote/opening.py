@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import EngineConfig
 from .engine import Engine
-from .errors import UsageError
+from .errors import FabricError, UsageError
 from .rails import sim_identity
 
 if TYPE_CHECKING:
@@ -29,12 +29,18 @@ class _Opening:
         if provider == "sim" and config.identity is None:
             # Which of two crossing connections stays depends on it, and a seed is to give the same each time.
             config = dataclasses.replace(config, identity=sim_identity())
-        engine = Engine(provider, rails, config)
         try:
-            await engine.open()
-        except BaseException:
-            engine.abort()
+            engine = Engine(provider, rails, config)
+            try:
+                await engine.open()
+            except BaseException:
+                engine.abort()
+                raise
+        except FabricError:
             raise
+        except OSError as error:
+            # The event loop's, mostly: it watches descriptors of ours, and has none left for itself.
+            raise FabricError(error.errno or 0, error.strerror or str(error), operation="open engine") from error
         return engine
 
     def __await__(self) -> Generator[Any, Any, Engine]:

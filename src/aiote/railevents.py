@@ -7,6 +7,7 @@ later. What has no way to tell such things (libfabric's providers) is not asked.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,11 +25,15 @@ class RailEvents:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._stops = [
-            engine.loop.on_readable(rail.device.async_fd, functools.partial(self._read, rail))
-            for rail in engine.fabric.rails
-            if rail.device.async_fd >= 0
-        ]
+        self._stops: list[Callable[[], object]] = []
+        try:
+            for rail in engine.fabric.rails:
+                if rail.device.async_fd >= 0:
+                    read = functools.partial(self._read, rail)
+                    self._stops.append(engine.loop.on_readable(rail.device.async_fd, read))
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Listen no longer. Idempotent."""

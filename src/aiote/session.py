@@ -142,8 +142,8 @@ class Session:
         """Say what an exception means to the peer; one that nobody expected is reported, for it is our mistake."""
         if isinstance(error, PeerError):
             return error.reason
-        if isinstance(error, AioteError):
-            return str(error)
+        if isinstance(error, AioteError | MemoryError):
+            return str(error) or "out of memory"
         aio.report(error)
         return f"this engine failed: {type(error).__name__}: {error}"
 
@@ -398,7 +398,7 @@ class Session:
         rail = self._engine.rail_name(link.failed_rail)
         where = f" on rail {rail}" if rail else ""
         if link.failed == errno.ENOTCONN and rail and self._engine.fabric.rails[link.failed_rail].traits.host_only:
-            # Its gate (gates.pyx), which is seen sooner than its last word is heard.
+            # Its gate, which is seen sooner than its last word is heard.
             self.link_failed(f"it has closed its end of the data connection{where}")
         else:
             self.link_failed(f"the data connection{where} failed: {error_text(link.failed)}")

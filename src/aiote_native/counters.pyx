@@ -34,13 +34,19 @@ cdef inline uint64_t place(uint32_t imm, uint64_t size) noexcept nogil:
     return ((<uint64_t> imm * 0x9E3779B97F4A7C15ULL) >> 32) & (size - 1)
 
 
+cdef enum:
+    FIRST_BUCKETS = 1024
+
+
 cdef int table_init(Table* table, uint64_t limit) except -1:
-    table.size = 1024
+    # None as long as there are none: what failed is closed as all else is.
+    table.size = 0
     table.used = 0
     table.limit = limit
-    table.buckets = <Counter**> calloc(table.size, sizeof(Counter*))
+    table.buckets = <Counter**> calloc(FIRST_BUCKETS, sizeof(Counter*))
     if table.buckets == NULL:
         raise MemoryError
+    table.size = FIRST_BUCKETS
     return 0
 
 

@@ -13,7 +13,7 @@ through a socket of its own. The names of such sockets anybody on the host can r
 one takes nothing that does not begin with its secret, which a filter in the kernel looks for before there is a queue.
 """
 
-from libc.errno cimport errno
+from libc.errno cimport ENOBUFS, ENOMEM, errno
 from libc.stdint cimport uint32_t
 from libc.string cimport memcpy
 from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, PROT_WRITE, mmap, munmap
@@ -127,9 +127,12 @@ cdef int ring(Channel* channel, bint polled) noexcept nogil:
     if polled and (channel.rung_epoch == epoch or (
             channel.outstanding == 0 and aiote_load(&page.waiting[channel.peer_slot]) == 0)):
         return 0
+    # A full queue (EAGAIN) is readable already: the peer wakes all the same. What fails for want of memory is tried
+    # again after the next poll, which the timer sees to as long as anything is outstanding.
+    if (send(channel.peer_bell_fd, channel.peer_bell_secret, SECRET_BYTES, MSG_DONTWAIT | MSG_NOSIGNAL) < 0
+            and errno in (ENOBUFS, ENOMEM)):
+        return 0
     channel.rung_epoch = epoch
-    # A full queue (EAGAIN) is readable already: the peer wakes all the same.
-    send(channel.peer_bell_fd, channel.peer_bell_secret, SECRET_BYTES, MSG_DONTWAIT | MSG_NOSIGNAL)
     return 1
 
 

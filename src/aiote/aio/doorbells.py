@@ -58,20 +58,27 @@ class Handover:
 
     async def _listen(self) -> None:
         while True:
-            await anyio.wait_readable(self._socket)
             try:
-                # Not socket.recv_fds, which forgets its flags (CPython 3.11 to 3.14).
-                data, ancillary, _flags, _sender = self._socket.recvmsg(
-                    MOST_BYTES, socket.CMSG_SPACE(MOST_DESCRIPTORS * array("i").itemsize), socket.MSG_CMSG_CLOEXEC
-                )
+                await anyio.wait_readable(self._socket)
+                descriptors, data = self._receive()
             except BlockingIOError:
                 continue
-            descriptors = array("i")
-            for level, kind, rights in ancillary:
-                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    descriptors.frombytes(rights[: len(rights) - len(rights) % descriptors.itemsize])
-            self._on_arrival(descriptors, data[len(told(self.address)[0]) :])
+            except OSError:
+                # It cannot be had again, so the peer has shared nothing.
+                descriptors, data = [], b""
+            self._on_arrival(descriptors, data)
             return
+
+    def _receive(self) -> tuple[list[int], bytes]:
+        # Not socket.recv_fds, which forgets its flags (CPython 3.11 to 3.14).
+        data, ancillary, _flags, _sender = self._socket.recvmsg(
+            MOST_BYTES, socket.CMSG_SPACE(MOST_DESCRIPTORS * array("i").itemsize), socket.MSG_CMSG_CLOEXEC
+        )
+        descriptors = array("i")
+        for level, kind, rights in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                descriptors.frombytes(rights[: len(rights) - len(rights) % descriptors.itemsize])
+        return list(descriptors), data[len(told(self.address)[0]) :]
 
     @property
     def closed(self) -> bool:

@@ -23,6 +23,9 @@ __all__ = ["Driver"]
 _cores: dict[int, set[Core]] = {}
 """The cores of each event loop of asyncio's kind, by the loop's number."""
 
+BLIND_S = 0.01
+"""How often it is looked where the system watches no more descriptors."""
+
 
 class Driver:
     """Progress of one core on one event loop. `on_round` hears of the peers that failed, after each collection."""
@@ -129,7 +132,10 @@ class Driver:
                 await lowlevel.cancel_shielded_checkpoint()
                 continue
             self._sleeping, self._core.awake = True, False
-            await lowlevel.wait_readable(self._core.fd)
+            try:
+                await lowlevel.wait_readable(self._core.fd)
+            except OSError:
+                await trio.sleep(BLIND_S)
             self._sleeping, self._core.awake = False, True
 
     async def stop(self) -> None:

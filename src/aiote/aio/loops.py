@@ -122,7 +122,11 @@ class AsyncioAlarm:
         self._function = function
         self._timer = NativeAlarm()
         self.set = self._timer.set
-        loop.add_reader(self._timer.fd, self._ring)
+        try:
+            loop.add_reader(self._timer.fd, self._ring)
+        except BaseException:
+            self._timer.close()
+            raise
 
     def _ring(self) -> None:
         self._timer.clear()
@@ -161,10 +165,15 @@ class AsyncioLoop:
         return functools.partial(self.forget_readable, fd)
 
     def alarm(self, function: Callable[[], object]) -> Alarm | None:
-        """Return a timer, or None where the loop's own are as cheap (uvloop's) or its time is not the system's."""
+        """Return a timer, or None where the loop's own are as cheap (uvloop's), its time is not the system's, or the
+        system has no more of them: what is late then is only dearer.
+        """
         if getattr(type(self.loop), "time", None) is not asyncio.BaseEventLoop.time:
             return None
-        return AsyncioAlarm(self.loop, function)
+        try:
+            return AsyncioAlarm(self.loop, function)
+        except OSError:
+            return None
 
     def spawn(
         self,
@@ -261,7 +270,12 @@ class TrioLoop:
 
         async def watch() -> None:
             while True:
-                await self._trio.lowlevel.wait_readable(fd)
+                try:
+                    await self._trio.lowlevel.wait_readable(fd)
+                except OSError:
+                    # The system watches no more descriptors: what there is to read is there in a while, too.
+                    await self._trio.sleep(1)
+                    continue
                 function()
 
         return self.spawn(watch, name="aiote readable").cancel
