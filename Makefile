@@ -10,7 +10,7 @@ WITH := PATH="$(abspath $(BIN)):$$PATH"
 READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo check test test-all soak soak-kvcache soak-rails hostile fuzz mutants idle bench bench-peers bench-kvcache bench-rails test-guest lint format wheel venv system test-system clean distclean help
+.PHONY: demo check test test-all soak soak-kvcache soak-rails hostile sanitize fuzz mutants idle bench bench-peers bench-kvcache bench-rails test-guest lint format wheel venv system test-system clean distclean help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
@@ -59,6 +59,10 @@ hostile: system  ## attack an engine by peers that have its key; ARGS="--seconds
 fuzz: system  ## fuzz all that reads bytes from outside, for a minute; ARGS="--seconds 3600" for longer
 	@$(READY) fuzz --install
 	$(BIN)/python tools/fuzz.py $(ARGS)
+
+sanitize: test-system  ## native and contract tests with AddressSanitizer and UBSan, then with ThreadSanitizer
+	@$(READY) dev --install
+	$(BIN)/python tools/sanitize.py $(ARGS)
 
 mutants: test-system  ## take out each mechanism and see its tests fail; ARGS="--only NAME", ARGS=--list
 	@$(READY) dev --install

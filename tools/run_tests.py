@@ -51,6 +51,7 @@ LONG = {
     "soak-rails": "--runs 200",
     "hostile": "--seconds 120",
     "fuzz": "--seconds 120",
+    "sanitize": "",
     "mutants": "",
 }
 # What `--check` runs: two lanes of what opens no engine on a library and needs nothing that is installed beside Python.

@@ -23,13 +23,13 @@ SLOT = struct.Struct("<iI")
 class SocketEnd:
     """A TCP connection to an endpoint of `socket`."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str) -> None:
         self._token = os.urandom(16)
-        self._server = socket.create_server(("127.0.0.1", 0))
+        self._server = socket.create_server((host, 0))
         self._server.setblocking(False)
         self._socket: socket.socket | None = None
         port = self._server.getsockname()[1]
-        self.address = f"aiote-tcp://127.0.0.1:{port}/{self._token.hex()}".encode()
+        self.address = f"aiote-tcp://{host}:{port}/{self._token.hex()}".encode()
         self.doorbell = b""
 
     async def join(self, channel: Channel) -> None:
@@ -73,7 +73,7 @@ class SocketEnd:
 class RingEnd:
     """A ring to an endpoint of `local`, with a doorbell of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, _host: str) -> None:
         self.address = SCHEME + b"%016x" % NUMBER
         self._ring = ring_memory()
         self._own = mmap.mmap(self._ring, DATA + RING_BYTES)

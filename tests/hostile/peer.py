@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 import anyio
 from anything import Anything
 from ends import ENDS, RingEnd, SocketEnd
-from victim import KEY, Victim
+from victim import KEY
 
+from aiote import AioteError
+from aiote.core.address import Address
 from aiote.core.control import Authenticated
+from aiote.core.descriptor import RegionDescriptor
 from aiote.core.frames import Channel, Failed, Heartbeat, Mapped, Offer, Ready, encode, frame
 from raw_ring import DATA, HEADER, READ, RING_BYTES, SEND, WRITE, Frame
 from strangers import Insider, offer
@@ -24,17 +28,35 @@ class Gone(Exception):
     """The engine has hung up."""
 
 
-class HostilePeer:
-    """One connection, from its beginning to whatever end it takes. `log` says what was done, for who repeats it."""
+class Target(Protocol):
+    """Who is attacked, and what of its memory was granted."""
 
-    def __init__(self, rng: random.Random, provider: str, victim: Victim) -> None:
+    granted: RegionDescriptor
+
+    @property
+    def address(self) -> Address: ...
+
+    def known(self) -> list[int]: ...
+
+
+class HostilePeer:
+    """One connection, from its beginning to whatever end it takes. `log` says what was done, for who repeats it.
+
+    A `sober` one does nothing that a peer has a right to: it counts no immediate and sends no message, for the engine's
+    own peers may have use for that number, or expect no strange message.
+    """
+
+    def __init__(
+        self, rng: random.Random, provider: str, victim: Target, *, key: bytes | None = KEY, sober: bool = False
+    ) -> None:
         self.rng = rng
         self.any = Anything(rng)
         self.any.known = victim.known()
         self.victim = victim
         self.log: list[str] = []
         self._provider = provider
-        self._insider = Insider(rng.randbytes(16), KEY)
+        self._sober = sober
+        self._insider = Insider(rng.randbytes(16), key)
         self._end: SocketEnd | RingEnd | None = None
         self._channel: Channel | None = None
 
@@ -47,7 +69,7 @@ class HostilePeer:
             for _ in range(self.rng.randint(1, STEPS)):
                 await self._step(stage)
             await self._leave(stage)
-        except (Gone, OSError, AssertionError, anyio.EndOfStream):
+        except (Gone, AioteError, OSError, AssertionError):
             self.log.append("it hung up")
 
     def close(self) -> None:
@@ -58,7 +80,7 @@ class HostilePeer:
             end.close()
 
     async def _come(self, stage: str) -> None:
-        insider, address = self._insider, self.victim.engine.address
+        insider, address = self._insider, self.victim.address
         await insider.dial(address)
         if stage == "raw":
             return
@@ -74,7 +96,7 @@ class HostilePeer:
         self.any.known += [self._channel.imm_key, self._channel.imm_base]
         if stage == "offered":
             return
-        self._end = ENDS[self._provider]()
+        self._end = ENDS[self._provider](insider.socket.getsockname()[0])
         await insider.tell(
             Channel(0, 0, 0, self._end.address, self.any.number(), self.any.number(), self._end.doorbell)
         )
@@ -99,7 +121,8 @@ class HostilePeer:
         else:
             steps += [self._message, self._message, self._malformed, self._raw, self._heartbeat]
         if stage in ("joining", "joined"):
-            steps += [self._frame] * 6 + [self._damaged_frame] * 2 + [self._bytes, self._flood, self._hear]
+            steps += [self._frame] * 6 + [self._hear]
+            steps += [] if self._sober else [self._damaged_frame, self._damaged_frame, self._bytes, self._flood]
             if isinstance(self._end, RingEnd):
                 steps += [self._lie, self._scribble, self._ring]
         step = self.rng.choice(steps)
@@ -136,7 +159,7 @@ class HostilePeer:
 
     def _drawn(self) -> Frame:
         rng, granted = self.rng, self.victim.granted
-        kind = rng.choice((0, WRITE, WRITE, WRITE, SEND, READ, READ, 4, 5, 6, 7, 65535))
+        kind = rng.choice((0, WRITE, WRITE, WRITE, READ, READ, 4, 5, 6, 7, 65535, READ if self._sober else SEND))
         key = rng.choice((granted.keys[0].key,) * 4 + (self.any.number(),))
         base = granted.keys[0].base
         places = []
@@ -151,7 +174,7 @@ class HostilePeer:
             places=places,
             key=key,
             imm=self.any.number(2**32 - 1),
-            times=rng.choice((0, 1, 1, self.any.number(2**32 - 1))),
+            times=0 if self._sober else rng.choice((0, 1, 1, self.any.number(2**32 - 1))),
             status=rng.choice((0, 0, -13, 2**31 - 1, -(2**31))),
             done=rng.choice((0, 1, self.any.number())),
             length=rng.choice((None, None, None, self.any.number())),

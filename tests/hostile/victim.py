@@ -47,6 +47,10 @@ class Victim:
         self._turn = 0
         self._resident = self._descriptors = 0
 
+    @property
+    def address(self) -> aiote.Address:
+        return self.engine.address
+
     def known(self) -> list[int]:
         """Return numbers that mean something here."""
         return [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from aiote_native.counters import ImmCounters
-from compiled import shared
+from compiled import preloaded, shared
 from engines import run_script
 from rail_pair import Kind, Pair, Rails, Side, filled, opened
 from raw_ring import WRITE, Frame, raw_ring, write
@@ -184,14 +184,14 @@ def shim(tmp_path: Path) -> str:
 
 def test_a_send_that_fails_at_any_time_ends_what_it_was_for(shim):
     """Also the one that is tried just before the loop sleeps: nobody else would tell of it."""
-    done = run_script(BROKEN_SENDS, SUPPORT, shim, LD_PRELOAD=shim)
+    done = run_script(BROKEN_SENDS, SUPPORT, shim, LD_PRELOAD=preloaded(shim))
     assert done.stdout.startswith("done"), done.stdout + done.stderr
     assert int(done.stdout.split()[1]) > 1
 
 
 def test_a_peer_that_reads_much_leaves_the_event_loop_its_turns(shim):
     """However fast it takes what it asked for, one call sends a bounded number of bytes: it polls a few times."""
-    done = run_script(READS, SUPPORT, shim, LD_PRELOAD=shim)
+    done = run_script(READS, SUPPORT, shim, LD_PRELOAD=preloaded(shim))
     assert done.stdout.startswith("done"), done.stdout + done.stderr
     sent, failed = (int(word) for word in done.stdout.split()[1:])
     assert 0 < sent <= 4 * PUSH_BUDGET

@@ -39,7 +39,7 @@ def run(built: Path, waits: bool, schedules: int, seed: int, deaf: bool = False)
     call = f"import json, interleaving; print(json.dumps(interleaving.run({waits}, {schedules}, {seed}, {deaf})))"
     done = subprocess.run(
         [sys.executable, "-c", call],
-        env={**os.environ, "LD_PRELOAD": str(built / "steps.so"), "PYTHONPATH": str(built)},
+        env={**os.environ, "LD_PRELOAD": compiled.preloaded(built / "steps.so"), "PYTHONPATH": str(built)},
         stdout=subprocess.PIPE,
         timeout=PATIENCE_S,
         check=True,

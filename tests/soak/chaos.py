@@ -6,14 +6,26 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import anyio
+
+import aiote
+from aiote.core.descriptor import RailKey, RegionDescriptor
 from crew import GoneError, Member
 from findings import Findings
 from leftovers import shared_files
 from links import Heal, Links
+
+sys.path.append(str(Path(__file__).parents[1] / "hostile"))
+
+from ends import ENDS
+from peer import HostilePeer
 
 HEARTBEATS: dict[str, Any] = {
     "heartbeat_interval": 0.25,
@@ -31,7 +43,22 @@ COUNTED_S = 60.0
 """How much longer a soak goes on until it has seen what it needs; a busy machine may be slow to come to it."""
 KILLED_WHILE_STOPPED = 0.3
 
+VISIT_S = 5.0
+
 Mishap = Callable[[Member], Awaitable[None]]
+
+
+@dataclass
+class Stranger:
+    """A worker, as a hostile peer sees it that was granted nothing."""
+
+    address: aiote.Address
+
+    def __post_init__(self) -> None:
+        self.granted = RegionDescriptor(self.address, 1, 0, 4096, True, (RailKey(1, 0),))
+
+    def known(self) -> list[int]:
+        return []
 
 
 class Chaos:
@@ -63,6 +90,7 @@ class Chaos:
             (6, self._cancel, ""),
             (2, self._reopen, ""),
             (1, self._replace_in_order, ""),
+            *([(3, self._attack, "")] if self._provider in ENDS else []),
             *self._hardships(),
         ]
 
@@ -212,6 +240,20 @@ class Chaos:
             self.tally[f"engines closed in the middle by {how}"] += 1
             await self._open(member)
         await self._introduce()
+
+    async def _attack(self, member: Member) -> None:
+        """Have a hostile peer connect and do what no engine does; it may stay for a while, and say nothing more."""
+        if not member.address:
+            return
+        rng = random.Random(self.rng.getrandbits(64))
+        hostile = HostilePeer(rng, self._provider, Stranger(aiote.Address.parse(member.address)), key=None, sober=True)
+        try:
+            with anyio.move_on_after(VISIT_S):
+                await hostile.attack()
+            self.tally["hostile peers"] += 1
+            await asyncio.sleep(rng.choice((0.0, 2 * LIMIT_S)))
+        finally:
+            hostile.close()
 
     async def _replace_in_order(self, member: Member) -> None:
         async with member.busy:

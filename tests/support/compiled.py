@@ -23,6 +23,11 @@ def shared(source: Path, folder: Path, *more: str | Path) -> Path:
     return target
 
 
+def preloaded(library: str | Path) -> str:
+    """Return what LD_PRELOAD is to be for this library: behind a sanitizer's, which has to be the first."""
+    return f"{os.environ.get('LD_PRELOAD', '')} {library}".strip()
+
+
 def module(source: Path, folder: Path, *more: str | Path) -> Path:
     """Compile one Cython file into an extension module and return it."""
     site, c_file = Path(aiote_native.__file__).parents[1], folder / f"{source.stem}.c"

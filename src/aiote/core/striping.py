@@ -32,8 +32,9 @@ where the largest message asks for more than 16 the write is cut in two parts:
 | tail | the last 16 * largest        | 16, each of `largest`           | yes     | when the head is complete |
 
 No order holds among writes, so the tail must wait for the completion of the head; otherwise the count could be reached
-before the head's bytes are there. `largest` may be as large as 2**64 - 1 (some providers say so): `16 * largest` is
-safe to compute only once n is known to be over 16.
+before the head's bytes are there. And it goes over each NIC that the head went over, whose completion says that it has
+the bytes and not that memory has them (docs/immediates.md). `largest` may be as large as 2**64 - 1 (some providers say
+so): `16 * largest` is safe to compute only once n is known to be over 16.
 
 A write of no bytes is one empty stripe: the immediate alone where it is counted, else a probe that ends like any
 write.
