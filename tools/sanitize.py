@@ -90,6 +90,12 @@ def run(sanitizer: Sanitizer, given: list[str]) -> int:
     site = build(sanitizer)
     environment = {**os.environ, **sanitizer.options, "PYTHONPATH": str(site), "PYTHONMALLOC": "malloc"}
     environment["LD_PRELOAD"] = runtime(sanitizer.library)
+    # Not to where pytest keeps what a test says, which goes with the process.
+    reports = WORK / sanitizer.name / "report"
+    for old in reports.parent.glob("report.*"):
+        old.unlink()
+    for name in sanitizer.options:
+        environment[name] += f":log_path={reports}"
     library = newest_library()
     if library is not None:
         environment["AIOTE_LIBFABRIC"] = str(library)
@@ -106,7 +112,11 @@ def run(sanitizer: Sanitizer, given: list[str]) -> int:
         "pairs",
     ]
     command += [*(f"--ignore={path}" for path in LEFT_OUT), *sanitizer.more, *(given or TESTS)]
-    return subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL).returncode
+    status = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL).returncode
+    found = sorted(reports.parent.glob("report.*"))
+    for report in found:
+        print(report.read_text(errors="replace"), flush=True)
+    return status or len(found)
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from aiote_native.doorbell cimport Doorbell
 from aiote_native.gates cimport batch_end
 from aiote_native.messages cimport mailbox_cancel, mailbox_start
 from aiote_native.peers cimport PeerLink, open_peer
-from aiote_native.posting cimport cut_op, op_cancel, op_start
+from aiote_native.posting cimport State, cut_op, op_cancel, op_start
 from aiote_native.progress cimport (
     ROUNDS, Watched, alive, call, kick, lock, new_epoch, progress_once, progress_until, pthread_join,
     pthread_mutex_init, slice_end, start_thread, unlock, usable, watch_descriptor, watch_unlink)
@@ -427,13 +427,22 @@ cdef class Core:
 
     def statistics(self) -> dict[str, Any]:
         """Return what was counted since the core was opened."""
+        cdef State state
+        cdef uint64_t sleeps, rounds
+        if not (self.engine.threaded and alive(&self.engine)):
+            state, sleeps, rounds = self.engine.state, self.engine.sleeps, self.engine.rounds
+        else:
+            with nogil:
+                lock(&self.engine)
+                state = self.engine.state
+                sleeps = self.engine.sleeps
+                rounds = self.engine.rounds
+                unlock(&self.engine)
         return {
-            "posted": self.engine.state.posted, "completed": self.engine.state.completed,
-            "refused": self.engine.state.refused, "immediates": self.engine.state.immediates,
-            "outstanding": self.engine.state.outstanding, "queued": self.engine.state.queued,
-            "rings": self.engine.state.rings, "sleeps": self.engine.sleeps, "rounds": self.engine.rounds,
-            "counters": self.engine.state.counters.used, "inbox": self.engine.state.inbox,
-            "carried": tuple([self.engine.state.carried[rail] for rail in range(MAX_RAILS)]),
+            "posted": state.posted, "completed": state.completed, "refused": state.refused,
+            "immediates": state.immediates, "outstanding": state.outstanding, "queued": state.queued,
+            "rings": state.rings, "sleeps": sleeps, "rounds": rounds, "counters": state.counters.used,
+            "inbox": state.inbox, "carried": tuple([state.carried[rail] for rail in range(MAX_RAILS)]),
         }
 
     def stop_thread(self) -> None:

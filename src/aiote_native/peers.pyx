@@ -209,9 +209,14 @@ cdef class PeerLink(ChannelSet):
     @property
     def messages(self) -> int:
         """Messages that arrived and were not taken."""
-        if self.leftover or self.closed or self.state.mailbox == NULL:
+        cdef uint64_t ready
+        if self.leftover or self.closed or self.state.mailbox == NULL or not alive(self.engine):
             return len(self.leftover)
-        return self.state.mailbox.ready
+        with nogil:
+            lock(self.engine)
+            ready = self.state.mailbox.ready
+            unlock(self.engine)
+        return ready
 
     def fail(self, int errnum) -> None:
         """Give the peer up: what is queued ends with this error; what is posted ends when the link is closed."""

@@ -176,14 +176,15 @@ cdef int poll(void* impl, Completion* out, int capacity) noexcept nogil:
 cdef int arm(void* impl) noexcept nogil:
     cdef SimEndpoint* self = <SimEndpoint*> impl
     cdef uint64_t value
+    cdef bint armed
     pthread_mutex_lock(&self.net.lock)
     look(self)
     if self.raised:
         self.raised = False
         read(self.event_fd, &value, sizeof(value))
-    self.armed = self.ring_count == 0
+    armed = self.armed = self.ring_count == 0
     pthread_mutex_unlock(&self.net.lock)
-    return 0 if self.armed else 1
+    return 0 if armed else 1
 
 
 cdef bint cut(void* impl) noexcept nogil:

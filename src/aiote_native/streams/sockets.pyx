@@ -7,7 +7,7 @@ who would get the keys of memory with the frames. Places of several frames are h
 are received into their places, together with the header that follows them.
 """
 
-from libc.errno cimport EAGAIN, ECONNREFUSED, ECONNRESET, EINPROGRESS, EINTR, errno
+from libc.errno cimport EAGAIN, ECONNRESET, EINPROGRESS, EINTR, EPROTO, errno
 from libc.stdint cimport uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memcpy, memset
@@ -142,7 +142,7 @@ cdef int hear(SocketStream* self, int fd, int i) noexcept nogil:
     self.said[i] += <int> got
     if self.said[i] < TOKEN_BYTES:
         return 0
-    return 1 if memcmp(self.heard[i], self.own_token, TOKEN_BYTES) == 0 else -ECONNREFUSED
+    return 1 if memcmp(self.heard[i], self.own_token, TOKEN_BYTES) == 0 else -EPROTO
 
 
 cdef int connect_on(SocketStream* self) noexcept nogil:
