@@ -24,6 +24,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # So it is in what a script starts in the background, and every child would inherit it: Ctrl-C is tested, too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# A busy machine may need longer than the default for one connection of many; what is about this limit sets it.
+os.environ.setdefault("AIOTE_CONNECT_TIMEOUT", "60")
+
 if "RDMA_VM" in os.environ:
     # Before libfabric is opened: its queues for the default of 256 peers are larger than a soft device's may be.
     os.environ.setdefault("FI_UNIVERSE_SIZE", "16")

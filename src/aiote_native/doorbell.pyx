@@ -13,7 +13,7 @@ through a socket of its own. The names of such sockets anybody on the host can r
 one takes nothing that does not begin with its secret, which a filter in the kernel looks for before there is a queue.
 """
 
-from libc.errno cimport ENOBUFS, ENOMEM, errno
+from libc.errno cimport EINVAL, ENOBUFS, ENOMEM, errno
 from libc.stdint cimport uint32_t
 from libc.string cimport memcpy
 from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, PROT_WRITE, mmap, munmap
@@ -162,7 +162,13 @@ cdef class Doorbell:
             self.page = <BellPage*> map_page(self.memory_fd, PROT_READ | PROT_WRITE)
             # No one who maps it can be made to fault by a shrinking file; and after the own map none can be written.
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(self.memory_fd, fcntl.F_ADD_SEALS, seals)
+            try:
+                fcntl.fcntl(self.memory_fd, fcntl.F_ADD_SEALS, seals)
+            except OSError as error:
+                if error.errno != EINVAL:
+                    raise
+                # Before Linux 5.1 the kernel knows no such seal, and a peer could have us look awake or asleep to others.
+                fcntl.fcntl(self.memory_fd, fcntl.F_ADD_SEALS, seals & ~F_SEAL_FUTURE_WRITE)
             self.socket, self.address = guarded_socket()
             self.socket_fd = self.socket.fileno()
         except BaseException:

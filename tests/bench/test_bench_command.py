@@ -24,11 +24,12 @@ QUICK = ["--runs", "2", "--seconds", "0.02"]
 ONE_SIZE = [] if LONG else ["--sizes", "16K"]
 
 
-def bench(*arguments: str, timeout: float = 110) -> subprocess.CompletedProcess[str]:
+def bench(*arguments: str, timeout: float = 500) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*AIOTE, *arguments], capture_output=True, text=True, timeout=timeout)
 
 
 @pytest.mark.libfabric
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     # Pairs that spin share the cores with the other runs of the tests, at the pace of the scheduler.
     ("provider", "mode", "ops"),

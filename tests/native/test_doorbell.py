@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -77,6 +78,21 @@ def test_the_own_page_is_sealed():
             os.ftruncate(bell.memory_fd, length)
     assert not os.get_inheritable(bell.memory_fd)
     assert not os.get_inheritable(bell.socket_fd)
+    bell.close()
+
+
+def test_a_kernel_that_knows_less_of_sealing(monkeypatch):
+    """Before Linux 5.1 a page cannot be kept from being mapped for writing; it never shrinks all the same."""
+    real = fcntl.fcntl
+
+    def old(fd: int, command: int, argument: int = 0) -> int:
+        if command == fcntl.F_ADD_SEALS and argument & 0x10:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(fd, command, argument)
+
+    monkeypatch.setattr(fcntl, "fcntl", old)
+    bell = Doorbell()
+    assert real(bell.memory_fd, fcntl.F_GET_SEALS) == SHRINK | GROW | SEAL
     bell.close()
 
 
