@@ -167,7 +167,7 @@ cdef class Doorbell:
             except OSError as error:
                 if error.errno != EINVAL:
                     raise
-                # Before Linux 5.1 the kernel knows no such seal, and a peer could have us look awake or asleep to others.
+                # Linux before 5.1 knows no such seal, and there a peer could have us look awake or asleep to others.
                 fcntl.fcntl(self.memory_fd, fcntl.F_ADD_SEALS, seals & ~F_SEAL_FUTURE_WRITE)
             self.socket, self.address = guarded_socket()
             self.socket_fd = self.socket.fileno()
