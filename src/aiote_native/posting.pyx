@@ -308,7 +308,8 @@ cdef bint advance(Op* op, uint64_t parts) noexcept nogil:
         return True
     op.stripe = 0
     op.part += parts
-    op.owed = op.carried if op.phase else 0
+    if op.phase and op.kind == PLAIN:
+        op.owed = op.carried
     return op.part < op.parts
 
 

@@ -377,6 +377,7 @@ cdef void resend(State* state, Recovery* recovery) noexcept nogil:
     while piece != NULL:
         if piece.op.status == 0 and not given_up(&piece.op):
             live += piece.op.parts
+            op.carried |= piece.op.carried
         piece = piece.next
     if live <= recovery.came or op.status != 0:
         end_recovery(state, recovery)
@@ -386,6 +387,8 @@ cdef void resend(State* state, Recovery* recovery) noexcept nogil:
     op.rail = op.pin = -1
     op.parts = live - recovery.came
     op.cut.tail_count = 1
+    # Over each NIC that has carried bytes again, as far as there are as many immediates (schedule.pyx, next_channel).
+    op.owed = op.carried
     op_start(state, op.peer, op)
 
 
@@ -410,5 +413,7 @@ cdef void end_piece(State* state, Piece* piece) noexcept nogil:
     cdef int status = piece.op.status
     cdef int provider_errno = piece.op.provider_errno
     cdef int rail = piece.op.rail
+    # Where it was part of a head, the tail has to go over this NIC, too.
+    origin.carried |= piece.op.carried
     free(piece)
     op_completed(state, origin, status, provider_errno, rail, length)
