@@ -150,7 +150,11 @@ class Leases:
             raise UsageError("lease: the slice has no bytes")
         whole = region.memory
         memory = self.engine.fabric.register(section(whole.buffer, region.start, region.start + region.nbytes))
-        memory.bind(name_of(_key(holder)))
+        try:
+            memory.bind(name_of(_key(holder)))
+        except BaseException:
+            memory.close()
+            raise
         lease = Lease(self, holder, self._grants.grant(_key(holder)), region, memory)
         self._live.setdefault(whole, {})[lease] = None
         return lease

@@ -414,8 +414,8 @@ class Session:
         doorbell = b""
         if not pending.rail.traits.waits:
 
-            def on_arrival(descriptors: Sequence[int], bell: bytes) -> None:
-                pending.take(descriptors, bell)
+            def on_arrival(descriptors: Sequence[int], bell: bytes, error: OSError | None) -> None:
+                pending.take(descriptors, bell, error)
                 self._arrived.set()
 
             handover = self._handovers[pending] = aio.Handover(engine.loop, on_arrival)

@@ -60,21 +60,23 @@ cdef extern from "<linux/filter.h>" nogil:
 
 cdef enum:
     SECRET_WORDS = SECRET_BYTES // 4
+    SO_PASSRIGHTS = 83
     F_SEAL_FUTURE_WRITE = 0x10  # of Linux 5.1, and of Python 3.13
     MOST_RINGS = 64  # that are taken at once; the queue of a socket has ten of each sender at most by default
 
 cdef bytes NAME = b"\0aiote-"
 
 
-def guarded_socket() -> tuple[socket.socket, bytes]:
+def guarded_socket(bint rights) -> tuple[socket.socket, bytes]:
     """Open a datagram socket at a name of its own, which takes nothing that does not begin with a secret of 16 bytes.
 
-    Return it with its address for peers: the secret, then the name. Raises OSError.
+    Return it with its address for peers: the secret, then the name. `rights` lets descriptors come with it. Raises
+    OSError.
     """
     cdef bytes secret = os.urandom(SECRET_BYTES)
     cdef sock_filter[2 * SECRET_WORDS + 2] program
     cdef sock_fprog whole
-    cdef int i
+    cdef int i, off = 0
     for i in range(SECRET_WORDS):
         program[2 * i] = sock_filter(BPF_LD | BPF_W | BPF_ABS, 0, 0, 4 * i)
         word = int.from_bytes(secret[4 * i:4 * i + 4], "big")
@@ -88,6 +90,10 @@ def guarded_socket() -> tuple[socket.socket, bytes]:
         # Before it has a name, so that nothing else is ever in its queue.
         check(-errno if setsockopt(made.fileno(), SOL_SOCKET, SO_ATTACH_FILTER, &whole, sizeof(whole)) else 0,
               "setsockopt(SO_ATTACH_FILTER)")
+        if not rights:
+            # A descriptor that came with a ring would be closed by taking the ring, and closing what a peer has chosen,
+            # such as a socket that lingers, takes as long as the peer likes. Before Linux 6.16 nothing keeps it out.
+            setsockopt(made.fileno(), SOL_SOCKET, SO_PASSRIGHTS, &off, sizeof(off))
         name = NAME + os.urandom(16).hex().encode()
         made.bind(name)
     except BaseException:
@@ -169,7 +175,7 @@ cdef class Doorbell:
                     raise
                 # Linux before 5.1 knows no such seal, and there a peer could have us look awake or asleep to others.
                 fcntl.fcntl(self.memory_fd, fcntl.F_ADD_SEALS, seals & ~F_SEAL_FUTURE_WRITE)
-            self.socket, self.address = guarded_socket()
+            self.socket, self.address = guarded_socket(False)
             self.socket_fd = self.socket.fileno()
         except BaseException:
             self.close()

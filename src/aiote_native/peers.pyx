@@ -191,7 +191,7 @@ cdef class PeerLink(ChannelSet):
             return None
         with nogil:
             lock(self.engine)
-            slot = mailbox_peek(self.state.mailbox)
+            slot = mailbox_peek(self.state.mailbox) if self.state.mailbox != NULL else NULL
             unlock(self.engine)
         if slot == NULL:
             return None
@@ -214,7 +214,7 @@ cdef class PeerLink(ChannelSet):
             return len(self.leftover)
         with nogil:
             lock(self.engine)
-            ready = self.state.mailbox.ready
+            ready = self.state.mailbox.ready if self.state.mailbox != NULL else 0
             unlock(self.engine)
         return ready
 

@@ -336,13 +336,15 @@ cdef int post_next(State* state, PeerState* peer, Op* op, uint64_t* parts) noexc
     cdef Channel* channel
     cdef int code = -EBUSY
     cdef uint32_t refused = 0
+    cdef bint alone
     for _attempt in range(peer.channel_count):
         channel = next_channel(peer, op, refused)
         if channel == NULL:
             break
         describe_post(op, channel, &args)
         # What is for this channel alone only needs room to begin, or smaller ones would keep it waiting for good.
-        if channel.in_flight and channel.in_flight + (0 if op.pin >= 0 else args.payload) > channel.window:
+        alone = op.pin >= 0 or op.owed != 0
+        if channel.in_flight and channel.in_flight + (0 if alone else args.payload) > channel.window:
             # It will be first all the same: what is posted elsewhere now would be over later.
             return -EBUSY if code == -EBUSY else -EAGAIN
         if channel.spans > 1:
@@ -355,7 +357,8 @@ cdef int post_next(State* state, PeerState* peer, Op* op, uint64_t* parts) noexc
                 channel_fault(state, channel, BROKEN, code)
                 code = -EAGAIN
         if code != -EAGAIN:
-            op.carried |= <uint32_t> 1 << peer.choice
+            if op.phase == 0:
+                op.carried |= <uint32_t> 1 << peer.choice
             op.owed &= ~(<uint32_t> 1 << peer.choice)
             op.rail = channel.rail
             parts[0] = args.parts
@@ -436,7 +439,7 @@ cdef void pump_peer(State* state, PeerState* peer) noexcept nogil:
         if code != 0 and op.next != NULL and state.posted != started:
             unlink(state, peer, op)
             link_tail(state, peer, op)
-        if code < 0 and op.pin >= 0 and op.next != NULL:
+        if code < 0 and (op.pin >= 0 or op.owed) and op.next != NULL:
             # It waits for one rail; the others go on, and it is tried again in the next round.
             unlink(state, peer, op)
             link_tail(state, peer, op)

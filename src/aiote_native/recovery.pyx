@@ -413,7 +413,8 @@ cdef void end_piece(State* state, Piece* piece) noexcept nogil:
     cdef int status = piece.op.status
     cdef int provider_errno = piece.op.provider_errno
     cdef int rail = piece.op.rail
-    # Where it was part of a head, the tail has to go over this NIC, too.
-    origin.carried |= piece.op.carried
+    if piece.recovery == NULL:
+        # It was part of a head perhaps: the tail has to go over this NIC, too.
+        origin.carried |= piece.op.carried
     free(piece)
     op_completed(state, origin, status, provider_errno, rail, length)

@@ -112,8 +112,8 @@ cdef Channel* next_channel(PeerState* peer, Op* op, uint32_t refused) noexcept n
         if op.owed >> i & 1:
             if takes(peer.channels[i]):
                 peer.choice = i
-                return NULL if refused else peer.channels[i]
-            # It has failed since, and the peer has closed its side of it.
+                return NULL if refused >> i & 1 else peer.channels[i]
+            # It has failed since: what it carried is settled over the control connection, where its queues are closed.
             op.owed &= ~(<uint32_t> 1 << i)
     return choose(peer, op, refused)
 

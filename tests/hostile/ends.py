@@ -87,7 +87,7 @@ class RingEnd:
         self._peer: PeerBell | None = None
         self._head = 0
 
-    def _arrived(self, descriptors: object, data: bytes) -> None:
+    def _arrived(self, descriptors: object, data: bytes, _error: OSError | None) -> None:
         self._came, self._data = list(descriptors), data  # type: ignore[call-overload]
 
     async def join(self, channel: Channel) -> None:

@@ -8,6 +8,7 @@ import mmap
 import os
 import select
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -339,3 +340,20 @@ def test_a_round_in_the_threads_place_leaves_nobody_asleep_who_looks_awake():
         until(lambda: epoch_of(bell) % 2 == 1)
     finally:
         core.close()
+
+
+def test_a_ring_brings_no_descriptors():
+    """To take it would close them, and closing what a peer has chosen may take as long as it likes."""
+    bell = Doorbell()
+    secret, name = told(bell.address)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as peer, socket.socket() as chosen:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", chosen.fileno()))]
+        try:
+            peer.sendmsg([secret], rights, 0, name)
+        except PermissionError:
+            assert rung(bell) == 0
+        else:
+            pytest.skip("this kernel lets nobody keep descriptors out of a socket (SO_PASSRIGHTS, Linux 6.16)")
+        peer.sendto(secret, name)
+    assert rung(bell) == 1
+    bell.close()

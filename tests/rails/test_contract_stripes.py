@@ -233,3 +233,22 @@ def test_the_tail_goes_over_every_nic_that_the_head_went_over():
                 # Of each page, for each is counted by itself.
                 assert all(tails.count(rail) >= pages for rail in heads)
             rails.rest()
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in TWICE if kind.provider in ("socket", "sim")], ids=lambda k: k.provider
+)
+@pytest.mark.parametrize("imm", [-1, IMM])
+def test_small_pages_go_over_all_rails(kind: Kind, imm: int):
+    """Counted ones as well as others: nothing binds them to the rail that took the first."""
+    page, count = 16_384, 512
+    with opened(kind) as rails:
+        a, b = rails.side(2), rails.side(2)
+        link, _ = rails.join(a, b)
+        source, target = a.register(filled(page * count)), b.register(page * count)
+        before = link.ended()
+        numbers = range(count)
+        rails.finish(a.write_pages(link, source, numbers, target.remote, numbers, page, imm=imm))
+        over = [now - was for now, was in zip(link.ended(), before, strict=True)]
+        assert np.array_equal(target.array, source.array)
+        assert min(over) > sum(over) / 5, over

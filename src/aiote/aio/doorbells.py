@@ -7,7 +7,11 @@ secret (`guarded_socket`), so neither strangers nor other peers can fill its que
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import socket
+import threading
 from array import array
 from collections.abc import Callable, Sequence
 
@@ -31,26 +35,47 @@ def hand_over(address: bytes, descriptors: Sequence[int], data: bytes) -> None:
             # socket.send_fds drops its address argument.
             sender.sendmsg([secret + data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))], 0, name)
     except OSError as error:
-        raise failed(
-            error,
-            f"{error.strerror}: the peer's doorbell is not reachable; "
-            "memory is shared only by engines in one network namespace",
-        ) from error
+        why = f"{error.strerror}: descriptors cannot be handed over"
+        if error.errno in (errno.ECONNREFUSED, errno.ENOENT):
+            why = (
+                f"{error.strerror}: the peer's doorbell is not reachable; "
+                "memory is shared only by engines in one network namespace"
+            )
+        raise failed(error, why) from error
 
 
 def failed(error: OSError, what: str) -> FabricError:
     return FabricError(error.errno or 0, what, operation="exchange doorbells")
 
 
+def _is_memory(descriptor: int) -> bool:
+    """Tell whether it is a memfd: only these have seals. Nothing is asked of a file system that may be the peer's."""
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        return False
+    return True
+
+
+def _close_aside(descriptors: Sequence[int]) -> None:
+    """Close what a peer has chosen: that may take as long as it likes, as of a socket that lingers."""
+
+    def close() -> None:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    threading.Thread(target=close, name="aiote close", daemon=True).start()
+
+
 class Handover:
-    """The socket for one channel. `address` is for the peer; `on_arrival` is called once, with what came and its
-    descriptors, which are its own then.
+    """The socket for one channel. `address` is for the peer; `on_arrival` is called once, with the descriptors that
+    came, which are its own then, and what came with them, or with what kept us from having them.
     """
 
-    def __init__(self, loop: EventLoop, on_arrival: Callable[[Sequence[int], bytes], object]) -> None:
+    def __init__(self, loop: EventLoop, on_arrival: Callable[[Sequence[int], bytes, OSError | None], object]) -> None:
         """Open the socket and begin to listen. Raises FabricError."""
         try:
-            self._socket, self.address = guarded_socket()
+            self._socket, self.address = guarded_socket(True)
         except OSError as error:
             raise failed(error, f"no socket to hand over doorbells by: {error.strerror}") from error
         self._on_arrival = on_arrival
@@ -63,21 +88,27 @@ class Handover:
                 descriptors, data = self._receive()
             except BlockingIOError:
                 continue
-            except OSError:
-                # It cannot be had again, so the peer has shared nothing.
-                descriptors, data = [], b""
-            self._on_arrival(descriptors, data)
+            except OSError as error:
+                # It cannot be had again.
+                self._on_arrival([], b"", error)
+            else:
+                self._on_arrival(descriptors, data, None)
             return
 
     def _receive(self) -> tuple[list[int], bytes]:
         # Not socket.recv_fds, which forgets its flags (CPython 3.11 to 3.14).
-        data, ancillary, _flags, _sender = self._socket.recvmsg(
+        data, ancillary, flags, _sender = self._socket.recvmsg(
             MOST_BYTES, socket.CMSG_SPACE(MOST_DESCRIPTORS * array("i").itemsize), socket.MSG_CMSG_CLOEXEC
         )
+        if flags & socket.MSG_CTRUNC:
+            raise OSError(errno.EMFILE, "this process may open no more descriptors")
         descriptors = array("i")
         for level, kind, rights in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 descriptors.frombytes(rights[: len(rights) - len(rights) % descriptors.itemsize])
+        if not all(map(_is_memory, descriptors)):
+            _close_aside(list(descriptors))
+            raise OSError(errno.EINVAL, "something that is no memory")
         return list(descriptors), data[len(told(self.address)[0]) :]
 
     @property

@@ -51,18 +51,20 @@ class PendingChannel:
         """Return the descriptors of what the peer is to map: the doorbell's page, and where there is one the ring."""
         return [fd for fd in (own.memory_fd, self.endpoint.memory_fd) if fd >= 0]
 
-    def take(self, descriptors: Sequence[int], bell: bytes) -> None:
+    def take(self, descriptors: Sequence[int], bell: bytes, error: OSError | None = None) -> None:
         """Map what the peer has shared, and close the descriptors; `refused` says why where something is wrong."""
         left = list(descriptors)
         expected = 1 if self.endpoint.memory_fd < 0 else 2
         try:
+            if error is not None:
+                raise error
             if len(left) != expected:
                 raise ValueError(f"it shared {len(left)} descriptors, expected {expected}")
             self.bell = PeerBell(left.pop(0), bell)
             if left:
                 self.endpoint.take(left.pop(0))
-        except (OSError, ValueError, RuntimeError) as error:
-            self.refused = f"what it shared for the doorbell is refused: {error}"
+        except (OSError, ValueError, RuntimeError, MemoryError) as error:
+            self.refused = f"what it shared for the doorbell is refused: {str(error) or type(error).__name__}"
         finally:
             for fd in left:
                 os.close(fd)

@@ -7,8 +7,8 @@ peer that was stopped or went mad cannot write to anything but the ring.
 
 One side each moves `head` and `tail`, which count bytes and never go back; what the other side has written there is
 checked before it is used. The pages are those of a memfd, which each side sends the other with its doorbell: all there
-before anybody maps them, and sealed, so that no peer can make who touches them fault. It has no name, and goes with the
-processes that have it.
+before anybody maps them, and sealed, so that no peer can truncate them under who touches them. (It can give pages back,
+which come again as zeros.) It has no name, and goes with the processes that have it.
 """
 
 from libc.errno cimport EINVAL, EPROTO, errno
