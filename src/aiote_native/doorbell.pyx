@@ -120,7 +120,7 @@ def sealed(int fd, size_t length, str what) -> None:
 
 
 cdef int ring(Channel* channel, bint polled) noexcept nogil:
-    """Wake the peer if it sleeps; after a mere poll only when it or we wait for work of our own, and once a sleep.
+    """Wake the peer if it sleeps, once a sleep; after a mere poll only when it or we wait for work of our own.
 
     shm hands a large message over in pieces: a poll takes one, or puts the next one there, without any completion.
     """
@@ -130,8 +130,9 @@ cdef int ring(Channel* channel, bint polled) noexcept nogil:
     epoch = aiote_load(&page.asleep)
     if not epoch & 1:
         return 0
-    if polled and (channel.rung_epoch == epoch or (
-            channel.outstanding == 0 and aiote_load(&page.waiting[channel.peer_slot]) == 0)):
+    # One ring is enough for a sleep: it was announced after the rings of before had been taken.
+    if channel.rung_epoch == epoch or (
+            polled and channel.outstanding == 0 and aiote_load(&page.waiting[channel.peer_slot]) == 0):
         return 0
     # A full queue (EAGAIN) is readable already: the peer wakes all the same. What fails for want of memory is tried
     # again after the next poll, which the timer sees to as long as anything is outstanding.
