@@ -96,7 +96,7 @@ class Handover:
             return
 
     def _receive(self) -> tuple[list[int], bytes]:
-        # Not socket.recv_fds, which forgets its flags (CPython 3.11 to 3.14).
+        # Not socket.recv_fds, which forgets its flags (seen in CPython 3.11 to 3.13).
         data, ancillary, flags, _sender = self._socket.recvmsg(
             MOST_BYTES, socket.CMSG_SPACE(MOST_DESCRIPTORS * array("i").itemsize), socket.MSG_CMSG_CLOEXEC
         )
