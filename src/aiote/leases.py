@@ -1,11 +1,11 @@
 """Leases: a slice of memory that one peer may use until it is taken back.
 
 The owner registers the slice once more, with keys of its own that over our own rails serve the holder alone, and can
-end that registration at any time. What it may
-not do is end it while the holder's bytes are on their way: they could land in memory that is somebody else's by then.
-So a revocation asks the holder, over the control connection, to start nothing more through the lease and to answer when
-nothing is under way; a holder that does not answer in time loses its connection, after which none of its bytes is
-received. A lease that the holder has not heard of yet is void before its first byte.
+end that registration at any time. What it may not do is end it while the holder's bytes are on their way: they could
+land in memory that is somebody else's by then. So a revocation asks the holder, over the control connection, to start
+nothing more through the lease and to answer when nothing is under way; a holder that does not answer in time loses its
+connection, after which none of its bytes is received. A lease that the holder has not heard of yet is void before its
+first byte.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ cdef struct BellPage:
     uint32_t busy[BELL_SLOTS]
 
 cdef int ring(Channel* channel, bint polled) noexcept nogil
-cdef void hush(int fd) noexcept nogil
+cdef void take_rings(int fd) noexcept nogil
 
 cdef class Doorbell:
     cdef BellPage* page

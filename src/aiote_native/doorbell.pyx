@@ -62,7 +62,7 @@ cdef enum:
     SECRET_WORDS = SECRET_BYTES // 4
     SO_PASSRIGHTS = 83
     F_SEAL_FUTURE_WRITE = 0x10  # of Linux 5.1, and of Python 3.13
-    MOST_RINGS = 64  # that are taken at once; the queue of a socket has ten of each sender at most by default
+    MOST_RINGS = 64  # that are taken at once; a queue has about ten by default (net.unix.max_dgram_qlen)
 
 cdef bytes NAME = b"\0aiote-"
 
@@ -143,7 +143,7 @@ cdef int ring(Channel* channel, bint polled) noexcept nogil:
     return 1
 
 
-cdef void hush(int fd) noexcept nogil:
+cdef void take_rings(int fd) noexcept nogil:
     """Take the rings that came to a doorbell's socket."""
     cdef char[SECRET_BYTES] ring_of
     for _i in range(MOST_RINGS):

@@ -49,9 +49,8 @@ cdef class NativeDevice:
 cdef class Registration:
     """Memory that a NIC knows: `key` and `base` (the address of its first byte) are for peers."""
 
-    def bind(self, bytes holder) -> bool:
-        """Have the key serve one peer alone, by its name; False where the kind of rail knows no names."""
-        return False
+    def bind(self, bytes holder) -> None:
+        """Have the key serve one peer alone, by its name; nothing where the kind of rail knows no names of peers."""
 
     def close(self) -> None:
         """End the registration: the key is refused from here on. Idempotent."""

@@ -16,7 +16,7 @@ from posix.unistd cimport read, write
 
 from aiote_native.clocks cimport clock_ns, start_timer
 from aiote_native.counters cimport arrive, done_push, table_forget, table_greediest
-from aiote_native.doorbell cimport hush, ring
+from aiote_native.doorbell cimport take_rings, ring
 from aiote_native.forks cimport fork_epoch, own
 from aiote_native.gates cimport batch_flush, gate_poll
 from aiote_native.ledger cimport tally_again
@@ -329,7 +329,7 @@ cdef bint active(Progress* self) noexcept nogil:
 cdef void clear_wakeups(Progress* self) noexcept nogil:
     cdef uint64_t value
     if self.bell != NULL:
-        hush(self.bell_fd)
+        take_rings(self.bell_fd)
     if aiote_swap_word(&self.called, 0):
         read(self.wake_fd, &value, sizeof(value))
     if self.timer_armed and read(self.timer_fd, &value, sizeof(value)) == sizeof(value):

@@ -113,7 +113,7 @@ cdef Channel* next_channel(PeerState* peer, Op* op, uint32_t refused) noexcept n
             if takes(peer.channels[i]):
                 peer.choice = i
                 return NULL if refused >> i & 1 else peer.channels[i]
-            # It has failed since: what it carried is settled over the control connection, where its queues are closed.
+            # It has failed since, or is suspected to have: what is left of that is in docs/immediates.md.
             op.owed &= ~(<uint32_t> 1 << i)
     return choose(peer, op, refused)
 

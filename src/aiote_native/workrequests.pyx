@@ -89,9 +89,10 @@ cdef class LocalMemory:
             self.close()
             raise
 
-    def bind(self, bytes holder) -> bool:
-        """Have the keys serve one peer alone, by its name; False where a rail knows no names of peers."""
-        return all([(<Registration> registration).bind(holder) for registration in self.registrations])
+    def bind(self, bytes holder) -> None:
+        """Have the keys serve one peer alone, by its name, on the rails that know names of peers."""
+        for registration in self.registrations:
+            (<Registration> registration).bind(holder)
 
     def rank(self, ranks) -> None:
         """Say how far each rail is from the memory: 0 for the nearest, the same for those that are equally near."""

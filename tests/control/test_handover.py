@@ -98,6 +98,7 @@ SHARED = {
     "nothing": (list, "it shared 0 descriptors, expected 2"),
     "no ring": (lambda: [page()], "it shared 1 descriptors, expected 2"),
     "more than there is": (lambda: [page(), ring_memory(), page()], "it shared 3 descriptors, expected 2"),
+    "more than can come": (lambda: [page() for _ in range(20)], "not all of it came"),
     "a page that could shrink": (lambda: [page(0), ring_memory()], "not sealed against shrinking"),
     "a short page": (lambda: [page(length=4096), ring_memory()], "has 4096 bytes"),
     "a file": (lambda: [os.open(__file__, os.O_RDONLY), ring_memory()], "something that is no memory"),

@@ -100,12 +100,14 @@ class Handover:
         data, ancillary, flags, _sender = self._socket.recvmsg(
             MOST_BYTES, socket.CMSG_SPACE(MOST_DESCRIPTORS * array("i").itemsize), socket.MSG_CMSG_CLOEXEC
         )
-        if flags & socket.MSG_CTRUNC:
-            raise OSError(errno.EMFILE, "this process may open no more descriptors")
         descriptors = array("i")
         for level, kind, rights in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 descriptors.frombytes(rights[: len(rights) - len(rights) % descriptors.itemsize])
+        if flags & socket.MSG_CTRUNC:
+            # Those that came are here all the same.
+            _close_aside(list(descriptors))
+            raise OSError(errno.EMFILE, f"not all of it came: over {MOST_DESCRIPTORS}, or more than may be open here")
         if not all(map(_is_memory, descriptors)):
             _close_aside(list(descriptors))
             raise OSError(errno.EINVAL, "something that is no memory")

@@ -99,7 +99,7 @@ cdef class StreamMemory(Registration):
                     registry.table[key % BUCKETS] = self.memory
                 pthread_mutex_unlock(&registry.lock)
 
-    def bind(self, bytes holder) -> bool:
+    def bind(self, bytes holder) -> None:
         """Have the key serve the peer of that name alone. Raises ValueError for what is none."""
         cdef const char* name = holder
         checked(holder)
@@ -110,7 +110,6 @@ cdef class StreamMemory(Registration):
             memcpy(self.memory.holder, name, NAME_BYTES)
             self.memory.bound = True
             pthread_mutex_unlock(&self.device.registry.lock)
-        return True
 
     def close(self) -> None:
         """End the registration; when it returns no peer's bytes go there any more. Idempotent."""
