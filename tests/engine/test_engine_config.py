@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -223,8 +224,10 @@ def tasks() -> dict[str, str]:
     """Return the processors that each thread of this process may run on."""
     found = {}
     for path in Path("/proc/self/task").iterdir():
-        lines = (path / "status").read_text().splitlines()
-        found[path.name] = next(line.split()[1] for line in lines if line.startswith("Cpus_allowed_list:"))
+        # One that is listed may have ended by now.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            lines = (path / "status").read_text().splitlines()
+            found[path.name] = next(line.split()[1] for line in lines if line.startswith("Cpus_allowed_list:"))
     return found
 
 

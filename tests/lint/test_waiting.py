@@ -68,6 +68,7 @@ WRONG = {
     "a default": "def opened(stall_limit: float = 1.0): pass",
     "an imported constant": "from other import SOON_S\ndef test_a(): opened('tcp', heartbeat_timeout=SOON_S)",
     "a conditional one": "SLOWER = 8 if guest else 1\ndef test_a(): opened('tcp', heartbeat_limit=0.5 * SLOWER)",
+    "a constant replaced": "def test_a(monkeypatch): monkeypatch.setattr(module, 'WATCH_S', 0.2)",
     "an upper bound": "def test_a():\n    begun = time.monotonic()\n    assert time.monotonic() - begun < 3",
     "a script": "SCRIPT = '''\n    import time\n    time.sleep(0.1)\n'''",
     "a script with values": "def test_a(n):\n    run_script(f'''\n    import time\n    time.sleep({n})\n''')",

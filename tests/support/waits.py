@@ -6,8 +6,8 @@ Found are, in each file and in the scripts that stand in it as text:
   the clock, by `break` or `return`, or by an exception that is expected), of a drawn length (a random moment), or of a
   minute and more (no test waits so long: it stands for waiting until cancelled);
 - a limit below 2 s: the argument of `fail_after`, `timeout`, `wait_for`, `settimeout` and the like, unless the test
-  expects it to pass, and whatever is given by a name such as `heartbeat_limit`: a keyword, a key of a dictionary, a
-  default;
+  expects it to pass, and whatever is given by a name such as `heartbeat_timeout`: a keyword, a key of a dictionary, a
+  default, a constant of seconds that is replaced;
 - an elapsed time that is compared with an upper bound below 20 s.
 
 Values are followed through constants of the module and of those that it imports. Virtual time is exempt: what is marked
@@ -33,6 +33,7 @@ CLOCKS = {"monotonic", "perf_counter", "time", "monotonic_ns", "perf_counter_ns"
 DRAWS = {"uniform", "random", "choice", "expovariate", "randint", "betavariate"}
 LIMITED = {"fail_after": 0, "move_on_after": 0, "timeout": 0, "wait_for": 1, "settimeout": 0, "join": 0}
 NAMED = re.compile(r"(^|_)(timeout|limit|patience|grace|deadline)(_s)?$", re.I)
+PATCHED = re.compile(r"_S$")  # a constant of seconds that a test replaces
 NO_SECONDS = {"rate_limit", "memory_limit"}
 
 Unit: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -328,6 +329,10 @@ def limits(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
             place = LIMITED.get(called(node))
             if place is not None and place < len(arguments):
                 yield arguments[place], called(node)
+            match arguments:
+                case [_, ast.Constant(value=str() as name), value] if called(node) == "setattr":
+                    if PATCHED.search(name):
+                        yield value, name
             yield from ((one.value, one.arg) for one in keywords if one.arg and is_limit(one.arg))
             if called(node) in ("fail_after", "move_on_after"):
                 yield from ((one.value, called(node)) for one in keywords if one.arg == "delay")
