@@ -10,7 +10,7 @@ WITH := PATH="$(abspath $(BIN)):$$PATH"
 READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo check test test-all soak soak-kvcache soak-rails hostile sanitize fuzz mutants idle bench bench-peers bench-kvcache bench-rails test-guest lint format wheel venv system test-system clean distclean help
+.PHONY: demo check test test-all soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel mutants idle bench bench-peers bench-kvcache bench-rails test-guest lint format wheel venv develop system test-system clean distclean help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
@@ -46,7 +46,7 @@ GUEST ?= "$(PYTHON)" tools/guest
 test-guest: test-system  ## run what needs RDMA devices or netem, in a guest whose kernel it builds once (minutes)
 	@$(READY) dev --install
 	@$(GUEST) --build-uml
-	$(GUEST) --nics 4 -- $(BIN)/python -m pytest -q -p no:cacheprovider --combinations pairs -m "needs_rdma or needs_netem" $(ARGS)
+	$(GUEST) --nics 4 -- $(BIN)/pytest -q -p no:cacheprovider --combinations pairs -m "needs_rdma or needs_netem" $(ARGS)
 
 bench-rails: test-system  ## measure several rails with a rate limit each, and the loss of one
 	@$(READY) dev --install
@@ -63,6 +63,10 @@ fuzz: system  ## fuzz all that reads bytes from outside, for a minute; ARGS="--s
 sanitize: test-system  ## native and contract tests with AddressSanitizer and UBSan, then with ThreadSanitizer
 	@$(READY) dev --install
 	$(BIN)/python tools/sanitize.py $(ARGS)
+
+test-wheel: test-system  ## build the wheel and test what it installs, far from the sources
+	@$(READY) dev --install
+	$(BIN)/python tools/test_wheel.py $(ARGS)
 
 mutants: test-system  ## take out each mechanism and see its tests fail; ARGS="--only NAME", ARGS=--list
 	@$(READY) dev --install
@@ -88,7 +92,7 @@ bench-kvcache: system  ## measure a KV-cache service beside NIXL, ucxx, pyzmq an
 
 lint: system  ## ruff, mypy --strict and cython-lint
 	@$(READY) dev
-	@status=0; for check in "ruff check ." "ruff format --check ." "mypy" "cython-lint src/aiote_native"; do \
+	@status=0; for check in "ruff check ." "ruff format --check ." "mypy" "cython-lint aiote_native"; do \
 		echo "$(BIN)/$$check"; $(WITH) $(BIN)/$$check || status=1; \
 	done; exit $$status
 
@@ -99,10 +103,14 @@ format: system  ## let ruff rewrite what it can
 
 wheel: system  ## build a wheel into dist/
 	@$(READY) run
+	find aiote aiote_native -name __pycache__ -prune -exec rm -rf {} +
 	$(WITH) $(BIN)/python -m pip wheel --quiet --no-index --no-deps --no-build-isolation --wheel-dir dist .
 
 venv: system  ## prepare $(VENV) with everything, aiote built from this checkout included
 	@$(READY) dev --install
+
+develop: test-system  ## the same, editable: a changed source is compiled where it is imported, by meson-python
+	@$(READY) dev --editable
 
 system:  ## install the Debian packages that are missing, with root or sudo; elsewhere name them
 	@sh tools/system.sh "$(PYTHON)"
@@ -112,7 +120,7 @@ test-system:  # what only tests need, too
 
 clean:  ## remove what was built and what tools cached
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find src tests tools examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find aiote aiote_native tests tools examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean  ## remove the environment as well
 	rm -rf "$(VENV)"

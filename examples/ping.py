@@ -34,7 +34,7 @@ class PingError(Exception):
 
 async def unless_lost(peer: aiote.Peer, work: Coroutine[object, object, None]) -> None:
     """Run `work` to its end, or fail as soon as the peer is lost: a counter does not know whose writes it counts."""
-    working, losing = asyncio.ensure_future(work), asyncio.ensure_future(peer.closed())
+    working, losing = asyncio.ensure_future(work), asyncio.ensure_future(peer.wait_closed())
     try:
         await asyncio.wait({working, losing}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():

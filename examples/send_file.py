@@ -42,7 +42,7 @@ class FileError(Exception):
 
 async def unless_lost(peer: aiote.Peer, work: Coroutine[Any, Any, T]) -> T:
     """Run `work` to its end, or fail as soon as the peer is lost: a counter does not know whose writes it counts."""
-    working, losing = asyncio.ensure_future(work), asyncio.ensure_future(peer.closed())
+    working, losing = asyncio.ensure_future(work), asyncio.ensure_future(peer.wait_closed())
     try:
         await asyncio.wait({working, losing}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -108,7 +108,7 @@ async def last_word(engine: aiote.Engine, sender: aiote.Peer, **words: object) -
     """Say how it ended, and give the sender a moment to read that: it leaves when it has."""
     with contextlib.suppress(aiote.AioteError, TimeoutError):
         await talk(engine, sender, **words)
-        await asyncio.wait_for(sender.closed(), 2)
+        await asyncio.wait_for(sender.wait_closed(), 2)
 
 
 async def take_file(engine: aiote.Engine, message: aiote.Message, folder: Path) -> str:

@@ -67,7 +67,7 @@ async def ask(engine: aiote.Engine, service: aiote.Peer, text: bytes) -> numpy.n
 
 async def unless_lost(peer: aiote.Peer, counter: aiote.Counter) -> None:
     """Wait for one count, or fail when the peer is lost: a counter does not know whose writes it counts."""
-    counting, losing = asyncio.ensure_future(counter.wait(1)), asyncio.ensure_future(peer.closed())
+    counting, losing = asyncio.ensure_future(counter.wait(1)), asyncio.ensure_future(peer.wait_closed())
     try:
         await asyncio.wait({counting, losing}, return_when=asyncio.FIRST_COMPLETED)
         if not counting.done():

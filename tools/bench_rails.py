@@ -22,7 +22,7 @@ from namespaces import Network, end_of
 
 SIZE = 32 << 20
 PIECE = 1 << 20
-CONFIG = {"cluster_key": b"a secret of sixteen", "heartbeat_interval": 0.2, "heartbeat_limit": 0.8}
+CONFIG = {"cluster_key": b"a secret of sixteen", "heartbeat_interval": 0.2, "heartbeat_timeout": 0.8}
 
 
 async def open_both(network: Network, ends: tuple[Child, Child], limits: list[int]) -> None:

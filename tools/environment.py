@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = Path("build") / str(sys.implementation.cache_tag)
 RUN = ["cli", "libfabric", "safetensors"]
 EXTRAS = {"run": RUN, "dev": [*RUN, "trio", "uvloop", "dev"], "fuzz": [*RUN, "fuzz"], "bench": [*RUN, "uvloop", "plot"]}
+EDITABLE = "editable\n"
 NEVER_BUILT = "atheris"  # its source wants a clang of its own making
 
 
@@ -110,7 +111,7 @@ def install_requirements(venv: Path, group: str) -> None:
 def fingerprint() -> str:
     """Return a digest of every file that the installed package is made of."""
     digest = hashlib.sha256()
-    folders = (ROOT / "src", ROOT / "bench" / "raw")
+    folders = (ROOT / "aiote", ROOT / "aiote_native", ROOT / "bench" / "raw")
     found = (path for folder in folders for path in folder.rglob("*"))
     files = (path for path in found if path.is_file() and path.suffix not in (".pyc", ".so"))
     for path in sorted([*files, ROOT / "meson.build", ROOT / "pyproject.toml"]):
@@ -119,14 +120,17 @@ def fingerprint() -> str:
     return digest.hexdigest()
 
 
-def install_project(venv: Path) -> None:
+def install_project(venv: Path, editable: bool) -> None:
+    """Build and install this checkout; once it is editable, the environment follows the sources by itself."""
     stamp = venv / ".installed-sources"
-    wanted = fingerprint()
-    if stamp.exists() and stamp.read_text() == wanted:
+    wanted = EDITABLE if editable else fingerprint()
+    if stamp.exists() and stamp.read_text() in (wanted, EDITABLE):
         return
-    say(f"building and installing aiote into {venv}")
-    build = f"--config-settings=build-dir={BUILD}"
-    pip_install(venv, "--no-index", "--no-deps", "--no-build-isolation", "--force-reinstall", build, ".")
+    say(f"building and installing aiote into {venv}{', editable' if editable else ''}")
+    options = ["--no-index", "--no-deps", "--no-build-isolation", "--force-reinstall"]
+    # A folder of its own: what the editable package imports must not be built again by an install into another place.
+    build = f"--config-settings=build-dir={BUILD}{'-editable' if editable else ''}"
+    pip_install(venv, *options, build, *(["--editable"] if editable else []), ".")
     stamp.write_text(wanted)
 
 
@@ -135,12 +139,13 @@ def main() -> None:
     parser.add_argument("venv", type=Path, help="the environment's folder")
     parser.add_argument("group", choices=EXTRAS, help="what to install: enough to run aiote, or to work on it")
     parser.add_argument("--install", action="store_true", help="build and install aiote itself as well")
+    parser.add_argument("--editable", action="store_true", help="the same, so that a changed source needs no install")
     arguments = parser.parse_args()
     venv = arguments.venv.absolute()
     make(venv)
     install_requirements(venv, arguments.group)
-    if arguments.install:
-        install_project(venv)
+    if arguments.install or arguments.editable:
+        install_project(venv, arguments.editable)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ async def be_peer(provider: str, address: str) -> None:
         peer = await engine.connect(address)
         print("connected", flush=True)
         await asyncio.wait(
-            [asyncio.ensure_future(asyncio.to_thread(sys.stdin.read)), asyncio.ensure_future(peer.closed())],
+            [asyncio.ensure_future(asyncio.to_thread(sys.stdin.read)), asyncio.ensure_future(peer.wait_closed())],
             return_when=asyncio.FIRST_COMPLETED,
         )
 

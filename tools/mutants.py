@@ -25,7 +25,7 @@ from run_tests import CHOICES, NEEDS_GUEST, system_library, wheel_library
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests" / "mutants" / "mechanisms.toml"
 WORK = ROOT / "build" / "mutants"
-COPIED = ("src", "bench", "meson.build", "pyproject.toml", "README.md", "LICENSE")
+COPIED = ("aiote", "aiote_native", "bench", "meson.build", "pyproject.toml", "README.md", "LICENSE")
 GUEST = ("tools/guest", "--how", "uml", "--nics", "4", "--")
 TEST_S = 60
 RUN_S = 600
@@ -87,12 +87,23 @@ def build() -> None:
     command += [f"-Cbuild-dir={WORK / 'build'}", str(WORK / "source")]
     subprocess.run(command, env=environment("new"), check=True, timeout=RUN_S)
     check = "import aiote, sys; sys.exit(0 if aiote.__file__.startswith(sys.argv[1]) else 'another aiote is imported')"
-    subprocess.run([sys.executable, "-c", check, str(WORK)], env=environment("new"), check=True, timeout=RUN_S)
+    subprocess.run([sys.executable, "-P", "-c", check, str(WORK)], env=environment("new"), check=True, timeout=RUN_S)
 
 
 def run(tests: list[str], library: str) -> tuple[int | None, str]:
     """Run tests until one fails; return pytest's status, None for a hang, and what it said."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--timeout={TEST_S}", *tests]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        f"--timeout={TEST_S}",
+        *tests,
+    ]
     # What `make test` leaves out must not be what notices.
     command += CHOICES["guest" if library == "verbs" else "newest"]
     if library == "verbs":

@@ -52,14 +52,15 @@ LONG = {
     "hostile": "--seconds 120",
     "fuzz": "--seconds 120",
     "sanitize": "",
+    "test-wheel": "",
     "mutants": "",
 }
 # What `--check` runs: two lanes of what opens no engine on a library and needs nothing that is installed beside Python.
 CHECKED = "not (libfabric or needs_gpu or needs_rdma or needs_namespaces or needs_etcd or needs_browser)"
-CHECK_LANES = ("core docs lint fuzz engine control", "native kvcache testing rails demo")
+CHECK_LANES = ("core docs lint fuzz engine control", "native kvcache discovery service testing rails demo")
 # What of these takes seconds each: it starts processes, or draws many examples.
 CHECK_LEAVES_OUT = """
-    core/test_failover_schedules.py engine/test_engine_departed.py kvcache/test_embedded_registry.py
+    core/test_failover_schedules.py engine/test_engine_departed.py discovery/test_embedded_registry.py
     kvcache/test_transfer_faults.py kvcache/test_transfer_ranks.py kvcache/test_transfer_storm.py
     lint/test_combinations.py lint/test_detectors.py lint/test_failing.py lint/test_sparing.py lint/test_stubs.py
     native/test_interleavings.py native/test_streams.py rails/test_doctor.py rails/test_info_command.py
@@ -131,7 +132,7 @@ def checked(
         aside.write(f"\n{'=' * 100}\n== {title}\n{'=' * 100}\n")
         aside.flush()
     status = subprocess.run(
-        [sys.executable, "-m", "pytest", f"--junit-xml={path}", *arguments, *given],
+        [sys.executable, "-P", "-m", "pytest", f"--junit-xml={path}", *arguments, *given],
         cwd=ROOT,
         env={**os.environ, "AIOTE_LIBFABRIC": str(library)},
         stdin=subprocess.DEVNULL,
@@ -158,8 +159,8 @@ def in_guest(aside: IO[str], given: Sequence[str], *choice: str) -> Outcome:
         detail = "VERBS AND NETEM NOT RUN: THERE IS NO GUEST HERE, why is said above; `make test-guest` tries again"
         return Outcome(name, True, detail, time.monotonic() - started)
     path = fresh("guest")
-    pytest = [sys.executable, "-m", "pytest", f"--junit-xml={path}", *choice, "-m", NEEDS_GUEST, *given]
-    patient = ["env", f"AIOTE_HEARTBEAT_LIMIT={GUEST_HEARTBEAT_LIMIT_S}"]
+    pytest = [sys.executable, "-P", "-m", "pytest", f"--junit-xml={path}", *choice, "-m", NEEDS_GUEST, *given]
+    patient = ["env", f"AIOTE_HEARTBEAT_TIMEOUT={GUEST_HEARTBEAT_LIMIT_S}"]
     status = subprocess.run(
         [*guest, "--nics", "4", "--", *patient, *pytest], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=aside, stderr=aside
     ).returncode

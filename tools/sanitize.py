@@ -102,6 +102,7 @@ def run(sanitizer: Sanitizer, given: list[str]) -> int:
     print(f"== {sanitizer.name}: {sanitizer.flags}", flush=True)
     command = [
         sys.executable,
+        "-P",
         "-m",
         "pytest",
         "-q",

@@ -31,8 +31,9 @@ from common import Arena, Options, serve
 from kvcache import PAGE_TOKENS, Job, Numbers, Service
 
 import aiote
-from aiote.kvcache import CacheLayout, Chunk, Decoder, Mailroom, Prefiller
+from aiote.kvcache import CacheLayout, Chunk, Decoder, Prefiller
 from aiote.kvcache import Job as Prompt
+from aiote.service import Mailroom
 
 TAIL_BYTES = 16384
 LAST = b"last"

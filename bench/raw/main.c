@@ -1,5 +1,5 @@
 /* One side of the baseline, driven by lines on standard input and answering in lines of JSON, as every worker of
- * `aiote bench` is (src/aiote/bench/worker.py has the protocol). */
+ * `aiote bench` is (aiote/bench/worker.py has the protocol). */
 #include "raw.h"
 
 #include <sched.h>

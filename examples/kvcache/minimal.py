@@ -5,7 +5,8 @@ import asyncio
 import numpy as np
 
 import aiote
-from aiote.kvcache import CacheLayout, Decoder, Mailroom, Prefiller
+from aiote.kvcache import CacheLayout, Decoder, Prefiller
+from aiote.service import Mailroom
 
 LAYOUT = CacheLayout(layers=4, kv_heads=2, head_size=32, page_tokens=16, dtype="float32")
 SHAPE = (LAYOUT.layers, 64, *LAYOUT.page_shape(1))  # a cache of 64 pages a layer, for a group of one rank

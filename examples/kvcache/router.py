@@ -41,7 +41,9 @@ from starlette.routing import Route
 import aiote
 import serving
 from aiote.cli.demo import tokens
-from aiote.kvcache import Mailroom, Member, NoMember, RegistryServer, Router
+from aiote.discovery import Member, RegistryServer
+from aiote.kvcache import NoMember, Router
+from aiote.service import Mailroom
 from serving import Answer, Calls, Emit, Refused
 from watching import Watcher
 

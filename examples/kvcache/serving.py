@@ -34,7 +34,8 @@ import aiote
 from aiote.cli.demo.child import leave_with_parent
 from aiote.cli.demo.faults import DemoError, leaves
 from aiote.cli.demo.settings import Settings
-from aiote.kvcache import EmbeddedRegistry, Mailroom, Member, Registry, Role, Seat
+from aiote.discovery import EmbeddedRegistry, Member, Registry, Role, Seat
+from aiote.service import Mailroom
 
 TOKEN = "KVCACHE_TOKEN"
 BODY_BYTES = 1 << 20

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import httpx
 
-from aiote.kvcache import Member, RegistryServer
+from aiote.discovery import Member, RegistryServer
 
 if TYPE_CHECKING:
     from router import Front

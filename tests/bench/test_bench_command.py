@@ -18,7 +18,7 @@ from aiote.bench.work import OPS, Work
 from aiote.cli import main
 from machine import LONG
 
-AIOTE = [sys.executable, "-m", "aiote", "bench"]
+AIOTE = [sys.executable, "-P", "-m", "aiote", "bench"]
 QUICK = ["--runs", "2", "--seconds", "0.02"]
 # Each kind of work at one size; the sizes of a real measurement only fill and check more memory.
 ONE_SIZE = [] if LONG else ["--sizes", "16K"]
@@ -210,8 +210,6 @@ def test_what_is_refused_before_anything_is_started(arguments, why, capfd):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("write", "--provider", "nonsense"), "nonsense"),
-        (("raw", "write", "--provider", "nonsense"), "fi_getinfo"),
         (("write", "--connect", "127.0.0.1:1"), "--listen"),
         (("write", "--listen", "--host", "127.0.0.1:99999"), "99999"),
         (("send", "--provider", "shm", "--sizes", "128K", *QUICK), "65536"),
@@ -222,3 +220,14 @@ def test_what_fails_says_why(arguments, why, capfd):
     said = capfd.readouterr().err
     assert why in said
     assert "Traceback" not in said
+
+
+@pytest.mark.libfabric
+@pytest.mark.one_library
+@pytest.mark.parametrize("command", [("write",), ("raw", "write"), ("compare",)], ids=" ".join)
+def test_a_provider_that_is_not_there_is_explained_before_anything_runs(command, capfd):
+    assert main(["bench", *command, "--provider", "nonsense"]) == 2
+    said = capfd.readouterr()
+    assert "provider='nonsense'" in said.err
+    assert "offers none of that name on this machine; fi_info -l lists" in said.err
+    assert (said.out, "Traceback" in said.err) == ("", False)

@@ -125,7 +125,7 @@ esac
 def test_what_fails_says_why(tmp_path, client, server, why):
     """With programs that fail in its place, on a tree that has a port."""
     serve = "import socket, sys, time; kept = socket.create_server((str(), int(sys.argv[1]))); time.sleep(9)"
-    listen = f"exec {sys.executable} -c '{serve}' $last"
+    listen = f"exec {sys.executable} -P -c '{serve}' $last"
     text = LISTENS.format(client=client, server=server.replace("{listen}", listen))
     for name in ("ib_write_bw", "ib_write_lat"):
         program(tmp_path / name, text)
@@ -140,7 +140,7 @@ def speak(folder: Path) -> list[dict[str, object]]:
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
     sides = {
         role: subprocess.Popen(
-            [sys.executable, "-c", f"from types import SimpleNamespace as N; {stub}", "--role", role, *REST],
+            [sys.executable, "-P", "-c", f"from types import SimpleNamespace as N; {stub}", "--role", role, *REST],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -13,7 +13,7 @@ import pytest
 
 from aiote.bench.contestants import Contestant, Setting
 from aiote.bench.measure import Entry, Plan, arena_for, measure
-from aiote.bench.remote import Connection, Listener, parse_place, told
+from aiote.bench.remote import Listener, WorkerConnection, parse_place, told
 from aiote.bench.sides import BenchError, LocalSide, Pair, Unsupported
 from aiote.bench.statistics import Spread
 from aiote.bench.work import Work
@@ -246,7 +246,7 @@ def listener():
 
 
 def test_a_target_on_another_machine(listener):
-    connection = Connection(*listener.server_address)
+    connection = WorkerConnection(*listener.server_address)
     assert connection.local_host == "127.0.0.1"
     target = connection.spawn("aiote", "aiote", Setting("tcp", library="/only/here.so"))
     with Pair("aiote", target, fake()) as made:
@@ -260,11 +260,11 @@ def test_a_stranger_is_told_why_and_the_listener_goes_on(listener):
     with socket.create_connection(listener.server_address) as sock:
         sock.sendall(b'{"kind": "shell"}\n')
         assert b"error" in sock.makefile("rb").readline()
-    assert Connection(*listener.server_address).local_host
+    assert WorkerConnection(*listener.server_address).local_host
 
 
 def test_the_worker_ends_with_its_connection(listener):
-    connection = Connection(*listener.server_address)
+    connection = WorkerConnection(*listener.server_address)
     target = connection.spawn("raw", "raw", Setting("tcp"))
     target.hear()
     target.close()
@@ -276,14 +276,14 @@ def test_the_worker_ends_with_its_connection(listener):
 
 def test_other_libraries_are_not_started_elsewhere(listener):
     with pytest.raises(BenchError, match="one machine"):
-        Connection(*listener.server_address).spawn("nixl", "other", Setting("tcp"))
+        WorkerConnection(*listener.server_address).spawn("nixl", "other", Setting("tcp"))
 
 
 def test_nobody_listens():
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = server.getsockname()
     with pytest.raises(BenchError, match="--listen"):
-        Connection(*place)
+        WorkerConnection(*place)
 
 
 def test_others_are_read_from_lines(tmp_path):

@@ -15,7 +15,7 @@ from aiote.bench.perftest import available
 from aiote.bench.sides import BenchError
 from aiote.bench.work import OPS
 
-AIOTE = [sys.executable, "-m", "aiote", "bench"]
+AIOTE = [sys.executable, "-P", "-m", "aiote", "bench"]
 # A guest may take many times as long as a machine for all of this.
 QUICK = ["--runs", "1", "--seconds", "0.02", "--mode", "event"]
 NONE_HERE = Path("/sys/class/infiniband")

@@ -27,7 +27,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 def limited(**more: float) -> aiote.EngineConfig:
     """Return settings in which the heartbeat's limit is far from the connection's."""
-    return aiote.EngineConfig(connect_timeout=TIMEOUT_S, **{"heartbeat_limit": 1000.0, **more})
+    return aiote.EngineConfig(connect_timeout=TIMEOUT_S, **{"heartbeat_timeout": 1000.0, **more})
 
 
 def port_of(server: Any) -> int:
@@ -69,10 +69,10 @@ async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, un
 
 
 @pytest.mark.parametrize("serve", [silent, silent_after_the_challenge, silent_after_the_welcome])
-@pytest.mark.parametrize("heartbeat_limit", [1.5, 1000.0])
-async def test_an_attempt_at_what_falls_silent_ends_by_it(serve, heartbeat_limit):
+@pytest.mark.parametrize("heartbeat_timeout", [1.5, 1000.0])
+async def test_an_attempt_at_what_falls_silent_ends_by_it(serve, heartbeat_timeout):
     with Fabric() as fabric:
-        async with fabric.open_engine(config=limited(heartbeat_limit=heartbeat_limit)) as engine:
+        async with fabric.open_engine(config=limited(heartbeat_timeout=heartbeat_timeout)) as engine:
             async with await asyncio.start_server(serve, "127.0.0.1") as server:
                 started = fabric.now
                 with pytest.raises(aiote.PeerError, match=r"no connection was made within 7\.0 s"):

@@ -101,7 +101,7 @@ async def test_to_a_name_that_is_not_there():
 async def test_to_a_port_that_accepts_and_says_nothing():
     with anyio.fail_after(PATIENCE_S), socket.create_server(("127.0.0.1", 0)) as silent:
         async with opened("tcp", connect_timeout=SHORT_S) as engine:
-            with pytest.raises(aiote.PeerError, match=r"no connection was made within 0\.3 s"):
+            with pytest.raises(aiote.ConnectTimeoutError, match=r"no connection was made within 0\.3 s"):
                 await engine.connect(f"127.0.0.1:{silent.getsockname()[1]}")
             assert engine.peers == ()
 
@@ -114,7 +114,7 @@ async def test_to_a_port_that_does_not_accept():
             filler.setblocking(False)
             filler.connect_ex(full.getsockname())
         async with opened("tcp", connect_timeout=SHORT_S) as engine:
-            with pytest.raises(aiote.PeerError, match=r"did not answer within 0\.3 s"):
+            with pytest.raises(aiote.ConnectTimeoutError, match=r"did not answer within 0\.3 s"):
                 await engine.connect(f"127.0.0.1:{full.getsockname()[1]}")
         for filler in fillers:
             filler.close()
@@ -186,7 +186,7 @@ async def test_to_an_engine_that_falls_silent(step):
 
     with anyio.fail_after(PATIENCE_S):
         async with opened("tcp", connect_timeout=SHORT_S) as engine, impostor(serve) as place:
-            with pytest.raises(aiote.PeerError, match=r"no connection was made within 0\.3 s"):
+            with pytest.raises(aiote.ConnectTimeoutError, match=r"no connection was made within 0\.3 s"):
                 await engine.connect(place)
             assert engine.peers == ()
 
@@ -206,7 +206,7 @@ async def test_engines_without_a_rail_in_common():
         async with opened("tcp", connect_timeout=NEVER_S) as left, opened("shm", connect_timeout=NEVER_S) as right:
             right.listen_events(told.append)
             for one, other in ((left, right), (right, left)):
-                with pytest.raises(aiote.PeerError, match="no rail in common: .*tcp.*shm|shm.*tcp") as caught:
+                with pytest.raises(aiote.PeerRefusedError, match="no rail in common: .*tcp.*shm|shm.*tcp") as caught:
                     await one.connect(other.address)
                 assert str(caught.value).count(str(other.address)) == 1
             await until(lambda: told)
@@ -299,7 +299,7 @@ async def test_an_engine_closed_while_it_connects(who):
 
             async def connect(left: aiote.Engine = left, right: aiote.Engine = right, ended: list[str] = ended) -> None:
                 try:
-                    await (await left.connect(right.address)).closed()
+                    await (await left.connect(right.address)).wait_closed()
                     ended.append("connected")
                 except (aiote.PeerError, aiote.ClosedError) as error:
                     ended.append(str(error))

@@ -12,13 +12,13 @@ import pytest
 
 import aiote
 from aiote.aio import current_loop
-from aiote.heartbeats import Heartbeats
+from aiote.links.heartbeats import HeartbeatTimer
 from aiote.testing import Fabric, run
 from engines import LOST_SOON, PATIENCE_S, go_round, linked, opened, pair, served_by_process, until
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
-SILENT = f"it has been silent for {LOST_SOON['heartbeat_limit']} s"
+SILENT = f"it has been silent for {LOST_SOON['heartbeat_timeout']} s"
 NEVER_S = 1000.0
 """A heartbeat limit that no test waits for: what ends sooner did not end by it."""
 
@@ -30,14 +30,14 @@ async def test_a_stopped_peer_is_lost(provider, child):
     stopped = child()
     told: list[aiote.Event] = []
     with anyio.fail_after(PATIENCE_S):
-        await stopped.open(provider, size=8 << 20, heartbeat_limit=NEVER_S)
+        await stopped.open(provider, size=8 << 20, heartbeat_timeout=NEVER_S)
         async with opened(provider, **LOST_SOON) as engine:
             engine.listen_events(told.append)
             peer = await engine.connect(stopped.address)
             await stopped.stop()
             stuck = engine.submit_write(engine.register(bytearray(8 << 20)), engine.attach(stopped.descriptor))
             # A write that stands still may be noticed as soon as the silence.
-            reason = await peer.closed()
+            reason = await peer.wait_closed()
             assert reason == SILENT or "has stood still" in reason
             with pytest.raises(aiote.TransferError, match=rf"write of 8388608 bytes.*{re.escape(reason)}") as caught:
                 await stuck
@@ -71,8 +71,8 @@ def test_silence_is_found_at_the_limit(seed):
             await anyio.sleep(seed / 3)
             fabric.partition(silent)
             stopped = fabric.now
-            assert await peer.closed() == SILENT
-            before = LOST_SOON["heartbeat_limit"] - (fabric.now - stopped)
+            assert await peer.wait_closed() == SILENT
+            before = LOST_SOON["heartbeat_timeout"] - (fabric.now - stopped)
             assert 0 <= before <= 2 * LOST_SOON["heartbeat_interval"]
             with pytest.raises(aiote.PeerError, match="silent"):
                 await engine.send(peer, b"x")
@@ -85,10 +85,10 @@ async def test_the_stopped_side_does_not_lose_its_peers(child):
     stopped = child()
     with anyio.fail_after(PATIENCE_S):
         await stopped.open("tcp", **LOST_SOON)
-        async with opened("tcp", heartbeat_interval=0.1, heartbeat_limit=NEVER_S) as engine:
+        async with opened("tcp", heartbeat_interval=0.1, heartbeat_timeout=NEVER_S) as engine:
             peer = await engine.connect(stopped.address)
             await stopped.stop()
-            await anyio.sleep(LOST_SOON["heartbeat_limit"] + 0.3)
+            await anyio.sleep(LOST_SOON["heartbeat_timeout"] + 0.3)
             stopped.resume()
             await anyio.sleep(2 * LOST_SOON["heartbeat_interval"])
             assert (await stopped.ask("peers"))["peers"] == [str(engine.address)]
@@ -99,11 +99,11 @@ async def test_the_stopped_side_does_not_lose_its_peers(child):
 async def test_a_loop_that_is_busy_itself_does_not_lose_its_peers(child):
     calm = child()
     with anyio.fail_after(PATIENCE_S):
-        await calm.open("tcp", heartbeat_interval=0.1, heartbeat_limit=NEVER_S)
+        await calm.open("tcp", heartbeat_interval=0.1, heartbeat_timeout=NEVER_S)
         async with linked("tcp", **LOST_SOON) as (left, right):
             await left.connect(calm.address)
             before = set(left.peers)
-            time.sleep(LOST_SOON["heartbeat_limit"] + 0.3)
+            time.sleep(LOST_SOON["heartbeat_timeout"] + 0.3)
             await anyio.sleep(2 * LOST_SOON["heartbeat_interval"])
             assert set(left.peers) == before
             assert len(left.peers) == 2
@@ -118,7 +118,7 @@ async def idle_peers_stay(*providers: str) -> None:
     async with AsyncExitStack() as stack:
         pairs = [await stack.enter_async_context(linked(provider, **LOST_SOON)) for provider in providers]
         before = [left.peers + right.peers for left, right in pairs]
-        await anyio.sleep(LOST_SOON["heartbeat_limit"] + 0.3)
+        await anyio.sleep(LOST_SOON["heartbeat_timeout"] + 0.3)
         assert [left.peers + right.peers for left, right in pairs] == before
         assert {len(peers) for peers in before} == {2}
 
@@ -134,7 +134,7 @@ async def test_idle_peers_stay_over_nics(provider):
 
 @pytest.mark.virtual_time
 async def test_idle_peers_stay_for_many_times_the_limit():
-    async with linked("sim", heartbeat_interval=0.1, heartbeat_limit=0.6) as (left, right):
+    async with linked("sim", heartbeat_interval=0.1, heartbeat_timeout=0.6) as (left, right):
         before = left.peers + right.peers
         await anyio.sleep(50)
         assert left.peers + right.peers == before
@@ -145,8 +145,8 @@ async def test_idle_peers_stay_for_many_times_the_limit():
 @pytest.mark.parametrize("dials", ["quick", "slow"])
 async def test_engines_of_different_patience(dials):
     """Each speaks as often as the other wants to hear, however rarely it would by itself."""
-    async with opened("sim", heartbeat_interval=0.05, heartbeat_limit=0.4) as quick:
-        async with opened("sim", heartbeat_interval=5, heartbeat_limit=60) as slow:
+    async with opened("sim", heartbeat_interval=0.05, heartbeat_timeout=0.4) as quick:
+        async with opened("sim", heartbeat_interval=5, heartbeat_timeout=60) as slow:
             here, there = (quick, slow) if dials == "quick" else (slow, quick)
             peer = await here.connect(there.address)
             await anyio.sleep(60)
@@ -158,16 +158,16 @@ async def test_engines_of_different_patience(dials):
 async def test_one_timer_serves_all_peers(monkeypatch):
     """None while there is nobody; one for all; none again when all are gone, and it starts anew for the next."""
     running: list[int] = []
-    run = Heartbeats._run
+    run = HeartbeatTimer._run
 
-    async def counted(self: Heartbeats) -> None:
+    async def counted(self: HeartbeatTimer) -> None:
         running.append(1)
         try:
             await run(self)
         finally:
             running.pop()
 
-    monkeypatch.setattr(Heartbeats, "_run", counted)
+    monkeypatch.setattr(HeartbeatTimer, "_run", counted)
     with anyio.fail_after(PATIENCE_S):
         async with opened("tcp") as engine:
             for _ in range(2):
@@ -189,7 +189,7 @@ async def test_an_interval_that_no_network_keeps_is_refused():
 async def test_one_lost_peer_harms_no_other(child):
     stopped = child()
     with anyio.fail_after(PATIENCE_S):
-        await stopped.open("tcp", heartbeat_limit=NEVER_S)
+        await stopped.open("tcp", heartbeat_timeout=NEVER_S)
         async with pair("tcp", **LOST_SOON) as (left, right):
             lost = await left.connect(stopped.address)
             await left.connect(right.address)
@@ -212,10 +212,10 @@ async def test_a_peer_that_goes_without_a_word(child):
     killed = child()
     with anyio.fail_after(PATIENCE_S):
         await killed.open("tcp")
-        async with opened("tcp", heartbeat_limit=NEVER_S) as engine:
+        async with opened("tcp", heartbeat_timeout=NEVER_S) as engine:
             peer = await engine.connect(killed.address)
             killed.kill()
-            assert await peer.closed()
+            assert await peer.wait_closed()
 
 
 @pytest.mark.anyio
@@ -232,7 +232,7 @@ async def test_a_beat_that_fails_stops_no_other(monkeypatch):
         return now + 0.001
 
     with anyio.fail_after(PATIENCE_S):
-        heartbeats = Heartbeats(current_loop())
+        heartbeats = HeartbeatTimer(current_loop())
         heartbeats.add(fails)
         heartbeats.add(works)
         await until(lambda: len(beats) > 3)

@@ -19,14 +19,14 @@ NEVER_S = 1000.0
 
 def named(provider: str, port: int = 0):
     """Open an engine that has the same name in every life."""
-    return opened(provider, identity=NAME, port=port, heartbeat_limit=NEVER_S)
+    return opened(provider, identity=NAME, port=port, heartbeat_timeout=NEVER_S)
 
 
 @pytest.mark.anyio
 @each_provider
 async def test_a_stale_address_is_refused_at_once(provider):
     with anyio.fail_after(PATIENCE_S):
-        async with opened(provider, heartbeat_limit=NEVER_S) as left:
+        async with opened(provider, heartbeat_timeout=NEVER_S) as left:
             async with named(provider) as first:
                 stale = first.address
                 memory = first.register(bytearray(64)).descriptor
@@ -50,13 +50,13 @@ async def test_a_stale_address_is_refused_at_once(provider):
 @each_provider
 async def test_a_restarted_peer_connects_anew(provider):
     with anyio.fail_after(PATIENCE_S):
-        async with opened(provider, heartbeat_limit=NEVER_S) as left:
+        async with opened(provider, heartbeat_timeout=NEVER_S) as left:
             first = await named(provider)
             before = await left.connect(first.address)
             attached = left.attach(first.register(bytearray(64)).descriptor)
             await left.write(left.register(bytes(64)), attached)
             await first.aclose()
-            assert await before.closed()
+            assert await before.wait_closed()
             async with named(provider, first.address.port) as second:
                 after = await left.connect(second.address)
                 assert after is not before
@@ -79,8 +79,8 @@ async def test_a_new_incarnation_ends_what_the_old_one_left(provider, dialled_by
     """The old life is stopped, so that nothing but the new one tells of its end."""
     old = child()
     with anyio.fail_after(PATIENCE_S):
-        await old.open(provider, size=8 << 20, identity=NAME, heartbeat_limit=NEVER_S)
-        async with opened(provider, heartbeat_limit=NEVER_S) as left:
+        await old.open(provider, size=8 << 20, identity=NAME, heartbeat_timeout=NEVER_S)
+        async with opened(provider, heartbeat_timeout=NEVER_S) as left:
             before = await left.connect(old.address)
             await old.stop()
             memory = left.register(bytearray(8 << 20))
@@ -94,7 +94,7 @@ async def test_a_new_incarnation_ends_what_the_old_one_left(provider, dialled_by
                 for transfer in stuck:
                     with pytest.raises(aiote.TransferError, match="of 8388608 bytes.*a new incarnation of it"):
                         await transfer
-                assert "restarted" in await before.closed()
+                assert "restarted" in await before.wait_closed()
                 await until(lambda: [peer.address for peer in left.peers] == [new.address])
                 await left.send(new.address, b"to the new one")
                 assert (await new.recv()).data == b"to the new one"
@@ -119,7 +119,9 @@ async def test_a_claimed_address_is_not_where_a_peer_is_reached():
     """One that says that it listens where another does is not taken for that one."""
     with anyio.fail_after(PATIENCE_S):
         async with opened("socket") as left, opened("socket") as liar, opened("socket") as honest:
-            liar._address = dataclasses.replace(liar.address, host=honest.address.host, port=honest.address.port)
+            liar._runtime.address = dataclasses.replace(
+                liar.address, host=honest.address.host, port=honest.address.port
+            )
             await liar.connect(left.address)
             await until(lambda: left.peers)
             place = f"{honest.address.host}:{honest.address.port}"
@@ -143,7 +145,7 @@ async def test_a_peer_that_has_dialled_us_is_found_at_its_place():
 @pytest.mark.anyio
 async def test_another_engine_on_the_same_port_is_not_taken_for_the_old_one():
     with anyio.fail_after(PATIENCE_S):
-        async with opened("tcp", heartbeat_limit=NEVER_S) as left:
+        async with opened("tcp", heartbeat_timeout=NEVER_S) as left:
             async with opened("tcp") as first:
                 stale = first.address
             async with opened("tcp", port=stale.port) as second:

@@ -114,7 +114,7 @@ async def test_nonsense_that_only_time_tells(provider, capfd):
 async def test_a_rail_that_leads_nowhere(capfd):
     """It is taken for a peer, for all that it said was well-formed; its end is told as any peer's."""
     with anyio.fail_after(PATIENCE_S):
-        async with opened("tcp", heartbeat_limit=NEVER_S) as engine:
+        async with opened("tcp", heartbeat_timeout=NEVER_S) as engine:
             insider = Insider()
             with insider.socket:
                 await insider.dial(engine.address)
@@ -130,7 +130,7 @@ async def test_a_rail_that_leads_nowhere(capfd):
                 await until(lambda: engine.peers)
                 (peer,) = engine.peers
                 sent = engine.submit_send(peer, b"to nobody")
-            assert await peer.closed()
+            assert await peer.wait_closed()
             with pytest.raises((aiote.TransferError, aiote.PeerError)):
                 await sent
     assert capfd.readouterr().err == ""

@@ -16,25 +16,25 @@ from control_peers import Pair
 from engines import PATIENCE_S, linked, opened, served_on, until
 
 TWO_RAILS = ["127.0.0.1"] * 2
-OFTEN = {"heartbeat_interval": 0.1, "heartbeat_limit": 10.0}
+OFTEN = {"heartbeat_interval": 0.1, "heartbeat_timeout": 10.0}
 
 
 def messages(session, far, monkeypatch, mistake):
-    monkeypatch.setattr(session.failover, "hear", mistake)
-    far.failover._send(RailDown(0, 0, "", ()))
+    monkeypatch.setattr(session.channels, "hear", mistake)
+    far.channels._send(RailDown(0, 0, "", ()))
 
 
 def heartbeats(session, far, monkeypatch, mistake):
-    monkeypatch.setattr(session.failover, "tick", mistake)
+    monkeypatch.setattr(session.channels, "tick", mistake)
 
 
 def notices(session, far, monkeypatch, mistake):
-    monkeypatch.setattr(session.failover, "notice", mistake)
+    monkeypatch.setattr(session.channels, "notice", mistake)
     session.notice(SimpleNamespace(notices=lambda: [(0, 5)]))
 
 
 def rails(session, far, monkeypatch, mistake):
-    monkeypatch.setattr(session.failover, "fail", mistake)
+    monkeypatch.setattr(session.channels, "fail", mistake)
     session.rail_failed(session._link, 0, "pulled", -1)
 
 
@@ -51,11 +51,11 @@ async def test_any_exception_loses_the_peer(kind, broken, monkeypatch):
     with anyio.fail_after(PATIENCE_S):
         async with linked("socket", TWO_RAILS, **OFTEN) as (left, right), opened("socket", TWO_RAILS, **OFTEN) as other:
             await other.connect(left.address)
-            there = left.peer_of(right.address)
-            back = right.peer_of(left.address)
+            there = left._links.find(right.address)
+            back = right._links.find(left.address)
             broken(there.session, back.session, monkeypatch, mistake)
-            assert "on purpose" in await there.closed()
-            assert "on purpose" in await back.closed()
+            assert "on purpose" in await there.wait_closed()
+            assert "on purpose" in await back.wait_closed()
             assert there.link.closed
             assert reported == ([] if kind is aiote.UsageError else [kind])
             assert [peer.address for peer in left.peers] == [other.address]
@@ -69,15 +69,15 @@ async def test_more_words_than_a_frame_holds():
     words = 5000
     with anyio.fail_after(PATIENCE_S):
         async with linked("socket", TWO_RAILS, **OFTEN) as (left, right):
-            there = left.peer_of(right.address)
+            there = left._links.find(right.address)
             seen: list[str] = []
             left.listen_events(lambda event: seen.append(event.name))
-            failover = there.session.failover
-            settles, failover.notice = failover.notice, lambda number, errnum: None
+            channels = there.session.channels
+            settles, channels.notice = channels.notice, lambda number, errnum: None
             for imm in range(words):
-                await left.write_imm(None, there, imm, rail=0)
-            failover.notice = settles
-            failover.fail(0, "on purpose")
+                await left.write_imm(None, there.peer, imm, rail=0)
+            channels.notice = settles
+            channels.fail(0, "on purpose")
             await until(lambda: "rail.back" in seen)
             assert seen == ["rail.failed", "rail.back"]
             for imm in range(words):

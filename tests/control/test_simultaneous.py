@@ -88,7 +88,9 @@ async def test_five_at_once(provider, way, way_back):
     with anyio.fail_after(PATIENCE_S):
         async with AsyncExitStack() as stack:
             # A machine that is busy with something else takes longer than the default limit for all of it.
-            engines = [await stack.enter_async_context(opened(provider, heartbeat_limit=PATIENCE_S)) for _ in range(5)]
+            engines = [
+                await stack.enter_async_context(opened(provider, heartbeat_timeout=PATIENCE_S)) for _ in range(5)
+            ]
             async with anyio.create_task_group() as group:
                 for one, other in itertools.combinations(engines, 2):
                     group.start_soon(connect, one, way(other.address), random.randrange(30))

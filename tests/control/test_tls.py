@@ -151,7 +151,7 @@ async def test_the_wire_is_encrypted(papers):
 
 async def test_more_silent_connections_than_are_held(papers):
     """Those that never begin their TLS handshake count, too: the oldest make room, and a real engine gets through."""
-    config = {"ssl_server": serving(papers.here), "ssl_client": papers.ours.client(), "heartbeat_limit": NEVER_S}
+    config = {"ssl_server": serving(papers.here), "ssl_client": papers.ours.client(), "heartbeat_timeout": NEVER_S}
     with anyio.fail_after(PATIENCE_S), contextlib.ExitStack() as stack:
         async with opened("socket", **config) as left, opened("socket", **config) as right:
             reasons = refusals(right)

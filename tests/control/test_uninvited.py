@@ -143,7 +143,7 @@ async def test_the_seal_covers_what_follows(way, number, what):
             except aiote.PeerError:
                 pass
             else:  # what was changed comes after all that connecting waits for
-                assert await peer.closed()
+                assert await peer.wait_closed()
             await until(lambda: not left.peers and not right.peers)
             reasons = " ".join(str(event.details.get("reason", "")) for event in told)
             assert "wrong tag" in reasons
@@ -246,7 +246,7 @@ async def test_every_connection_has_nonces_of_its_own():
         async with keyed() as left, keyed() as right, relayed(right.address) as relay:
             for _ in range(5):
                 peer = await left.connect(relay.address)
-                peer.connection.end("once more")
+                peer._connection.control.end("once more")
                 await until(lambda: not left.peers and not right.peers)
     first = [decode(way[0][4:]) for kept in relay.said for way in kept]
     assert [type(message) for message in first] == [Hello, Challenge] * 5

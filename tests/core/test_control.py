@@ -17,6 +17,7 @@ from aiote.core.control import (
     State,
 )
 from aiote.core.frames import (
+    AckCounts,
     Arrivals,
     Bye,
     Challenge,
@@ -34,7 +35,6 @@ from aiote.core.frames import (
     Refused,
     Revoke,
     Revoked,
-    Settle,
     Welcome,
     decode,
     encode,
@@ -233,7 +233,7 @@ def test_what_may_come_before_authentication(role: Role, state: State, kind: typ
 
 
 ANYTIME: set[type[Any]] = {Heartbeat, Bye, Failed}
-ABOUT_CHANNELS: set[type[Any]] = {Settle, RailDown, Arrivals, Joined, MailMoved}
+ABOUT_CHANNELS: set[type[Any]] = {AckCounts, RailDown, Arrivals, Joined, MailMoved}
 EXPECTED_AFTERWARDS: dict[State, set[type[Any]]] = {
     State.GREETED: ANYTIME | {Offer},
     State.OFFERED: ANYTIME | {Channel, Revoke, Revoked, Mapped},

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from aiote.core.control import ControlError, ControlProtocol, MessageReceived
 from aiote.core.frames import (
+    AckCounts,
     Arrivals,
     Bye,
     Channel,
@@ -24,7 +25,6 @@ from aiote.core.frames import (
     Ready,
     Revoke,
     Revoked,
-    Settle,
     encode,
     frame,
 )
@@ -36,7 +36,7 @@ LAST_WORDS = (Bye, Failed)
 # A last word comes rarely, so that the states before it are seen for a while.
 KINDS = st.sampled_from([kind for kind in SESSION_KINDS if kind not in LAST_WORDS] * 4 + [*LAST_WORDS])
 OPENING = (Offer, Mapped, Ready)
-ABOUT_CHANNELS = (Settle, RailDown, Arrivals, Joined, MailMoved)
+ABOUT_CHANNELS = (AckCounts, RailDown, Arrivals, Joined, MailMoved)
 
 
 def may_follow(kind: type[Any], said: list[type[Any]]) -> bool:

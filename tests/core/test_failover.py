@@ -18,16 +18,16 @@ from aiote.core.failover import (
     LEDGER_LIMIT,
     OPENING_LIMIT,
     WELL,
+    Account,
     Action,
-    Arrivals,
     ChannelState,
     ChannelStates,
     FailoverError,
     Join,
     Ledger,
     Lose,
-    Mark,
     OpenAgain,
+    Received,
     Reconcile,
     Shut,
     TellArrivals,
@@ -39,7 +39,7 @@ from aiote.errors import UsageError
 
 LIVE, SHUTTING, LEAVING, SHUT, TOLD, DOWN, OPENING, JOINING, LOST = ChannelState
 INITIATOR, ACCEPTOR = Role.INITIATOR, Role.ACCEPTOR
-CAME = Arrivals(((5, 2),), Mark(3, ((5, 6),)))
+CAME = Account(((5, 2),), Received(3, ((5, 6),)))
 
 
 def test_a_ledger_counts_words() -> None:
@@ -57,17 +57,17 @@ def test_a_sender_settles_what_is_over_the_limit() -> None:
     for word in range(LEDGER_LIMIT):
         ledger.confirm(word)
         ledger.confirm(word)
-        assert ledger.settlement() is None
+        assert ledger.counts_to_ack() is None
     ledger.confirm(LEDGER_LIMIT)
-    assert ledger.settlement() == (*((word, 2) for word in range(LEDGER_LIMIT)), (LEDGER_LIMIT, 1))
+    assert ledger.counts_to_ack() == (*((word, 2) for word in range(LEDGER_LIMIT)), (LEDGER_LIMIT, 1))
     assert not ledger.confirmed
-    assert ledger.settlement() is None
+    assert ledger.counts_to_ack() is None
 
 
 def test_a_settlement_may_come_before_what_it_settles() -> None:
     ledger = Ledger()
     ledger.arrive(5)
-    ledger.settle([(5, 3)])
+    ledger.ack_counts([(5, 3)])
     with pytest.raises(FailoverError, match="settled 2 posts more of the word 0x5 than came"):
         ledger.arrivals()
     ledger.arrive(5)
@@ -78,7 +78,7 @@ def test_a_settlement_may_come_before_what_it_settles() -> None:
 @pytest.mark.parametrize("n", [0, -1])
 def test_a_settlement_of_nothing_is_refused(n: int) -> None:
     with pytest.raises(FailoverError, match="at least 1"):
-        Ledger().settle([(5, n)])
+        Ledger().ack_counts([(5, n)])
 
 
 def test_a_peer_that_never_settles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_a_peer_that_never_settles_is_given_up(monkeypatch: pytest.MonkeyPatch) 
 def test_settling_never_changes_the_difference(
     posts: list[tuple[int, bool, bool]], source: random.Random, limit: int
 ) -> None:
-    """Whenever arrivals, completions and Settles are read, what is left says how many of the unconfirmed came."""
+    """Whenever arrivals, completions and AckCounts are read, what is left says how many of the unconfirmed came."""
     sender, receiver = Ledger(limit), Ledger(limit)
     unread: list[tuple[str, object]] = []
     unconfirmed: Counter[int] = Counter()
@@ -108,7 +108,7 @@ def test_settling_never_changes_the_difference(
             unread.append(("arrival", word))
         if arrived and confirmed:
             sender.confirm(word)
-            items = sender.settlement()
+            items = sender.counts_to_ack()
             if items is not None:
                 unread.append(("settle", items))
             assert len(sender.confirmed) <= limit
@@ -118,7 +118,7 @@ def test_settling_never_changes_the_difference(
     source.shuffle(unread)
     for kind, what in unread:
         if kind == "settle":
-            receiver.settle(what)
+            receiver.ack_counts(what)
         else:
             receiver.arrive(what)
     verdicts = reconcile({word: (n, 0) for word, n in unconfirmed.items()}, sender.confirmed, dict(receiver.arrivals()))
@@ -255,22 +255,22 @@ def test_what_is_about_the_past_is_ignored(role: Role, state: ChannelState, even
     one, generation = at(role, state)
     assert EVENTS[event](one, generation - 1) == []
     assert one.state(1) is state
-    assert not one.heard_settle(1, generation - 1)
+    assert not one.heard_ack_counts(1, generation - 1)
 
 
 @pytest.mark.parametrize(("role", "state"), ROADS, ids=str)
 def test_settlements_are_taken_until_the_peer_is_known_to_settle_no_more(role: Role, state: ChannelState) -> None:
     one, generation = at(role, state)
     if state is LOST:
-        assert not one.heard_settle(1, generation)
+        assert not one.heard_ack_counts(1, generation)
         return
     if state in (LIVE, JOINING, SHUTTING, SHUT):
-        assert one.heard_settle(1, generation)
+        assert one.heard_ack_counts(1, generation)
     else:
-        with pytest.raises(FailoverError, match="Settle of channel 1"):
-            one.heard_settle(1, generation)
+        with pytest.raises(FailoverError, match="AckCounts of channel 1"):
+            one.heard_ack_counts(1, generation)
     with pytest.raises(FailoverError):
-        one.heard_settle(1, generation + 1)
+        one.heard_ack_counts(1, generation + 1)
 
 
 def test_what_the_actions_say() -> None:
@@ -318,7 +318,7 @@ def test_channels_that_are_not_there(k: int) -> None:
         lambda: one.heard_down(k, 0, "", 0.0),
         lambda: one.heard_arrivals(k, 0, CAME, 0.0),
         lambda: one.heard_reopen(k, 1, 0.0),
-        lambda: one.heard_settle(k, 0),
+        lambda: one.heard_ack_counts(k, 0),
     ):
         with pytest.raises(FailoverError, match="names channel"):
             violation()

@@ -134,7 +134,7 @@ def the_first_down_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     original = ChannelStates.shut
 
     def shut(self: ChannelStates, k: int) -> list[failover.Action]:
-        return [*original(self, k), Reconcile(k, failover.Arrivals())]
+        return [*original(self, k), Reconcile(k, failover.Account())]
 
     monkeypatch.setattr(ChannelStates, "shut", shut)
 

@@ -11,6 +11,7 @@ from aiote.core.address import Address
 from aiote.core.frames import (
     PLAIN_LIMIT,
     SEALED_LIMIT,
+    AckCounts,
     Arrivals,
     Bye,
     Channel,
@@ -30,7 +31,6 @@ from aiote.core.frames import (
     Ready,
     Refused,
     Seal,
-    Settle,
     WordCount,
     decode,
     encode,
@@ -91,7 +91,7 @@ def test_the_bytes_of_a_message_are_fixed() -> None:
     assert encode(channel).hex() == "11" + "01" + "02" + "00000003" + "00026162" + f"{4:016x}" + f"{5:016x}" + "0000"
     assert encode(Ready()).hex() == "12"
     assert encode(Mapped()).hex() == "19"
-    settle = Settle(1, 2, (WordCount(3, 4),))
+    settle = AckCounts(1, 2, (WordCount(3, 4),))
     assert encode(settle).hex() == "1a" + "01" + "00000002" + "0001" + f"{3:08x}" + f"{4:016x}"
     down = RailDown(1, 2, "r", (MemoryKey(3),))
     assert encode(down).hex() == "1b" + "01" + "00000002" + "000172" + "0001" + f"{3:016x}"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiote.core.frames import Challenge, ControlError, Hello, Proof, Refused, Seal, Welcome, encode
-from aiote.core.handshake import VERSION, Acceptor, HandshakeConfig, Initiator, RefusalCode, Session, refused
+from aiote.core.handshake import VERSION, Acceptor, Established, HandshakeConfig, Initiator, RefusalCode, refused
 from aiote.errors import UsageError
 from control_peers import U64S, address, config, nonces
 
@@ -40,7 +40,7 @@ def test_both_sides_agree_on_the_session(key: bytes | None) -> None:
     assert isinstance(outcome, tuple)
     welcome, theirs = outcome
     ours = initiator.welcomed(welcome)
-    assert isinstance(ours, Session)
+    assert isinstance(ours, Established)
     assert ours.key == theirs.key
     assert (ours.identity, theirs.identity) == (b"\2" * 16, b"\1" * 16)
     assert ours.version == theirs.version == VERSION
@@ -269,7 +269,7 @@ def test_a_source_of_too_short_nonces_is_refused(drawn: Any) -> None:
 def test_secrets_are_not_shown() -> None:
     assert "cluster" not in repr(config(1, key=b"s3cret"))
     assert "s3cret" not in repr(config(1, key=b"s3cret"))
-    assert "s3cret" not in repr(Session(b"i" * 16, 1, 1, b"s3cret"))
+    assert "s3cret" not in repr(Established(b"i" * 16, 1, 1, b"s3cret"))
 
 
 def test_every_refusal_says_something_of_its_own() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote.core.heartbeat import Heartbeat
+from aiote.core.heartbeat import HeartbeatClock
 from aiote.errors import UsageError
 
 INTERVAL, LIMIT = 1.0, 4.0
@@ -14,7 +14,7 @@ INTERVAL, LIMIT = 1.0, 4.0
 QUARTERS = st.integers(0, 60).map(lambda quarters: quarters / 4)
 
 
-def listening(beat: Heartbeat, start: float, stop: float, step: float = 0.25) -> float | None:
+def listening(beat: HeartbeatClock, start: float, stop: float, step: float = 0.25) -> float | None:
     """Look again and again, never an interval apart; return when the peer was first found expired."""
     now = start
     while now <= stop:
@@ -24,15 +24,15 @@ def listening(beat: Heartbeat, start: float, stop: float, step: float = 0.25) ->
     return None
 
 
-def started(at: float = 0.0) -> Heartbeat:
-    beat = Heartbeat(INTERVAL, LIMIT)
+def started(at: float = 0.0) -> HeartbeatClock:
+    beat = HeartbeatClock(INTERVAL, LIMIT)
     beat.heard(at)
     beat.sent(at)
     return beat
 
 
 def test_a_heartbeat_is_due_every_interval() -> None:
-    beat = Heartbeat(INTERVAL, LIMIT)
+    beat = HeartbeatClock(INTERVAL, LIMIT)
     assert beat.due(10.0)
     assert beat.due(10.0)
     beat.sent(10.0)
@@ -43,7 +43,7 @@ def test_a_heartbeat_is_due_every_interval() -> None:
 def test_a_heartbeat_is_due_as_often_as_the_peer_wants_it() -> None:
     """That says nothing of when the peer expires, or of how often this side has to look."""
     for told in (0.25, 3.0):
-        beat = Heartbeat(INTERVAL, LIMIT, told)
+        beat = HeartbeatClock(INTERVAL, LIMIT, told)
         beat.sent(10.0)
         assert beat.next_deadline(10.0) == 10.0 + min(told, INTERVAL / 2)
         assert not beat.due(10.0 + told - 0.125)
@@ -83,7 +83,7 @@ def test_a_silent_peer_expires_at_the_limit_and_not_before(start: float) -> None
 
 @given(QUARTERS)
 def test_the_first_call_of_any_kind_counts_as_hearing(start: float) -> None:
-    assert listening(Heartbeat(INTERVAL, LIMIT), start, start + 10) == start + LIMIT
+    assert listening(HeartbeatClock(INTERVAL, LIMIT), start, start + 10) == start + LIMIT
 
 
 def test_any_sign_of_life_starts_the_silence_anew() -> None:
@@ -183,7 +183,7 @@ def test_a_shell_that_follows_the_deadlines_is_not_taken_for_stalled(lateness: l
 )
 def test_deadlines_are_never_missed_between_two_looks(calls: list[tuple[str, float]]) -> None:
     """Whatever was called before: until the deadline nothing is due and nobody expires."""
-    beat, now = Heartbeat(INTERVAL, LIMIT), 0.0
+    beat, now = HeartbeatClock(INTERVAL, LIMIT), 0.0
     for name, step in calls:
         now += step
         getattr(beat, name)(now)
@@ -219,4 +219,4 @@ def test_a_clock_that_goes_back_is_held() -> None:
 )
 def test_senseless_times_are_refused(interval: float, limit: float) -> None:
     with pytest.raises(UsageError, match="0 < interval < limit"):
-        Heartbeat(interval, limit)
+        HeartbeatClock(interval, limit)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiote.core import recovery
-from aiote.core.failover import Arrivals, FailoverError, Mark
+from aiote.core.failover import Account, FailoverError, Received
 from aiote.core.recovery import MessageNumbers, Post, Recovery, Work, cancel, settled, take_over
 
 WORD = 5
@@ -19,8 +19,8 @@ def counted(*works: Work) -> list[Post]:
     return [Post(work, f"bytes {at}", word=WORD) for at, work in enumerate(works)]
 
 
-def came(n: int, word: int = WORD) -> Arrivals:
-    return Arrivals(((word, n),) if n else ())
+def came(n: int, word: int = WORD) -> Account:
+    return Account(((word, n),) if n else ())
 
 
 def immediates(posts: list[Post]) -> list[Post]:
@@ -45,7 +45,7 @@ def test_uncounted_posts_are_posted_again() -> None:
     work, gone = Work(), Work()
     write, dropped = Post(work, "bytes"), Post(gone, "bytes")
     cancel(gone)
-    assert take_over([write, dropped], {}, Arrivals()) == [write]
+    assert take_over([write, dropped], {}, Account()) == [write]
     assert (work.open, gone.open) == (1, 0)
 
 
@@ -65,7 +65,7 @@ def test_the_missing_count_waits_for_the_last_rewrite() -> None:
 def test_a_lost_rewrite_is_posted_again() -> None:
     work = Work()
     (rewrite,) = take_over(counted(work), {}, came(0))
-    assert take_over([rewrite], {}, Arrivals()) == [rewrite]
+    assert take_over([rewrite], {}, Account()) == [rewrite]
     (missing,) = settled(rewrite)
     settled(missing)
     assert work.open == 0
@@ -161,7 +161,7 @@ def test_messages_are_sent_again_only_if_they_did_not_arrive() -> None:
     works = [Work() for _ in range(4)]
     posts = [Post(work, "text", number=number) for work, number in zip(works, (2, 3, 4, 5), strict=True)]
     cancel(works[1])
-    assert take_over(posts, {}, Arrivals((), Mark(2, ((5, 7),)))) == posts[1:3]
+    assert take_over(posts, {}, Account((), Received(2, ((5, 7),)))) == posts[1:3]
     assert [work.open for work in works] == [0, 1, 1, 0]
 
 
@@ -212,7 +212,7 @@ def test_each_message_is_new_once(numbers: list[int], cut: int) -> None:
     assert mark.high == next(number for number in range(30) if number + 1 not in numbers[:cut])
     for number in numbers[cut:]:
         assert taken.arrive(number)
-    assert taken.mark() == Mark(29, ())
+    assert taken.mark() == Received(29, ())
 
 
 def test_numbers_of_no_message() -> None:

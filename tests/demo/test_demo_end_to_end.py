@@ -22,7 +22,7 @@ LONG = ["--layers", "4", "--requests", "2", "--new-tokens", "4"]
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "aiote", "demo", "kvcache", *arguments]
+    return [sys.executable, "-P", "-m", "aiote", "demo", "kvcache", *arguments]
 
 
 def demo(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
@@ -82,7 +82,7 @@ def test_rdma_devices_say_the_same(tcp, provider, monkeypatch):
 def test_auto_reads_standard_input_and_weights_from_a_file(tcp, tmp_path):
     """The same prompt and the same weights by another way give the same answers, seen by a person."""
     path = tmp_path / "w.safetensors"
-    made = [sys.executable, "-m", "aiote", "demo", "weights", str(path), "--layers", "2"]
+    made = [sys.executable, "-P", "-m", "aiote", "demo", "weights", str(path), "--layers", "2"]
     assert subprocess.run(made, capture_output=True, timeout=60).returncode == 0
     done = demo("--prompt-file", "-", "--weights", str(path), *SMALL[2:], stdin=TEXT.encode())
     assert (done.returncode, done.stderr) == (0, b"")

@@ -17,7 +17,8 @@ from aiote.cli.demo.mail import Mail, open_mail
 from aiote.cli.demo.pages import RequestCache
 from aiote.cli.demo.prefill import PrefillServer
 from aiote.cli.demo.settings import Settings
-from aiote.kvcache import Decoder, Job, Mailroom, Prefiller
+from aiote.kvcache import Decoder, Job, Prefiller
+from aiote.service import Mailroom
 
 pytestmark = pytest.mark.libfabric
 

@@ -87,3 +87,13 @@ async def test_the_engine_is_closed_meanwhile():
         await one.aclose()
         with pytest.raises(aiote.AioteError):
             await wait
+
+
+async def test_a_group_of_another_engine_is_refused():
+    async with circle("socket", 2) as ((one, group), (other, others)):
+        for wrong in (others, None, [other.address]):
+            with pytest.raises(aiote.UsageError, match="a PeerGroup of this engine is expected"):
+                await one.barrier(wrong, 8)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(one.barrier, group, 8)
+            await other.barrier(others, 8)

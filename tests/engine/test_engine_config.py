@@ -21,7 +21,7 @@ VARIABLES = (
     "AIOTE_HOST",
     "AIOTE_PORT",
     "AIOTE_SPIN_US",
-    "AIOTE_HEARTBEAT_LIMIT",
+    "AIOTE_HEARTBEAT_TIMEOUT",
     "AIOTE_CONNECT_TIMEOUT",
 )
 
@@ -55,13 +55,13 @@ def test_defaults_are_valid_and_frozen():
         ({"stripe_bytes": 0}, "stripe_bytes=0: expected an integer from 1"),
         ({"largest_message": -1}, "largest_message=-1: expected an integer from 0"),
         ({"max_counters": 0}, "max_counters=0: expected an integer from 1"),
-        ({"thread_processor": -2}, "thread_processor=-2: expected an integer from -1"),
+        ({"thread_cpu": -2}, "thread_cpu=-2: expected an integer from -1"),
         ({"heartbeat_interval": 0}, "heartbeat_interval=0: expected a positive number of seconds"),
         ({"heartbeat_interval": "1"}, "heartbeat_interval='1': expected a positive number"),
-        ({"heartbeat_limit": float("inf")}, "heartbeat_limit=inf: expected a positive number"),
+        ({"heartbeat_timeout": float("inf")}, "heartbeat_timeout=inf: expected a positive number"),
         ({"connect_timeout": 0}, "connect_timeout=0: expected a positive number of seconds"),
         ({"drain_timeout": float("nan")}, "drain_timeout=nan: expected a positive number"),
-        ({"heartbeat_interval": 3.0, "heartbeat_limit": 3.0}, "must be smaller than heartbeat_limit=3.0"),
+        ({"heartbeat_interval": 3.0, "heartbeat_timeout": 3.0}, "must be smaller than heartbeat_timeout=3.0"),
         ({"progress": "polling"}, "progress='polling': expected 'adaptive' or 'thread'"),
         ({"identity": b"short"}, "identity has 5 bytes, expected 16"),
         ({"cluster_key": b"short"}, "cluster_key has 5 bytes; at least 16 are needed"),
@@ -69,6 +69,8 @@ def test_defaults_are_valid_and_frozen():
         ({"identity": "0123456789abcdef"}, "identity must be bytes, got str"),
         ({"host": "0.0.0.0"}, "host='0.0.0.0' without a cluster_key: .*listens on loopback only.*AIOTE_CLUSTER_KEY"),
         ({"host": "192.0.2.7"}, "without a cluster_key"),
+        ({"host": 5}, "host must be text, got int"),
+        ({"libfabric": b"/a/path"}, "libfabric must be text, got bytes"),
     ],
 )
 def test_wrong_settings(settings, says):
@@ -92,21 +94,21 @@ def test_the_environment(monkeypatch):
     monkeypatch.setenv("AIOTE_LIBFABRIC", "/somewhere/libfabric.so.1")
     config = aiote.EngineConfig()
     assert (config.cluster_key, config.host, config.port, config.spin_us) == (KEY, "192.0.2.7", 4711, 0)
-    assert config.library == "/somewhere/libfabric.so.1"
-    assert (config.heartbeat_limit, config.connect_timeout) == (7.5, 8.5)
+    assert config.libfabric == "/somewhere/libfabric.so.1"
+    assert (config.heartbeat_timeout, config.connect_timeout) == (7.5, 8.5)
     other = b"another secret of sixteen bytes or more"
     explicit = aiote.EngineConfig(
         cluster_key=other,
         host="127.0.0.1",
         port=0,
         spin_us=7,
-        library="/elsewhere",
-        heartbeat_limit=2,
+        libfabric="/elsewhere",
+        heartbeat_timeout=2,
         connect_timeout=4,
     )
     assert (explicit.cluster_key, explicit.host, explicit.port, explicit.spin_us) == (other, "127.0.0.1", 0, 7)
-    assert explicit.library == "/elsewhere"
-    assert (explicit.heartbeat_limit, explicit.connect_timeout) == (2, 4)
+    assert explicit.libfabric == "/elsewhere"
+    assert (explicit.heartbeat_timeout, explicit.connect_timeout) == (2, 4)
 
 
 @pytest.mark.parametrize(
@@ -116,10 +118,12 @@ def test_the_environment(monkeypatch):
         ("AIOTE_SPIN_US", "1.5", "AIOTE_SPIN_US='1.5': expected an integer"),
         ("AIOTE_PORT", "70000", "port=70000: expected an integer from 0 to 65535"),
         ("AIOTE_CLUSTER_KEY", "short", "cluster_key has 5 bytes"),
-        ("AIOTE_HEARTBEAT_LIMIT", "soon", "AIOTE_HEARTBEAT_LIMIT='soon': expected a number of seconds"),
-        ("AIOTE_HEARTBEAT_LIMIT", "nan", "heartbeat_limit=nan: expected a positive number of seconds"),
-        ("AIOTE_HEARTBEAT_LIMIT", "0.5", "heartbeat_interval=1.0 must be smaller than heartbeat_limit=0.5"),
+        ("AIOTE_HEARTBEAT_TIMEOUT", "soon", "AIOTE_HEARTBEAT_TIMEOUT='soon': expected a number of seconds"),
+        ("AIOTE_HEARTBEAT_TIMEOUT", "nan", "heartbeat_timeout=nan: expected a positive number of seconds"),
+        ("AIOTE_HEARTBEAT_TIMEOUT", "0.5", "heartbeat_interval=1.0 must be smaller than heartbeat_timeout=0.5"),
         ("AIOTE_CONNECT_TIMEOUT", "never", "AIOTE_CONNECT_TIMEOUT='never': expected a number of seconds"),
+        ("AIOTE_IDENTITY", "zz", "AIOTE_IDENTITY=.zz.: expected hexadecimal digits"),
+        ("AIOTE_VERBS_MTU", "big", "AIOTE_VERBS_MTU=.big.: expected an integer"),
         ("AIOTE_HOST", "0.0.0.0", "without a cluster_key"),
     ],
 )
@@ -235,7 +239,7 @@ def tasks() -> dict[str, str]:
 async def test_the_native_thread_is_pinned():
     processor = max(os.sched_getaffinity(0))
     before = tasks()
-    async with pair("tcp", progress="thread", thread_processor=processor):
+    async with pair("tcp", progress="thread", thread_cpu=processor):
         new = [allowed for name, allowed in tasks().items() if name not in before]
         # Beside the two engines' own there may be one that resolves names.
         assert new.count(str(processor)) >= 2
@@ -243,8 +247,8 @@ async def test_the_native_thread_is_pinned():
 
 @pytest.mark.libfabric
 async def test_a_processor_that_is_not_there_is_refused():
-    config = aiote.EngineConfig(progress="thread", thread_processor=4095)
-    with pytest.raises(aiote.FabricError, match="native thread on processor 4095, which thread_processor asks for"):
+    config = aiote.EngineConfig(progress="thread", thread_cpu=4095)
+    with pytest.raises(aiote.FabricError, match="native thread on processor 4095, which thread_cpu asks for"):
         async with aiote.open_engine("tcp", config=config):
             pass
 
@@ -253,7 +257,7 @@ async def test_a_processor_that_is_not_there_is_refused():
 async def test_one_library_a_process(tmp_path):
     async with opened("tcp"):
         with pytest.raises(aiote.UsageError, match=r"libfabric is open from .* use one library a process"):
-            await opened("tcp", library=str(tmp_path / "libfabric.so.1"))
+            await opened("tcp", libfabric=str(tmp_path / "libfabric.so.1"))
 
 
 @pytest.mark.parametrize(
@@ -268,8 +272,8 @@ async def test_one_library_a_process(tmp_path):
         ("timeout", 0),
         ("timeout", 32),
         ("retries", 8),
-        ("receives", 63),
-        ("receives", "many"),
+        ("srq_depth", 63),
+        ("srq_depth", "many"),
     ],
 )
 def test_verbs_settings_out_of_range(field, value):
@@ -280,6 +284,15 @@ def test_verbs_settings_out_of_range(field, value):
 def test_verbs_settings_are_of_their_kind(monkeypatch):
     with pytest.raises(aiote.UsageError, match="verbs must be a VerbsConfig, got dict"):
         aiote.EngineConfig(verbs={"mtu": 1024})
-    monkeypatch.setenv("AIOTE_GID_INDEX", "3")
+    monkeypatch.setenv("AIOTE_VERBS_GID_INDEX", "3")
     assert aiote.VerbsConfig().gid_index == 3
     assert aiote.VerbsConfig(gid_index=1).gid_index == 1
+
+
+def test_none_is_what_is_not_given(monkeypatch):
+    """A program hands its own options on, which are None where nobody gave them."""
+    monkeypatch.setenv("AIOTE_HOST", "127.0.0.5")
+    monkeypatch.setenv("AIOTE_SPIN_US", "7")
+    config = aiote.EngineConfig(host=None, port=None, spin_us=None, cluster_key=None, libfabric=None)
+    assert (config.host, config.port, config.spin_us, config.cluster_key) == ("127.0.0.5", 0, 7, None)
+    assert isinstance(config.libfabric, str)

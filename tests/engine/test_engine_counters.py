@@ -297,7 +297,7 @@ async def test_automatic_counters_are_unused_ones():
 
 async def test_automatic_counters_go_round_at_the_end():
     async with opened("tcp") as engine:
-        engine._next_imm = (1 << 28) - 2
+        engine._counters._next = (1 << 28) - 2
         taken = engine.counter(1 << 27)
         assert [engine.counter().imm - (1 << 28) for _ in range(2)] == [-2, -1]
         assert engine.counter().imm == (1 << 27) + 1
@@ -339,7 +339,7 @@ async def test_arrivals_beyond_the_limit_end_the_connection(provider):
                 await left.write_imm(None, peer, imm)
             except aiote.AioteError:
                 break
-        await peer.closed()
+        await peer.wait_closed()
         assert [right.counter(imm).value for imm in range(3)] == [1, 1, 1]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import aiote
-from aiote import inbox
 from aiote.rails import pools_fit
+from aiote.transfers import inbox
 from engines import each_provider, opened, until
 
 
@@ -36,7 +36,7 @@ async def test_bytes_of_lost_peers_are_bounded(monkeypatch):
         for number in range(4):
             async with opened("socket") as left:
                 await left.send(right.address, b"%d" % number * 1000)
-                await until(lambda: len(right.peers) == 1 and right.core.inbox == 1)
+                await until(lambda: len(right.peers) == 1 and right._runtime.core.inbox == 1)
             await until(lambda: not right.peers)
         assert (right.statistics().inbox, right.statistics().dropped) == (2, 2)
         assert [(await right.recv()).data[:1] for _ in range(2)] == [b"2", b"3"]

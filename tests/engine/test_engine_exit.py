@@ -243,9 +243,9 @@ def test_a_peer_that_exits_with_its_engine_open_is_noticed():
 
     async def main():
         async with aiote.open_engine(provider, config=aiote.EngineConfig(progress="thread")) as engine:
-            process = await asyncio.create_subprocess_exec(sys.executable, "-c", child, str(engine.address))
+            process = await asyncio.create_subprocess_exec(sys.executable, "-P", "-c", child, str(engine.address))
             message = await engine.recv()
-            assert await message.source.closed()
+            assert await message.source.wait_closed()
             assert await process.wait() == 0
         print("the end")
 

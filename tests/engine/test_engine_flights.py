@@ -51,7 +51,7 @@ async def test_each_one_that_fails_is_told():
         assert len(flight) == 3
         assert list(flight) == transfers
         peer = await writer.connect(owner.address)
-        peer.lose("for a test")
+        peer._connection.lose("for a test")
         await until(lambda: not flight)
         failed = [transfer for transfer in transfers if transfer.exception() is not None]
         assert failed

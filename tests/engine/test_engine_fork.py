@@ -54,6 +54,8 @@ START = """
         refused(lambda: step(counter.wait(1)))
         refused(lambda: step(right.recv()))
         refused(lambda: step(left.connect(right.address)))
+        refused(lambda: step(peer.recv()))
+        peer.disconnect("by a child")
         refused(lambda: step(left.write(local, remote)))
         under_way.cancel()
         assert counter.value == 0
@@ -157,7 +159,7 @@ def test_a_child_may_open_engines_of_its_own(provider):
 
     message = run(right.recv())
     assert message.data == b"from the child"
-    run(message.source.closed())
+    run(message.source.wait_closed())
     in_parent(child)
     """,
         provider,

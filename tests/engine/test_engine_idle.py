@@ -194,7 +194,7 @@ async def test_after_trouble(provider, progress, crowd):
 
 
 async def test_a_silent_stranger_costs_nothing():
-    async with opened("tcp", heartbeat_limit=1000.0) as engine:
+    async with opened("tcp", heartbeat_timeout=1000.0) as engine:
         silent = [Stranger() for _ in range(20)]
         for one in silent:
             await one.dial(engine.address)

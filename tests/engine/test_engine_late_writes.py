@@ -142,7 +142,7 @@ async def test_nothing_is_written_after_the_engine_was_closed(provider, verb, en
             elif end == "abort":
                 left.abort()
             else:
-                left.peers[0].lose("for a test")
+                left.peers[0].disconnect("for a test")
             with contextlib.suppress(aiote.AioteError):
                 await transfer
             before = zlib.crc32(target) if verb == "read" or end == "close" else None

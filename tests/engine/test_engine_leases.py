@@ -141,7 +141,7 @@ async def test_a_lease_revoked_before_its_holder_connects(provider):
             await holder.write(source, good)
             memory[:] = bytes(64)
             peer = await holder.connect(owner.address)
-            peer.lose("for a test")
+            peer._connection.lose("for a test")
             await until(lambda: not owner.peers)
         assert len(void._descriptor.keys) == 1
 
@@ -163,7 +163,8 @@ async def test_only_its_holder_may_use_it():
         with pytest.raises(aiote.UsageError, match="granted to another engine"):
             stranger.attach(lease.descriptor)
         for wrong, reason in (
-            ("nobody", "a Peer or an Address is expected, got str"),
+            ("nobody", "'nobody': no port number"),
+            (5, "a Peer or an Address is expected, got int"),
             (aiote.Address("127.0.0.1", 1), "must name one engine"),
             (owner.address, "own address"),
         ):

@@ -259,7 +259,7 @@ async def test_closing_ends_every_await(provider, way):
                 "wait": counter.wait(1),
                 "watch": next_change(left, bytearray(8)),
                 "send": outcome(sends[-1]),
-                "closed": peer.closed(),
+                "closed": peer.wait_closed(),
             }.items():
                 group.start_soon(collect, ended, name, awaitable)
             await go_round()
@@ -286,7 +286,7 @@ async def test_the_other_side_hears_of_the_close(provider):
         await until(lambda: right.peers)
         (peer,) = right.peers
         await left.aclose()
-        assert "its engine was closed" in await peer.closed()
+        assert "its engine was closed" in await peer.wait_closed()
         assert right.peers == ()
         with pytest.raises(aiote.PeerError, match="its engine was closed"):
             await right.send(peer, b"too late")

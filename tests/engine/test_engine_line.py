@@ -114,7 +114,7 @@ async def test_whoever_hears_of_a_lost_peer_may_try_again_at_once(provider, prog
 
         tasks = [asyncio.create_task(insist()) for _ in range(50)]
         await asyncio.sleep(0)
-        for link in tuple(left.core.peers):
+        for link in tuple(left._runtime.core.peers):
             link.fail(5)
         await asyncio.wait_for(asyncio.gather(*tasks), 30)
         # A native thread may have been done before.
@@ -132,7 +132,7 @@ async def test_an_interrupt_while_room_is_made_loses_nothing(provider):
     async with linked(provider) as (left, right):
         local, remote = left.register(bytes(64)), across(left, right, bytearray(64))
         await left.write(local, remote)
-        (link,) = left.core.peers
+        (link,) = left._runtime.core.peers
         make_room, calls = link.on_room, 0
 
         def interrupted() -> None:

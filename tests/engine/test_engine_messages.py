@@ -235,7 +235,7 @@ async def test_what_arrived_of_a_peer_that_left_is_kept(provider):
         await until(lambda: right.statistics().inbox == 3)
         (peer,) = right.peers
         await left.aclose()
-        await peer.closed()
+        await peer.wait_closed()
         got = [await right.recv() for _ in range(3)]
         assert sorted(message.data for message in got) == [b"0", b"1", b"2"]
         assert {message.source for message in got} == {peer}

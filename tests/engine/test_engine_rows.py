@@ -86,7 +86,7 @@ async def test_closing_ends_the_waits_and_drops_the_counts():
                     row.close()
             if end == "row":
                 assert owner.counter(FIRST + 1).value == 0
-                assert owner.core.statistics()["counters"] == 0
+                assert owner._runtime.core.statistics()["counters"] == 0
             with pytest.raises(aiote.ClosedError):
                 await row.wait(1)
 
@@ -108,10 +108,10 @@ async def test_what_is_no_row_is_refused():
         for first, needs in ((-1, [1]), (1 << 28, [1]), ((1 << 28) - 1, [1, 1]), (0, [-1]), (0, [1.0])):
             with pytest.raises(aiote.UsageError):
                 engine.counters(first, needs)
-        assert engine.core.statistics()["counters"] == 0
+        assert engine._runtime.core.statistics()["counters"] == 0
         with engine.counters(0, [1]) as row, pytest.raises(aiote.UsageError, match="has 1 immediates"):
             await row.wait(2)
     async with opened("sim", max_counters=2) as engine:
         with pytest.raises(aiote.UsageError, match="max_counters"):
             engine.counters(0, [1, 1, 1])
-        assert engine.core.statistics()["counters"] == 0
+        assert engine._runtime.core.statistics()["counters"] == 0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import aiote
-import aiote.engine
+import aiote.runtime
 from engines import PATIENCE_S, across, opened
 
 pytestmark = pytest.mark.libfabric
@@ -23,7 +23,7 @@ async def moved(left: aiote.Engine, right: aiote.Engine) -> list[str]:
     assert np.array_equal(source, target)
     await right.send(left.address, b"hello")
     assert (await left.recv()).data == b"hello"
-    (link,) = left.core.peers
+    (link,) = left._runtime.core.peers
     return [left.rails[link.rail_of(i)].provider.partition(";")[0] for i in range(8) if link.rail_of(i) >= 0]
 
 
@@ -47,7 +47,7 @@ async def test_where_files_may_not_be_as_large_as_rings_they_are_left_alone():
 
 async def test_between_hosts_it_does_not(monkeypatch):
     hosts = iter((b"a" * 32, b"b" * 32))
-    monkeypatch.setattr(aiote.engine, "host_identity", lambda: next(hosts))
+    monkeypatch.setattr(aiote.runtime, "host_identity", lambda: next(hosts))
     with anyio.fail_after(PATIENCE_S):
         async with opened("auto") as left, opened("auto") as right:
             assert await moved(left, right) == ["socket"]

@@ -108,7 +108,7 @@ async def test_a_lost_member_fails_alone_and_by_name(provider):
         remotes = [across(hub, other, memory) for other, memory in zip(others, memories, strict=True)]
         region = hub.register(b"8 bytes.")
         await others[1].aclose()
-        await group[1].closed()
+        await group[1].wait_closed()
         with pytest.raises(aiote.PeerError, match="closed"):
             await hub.scatter(group, [ScatterTarget(region, remote) for remote in remotes], 1)
         assert [bytes(memory) for memory in memories] == [bytes(8)] * 3, "nothing was started"

@@ -22,7 +22,7 @@ SIZE = 4 << 20
 
 def shares(engine: aiote.Engine) -> list[int]:
     """Return how many requests have ended on each channel toward the one peer."""
-    (link,) = engine.core.peers
+    (link,) = engine._runtime.core.peers
     return link.ended()
 
 
@@ -97,7 +97,7 @@ async def test_a_pinned_transfer_goes_on_when_its_rail_is_lost():
 
 
 async def test_rails_in_turn():
-    async with linked("tcp", LOOPBACK, schedule="in-turn") as (left, right):
+    async with linked("tcp", LOOPBACK, schedule="round-robin") as (left, right):
         source = left.register(np.ones(64 * 4096, np.uint8))
         remote = across(left, right, np.zeros(64 * 4096, np.uint8))
         pages = [aiote.Pages(region, range(64), 4096) for region in (source, remote)]

@@ -133,7 +133,7 @@ async def test_a_lost_peer_stays_lost_and_its_successor_is_another():
     async with opened("tcp") as left:
         async with opened("tcp", identity=b"sixteen bytes id") as right:
             old = await left.connect(right.address)
-        await old.closed()
+        await old.wait_closed()
         assert "lost" in repr(old)
         async with opened("tcp", identity=b"sixteen bytes id", port=right.address.port) as right:
             new = await left.connect(right.address)
@@ -155,7 +155,7 @@ def serve(provider: str, progress: str, addresses: queue.Queue, results: queue.Q
             await engine.send(message.source, message.data.upper())
             await engine.counter(1).wait(1)
             results.put(bytes(memory))
-            await message.source.closed()
+            await message.source.wait_closed()
 
     asyncio.run(run())
 

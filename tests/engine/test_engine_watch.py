@@ -188,7 +188,7 @@ class OnGPU:
         (np.zeros(2, np.uint16)[::2], None),
         (np.zeros(4, np.uint8)[::2], "watch: .*not contiguous"),
         (memoryview(array.array("Q", [0, 0])).cast("B")[1:9], "watch: a watched word must be aligned to its size"),
-        (OnGPU(), "watch: the word is in memory of 'cuda', which this process cannot read; use pinned host memory"),
+        (OnGPU(), "watch: the value is in memory of 'cuda', which this process cannot read; use pinned host memory"),
         (ctypes.c_uint64(0), None),
         (b"12345678", None),
     ],

@@ -163,9 +163,7 @@ async def test_read_only_memory_is_no_destination(provider):
             lambda: left.submit_write_imm(local, remote, 1),
             lambda: left.submit_write_pages(aiote.Pages(local, [0], 8), aiote.Pages(remote, [0], 8)),
         ):
-            with pytest.raises(
-                aiote.UsageError, match="the remote memory is read-only, its owner registered a read-only"
-            ):
+            with pytest.raises(aiote.UsageError, match="the remote memory is read-only: its owner registered it so"):
                 verb()
         with pytest.raises(aiote.UsageError, match="the local memory is read-only, so it cannot be a destination"):
             left.submit_read(across(left, right, bytearray(8)), left.register(b"12345678"))
@@ -212,14 +210,15 @@ async def test_a_peer_of_another_engine_is_refused():
         ),
         (lambda e, r, m: e.submit_write(r, m.owner), "dst must be a RemoteRegion .*, got Address"),
         (lambda e, r, m: e.submit_write_imm(None, r, 1), "must be a RemoteRegion, a Peer or an Address, got Region"),
-        (lambda e, r, m: e.submit_write_imm(None, "here", 1), "must be a RemoteRegion, a Peer or an Address, got str"),
+        (lambda e, r, m: e.submit_write_imm(None, 5, 1), "must be a RemoteRegion, a Peer or an Address, got int"),
         (lambda e, r, m: e.submit_write_imm(r, m, 1 << 28), "the immediate is 268435456, expected 0 to 268435455"),
         (lambda e, r, m: e.submit_write_imm(r, m, -1), "the immediate is -1, expected 0 to"),
         (lambda e, r, m: e.submit_write_imm(r, m, 1.5), "the immediate is 1.5, expected an integer"),
         (lambda e, r, m: e.submit_write_imm(None, m, "x"), "the immediate is 'x', expected an integer"),
         (lambda e, r, m: e.submit_read(r, r), "src_remote must be a RemoteRegion"),
         (lambda e, r, m: e.submit_read(m, m), "dst_local must be a Region of this engine"),
-        (lambda e, r, m: e.submit_send("there", b""), r"a Peer or an Address is expected, got str; Address.parse"),
+        (lambda e, r, m: e.submit_send(5, b""), r"a Peer, an Address or its text is expected, got int"),
+        (lambda e, r, m: e.submit_send("there", b""), r"'there': no port number behind the host"),
         (lambda e, r, m: e.submit_send(m.owner, "text"), "the payload must be bytes or a buffer, got str"),
         (lambda e, r, m: e.submit_send(e.address, b""), "engine's own address: an engine has no connection to itself"),
         (lambda e, r, m: e.submit_write_pages(r, m), r"src and dst must be Pages\(region, indices, page_bytes\)"),

@@ -7,7 +7,7 @@ import asyncio
 import anyio
 import pytest
 
-from aiote.aio import current_loop, finish, settle
+from aiote.aio import current_loop, finish, poll_until
 
 NEVER_S = 1000.0
 
@@ -29,7 +29,7 @@ class Item:
 @pytest.mark.parametrize("cancellations", [0, 1, 3])
 async def test_patience_ends_it_whatever_cancelled_it_before(cancellations):
     """The caller has to hear that it is not over: what it does then is what makes it end."""
-    for wait in (lambda: finish(current_loop(), Item(), 0.05), lambda: settle(current_loop(), lambda: False, 0.05)):
+    for wait in (lambda: finish(current_loop(), Item(), 0.05), lambda: poll_until(current_loop(), lambda: False, 0.05)):
         task = asyncio.ensure_future(wait())
         for _ in range(cancellations):
             await asyncio.sleep(0.005)
@@ -59,4 +59,4 @@ async def test_scopes_do_not_end_it():
     assert outer.cancel_called
     with anyio.CancelScope() as outer:
         outer.cancel()
-        assert await settle(current_loop(), lambda: False, 0.02) is False
+        assert await poll_until(current_loop(), lambda: False, 0.02) is False

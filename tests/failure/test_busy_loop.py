@@ -26,7 +26,7 @@ pytestmark = [
 SIZE = 1 << 18
 INTERVAL_S = 0.25
 HOLD_S = 1.2 * INTERVAL_S
-TIMES = {"heartbeat_interval": INTERVAL_S, "heartbeat_limit": 8 * INTERVAL_S}
+TIMES = {"heartbeat_interval": INTERVAL_S, "heartbeat_timeout": 8 * INTERVAL_S}
 SIDES = ["ours", "theirs", "both"]
 
 

@@ -48,8 +48,8 @@ async def test_closing_ends_everything_of_its_own(provider, how, child):
     stopped = child()
     waits = Awaiting()
     with anyio.fail_after(PATIENCE_S):
-        await stopped.open(provider, size=BIG, heartbeat_limit=NEVER_S)
-        async with opened(provider, heartbeat_limit=NEVER_S) as engine:
+        await stopped.open(provider, size=BIG, heartbeat_timeout=NEVER_S)
+        async with opened(provider, heartbeat_timeout=NEVER_S) as engine:
             peer = await engine.connect(stopped.address)
             await stopped.stop()
             remote = engine.attach(stopped.descriptor)
@@ -67,7 +67,7 @@ async def test_closing_ends_everything_of_its_own(provider, how, child):
                     group.start_soon(waits.watch, name, transfer)
                 group.start_soon(waits.watch, "recv", engine.recv())
                 group.start_soon(waits.watch, "counter", engine.counter(4).wait(1))
-                group.start_soon(waits.watch, "closed", peer.closed())
+                group.start_soon(waits.watch, "closed", peer.wait_closed())
                 group.start_soon(waits.watch, "connect", engine.connect(f"127.0.0.1:{stopped.address.port}"))
                 group.start_soon(waits.watch, "region", local.aclose())
                 await until(lambda: waits.ended)
@@ -101,7 +101,7 @@ async def test_closing_ends_connects(child):
         await stopped.stop()
         waits = Awaiting()
         async with anyio.create_task_group() as group:
-            async with opened("tcp", heartbeat_limit=NEVER_S) as engine:
+            async with opened("tcp", heartbeat_timeout=NEVER_S) as engine:
                 group.start_soon(waits.watch, "by address", engine.connect(stopped.address))
                 group.start_soon(waits.watch, "by place", engine.connect(f"127.0.0.1:{stopped.address.port}"))
                 pending = engine.submit_send(stopped.address, b"never")
@@ -118,8 +118,8 @@ async def test_closing_ends_connects(child):
 async def test_a_peer_closes_in_the_middle(provider):
     """It says goodbye; whatever was under way to it ends with that."""
     with anyio.fail_after(PATIENCE_S):
-        async with opened(provider, heartbeat_limit=NEVER_S) as engine, opened(provider) as other:
-            async with opened(provider, heartbeat_limit=NEVER_S) as leaving:
+        async with opened(provider, heartbeat_timeout=NEVER_S) as engine, opened(provider) as other:
+            async with opened(provider, heartbeat_timeout=NEVER_S) as leaving:
                 peer = await engine.connect(leaving.address)
                 await engine.connect(other.address)
                 remote = engine.attach(leaving.register(bytearray(BIG)).descriptor)
@@ -136,7 +136,7 @@ async def test_a_peer_closes_in_the_middle(provider):
                     failed.append(str(error))
             assert failed
             assert all(str(leaving.address) in text for text in failed)
-            assert await peer.closed()
+            assert await peer.wait_closed()
             await local.aclose()
             await engine.send(other.address, b"on")
             assert (await other.recv()).data == b"on"
@@ -146,13 +146,13 @@ async def test_a_peer_closes_in_the_middle(provider):
 async def test_a_goodbye_says_why(provider):
     """Both ways: the one that was connected to closes, and the one that connected."""
     for connects in (0, 1):
-        async with pair(provider, heartbeat_limit=NEVER_S) as engines:
+        async with pair(provider, heartbeat_timeout=NEVER_S) as engines:
             await engines[connects].connect(engines[1 - connects].address)
             await until(lambda engines=engines: all(engine.peers for engine in engines))
             (ours,), (theirs,) = engines[0].peers, engines[1].peers
             await engines[0].aclose()
-            assert await ours.closed() == "its engine was closed"
-            assert await theirs.closed() == "it said goodbye: its engine was closed"
+            assert await ours.wait_closed() == "its engine was closed"
+            assert await theirs.wait_closed() == "it said goodbye: its engine was closed"
 
 
 @pytest.mark.anyio

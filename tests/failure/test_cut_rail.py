@@ -53,7 +53,7 @@ async def test_a_rail_is_lost_under_load_and_comes_back(network, processes, cut)
             for cable in network.cables[1:]:
                 await network.limit(cable, 0)
         # It stays away for more than the limit, tried again and again: neither work nor rest harms the others.
-        await anyio.sleep(1.5 * CONFIG["heartbeat_limit"])
+        await anyio.sleep(1.5 * CONFIG["heartbeat_timeout"])
         await pour(near, far, 3)
         names = await names_of(near)
         assert names.count("rail.failed") == 1

@@ -37,7 +37,7 @@ async def test_a_write_to_a_stopped_peer(provider, child):
     """No late writes: what the memory holds after the cancellation never arrives."""
     stopped = child()
     with anyio.fail_after(PATIENCE_S):
-        await stopped.open(provider, size=BIG, heartbeat_limit=NEVER_S)
+        await stopped.open(provider, size=BIG, heartbeat_timeout=NEVER_S)
         async with opened(provider, **SOON) as engine, opened(provider) as other:
             await engine.connect(other.address)
             peer = await engine.connect(stopped.address)
@@ -58,7 +58,7 @@ async def test_a_write_to_a_stopped_peer(provider, child):
             assert error.confirmed is (provider in ("shm", "local"))
             assert "cancelled" in str(error)
             assert "did not leave the NIC within 0.2 s" in peer.reason
-            assert await peer.closed() == peer.reason
+            assert await peer.wait_closed() == peer.reason
             await local.aclose()
             memory.clear()
             assert [one.address for one in engine.peers] == [other.address]
@@ -70,7 +70,7 @@ async def test_a_read_from_a_stopped_peer(child):
     """
     stopped = child()
     with anyio.fail_after(PATIENCE_S):
-        await stopped.open("tcp", size=BIG, heartbeat_limit=NEVER_S)
+        await stopped.open("tcp", size=BIG, heartbeat_timeout=NEVER_S)
         async with opened("tcp", **SOON) as engine:
             await engine.connect(stopped.address)
             await stopped.stop()
@@ -90,7 +90,7 @@ async def test_a_deadline_and_a_bare_cancel(provider, child):
     """asyncio's own ways of cancelling, one of them in the middle of the draining: none is swallowed or wrapped."""
     stopped = child()
     with anyio.fail_after(PATIENCE_S):
-        await stopped.open(provider, size=BIG, heartbeat_limit=NEVER_S)
+        await stopped.open(provider, size=BIG, heartbeat_timeout=NEVER_S)
         async with opened(provider, **SOON | {"drain_timeout": 2.0}) as engine:
             await engine.connect(stopped.address)
             remote = engine.attach(stopped.descriptor)
@@ -115,7 +115,7 @@ async def test_a_deadline_and_a_bare_cancel(provider, child):
 async def test_others_that_wait_for_the_same_transfer_hear_of_it(child):
     stopped = child()
     with anyio.fail_after(PATIENCE_S):
-        await stopped.open("tcp", size=BIG, heartbeat_limit=NEVER_S)
+        await stopped.open("tcp", size=BIG, heartbeat_timeout=NEVER_S)
         async with opened("tcp", **SOON) as engine:
             peer = await engine.connect(stopped.address)
             remote = engine.attach(stopped.descriptor)
@@ -148,8 +148,8 @@ async def test_a_peer_that_can_be_asked_confirms(provider, child):
     """A live peer that is merely slower than the patience of the draining: both sides agree that the pair is gone."""
     slow = child()
     with anyio.fail_after(PATIENCE_S):
-        await slow.open(provider, size=BIG, heartbeat_limit=NEVER_S)
-        async with opened(provider, drain_timeout=0.1, heartbeat_limit=PATIENCE_S) as engine:
+        await slow.open(provider, size=BIG, heartbeat_timeout=NEVER_S)
+        async with opened(provider, drain_timeout=0.1, heartbeat_timeout=PATIENCE_S) as engine:
             remote = engine.attach(slow.descriptor)
             peer = await engine.connect(slow.address)
             await slow.stop()
@@ -202,7 +202,7 @@ async def test_cancelling_before_the_peer_is_connected(child):
     with anyio.fail_after(PATIENCE_S):
         await stopped.open("tcp", size=4096)
         await stopped.stop()
-        async with opened("tcp", drain_timeout=NEVER_S, heartbeat_limit=NEVER_S) as engine:
+        async with opened("tcp", drain_timeout=NEVER_S, heartbeat_timeout=NEVER_S) as engine:
             local = engine.register(bytearray(4096))
             transfer = engine.submit_write(local, engine.attach(stopped.descriptor))
             with anyio.move_on_after(0.02) as scope:

@@ -39,8 +39,8 @@ def stuck_with(engine: aiote.Engine, peer: aiote.Peer, descriptor: bytes) -> dic
 async def test_everything_under_way_ends_when_the_peer_is_killed(provider, child):
     killed = child()
     with anyio.fail_after(PATIENCE_S):
-        await killed.open(provider, size=BIG, heartbeat_limit=NEVER_S)
-        async with opened(provider, heartbeat_limit=NEVER_S) as engine, opened(provider) as other:
+        await killed.open(provider, size=BIG, heartbeat_timeout=NEVER_S)
+        async with opened(provider, heartbeat_timeout=NEVER_S) as engine, opened(provider) as other:
             await engine.connect(other.address)
             peer = await engine.connect(killed.address)
             # Stopped first, so that nothing can be over when it is killed.
@@ -51,7 +51,7 @@ async def test_everything_under_way_ends_when_the_peer_is_killed(provider, child
             assert not stuck[f"write of {BIG} bytes"].done()
             assert not stuck["send of 16000 bytes"].done()
             killed.kill()
-            reason = await peer.closed()
+            reason = await peer.wait_closed()
             assert reason
             failed = 0
             for description, transfer in stuck.items():
@@ -120,7 +120,7 @@ async def test_killed_while_it_runs(provider, child):
                     await until(lambda: done >= 50)
                     killed.kill()
             assert sorted(ended) == sorted(kinds)
-            assert await peer.closed()
+            assert await peer.wait_closed()
             await served_on(engine, other)
             # Nothing of the dead peer holds the memory that it was writing to.
             await target.aclose()
@@ -132,7 +132,7 @@ async def test_killed_while_it_is_connected_to(provider, child):
     killed = child()
     with anyio.fail_after(PATIENCE_S):
         await killed.open(provider)
-        async with opened(provider, heartbeat_limit=NEVER_S) as engine:
+        async with opened(provider, heartbeat_timeout=NEVER_S) as engine:
             await killed.stop()
             ended: list[str] = []
 
@@ -156,7 +156,7 @@ async def test_killed_while_it_is_connected_to(provider, child):
 async def test_killed_in_the_midst_of_connecting(provider, child):
     """At some moment of the handshake, the channels, or just after."""
     with anyio.fail_after(PATIENCE_S):
-        async with opened(provider, heartbeat_limit=NEVER_S) as engine, opened(provider) as other:
+        async with opened(provider, heartbeat_timeout=NEVER_S) as engine, opened(provider) as other:
             await engine.connect(other.address)
             for turns in (3, 12, 24):
                 killed = child()
@@ -165,7 +165,7 @@ async def test_killed_in_the_midst_of_connecting(provider, child):
 
                 async def connect(killed=killed, ended=ended) -> None:
                     try:
-                        ended.append(await (await engine.connect(killed.address)).closed())
+                        ended.append(await (await engine.connect(killed.address)).wait_closed())
                     except aiote.PeerError as error:
                         ended.append(error.reason)
 
@@ -184,7 +184,7 @@ async def test_a_counter_that_waits_for_a_killed_peer_is_the_callers_to_end(chil
     killed = child()
     with anyio.fail_after(PATIENCE_S):
         await killed.open("tcp", size=64)
-        async with opened("tcp", heartbeat_limit=NEVER_S) as engine, opened("tcp") as other:
+        async with opened("tcp", heartbeat_timeout=NEVER_S) as engine, opened("tcp") as other:
             target = engine.register(bytearray(64))
             peer = await engine.connect(killed.address)
             outcome: list[str] = []
@@ -192,7 +192,7 @@ async def test_a_counter_that_waits_for_a_killed_peer_is_the_callers_to_end(chil
                 async with anyio.create_task_group() as group:
 
                     async def watch() -> None:
-                        outcome.append(await peer.closed())
+                        outcome.append(await peer.wait_closed())
                         group.cancel_scope.cancel()
 
                     group.start_soon(watch)

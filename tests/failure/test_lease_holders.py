@@ -17,7 +17,7 @@ pytestmark = pytest.mark.libfabric
 BIG = 16 << 20 if SLOWER == 1 else 4 << 20
 NEVER_S = 1000.0
 """A heartbeat limit that no test waits for: what ends sooner did not end by it."""
-SOON = {"drain_timeout": 0.2, "heartbeat_limit": NEVER_S}
+SOON = {"drain_timeout": 0.2, "heartbeat_timeout": NEVER_S}
 
 
 async def hammered(owner: aiote.Engine, holder, region: aiote.Region, memory: np.ndarray) -> aiote.Lease:
@@ -42,7 +42,7 @@ async def test_a_holder_stopped_in_the_middle_of_a_write(provider, progress, chi
     holder = child()
     moments = random.Random(7)
     with anyio.fail_after(PATIENCE_S):
-        await holder.open(provider, heartbeat_limit=NEVER_S)
+        await holder.open(provider, heartbeat_timeout=NEVER_S)
         async with opened(provider, progress=progress, **SOON) as owner:
             memory = np.zeros(BIG, np.uint8)
             region = owner.register(memory)
@@ -70,7 +70,7 @@ async def test_a_holder_stopped_in_the_middle_of_a_write(provider, progress, chi
 async def test_a_holder_that_is_killed(provider, child):
     holder = child()
     with anyio.fail_after(PATIENCE_S):
-        await holder.open(provider, heartbeat_limit=NEVER_S)
+        await holder.open(provider, heartbeat_timeout=NEVER_S)
         async with opened(provider, **SOON) as owner, opened(provider) as other:
             await owner.connect(other.address)
             memory = np.zeros(BIG, np.uint8)
@@ -92,8 +92,8 @@ async def test_a_live_holder_gives_it_back_and_stays(provider, child):
     holder = child()
     with anyio.fail_after(PATIENCE_S):
         # A refused write breaks the connection of some NICs, and the new one may take its time on a busy machine.
-        await holder.open(provider, heartbeat_limit=PATIENCE_S)
-        async with opened(provider, heartbeat_limit=PATIENCE_S, drain_timeout=PATIENCE_S) as owner:
+        await holder.open(provider, heartbeat_timeout=PATIENCE_S)
+        async with opened(provider, heartbeat_timeout=PATIENCE_S, drain_timeout=PATIENCE_S) as owner:
             memory = np.zeros(BIG, np.uint8)
             region = owner.register(memory)
             for turn in range(5):

@@ -44,7 +44,7 @@ async def test_cut_again_and_again():
             running = asyncio.create_task(traffic.run())
             while not running.done():
                 await asyncio.sleep(draw.random() * 0.05)
-                peer = next(iter(left.core.peers))
+                peer = next(iter(left._runtime.core.peers))
                 if sum(peer.carries(i) for i in range(3)) == 3 and (victims := data_connections(left, right)):
                     cut(draw.choice(victims))
             await running

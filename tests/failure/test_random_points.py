@@ -80,19 +80,19 @@ class Survivor:
 @asynccontextmanager
 async def survivor(provider: str, **settings: float) -> AsyncIterator[Survivor]:
     with anyio.fail_after(ALL_S):
-        async with opened(provider, **settings) as engine, opened(provider, heartbeat_limit=NEVER_S) as other:
+        async with opened(provider, **settings) as engine, opened(provider, heartbeat_timeout=NEVER_S) as other:
             await engine.connect(other.address)
             yield Survivor(engine, other)
 
 
 async def opened_child(child: Child, provider: str, port: int = 0) -> Child:
-    await child.open(provider, SIZE, identity=NAME, port=port, heartbeat_limit=NEVER_S)
+    await child.open(provider, SIZE, identity=NAME, port=port, heartbeat_timeout=NEVER_S)
     return child
 
 
 @real_provider
 async def test_killed(provider, child, moments):
-    async with survivor(provider, heartbeat_limit=NEVER_S) as ours:
+    async with survivor(provider, heartbeat_timeout=NEVER_S) as ours:
         victim = await opened_child(child(), provider)
         for _ in range(ROUNDS):
             heir = child()
@@ -122,7 +122,7 @@ async def test_stopped(provider, child, moments):
 
 @real_provider
 async def test_closed(provider, child, moments):
-    async with survivor(provider, heartbeat_limit=NEVER_S) as ours:
+    async with survivor(provider, heartbeat_timeout=NEVER_S) as ours:
         victim = await opened_child(child(), provider)
         for _ in range(ROUNDS):
             mix = await ours.busy_with(victim)
@@ -138,7 +138,7 @@ async def test_closed(provider, child, moments):
 @real_provider
 async def test_a_full_receiver(provider, child, moments):
     """One that takes some messages and then no more: who sends waits, nothing is lost, all else goes on."""
-    async with survivor(provider, heartbeat_limit=NEVER_S, message_pool=POOL) as ours:
+    async with survivor(provider, heartbeat_timeout=NEVER_S, message_pool=POOL) as ours:
         slow = await opened_child(child(), provider)
         peer = await ours.engine.connect(slow.address)
         for _ in range(ROUNDS):

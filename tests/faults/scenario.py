@@ -55,7 +55,7 @@ ERRORS = {
     "pthread_create": errno.EAGAIN,
     "fcntl": errno.ENOMEM,
 }
-LIMITS = {"heartbeat_interval": 0.5, "heartbeat_limit": 8.0, "connect_timeout": 4.0, "drain_timeout": 4.0}
+LIMITS = {"heartbeat_interval": 0.5, "heartbeat_timeout": 8.0, "connect_timeout": 4.0, "drain_timeout": 4.0}
 SIZE = 1 << 16
 PATIENCE_S = 60
 
@@ -144,7 +144,7 @@ class Scene:
         return {
             "descriptors": len(descriptors()),
             "threads": len([name for name in threads().values() if "asyncio" not in name]),
-            "registrations": sum(rail.device.children for rail in self.engine.fabric.rails),
+            "registrations": sum(rail.device.children for rail in self.engine._runtime.fabric.rails),
             "peers": len(self.engine.peers),
         }
 

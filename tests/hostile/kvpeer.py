@@ -11,11 +11,11 @@ from anything import Anything
 from victim import LIMITS, PATIENCE_S, Broken
 
 import aiote
+from aiote.discovery.embedded import EmbeddedRegistry
+from aiote.discovery.membership import RegistryError
+from aiote.discovery.server import RegistryServer
 from aiote.kvcache import transferwire
-from aiote.kvcache.embedded import EmbeddedRegistry
-from aiote.kvcache.mailroom import Mailroom
-from aiote.kvcache.membership import RegistryError
-from aiote.kvcache.registry import RegistryServer
+from aiote.service.mailroom import Mailroom
 from engines import opened
 from fuzz_kvcache import kvcache_seeds
 from kvcaches import Deployment, deployed, until_idle

@@ -66,7 +66,7 @@ def test_a_broken_promise_is_told_with_what_repeats_it():
         sys.exit(hostile.main())
     """.replace("FOLDER", repr(str(SCRIPT.parent)))
     lines = "\n".join(line.strip() for line in text.splitlines())
-    done = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run([sys.executable, "-P", "-c", lines], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "BROKEN: resident memory has grown" in done.stdout
     assert "again: python tests/hostile/hostile.py --what socket --seed 1 --case" in done.stdout

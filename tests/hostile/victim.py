@@ -16,7 +16,7 @@ from leftovers import descriptors, resident_bytes
 
 KEY = b"a key that the hostile one has, too"
 GRANTED = 1 << 16
-LIMITS = {"heartbeat_interval": 0.25, "heartbeat_limit": 3.0, "connect_timeout": 3.0, "drain_timeout": 3.0}
+LIMITS = {"heartbeat_interval": 0.25, "heartbeat_timeout": 3.0, "connect_timeout": 3.0, "drain_timeout": 3.0}
 BOUNDS = {"max_counters": 4096, "message_pool": 16, "message_bytes": 8192}
 PATIENCE_S = 60
 GROWTH_BYTES = 96 << 20

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import aiote
-from aiote.kvcache import Member, NoMember, Router, block_hashes
+from aiote.discovery import Member
+from aiote.kvcache import NoMember, Router, block_hashes
 from aiote.kvcache.routing import HOLDERS
 
 PAGE = 4

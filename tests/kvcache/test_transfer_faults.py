@@ -13,7 +13,8 @@ import anyio
 import pytest
 
 import aiote
-from aiote.kvcache import CacheLayout, Decoder, Mailroom, Prefiller, PrefillError
+from aiote.kvcache import CacheLayout, Decoder, Prefiller, PrefillError
+from aiote.service import Mailroom
 from aiote.testing import Fabric, run
 from kvcaches import SMALL, DecodeRank, Deployment, PrefillRank, deployed, pool_of, prefill_rank, tail_of, until_idle
 

@@ -29,7 +29,7 @@ PROMPT = np.arange(37) + 3
 PAGES = 32
 LAYER_S = 0.01
 """Five chunks of three layers: a request takes 150 ms at least."""
-LIMITS = {"stall_limit": 2 * LOST_SOON["heartbeat_limit"], "confirm_limit": LOST_SOON["heartbeat_limit"]}
+LIMITS = {"stall_limit": 2 * LOST_SOON["heartbeat_timeout"], "confirm_limit": LOST_SOON["heartbeat_timeout"]}
 
 
 class Prefill:

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 import aiote
-from aiote.kvcache import CacheLayout, Decoder, Job, Mailroom, PagesExhausted, Prefiller, PrefillError, Slot
+from aiote.kvcache import CacheLayout, Decoder, Job, PagesExhausted, Prefiller, PrefillError, Slot
+from aiote.service import Mailroom
 from aiote.testing import Fabric, run
 from kvcaches import DecodeRank, PrefillRank, pool_of, tail_of
 

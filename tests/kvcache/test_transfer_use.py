@@ -14,7 +14,6 @@ from aiote.kvcache import (
     Decoder,
     Job,
     JobEnded,
-    Mailroom,
     PagesExhausted,
     PageTable,
     Prefiller,
@@ -23,6 +22,7 @@ from aiote.kvcache import (
     Slot,
 )
 from aiote.kvcache.transferwire import Accepted, Cancel
+from aiote.service import Mailroom
 from aiote.testing import Fabric, run
 from engines import PATIENCE_S, pair, until
 from kvcaches import SMALL, DecodeRank, Deployment, PrefillRank, cache_of, deployed, pool_of, tail_of, until_idle
@@ -42,9 +42,9 @@ async def test_nothing_is_asked_for_before_the_first_await(provider):
         async with deployed(provider) as deployment:
             (decode,) = deployment.decode
             for _ in range(3):
-                before = decode.engine.core.statistics()
+                before = decode.engine._runtime.core.statistics()
                 async with decode.decoder.request(TOKENS, deployment.group) as slot:
-                    after = decode.engine.core.statistics()
+                    after = decode.engine._runtime.core.statistics()
                     assert [after[name] - before[name] for name in ("posted", "queued")] == [0, 0]
                     decode.memory[:, slot.pages] = 0
                     await slot.arrived()

@@ -54,7 +54,7 @@ def test_the_end_of_a_run_tells_of_each_failure(failed):
     assert [line.split()[1] for line in end if line.startswith("  seed:")] == ["4711", "99"]
     assert sum(line.startswith("  load:") for line in end) == 4
     (again,) = [line for line in end if line.startswith("  again:") and "test_of_a_name" in line]
-    assert again.endswith("-m pytest 'test_it.py::test_of_a_name[two words]'")
+    assert again.endswith("-P -m pytest 'test_it.py::test_of_a_name[two words]'")
     assert "AIOTE_LIBFABRIC='/a place/libfabric.so.1'" in again
 
 

@@ -17,7 +17,9 @@ def imported_by(statement: str) -> set[str]:
 def imported_modules(statement: str) -> set[str]:
     code = f"{statement}\nimport sys\nprint(*sys.modules)"
     environment = {**os.environ, "AIOTE_LIBFABRIC": "/nonexistent/libfabric.so.1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 
@@ -26,7 +28,7 @@ def test_import_needs_no_library_and_no_extra():
     names = imported_by("import aiote")
     assert "aiote" in names
     assert names & OPTIONAL == set()
-    assert imported_by("import aiote.kvcache.etcd, aiote.kvcache.embedded") & OPTIONAL == set()
+    assert imported_by("import aiote.discovery.etcd, aiote.discovery.embedded") & OPTIONAL == set()
 
 
 def test_import_reads_no_topology():
@@ -40,7 +42,7 @@ def test_an_interpreter_without_a_gil_is_refused():
         "try: import aiote\n"
         "except ImportError as error: print(error, [n for n in sys.modules if n.startswith('aiote_native.')])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
     assert "PYTHON_GIL=1" in done.stdout
     assert done.stdout.endswith(" []\n")
     imported_by("import sys; sys._is_gil_enabled = lambda: True; import aiote")

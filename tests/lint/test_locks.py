@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-NATIVE = Path(__file__).parents[2] / "src" / "aiote_native"
+NATIVE = Path(__file__).parents[2] / "aiote_native"
 PAIRS = {"lock": "unlock", "pthread_mutex_lock": "pthread_mutex_unlock"}
 TAKES = re.compile(r"^(lock|pthread_mutex_lock)\((.*)\)$")
 FUNCTION = re.compile(r"^(?:cdef|cpdef|def) [^=]*\(")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("src", "tests", "tools", "examples")
+FOLDERS = ("aiote", "aiote_native", "tests", "tools", "examples")
 FILE_LINES = 499
 FUNCTION_LINES = 40
 LATER = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" + "XX")) + r")\b")

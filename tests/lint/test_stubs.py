@@ -8,13 +8,14 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-NATIVE = ROOT / "src" / "aiote_native"
+NATIVE = ROOT / "aiote_native"
 
 # Full names, as patterns, of what Cython adds by itself, and of what a compiled type cannot tell: its arguments.
 CYTHON = r"""
 .*\.__pyx_\w+__
 .*\.__(reduce|setstate)_cython__
 .*\.__test__
+.*\.__(release_)?buffer__
 .*\.[A-Z]\w*\.__(init|new)__
 """
 OPTIONS = ["--ignore-unused-allowlist", "--ignore-disjoint-bases"]

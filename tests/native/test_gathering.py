@@ -125,7 +125,7 @@ def test_as_many_as_a_rail_takes(spans):
 
 @pytest.mark.blocking_allowed("there is no loop whose clock runs on")
 def test_a_rail_in_its_turn_has_a_page():
-    assert on_a_fabric(dataclasses.replace(UNRULY, spans=4), schedule="in-turn") >= PAGES
+    assert on_a_fabric(dataclasses.replace(UNRULY, spans=4), schedule="round-robin") >= PAGES
 
 
 @pytest.mark.parametrize(("remote", "spans"), [([0], 4), ([0, 4096], 5), ([0, 4096], 0)])

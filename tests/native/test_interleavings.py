@@ -38,7 +38,7 @@ def run(built: Path, waits: bool, schedules: int, seed: int, deaf: bool = False)
     """Run schedules in a process of its own; return how many went well, the turns taken, and the sleeps."""
     call = f"import json, interleaving; print(json.dumps(interleaving.run({waits}, {schedules}, {seed}, {deaf})))"
     done = subprocess.run(
-        [sys.executable, "-c", call],
+        [sys.executable, "-P", "-c", call],
         env={**os.environ, "LD_PRELOAD": compiled.preloaded(built / "steps.so"), "PYTHONPATH": str(built)},
         stdout=subprocess.PIPE,
         timeout=PATIENCE_S,

@@ -34,7 +34,7 @@ def test_it_is_the_ledgers_twin(steps):
         if step == "arrive":
             ledger.arrive(word)
         else:
-            ledger.settle([(word, 1)])
+            ledger.ack_counts([(word, 1)])
     if all(n >= 0 for _, n in tally.items()):
         assert tuple(sorted(tally.items())) == ledger.arrivals()
 

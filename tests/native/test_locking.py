@@ -23,8 +23,8 @@ SETTLED = (
         pair = Pair.of(rails)
         handle = pair.b.count(7)
         for count in (1 << 63, (1 << 64) - 1, -1):
-            assert not pair.ba.settle(0, [(7, 1), (7, count)]), count
-        assert pair.ba.settle(0, [(7, 3)])
+            assert not pair.ba.ack_counts(0, [(7, 1), (7, count)]), count
+        assert pair.ba.ack_counts(0, [(7, 3)])
         rails.finish(pair.a.write(pair.ab, imm=7))
         assert handle.value == 1
         assert pair.ba.arrivals(0)[0] == [(7, -3)]
@@ -60,8 +60,8 @@ COLLECTED = (
             "arrivals": (link.arrivals, 0),
             "lost_keys": (link.lost_keys, 0),
             "notices": (link.notices,),
-            "settlement": (link.settlement, 0),
-            "settle": (link.settle, 0, [(7, 1)]),
+            "counts_to_ack": (link.counts_to_ack, 0),
+            "settle": (link.ack_counts, 0, [(7, 1)]),
             "reconcile": (link.reconcile, 0, [], 0, [], []),
             "under_way": (link.under_way,),
             "holding": (link.holding, pair.b.operation()),

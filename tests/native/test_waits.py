@@ -14,7 +14,7 @@ import pytest
 
 from aiote_native.buffers import acquire
 from aiote_native.core import Core
-from aiote_native.waits import CounterWait, Watch, read_word
+from aiote_native.waits import CounterWait, Watch, read_value
 from machine import LONG
 from rail_pair import KINDS, LIMIT_S, Kind, Pair, opened, readable
 
@@ -300,7 +300,7 @@ def test_a_changed_word_is_noticed(width, threaded):
         timer.start()
         sleep_until(core, watched)
         timer.join()
-        assert watched.new == new == read_word(acquire(words[1:2]))
+        assert watched.new == new == read_value(acquire(words[1:2]))
         old = new
     core.close()
 
@@ -369,7 +369,7 @@ def test_what_cannot_be_watched():
     released = acquire(memory[base : base + 8])
     released.release()
     with pytest.raises(ValueError, match="released"):
-        read_word(released)
+        read_value(released)
     core.close()
 
 

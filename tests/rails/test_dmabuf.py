@@ -115,9 +115,9 @@ class Noting(NativeDevice):
         self.told: list[tuple[object, ...]] = []
         self.closed = 0
 
-    def register_dmabuf(self, fd, offset, length, address, writable=True, remote=True):
+    def register_dmabuf(self, fd, offset, length, address, writable=True, access=3):
         os.fstat(fd)
-        self.told.append((offset, length, address, writable, remote))
+        self.told.append((offset, length, address, writable, access))
         if self.fails:
             raise StatusError(-self.fails, "register")
         return Noted(self)
@@ -136,9 +136,9 @@ def test_what_a_nic_is_told(device, readonly):
     nics = [Noting(), Noting()]
     array = OfGpu(readonly=readonly)
     with exported(device, array.address, array.length) as found:
-        memory = LocalMemory(acquire(array), list(nics), True, found.fd, found.offset)
+        memory = LocalMemory(acquire(array), list(nics), 3, found.fd, found.offset)
     for nic in nics:
-        assert nic.told == [(found.offset, 8192, array.address, not readonly, True)]
+        assert nic.told == [(found.offset, 8192, array.address, not readonly, 3)]
     memory.close()
     assert [nic.closed for nic in nics] == [1, 1]
 
@@ -146,7 +146,7 @@ def test_what_a_nic_is_told(device, readonly):
 def test_one_nic_of_several_refuses():
     nics = [Noting(), Noting(errno.EINVAL)]
     with open("/dev/null") as file, pytest.raises(StatusError):
-        LocalMemory(acquire(OfGpu()), list(nics), True, file.fileno(), 0)
+        LocalMemory(acquire(OfGpu()), list(nics), 3, file.fileno(), 0)
     assert [nic.closed for nic in nics] == [1, 0]
 
 

@@ -20,7 +20,7 @@ SECTIONS = {"aiote", "python", "libfabric", "sysfs", "rails_from", "nodes", "gpu
 
 
 def info(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "aiote", "info", *arguments]
+    command = [sys.executable, "-P", "-m", "aiote", "info", *arguments]
     variables = {**os.environ, "PYTHONIOENCODING": "utf-8", **environment}
     return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", timeout=60, env=variables)
 

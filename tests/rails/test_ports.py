@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 import aiote
 from aiote import FabricError
-from aiote.rails import choosing, ports
+from aiote.rails import choosing, libfabric, ports
 from aiote.rails.ports import Gid, Port, choose_gid, choose_ports, hardware, read_ports
 
 V1, V2 = "IB/RoCE v1", "RoCE v2"
@@ -149,14 +150,13 @@ def test_what_is_taken_unasked():
     ("fast", "names", "best"),
     [
         ("", None, "verbs"),
-        ("efa", None, "efa"),
         ("verbs;ofi_rxm", None, "verbs"),
         ("", ("eth9",), "socket"),
         ("verbs;ofi_rxm", ("eth9",), "verbs;ofi_rxm"),
     ],
 )
 def test_auto_takes_the_best_that_is_here(monkeypatch, fast, names, best):
-    """NICs that libfabric alone drives before ports of hardware, these where every name is theirs, TCP last."""
+    """Ports of hardware where every name is theirs, then what libfabric drives, TCP last."""
     monkeypatch.setattr(choosing, "fast_provider", lambda: fast)
     good = made("a", "10.0.0.1")
     soft = dataclasses.replace(good, device="rxe0", software=True)
@@ -178,3 +178,18 @@ def test_without_a_library_auto_takes_sockets(monkeypatch):
     assert choosing._best(choosing.Wanted("auto")) == ("socket", None)
     with pytest.raises(FabricError, match="no libfabric /none"):
         choosing._best(choosing.Wanted("auto", library="/none"))
+
+
+@pytest.mark.parametrize("provider", ["efa", "cxi"])
+def test_auto_never_takes_what_was_never_run(provider, monkeypatch):
+    """Not even where nothing else is offered; named, it is opened, and a warning says so."""
+    opened: list[str] = []
+    monkeypatch.setattr(choosing, "load", lambda _path: SimpleNamespace(version=(2, 5), path="here"))
+    monkeypatch.setattr(libfabric, "_offers", lambda name: [{}] if name == provider else [])
+    monkeypatch.setattr(choosing, "_hardware", lambda _names: ())
+    monkeypatch.setattr(choosing, "choose", lambda *_: [(provider, "", "nic0")])
+    monkeypatch.setattr(choosing, "LibfabricRail", lambda *arguments: opened.append(arguments[1]))
+    assert choosing._best(choosing.Wanted("auto"))[0] == "socket"
+    with pytest.warns(RuntimeWarning, match=f"provider='{provider}' was never run"):
+        choosing.open_rails(choosing.Wanted(provider), [])
+    assert opened == [provider]

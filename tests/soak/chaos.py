@@ -29,11 +29,11 @@ from peer import HostilePeer
 
 HEARTBEATS: dict[str, Any] = {
     "heartbeat_interval": 0.25,
-    "heartbeat_limit": 1.5,
+    "heartbeat_timeout": 1.5,
     "connect_timeout": 1.5,
     "drain_timeout": 0.5,
 }
-LIMIT_S: float = HEARTBEATS["heartbeat_limit"]
+LIMIT_S: float = HEARTBEATS["heartbeat_timeout"]
 SHORT_S = (0.02, 0.6 * LIMIT_S)
 LONG_S = (1.3 * LIMIT_S, 2 * LIMIT_S)
 GAP_S = (0.05, 0.6)

@@ -63,8 +63,8 @@ class Course:
             except aiote.AioteError as error:
                 # Nobody cancelled it, so what failed is the connection.
                 self.life.failed(error)
-                await self.life.dog.over(f"the loss of {self.peer} after {error}", self.peer.closed())
-            await self.peer.closed()
+                await self.life.dog.over(f"the loss of {self.peer} after {error}", self.peer.wait_closed())
+            await self.peer.wait_closed()
         finally:
             self._finished.set()
             for token in self._returning.values():

@@ -19,24 +19,21 @@ import anyio
 import numpy as np
 
 import aiote
+from aiote.discovery import EmbeddedRegistry, Member, RegistryError, RegistryServer
 from aiote.kvcache import (
     CacheLayout,
     Choice,
     Decoder,
-    EmbeddedRegistry,
     Job,
     JobEnded,
-    Mailroom,
-    Member,
     NoMember,
     PagesExhausted,
     Prefiller,
     PrefillError,
-    RegistryError,
-    RegistryServer,
     Router,
     Slot,
 )
+from aiote.service import Mailroom
 from findings import Findings, leaves
 from kvcaches import DecodeRank, PrefillRank, pool_of, tail_of
 from life import kind_of
@@ -304,7 +301,7 @@ class DecodeLife(KvLife):
                 self.tally["pages checked"] += len(slot.pages) * LAYOUT.layers
         finally:
             limits = self.engine.config
-            most = LIMITS["confirm_limit"] + limits.drain_timeout + 2 * limits.heartbeat_limit
+            most = LIMITS["confirm_limit"] + limits.drain_timeout + 2 * limits.heartbeat_timeout
             # Beside the limits: a busy machine, and the time for which the watchdog does not see that it was stopped.
             if self.dog.lived - left > most + 5:
                 self.violation(f"the pages came back {self.dog.lived - left:.1f} s after they were left")

@@ -69,7 +69,7 @@ class Lane:
             library = self.life.library_region.descriptor.hex()
             await self.life.tell(self.peer, "lane", descriptor=self.region.descriptor.hex(), library=library)
             tasks += [self.life.spawn(self._serve, slot) for slot in self.slots]
-            await self.peer.closed()
+            await self.peer.wait_closed()
         finally:
             for task in tasks:
                 task.cancel()
@@ -234,7 +234,7 @@ class Lane:
 
     async def _finish(self, notes: set[int]) -> None:
         """Wait until every note of a list is there, and say so."""
-        closed = asyncio.ensure_future(self.peer.closed())
+        closed = asyncio.ensure_future(self.peer.wait_closed())
         with self.life.dog.expecting(f"{len(notes)} notes that life {self.writer} has sent"):
             while not notes <= self._notes and not closed.done():
                 self._note_arrived.clear()

@@ -35,7 +35,7 @@ from kvchaos import KvChaos
 from leftovers import SHARED_MEMORY, shared_files
 from links import SHARED, enter
 
-BOUND_S = 2 * HEARTBEATS["heartbeat_limit"] + HEARTBEATS["drain_timeout"] + 15
+BOUND_S = 2 * HEARTBEATS["heartbeat_timeout"] + HEARTBEATS["drain_timeout"] + 15
 """An await ends within the heartbeat limit, the drain limit, once more the limit for the last word, and a margin."""
 PROVIDERS = ("tcp", "shm", "socket", "local")
 WHAT: dict[str, tuple[type[Chaos], tuple[str, ...]]] = {

@@ -153,7 +153,7 @@ def test_no_name_is_used_twice():
     """
     way = ["unshare", "-n"] if os.geteuid() == 0 else ["unshare", "-Urn"]
     done = subprocess.run(
-        [*way, sys.executable, "-c", textwrap.dedent(text), str(FOLDER), str(FOLDER.parent / "support")],
+        [*way, sys.executable, "-P", "-c", textwrap.dedent(text), str(FOLDER), str(FOLDER.parent / "support")],
         env={**os.environ, "AIOTE_SOAK_INSIDE": "yes", "PATH": PATH},
         capture_output=True,
         text=True,

@@ -93,7 +93,7 @@ TALK: list[frames.SessionMessage] = [
     frames.Revoke(0, 0, 1),
     frames.Revoked(1),
     CHANNEL,
-    frames.Settle(0, 1, (frames.WordCount(7, 2),)),
+    frames.AckCounts(0, 1, (frames.WordCount(7, 2),)),
     frames.RailDown(0, 1, "pulled", (frames.MemoryKey(5),)),
     frames.Arrivals(0, 1, (frames.WordCount(7, 2),), 3, (frames.Range(5, 6),), (frames.MemoryKey(5),)),
     frames.Joined(0, 2),

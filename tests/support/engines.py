@@ -23,7 +23,7 @@ from machine import SLOWER
 PATIENCE_S = 60 * SLOWER**0.25
 """A test that takes longer hangs."""
 
-LOST_SOON = {"heartbeat_interval": 0.25 * SLOWER**0.5, "heartbeat_limit": 2.0 * SLOWER**0.5}
+LOST_SOON = {"heartbeat_interval": 0.25 * SLOWER**0.5, "heartbeat_timeout": 2.0 * SLOWER**0.5}
 """For who waits until a silent peer is lost: soon, and yet longer than a busy machine keeps a live one from running."""
 
 each_provider = pytest.mark.parametrize("provider", ["tcp", "shm", "local", "socket", "sim", "verbs"])
@@ -133,7 +133,7 @@ async def round_trips(one: aiote.Engine, other: aiote.Engine, count: int = 5) ->
 def run_script(text: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run Python text in a process of its own and return what it said; a hang fails the test."""
     return subprocess.run(
-        [sys.executable, "-W", "default", "-c", textwrap.dedent(text), *arguments],
+        [sys.executable, "-P", "-W", "default", "-c", textwrap.dedent(text), *arguments],
         env=os.environ | environment,
         capture_output=True,
         text=True,

@@ -40,7 +40,7 @@ def seed(item: pytest.Item, report: pytest.TestReport) -> str:
 def again(nodeid: str) -> str:
     """Return the command that repeats a test."""
     settings = [f"{name}={shlex.quote(os.environ[name])}" for name in FROM_ENVIRONMENT if name in os.environ]
-    return " ".join([*settings, shlex.quote(sys.executable), "-m", "pytest", shlex.quote(nodeid)])
+    return " ".join([*settings, shlex.quote(sys.executable), "-P", "-m", "pytest", shlex.quote(nodeid)])
 
 
 @pytest.hookimpl(wrapper=True)

@@ -7,7 +7,7 @@ from collections import Counter, deque
 
 from aiote.core.control import Role
 from aiote.core.counters import ImmCounters
-from aiote.core.failover import Arrivals, ChannelStates, Ledger
+from aiote.core.failover import Account, ChannelStates, Ledger
 from aiote.core.recovery import MessageNumbers, Post, Work
 from aiote.core.striping import decode_immediate
 
@@ -95,7 +95,7 @@ class Side:
         self.completions: list[tuple[int, int | None, Post | None]] = []
         self.posted: list[dict[Post, Flight]] = [{} for _ in range(channels)]
         self.unconfirmed: list[list[Post]] = [[] for _ in range(channels)]
-        self.early: list[Arrivals] = [Arrivals()] * channels
+        self.early: list[Account] = [Account()] * channels
         self.tasks: dict[tuple[int, type], int] = {}  # (channel, action) under way: its generation
         self.transfers: list[Transfer] = []
         self.sent = 0

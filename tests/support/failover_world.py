@@ -22,8 +22,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from aiote.core.failover import (
+    Account,
     Action,
-    Arrivals,
     ChannelState,
     Join,
     Ledger,
@@ -38,7 +38,7 @@ from aiote.core.recovery import Post, Recovery, cancel, settled, take_over
 from aiote.core.striping import decode_immediate, encode_immediate
 from failover_parts import Broken, Flight, Side, Stripe, Transfer, check, check_counts, check_ledger, check_uncounted
 
-MARK = Arrivals().messages
+MARK = Account().messages
 STEPS = 300
 ROUNDS = 3000
 
@@ -265,13 +265,13 @@ class World:
             if post.word is not None:
                 ledger.confirm(post.word)
                 kept = dict(ledger.confirmed)
-                items = ledger.settlement()
+                items = ledger.counts_to_ack()
                 if items is not None:
                     self.tally["settlements"] += 1
                     side.control.append(("settle", k, side.states.generation(k), items))
                     if self.fault == "settlements not taken out":
                         ledger._confirmed.update(kept)
-                    check(not ledger.confirmed or bool(self.fault), "a settlement left something")
+                    check(not ledger.confirmed or bool(self.fault), "a counts_to_ack left something")
                 check(len(ledger.confirmed) <= self.limit or bool(items), "the sender's ledger is over its limit")
             self.settle(side, settled(post))
         elif word is not None and word >= 0:
@@ -348,7 +348,7 @@ class World:
                 case TellDown(k, generation, reason):
                     side.control.append(("down", k, generation, reason))
                 case TellArrivals(k, generation):
-                    told = Arrivals(side.ledgers[k].arrivals(), side.numbers.mark())
+                    told = Account(side.ledgers[k].arrivals(), side.numbers.mark())
                     if self.fault == "arrivals as of the own shut":
                         told = side.early[k]
                     side.control.append(("arrivals", k, generation, told))
@@ -357,10 +357,10 @@ class World:
                 case Lose():
                     self.lost = True
 
-    def reconcile(self, side: Side, k: int, arrivals: Arrivals) -> None:
+    def reconcile(self, side: Side, k: int, arrivals: Account) -> None:
         posts, side.unconfirmed[k] = side.unconfirmed[k], []
         if self.fault == "messages not looked up":
-            arrivals = Arrivals(arrivals.words, MARK)
+            arrivals = Account(arrivals.words, MARK)
         self.tally["posts taken over"] += len(posts)
         self.tally["nested"] += sum(post.word is not None and isinstance(post.work, Recovery) for post in posts)
         again = take_over(posts, side.ledgers[k].confirmed, arrivals)
@@ -390,13 +390,13 @@ class World:
         side.open[k] = False
         self.flights[k] = [flight for flight in self.flights[k] if self.moves_on(flight, k)]
         if self.fault == "queue not drained":
-            side.early[k] = Arrivals(tuple(sorted(side.ledgers[k]._arrived.items())), side.numbers.mark())
+            side.early[k] = Account(tuple(sorted(side.ledgers[k]._arrived.items())), side.numbers.mark())
         for entry in [entry for entry in side.completions if entry[0] == k]:
             side.completions.remove(entry)
             if self.fault != "queue not drained" or entry[2] is not None:
                 self.complete(side, *entry)
         if self.fault == "arrivals as of the own shut":
-            side.early[k] = Arrivals(tuple(sorted(side.ledgers[k]._arrived.items())), side.numbers.mark())
+            side.early[k] = Account(tuple(sorted(side.ledgers[k]._arrived.items())), side.numbers.mark())
         side.unconfirmed[k] = list(side.posted[k])
         side.posted[k] = {}
         if self.fault == "posted again too early":
@@ -431,8 +431,8 @@ class World:
         kind, k, generation, *rest = other.control.popleft()
         states = side.states
         if kind == "settle":
-            if states.heard_settle(k, generation) and self.fault != "settlements not applied":
-                side.ledgers[k].settle(rest[0])
+            if states.heard_ack_counts(k, generation) and self.fault != "settlements not applied":
+                side.ledgers[k].ack_counts(rest[0])
                 if not self.fault:
                     check_ledger(side, other, k, self.limit)
         elif kind == "down":

@@ -14,13 +14,14 @@ from enum import IntEnum
 
 import numpy as np
 
-from aiote.kvcache import registrywire, transferwire
-from aiote.kvcache.etcd import EtcdRegistry
-from aiote.kvcache.etcdgateway import EtcdError, Lines, checked, packed
-from aiote.kvcache.membership import Member
-from aiote.kvcache.reading import WireError
-from aiote.kvcache.registrywire import Announce, Answer, Entry, Leave, Subscribe, Update
+from aiote.discovery import wire as registry_wire
+from aiote.discovery.etcd import EtcdRegistry
+from aiote.discovery.etcd_gateway import EtcdError, Lines, checked, packed
+from aiote.discovery.membership import Member
+from aiote.discovery.wire import Announce, Answer, Entry, Leave, Subscribe, Update
+from aiote.kvcache import transferwire
 from aiote.kvcache.transferwire import Accepted, Assembler, Cancel, Ended, Fill, Queued, Ranks
+from aiote.service.reading import WireError
 
 STATUSES = (200, 400, 401, 403, 404, 500, 503)
 PREFIX = b"m/"
@@ -44,19 +45,19 @@ class Source:
 def registry(data: bytes) -> None:
     """Decode one message of the embedded registry."""
     try:
-        found = registrywire.decode(data)
+        found = registry_wire.decode(data)
     except WireError:
         return
-    assert registrywire.encode(found) == data
+    assert registry_wire.encode(found) == data
 
 
 def member(data: bytes) -> None:
     """Decode a member that stands by itself."""
     try:
-        found = registrywire.decode_member(data)
+        found = registry_wire.decode_member(data)
     except WireError:
         return
-    assert registrywire.encode_member(found) == data
+    assert registry_wire.encode_member(found) == data
 
 
 def transfer(data: bytes) -> None:
@@ -127,7 +128,7 @@ def etcd(data: bytes) -> None:
                 assert len(str(error)) < 1000
     for name, known in here._roster.known.items():
         assert known.name == name
-        assert registrywire.decode_member(registrywire.encode_member(known)) == known
+        assert registry_wire.decode_member(registry_wire.encode_member(known)) == known
 
 
 KVCACHE: dict[str, Callable[[bytes], None]] = {
@@ -142,8 +143,8 @@ def kvcache_seeds() -> dict[str, dict[str, bytes]]:
     """Return the seeds of these targets: target, name, bytes."""
     messages = _messages()
     return {
-        "registry": {type(one).__name__.lower(): registrywire.encode(one) for one in _registry_messages()},
-        "member": {name: registrywire.encode_member(one) for name, one in _members().items()},
+        "registry": {type(one).__name__.lower(): registry_wire.encode(one) for one in _registry_messages()},
+        "member": {name: registry_wire.encode_member(one) for name, one in _members().items()},
         "transfer": {name: transferwire.encode(one) for name, one in messages.items()},
         "assembler": _programs(messages),
         "etcd": _answers(),
@@ -208,7 +209,7 @@ def _programs(messages: dict[str, transferwire.Message]) -> dict[str, bytes]:
 
 def _answers() -> dict[str, bytes]:
     def kv(name: str, one: Member) -> dict[str, str]:
-        value = packed(registrywire.encode_member(one))
+        value = packed(registry_wire.encode_member(one))
         return {"key": packed(PREFIX + name.encode()), "value": value, "mod_revision": "8", "lease": "1"}
 
     bare, whole = _members().values()

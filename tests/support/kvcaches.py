@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import aiote
-from aiote.kvcache import CacheLayout, Decoder, Job, Mailroom, Prefiller, Slot
+from aiote.kvcache import CacheLayout, Decoder, Job, Prefiller, Slot
+from aiote.service import Mailroom
 from engines import opened
 
 Bytes = NDArray[np.uint8]

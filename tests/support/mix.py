@@ -43,7 +43,7 @@ class Mix:
         """Wait for a count of the peer's; no death ends such a wait, so the peer's end is awaited beside it."""
         peer = self._peer
         with self._engine.counter(ECHOED) as counter:
-            waits = [asyncio.ensure_future(counter.wait(1)), asyncio.ensure_future(peer.closed())]
+            waits = [asyncio.ensure_future(counter.wait(1)), asyncio.ensure_future(peer.wait_closed())]
             try:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 if waits[1].done():

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import aiote
-from aiote.kvcache.embedded import EmbeddedRegistry
-from aiote.kvcache.mailroom import Mailroom
-from aiote.kvcache.membership import Member, MemberEvent, Role
-from aiote.kvcache.registry import RegistryServer
+from aiote.discovery.embedded import EmbeddedRegistry
+from aiote.discovery.membership import Member, MemberEvent, Role
+from aiote.discovery.server import RegistryServer
+from aiote.service.mailroom import Mailroom
 from engines import opened
 from machine import SLOWER
 

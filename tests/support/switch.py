@@ -12,7 +12,7 @@ import aiote
 from aiote.rails.ports import read_ports
 from engines import LOST_SOON, PATIENCE_S
 
-SOONER = {"heartbeat_interval": 0.5, "heartbeat_limit": 3.0}
+SOONER = {"heartbeat_interval": 0.5, "heartbeat_timeout": 3.0}
 """For those who wait until a peer is given up."""
 
 

@@ -36,7 +36,7 @@ class Storm:
             "stripe_bytes": self.draw.choice([1, 1000, 65536]),
             "largest_message": self.draw.choice([0, 5000, 1 << 22]),
             "heartbeat_interval": 0.1,
-            "heartbeat_limit": 0.5,
+            "heartbeat_timeout": 0.5,
         }
         self.left = await self.fabric.open_engine(**settings)
         self.right = await self.fabric.open_engine(**settings)
@@ -99,7 +99,7 @@ class Storm:
                 await asyncio.sleep(0.05)
 
     def carry(self) -> list[bool]:
-        links = [link for engine in (self.left, self.right) for link in engine.core.peers]
+        links = [link for engine in (self.left, self.right) for link in engine._runtime.core.peers]
         return [link.carries(number) for link in links for number in range(len(self.left.rails))]
 
     async def run(self) -> None:

@@ -23,7 +23,7 @@ AT_ONCE = 128
 
 async def around_and_inward(fabric: Fabric) -> None:
     """Each writes to its neighbour, and all to the first one: as many counts as writes, and every byte in place."""
-    engines = [await fabric.open_engine(heartbeat_interval=10.0, heartbeat_limit=60.0) for _ in range(ENGINES)]
+    engines = [await fabric.open_engine(heartbeat_interval=10.0, heartbeat_timeout=60.0) for _ in range(ENGINES)]
     pools = [bytearray(SIZE) for _ in engines]
     descriptors = [engine.register(pool).descriptor for engine, pool in zip(engines, pools, strict=True)]
     middle = bytearray(SIZE * ENGINES)

@@ -46,7 +46,7 @@ BAD = {
 @pytest.mark.parametrize("spoil", BAD.values(), ids=BAD)
 async def test_defect_5_a_malformed_address_is_refused_and_harms_nobody(spoil, monkeypatch):
     """What does not stand for queue pairs ends that connection with a reason; the next one is as good as any."""
-    config = aiote.EngineConfig(heartbeat_interval=0.5, heartbeat_limit=2.0)
+    config = aiote.EngineConfig(heartbeat_interval=0.5, heartbeat_timeout=2.0)
     async with aiote.open_engine("verbs", ["rxe0"], config) as left, aiote.open_engine("verbs", None, config) as right:
         with monkeypatch.context() as patch:
             address = fabric.PendingChannel.address
@@ -85,7 +85,7 @@ async def test_defect_6_failed_completions_are_told_apart_without_their_undefine
 
 async def test_defect_8_neither_queue_overflows_however_many_send(need_four):
     """More immediates are under way than receives or completions fit, from peers on other NICs and on the same."""
-    config = aiote.EngineConfig(verbs=aiote.VerbsConfig(receives=128))
+    config = aiote.EngineConfig(verbs=aiote.VerbsConfig(srq_depth=128))
     async with asyncio.timeout(PATIENCE_S), aiote.open_engine("verbs", ["rxe0"], config) as hub:
         senders = [await aiote.open_engine("verbs", [f"rxe{i % nics()}"], config) for i in range(12)]
         region, lost = hub.register(bytearray(1 << 16)), []

@@ -24,12 +24,12 @@ def not_ready() -> int:
 
 
 def refills(engine: aiote.Engine) -> int:
-    return sum(rail.device.attributes["refills"] for rail in engine.fabric.rails)
+    return sum(rail.device.attributes["refills"] for rail in engine._runtime.fabric.rails)
 
 
 async def test_in_steady_state_no_receive_is_missing():
     """Far more immediates than there are receives come in the end, and never one too early."""
-    async with over_switch(1, verbs=aiote.VerbsConfig(receives=512)) as (left, right, _):
+    async with over_switch(1, verbs=aiote.VerbsConfig(srq_depth=512)) as (left, right, _):
         source, target = left.register(bytes(4096)), across(left, right, bytearray(4096))
         before, filled = not_ready(), refills(right)
         with right.counter(5) as arrivals:
@@ -44,7 +44,7 @@ async def test_in_steady_state_no_receive_is_missing():
 
 async def test_a_receiver_that_does_not_look_makes_senders_wait_and_loses_nothing():
     """Its few receives are used up; the NIC refuses the rest until it looks again."""
-    async with over_switch(1, verbs=aiote.VerbsConfig(receives=64), progress="thread") as (left, right, events):
+    async with over_switch(1, verbs=aiote.VerbsConfig(srq_depth=64), progress="thread") as (left, right, events):
         target = across(left, right, bytearray(64))
         transfers = [left.submit_write_imm(None, target, 6) for _ in range(2000)]
         await right.counter(6).wait(2000)
@@ -56,7 +56,7 @@ async def test_a_receiver_that_does_not_look_makes_senders_wait_and_loses_nothin
 
 async def test_many_senders_share_them(need_four):
     """Eight peers at once, each with more under way than there are receives."""
-    config = aiote.EngineConfig(verbs=aiote.VerbsConfig(receives=64))
+    config = aiote.EngineConfig(verbs=aiote.VerbsConfig(srq_depth=64))
     async with asyncio.timeout(PATIENCE_S), aiote.open_engine("verbs", ["rxe0"], config) as hub:
         senders = [await aiote.open_engine("verbs", [f"rxe{1 + i % 3}"], config) for i in range(8)]
         region = hub.register(bytearray(64))
@@ -74,7 +74,7 @@ async def test_many_senders_share_them(need_four):
 
 async def test_settings_reach_the_queue_pairs():
     """A path of another MTU, a table entry of choice, more patience: it connects and moves bytes all the same."""
-    verbs = aiote.VerbsConfig(mtu=256, timeout=10, retries=3, service_level=1, traffic_class=104, receives=64)
+    verbs = aiote.VerbsConfig(mtu=256, timeout=10, retries=3, service_level=1, traffic_class=104, srq_depth=64)
     async with over_switch(1, verbs=verbs) as (left, right, _):
         memory = bytearray(100_000)
         await left.write_imm(left.register(b"y" * 100_000), across(left, right, memory), 1)

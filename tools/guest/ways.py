@@ -55,7 +55,7 @@ def chosen(options: Options) -> str:
 
 
 def choose(options: Options) -> Way:
-    """Settle `options.how`; return that way."""
+    """AckCounts `options.how`; return that way."""
     options.how = chosen(options)
     if options.driver == "siw" and options.how != "uml":
         raise Problem("Debian's kernel comes without siw; with --how uml it is there")

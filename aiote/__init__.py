@@ -1,0 +1,76 @@
+"""aiote: an asyncio-native transfer engine for LLM systems.
+
+`async with aiote.open_engine() as engine:` and then `await engine.write_imm(src, dst, imm)` on one side,
+`await engine.counter(imm).wait(n)` on the other.
+"""
+
+from .config import EngineConfig, VerbsConfig
+from .core.address import Address
+from .engine import Engine, open_engine
+from .errors import (
+    AioteError,
+    AuthenticationError,
+    ClosedError,
+    ConnectTimeoutError,
+    FabricError,
+    LeaseRevokedError,
+    PeerError,
+    PeerLostError,
+    PeerRefusedError,
+    QueueFull,
+    TransferError,
+    UsageError,
+)
+from .observe import EngineStatistics, Event
+from .rails import Flight, RailInfo
+from .transfers import (
+    Counter,
+    CounterRow,
+    Lease,
+    Message,
+    Pages,
+    Peer,
+    PeerGroup,
+    Region,
+    RemoteRegion,
+    ScatterTarget,
+    Transfer,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Address",
+    "AioteError",
+    "AuthenticationError",
+    "ClosedError",
+    "ConnectTimeoutError",
+    "Counter",
+    "CounterRow",
+    "Engine",
+    "EngineConfig",
+    "EngineStatistics",
+    "Event",
+    "FabricError",
+    "Flight",
+    "Lease",
+    "LeaseRevokedError",
+    "Message",
+    "Pages",
+    "Peer",
+    "PeerError",
+    "PeerGroup",
+    "PeerLostError",
+    "PeerRefusedError",
+    "QueueFull",
+    "RailInfo",
+    "Region",
+    "RemoteRegion",
+    "ScatterTarget",
+    "Transfer",
+    "TransferError",
+    "UsageError",
+    "VerbsConfig",
+    "__version__",
+    "open_engine",
+]

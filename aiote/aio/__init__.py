@@ -1,0 +1,34 @@
+"""The only floor that knows event loops: asyncio (uvloop too) and trio.
+
+Everything above asks `current_loop()` and speaks of waiters, tasks and descriptors; which loop it is, it does not know.
+"""
+
+from anyio.abc import ByteStream
+
+from .control import ControlConnection, ControlListener, PendingConnection, dial
+from .doorbells import Handover, hand_over
+from .driver import Driver
+from .loops import EventLoop, Task, Waiter, current_loop, report
+from .waiting import Signal, finish, poll_until, sleep, wake, within
+
+__all__ = [
+    "ByteStream",
+    "ControlConnection",
+    "ControlListener",
+    "Driver",
+    "EventLoop",
+    "Handover",
+    "PendingConnection",
+    "Signal",
+    "Task",
+    "Waiter",
+    "current_loop",
+    "dial",
+    "finish",
+    "hand_over",
+    "poll_until",
+    "report",
+    "sleep",
+    "wake",
+    "within",
+]

@@ -1,0 +1,160 @@
+"""Who takes part, and how the two processes of each are started: here, or one of them on another machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from aiote.bench.devices import ports_of
+from aiote.bench.perftest import available
+from aiote.bench.remote import WorkerConnection
+from aiote.bench.sides import BenchError, LocalSide, Pair, bells
+
+__all__ = ["Contestant", "Setting", "aiote_worker", "perftest", "processors", "raw_worker", "start", "worker_command"]
+
+# Beside this file in an installed package; in an editable one it lies in the build folder.
+RAW = Path(str(files("aiote.bench").joinpath("aiote-bench-raw")))
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What every contestant of one comparison is given. `library` is a path of libfabric.so.1, "" for the default; over
+    verbs there is none.
+    """
+
+    provider: str
+    library: str = ""
+    mode: str = "spin"
+    loop: str = "asyncio"
+    progress: str = "adaptive"
+    rails: str = ""
+    arena: int = 64 << 20
+
+    @property
+    def over_tcp(self) -> bool:
+        """Whether TCP carries the bytes, as far as we know the provider."""
+        return self.provider not in ("shm", "verbs")
+
+
+@dataclass(frozen=True, slots=True)
+class Contestant:
+    """`kind` is aiote, raw, or other; others have a command of their own, and say over which providers."""
+
+    name: str
+    kind: str
+    command: tuple[str, ...] = ()
+    providers: tuple[str, ...] = ()
+
+    @classmethod
+    def others(cls, path: Path) -> list[Contestant]:
+        """Read workers of other libraries, a line of JSON each. Raises BenchError for what is none."""
+        found = []
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            try:
+                told = json.loads(line)
+                command = (told["python"], told["worker"], *told.get("args", ()))
+                found.append(cls(told["name"], "other", command, tuple(told["providers"])))
+            except (ValueError, KeyError, TypeError) as error:
+                raise BenchError(f"{path}, line {number}: not a worker: {error}") from error
+        return found
+
+
+def perftest(rails: str) -> list[Contestant]:
+    """Return linux-rdma's perftest as a contestant over verbs, where it is installed."""
+    if not available():
+        return []
+    command = (sys.executable, "-P", "-m", "aiote.bench.perftest", f"--rails={rails}")
+    return [Contestant("perftest", "other", command, ("verbs",))]
+
+
+def aiote_worker(role: str, setting: Setting, host: str = "") -> list[str]:
+    """Return the command of a side of aiote's pair."""
+    command = [sys.executable, "-P", "-m", "aiote.bench.worker", "--role", role, "--loop", setting.loop]
+    command += ["--progress", setting.progress]
+    if host:
+        command += ["--host", host]
+    return command
+
+
+def raw_worker(role: str, setting: Setting, host: str = "") -> list[str]:
+    """Return the command of a side of the pair in C. Raises BenchError where it was not built."""
+    if not RAW.exists():
+        raise BenchError(f"the raw baseline is missing: {RAW.name} is built and installed with the package")
+    command = [str(RAW), "--role", role]
+    if host:
+        command += ["--host", host]
+    return command
+
+
+def worker_command(contestant: Contestant, role: str, setting: Setting, processor: int, host: str = "") -> list[str]:
+    """Return the command of one side. Raises BenchError where it cannot be made."""
+    if contestant.kind == "other":
+        command = [*contestant.command, "--role", role]
+    else:
+        make = aiote_worker if contestant.kind == "aiote" else raw_worker
+        command = make(role, setting, host)
+        if setting.library:
+            command += ["--library", setting.library]
+        if rails := _rails(contestant.kind, role, setting, host):
+            command += ["--rails", rails]
+    command += ["--provider", setting.provider, "--mode", setting.mode]
+    return [*command, "--arena", str(setting.arena), "--cpu", str(processor)]
+
+
+def _rails(kind: str, role: str, setting: Setting, host: str) -> str:
+    if setting.provider != "verbs":
+        return setting.rails
+    # The raw loops look nothing up: they are told the port and the GID that an engine would choose.
+    ports = ports_of(role, setting.rails, host)
+    return ",".join(port.name if kind == "aiote" else f"{port.device}:{port.number}:{gid.index}" for port, gid in ports)
+
+
+def processors() -> tuple[int, int]:
+    """Return where initiator and target run: apart where there are two processors."""
+    usable = sorted(os.sched_getaffinity(0))
+    return usable[0], usable[1 if len(usable) > 1 else 0]
+
+
+@contextlib.contextmanager
+def start(contestant: Contestant, setting: Setting, connection: WorkerConnection | None = None) -> Iterator[Pair]:
+    """Start both sides of a contestant and have them meet; the target elsewhere where there is a connection to it."""
+    here, there = processors()
+    with contextlib.ExitStack() as stack:
+        needs_bells = contestant.kind == "raw" and setting.provider == "shm" and setting.mode == "event"
+        ours: Sequence[str] = ()
+        theirs: Sequence[str] = ()
+        fds: Sequence[int] = ()
+        if needs_bells:
+            fds = own, other = stack.enter_context(bells())
+            ours = ("--own-bell", str(own), "--peer-bell", str(other))
+            theirs = ("--own-bell", str(other), "--peer-bell", str(own))
+        host = connection.local_host if connection is not None else ""
+        initiator = LocalSide(
+            f"{contestant.name} initiator",
+            [*worker_command(contestant, "initiator", setting, here, host), *ours],
+            fds=fds,
+        )
+        stack.callback(initiator.close)
+        if connection is not None:
+            target = connection.spawn(contestant.name, contestant.kind, setting)
+            stack.callback(target.close)
+            yield _met(Pair(contestant.name, target, initiator))
+            return
+        side = LocalSide(
+            f"{contestant.name} target",
+            [*worker_command(contestant, "target", setting, there), *theirs],
+            fds=fds,
+        )
+        stack.callback(side.close)
+        yield _met(Pair(contestant.name, side, initiator))
+
+
+def _met(pair: Pair) -> Pair:
+    pair.meet()
+    return pair

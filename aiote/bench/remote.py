@@ -1,0 +1,198 @@
+"""Two machines: one listens and starts target workers for the other, which measures.
+
+The first line of a connection says which of the two known workers to start, and with what; then lines go through in
+both directions. Nothing else can be started from outside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import selectors
+import socket
+import socketserver
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from aiote.bench.sides import PATIENCE_S, BenchError, Lines, LocalSide
+
+if TYPE_CHECKING:
+    from aiote.bench.contestants import Setting
+
+__all__ = ["PORT", "Listener", "RemoteSide", "WorkerConnection", "parse_place", "serve_one", "told"]
+
+PORT = 18515
+LINE_BYTES = 1 << 16
+WORD = re.compile(r"[A-Za-z0-9_;:,.-]{0,200}")
+CHOICES = {
+    "kind": ("aiote", "raw"),
+    "mode": ("spin", "event", "default"),
+    "loop": ("asyncio", "uvloop", "trio"),
+    "progress": ("adaptive", "thread"),
+}
+MAX_ARENA = 1 << 34
+Command = Callable[[str, dict[str, Any], str], list[str]]
+"""Makes a worker's command of its kind, its setting and the local address that the other side reached."""
+
+
+def parse_place(text: str, *, default_host: str) -> tuple[str, int]:
+    """Read HOST, HOST:PORT or :PORT. Raises ValueError."""
+    host, _, port = text.rpartition(":") if ":" in text else (text, "", "")
+    number = int(port) if port else PORT
+    if not 0 <= number <= 65535:
+        raise ValueError(f"{number} is no port")
+    return host or default_host, number
+
+
+class RemoteSide:
+    """A worker on another machine."""
+
+    def __init__(self, name: str, sock: socket.socket) -> None:
+        self.name = name
+        self._sock = sock
+        self._lines = Lines(name, sock)
+
+    def tell(self, line: str) -> None:
+        """Send a line. Raises BenchError when the connection is gone."""
+        try:
+            self._sock.sendall(f"{line}\n".encode())
+        except OSError as error:
+            raise BenchError(f"{self.name}: {error}") from error
+
+    def hear(self, patience: float = PATIENCE_S) -> dict[str, Any]:
+        """Return its next answer."""
+        return self._lines.next(patience)
+
+    def close(self) -> None:
+        """End it: its worker ends with the connection."""
+        self._lines.close()
+        self._sock.close()
+
+
+class WorkerConnection:
+    """The machine with the targets."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._place = host, port
+        with self._dial() as sock:
+            self.local_host: str = sock.getsockname()[0]
+
+    def _dial(self) -> socket.socket:
+        try:
+            return socket.create_connection(self._place, timeout=10)
+        except OSError as error:
+            host, port = self._place
+            raise BenchError(
+                f"nobody listens at {host}:{port} ({error}); start `aiote bench write --listen` there first"
+            ) from error
+
+    def spawn(self, name: str, kind: str, setting: Setting) -> RemoteSide:
+        """Have a target worker started there. Raises BenchError."""
+        if kind == "other":
+            raise BenchError(f"{name}: other libraries are compared on one machine only")
+        sock = self._dial()
+        sock.settimeout(None)
+        side = RemoteSide(f"{name} target", sock)
+        # A library's path here says nothing about the other machine: it takes its own.
+        fields = {**dataclasses.asdict(setting), "kind": kind}
+        del fields["library"]
+        side.tell(json.dumps(fields))
+        return side
+
+
+def told(line: bytes) -> tuple[str, dict[str, Any]]:
+    """Read what the other machine asks for: the kind of worker and its setting. Raises BenchError for anything else."""
+    try:
+        fields = json.loads(line)
+        kind = fields.pop("kind")
+        arena = fields["arena"]
+        words = {name: fields[name] for name in ("provider", "rails", "mode", "loop", "progress")}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BenchError(f"not a request for a worker: {error}") from error
+    for name, value in {"kind": kind, **words}.items():
+        allowed = value in CHOICES[name] if name in CHOICES else isinstance(value, str) and WORD.fullmatch(value)
+        if not allowed:
+            raise BenchError(f"{name}={value!r} is not accepted")
+    if type(arena) is not int or not 0 < arena <= MAX_ARENA or set(fields) != {*words, "arena"}:
+        raise BenchError(f"arena={arena!r} is not accepted, or something unknown was asked for")
+    return kind, {**words, "arena": arena}
+
+
+def _first_line(sock: socket.socket) -> bytes:
+    """Return what has come when there is a line in it, nothing when the connection asked for nothing."""
+    held = b""
+    while b"\n" not in held:
+        data = sock.recv(LINE_BYTES)
+        if not data and not held:
+            return b""
+        if not data or len(held) > LINE_BYTES:
+            raise BenchError("the connection ended before it had asked for anything")
+        held += data
+    return held
+
+
+def _relay(sock: socket.socket, side: LocalSide) -> None:
+    """Let lines through both ways until either end is gone."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(sock, selectors.EVENT_READ)
+        selector.register(side.output, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                data = sock.recv(LINE_BYTES) if key.fileobj is sock else os.read(side.output.fileno(), LINE_BYTES)
+                if not data:
+                    return
+                if key.fileobj is sock:
+                    side.feed(data)
+                else:
+                    sock.sendall(data)
+
+
+def serve_one(sock: socket.socket, command: Command) -> str:
+    """Start the worker that one connection asks for and stay with it to the end; return what it was, if anything."""
+    sock.settimeout(10)
+    line, _, rest = _first_line(sock).partition(b"\n")
+    if not line:
+        return ""
+    try:
+        kind, fields = told(line)
+        words = command(kind, fields, sock.getsockname()[0])
+    except BenchError as error:
+        with contextlib.suppress(OSError):
+            sock.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
+        raise
+    sock.settimeout(None)
+    side = LocalSide(f"{kind} target", words)
+    try:
+        if rest:
+            side.feed(rest)
+        _relay(sock, side)
+    finally:
+        side.close()
+    return f"{kind} over {fields['provider']}"
+
+
+class Listener(socketserver.ThreadingTCPServer):
+    """Serves connections, several at a time: `serve_forever` until it is shut down; `report` hears a line for each."""
+
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, command: Command, report: Callable[[str], object]) -> None:
+        self.command = command
+        self.report = report
+        super().__init__((host, port), _Handler)
+
+
+class _Handler(socketserver.BaseRequestHandler):
+    server: Listener
+
+    def handle(self) -> None:
+        try:
+            done = serve_one(self.request, self.server.command)
+        except (BenchError, OSError) as error:
+            done = str(error)
+        if done:
+            self.server.report(f"{self.client_address[0]}: {done}")

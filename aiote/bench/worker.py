@@ -1,0 +1,143 @@
+"""One side of aiote's own pair: an engine in a process of its own, driven by lines (`work` has the protocol)."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import sys
+from typing import Any
+
+import anyio
+
+import aiote
+from aiote.bench.loops import Arena, initiate, serve
+from aiote.bench.work import Work
+
+__all__ = ["SPIN_US", "main", "run_on"]
+
+SPIN_US = {"spin": 1_000_000, "event": 0}
+"""What the modes mean for an engine; without a mode it is the default of its configuration."""
+MESSAGE_BYTES = 65536
+HEARTBEAT_LIMIT_S = 30.0
+"""Filling and comparing a quarter of a gigabyte holds the loop, for seconds where others use the processors."""
+
+
+def say(answer: dict[str, Any]) -> None:
+    """Print one line of the protocol."""
+    print(json.dumps(answer), flush=True)
+
+
+def settings(arguments: argparse.Namespace) -> aiote.EngineConfig:
+    """Return the engine's configuration."""
+    spin_us = SPIN_US.get(arguments.mode, arguments.spin_us)
+    given = {"spin_us": spin_us, "host": arguments.host, "libfabric": arguments.library}
+    return aiote.EngineConfig(
+        progress=arguments.progress,
+        message_bytes=MESSAGE_BYTES,
+        heartbeat_timeout=HEARTBEAT_LIMIT_S,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+class Side:
+    """One side of the pair."""
+
+    def __init__(self, arguments: argparse.Namespace, arena: Arena) -> None:
+        self.is_target = arguments.role == "target"
+        self.arena = arena
+        self.work: Work | None = None
+
+    async def meet(self, text: str) -> None:
+        """Connect to the other side."""
+        descriptor = bytes.fromhex(text)
+        self.arena.meet(descriptor)
+        await self.arena.engine.connect(self.arena.there.owner)
+        say({"ready": True})
+
+    def prepare(self, work: Work) -> None:
+        """Get ready for a run."""
+        self.arena.prepare(work, fills=self.is_target == (work.op == "read"))
+        self.work = work
+        gc.collect()
+        say({"prepared": True})
+
+    async def go(self) -> None:
+        """Do the run that was prepared."""
+        assert self.work is not None
+        say(await (serve if self.is_target else initiate)(self.arena, self.work))
+
+    async def obey(self, line: str) -> bool:
+        """Do what a line says; False when it is to end."""
+        word, _, rest = line.partition(" ")
+        if word == "peer":
+            await self.meet(rest.strip())
+        elif word == "run":
+            self.prepare(Work.parse(line))
+        elif word == "go":
+            await self.go()
+        return word != "quit"
+
+
+async def drive(arguments: argparse.Namespace) -> None:
+    """Be one side until standard input ends."""
+    rails = arguments.rails.split(",") if arguments.rails else None
+    # A thread reads the lines, so that the engine's heartbeats go on between the runs.
+    lines = anyio.wrap_file(sys.stdin)
+    async with aiote.open_engine(arguments.provider, rails=rails, config=settings(arguments)) as engine:
+        side = Side(arguments, Arena(engine, arguments.arena))
+        say({"address": side.arena.region.descriptor.hex(), "library": engine.rails[0].library})
+        while (line := (await lines.readline()).strip()) and await side.obey(line):
+            pass
+
+
+def run_on(loop: str, arguments: argparse.Namespace) -> None:
+    """Run the side on an event loop."""
+    if loop == "trio":
+        anyio.run(drive, arguments, backend="trio")
+    elif loop == "uvloop":
+        import uvloop
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(drive(arguments))
+    else:
+        asyncio.run(drive(arguments))
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the arguments that the parent gives."""
+    parser = argparse.ArgumentParser(description="One side of a measurement; `aiote bench` starts it.")
+    parser.add_argument("--role", choices=["target", "initiator"], required=True)
+    parser.add_argument("--provider", default="tcp")
+    parser.add_argument("--mode", choices=["spin", "event", "default"], default="spin")
+    parser.add_argument("--loop", choices=["asyncio", "uvloop", "trio"], default="asyncio")
+    parser.add_argument("--progress", choices=["adaptive", "thread"], default="adaptive")
+    parser.add_argument("--spin-us", type=int)
+    parser.add_argument("--rails", default="")
+    parser.add_argument("--arena", type=int, default=64 << 20)
+    parser.add_argument("--cpu", type=int, default=-1)
+    parser.add_argument("--host")
+    parser.add_argument("--library")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    arguments = parse()
+    if arguments.cpu >= 0:
+        os.sched_setaffinity(0, {arguments.cpu})
+    try:
+        run_on(arguments.loop, arguments)
+    except Exception as raised:
+        error = raised
+        # The coroutines of a window fail together, and alike.
+        while isinstance(error, ExceptionGroup):
+            error = error.exceptions[0]
+        say({"error": f"{type(error).__name__}: {error}"})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""The tree of commands. Imported only once typer and rich are known to be there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from aiote.cli import bench, doctor, info
+from aiote.cli.demo import kvcache, weightfile
+
+__all__ = ["run"]
+
+app = typer.Typer(
+    name="aiote",
+    help="Move bytes between the memories of machines, from asyncio.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+demo = typer.Typer(help="See the engine at work on real input.", no_args_is_help=True)
+app.add_typer(demo, name="demo")
+app.add_typer(bench.app, name="bench")
+app.command("info")(info.command)
+app.command("doctor")(doctor.command)
+demo.command("kvcache")(kvcache.command)
+demo.command("weights")(weightfile.command)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"aiote {metadata.version('aiote')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")] = False,
+) -> None:
+    """Move bytes between the memories of machines, from asyncio."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit status; an interrupt is 130, as a shell has it, or a KeyboardInterrupt."""
+    try:
+        app(args=list(arguments), prog_name="aiote")
+    except SystemExit as leaving:
+        return leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    return 0

@@ -1,0 +1,224 @@
+"""The settings of an engine, and the only reader of AIOTE_* variables.
+
+An explicit value other than None wins over the environment, the environment over the default. A setting `name` has the
+variable AIOTE_<NAME>, one of `VerbsConfig` AIOTE_VERBS_<NAME>; only TLS contexts have none.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import os
+import ssl
+from collections.abc import Callable
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import Any, Literal
+
+from .errors import UsageError
+
+__all__ = ["HEARTBEAT_MS", "MESSAGE_BYTES", "MESSAGE_POOL", "EngineConfig", "VerbsConfig"]
+
+LOOPBACK = "127.0.0.1"
+MIN_KEY_BYTES = 16
+MESSAGE_BYTES = (64, 1 << 20)
+MESSAGE_POOL = (2, 4096)
+HEARTBEAT_MS = (10, (1 << 32) - 1)
+
+EXPECTED: dict[Callable[[str], Any], str] = {
+    int: "an integer",
+    float: "a number of seconds",
+    bytes.fromhex: "hexadecimal digits",
+    str.encode: "text",
+}
+
+
+def _setting(name: str, default: Any, parse: Callable[[str], Any] = str, **options: Any) -> Any:
+    """Make a field whose default is what its variable says, if that is set and not empty."""
+    variable = f"AIOTE_{name.upper()}"
+
+    def read() -> Any:
+        text = os.environ.get(variable, "")
+        try:
+            return parse(text) if text else default
+        except ValueError:
+            raise UsageError(f"{variable}={text!r}: expected {EXPECTED[parse]}") from None
+
+    return field(default_factory=read, **options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerbsConfig:
+    """Settings of rails of provider "verbs"; the numbers are those of ibv_modify_qp(3).
+
+    gid_index: which GID of the port to speak from; without it RoCE v2 over IPv4 is preferred. pkey_index,
+    service_level, traffic_class: for the fabric's partitions and its quality of service. mtu: bytes of a packet at most
+    (0: what the port is set to). timeout: a packet without an answer is sent again after 4.096 us * 2 ** timeout;
+    retries: how often before the connection fails, from 0 to 7. srq_depth: immediates that can arrive between two
+    looks, from all peers of a port together.
+    """
+
+    gid_index: int | None = _setting("verbs_gid_index", None, int)
+    pkey_index: int = _setting("verbs_pkey_index", 0, int)
+    service_level: int = _setting("verbs_service_level", 0, int)
+    traffic_class: int = _setting("verbs_traffic_class", 0, int)
+    mtu: int = _setting("verbs_mtu", 0, int)
+    timeout: int = _setting("verbs_timeout", 14, int)
+    retries: int = _setting("verbs_retries", 6, int)
+    srq_depth: int = _setting("verbs_srq_depth", 2048, int)
+
+    def __post_init__(self) -> None:
+        """Check everything. Raises UsageError."""
+        _fill(self)
+        limits = {
+            "pkey_index": (0, 65535),
+            "service_level": (0, 15),
+            "traffic_class": (0, 255),
+            "timeout": (1, 31),
+            "retries": (0, 7),
+            "srq_depth": (64, 32768),
+        }
+        if self.gid_index is not None:
+            limits["gid_index"] = (0, 255)
+        _check_integers(self, limits)
+        if self.mtu not in (0, 256, 512, 1024, 2048, 4096):
+            raise UsageError(f"mtu={self.mtu!r}: expected 256, 512, 1024, 2048 or 4096, or 0 for the port's own")
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """Those that have a value, by their names."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of one engine; times in seconds, sizes in bytes.
+
+    cluster_key: the secret that all engines of a cluster share, at least 16 bytes; without it an engine listens on
+    loopback only. host, port: where the control connection listens (port 0: any free one). identity: 16 bytes that name
+    the engine over restarts (in its variable hexadecimal); random by default. ssl_server, ssl_client: TLS for the
+    control connection. progress: "adaptive" (on the event loop) or "thread" (a native thread, pinned to the processor
+    thread_cpu if that is not -1). spin_us: how long to spin after the last thing that happened before sleeping.
+    message_bytes, message_pool: the largest message taken, and how many of each peer are held before its sender waits.
+    heartbeat_interval, heartbeat_timeout: how often peers tell that they live (10 ms at least), and after how much
+    silence they are lost. connect_timeout: how long making a connection may take, from the first packet until transfers
+    may flow, on either side. drain_timeout: how long a cancelled transfer may take to leave the NIC before its
+    connection is torn down. stripe_bytes: no stripe is made smaller than this for the sake of spreading over rails.
+    largest_message: transfers are cut in pieces of at most this, so that a cancelled one has little to wait for (0: the
+    provider's own limit). max_transfers: unfinished transfers toward one peer; beyond, awaited verbs wait for room and
+    `submit_` forms raise QueueFull. max_counters: immediates in use at once. schedule: which rail gets the next stripe
+    or page: "earliest-finish" (the one expected to carry it first) or "round-robin". verbs: settings of rails that
+    libibverbs drives. libfabric: path of libfabric.so.1.
+    """
+
+    cluster_key: bytes | None = _setting("cluster_key", None, str.encode, repr=False)
+    host: str | None = _setting("host", None)
+    port: int = _setting("port", 0, int)
+    identity: bytes | None = _setting("identity", None, bytes.fromhex)
+    ssl_server: ssl.SSLContext | None = None
+    ssl_client: ssl.SSLContext | None = None
+    progress: Literal["adaptive", "thread"] = _setting("progress", "adaptive")
+    thread_cpu: int = _setting("thread_cpu", -1, int)
+    spin_us: int = _setting("spin_us", 50, int)
+    message_bytes: int = _setting("message_bytes", 16384, int)
+    message_pool: int = _setting("message_pool", 16, int)
+    heartbeat_interval: float = _setting("heartbeat_interval", 1.0, float)
+    heartbeat_timeout: float = _setting("heartbeat_timeout", 3.0, float)
+    connect_timeout: float = _setting("connect_timeout", 10.0, float)
+    drain_timeout: float = _setting("drain_timeout", 1.0, float)
+    stripe_bytes: int = _setting("stripe_bytes", 65536, int)
+    largest_message: int = _setting("largest_message", 2 << 20, int)
+    max_transfers: int = _setting("max_transfers", 16384, int)
+    max_counters: int = _setting("max_counters", 1 << 20, int)
+    schedule: Literal["earliest-finish", "round-robin"] = _setting("schedule", "earliest-finish")
+    verbs: VerbsConfig = field(default_factory=VerbsConfig)
+    libfabric: str = _setting("libfabric", "")
+
+    @property
+    def of_fabric(self) -> dict[str, Any]:
+        """What rails and native core are opened with."""
+        return {
+            "library": self.libfabric,
+            "largest": self.largest_message,
+            "verbs": self.verbs.settings,
+            "messages": self.message_pool,
+            "spin_us": self.spin_us,
+            "threaded": self.progress == "thread",
+            "processor": self.thread_cpu,
+            "smallest": self.stripe_bytes,
+            "counters": self.max_counters,
+        }
+
+    def __post_init__(self) -> None:
+        """Check everything. Raises UsageError."""
+        _fill(self)
+        for name in ("cluster_key", "identity"):
+            if not isinstance(getattr(self, name), bytes | None):
+                raise UsageError(f"{name} must be bytes, got {type(getattr(self, name)).__name__}")
+        for name in ("host", "libfabric"):
+            if not isinstance(getattr(self, name), str | None):
+                raise UsageError(f"{name} must be text, got {type(getattr(self, name)).__name__}")
+        if self.cluster_key is not None and len(self.cluster_key) < MIN_KEY_BYTES:
+            raise UsageError(
+                f"cluster_key has {len(self.cluster_key)} bytes; at least {MIN_KEY_BYTES} are needed, drawn at random"
+            )
+        if self.identity is not None and len(self.identity) != 16:
+            raise UsageError(f"identity has {len(self.identity)} bytes, expected 16")
+        if self.progress not in ("adaptive", "thread"):
+            raise UsageError(f"progress={self.progress!r}: expected 'adaptive' or 'thread'")
+        if self.schedule not in ("earliest-finish", "round-robin"):
+            raise UsageError(f"schedule={self.schedule!r}: expected 'earliest-finish' or 'round-robin'")
+        if self.cluster_key is None and self.host is not None and not _is_loopback(self.host):
+            raise UsageError(
+                f"host={self.host!r} without a cluster_key: an engine without a key listens on loopback only; "
+                "set cluster_key or AIOTE_CLUSTER_KEY to the same secret on all engines"
+            )
+        self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        limits = {
+            "port": (0, 65535),
+            "spin_us": (0, 1_000_000),
+            "thread_cpu": (-1, 4095),
+            "message_bytes": MESSAGE_BYTES,
+            "message_pool": MESSAGE_POOL,
+            "stripe_bytes": (1, 1 << 40),
+            "largest_message": (0, 1 << 62),
+            "max_transfers": (1, 1 << 24),
+            "max_counters": (1, 1 << 28),
+        }
+        _check_integers(self, limits)
+        if not isinstance(self.verbs, VerbsConfig):
+            raise UsageError(f"verbs must be a VerbsConfig, got {type(self.verbs).__name__}")
+        for name in ("heartbeat_interval", "heartbeat_timeout", "connect_timeout", "drain_timeout"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+                raise UsageError(f"{name}={value!r}: expected a positive number of seconds")
+        if self.heartbeat_interval * 1000 < HEARTBEAT_MS[0]:
+            raise UsageError(f"heartbeat_interval={self.heartbeat_interval}: expected at least 0.01 seconds")
+        if self.heartbeat_interval >= self.heartbeat_timeout:
+            raise UsageError(
+                f"heartbeat_interval={self.heartbeat_interval} must be smaller than "
+                f"heartbeat_timeout={self.heartbeat_timeout}"
+            )
+
+
+def _fill(settings: EngineConfig | VerbsConfig) -> None:
+    """Take None for what is not given: callers have it from their own options."""
+    for each in fields(settings):
+        if getattr(settings, each.name) is None and each.default_factory is not MISSING:
+            object.__setattr__(settings, each.name, each.default_factory())
+
+
+def _check_integers(settings: object, limits: dict[str, tuple[int, int]]) -> None:
+    for name, (least, most) in limits.items():
+        value = getattr(settings, name)
+        if not isinstance(value, int) or not least <= value <= most:
+            raise UsageError(f"{name}={value!r}: expected an integer from {least} to {most}")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        # A name may resolve to anything, however it begins; this one is taken for 127.0.0.1 without asking.
+        return host == "localhost"

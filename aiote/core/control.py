@@ -1,0 +1,390 @@
+"""The control connection of two engines as a state machine over bytes.
+
+`ControlProtocol` owns the order of messages, the framing and sealing of them, and the handshake; it is told what came
+from the stream and says what happened and what to send. It must not know sockets, clocks, rails or what a message
+means to the engine: a `Heartbeat` is not answered here, a `Revoke` not obeyed.
+
+Each direction has its own place in the conversation, and the table below is the whole of it: which messages may come,
+in which state, and where they lead. After the handshake the same rows hold for what we send and for what we receive.
+A message that the table does not allow, a malformed one, a wrong tag, an over-long frame: each raises `ControlError`
+once, after which the protocol is over and tells the peer why in its last bytes. Call `data_to_send` after every call
+of another method, also after one that raised, write what it returns, and close when `over` says so.
+
+The acceptor's shell decides, on `HelloReceived`, whether the handshake goes on: `accept` or `refuse` (the tie-break
+of two engines that connect to each other at once is its business). Nothing may arrive before it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from ..errors import ClosedError, UsageError
+from .address import Address
+from .frames import (
+    FAILED_PROTOCOL,
+    PLAIN_LIMIT,
+    SEALED_LIMIT,
+    AckCounts,
+    Arrivals,
+    Bye,
+    Challenge,
+    Channel,
+    ControlError,
+    Failed,
+    FrameReader,
+    Heartbeat,
+    Hello,
+    Joined,
+    MailMoved,
+    Mapped,
+    Message,
+    Offer,
+    Proof,
+    RailDown,
+    Ready,
+    Refused,
+    Revoke,
+    Revoked,
+    Seal,
+    SessionMessage,
+    Welcome,
+    decode,
+    encode,
+    frame,
+    type_of,
+)
+from .handshake import DEFAULT_NONCE, Acceptor, Established, HandshakeConfig, Initiator, RefusalCode, refused
+
+__all__ = [
+    "HANDSHAKE",
+    "SESSION",
+    "Authenticated",
+    "ControlError",
+    "ControlProtocol",
+    "Event",
+    "HelloReceived",
+    "MessageReceived",
+    "Refusal",
+    "Role",
+    "State",
+]
+
+
+class Role(Enum):
+    """Which side of the connection this is; the value is the number of the direction in which it sends."""
+
+    INITIATOR = 0
+    ACCEPTOR = 1
+
+
+class State(Enum):
+    """What one direction of the connection is waiting for."""
+
+    HELLO = "a Hello"
+    DECISION = "our own decision on the Hello"
+    CHALLENGE = "a Challenge"
+    PROOF = "a Proof"
+    WELCOME = "a Welcome"
+    GREETED = "an Offer"
+    OFFERED = "Channels and Mapped"
+    MAPPED = "Ready"
+    READY = "the engines' work"
+    ENDED = "nothing, after the last word"
+    REFUSED = "nothing, after a refusal"
+    BROKEN = "nothing, after a violation or the end of the stream"
+
+
+HANDSHAKE: Mapping[tuple[Role, State], Mapping[type[Message], State]] = {
+    (Role.ACCEPTOR, State.HELLO): {Hello: State.DECISION},
+    (Role.ACCEPTOR, State.DECISION): {},
+    (Role.ACCEPTOR, State.PROOF): {Proof: State.GREETED, Refused: State.REFUSED},
+    (Role.INITIATOR, State.CHALLENGE): {Challenge: State.WELCOME, Refused: State.REFUSED},
+    (Role.INITIATOR, State.WELCOME): {Welcome: State.GREETED, Refused: State.REFUSED},
+}
+"""What our side, in this role and state, may receive before authentication, and the state that follows."""
+
+SESSION: Mapping[State, Mapping[type[Message], State]] = {
+    State.GREETED: {
+        Offer: State.OFFERED,
+        Heartbeat: State.GREETED,
+        Bye: State.ENDED,
+        Failed: State.ENDED,
+    },
+    State.OFFERED: {
+        Channel: State.OFFERED,
+        Revoke: State.OFFERED,
+        Revoked: State.OFFERED,
+        Mapped: State.MAPPED,
+        Heartbeat: State.OFFERED,
+        Bye: State.ENDED,
+        Failed: State.ENDED,
+    },
+    State.MAPPED: {
+        Ready: State.READY,
+        Revoke: State.MAPPED,
+        Revoked: State.MAPPED,
+        Heartbeat: State.MAPPED,
+        Bye: State.ENDED,
+        Failed: State.ENDED,
+    },
+    State.READY: {
+        Channel: State.READY,
+        AckCounts: State.READY,
+        RailDown: State.READY,
+        Arrivals: State.READY,
+        Joined: State.READY,
+        MailMoved: State.READY,
+        Revoke: State.READY,
+        Revoked: State.READY,
+        Heartbeat: State.READY,
+        Bye: State.ENDED,
+        Failed: State.ENDED,
+    },
+    State.ENDED: {},
+}
+"""What may follow after authentication in one direction, whichever it is, and the state that follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class HelloReceived:
+    """An initiator asks to be accepted; its name is a claim, not yet proven."""
+
+    identity: bytes
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Authenticated:
+    """Both sides have proven themselves; messages may be sent and will be received."""
+
+    identity: bytes
+    incarnation: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class MessageReceived:
+    """The peer sent this message, verified and in order."""
+
+    message: SessionMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The handshake ended; `code` is a `RefusalCode` or a newer peer's number, `by_us` says who refused."""
+
+    code: int
+    text: str
+    by_us: bool
+
+
+Event: TypeAlias = HelloReceived | Authenticated | MessageReceived | Refusal
+
+
+class ControlProtocol:
+    """One side of one control connection.
+
+    `target` is whom an initiator wants (None or an address of anyone: whoever answers); `nonce` returns as many
+    random bytes as it is asked for. An initiator's first bytes are ready to be sent at once.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        config: HandshakeConfig,
+        *,
+        target: Address | None = None,
+        nonce: Callable[[int], bytes] = DEFAULT_NONCE,
+    ) -> None:
+        self.role = role
+        self._reader = FrameReader()
+        self._out = bytearray()
+        self._seal_in: Seal | None = None
+        self._seal_out: Seal | None = None
+        self._local_state = State.GREETED
+        self._handshake: Initiator | Acceptor | None
+        if role is Role.INITIATOR:
+            initiator = self._handshake = Initiator(config, target, nonce)
+            self._state = State.CHALLENGE
+            self._queue(initiator.hello)
+        elif target is not None:
+            raise UsageError("target: an acceptor takes whoever comes; only an initiator has a target")
+        else:
+            self._handshake = Acceptor(config, nonce)
+            self._state = State.HELLO
+
+    @property
+    def state(self) -> State:
+        """Return what is awaited from the peer."""
+        return self._state
+
+    @property
+    def authenticated(self) -> bool:
+        """Say whether messages can be sent now."""
+        return self._seal_out is not None and self._local_state is not State.ENDED and not self._terminal
+
+    @property
+    def over(self) -> bool:
+        """Say whether nothing more can come of this connection: close it, once what is to be sent was sent."""
+        return self._terminal or (self._state is State.ENDED and self._local_state is State.ENDED)
+
+    @property
+    def _terminal(self) -> bool:
+        return self._state in (State.REFUSED, State.BROKEN)
+
+    def data_to_send(self) -> bytes:
+        """Return the bytes to write to the stream and forget them."""
+        data = bytes(self._out)
+        self._out.clear()
+        return data
+
+    def send(self, message: SessionMessage) -> None:
+        """Queue a message; raises UsageError out of order or malformed, ClosedError when there is nobody to read it."""
+        if self._terminal or self._local_state is State.ENDED:
+            raise ClosedError(f"the control connection is over, {type(message).__name__} cannot be sent any more")
+        if self._seal_out is None:
+            raise UsageError(f"{type(message).__name__} before both sides are authenticated; wait for Authenticated")
+        following = SESSION[self._local_state].get(type(message))
+        if following is None:
+            raise UsageError(f"{type(message).__name__} out of order: {self._local_state.value} comes next")
+        self._queue(message)
+        self._local_state = following
+
+    def accept(self) -> None:
+        """Let the handshake go on after HelloReceived."""
+        acceptor = self._deciding()
+        self._queue(acceptor.challenge())
+        self._state = State.PROOF
+
+    def refuse(self, code: int, text: str = "") -> None:
+        """End the handshake after HelloReceived; an empty text stands for the code's own sentence."""
+        self._deciding()
+        self._refuse(refused(code, text))
+
+    def receive(self, data: bytes | bytearray | memoryview) -> list[Event]:
+        """Return what `data` from the stream brought about; no bytes bring about nothing.
+
+        Raises ControlError where the peer broke the protocol; the events before that are in its `events`. After a
+        refusal, a violation or the end of the stream it raises ControlError whatever comes.
+        """
+        if self._terminal:
+            raise ControlError(f"the control connection is over; the peer may say {self._state.value}")
+        events: list[Event] = []
+        self._reader.feed(data)
+        try:
+            while (body := self._next()) is not None:
+                event = self._take(body)
+                if event is not None:
+                    events.append(event)
+        except ControlError as error:
+            error.events = tuple(events)
+            self._break(str(error))
+            raise
+        return events
+
+    def receive_eof(self) -> None:
+        """Take the end of the stream; raises ControlError where the peer had more to say than it said."""
+        if self._terminal:
+            return
+        awaited, cut = self._state, self._reader.pending
+        self._state = State.BROKEN
+        self._reader.clear()
+        if cut:
+            raise ControlError(f"the connection ended within a frame, after {cut} bytes of it")
+        if awaited is not State.ENDED:
+            raise ControlError(f"the connection ended without a last word, where it was waiting for {awaited.value}")
+
+    def _next(self) -> bytes | None:
+        """Return the next frame, verified where it has to be, or None."""
+        if self._terminal:
+            return None
+        if self._reader.pending and self._state in (State.DECISION, State.ENDED):
+            raise ControlError(f"bytes of the peer while the connection is waiting for {self._state.value}")
+        if self._seal_in is None:
+            return self._reader.next(PLAIN_LIMIT)
+        sealed = self._reader.next(SEALED_LIMIT)
+        return None if sealed is None else self._seal_in.open(sealed)
+
+    def _take(self, body: bytes) -> Event | None:
+        """Carry out one frame's message and return the event that it makes."""
+        kind = type_of(body)
+        table = HANDSHAKE[self.role, self._state] if self._seal_in is None else SESSION[self._state]
+        if kind not in table:
+            raise ControlError(f"{kind.__name__} out of order: the connection is waiting for {self._state.value}")
+        message = decode(body)
+        self._state = table[kind]
+        match message, self._handshake:
+            case Hello(), Acceptor() as acceptor:
+                refusal = acceptor.greeted(message)
+                return self._refuse(refusal) if refusal else HelloReceived(message.identity, message.incarnation)
+            case Challenge(), Initiator() as initiator:
+                answer = initiator.challenged(message)
+                if isinstance(answer, Refused):
+                    return self._refuse(answer)
+                self._queue(answer)
+                return None
+            case Proof(), Acceptor() as acceptor:
+                return self._proven(acceptor.proven(message))
+            case Welcome(), Initiator() as initiator:
+                session = initiator.welcomed(message)
+                # An acceptor that got this far and is wrong is an impostor: it is told nothing.
+                return self._refuse(session, aloud=False) if isinstance(session, Refused) else self._open(session)
+            case Refused(), _:
+                self._handshake = None
+                return Refusal(_known(message.code), message.text, by_us=False)
+            case ((Hello() | Challenge() | Proof() | Welcome()), _):
+                raise ControlError(f"{kind.__name__} after the handshake")
+            case _:
+                return MessageReceived(message)
+
+    def _proven(self, outcome: tuple[Welcome, Established] | Refused) -> Event:
+        if isinstance(outcome, Refused):
+            return self._refuse(outcome)
+        welcome, session = outcome
+        self._queue(welcome)
+        return self._open(session)
+
+    def _open(self, session: Established) -> Authenticated:
+        """Seal everything from here on, and let go of the cluster key."""
+        self._handshake = None
+        self._seal_out = Seal(session.key, self.role.value)
+        self._seal_in = Seal(session.key, 1 - self.role.value)
+        return Authenticated(session.identity, session.incarnation, session.version)
+
+    def _refuse(self, refusal: Refused, *, aloud: bool = True) -> Refusal:
+        if aloud:
+            self._queue(refusal)
+        self._handshake = None
+        self._state = State.REFUSED
+        return Refusal(_known(refusal.code), refusal.text, by_us=True)
+
+    def _deciding(self) -> Acceptor:
+        if self._state is not State.DECISION or not isinstance(self._handshake, Acceptor):
+            raise UsageError("accept or refuse once, after HelloReceived and before the connection ends")
+        return self._handshake
+
+    def _break(self, text: str) -> None:
+        """Enter the terminal state of a violation and leave the peer a last word where it can read one."""
+        if self._seal_out is not None:
+            if self._local_state is not State.ENDED:
+                self._queue(Failed(FAILED_PROTOCOL, f"the other side met a violation of the protocol: {text}"))
+        elif self.role is Role.ACCEPTOR:
+            self._queue(refused(RefusalCode.MALFORMED, f"{text}; {RefusalCode.MALFORMED.sentence}"))
+        self._local_state = State.ENDED
+        self._handshake = None
+        self._state = State.BROKEN
+        self._reader.clear()
+
+    def _queue(self, message: Message) -> None:
+        self._out += frame(encode(message), self._seal_out)
+
+
+def _known(code: int) -> int:
+    """Return the `RefusalCode` of that number, or the number that a newer peer gave."""
+    try:
+        return RefusalCode(code)
+    except ValueError:
+        return code

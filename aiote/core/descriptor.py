@@ -1,0 +1,109 @@
+"""Region descriptors: what one engine tells another about a piece of its memory.
+
+A descriptor names the owner, down to its incarnation, the region by a random number that the owner drew when it
+registered the memory, the range of virtual addresses, and for each of the owner's rails the key and the base: the
+remote address that denotes the descriptor's first byte on that rail, a virtual address or an offset as the rail's
+provider has it. A slice advances the address and every base together and keeps region and keys, so that the owner can
+tell which registration is meant whatever was cut from it.
+
+The descriptor of a lease names the lease and its holder, the one engine that may use it.
+
+A descriptor is a claim and gives no right by itself: it may be stale or forged. Who writes through it checks bounds
+here; who owns the memory is protected by the keys and by its own checks.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from typing import Annotated, SupportsIndex
+
+from ..errors import UsageError
+from .address import ANYONE, IDENTITY_BYTES, Address
+from .fields import U64, Converted, Cursor, FieldError, Fixed, Flag, Many, Record, unwrap, wrap
+
+__all__ = ["MAX_RAILS", "RailKey", "RegionDescriptor"]
+
+MAX_RAILS = 16
+
+_MAGIC = b"aioR"
+_VERSION = 3
+_END = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class RailKey:
+    """A region on one rail: its remote key, and the remote address of the descriptor's first byte; 64 bits each."""
+
+    key: Annotated[int, U64]
+    base: Annotated[int, U64]
+
+
+@dataclass(frozen=True, slots=True)
+class RegionDescriptor:
+    """The portable description of a range of registered memory; raises UsageError where a part is malformed.
+
+    `region` is the registration's random 64-bit number, `address` the virtual address of the first byte, `length` in
+    bytes, `keys` one entry per rail of the owner (1 to 16), in the order of its rails. `writable` and `readable` say
+    what peers may do. `lease` is the number of the owner's lease, `holder` the identity that it was granted to: 0 and
+    zeros where it is none.
+    """
+
+    owner: Annotated[Address, Converted(Address, bytes, Address.from_bytes, 400)]
+    region: Annotated[int, U64]
+    address: Annotated[int, U64]
+    length: Annotated[int, U64]
+    writable: Annotated[bool, Flag()]
+    keys: Annotated[tuple[RailKey, ...], Many(RailKey, 1, MAX_RAILS)]
+    lease: Annotated[int, U64] = 0
+    holder: Annotated[bytes, Fixed(IDENTITY_BYTES)] = ANYONE
+    readable: Annotated[bool, Flag()] = True
+
+    def __post_init__(self) -> None:
+        try:
+            _LAYOUT.pack(self)
+        except FieldError as error:
+            raise UsageError(str(error)) from error
+        if self.owner.is_anyone:
+            raise UsageError("RegionDescriptor.owner: memory belongs to one engine, give an address with its identity")
+        if (self.lease == 0) != (self.holder == ANYONE):
+            raise UsageError("RegionDescriptor: a lease has a number and a holder, other memory neither")
+        for start in (self.address, *(key.base for key in self.keys)):
+            # The end itself has to be an address, so that an empty slice there has one.
+            if start + self.length >= _END:
+                raise UsageError(f"RegionDescriptor: {self.length} bytes from {start:#x} leave the 64-bit space")
+
+    def __bytes__(self) -> bytes:
+        return wrap(_MAGIC, _VERSION, _LAYOUT.pack(self))
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> RegionDescriptor:
+        """Return the descriptor that `bytes(descriptor)` gave; raises UsageError for anything else."""
+        try:
+            cursor = Cursor(unwrap(_MAGIC, _VERSION, data))
+            descriptor = _LAYOUT.unpack(cursor)
+            cursor.end()
+        except FieldError as error:
+            raise UsageError(f"not the bytes of a region descriptor: {error}") from error
+        return descriptor
+
+    def slice(self, start: SupportsIndex, stop: SupportsIndex) -> RegionDescriptor:
+        """Return the descriptor of bytes `start` to `stop`, counted from this one's first; raises UsageError.
+
+        Unlike Python's slices it neither counts from the end nor clips: a range outside is an error.
+        """
+        try:
+            first, last = operator.index(start), operator.index(stop)
+        except TypeError as error:
+            raise UsageError(f"bounds of a slice are integers: {error}") from error
+        if not 0 <= first <= last <= self.length:
+            raise UsageError(f"slice {first} to {last} is not within the {self.length} bytes of the region")
+        return replace(
+            self,
+            address=self.address + first,
+            length=last - first,
+            keys=tuple(RailKey(key.key, key.base + first) for key in self.keys),
+        )
+
+
+_LAYOUT = Record(RegionDescriptor)

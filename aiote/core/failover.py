@@ -1,0 +1,499 @@
+"""What two engines do when a channel between them dies, and how it comes back.
+
+A *channel* is a pair of endpoints, numbered equally on both sides; each time it is opened again it has a new
+*generation*. When it dies, the posts that have no completion are *unconfirmed*: whether they arrived is unknown, and
+each side knows only its own half. This module owns the agreement of the two about one dead channel and about opening it
+again. `recovery` decides what becomes of the unconfirmed posts; the argument is in docs/failover.md.
+
+**Ledgers.** Per channel and generation each side counts, for each word (see striping.py), the successful completions of
+its own counted posts (*confirmed*) and the words that came (*arrived*). A completion means that bytes and immediate
+are there, so when both sides have shut their endpoints and read their completion queues to the end, of the unconfirmed
+posts of a word exactly
+
+    came = arrived at the receiver - confirmed at the sender        0 <= came <= unconfirmed
+
+have arrived. Which ones is unknown, and need not be known. To stay bounded, a sender with more than LEDGER_LIMIT words
+takes them out of its own table and sends them in an `AckCounts`; the receiver takes them out of its own. That keeps the
+difference. An AckCounts may overtake what it acknowledges, since completion queue and control connection are read in
+any order, so an entry may be below zero for a moment.
+
+**Frames**, over the ordered control connection, each with channel and generation:
+
+    AckCounts(words)           these were confirmed, take them out             only before RailDown
+    RailDown(reason)           my endpoint is shut, and I acknowledge nothing more   once in a generation
+    Arrivals(words, messages)  what came, with all your AckCounts applied      once, when own and other RailDown are out
+    Reopen(address)            from the initiator: this is my new endpoint; from the acceptor: the answer, this is mine
+
+The arrivals are a frame of their own because they must be taken *after* the other side's RailDown was heard: at the
+time of an own RailDown, an AckCounts of the other side may still be on its way here. It would be missing in these
+arrivals and yet be taken out of the sender's table, and posts would count as arrived that did not.
+
+**Channels.** From the view of one side:
+
+| from                | on                                  | to        | actions                             |
+|---------------------|-------------------------------------|-----------|-------------------------------------|
+| LIVE OPENING JOINING| `failed`, `due` (opens too long)    | SHUTTING  | Shut                                |
+| LIVE OPENING JOINING| `heard_down`                        | LEAVING   | Shut                                |
+| SHUTTING            | `heard_down`                        | LEAVING   |                                     |
+| SHUTTING            | `shut`                              | SHUT      | TellDown                            |
+| LEAVING             | `shut`                              | TOLD      | TellDown, TellArrivals              |
+| SHUT                | `heard_down`                        | TOLD      | TellArrivals                        |
+| TOLD                | `heard_arrivals`                    | DOWN      | Reconcile                           |
+| DOWN (initiator)    | `due` (after the back-off)          | OPENING   | OpenAgain of the next generation    |
+| OPENING (initiator) | `heard_reopen`, the answer          | JOINING   | Join                                |
+| DOWN (acceptor)     | `heard_reopen`, next generation     | JOINING   | OpenAgain of that generation        |
+| DOWN (acceptor)     | `heard_down`, next generation       | LEAVING   | Shut: it came to nothing over there |
+| JOINING             | `joined`                            | LIVE      |                                     |
+| any                 | no channel was LIVE for `grace`     | all LOST  | Lose, instead of the other actions  |
+
+What comes for an older generation is ignored, and so is `failed` of a channel that is on its way down, `joined` of one
+that is not JOINING, and a Reopen that crosses the failure of its generation. Anything else that the table does not have
+is the peer's violation (FailoverError: give it up) or, for `shut`, the caller's mistake.
+
+This module knows no clock, no random source of its own and no endpoint. `Ledger` is the reference for the native twin.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, NamedTuple, TypeAlias
+
+from ..errors import UsageError
+from .control import Role
+from .frames import ControlError
+
+__all__ = [
+    "ARRIVED_LIMIT",
+    "BACKOFF_FIRST",
+    "BACKOFF_MOST",
+    "LEDGER_LIMIT",
+    "OPENING_LIMIT",
+    "WELL",
+    "Account",
+    "Action",
+    "ChannelState",
+    "ChannelStates",
+    "FailoverError",
+    "Items",
+    "Join",
+    "Ledger",
+    "Lose",
+    "OpenAgain",
+    "Received",
+    "Reconcile",
+    "Shut",
+    "TellArrivals",
+    "TellDown",
+    "Verdict",
+    "reconcile",
+]
+
+LEDGER_LIMIT: Final = 1024  # words: an AckCounts of them takes 12 KiB of a frame's 64
+ARRIVED_LIMIT: Final = 1 << 20  # words of a peer that does not settle, or of AckCounts frames that nobody reads
+BACKOFF_FIRST: Final = 0.1  # seconds
+BACKOFF_MOST: Final = 30.0
+WELL: Final = 30.0  # seconds that a channel has to live for the back-off to begin anew
+OPENING_LIMIT: Final = 10.0  # seconds from OpenAgain to `joined`
+
+Items: TypeAlias = tuple[tuple[int, int], ...]
+"""Pairs of a word and how often, sorted by word."""
+
+
+class FailoverError(ControlError):
+    """The peer said what cannot be: its counts cannot be trusted any more, and it has to be given up."""
+
+
+class Ledger:
+    """What one side knows of one generation of one channel: its own confirmed posts, and what came from the other."""
+
+    __slots__ = ("_arrived", "_confirmed", "_limit")
+
+    def __init__(self, limit: int = LEDGER_LIMIT) -> None:
+        self._limit = limit
+        self._confirmed: dict[int, int] = {}
+        self._arrived: dict[int, int] = {}
+
+    @property
+    def confirmed(self) -> Mapping[int, int]:
+        """How often each word was confirmed and not settled."""
+        return MappingProxyType(self._confirmed)
+
+    def confirm(self, word: int) -> None:
+        """Take note that a counted post with this word completed successfully; then ask for a `counts_to_ack`."""
+        self._confirmed[word] = self._confirmed.get(word, 0) + 1
+
+    def counts_to_ack(self) -> Items | None:
+        """Return what is to be told in an AckCounts and forget it, or None while the table is small enough.
+
+        Not to be called once the RailDown of this generation is told.
+        """
+        if len(self._confirmed) <= self._limit:
+            return None
+        items = tuple(sorted(self._confirmed.items()))
+        self._confirmed.clear()
+        return items
+
+    def arrive(self, word: int) -> None:
+        """Take note that a word came. Raises FailoverError where the peer makes the table grow without end."""
+        self._add(word, 1)
+
+    def ack_counts(self, items: Iterable[tuple[int, int]]) -> None:
+        """Take out what the peer has settled; an entry may go below zero until its arrival is read.
+
+        Raises FailoverError for a number below one, and as `arrive`.
+        """
+        for word, n in items:
+            if n < 1:
+                raise FailoverError(f"the peer settles {n} posts of the word {word:#x}, expected at least 1")
+            self._add(word, -n)
+
+    def arrivals(self) -> Items:
+        """Return what came and was not settled: final once the own endpoint is shut and the other's RailDown heard.
+
+        Raises FailoverError where more was settled than came.
+        """
+        for word, n in self._arrived.items():
+            if n < 0:
+                raise FailoverError(f"the peer settled {-n} posts more of the word {word:#x} than came")
+        return tuple(sorted(self._arrived.items()))
+
+    def __len__(self) -> int:
+        """Return how many entries there are in the larger of the two tables."""
+        return max(len(self._confirmed), len(self._arrived))
+
+    def _add(self, word: int, n: int) -> None:
+        left = self._arrived.get(word, 0) + n
+        if left:
+            self._arrived[word] = left
+        else:
+            del self._arrived[word]
+        if len(self._arrived) > ARRIVED_LIMIT:
+            raise FailoverError(f"the peer has over {ARRIVED_LIMIT} words that it did not settle")
+
+
+class Verdict(NamedTuple):
+    """About the unconfirmed posts of one word: whether their bytes are to be rewritten, how many counts are missing.
+
+    `came` of the posts arrived, with their bytes. `missing` holds for what is live now; see recovery.py.
+    """
+
+    rewrite: bool
+    missing: int
+    came: int
+
+
+def reconcile(
+    unconfirmed: Mapping[int, tuple[int, int]], confirmed: Mapping[int, int], arrived: Mapping[int, int]
+) -> dict[int, Verdict]:
+    """Return the verdict on each word of `unconfirmed`, which has the numbers of live and of cancelled posts.
+
+    Raises FailoverError where more arrived than was posted, or less than was confirmed.
+    """
+    verdicts = {}
+    for word in sorted({*unconfirmed, *confirmed, *arrived}):
+        live, cancelled = unconfirmed.get(word, (0, 0))
+        came = arrived.get(word, 0) - confirmed.get(word, 0)
+        if not 0 <= came <= live + cancelled:
+            raise FailoverError(
+                f"the peer says that {arrived.get(word, 0)} posts of the word {word:#x} came, "
+                f"where {confirmed.get(word, 0)} were confirmed and {live + cancelled} were not"
+            )
+        if word in unconfirmed:
+            some_lost = came < live + cancelled
+            verdicts[word] = Verdict(some_lost and live > 0, max(0, live - came) if some_lost else 0, came)
+    return verdicts
+
+
+class Received(NamedTuple):
+    """Which messages arrived: all up to `high`, and the ranges `beyond`, both ends included."""
+
+    high: int
+    beyond: tuple[tuple[int, int], ...]
+
+    def __contains__(self, number: object) -> bool:
+        """Tell whether the message of that number arrived."""
+        return isinstance(number, int) and (
+            0 < number <= self.high or any(low <= number <= high for low, high in self.beyond)
+        )
+
+
+class Account(NamedTuple):
+    """What one side says of the other's posts: the counts of its words on a channel, and its messages on all."""
+
+    words: Items = ()
+    messages: Received = Received(0, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Shut:
+    """Post nothing more on this channel, stop what opens it, shut its endpoint, drain its queue, then call `shut`."""
+
+    channel: int
+
+
+@dataclass(frozen=True, slots=True)
+class TellDown:
+    """Send RailDown."""
+
+    channel: int
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TellArrivals:
+    """Take the arrivals now, and send them."""
+
+    channel: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reconcile:
+    """Hand the unconfirmed posts of this channel to `recovery.take_over`, then begin a new ledger for it."""
+
+    channel: int
+    arrivals: Account
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAgain:
+    """Open an endpoint and send Reopen; the acceptor joins the address that came, and calls `joined` when it may post.
+
+    Where that fails, call `failed`.
+    """
+
+    channel: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Join the address that came with the acceptor's answer, probe, and call `joined`, or `failed`."""
+
+    channel: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lose:
+    """Give the peer up: nothing can reach it any more."""
+
+    reason: str
+
+
+Action: TypeAlias = Shut | TellDown | TellArrivals | Reconcile | OpenAgain | Join | Lose
+
+
+class ChannelState(enum.Enum):
+    """Where one side stands with a channel: see the table above."""
+
+    LIVE = "in use"
+    SHUTTING = "being shut"
+    LEAVING = "being shut, as the other side has"
+    SHUT = "shut, waiting for the other side to do the same"
+    TOLD = "shut on both sides, waiting for the other's arrivals"
+    DOWN = "down"
+    OPENING = "being opened, waiting for the answer"
+    JOINING = "being joined"
+    LOST = "lost with its peer"
+
+
+LIVE, SHUTTING, LEAVING, SHUT, TOLD, DOWN, OPENING, JOINING, LOST = ChannelState
+UP: Final = (LIVE, OPENING, JOINING)
+
+
+class _Channel:
+    """One channel: `until` is when `due` has to look at it, `since` when it became LIVE, `failures` in a row."""
+
+    __slots__ = ("failures", "generation", "reason", "since", "state", "until")
+
+    def __init__(self) -> None:
+        self.state = LIVE
+        self.generation = 0
+        self.since = -math.inf
+        self.until = math.inf
+        self.failures = 0
+        self.reason = ""
+
+
+class ChannelStates:
+    """The channels toward one peer; all are LIVE at first. Times are seconds of any steady clock.
+
+    `grace` is for how long the peer may be without any channel before it is lost; what is to be posted waits meanwhile.
+    Every method returns what is to be done, in that order; the caller does it before it calls another. After Lose there
+    is nothing more to do. What a peer says may raise FailoverError.
+    """
+
+    def __init__(self, count: int, role: Role, source: random.Random, grace: float = 0.0) -> None:
+        if count < 1:
+            raise UsageError(f"{count} channels, expected at least 1")
+        self.role = role
+        self._source = source
+        self._grace = grace
+        self._bare_until = math.inf
+        self._bare_reason = ""
+        self._channels = [_Channel() for _ in range(count)]
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """The channels that may be posted on."""
+        return tuple(k for k, channel in enumerate(self._channels) if channel.state is LIVE)
+
+    @property
+    def deadline(self) -> float | None:
+        """When to call `due` at the latest, or None."""
+        first = min(self._bare_until, *(channel.until for channel in self._channels))
+        return None if first == math.inf else first
+
+    def state(self, k: int) -> ChannelState:
+        """Return the state of channel k."""
+        return self._own(k).state
+
+    def generation(self, k: int) -> int:
+        """Return the generation of channel k."""
+        return self._own(k).generation
+
+    def failed(self, k: int, reason: str, now: float) -> list[Action]:
+        """Take note that this side found channel k not working, or not to be opened; again is harmless."""
+        return self._leave(k, SHUTTING, reason, now) if self._own(k).state in UP else []
+
+    def shut(self, k: int) -> list[Action]:
+        """Take note that the own endpoint is shut, its completion queue read and counted to the end.
+
+        Raises UsageError where no Shut was asked for.
+        """
+        channel = self._own(k)
+        if channel.state is LOST:
+            return []
+        if channel.state not in (SHUTTING, LEAVING):
+            raise UsageError(f"channel {k} is {channel.state.value}: it was not to be shut")
+        told: list[Action] = [TellDown(k, channel.generation, channel.reason)]
+        if channel.state is SHUTTING:
+            channel.state = SHUT
+            return told
+        channel.state = TOLD
+        return [*told, TellArrivals(k, channel.generation)]
+
+    def heard_down(self, k: int, generation: int, reason: str, now: float) -> list[Action]:
+        """Take the peer's RailDown."""
+        channel = self._theirs(k)
+        if self._stale(channel, generation):
+            return []
+        if generation == channel.generation + 1 and channel.state is DOWN and self.role is Role.ACCEPTOR:
+            channel.generation = generation
+            return self._leave(k, LEAVING, reason, now)
+        self._current(k, generation, "RailDown", (*UP, SHUTTING, SHUT))
+        if channel.state is SHUTTING:
+            channel.state = LEAVING
+            return []
+        if channel.state is SHUT:
+            channel.state = TOLD
+            return [TellArrivals(k, generation)]
+        return self._leave(k, LEAVING, reason, now)
+
+    def heard_arrivals(self, k: int, generation: int, arrivals: Account, now: float) -> list[Action]:
+        """Take the peer's Arrivals."""
+        channel = self._theirs(k)
+        if self._stale(channel, generation):
+            return []
+        self._current(k, generation, "Arrivals", (TOLD,))
+        channel.state = DOWN
+        if self.role is Role.INITIATOR:
+            longest = min(BACKOFF_MOST, math.ldexp(BACKOFF_FIRST, min(channel.failures, 64)))
+            channel.until = now + self._source.uniform(0.0, longest)
+        channel.failures += 1
+        return [Reconcile(k, arrivals)]
+
+    def heard_ack_counts(self, k: int, generation: int) -> bool:
+        """Tell whether the peer's AckCounts is to be applied to the ledger of channel k."""
+        channel = self._theirs(k)
+        if self._stale(channel, generation):
+            return False
+        self._current(k, generation, "AckCounts", (LIVE, JOINING, SHUTTING, SHUT))
+        return True
+
+    def heard_reopen(self, k: int, generation: int, now: float) -> list[Action]:
+        """Take the peer's Reopen: a wish where it is the initiator, its answer where it is the acceptor."""
+        channel = self._theirs(k)
+        if self._stale(channel, generation):
+            return []
+        if self.role is Role.ACCEPTOR:
+            self._current(k, generation - 1, "Reopen", (DOWN,))
+            channel.generation = generation
+            channel.state, channel.until = JOINING, now + OPENING_LIMIT
+            return [OpenAgain(k, generation)]
+        self._current(k, generation, "Reopen", (OPENING, SHUTTING, SHUT))
+        if channel.state is not OPENING:
+            return []
+        channel.state = JOINING
+        return [Join(k, generation)]
+
+    def joined(self, k: int, now: float) -> list[Action]:
+        """Take note that channel k can be posted on."""
+        channel = self._own(k)
+        if channel.state is JOINING:
+            channel.state, channel.since, channel.until = LIVE, now, math.inf
+            self._bare_until = math.inf
+        return []
+
+    def due(self, now: float) -> list[Action]:
+        """Open what has waited long enough; take for failed what was not joined in time."""
+        actions: list[Action] = []
+        if now >= self._bare_until:
+            return self._lose()
+        for k, channel in enumerate(self._channels):
+            if now < channel.until:
+                continue
+            if channel.state is DOWN:
+                channel.generation += 1
+                channel.state, channel.until = OPENING, now + OPENING_LIMIT
+                actions.append(OpenAgain(k, channel.generation))
+            else:
+                actions += self.failed(k, f"not joined within {OPENING_LIMIT:g} seconds", now)
+        return actions
+
+    def _leave(self, k: int, state: ChannelState, reason: str, now: float) -> list[Action]:
+        """Take a channel out of use; lose the peer where it was the last."""
+        channel = self._channels[k]
+        if channel.state is LIVE and now - channel.since >= WELL:
+            channel.failures = 0
+        channel.state, channel.reason, channel.until = state, reason, math.inf
+        if not self.live and self._bare_until == math.inf:
+            self._bare_until = now + self._grace
+            self._bare_reason = f"no channel is left, and the last, channel {k}, failed: {reason}"
+        return self._lose() if self._bare_until <= now else [Shut(k)]
+
+    def _lose(self) -> list[Action]:
+        for each in self._channels:
+            each.state, each.until = LOST, math.inf
+        self._bare_until = math.inf
+        return [Lose(self._bare_reason)]
+
+    def _own(self, k: int) -> _Channel:
+        if not 0 <= k < len(self._channels):
+            raise UsageError(f"channel {k} of {len(self._channels)}")
+        return self._channels[k]
+
+    def _theirs(self, k: int) -> _Channel:
+        if not 0 <= k < len(self._channels):
+            raise FailoverError(f"the peer names channel {k} of {len(self._channels)}")
+        return self._channels[k]
+
+    def _stale(self, channel: _Channel, generation: int) -> bool:
+        """Tell whether nothing follows from what came, because it is about what is over."""
+        return channel.state is LOST or generation < channel.generation
+
+    def _current(self, k: int, generation: int, frame: str, states: tuple[ChannelState, ...]) -> None:
+        """Raise FailoverError unless the frame is about this generation and may come in this state."""
+        channel = self._channels[k]
+        if generation != channel.generation or channel.state not in states:
+            raise FailoverError(
+                f"{frame} of channel {k}, generation {generation}, "
+                f"where generation {channel.generation} is {channel.state.value}"
+            )

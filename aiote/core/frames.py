@@ -1,0 +1,464 @@
+"""The frames of the control plane: its messages, their bytes, and the tag that seals them.
+
+A frame is a 4-byte big-endian length of what follows, one byte of type, the payload and, once both sides have proven
+themselves, a tag of 16 bytes: HMAC-SHA256, cut, over the direction, the frame's number in that direction (64 bits,
+never sent), the type and the payload, under the session's key. A frame that was changed, dropped, repeated, moved or
+sent back therefore does not verify. Without a cluster key the tags are made all the same; they then guard against
+mistakes only. Nothing is encrypted: who needs secrecy runs the connection under TLS.
+
+Before authentication a frame is at most 1 KiB, afterwards 64 KiB, and a length beyond that is refused as soon as its
+four bytes are there; a frame is never buffered beyond its limit, and a sealed one is verified before a byte of it is
+interpreted. Each message is a record of fields (`fields`), so that truncated, oversized or trailing bytes are errors.
+
+`Hello`, `Refused` and the two leading fields of `Challenge` must keep their layout in every version of the protocol,
+since they travel before a version is agreed. This module knows no order of messages; `handshake` and `control` do.
+"""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias
+
+from ..errors import AioteError, UsageError
+from .address import IDENTITY_BYTES, Address
+from .descriptor import MAX_RAILS
+from .fields import (
+    U8,
+    U16,
+    U32,
+    U64,
+    Blob,
+    Constant,
+    Converted,
+    Cursor,
+    FieldError,
+    Fixed,
+    Flag,
+    Many,
+    Record,
+    Sentence,
+    Text,
+)
+
+__all__ = [
+    "FAILED_PROTOCOL",
+    "MAX_WORDS",
+    "NONCE_BYTES",
+    "PLAIN_LIMIT",
+    "PROOF_BYTES",
+    "SEALED_LIMIT",
+    "TAG_BYTES",
+    "AckCounts",
+    "Arrivals",
+    "Bye",
+    "Challenge",
+    "Channel",
+    "ChannelMessage",
+    "ControlError",
+    "Failed",
+    "FrameReader",
+    "Heartbeat",
+    "Hello",
+    "Joined",
+    "MailMoved",
+    "Mapped",
+    "MemoryKey",
+    "Message",
+    "Offer",
+    "Proof",
+    "RailDown",
+    "RailOffer",
+    "Range",
+    "Ready",
+    "Refused",
+    "Revoke",
+    "Revoked",
+    "Seal",
+    "SessionMessage",
+    "Welcome",
+    "WordCount",
+    "decode",
+    "encode",
+    "frame",
+    "type_of",
+]
+
+MAGIC = b"aiote\x00\xaf\x01"
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+TAG_BYTES = 16
+PLAIN_LIMIT = 1 << 10
+SEALED_LIMIT = 1 << 16
+
+MAX_WORDS = 4096  # of 12 bytes each: a frame's 64 KiB hold them with what else there is
+MAX_RANGES = 256
+MAX_KEYS = 256  # as many as a channel has work requests
+
+FAILED_PROTOCOL = 1
+"""The code of a `Failed` that answers a violation of the protocol; the others are the engine's to give."""
+
+_LENGTH_BYTES = 4
+
+
+class ControlError(AioteError):
+    """The peer broke the control protocol, or its connection ended where it must not.
+
+    `events` are the ones that the same call had found before it met the violation.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.events: tuple[Any, ...] = ()
+
+
+# Before authentication.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """The initiator's first word: who it is, whom it wants, what it speaks; zeros as target mean anyone."""
+
+    magic: Annotated[bytes, Constant(MAGIC)] = MAGIC
+    version_min: Annotated[int, U16]
+    version_max: Annotated[int, U16]
+    nonce: Annotated[bytes, Fixed(NONCE_BYTES)]
+    identity: Annotated[bytes, Fixed(IDENTITY_BYTES)]
+    incarnation: Annotated[int, U64]
+    target_identity: Annotated[bytes, Fixed(IDENTITY_BYTES)]
+    target_incarnation: Annotated[int, U64]
+    keyed: Annotated[bool, Flag()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Challenge:
+    """The acceptor's answer to a Hello: the version it chose, its own nonce and name."""
+
+    version: Annotated[int, U16]
+    nonce: Annotated[bytes, Fixed(NONCE_BYTES)]
+    identity: Annotated[bytes, Fixed(IDENTITY_BYTES)]
+    incarnation: Annotated[int, U64]
+    keyed: Annotated[bool, Flag()]
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The initiator's proof that it holds the cluster key."""
+
+    hmac: Annotated[bytes, Fixed(PROOF_BYTES)]
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The acceptor's proof, given only to an initiator that has proven itself."""
+
+    hmac: Annotated[bytes, Fixed(PROOF_BYTES)]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The end of a handshake: a `RefusalCode` and a sentence."""
+
+    code: Annotated[int, U16]
+    text: Annotated[str, Sentence(512)]
+
+
+# After authentication.
+
+
+@dataclass(frozen=True, slots=True)
+class RailOffer:
+    """One rail of the sender: its index, provider, wire format, name, and speed in Mbit/s."""
+
+    index: Annotated[int, U8]
+    provider: Annotated[str, Text(64)]
+    wire: Annotated[str, Text(64)]
+    name: Annotated[str, Text(128)]
+    speed_mbps: Annotated[int, U32]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What the sender has and wants: its host (opaque, 32 bytes), largest message in bytes, receive pool in messages,
+    milliseconds between two heartbeats that it hears, rails, address.
+    """
+
+    host_id: Annotated[bytes, Fixed(32)]
+    message_bytes: Annotated[int, U32]
+    pool: Annotated[int, U16]
+    heartbeat_ms: Annotated[int, U32]
+    rails: Annotated[tuple[RailOffer, ...], Many(RailOffer, 0, MAX_RAILS)]
+    address: Annotated[Address, Converted(Address, bytes, Address.from_bytes, 400)]
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """The sender's endpoint of one pair of rails, in its generation: how to reach it and how to write to it."""
+
+    rail_local: Annotated[int, U8]
+    rail_remote: Annotated[int, U8]
+    generation: Annotated[int, U32]
+    address: Annotated[bytes, Blob(256)]
+    imm_key: Annotated[int, U64]
+    imm_base: Annotated[int, U64]
+    doorbell: Annotated[bytes, Blob(128)]
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """The sender has told all its channels and joined all of the receiver's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The sender has heard Mapped, made progress since, and can be written to."""
+
+
+@dataclass(frozen=True, slots=True)
+class WordCount:
+    """An immediate's word, as on the wire, and how often."""
+
+    word: Annotated[int, U32]
+    times: Annotated[int, U64]
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers of messages from `first` to `last`, both included."""
+
+    first: Annotated[int, U64]
+    last: Annotated[int, U64]
+
+
+@dataclass(frozen=True, slots=True)
+class AckCounts:
+    """These were confirmed to the sender on a channel: the receiver takes them out of its own tally."""
+
+    channel: Annotated[int, U8]
+    generation: Annotated[int, U32]
+    words: Annotated[tuple[WordCount, ...], Many(WordCount, 0, MAX_WORDS)]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryKey:
+    """The key of a registration, as posts name it."""
+
+    key: Annotated[int, U64]
+
+
+@dataclass(frozen=True, slots=True)
+class RailDown:
+    """The sender's endpoint of a channel is shut, and it settles nothing more there. It has lost work for `keys`."""
+
+    channel: Annotated[int, U8]
+    generation: Annotated[int, U32]
+    reason: Annotated[str, Sentence(512)]
+    keys: Annotated[tuple[MemoryKey, ...], Many(MemoryKey, 0, MAX_KEYS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """What came to the sender over a channel that both sides have shut; which messages on any, all up to `high` and the
+    ranges beyond; and which of the keys that it was told are not, or no more, of its memory.
+
+    Where the words do not fit in one frame, several follow one another: `more` is set in all but the last, and what is
+    not words counts in the last.
+    """
+
+    channel: Annotated[int, U8]
+    generation: Annotated[int, U32]
+    words: Annotated[tuple[WordCount, ...], Many(WordCount, 0, MAX_WORDS)]
+    high: Annotated[int, U64]
+    beyond: Annotated[tuple[Range, ...], Many(Range, 0, MAX_RANGES)]
+    unknown: Annotated[tuple[MemoryKey, ...], Many(MemoryKey, 0, MAX_KEYS)]
+    more: Annotated[bool, Flag()] = False
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The sender, who initiated the connection, has written over a channel that was opened again."""
+
+    channel: Annotated[int, U8]
+    generation: Annotated[int, U32]
+
+
+@dataclass(frozen=True, slots=True)
+class MailMoved:
+    """The sender receives messages over this channel from now on."""
+
+    channel: Annotated[int, U8]
+    generation: Annotated[int, U32]
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The sender is alive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Revoke:
+    """Takes back the sender's leases of numbers `low` to `high`; where `lease` is not 0 the receiver answers when
+    nothing is under way through that one any more.
+    """
+
+    lease: Annotated[int, U64]
+    low: Annotated[int, U64]
+    high: Annotated[int, U64]
+
+
+@dataclass(frozen=True, slots=True)
+class Revoked:
+    """The sender has nothing under way through the receiver's lease, and starts nothing more."""
+
+    lease: Annotated[int, U64]
+
+
+@dataclass(frozen=True, slots=True)
+class Bye:
+    """The sender's last word, at an orderly close."""
+
+    reason: Annotated[str, Sentence(512)]
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The sender's last word, when it gives up: a code and a sentence."""
+
+    code: Annotated[int, U16]
+    text: Annotated[str, Sentence(1024)]
+
+
+ChannelMessage: TypeAlias = Channel | AckCounts | RailDown | Arrivals | Joined | MailMoved
+SessionMessage: TypeAlias = ChannelMessage | Offer | Mapped | Ready | Heartbeat | Revoke | Revoked | Bye | Failed
+Message: TypeAlias = Hello | Challenge | Proof | Welcome | Refused | SessionMessage
+
+_TYPES: dict[int, type[Message]] = {
+    1: Hello,
+    2: Challenge,
+    3: Proof,
+    4: Welcome,
+    5: Refused,
+    16: Offer,
+    17: Channel,
+    18: Ready,
+    19: Heartbeat,
+    21: Revoke,
+    22: Revoked,
+    23: Bye,
+    24: Failed,
+    25: Mapped,
+    26: AckCounts,
+    27: RailDown,
+    28: Arrivals,
+    29: Joined,
+    30: MailMoved,
+}
+_RECORDS = {kind: Record(kind) for kind in _TYPES.values()}
+_NUMBERS = {kind: number for number, kind in _TYPES.items()}
+
+
+def encode(message: Message) -> bytes:
+    """Return the type byte and payload of `message`; raises UsageError where a value does not fit its field."""
+    try:
+        number = _NUMBERS[type(message)]
+    except KeyError:
+        raise UsageError(f"a control message expected, got {type(message).__name__}") from None
+    try:
+        return bytes((number,)) + _RECORDS[type(message)].pack(message)
+    except FieldError as error:
+        raise UsageError(str(error)) from error
+
+
+def type_of(body: bytes) -> type[Message]:
+    """Return the message type that the first byte of `body` names; raises ControlError for a number without one."""
+    try:
+        return _TYPES[body[0]]
+    except KeyError:
+        raise ControlError(f"unknown message type {body[0]}") from None
+    except IndexError:
+        raise ControlError("a frame without a type") from None
+
+
+def decode(body: bytes) -> Message:
+    """Return the message of a type byte and payload; raises ControlError where they are not exactly one."""
+    record = _RECORDS[type_of(body)]
+    cursor = Cursor(body)
+    cursor.take(1)
+    try:
+        message = record.unpack(cursor)
+        cursor.end()
+    except FieldError as error:
+        raise ControlError(f"malformed {record.kind.__name__}: {error}") from error
+    return message
+
+
+def frame(body: bytes, seal: Seal | None = None) -> bytes:
+    """Return the bytes on the wire of a type byte and payload, sealed where a seal is given.
+
+    Raises UsageError where the frame would be over its limit.
+    """
+    limit = PLAIN_LIMIT if seal is None else SEALED_LIMIT
+    length = len(body) + (0 if seal is None else TAG_BYTES)
+    if length > limit:
+        raise UsageError(f"a frame of {length} bytes is over the limit of {limit}")
+    tag = b"" if seal is None else seal.tag(body)
+    return length.to_bytes(_LENGTH_BYTES, "big") + body + tag
+
+
+class Seal:
+    """Makes the tags of one direction of a session, frame by frame, in order."""
+
+    def __init__(self, key: bytes, direction: int) -> None:
+        self._key = key
+        self._direction = bytes((direction,))
+        self._sequence = 0
+
+    def tag(self, body: bytes) -> bytes:
+        """Return the tag of the next frame, whose type byte and payload are `body`."""
+        number = self._sequence.to_bytes(8, "big")
+        self._sequence += 1
+        return hmac.digest(self._key, self._direction + number + body, "sha256")[:TAG_BYTES]
+
+    def open(self, sealed: bytes) -> bytes:
+        """Return the type byte and payload of the next frame; raises ControlError where its tag is wrong."""
+        body, tag = sealed[:-TAG_BYTES], sealed[-TAG_BYTES:]
+        if not hmac.compare_digest(tag, self.tag(body)):
+            raise ControlError("a frame with a wrong tag: it was changed, repeated, dropped or is not of this session")
+        return body
+
+
+class FrameReader:
+    """Cuts a stream into frames; holds no more than one incomplete frame between calls of `next` that gave None."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    @property
+    def pending(self) -> int:
+        """Count the bytes fed and not handed out."""
+        return len(self._buffer)
+
+    def feed(self, data: bytes | bytearray | memoryview) -> None:
+        """Take what came from the stream."""
+        self._buffer += data
+
+    def next(self, limit: int) -> bytes | None:
+        """Return the next frame without its length, or None where it is incomplete.
+
+        Raises ControlError at once where the length field is zero or over `limit`.
+        """
+        if len(self._buffer) < _LENGTH_BYTES:
+            return None
+        length = int.from_bytes(self._buffer[:_LENGTH_BYTES], "big")
+        if not 1 <= length <= limit:
+            raise ControlError(f"a frame of {length} bytes announced, 1 to {limit} are allowed")
+        end = _LENGTH_BYTES + length
+        if len(self._buffer) < end:
+            return None
+        body = bytes(self._buffer[_LENGTH_BYTES:end])
+        del self._buffer[:end]
+        return body
+
+    def clear(self) -> None:
+        """Drop what is pending."""
+        self._buffer.clear()

@@ -1,0 +1,69 @@
+"""When work that is under way toward a live peer counts as stuck.
+
+Heartbeats go over the control connection. A data connection can be cut on its own (a firewall, one NIC of several),
+and then the provider reports nothing and the peer is heard all the same. So the shell looks at each channel that has
+work: how many of its requests have ended, and how many bytes its connection has moved. A channel on which neither
+changes for `patience` is stuck; one that is merely slow is not, for its bytes go on.
+
+`Standstill` knows no clock, as `Heartbeat`. A shell that was itself held up did not look, and its peer's answer may lie
+in a socket's buffer: the time between two looks counts as at most one `interval`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+__all__ = ["Standstill"]
+
+UNSEEN = -1
+
+
+@dataclass(slots=True)
+class LastLook:
+    """What a channel had done at the last look, and for how long it has done nothing more."""
+
+    ended: int
+    moved: int = UNSEEN
+    still: float = 0.0
+
+
+class Standstill:
+    """The channels of one peer; times in seconds.
+
+    `limit` is the longest time that whoever waits is to wait: the patience is shorter by an interval, which the looks
+    may take, but at least half of the limit.
+    """
+
+    __slots__ = ("_interval", "_last", "_marks", "_patience")
+
+    def __init__(self, interval: float, limit: float) -> None:
+        self._interval = interval
+        self._patience = max(limit - interval, limit / 2)
+        self._last = 0.0
+        self._marks: dict[int, LastLook] = {}
+
+    def due(self, now: float) -> bool:
+        """Say whether it is time to look: half an interval after the last time."""
+        return now >= self._last + self._interval / 2
+
+    def look(self, now: float, ended: Mapping[int, int], moved: Callable[[int], int]) -> int | None:
+        """Return a channel that is stuck, if any.
+
+        `ended` has the requests that have ended so far of each channel with work. `moved` is asked for a channel on
+        which none has ended since the last look; it returns the bytes so far, a negative number where nobody can tell.
+        """
+        passed = min(now - self._last, self._interval)
+        self._last = now
+        self._marks = {channel: self._mark(channel, count, moved, passed) for channel, count in ended.items()}
+        return next((channel for channel, mark in self._marks.items() if mark.still >= self._patience), None)
+
+    def _mark(self, channel: int, ended: int, moved: Callable[[int], int], passed: float) -> LastLook:
+        mark = self._marks.get(channel)
+        if mark is None or mark.ended != ended:
+            return LastLook(ended)
+        now_moved = moved(channel)
+        if now_moved < 0 or now_moved != mark.moved:
+            return LastLook(ended, now_moved)
+        mark.still += passed
+        return mark

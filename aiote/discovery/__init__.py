@@ -1,0 +1,11 @@
+"""Who is there: members of a cluster that announce themselves, and registries that keep the list of them.
+
+A `Registry` is either embedded (a `RegistryServer` on one of the engines, an `EmbeddedRegistry` on each of the others)
+or `etcd.EtcdRegistry`, which needs the extra `etcd`.
+"""
+
+from .embedded import EmbeddedRegistry
+from .membership import Member, MemberEvent, Registry, RegistryError, Role, Seat
+from .server import RegistryServer
+
+__all__ = ["EmbeddedRegistry", "Member", "MemberEvent", "Registry", "RegistryError", "RegistryServer", "Role", "Seat"]

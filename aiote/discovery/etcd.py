@@ -1,0 +1,379 @@
+"""A registry that outlives every engine: etcd.
+
+A member is a key under a prefix, tied to a lease that its own process keeps alive; etcd drops the key with the lease.
+The key is written by transactions only, which compare what was read before, so that of two incarnations the greater one
+has the name whatever the order. Members are read once, at a revision, and watched from the next one; where etcd has
+compacted what was missed, or tells more at once than is held here, they are read again. What cannot be reached
+withdraws nothing, and is tried again. What is refused for good is told to who waits, with etcd's words; who has a seat
+keeps it as long as etcd does.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+
+import aiote
+
+from ..service.background import Bell, beside
+from ..service.reading import WireError
+from .etcd_gateway import (
+    OUT_OF_RANGE,
+    TOO_LONG,
+    TOO_MANY,
+    EtcdError,
+    Gateway,
+    number,
+    packed,
+    prefix_end,
+    records,
+    told,
+    unpacked,
+)
+from .membership import Member, MemberEvent, RegistryError, Roster, check_lease
+from .seats import HeldSeat, claim, give_up
+from .wire import decode_member, encode_member
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["EtcdRegistry"]
+
+PREFIX = "aiote/kvcache/members/"
+PAGE = 256
+MEMBERS = 1 << 16
+WATCH_S = 10.0
+"""A watch is made anew so often: one whose endpoint has silently gone would be silent for ever."""
+RETRY_LEAST_S = 0.1
+RETRY_MOST_S = 5.0
+LEAVE_S = 2.0
+TRIES = 16
+
+
+class _EtcdSeat(HeldSeat):
+    """A seat, the lease that holds it (0: none), what wakes its keeper, and how often its key was missing."""
+
+    def __init__(self, member: Member, numbers: Iterator[int], bell: Bell) -> None:
+        super().__init__(member, numbers, bell.ring)
+        self.bell = bell
+        self.lease = 0
+        self.ttl_s = 0.0
+        self.missing = 0
+
+    def put_again(self) -> None:
+        """Have its key written once more: it is not there, as where somebody has deleted it, though the lease lives."""
+        self.told = 0
+        self.missing += 1
+        self.bell.ring()
+
+
+class EtcdRegistry:
+    """The members that etcd has under a prefix: a `Registry`; `async with EtcdRegistry("http://etcd:2379"):`.
+
+    Entering does not wait for etcd; `ready` does. `endpoints` are those of one cluster. `lease_s` is rounded up to
+    seconds, and etcd has a least one of its own (about 2). `options` go to `httpx.AsyncClient`. `malformed` counts keys
+    whose values are no members; `failure` says why it was last out of touch. At most 65536 keys. Raises UsageError
+    without httpx.
+    """
+
+    def __init__(
+        self,
+        endpoints: str | Iterable[str],
+        *,
+        prefix: str = PREFIX,
+        lease_s: float = 10.0,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.malformed = 0
+        self.failure = ""
+        self.in_touch = False
+        self._gateway = Gateway(endpoints, options)
+        self._prefix = prefix.encode()
+        self._ttl_s = math.ceil(check_lease(lease_s))
+        self._roster = Roster()
+        self._revision: int | None = None
+        self._known = False
+        self._refusal = ""
+        self._open = False
+        self._seats: dict[str, _EtcdSeat] = {}
+        self._numbers = itertools.count(1)
+        self._progress = Bell()
+        self._stack = AsyncExitStack()
+
+    # What a registry offers.
+
+    async def ready(self) -> None:
+        """Wait until the members have been read once. Raises ClosedError, RegistryError where etcd refuses for good."""
+        while not self._known:
+            self._require_open()
+            if self._refusal:
+                raise RegistryError(self._refusal)
+            await self._progress.wait()
+
+    def members(self) -> tuple[Member, ...]:
+        """Return the members known here; all are marked as stale while etcd is out of touch."""
+        return self._roster.members(stale=not self.in_touch)
+
+    def watch(self) -> AsyncIterator[MemberEvent]:
+        """Iterate over events, beginning with the members known here. See `Registry.watch`."""
+        return self._roster.watch()
+
+    @asynccontextmanager
+    async def join(self, member: Member) -> AsyncIterator[_EtcdSeat]:
+        """Take a seat for the length of an `async with`. See `Registry.join`."""
+        self._require_open()
+        seat = _EtcdSeat(member, self._numbers, Bell())
+        await claim(self._seats, seat)
+        try:
+            self._require_open()
+            async with beside(functools.partial(self._keep, seat)):
+                try:
+                    await seat.resolved()
+                    yield seat
+                finally:
+                    seat.leaving = True
+        finally:
+            try:
+                await self._leave(seat)
+            finally:
+                give_up(self._seats, seat)
+
+    async def __aenter__(self) -> EtcdRegistry:
+        if self._open or self._known:
+            raise aiote.UsageError("a registry is entered once")
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._gateway.opened())
+            await stack.enter_async_context(beside(self._follow))
+            self._stack = stack.pop_all()
+        self._open = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        self._open = False
+        for seat in self._seats.values():
+            seat.lose("the registry's `async with` has ended")
+        self._out_of_touch("closed")
+        self._roster.close()
+        return await self._stack.__aexit__(kind, error, traceback)
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise aiote.ClosedError("the registry is closed")
+
+    # Watching.
+
+    async def _follow(self) -> None:
+        """Read and watch for ever, with pauses that grow while nobody answers."""
+        pause = RETRY_LEAST_S
+        while True:
+            try:
+                revision = self._revision
+                if revision is None:
+                    revision = await self._read_all()
+                await self._listen(revision)
+                pause = RETRY_LEAST_S
+                continue
+            except EtcdError as error:
+                if error.code in (OUT_OF_RANGE, TOO_LONG, TOO_MANY):
+                    self._revision = None
+                self._refusal = str(error) if error.permanent else ""
+                if self.in_touch:
+                    pause = RETRY_LEAST_S
+                self._out_of_touch(str(error))
+                self._gateway.turn()
+            await anyio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(pause * 2, RETRY_MOST_S)
+
+    async def _read_all(self) -> int:
+        """Read the members as they are at one revision, and return that."""
+        key: bytes | None = self._prefix
+        found: dict[str, Member] = {}
+        revision, count, limit = 0, 0, PAGE
+        while key is not None:
+            asked = {"key": packed(key), "range_end": packed(prefix_end(self._prefix))}
+            asked |= {"limit": str(limit), "revision": str(revision)}
+            try:
+                answer = await self._gateway.call("/v3/kv/range", asked)
+            except EtcdError as error:
+                if error.code != TOO_LONG or limit == 1:
+                    raise
+                limit = max(1, limit // 4)
+                continue
+            revision = revision or number(answer, "header", "revision")
+            count, key = self._take_page(answer, found, count)
+        self._replace(found)
+        self._revision, self._known, self._refusal = revision, True, ""
+        self._progress.ring()
+        return revision
+
+    def _take_page(self, answer: Mapping[str, Any], found: dict[str, Member], count: int) -> tuple[int, bytes | None]:
+        """Add a page to what was found; return how many keys that makes, and where the next page begins, if it does."""
+        entries = records(answer, "kvs")
+        count += len(entries)
+        if count > MEMBERS:
+            raise self._too_many()
+        for entry in entries:
+            name, member = self._member(entry)
+            if member is not None:
+                found[name] = member
+            self._lose_to(name, member)
+        more = entries and answer.get("more")
+        return count, unpacked(entries[-1].get("key", "")) + b"\0" if more else None
+
+    def _too_many(self) -> EtcdError:
+        return EtcdError(f"etcd has more than {MEMBERS} keys under {self._prefix.decode()!r}", TOO_MANY)
+
+    def _replace(self, found: Mapping[str, Member]) -> None:
+        for name in self._roster.known.keys() - found.keys():
+            self._roster.remove(name)
+        for name in self._seats.keys() - found.keys():
+            self._seats[name].put_again()
+        for member in found.values():
+            self._roster.put(member)
+
+    async def _listen(self, revision: int) -> None:
+        """Watch what follows a revision, for a while. Raises EtcdError, OUT_OF_RANGE where that is no more there."""
+        create = {
+            "key": packed(self._prefix),
+            "range_end": packed(prefix_end(self._prefix)),
+            "start_revision": str(revision + 1),
+        }
+        with anyio.move_on_after(WATCH_S):
+            async with aclosing(self._gateway.stream("/v3/watch", {"create_request": create})) as answers:
+                async for answer in answers:
+                    self._hear(answer, revision)
+            raise EtcdError(f"{self._gateway.endpoint} has ended the watch")
+        if not self.in_touch:
+            raise EtcdError(f"{self._gateway.endpoint} has not begun to watch within {WATCH_S} s")
+
+    def _hear(self, answer: Mapping[str, Any], begun_after: int) -> None:
+        revision = number(answer, "header", "revision")
+        if answer.get("canceled"):
+            compacted = number(answer, "compact_revision")
+            raise EtcdError(
+                f"the watch was cancelled: {told(answer.get('cancel_reason'))}", OUT_OF_RANGE if compacted else 14
+            )
+        if answer.get("created"):
+            if revision < begun_after:
+                raise EtcdError("etcd has gone back behind what was read, as after a restore", OUT_OF_RANGE)
+            self.in_touch = True
+            self._progress.ring()
+            return
+        for event in records(answer, "events"):
+            # The header's revision may be beyond these events, where more are to follow.
+            self._revision = max(self._revision or 0, number(event, "kv", "mod_revision"))
+            entry = event.get("kv")
+            name, member = self._member(entry if isinstance(entry, Mapping) else {})
+            if event.get("type") == "DELETE" or member is None:
+                self._roster.remove(name)
+                if name in self._seats:
+                    self._seats[name].put_again()
+            elif name not in self._roster.known and len(self._roster.known) >= MEMBERS:
+                raise self._too_many()
+            else:
+                self._roster.put(member)
+                self._lose_to(name, member)
+
+    def _member(self, entry: Mapping[str, Any]) -> tuple[str, Member | None]:
+        """Return a key's name, and its member if the value is one."""
+        name = unpacked(entry.get("key", ""))[len(self._prefix) :].decode(errors="replace")
+        value = unpacked(entry.get("value", ""))
+        if not value:
+            return name, None
+        try:
+            member = decode_member(value)
+        except WireError:
+            self.malformed += 1
+            return name, None
+        if member.name != name:
+            self.malformed += 1
+            return name, None
+        return name, member
+
+    def _lose_to(self, name: str, member: Member | None) -> None:
+        seat = self._seats.get(name)
+        if seat is not None and member is not None and member.incarnation > seat.member.incarnation:
+            seat.lose(f"incarnation {member.incarnation} has taken the name over")
+
+    def _out_of_touch(self, reason: str) -> None:
+        self.in_touch = False
+        self.failure = reason
+        self._progress.ring()
+
+    # Seats.
+
+    async def _keep(self, seat: _EtcdSeat) -> None:
+        """Keep a seat until it is lost: its lease alive, its key written."""
+        pause = RETRY_LEAST_S
+        while not seat.lost:
+            try:
+                await self._renew(seat)
+                await self._write(seat)
+                pause = RETRY_LEAST_S
+                with anyio.move_on_after(seat.ttl_s / 3):
+                    while seat.told == seat.number and not seat.lost:
+                        await seat.bell.wait()
+            except EtcdError as error:
+                if error.permanent and not seat.taken:
+                    seat.lose(str(error))
+                    return
+                await anyio.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(pause * 2, RETRY_MOST_S, max(seat.ttl_s, 1.0) / 3)
+
+    async def _renew(self, seat: _EtcdSeat) -> None:
+        """Keep the lease alive; take a new one, under which nothing is written yet, where there is none any more."""
+        if seat.lease:
+            answer = await self._gateway.call("/v3/lease/keepalive", {"ID": str(seat.lease)}, seat.ttl_s)
+            if number(answer, "TTL") > 0:
+                return
+            seat.lease = 0
+        answer = await self._gateway.call("/v3/lease/grant", {"TTL": str(self._ttl_s)}, self._ttl_s)
+        seat.lease, seat.ttl_s, seat.told = number(answer, "ID"), float(number(answer, "TTL")), 0
+
+    async def _write(self, seat: _EtcdSeat) -> None:
+        """Write what has changed, unless the name is another's by right."""
+        key = packed(self._prefix + seat.member.name.encode())
+        for _ in range(TRIES):
+            if seat.told == seat.number:
+                return
+            answer = await self._gateway.call("/v3/kv/range", {"key": key}, seat.ttl_s)
+            present = next(iter(records(answer, "kvs")), {})
+            _, holder = self._member(present) if present else ("", None)
+            ours = holder is None or number(present, "lease") == seat.lease
+            if holder is not None and not ours and holder.incarnation >= seat.member.incarnation:
+                seat.lose(f"incarnation {holder.incarnation} of another engine holds the name")
+                return
+            change, member, missing = seat.number, seat.member, seat.missing
+            compare = {
+                "key": key,
+                "target": "MOD",
+                "result": "EQUAL",
+                "mod_revision": str(number(present, "mod_revision")),
+            }
+            put = {"key": key, "value": packed(encode_member(member)), "lease": str(seat.lease)}
+            question = {"compare": [compare], "success": [{"request_put": put}]}
+            done = await self._gateway.call("/v3/kv/txn", question, seat.ttl_s)
+            if done.get("succeeded"):
+                seat.take(change)
+                if seat.missing == missing:  # else it may be missing again: news of it may be faster than answers
+                    seat.told = change
+                    return
+        raise EtcdError(f"{seat.member.name}: the key changed {TRIES} times while it was to be written")
+
+    async def _leave(self, seat: _EtcdSeat) -> None:
+        """Give the lease back, and the key with it, within two seconds; what cannot be reached drops it in time."""
+        if seat.lease:
+            with anyio.move_on_after(LEAVE_S, shield=True):
+                try:
+                    await self._gateway.call("/v3/lease/revoke", {"ID": str(seat.lease)})
+                except aiote.AioteError:
+                    pass

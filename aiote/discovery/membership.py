@@ -1,0 +1,281 @@
+"""Who is there: members, the events of their coming and going, and what every registry of them offers.
+
+A member is one engine that takes part, under a name. Its *incarnation* tells the runs of one name apart: a greater one
+takes the name over, and watchers are told that the old one has left and the new one has joined.
+
+`Roster` is what one program knows of the members. It knows neither where that comes from nor any clock. Those who watch
+it are told differences between what they were told and what is so: one who is slow misses what came and went in the
+meantime, and costs one entry for each name, never a backlog.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import weakref
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Literal, Protocol
+
+import anyio
+import anyio.lowlevel
+
+import aiote
+
+from ..service.background import Bell
+
+__all__ = ["Attribute", "Member", "MemberEvent", "Registry", "RegistryError", "Role", "Roster", "Seat", "Watch"]
+
+Role = Literal["prefill", "decode"]
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+Attribute = str | int | float | bool
+EventKind = Literal["joined", "changed", "left"]
+
+NAME_BYTES = 128
+ADDRESS_BYTES = 512
+ATTRIBUTES = 16
+KEY_BYTES = 32
+VALUE_BYTES = 128
+LEASE_S = (0.1, 600.0)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_INTEGERS = (-(1 << 63), (1 << 63) - 1)
+
+
+class RegistryError(aiote.AioteError):
+    """The registry refused a member, or another took its seat: the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One engine that takes part; raises UsageError where a part is malformed.
+
+    `name`: 1 to 128 bytes of UTF-8. `address`: `bytes(engine.address)`, or whatever the members agree on, up to 512
+    bytes. `incarnation`: 64 bits, greater in every run of the same name. `attributes`: up to 16 texts, finite numbers
+    and truth values, which may change (load, model, tensor-parallel size). `stale` is set by a registry that is out of
+    touch: so it was when last heard of. It does not count in comparisons.
+    """
+
+    name: str
+    role: Role
+    address: bytes
+    incarnation: int
+    attributes: Mapping[str, Attribute] = field(default_factory=dict, hash=False)
+    stale: bool = field(default=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_text("Member.name", self.name, NAME_BYTES)
+        if not self.name:
+            raise aiote.UsageError("Member.name: at least one character expected")
+        if self.role not in ROLES:
+            raise aiote.UsageError(f"Member.role={self.role!r}: expected one of {', '.join(ROLES)}")
+        if not isinstance(self.address, bytes) or len(self.address) > ADDRESS_BYTES:
+            raise aiote.UsageError(f"Member.address: at most {ADDRESS_BYTES} bytes expected")
+        if not _is_integer(self.incarnation) or not 0 <= self.incarnation < 1 << 64:
+            raise aiote.UsageError(f"Member.incarnation={self.incarnation!r}: expected an integer of 64 bits")
+        object.__setattr__(self, "attributes", checked_attributes(self.attributes))
+
+
+def checked_attributes(attributes: Mapping[str, Attribute]) -> Mapping[str, Attribute]:
+    """Return an unchangeable copy, in the order of the keys. Raises UsageError."""
+    if not isinstance(attributes, Mapping) or len(attributes) > ATTRIBUTES:
+        raise aiote.UsageError(f"attributes: a mapping of at most {ATTRIBUTES} entries expected")
+    for key, value in attributes.items():
+        check_text("an attribute's name", key, KEY_BYTES)
+        if isinstance(value, str):
+            check_text(f"attributes[{key!r}]", value, VALUE_BYTES)
+        elif isinstance(value, float):
+            if not math.isfinite(value):
+                raise aiote.UsageError(f"attributes[{key!r}]: a finite number expected")
+        elif not isinstance(value, int) or not _INTEGERS[0] <= value <= _INTEGERS[1]:
+            raise aiote.UsageError(f"attributes[{key!r}]: a text, a truth value or a number of 64 bits expected")
+    return MappingProxyType(dict(sorted(attributes.items())))
+
+
+def check_text(what: str, text: object, limit: int) -> None:
+    """Raise UsageError unless it is text without control characters, of at most `limit` bytes of UTF-8."""
+    if not isinstance(text, str) or _CONTROL.search(text):
+        raise aiote.UsageError(f"{what}: text without control characters expected")
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise aiote.UsageError(f"{what}: {error}") from error
+    if size > limit:
+        raise aiote.UsageError(f"{what}: at most {limit} bytes expected, got {size}")
+
+
+def check_lease(lease_s: float) -> float:
+    """Return a lease's length in seconds. Raises UsageError for one out of bounds."""
+    if isinstance(lease_s, int | float) and LEASE_S[0] <= lease_s <= LEASE_S[1]:
+        return float(lease_s)
+    raise aiote.UsageError(f"lease_s={lease_s!r}: expected {LEASE_S[0]} to {LEASE_S[1]} seconds")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True, slots=True)
+class MemberEvent:
+    """What happened to a member; with "left" it is as it was last told."""
+
+    kind: EventKind
+    member: Member
+
+
+class Watch(AsyncIterator[MemberEvent]):
+    """The events of a roster, beginning with the members that are there; it ends with the registry.
+
+    For one reader. It may be left at any time, and holds nothing then. Cancelling a wait loses nothing.
+    """
+
+    def __init__(self, roster: Roster, bell: Bell) -> None:
+        self._roster = roster
+        self._told: dict[str, Member] = {}
+        self._pending: dict[str, None] = dict.fromkeys(roster.known)
+        self._bell = bell
+
+    def note(self, name: str) -> None:
+        """Take note that something may have changed about a name."""
+        if name in self._told or name in self._roster.known:
+            self._pending[name] = None
+        else:
+            self._pending.pop(name, None)
+        self._bell.ring()
+
+    def wake(self) -> None:
+        """Have the reader look again."""
+        self._bell.ring()
+
+    def take(self) -> MemberEvent | None:
+        """Return what there is to tell next, or None."""
+        while self._pending:
+            name = next(iter(self._pending))
+            told, known = self._told.get(name), self._roster.known.get(name)
+            if told is not None and (known is None or known.incarnation != told.incarnation):
+                del self._told[name]
+                if known is None:
+                    del self._pending[name]
+                return MemberEvent("left", told)
+            del self._pending[name]
+            if known is not None and known != told:
+                self._told[name] = known
+                return MemberEvent("joined" if told is None else "changed", known)
+        return None
+
+    async def wait(self) -> None:
+        """Sleep until there may be something to tell."""
+        if not self._pending and not self._roster.closed:
+            await self._bell.wait()
+
+    async def __anext__(self) -> MemberEvent:
+        await anyio.lowlevel.checkpoint()
+        while (event := self.take()) is None:
+            if self._roster.closed:
+                raise StopAsyncIteration
+            await self.wait()
+        return event
+
+
+class Roster:
+    """The members known here, by their names, and those who watch them."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, Member] = {}
+        self.closed = False
+        # A loop that was left drops its watch, and nobody tells us; the numbers keep them in order.
+        self._watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
+        self._next = 0
+
+    def put(self, member: Member) -> None:
+        """Have a member as it is now."""
+        if self.known.get(member.name) != member:
+            self.known[member.name] = member
+            self._note(member.name)
+
+    def remove(self, name: str) -> None:
+        """Have a member no more."""
+        if self.known.pop(name, None) is not None:
+            self._note(name)
+
+    def watch(self, bell: Bell | None = None) -> Watch:
+        """Watch from now on; `bell` rings when there may be something to tell."""
+        watch = Watch(self, bell or Bell())
+        self._next += 1
+        self._watches[self._next] = watch
+        return watch
+
+    @property
+    def watchers(self) -> int:
+        """How many watches there are."""
+        return len(self._watches)
+
+    def members(self, *, stale: bool = False) -> tuple[Member, ...]:
+        """Return the members as they are known, all marked if asked."""
+        if not stale:
+            return tuple(self.known.values())
+        return tuple(replace(member, stale=True) for member in self.known.values())
+
+    def close(self) -> None:
+        """End every watch, once it has told what there is to tell."""
+        self.closed = True
+        for watch in tuple(self._watches.values()):
+            watch.wake()
+
+    def _note(self, name: str) -> None:
+        for watch in tuple(self._watches.values()):
+            watch.note(name)
+
+
+class Seat(Protocol):
+    """A member's place in a registry, for as long as its `async with` lasts and its lease is renewed."""
+
+    @property
+    def member(self) -> Member:
+        """The member as it is to be known."""
+        ...
+
+    @property
+    def lost(self) -> str:
+        """Why another has the seat, or an empty text; a seat that is lost stays so."""
+        ...
+
+    async def update(self, attributes: Mapping[str, Attribute]) -> None:
+        """Replace the attributes; return when the registry has them.
+
+        Where the registry cannot be reached this waits, and the caller's deadline ends it; the attributes are told
+        nevertheless as soon as can be, and the last ones win. Raises RegistryError when the seat is lost, UsageError.
+        """
+        ...
+
+
+class Registry(Protocol):
+    """Who is there. Losing touch with it withdraws nothing: the members it told of stay, marked as stale."""
+
+    @property
+    def in_touch(self) -> bool:
+        """Whether what is known here is up to date, as far as can be told."""
+        ...
+
+    async def ready(self) -> None:
+        """Wait until the members have been told once. Raises ClosedError, RegistryError where they are refused."""
+        ...
+
+    def members(self) -> tuple[Member, ...]:
+        """Return the members known here."""
+        ...
+
+    def watch(self) -> AsyncIterator[MemberEvent]:
+        """Iterate over events, beginning with the present members; only the latest state of each is kept for a slow
+        reader.
+        """
+        ...
+
+    def join(self, member: Member) -> AbstractAsyncContextManager[Seat]:
+        """Take a seat for the length of an `async with`, which begins when the registry has it.
+
+        Its lease is renewed meanwhile; the member leaves at the end, also when cancelled. Where the registry cannot be
+        reached this waits, and the caller's deadline ends it. Raises RegistryError where it is refused, ClosedError.
+        """
+        ...

@@ -1,0 +1,372 @@
+"""The engine: rails, regions, peers and counters of one event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from ..core.address import Address
+from ..links import ConnectionTable, NicEvents
+from ..observe import EngineStatistics, Event
+from ..rails import RailInfo, quick, quick_pages, quick_send
+from ..runtime import Runtime
+from ..transfers import (
+    Changes,
+    Counter,
+    CounterRow,
+    Counters,
+    Message,
+    Messages,
+    Pages,
+    Peer,
+    PeerGroup,
+    Region,
+    Regions,
+    RemoteRegion,
+    Requests,
+    ScatterTarget,
+    Transfer,
+    barrier,
+    group_room,
+    make_group,
+    submit_scatter,
+    watch,
+)
+from .lifetime import Lifetime
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from ..config import EngineConfig
+    from ..transfers import Access
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """A transfer engine. Made by `open_engine`; belongs to one event loop and is not to be used from another thread.
+
+    Every verb has two forms: `await engine.write(...)`, which ends when the transfer is over and cancels it when
+    it is cancelled, and `engine.submit_write(...)`, which returns a `Transfer` at once. Toward one peer at most
+    `config.max_transfers` are unfinished: beyond, the first form waits for room, the second raises QueueFull.
+    """
+
+    def __init__(self, provider: str, rails: tuple[str, ...] | None, config: EngineConfig) -> None:
+        runtime = Runtime(provider, rails, config)
+        with ExitStack() as undo:
+            undo.callback(runtime.close)
+            links = ConnectionTable(runtime)
+            undo.callback(links.heartbeats.abandon)
+            runtime.start(links.on_round)
+            undo.callback(runtime.detach)
+            self._nic_events = NicEvents(runtime)
+            undo.pop_all()
+        self._runtime, self._links, self._core = runtime, links, runtime.core
+        self._regions = Regions(runtime, links.leases)
+        self._requests = Requests(runtime, links)
+        self._counters = Counters(runtime)
+        # Last: what could not be made has nothing to close, and is not reported as left open.
+        self._lifetime = Lifetime(runtime)
+
+    async def _open(self) -> None:
+        """Begin to listen; called once, by `open_engine`."""
+        await self._links.listen()
+        self._lifetime.opened(self)
+
+    # What the engine is.
+
+    @property
+    def address(self) -> Address:
+        """Where peers reach this engine; it travels as bytes or text."""
+        return self._runtime.address
+
+    @property
+    def rails(self) -> tuple[RailInfo, ...]:
+        """The opened NICs."""
+        return self._runtime.fabric.info
+
+    @property
+    def config(self) -> EngineConfig:
+        """The settings that the engine was opened with."""
+        return self._runtime.config
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """The engines that are connected now."""
+        return self._links.peers
+
+    def find_peer(self, address: Address | str) -> Peer | None:
+        """Return the peer that is connected at an address, None where there is none. Raises UsageError."""
+        known = self._links.known(Address.parse(address) if isinstance(address, str) else address)
+        return known.peer if known is not None and known.connected else None
+
+    @property
+    def closed(self) -> bool:
+        """Whether the engine is closed or being closed."""
+        return self._runtime.closed
+
+    def statistics(self) -> EngineStatistics:
+        """Return what was counted since the engine was opened."""
+        return EngineStatistics.of(self._links.inbox.counted(self._core.statistics()), len(self.rails))
+
+    def listen_events(self, listener: Callable[[Event], object]) -> Callable[[], None]:
+        """Call `listener` for each event (a peer connected or lost, a rail failed); what is returned stops that."""
+        return self._runtime.events.listen(listener)
+
+    # Memory.
+
+    def register(self, array: Any, access: Access = "read-write") -> Region:
+        """Register memory with every rail: buffer protocol, DLPack or `__cuda_array_interface__`; contiguous.
+
+        `access` is what peers that have the descriptor may do: "read-write", "read", "write", or "local" for memory
+        that is no peer's business but may be lent by lease. This engine's own transfers may always use it. Read-only
+        memory can be a source only. The region keeps the buffer exported until it is closed; the same memory registered
+        twice gives two regions with their own keys. Raises UsageError for what is no such memory, FabricError when the
+        NIC refuses.
+        """
+        return self._regions.register(array, access)
+
+    def attach(self, descriptor: bytes | bytearray | memoryview) -> RemoteRegion:
+        """Make another engine's memory usable from its descriptor. Raises UsageError for bytes that are none.
+
+        Nothing is connected before the first use.
+        """
+        return self._regions.attach(descriptor)
+
+    # Transfers.
+
+    async def connect(self, address: Address | str) -> Peer:
+        """Connect to an engine and return its Peer; optional, for the first use connects.
+
+        Text is parsed; `host:port` without an identity reaches whoever listens there. Raises UsageError,
+        PeerError with the reason, within `connect_timeout`. Cancelling the wait leaves the attempt to end
+        by itself.
+        """
+        self._runtime.require_open()
+        return (await self._links.find(address).ready()).peer
+
+    async def room(self, target: Peer | Address | str | RemoteRegion) -> None:
+        """Wait until a `submit_` form toward a peer, or the owner of a region, would not raise QueueFull.
+
+        At most `max_transfers` transfers toward one peer are unfinished at a time. Raises PeerError, ClosedError.
+        """
+        self._runtime.require_open()
+        await self._links.find(target.owner if isinstance(target, RemoteRegion) else target).room()
+
+    def submit_write(
+        self, src: Region, dst: RemoteRegion, imm: int | None = None, *, rail: str | int | None = None
+    ) -> Transfer:
+        """Start a write of all of `src` to all of `dst` (same length); with `imm` it counts 1 at the receiver."""
+        return quick(self._core, Transfer, src, dst, False, imm, rail) or self._requests.write(src, dst, imm, rail=rail)
+
+    async def write(self, src: Region, dst: RemoteRegion, *, rail: str | int | None = None) -> None:
+        """Write all of `src` to all of `dst`, one-sided; the bytes are there when this returns.
+
+        `src` belongs to the NIC until then. `rail` names one of `engine.rails`, or is its position: the write goes over
+        that one alone for as long as it is there; without it over those that will have carried it first. Cancelling
+        drops what is not posted and drains what is, then raises. Raises UsageError, TransferError, PeerError,
+        ClosedError.
+        """
+        await (
+            quick(self._core, Transfer, src, dst, False, None, rail)
+            or self._requests.write(src, dst, None, waits=True, rail=rail)
+        )
+
+    def submit_write_imm(
+        self, src: Region | None, dst: RemoteRegion | Peer | Address | str, imm: int, *, rail: str | int | None = None
+    ) -> Transfer:
+        """Start a write that counts 1 at the receiver, or (`src` None) an immediate alone to a peer or an owner."""
+        return quick(self._core, Transfer, src, dst, False, imm, rail) or self._requests.write(src, dst, imm, rail=rail)
+
+    async def write_imm(
+        self, src: Region | None, dst: RemoteRegion | Peer | Address | str, imm: int, *, rail: str | int | None = None
+    ) -> None:
+        """Write and count 1 on immediate `imm` (28 bits) at the receiver once the bytes are there; else as `write`."""
+        await (
+            quick(self._core, Transfer, src, dst, False, imm, rail)
+            or self._requests.write(src, dst, imm, waits=True, rail=rail)
+        )
+
+    def submit_read(self, src_remote: RemoteRegion, dst_local: Region, *, rail: str | int | None = None) -> Transfer:
+        """Start a read of all of `src_remote` into all of `dst_local` (same length)."""
+        return quick(self._core, Transfer, dst_local, src_remote, True, None, rail) or self._requests.read(
+            src_remote, dst_local, rail=rail
+        )
+
+    async def read(self, src_remote: RemoteRegion, dst_local: Region, *, rail: str | int | None = None) -> None:
+        """Read all of `src_remote` into all of `dst_local`, one-sided; `dst_local` belongs to the NIC until this
+        returns.
+        """
+        await (
+            quick(self._core, Transfer, dst_local, src_remote, True, None, rail)
+            or self._requests.read(src_remote, dst_local, waits=True, rail=rail)
+        )
+
+    def submit_write_pages(
+        self, src: Pages, dst: Pages, imm: int | None = None, *, rail: str | int | None = None
+    ) -> Transfer:
+        """Start paged writes, page i of `src` to page i of `dst`; with `imm` each page counts 1 at the receiver."""
+        return quick_pages(self._core, Transfer, src, dst, imm, rail) or self._requests.pages(src, dst, imm, rail=rail)
+
+    async def write_pages(
+        self, src: Pages, dst: Pages, imm: int | None = None, *, rail: str | int | None = None
+    ) -> None:
+        """Write page i of `src` to page i of `dst` for all i, one request and one await for all; an empty list is over
+        at once.
+        """
+        await (
+            quick_pages(self._core, Transfer, src, dst, imm, rail)
+            or self._requests.pages(src, dst, imm, waits=True, rail=rail)
+        )
+
+    # Many peers at once.
+
+    async def peer_group(self, members: Iterable[Peer | Address | str]) -> PeerGroup:
+        """Connect to engines, all at once, and return them as a group for `scatter` and `barrier`.
+
+        Raises UsageError for one that is named twice, PeerError for one that cannot be reached.
+        """
+        self._runtime.require_open()
+        return await make_group(self._runtime, self._links, members)
+
+    async def room_for(self, group: PeerGroup) -> None:
+        """Wait until a `submit_scatter` to any member would not raise QueueFull. Raises PeerError, ClosedError."""
+        self._runtime.require_open()
+        await group_room(group)
+
+    def submit_scatter(self, group: PeerGroup, targets: Iterable[ScatterTarget], imm: int | None = None) -> Transfer:
+        """Start a write to each target, one request for all; with `imm` each counts 1 at its receiver."""
+        return submit_scatter(self._runtime, group, targets, imm)
+
+    async def scatter(self, group: PeerGroup, targets: Iterable[ScatterTarget], imm: int | None = None) -> None:
+        """Write each target's `src` to its `dst`, all over when this returns; with `imm` each counts 1 at its receiver.
+
+        Lengths and places are each target's own, several may go to one member, none is over at once. A target that
+        fails stops no other; the error names the first. Cancelling is as of `write`, for all of them. Raises
+        UsageError, TransferError, PeerError, ClosedError.
+        """
+        chosen = list(targets)
+        self._runtime.require_open()
+        if isinstance(group, PeerGroup):
+            await self.room_for(group)
+        await submit_scatter(self._runtime, group, chosen, imm)
+
+    async def barrier(self, group: PeerGroup, imm: int) -> None:
+        """Wait until every member of the group is here: each has called its own `barrier` as often as this engine.
+
+        Immediates alone are written; the values `imm` and `imm ^ 1` belong to the barrier. An empty group is through
+        at once. Cancelled or failed, the group's rounds on that value are out of step, and it says so from then on.
+        Raises PeerError or TransferError for a member that is lost before all have come, UsageError, ClosedError.
+        """
+        await barrier(self._counters, group, imm)
+
+    # Messages.
+
+    def submit_send(self, to: Peer | Address | str, payload: Any) -> Transfer:
+        """Start a message of at most the receiver's `message_bytes`; the payload is copied before this returns."""
+        return self._quick_send(to, payload) or self._requests.send(to, payload)
+
+    async def send(self, to: Peer | Address | str, payload: Any) -> None:
+        """Send a message; the payload may be reused at once. A sender that outruns the receiver's pool waits here.
+
+        Returning means that the message is on its way into the receiver's pool, not that anyone took it.
+        """
+        await (self._quick_send(to, payload) or self._requests.send(to, payload, waits=True))
+
+    def _quick_send(self, to: Peer | Address | str, payload: Any) -> Transfer | None:
+        if type(to) is Peer:
+            link = to._connection.link
+        else:
+            connection = self._links.known(to) if type(to) is Address else None
+            link = None if connection is None else connection.link
+        return None if link is None else quick_send(self._core, Transfer, link, payload)
+
+    async def recv(self) -> Message:
+        """Return the next message of any peer; waiting costs nothing, cancelling loses nothing."""
+        while True:
+            self._runtime.require_open()
+            message = self._links.inbox.take()
+            self._runtime.kick()
+            if message is not None:
+                return message
+            await self._links.inbox.wait()
+
+    def messages(self) -> Messages:
+        """Iterate over messages until the engine is closed."""
+        return Messages(self.recv)
+
+    # Counts and values.
+
+    def counter(self, imm: int | None = None) -> Counter:
+        """Return the counter of an immediate, or of one that nobody uses. Raises UsageError at `max_counters`.
+
+        Immediates from 2**27 on are picked from for those; use lower ones for numbers of your own.
+        """
+        return self._counters.open(imm)
+
+    def counters(self, first: int, needs: Sequence[int]) -> CounterRow:
+        """Wait for `needs[i]` writes on immediate `first` + i, together; what came on them before is dropped, unless
+        others have counters of theirs. Raises as `counter`.
+        """
+        return self._counters.open_row(first, needs)
+
+    def watch(self, value: Any) -> Changes:
+        """Iterate over the changes of a value of 1, 2, 4 or 8 bytes in memory, as (old, new); what it was in between
+        may be missed.
+
+        The value is looked at every 50 us to 1 ms while somebody waits, rarer the longer it stays. Raises
+        UsageError for memory that is no such value.
+        """
+        return watch(self._runtime, value)
+
+    # The end.
+
+    async def aclose(self) -> None:
+        """Say goodbye to every peer, end every await with an error, and let go of all memory. Idempotent.
+
+        Transfers under way are not waited for: await them first. Cancelling leaves nothing half-closed.
+        """
+        if self._runtime.inherited:
+            return
+        if not self._runtime.begin_close():
+            await self._lifetime.wait_closed()
+            return
+        try:
+            await self._links.close("its engine was closed")
+            await self._runtime.stop()
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close at once, without a word to the peers: they notice by themselves. Idempotent.
+
+        In a child of a fork neither this nor `aclose` does anything: the engine is the parent's.
+        """
+        if self._runtime.inherited:
+            return
+        self._runtime.begin_close()
+        self._runtime.detach()
+        self._nic_events.close()
+        self._links.abandon("the engine was aborted")
+        self._links.close_links()
+        self._regions.close()
+        self._runtime.close()
+        self._links.inbox.end()
+        self._lifetime.closed_now()
+
+    async def __aenter__(self) -> Engine:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        lifetime = getattr(self, "_lifetime", None)
+        if lifetime is not None:
+            lifetime.dropped(self)
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.address}, {'closed' if self.closed else 'open'}>"

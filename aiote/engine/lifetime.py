@@ -1,0 +1,81 @@
+"""The life of an engine: left open at the exit, dropped, carried into a forked child."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import traceback
+import warnings
+import weakref
+from typing import TYPE_CHECKING
+
+from ..aio import wake
+
+if TYPE_CHECKING:
+    from ..aio import Waiter
+    from ..runtime import Runtime
+    from .engine import Engine
+
+__all__ = ["Lifetime"]
+
+_live: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+os.register_at_fork(after_in_child=_live.clear)
+
+
+@atexit.register
+def _at_exit() -> None:
+    """Close what was left open: a native thread must not outlive the interpreter, and a provider's memory not its
+    library.
+    """
+    for engine in tuple(_live):
+        engine._lifetime.dropped(engine)
+
+
+class Lifetime:
+    """Whether an engine was opened and closed, and who waits for the latter."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._opened = False
+        self._closed = False
+        self._waiters: list[Waiter] = []
+        # Where it was made, for whoever forgets to close it; only in development mode, for it costs a millisecond.
+        self._made_at = "".join(traceback.format_stack()[:-3]) if sys.flags.dev_mode else ""
+
+    def opened(self, engine: Engine) -> None:
+        """Take note that the engine has to be closed, and have the interpreter's exit do it."""
+        self._opened = True
+        _live.add(engine)
+        # For as long as the event loop runs: a program may keep no more of an engine than its peers and regions.
+        self._runtime.owner = engine
+
+    async def wait_closed(self) -> None:
+        """Wait until whoever closes it is done."""
+        while not self._closed:
+            waiter = self._runtime.loop.waiter()
+            self._waiters.append(waiter)
+            await waiter
+
+    def closed_now(self) -> None:
+        """Say that everything is closed."""
+        self._closed = True
+        self._runtime.owner = None
+        for waiter in self._waiters:
+            wake(waiter)
+        self._waiters.clear()
+
+    def dropped(self, engine: Engine) -> None:
+        """Close an engine that nobody closed, and say so; in a child of a fork it is the parent's, and left alone."""
+        if self._closed or self._runtime.inherited:
+            return
+        if self._opened:
+            made = (
+                f"; it was opened at:\n{self._made_at}"
+                if self._made_at
+                else " (python -X dev tells where it was opened)"
+            )
+            warnings.warn(f"{engine!r} was never closed{made}", ResourceWarning, source=engine, stacklevel=2)
+        engine.abort()

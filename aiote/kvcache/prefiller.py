@@ -1,0 +1,424 @@
+"""The prefill side: takes requests, hands them to the program as jobs, and tells decoders what became of them.
+
+A `Fill` is refused, with a sentence, where it does not fit (another layout, another rank than this one is, pages that
+its leases do not have), where too many wait, and while draining.
+
+With a decode group of several ranks a job begins when all ranks that this one writes to have sent theirs. The ranks do
+not know of each other: each goes on to the next round, with other prefillers, when it hears of a failure. So that they
+do it together, whatever ends a job before it began, or refuses a part of it, ends the parts of all ranks, also those
+that are still to come (`Turned`). One that was already delivered everything does not come in a later round, which
+nobody could have told the others. So where a part is missing after `gather_limit`
+
+| in round  | it happens because                    | and                                       |
+|-----------|---------------------------------------|-------------------------------------------|
+| 1         | a rank asks others, or not at all     | the job is stopped: all go to round 2     |
+| 2, 3, ... | a rank has everything, or is far away | the job begins with the parts that came   |
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import numpy as np
+
+import aiote
+
+from ..aio import current_loop
+from ..service import Mailroom
+from ..service.background import Bell, Crew, beside, to_the_end
+from ..service.reading import WireError
+from .decoder import check_message_bytes, pages_in
+from .job import Job, Order, Site
+from .layout import CacheLayout, integer
+from .lending import Key, key_of
+from .plan import PageTable, plan_transfer
+from .post import Post
+from .traffic import PrefillStatistics, Traffic
+from .transferwire import (
+    LAST_IMMEDIATE,
+    TO_PREFILLER,
+    Accepted,
+    Assembler,
+    Cancel,
+    Ended,
+    Fill,
+    Queued,
+    fingerprint,
+)
+from .turned import Turned
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["Prefiller"]
+
+ATTACHED = 256
+"""How many descriptors are kept: a decoder's is the same in all its requests, for as long as its lease lasts."""
+QUEUED_S = 0.5
+"""How often jobs that wait are told of, at most; far below any `stall_limit`."""
+
+
+class Jobs(AsyncIterator[Job]):
+    """The requests of a prefiller. Made by `Prefiller.jobs`."""
+
+    def __init__(self, prefiller: Prefiller) -> None:
+        self._prefiller = prefiller
+
+    async def __anext__(self) -> Job:
+        job = await self._prefiller.next_job()
+        if job is None:
+            raise StopAsyncIteration
+        return job
+
+
+class Prefiller:
+    """One prefill rank's cache on one engine; `async with Prefiller(mailroom, layout, memory) as prefiller:`.
+
+    `memory` is what `Engine.register` takes: [layers, pages, *layout.page_shape(ranks)] elements, in whole; transfers
+    only read from it. `rank` of `ranks` is its place in the prefill group. Up to `queue` requests wait, those of which
+    a decode rank's part is missing included; for that they wait `gather_limit` seconds at most, which is to be less
+    than the decoders' `stall_limit`. `malformed` counts messages that were none. Raises UsageError for memory of
+    another size; the engine's `message_bytes` must be 16384 at least, its default.
+    """
+
+    def __init__(
+        self,
+        mailroom: Mailroom,
+        layout: CacheLayout,
+        memory: Any,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        queue: int = 64,
+        gather_limit: float = 10.0,
+    ) -> None:
+        self.engine = mailroom.engine
+        self.layout = layout
+        self.malformed = 0
+        layout.heads(rank, ranks)
+        self._mailroom = mailroom
+        self._memory = memory
+        self._rank, self._ranks = rank, ranks
+        self._queue_limit = integer("queue", queue, 1)
+        self._gather_limit = gather_limit
+        self._print = fingerprint(layout)
+        self._assembler = Assembler()
+        self._jobs: dict[Job, None] = {}
+        self._by_serial: dict[tuple[Key, int], Job] = {}
+        self._gathering: dict[tuple[bytes, int], Job] = {}
+        self._turned = Turned(gather_limit)
+        self._queue: deque[Job] = deque()
+        self._known: set[aiote.Peer] = set()
+        self._attached: dict[bytes, aiote.RemoteRegion] = {}
+        self._bell = Bell()
+        self._failed: deque[Job] = deque()
+        self._failure = Bell()
+        self._numbers = itertools.count()
+        self._earliest_moved = math.inf
+        self._move = Bell()
+        self._draining = ""
+        self._running: AbstractAsyncContextManager[Crew] | None = None
+        check_message_bytes(self.engine)
+
+    # What the program does with it.
+
+    @property
+    def pages(self) -> int:
+        """How many pages a layer has."""
+        return self._site.pool_pages
+
+    @property
+    def live(self) -> int:
+        """How many requests are not over: gathering, waiting and running."""
+        return len(self._jobs)
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait, for `jobs` or for a decode rank's part."""
+        return len(self._queue) + len(self._gathering)
+
+    def statistics(self) -> PrefillStatistics:
+        """Return what was written since the prefiller was entered."""
+        return self._site.traffic.read()
+
+    def jobs(self) -> Jobs:
+        """Iterate over requests, oldest first; it ends with the prefiller, or when it is drained.
+
+        Several tasks may do so, and a loop may be left at any time. Cancelling loses nothing, but who was given a job
+        has to enter it or to refuse it.
+        """
+        return Jobs(self)
+
+    async def next_job(self) -> Job | None:
+        """Wait for a request and return it, None where no more come."""
+        while not self._queue:
+            if self._draining and not self._gathering:
+                return None
+            await self._bell.wait()
+        return self._queue.popleft()
+
+    async def drain(self) -> None:
+        """Refuse new requests from now on, and return when those that are here are over."""
+        self._drain("it takes no more requests")
+        await self._all_over()
+
+    async def _all_over(self) -> None:
+        while self._jobs:
+            await self._bell.wait()
+
+    def _drain(self, reason: str) -> None:
+        self._draining = self._draining or reason
+        self._bell.ring()
+
+    # Its life.
+
+    async def __aenter__(self) -> Prefiller:
+        if self._running is not None:
+            raise aiote.UsageError("a prefiller is entered once")
+        region = self.engine.register(self._memory)
+        try:
+            pages = pages_in(region, self.layout, self._ranks)
+            self._site = Site(
+                engine=self.engine,
+                layout=self.layout,
+                region=region,
+                pool_pages=pages,
+                crew=lambda: self._crew,
+                post=Post(self.engine, lambda: self._crew),
+                over=self._over,
+                moved=self._moved_on,
+                failed=self._fell,
+                traffic=Traffic(current_loop().time),
+                time=current_loop().time,
+            )
+            self._running = beside(self._end_failed, self._tell_queued)
+            self._crew = await self._running.__aenter__()
+            self._give_back = self._mailroom.handle(TO_PREFILLER, self._take)
+        except BaseException:
+            await to_the_end(region.aclose)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        """Stop all jobs, and return when no write is under way any more."""
+        assert self._running is not None
+        self._give_back()
+        self._drain("the prefiller is closed")
+        for job in tuple(self._jobs):
+            job.stop("the prefiller was closed")
+        await to_the_end(self._all_over)
+        try:
+            return await self._running.__aexit__(kind, error, traceback)
+        finally:
+            await to_the_end(self._site.region.aclose)
+
+    # What decoders say.
+
+    def _take(self, message: aiote.Message) -> None:
+        peer = message.source
+        try:
+            heard = self._assembler.feed(peer, message.data)
+        except WireError:
+            self.malformed += 1
+            return
+        if isinstance(heard, Fill) and not peer.lost:
+            self._take_fill(peer, heard)
+        elif isinstance(heard, Cancel):
+            job = self._by_serial.get((key_of(peer), heard.serial))
+            if job is None:
+                # It was accepted, for else there were no Cancel; so it is over, and its Ended may be on its way.
+                self._site.post.say(peer, Ended(heard.serial))
+            else:
+                job.stop("the decoder has cancelled it")
+
+    def _take_fill(self, peer: aiote.Peer, fill: Fill) -> None:
+        try:
+            order = self._order(peer, fill)
+            job = self._join(order)
+        except aiote.AioteError as error:
+            self._refuse(peer, fill, str(error))
+            return
+        self._by_serial[key_of(peer), fill.serial] = job
+        if peer not in self._known:
+            self._known.add(peer)
+            self._crew.start(self._follow, peer)
+        self._site.post.say(peer, Accepted(fill.serial))
+        self._bell.ring()
+
+    def _refuse(self, peer: aiote.Peer, fill: Fill, reason: str) -> None:
+        """Refuse a decode rank's part, and with it those of the others, which would wait for it in vain."""
+        self._site.post.say(peer, Ended(fill.serial, reason))
+        rank, name = fill.ranks.decode, (fill.request, fill.round)
+        job = self._gathering.get(name)
+        if fill.ranks.of_decode > 1 and (job is None or rank in self._missing(job)):
+            why = f"the part of decode rank {rank} was refused: {reason}"
+            self._turned.note(name, why, {rank})
+            if job is not None:
+                job.stop(why)
+
+    def _order(self, peer: aiote.Peer, fill: Fill) -> Order:
+        """Return what a `Fill` asks for, attached. Raises UsageError that says what does not fit."""
+        if fill.print != self._print:
+            raise aiote.UsageError("the decoder's cache has another layout than this prefiller's")
+        ranks, layers = fill.ranks, self.layout.layers
+        if (ranks.prefill, ranks.of_prefill) != (self._rank, self._ranks):
+            raise aiote.UsageError(
+                f"this is prefill rank {self._rank} of {self._ranks}, not {ranks.prefill} of {ranks.of_prefill}"
+            )
+        plan = plan_transfer(self.layout, self._ranks, ranks.of_decode)
+        routes = tuple(route for route in plan.outgoing(self._rank) if route.target == ranks.decode)
+        if not routes:
+            raise aiote.UsageError(f"prefill rank {self._rank} writes nothing to decode rank {ranks.decode}")
+        if not len(fill.tokens) or len(fill.pages) != self.layout.pages_for(len(fill.tokens)):
+            raise aiote.UsageError(f"{len(fill.pages)} pages for {len(fill.tokens)} tokens")
+        if fill.imm + layers > LAST_IMMEDIATE:
+            raise aiote.UsageError(f"immediate {fill.imm + layers:#x} has more than 28 bits")
+        table = PageTable(fill.pages.astype(np.int64), fill.pool_pages)
+        if not table.distinct:
+            raise aiote.UsageError("a page comes twice")
+        pool = self._attach(peer, fill.pool)
+        if len(pool) != self.layout.pool_bytes(ranks.of_decode, fill.pool_pages):
+            raise aiote.UsageError(f"a cache of {fill.pool_pages} pages a layer has not {len(pool)} bytes")
+        tail = None
+        if fill.tail_bytes:
+            tail = self._attach(peer, fill.tails)[fill.tail_offset : fill.tail_offset + fill.tail_bytes]
+        return Order(fill, peer, routes, table, pool, tail)
+
+    def _attach(self, peer: aiote.Peer, descriptor: bytes) -> aiote.RemoteRegion:
+        remote = self._attached.get(descriptor)
+        if remote is None:
+            if len(self._attached) >= ATTACHED:
+                self._attached.clear()
+            remote = self._attached[descriptor] = self.engine.attach(descriptor)
+        if (remote.owner.identity, remote.owner.incarnation) != key_of(peer) or not remote.lease:
+            raise aiote.UsageError("a request gives memory that was not lent by its own decoder")
+        return remote
+
+    def _join(self, order: Order) -> Job:
+        """Return the job that an order is a part of, a new one where it is the first. Raises UsageError, QueueFull."""
+        fill = order.fill
+        if (key_of(order.peer), fill.serial) in self._by_serial:
+            raise aiote.UsageError(f"serial {fill.serial} is in use")
+        name = fill.request, fill.round
+        job = self._gathering.get(name)
+        if job is not None:
+            self._check_part(job, order)
+            job.orders.append(order)
+        else:
+            job = self._gathering[name] = self._begin(order)
+            self._jobs[job] = None
+        missing = self._missing(job)
+        if not missing:
+            self._enqueue(job)
+        elif len(job.orders) == 1:
+            self._crew.start(self._expire, job)
+        return job
+
+    def _begin(self, order: Order) -> Job:
+        """Return a new job. Raises what its first part is refused with."""
+        if turned := self._turned.take((order.fill.request, order.fill.round), order.fill.ranks.decode):
+            raise aiote.UsageError(turned)
+        if self._draining:
+            raise aiote.ClosedError(self._draining)
+        if self.waiting >= self._queue_limit:
+            raise aiote.QueueFull(f"{self._queue_limit} requests wait already")
+        return Job(self._site, order, next(self._numbers))
+
+    def _enqueue(self, job: Job) -> None:
+        """Have a job given out that waits for nobody any more."""
+        del self._gathering[name_of(job)]
+        self._queue.append(job)
+        self._bell.ring()
+
+    @staticmethod
+    def _check_part(job: Job, order: Order) -> None:
+        first = job.orders[0].fill
+        if any(other.fill.ranks.decode == order.fill.ranks.decode for other in job.orders):
+            raise aiote.UsageError(f"decode rank {order.fill.ranks.decode} has asked for this request already")
+        if first.ranks.of_decode != order.fill.ranks.of_decode or not np.array_equal(first.tokens, order.fill.tokens):
+            raise aiote.UsageError("the decode ranks of this request ask for different things")
+
+    def _missing(self, job: Job) -> set[int]:
+        plan = plan_transfer(self.layout, self._ranks, job.orders[0].fill.ranks.of_decode)
+        wanted = {route.target for route in plan.outgoing(self._rank)}
+        return wanted - {order.fill.ranks.decode for order in job.orders}
+
+    async def _expire(self, job: Job) -> None:
+        """End the waiting for a job that is still gathering after the limit."""
+        with anyio.move_on_after(self._gather_limit):
+            while self._gathering.get(name_of(job)) is job:
+                await self._bell.wait()
+            return
+        if name_of(job)[1] > 1:
+            self._enqueue(job)
+            return
+        missing = ", ".join(map(str, sorted(self._missing(job))))
+        job.stop(f"the decode ranks {missing} have not asked for it within {self._gather_limit} s")
+
+    async def _follow(self, peer: aiote.Peer) -> None:
+        """Stop what a decoder has asked for when it is lost."""
+        reason = await peer.wait_closed()
+        self._known.discard(peer)
+        self._assembler.forget(peer)
+        for job in tuple(self._jobs):
+            if any(order.peer is peer for order in job.orders):
+                job.stop(f"the decoder is lost: {reason}")
+
+    def _fell(self, job: Job) -> None:
+        """Have a job end of which a write has failed, which is told in the middle of a round: no task runs then."""
+        self._failed.append(job)
+        self._failure.ring()
+
+    async def _end_failed(self) -> None:
+        while True:
+            while self._failed:
+                self._failed.popleft().begin_end()
+            await self._failure.wait()
+
+    def _moved_on(self, job: Job) -> None:
+        """Have those told that wait for a job, and for others before them, if there are any."""
+        if len(self._jobs) > 1:
+            self._earliest_moved = min(self._earliest_moved, job.number)
+            self._move.ring()
+
+    async def _tell_queued(self) -> None:
+        """Tell decoders of the jobs that come after one that has moved on.
+
+        Not of those before it: a job that was forgotten is to be noticed, however busy this prefiller is with others.
+        """
+        while True:
+            while self._earliest_moved == math.inf:
+                await self._move.wait()
+            moved, self._earliest_moved = self._earliest_moved, math.inf
+            for job in self._jobs:
+                if job.number > moved:
+                    for order in job.orders:
+                        self._site.post.say(order.peer, Queued(order.fill.serial))
+            await anyio.sleep(QUEUED_S)
+
+    def _over(self, job: Job) -> None:
+        """Forget a job that is over."""
+        self._moved_on(job)
+        self._jobs.pop(job, None)
+        for order in job.orders:
+            self._by_serial.pop((key_of(order.peer), order.fill.serial), None)
+        name = name_of(job)
+        if self._gathering.get(name) is job:
+            del self._gathering[name]
+            self._turned.note(name, job.reason, {order.fill.ranks.decode for order in job.orders})
+        if job in self._queue:
+            self._queue.remove(job)
+        self._bell.ring()
+
+
+def name_of(job: Job) -> tuple[bytes, int]:
+    """Return what the parts of a job have in common: the request and its round."""
+    return job.request_id, job.orders[0].fill.round

@@ -1,0 +1,352 @@
+"""The channels to one peer, any of which may fail: what one has lost goes on over the others, and it comes back.
+
+The protocol is `core.failover`, which says what is to be done; this does it, with the native link, the rails and the
+control connection of one session.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from ..core.address import name_of
+from ..core.failover import (
+    Account,
+    Action,
+    ChannelStates,
+    FailoverError,
+    Join,
+    Lose,
+    OpenAgain,
+    Received,
+    Reconcile,
+    Shut,
+    TellArrivals,
+    TellDown,
+)
+from ..core.frames import (
+    MAX_WORDS,
+    AckCounts,
+    Arrivals,
+    Channel,
+    ChannelMessage,
+    Joined,
+    MailMoved,
+    MemoryKey,
+    RailDown,
+    Range,
+    WordCount,
+)
+from ..errors import AioteError, TransferError
+from ..rails import error_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..core.control import Role
+    from ..rails import Operation, PeerLink, PendingChannel
+    from ..runtime import Runtime
+    from ..transfers import Transfer
+    from .connection import Connection
+
+__all__ = ["Channels"]
+
+
+class Channels:
+    """Made when a peer with several channels is connected. `pairs` are (our rail, its rail) of each channel, `send`
+    tells the peer, and `changed` is called when `deadline` may have become an earlier one.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        connection: Connection,
+        link: PeerLink,
+        role: Role,
+        pairs: list[tuple[int, int]],
+        send: Callable[[ChannelMessage], object],
+        changed: Callable[[], None],
+    ) -> None:
+        self._runtime = runtime
+        self._connection = connection
+        self._link = link
+        self._pairs = pairs
+        self._send = send
+        self._changed = changed
+        self._initiates = role.value == 0
+        self._states = ChannelStates(len(pairs), role, random.Random(), grace=runtime.config.heartbeat_timeout)
+        self._pending: dict[int, PendingChannel] = {}
+        self._told: dict[int, Channel] = {}
+        self._probes: dict[int, Transfer] = {}
+        # What a RailDown asked of us, and what the peer's Arrivals said of ours, until the next step uses it.
+        self._asked: dict[int, tuple[MemoryKey, ...]] = {}
+        self._unknown: dict[int, list[int]] = {}
+        self._came: dict[int, list[tuple[int, int]]] = {}
+
+    @property
+    def deadline(self) -> float | None:
+        """When `tick` is due."""
+        return self._states.deadline
+
+    # What happens here.
+
+    def notice(self, number: int, errnum: int) -> None:
+        """Look at a channel that the native core has something to say about."""
+        if number not in self._states.live and not self._probes.get(number):
+            return
+        if errnum == 0:
+            words = [WordCount(word, times) for word, times in self._link.counts_to_ack(number)]
+            for start in range(0, len(words), MAX_WORDS):
+                self._send(AckCounts(number, self._states.generation(number), tuple(words[start : start + MAX_WORDS])))
+        else:
+            self.fail(number, f"the data connection failed: {error_text(errnum)}")
+
+    def fail(self, number: int, reason: str) -> None:
+        """Take a channel out of use."""
+        rail = self._runtime.rail_name(self._pairs[number][0])
+        if number in self._states.live:
+            self._runtime.events.emit("rail.failed", peer=self._connection.name, rail=rail, reason=reason)
+        self._do(self._states.failed(number, f"rail {rail}: {reason}"[:500], self._runtime.loop.time()))
+
+    def release(self, transfer: Operation) -> bool:
+        """Take out what does not let go of a cancelled transfer; False where nothing holds it."""
+        holding = self._link.holding(transfer)
+        for number in holding:
+            self.fail(number, "a cancelled transfer did not leave the NIC")
+        return bool(holding)
+
+    def tick(self, now: float) -> None:
+        """Do what time alone asks for."""
+        self._link.fade()
+        self._do(self._states.due(now))
+
+    def close(self) -> None:
+        """Give up what is being opened."""
+        for number in tuple(self._pending):
+            self._drop(number)
+
+    # What the peer says.
+
+    def hear(self, message: ChannelMessage) -> None:
+        """Take a message about a channel. Raises FailoverError for one that cannot be."""
+        now = self._runtime.loop.time()
+        match message:
+            case AckCounts(number, generation, words):
+                if self._states.heard_ack_counts(number, generation) and not self._link.ack_counts(
+                    number, [(item.word, item.times) for item in words]
+                ):
+                    raise FailoverError("it has too many words that it does not settle")
+            case RailDown(number, generation, reason, keys):
+                self._asked[number] = keys
+                if number in self._states.live:
+                    rail = self._runtime.rail_name(self._pairs[number][0])
+                    self._runtime.events.emit("rail.failed", peer=self._connection.name, rail=rail, reason=reason)
+                self._do(self._states.heard_down(number, generation, reason, now))
+            case Arrivals():
+                self._hear_arrivals(message, now)
+            case Channel():
+                self._hear_channel(message, now)
+            case Joined(number, generation):
+                self._hear_joined(number, generation, now)
+            case MailMoved(number, generation):
+                self._hear_moved(number, generation)
+
+    def _hear_arrivals(self, message: Arrivals, now: float) -> None:
+        number = message.channel
+        if self._came.keys() - {number}:
+            raise FailoverError("it begins to tell what came over a channel before it has told it of another")
+        words = self._came.setdefault(number, [])
+        words += [(item.word, item.times) for item in message.words]
+        if len(words) > MOST_WORDS:
+            raise FailoverError(f"it tells of over {MOST_WORDS} words that came")
+        if message.more:
+            return
+        del self._came[number]
+        self._unknown[number] = [item.key for item in message.unknown]
+        mark = Received(message.high, tuple((item.first, item.last) for item in message.beyond))
+        self._do(self._states.heard_arrivals(number, message.generation, Account(tuple(words), mark), now))
+
+    def _hear_channel(self, message: Channel, now: float) -> None:
+        number = self._number_of(message)
+        self._told[number] = message
+        self._do(self._states.heard_reopen(number, message.generation, now))
+
+    def _number_of(self, message: Channel) -> int:
+        """Return the channel that a Channel is about."""
+        pair = message.rail_remote, message.rail_local
+        if pair not in self._pairs:
+            raise FailoverError(f"it opens a channel of rails {pair[0]} and {pair[1]}, which there is none of")
+        return self._pairs.index(pair)
+
+    def _hear_joined(self, number: int, generation: int, now: float) -> None:
+        if number >= len(self._pairs) or generation != self._states.generation(number):
+            return
+        self._do(self._states.joined(number, now))
+        self._take_up(number)
+
+    def _hear_moved(self, number: int, generation: int) -> None:
+        if number not in self._states.live or generation != self._states.generation(number):
+            # It failed meanwhile; who initiated the connection hears of that, and chooses again.
+            return
+        if not self._initiates:
+            self._link.move_mailbox(number)
+            self._send(MailMoved(number, generation))
+        if self._link.mailbox_channel == number:
+            self._link.release_mailbox()
+
+    # What is to be done.
+
+    def _do(self, actions: list[Action]) -> None:
+        for action in actions:
+            if self._connection.lost:
+                # Everything ended with it.
+                return
+            match action:
+                case Shut(number):
+                    self._shut(number)
+                case TellDown(number, generation, reason):
+                    keys = tuple(MemoryKey(key) for key in self._link.lost_keys(number))
+                    self._send(RailDown(number, generation, reason[:500], keys))
+                case TellArrivals(number, generation):
+                    self._tell_arrivals(number, generation)
+                case Reconcile(number, arrivals):
+                    self._reconcile(number, arrivals)
+                case OpenAgain(number, generation):
+                    self._open(number, generation)
+                case Join(number):
+                    self._join(number)
+                    self._runtime.spawn(self._prove, number, self._states.generation(number), name="aiote rail")
+                case Lose(reason):
+                    self._connection.lose(reason)
+        if not actions:
+            return
+        if self.deadline is not None:
+            self._changed()
+        self._runtime.kick()
+
+    def _shut(self, number: int) -> None:
+        self._drop(number)
+        self._link.shut(number)
+        self._do(self._states.shut(number))
+
+    def _drop(self, number: int) -> None:
+        """Give up what is under way to bring a channel up."""
+        pending = self._pending.pop(number, None)
+        if pending is not None:
+            pending.close()
+        probe = self._probes.pop(number, None)
+        if probe is not None:
+            probe.cancel()
+
+    def _tell_arrivals(self, number: int, generation: int) -> None:
+        words, top, holes = self._link.arrivals(number)
+        if any(times < 0 for _, times in words):
+            raise FailoverError("it settled more than came")
+        mark = marked(top, holes)
+        counts = [WordCount(word, times) for word, times in words]
+        while len(counts) > MAX_WORDS:
+            self._send(Arrivals(number, generation, tuple(counts[:MAX_WORDS]), 0, (), (), more=True))
+            del counts[:MAX_WORDS]
+        beyond = tuple(Range(*item) for item in mark.beyond)
+        self._send(Arrivals(number, generation, tuple(counts), mark.high, beyond, self._unknown_of(number)))
+
+    def _unknown_of(self, number: int) -> tuple[MemoryKey, ...]:
+        """Return those of the keys that the peer asked for which no memory has on the channel's rail."""
+        known = self._runtime.fabric.keys_of(self._pairs[number][0])
+        return tuple(item for item in self._asked.pop(number, ()) if item.key not in known)
+
+    def _reconcile(self, number: int, arrivals: Account) -> None:
+        top, holes = unmarked(arrivals.messages)
+        if not self._link.reconcile(number, list(arrivals.words), top, holes, self._unknown.pop(number, [])):
+            raise FailoverError("it says that what was not sent has come")
+        self._move_mailbox()
+
+    def _move_mailbox(self) -> None:
+        """Have messages go over a channel in use, if theirs has failed; who initiated the connection chooses."""
+        if self._initiates and self._link.mail_waits and self._states.live:
+            chosen = self._states.live[0]
+            self._link.move_mailbox(chosen)
+            self._send(MailMoved(chosen, self._states.generation(chosen)))
+
+    def _open(self, number: int, generation: int) -> None:
+        """Open our endpoint and tell it; who was asked to joins the other's at once."""
+        mine, remote = self._pairs[number]
+        try:
+            pending = self._pending[number] = self._runtime.fabric.open_channel(mine, remote)
+        except AioteError as error:
+            self.fail(number, f"it cannot be opened again: {error}")
+            return
+        key, base = self._runtime.fabric.scratch.keys[mine]
+        self._send(Channel(mine, remote, generation, pending.address, key, base, b""))
+        if not self._initiates:
+            self._join(number)
+
+    def _join(self, number: int) -> None:
+        told = self._told.pop(number)
+        pending = self._pending.pop(number)
+        try:
+            self._runtime.fabric.join(
+                self._link,
+                pending,
+                told.address,
+                told.imm_key,
+                told.imm_base,
+                number=number,
+                who=name_of(self._connection.key),
+            )
+        except AioteError as error:
+            pending.close()
+            self.fail(number, f"it cannot be joined again: {error}")
+
+    async def _prove(self, number: int, generation: int) -> None:
+        """Write nothing over a channel that was opened again; when that has arrived, it is in use."""
+        if not self._current(number, generation):
+            return
+        try:
+            probe = self._probes[number] = self._connection.probe(self._link, number)
+            await probe
+        except (TransferError, AioteError) as error:
+            if self._current(number, generation):
+                self.fail(number, f"it was opened again, but nothing goes through: {error}")
+            return
+        if self._current(number, generation):
+            self._probes.pop(number, None)
+            self._do(self._states.joined(number, self._runtime.loop.time()))
+            self._send(Joined(number, generation))
+            self._take_up(number)
+
+    def _current(self, number: int, generation: int) -> bool:
+        return not self._connection.lost and self._states.generation(number) == generation
+
+    def _take_up(self, number: int) -> None:
+        if number in self._states.live and not self._link.carries(number):
+            self._link.admit(number)
+            rail = self._runtime.rail_name(self._pairs[number][0])
+            self._runtime.events.emit("rail.back", peer=self._connection.name, rail=rail)
+            self._move_mailbox()
+
+
+def marked(top: int, holes: list[int]) -> Received:
+    """Say which messages came: the highest number, and those below it that did not, as a Received."""
+    if not holes:
+        return Received(top, ())
+    bounds = [*holes, top + 1]
+    ranges = [(low + 1, high - 1) for low, high in pairwise(bounds) if low + 1 <= high - 1]
+    return Received(holes[0] - 1, tuple(ranges))
+
+
+def unmarked(mark: Received) -> tuple[int, list[int]]:
+    """Return the highest number that came and those below it that did not. Raises FailoverError for an absurd one."""
+    holes: list[int] = []
+    top = mark.high
+    for low, high in mark.beyond:
+        if not top < low <= high or low - top > MOST_HOLES:
+            raise FailoverError("its account of the messages that came is none")
+        holes.extend(range(top + 1, low))
+        top = high
+    return top, holes
+
+
+MOST_HOLES = 4096  # messages of a pool
+MOST_WORDS = 1 << 15  # more than a tally of the native core holds

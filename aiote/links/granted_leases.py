@@ -1,0 +1,129 @@
+"""The leases that one engine has granted.
+
+The owner registers the slice once more, with keys of its own that over our own rails serve the holder alone, and can
+end that registration at any time. What it may not do is end it while the holder's bytes are on their way: they could
+land in memory that is somebody else's by then. So a revocation asks the holder, over the control connection, to start
+nothing more through the lease and to answer when nothing is under way; a holder that does not answer in time loses its
+connection, after which none of its bytes is received. A lease that the holder has not heard of yet is void before its
+first byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from ..core.address import Address, name_of
+from ..core.leases import Grants
+from ..errors import UsageError
+from ..rails import MAY_ALL, section
+from ..transfers import Lease, Peer
+
+if TYPE_CHECKING:
+    from ..aio import EventLoop
+    from ..rails import LocalMemory
+    from ..runtime import Runtime
+    from ..transfers import Region
+
+__all__ = ["GrantedLeases"]
+
+Holder = tuple[bytes, int]
+
+
+class LeaseHolder(Protocol):
+    """The conversation with a peer, as far as it is asked to give leases back."""
+
+    async def revoke(self, lease: int, low: int, high: int) -> None: ...
+
+
+class GrantedLeases:
+    """The leases that one engine has granted. `session_of` finds the conversation with a holder, if there is one."""
+
+    def __init__(self, runtime: Runtime, session_of: Callable[[Holder], LeaseHolder | None]) -> None:
+        self._runtime = runtime
+        self._session_of = session_of
+        self._grants = Grants()
+        self._live: dict[LocalMemory, dict[Lease, None]] = {}
+
+    @property
+    def loop(self) -> EventLoop:
+        """The engine's event loop."""
+        return self._runtime.loop
+
+    @property
+    def address(self) -> Address:
+        """Where the engine is reached."""
+        return self._runtime.address
+
+    def grant(self, region: Region, to: Peer | Address | str) -> Lease:
+        """Grant a slice of a region to a peer. Raises UsageError, ClosedError, FabricError."""
+        self._runtime.require_open()
+        region.require_open()
+        holder = to.address if isinstance(to, Peer) else Address.parse(to) if isinstance(to, str) else to
+        if not isinstance(holder, Address):
+            raise UsageError(f"lease: a Peer or an Address is expected, got {type(to).__name__}")
+        if holder.is_anyone:
+            raise UsageError("lease: the address must name one engine, by its identity; connect first")
+        if holder.identity == self._runtime.address.identity:
+            raise UsageError("lease: this is the engine's own address; a lease is another engine's")
+        if region.nbytes == 0:
+            raise UsageError("lease: the slice has no bytes")
+        whole = region.memory
+        part = section(whole.buffer, region.start, region.start + region.nbytes)
+        # A local region is lent to be used; of another no more is lent than its descriptor would open.
+        memory = self._runtime.fabric.register(part, whole.access or MAY_ALL)
+        try:
+            memory.bind(name_of(_key(holder)))
+        except BaseException:
+            memory.close()
+            raise
+        lease = Lease(self, holder, self._grants.grant(_key(holder)), region, memory)
+        self._live.setdefault(whole, {})[lease] = None
+        return lease
+
+    def void(self, holder: Holder) -> list[tuple[int, int]]:
+        """Return the ranges of numbers that are void for a holder."""
+        return list(self._grants.void(holder))
+
+    def ask_back(self, lease: Lease) -> None:
+        """Ask the holder to give a lease back, and end the lease when it has or can no longer use it."""
+        holder = _key(lease.holder)
+        low, high = self._grants.revoke(holder, lease.number)
+        session = self._session_of(holder)
+        if session is None:
+            self._end(lease)
+        else:
+            self._runtime.spawn(self._ask, session, lease, low, high, name=f"aiote revoke lease {lease.number}")
+
+    async def _ask(self, session: LeaseHolder, lease: Lease, low: int, high: int) -> None:
+        try:
+            await session.revoke(lease.number, low, high)
+        finally:
+            # A cancelled task is a closed engine's: its endpoints are closed.
+            self._end(lease)
+
+    def _end(self, lease: Lease) -> None:
+        leases = self._live.get(lease.whole, {})
+        if leases.pop(lease, True) is None:
+            lease.memory.close()
+        if not leases:
+            self._live.pop(lease.whole, None)
+        lease.end()
+
+    async def revoke_all(self, whole: LocalMemory) -> None:
+        """Revoke the leases of one registration."""
+        leases = tuple(self._live.get(whole, ()))
+        for lease in leases:
+            lease.begin_revoking()
+        for lease in leases:
+            await lease.revoke()
+
+    def abandon(self) -> None:
+        """End all leases: every endpoint is closed."""
+        for leases in tuple(self._live.values()):
+            for lease in tuple(leases):
+                self._end(lease)
+
+
+def _key(holder: Address) -> Holder:
+    return holder.identity, holder.incarnation

@@ -1,0 +1,55 @@
+"""The leases that another engine has granted to this one, seen from the holder's side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from ..core.leases import Revocations
+from ..rails import Flight
+
+__all__ = ["HeldLeases"]
+
+
+class HeldLeases:
+    """The leases that one peer granted to us: which are void, and what is under way through each.
+
+    Of every lease that was used there is one flight until it is void, so that requests may start through it without
+    asking here.
+    """
+
+    def __init__(self) -> None:
+        self._void = Revocations()
+        self._flights: dict[int, Flight] = {}
+        self._answers: dict[int, Callable[[], object]] = {}
+
+    def flight(self, lease: int) -> Flight | None:
+        """Return what is under way through a lease; None where it is void."""
+        if lease in self._void:
+            return None
+        found = self._flights.get(lease)
+        if found is None:
+            found = self._flights[lease] = Flight()
+        return found
+
+    def revoke(self, low: int, high: int, lease: int, answer: Callable[[], object]) -> None:
+        """Void a range of leases and cancel what is under way through them; answer when `lease` has nothing left."""
+        self._void.add(low, high)
+        if self._flights.get(lease):
+            self._answers[lease] = answer
+        elif lease:
+            answer()
+        for number in [number for number in self._flights if number in self._void]:
+            flight = self._flights[number]
+            flight.shut, flight.changed = True, partial(self._ended, number, flight)
+            for transfer in flight:
+                transfer.revoke()
+            self._ended(number, flight)
+
+    def _ended(self, number: int, flight: Flight, _failed: object = None) -> None:
+        """Forget a void lease, and answer, once nothing is under way through it."""
+        if not flight and self._flights.get(number) is flight:
+            del self._flights[number]
+            answer = self._answers.pop(number, None)
+            if answer is not None:
+                answer()

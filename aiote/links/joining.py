@@ -1,0 +1,122 @@
+"""The channels of one session while they are opened, told, and joined to those of the peer."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import aiote.aio as aio
+
+from ..core.address import name_of
+from ..core.control import Role
+from ..core.frames import Channel, Offer
+from ..core.pairing import pair_rails
+from ..errors import PeerError, PeerRefusedError
+
+if TYPE_CHECKING:
+    from ..rails import PeerLink, PendingChannel
+    from ..runtime import Runtime
+    from .connection import Connection
+
+__all__ = ["Joining", "pair"]
+
+SLOT = struct.Struct("<iI")  # of a doorbell's page: its number and its generation
+
+
+def pair(runtime: Runtime, connection: Connection, offer: Offer, role: Role) -> list[tuple[int, int]]:
+    """Return the pairs of (our rail, its rail) that are joined; both sides find the same. Raises PeerError."""
+    ours = {rail.index: rail.wire for rail in runtime.fabric.rails}
+    theirs = {number: rail.wire for number, rail in enumerate(offer.rails)}
+    near = {rail.wire for rail in runtime.fabric.rails if rail.traits.host_only} & set(theirs.values())
+    if len(set(ours.values()) - near) > 0 and len(set(theirs.values()) - near) > 0:
+        # Where there are others, too: shared memory alone is used on one host, and never between two.
+        here = offer.host_id == runtime.host_id
+        ours, theirs = (
+            {number: wire for number, wire in rails.items() if not near or (wire in near) is here}
+            for rails in (ours, theirs)
+        )
+    mine, remote = list(ours), list(theirs)
+    if role is Role.INITIATOR:
+        found = pair_rails(list(ours.values()), list(theirs.values()))
+    else:
+        found = [pair[::-1] for pair in pair_rails(list(theirs.values()), list(ours.values()))]
+    if not found:
+        raise PeerRefusedError(
+            connection.name,
+            f"no rail in common: this engine speaks {', '.join(ours.values())}, it speaks "
+            f"{', '.join(theirs.values())} (tcp of libfabric 1.17 and of 1.18 and later cannot talk to each other, "
+            "shm only of one version)",
+        )
+    return [(mine[i], remote[j]) for i, j in found]
+
+
+class Joining:
+    """Channels that no link has taken over yet, in the order in which they were told."""
+
+    def __init__(self, runtime: Runtime, control: aio.ControlConnection, arrived: aio.Signal) -> None:
+        self._runtime = runtime
+        self._control = control
+        self._arrived = arrived
+        self._pending: list[PendingChannel] = []
+        self._handovers: dict[PendingChannel, aio.Handover] = {}
+
+    def __iter__(self) -> Iterator[PendingChannel]:
+        return iter(tuple(self._pending))
+
+    def close(self) -> None:
+        """Close what no link has taken over. Idempotent."""
+        for handover in self._handovers.values():
+            handover.close()
+        for pending in self._pending:
+            pending.close()
+            self._runtime.fabric.free_slot(pending.slot)
+        self._pending.clear()
+
+    def offer(self, mine: int, remote: int) -> None:
+        """Open a channel of two rails and tell the peer."""
+        pending = self._runtime.fabric.open_channel(mine, remote)
+        self._pending.append(pending)
+        doorbell = b""
+        if not pending.rail.traits.waits:
+
+            def on_arrival(descriptors: Sequence[int], bell: bytes, error: OSError | None) -> None:
+                pending.take(descriptors, bell, error)
+                self._arrived.set()
+
+            handover = self._handovers[pending] = aio.Handover(self._runtime.loop, on_arrival)
+            doorbell = SLOT.pack(pending.slot, pending.generation) + handover.address
+        key, base = self._runtime.fabric.scratch.keys[mine]
+        self._control.send(Channel(mine, remote, 0, pending.address, key, base, doorbell))
+
+    async def join(self, connection: Connection, link: PeerLink, pending: PendingChannel, channel: Channel) -> None:
+        """Connect a channel to the one that the peer told, and hand it to the link. Raises PeerError, FabricError."""
+        if (channel.rail_local, channel.rail_remote) != (pending.remote_rail, pending.rail.index):
+            raise PeerError(
+                connection.name,
+                f"it told a channel of rails {channel.rail_local} and {channel.rail_remote} out of turn",
+            )
+        peer_slot = -1, 0
+        if not pending.rail.traits.waits:
+            if len(channel.doorbell) < SLOT.size:
+                raise PeerError(connection.name, "it told no doorbell for a rail that needs one")
+            peer_slot = SLOT.unpack_from(channel.doorbell)
+            await self._hand_over(connection, pending, channel.doorbell[SLOT.size :])
+        who = name_of(connection.key)
+        self._runtime.fabric.join(link, pending, channel.address, channel.imm_key, channel.imm_base, peer_slot, who=who)
+        self._pending.remove(pending)
+
+    async def _hand_over(self, connection: Connection, pending: PendingChannel, address: bytes) -> None:
+        """Give the peer our doorbell and ring, and wait for its own."""
+        doorbell = self._runtime.core.doorbell
+        assert doorbell is not None
+        try:
+            aio.hand_over(address, pending.shared(doorbell), doorbell.address)
+        except ValueError as error:
+            raise PeerError(connection.name, f"it told no doorbell: {error}") from None
+        while pending.bell is None or pending.refused:
+            if pending.refused:
+                raise PeerError(connection.name, pending.refused)
+            if self._control.ended:
+                raise PeerError(connection.name, self._control.reason)
+            await self._arrived.wait()

@@ -1,0 +1,66 @@
+"""Whether one peer is alive: heard of late, and moving what is under way toward it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from ..core.frames import Heartbeat
+from ..core.heartbeat import HeartbeatClock
+from ..core.standstill import Standstill
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..rails import PeerLink
+    from ..runtime import Runtime
+    from .channels import Channels
+    from .connection import Connection
+
+__all__ = ["Liveness"]
+
+EARLY = 0.25  # heartbeats that will be due within a quarter of their time go along with one that is
+
+
+class Liveness:
+    """The heartbeats of one session, both ways, and the looks at its channels."""
+
+    def __init__(self, runtime: Runtime, send: Callable[[Heartbeat], object]) -> None:
+        self._runtime = runtime
+        self._send = send
+        interval, self._limit = runtime.config.heartbeat_interval, runtime.config.heartbeat_timeout
+        self.clock = HeartbeatClock(interval, self._limit)
+        self._standstill = Standstill(interval, self._limit)
+
+    def look(self, now: float, connection: Connection, link: PeerLink | None, channels: Channels | None) -> float:
+        """Tell the peer that we live where that is due, lose it where it has been silent; return when to look again."""
+        if self.clock.expired(now):
+            connection.confirmed = False
+            connection.lose(f"it has been silent for {self._limit} s")
+            return math.inf
+        if channels is not None:
+            channels.tick(now)
+        stuck = self._stands_still(now, link, channels)
+        if stuck:
+            # What lies in the sockets' buffers may arrive yet, if the connection comes back first.
+            connection.confirmed = False
+            connection.lose(stuck)
+            return math.inf
+        if self.clock.due(now, EARLY):
+            self._send(Heartbeat())
+            self.clock.sent(now)
+        soon = channels.deadline if channels is not None else None
+        return min(self.clock.next_deadline(now), math.inf if soon is None else soon)
+
+    def _stands_still(self, now: float, link: PeerLink | None, channels: Channels | None) -> str:
+        """Say so where what is under way does not move: the data connection may be cut and this one not."""
+        if link is None or not self._standstill.due(now):
+            return ""
+        stuck = self._standstill.look(now, link.under_way(), link.moved)
+        if stuck is None:
+            return ""
+        if channels is not None:
+            channels.fail(stuck, "the data connection has stood still, though the peer is alive")
+            return ""
+        rail = self._runtime.rail_name(link.rail_of(stuck))
+        return f"the data connection on rail {rail} has stood still, though the peer is alive"

@@ -1,0 +1,457 @@
+"""One control connection, from its first byte to its last: who is there, which rails are joined, is it still alive.
+
+After authentication both sides send an `Offer`, open an endpoint for each pair of rails and tell it in a `Channel`. A
+side that has joined all its channels says `Mapped`; a side that has heard that makes progress once more and says
+`Ready`; one that has heard Ready may write. The step between is for shm, which must map both ways before anything
+moves (see `greet` in the native peers). The initiator then writes nothing to the other's scratch, which brings up
+connections that providers make lazily.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import aiote.aio as aio
+
+from ..config import HEARTBEAT_MS, MESSAGE_BYTES, MESSAGE_POOL
+from ..core.control import Authenticated, ControlProtocol, Event, HelloReceived, MessageReceived, Refusal, Role
+from ..core.failover import FailoverError
+from ..core.frames import (
+    AckCounts,
+    Arrivals,
+    Bye,
+    Channel,
+    ChannelMessage,
+    Failed,
+    Heartbeat,
+    Joined,
+    MailMoved,
+    Mapped,
+    Offer,
+    RailDown,
+    RailOffer,
+    Ready,
+    Revoke,
+    Revoked,
+)
+from ..core.handshake import RefusalCode
+from ..errors import (
+    AioteError,
+    AuthenticationError,
+    ConnectTimeoutError,
+    PeerError,
+    PeerRefusedError,
+    TransferError,
+)
+from ..rails import POOL_BYTES, error_text, pools_fit
+from .channels import Channels
+from .joining import Joining, pair
+from .liveness import Liveness
+
+if TYPE_CHECKING:
+    from ..core.address import Address
+    from ..rails import PeerLink
+    from ..runtime import Runtime
+    from ..transfers import Inbox
+    from .connection import Connection
+    from .heartbeats import HeartbeatTimer
+
+__all__ = ["Session"]
+
+T = TypeVar("T")
+
+
+class SessionOver(Exception):
+    """The connection ended before the peer was connected; the text says why, `busy` that another connection serves, and
+    `kind` which error it is for who wanted the connection.
+    """
+
+    def __init__(self, reason: str, *, busy: bool = False, kind: type[PeerError] = PeerError) -> None:
+        super().__init__(reason)
+        self.busy = busy
+        self.kind = kind
+
+
+class SessionHost(Protocol):
+    """What a session needs of the table of connections."""
+
+    heartbeats: HeartbeatTimer
+    inbox: Inbox
+
+    def void_leases(self, holder: tuple[bytes, int]) -> Iterable[tuple[int, int]]:
+        """Return the ranges of our leases that are void for a holder."""
+
+    def admit(
+        self,
+        session: Session,
+        connection: Connection | None,
+        told: Address,
+        identity: bytes,
+        incarnation: int,
+        role: Role,
+    ) -> Connection | None:
+        """Let an authenticated conversation be the one of its pair; None when another is."""
+
+
+class Session:
+    """The conversation on one stream. `run` is a task's whole life."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        host: SessionHost,
+        stream: aio.ByteStream,
+        protocol: ControlProtocol,
+        connection: Connection | None,
+        name: str,
+        timeout: float,
+    ) -> None:
+        self._runtime = runtime
+        self._host = host
+        self._protocol = protocol
+        self._timeout = timeout
+        self._role = protocol.role
+        self.connection = connection
+        self._events: deque[Event] = deque()
+        self._arrived = aio.Signal(runtime.loop)
+        self.stream = stream
+        self._control = aio.ControlConnection(runtime.loop, stream, protocol, name)
+        self._control.on_event = self._on_event
+        self._control.on_end = self._on_end
+        self._link: PeerLink | None = None
+        self.channels: Channels | None = None
+        self.admitted = False
+        self.committed = False
+        self.who: tuple[bytes, int] | None = None
+        self._verdict: SessionOver | None = None
+        self._probing = False
+        self._told_void = False
+        self._revoking: set[int] = set()
+        self._given_back = aio.Signal(runtime.loop)
+        self._joining = Joining(runtime, self._control, self._arrived)
+        self._liveness = Liveness(runtime, self._control.send)
+
+    def _on_event(self, event: Event) -> None:
+        self._liveness.clock.heard(self._runtime.loop.time())
+        if isinstance(event, MessageReceived) and isinstance(event.message, Heartbeat):
+            # Having been heard was all that it was for.
+            return
+        self._events.append(event)
+        self._arrived.set()
+
+    def _on_end(self, _reason: str) -> None:
+        self._arrived.set()
+        self._given_back.set()
+        if self._probing and self._link is not None:
+            self._link.close()
+            self._runtime.kick()
+
+    async def run(self) -> None:
+        """Establish the peer and serve it until one side is lost. Raises SessionOver where it was never established."""
+        self._control.start()
+        self._control.flush()
+        try:
+            if not await aio.within(self._timeout, self._establish):
+                limit = self._runtime.config.connect_timeout
+                raise SessionOver(f"no connection was made within {limit} s", kind=ConnectTimeoutError)
+            await self._serve()
+        except SessionOver as over:
+            if not over.busy:
+                self._control.send(Failed(GAVE_UP, str(over)))
+            raise
+        except Exception as error:
+            reason = self._reason_of(error)
+            self._control.send(Failed(GAVE_UP, reason))
+            raise SessionOver(reason, kind=type(error) if isinstance(error, PeerError) else PeerError) from error
+        finally:
+            self.discard()
+            await self._control.aclose()
+
+    def _reason_of(self, error: Exception) -> str:
+        """Say what an exception means to the peer; one that nobody expected is reported, for it is our mistake."""
+        if isinstance(error, PeerError):
+            return error.reason
+        if isinstance(error, AioteError | MemoryError):
+            return str(error) or "out of memory"
+        aio.report(error)
+        return f"this engine failed: {type(error).__name__}: {error}"
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Lose the peer for whatever is raised within: nobody else could, and half a peer would stay."""
+        try:
+            yield
+        except SessionOver as over:
+            self._give_up(str(over))
+        except Exception as error:
+            self._give_up(self._reason_of(error))
+
+    def _give_up(self, reason: str) -> None:
+        if self.connection is not None and self.connection.link is self._link:
+            self.connection.lose(reason)
+        else:
+            self._control.end(reason)
+
+    def end(self, reason: str) -> None:
+        """End the conversation from outside: `run` then ends by itself."""
+        self._verdict = self._verdict or SessionOver(reason)
+        self._control.end(reason)
+
+    def supersede(self) -> None:
+        """Give way to another connection between the two engines, and tell the other side that it is for that."""
+        self._control.send(Bye(BUSY))
+        self._verdict = SessionOver(BUSY, busy=True)
+        self._control.end(BUSY)
+
+    def discard(self) -> None:
+        """Close what this conversation opened and nobody took over. Idempotent."""
+        if self._link is not None and (
+            self.connection is None or not self.connection.connected or self.connection.link is not self._link
+        ):
+            self._link.close()
+        self._joining.close()
+        self._given_back.set()
+
+    async def _next(self, kind: type[T]) -> T:
+        """Wait for the next event or message of a kind."""
+        while True:
+            if self._verdict is not None:
+                raise self._verdict
+            while self._events:
+                event = self._events.popleft()
+                item = event.message if isinstance(event, MessageReceived) else event
+                if isinstance(item, kind):
+                    return item
+                self._meanwhile(item)
+            if self._control.ended:
+                unproven = kind is HelloReceived or kind is Authenticated
+                raise SessionOver(self._control.reason + (HINT if unproven else ""))
+            await self._arrived.wait()
+
+    def _meanwhile(self, item: object) -> None:
+        """Take what may come at any time."""
+        match item:
+            case Refusal():
+                whose = "this engine refused it" if item.by_us else "it refused"
+                kind = AuthenticationError if item.code in KEY_CODES else PeerRefusedError
+                raise SessionOver(f"{whose}: {item.text}", kind=kind)
+            case Revoke(lease, low, high):
+                if self.connection is not None:
+                    answer = partial(self._control.send, Revoked(lease))
+                    self.connection.leases.revoke(low, high, lease, answer)
+            case AckCounts() | RailDown() | Arrivals() | Channel() | Joined() | MailMoved():
+                self._hear_channels(item)
+            case Revoked(lease):
+                self._revoking.discard(lease)
+                self._given_back.set()
+            case Bye():
+                raise SessionOver(f"it said goodbye: {item.reason}", busy=item.reason == BUSY)
+            case Failed():
+                raise SessionOver(f"it gave up: {item.text}", kind=PeerRefusedError)
+            case _:
+                pass
+
+    def _hear_channels(self, message: ChannelMessage) -> None:
+        if self.channels is None:
+            raise SessionOver("it spoke of channels that fail, where there is one that does not")
+        try:
+            self.channels.hear(message)
+        except FailoverError as error:
+            raise SessionOver(str(error)) from error
+
+    def notice(self, link: PeerLink) -> None:
+        """Look at the channels of a link that the native core has something to say about."""
+        with self._answering():
+            for number, errnum in link.notices():
+                if self.channels is not None and self.connection is not None and not self.connection.lost:
+                    self.channels.notice(number, errnum)
+                elif errnum:
+                    self.link_failed(f"the data connection failed: {error_text(errnum)}")
+
+    def rail_failed(self, link: PeerLink, rail: int, reason: str, queue: int) -> None:
+        """Give up what goes over one of our rails, or, where `queue` is the number of one, its channel alone."""
+        if self.channels is None or self.connection is None or self.connection.lost:
+            return
+        with self._answering():
+            for number in link.channels_on(rail) if queue < 0 else (link.channel_with(queue, rail),):
+                if number >= 0:
+                    self.channels.fail(number, reason)
+
+    async def _establish(self) -> None:
+        if self._role is Role.ACCEPTOR:
+            await self._next(HelloReceived)
+            self._protocol.accept()
+            self._control.flush()
+        who = await self._next(Authenticated)
+        self.who = who.identity, who.incarnation
+        offer = await self._exchange_offers()
+        connection = self._host.admit(self, self.connection, offer.address, who.identity, who.incarnation, self._role)
+        if connection is None:
+            self._control.send(Bye(BUSY))
+            raise SessionOver("another connection to it serves", busy=True)
+        self.connection = connection
+        self.admitted = True
+        connection.control = self._control
+        link = await self._join_channels(connection, offer)
+        if self._control.ended:
+            raise SessionOver(self._control.reason)
+        connection.link = link
+
+    async def _exchange_offers(self) -> Offer:
+        runtime = self._runtime
+        rails = tuple(
+            RailOffer(rail.index, rail.provider, rail.wire, rail.name, rail.info.speed_mbps)
+            for rail in runtime.fabric.rails
+        )
+        config = runtime.config
+        every = min(round(config.heartbeat_interval * 1000), HEARTBEAT_MS[1])
+        self._control.send(
+            Offer(runtime.host_id, config.message_bytes, config.message_pool, every, rails, runtime.address)
+        )
+        offer = await self._next(Offer)
+        for number, (least, most) in ((offer.message_bytes, MESSAGE_BYTES), (offer.pool, MESSAGE_POOL)):
+            if not least <= number <= most:
+                raise SessionOver(f"it offers a pool of {offer.pool} messages of {offer.message_bytes} bytes")
+        if not pools_fit(config.message_pool, config.message_bytes, offer.pool, offer.message_bytes):
+            raise SessionOver(
+                f"it offers a pool of {offer.pool} messages of {offer.message_bytes} bytes, which takes over "
+                f"{POOL_BYTES} bytes here; raise message_pool and message_bytes here, or lower them there"
+            )
+        if not HEARTBEAT_MS[0] <= offer.heartbeat_ms <= HEARTBEAT_MS[1]:
+            raise SessionOver(f"it asks for a heartbeat every {offer.heartbeat_ms} ms")
+        self._liveness.clock.told = offer.heartbeat_ms / 1000
+        return offer
+
+    async def _join_channels(self, connection: Connection, offer: Offer) -> PeerLink:
+        """Open, tell, hear and join the channels, then let both sides know; return the link that may be written to."""
+        runtime = self._runtime
+        pairs = pair(runtime, connection, offer, self._role)
+        # From here on a revocation has to be told by itself.
+        self._told_void = True
+        for low, high in self._host.void_leases(connection.key):
+            self._control.send(Revoke(0, low, high))
+        for mine, remote in pairs:
+            self._joining.offer(mine, remote)
+        link = self._link = runtime.core.add_peer(self)
+        # Of several the loss of one is not the peer's, nor where it takes no more than a request that failed. But what
+        # is mapped is never made anew: shared memory fails with its process, or for a lie.
+        traits = [runtime.fabric.rails[mine].traits for mine, _ in pairs]
+        survivable = (len(pairs) > 1 or traits[0].fragile) and not any(one.host_only for one in traits)
+        link.expect(len(pairs), runtime.config.schedule == "round-robin", survivable)
+        for pending in self._joining:
+            await self._joining.join(connection, link, pending, await self._next(Channel))
+        runtime.fabric.open_mailbox(
+            link, runtime.config.message_pool, runtime.config.message_bytes, offer.pool, offer.message_bytes
+        )
+        self._control.send(Mapped())
+        await self._next(Mapped)
+        for _ in range(2):
+            runtime.core.progress()
+        # The core may be left awake by that, and peers do not ring who is awake.
+        runtime.kick()
+        self.committed = True
+        self._control.send(Ready())
+        await self._next(Ready)
+        link.greeted()
+        if survivable:
+            self.channels = Channels(
+                runtime, connection, link, self._role, pairs, self._control.send, self._host.heartbeats.look
+            )
+        if self._role is Role.INITIATOR:
+            await self._probe(connection, link, len(pairs))
+        return link
+
+    async def revoke(self, lease: int, low: int, high: int) -> None:
+        """Return when the peer has nothing under way through a lease and starts nothing, or its channels are closed."""
+        if not self._told_void:
+            # It is told with all that is void before the first channel is opened.
+            return
+        limit = self._runtime.config.drain_timeout
+        self._revoking.add(lease)
+        self._control.send(Revoke(lease, low, high))
+        if not await aio.within(limit, lambda: self._wait_given_back(lease)):
+            reason = f"it did not give a lease back within {limit} s"
+            if self.connection is not None and self.connection.connected:
+                self.connection.lose(reason)
+            else:
+                self.end(reason)
+                self.discard()
+
+    async def _wait_given_back(self, lease: int) -> None:
+        while lease in self._revoking and not (self._control.ended and (self._link is None or self._link.closed)):
+            await self._given_back.wait()
+
+    async def _probe(self, connection: Connection, link: PeerLink, channels: int) -> None:
+        """Write nothing, to bring up what providers connect lazily; a provider may never say that nobody is there."""
+        self._probing = True
+        try:
+            for probe in [connection.probe(link, number) for number in range(channels)]:
+                await probe
+        except TransferError:
+            if self._control.ended:
+                raise SessionOver(self._control.reason) from None
+            raise
+        finally:
+            self._probing = False
+
+    def data_failed(self, link: PeerLink) -> None:
+        """Take note that a link has failed."""
+        rail = self._runtime.rail_name(link.failed_rail)
+        where = f" on rail {rail}" if rail else ""
+        if link.failed == errno.ENOTCONN and rail and self._runtime.fabric.rails[link.failed_rail].traits.host_only:
+            # Its gate, which is seen sooner than its last word is heard.
+            self.link_failed(f"it has closed its end of the data connection{where}")
+        else:
+            self.link_failed(f"the data connection{where} failed: {error_text(link.failed)}")
+
+    def link_failed(self, reason: str) -> None:
+        """Take note that the data path is gone."""
+        self._give_up(reason)
+
+    async def _serve(self) -> None:
+        """Be connected, and keep the connection alive until it ends; however that is, the peer is lost then."""
+        connection = self.connection
+        assert connection is not None
+        try:
+            with self._answering():
+                self._host.inbox.add(connection)
+                connection.established()
+                self._runtime.events.emit("peer.connected", peer=connection.name)
+                self._host.heartbeats.add(self._beat)
+                while not connection.lost:
+                    await self._hear()
+        finally:
+            connection.lose("its connection was not served any longer")
+            self._host.heartbeats.remove(self._beat)
+            if self.channels is not None:
+                self.channels.close()
+            self._given_back.set()
+
+    def _beat(self, now: float) -> float:
+        """Return when to look again."""
+        assert self.connection is not None
+        with self._answering():
+            return self._liveness.look(now, self.connection, self._link, self.channels)
+        return math.inf
+
+    async def _hear(self) -> None:
+        """Take the messages that came; wait for one if there is none."""
+        if not self._events and not self._control.ended:
+            await self._arrived.wait()
+        while self._events:
+            event = self._events.popleft()
+            self._meanwhile(event.message if isinstance(event, MessageReceived) else event)
+        if self._control.ended:
+            raise SessionOver(self._control.reason)
+
+
+KEY_CODES = {RefusalCode.KEY_REQUIRED, RefusalCode.KEY_UNEXPECTED, RefusalCode.WRONG_KEY}
+BUSY = "another connection between these two engines serves"
+GAVE_UP = 2  # the code of a Failed that says why no connection was made
+HINT = "; check that both sides are engines, with TLS on both or on neither"

@@ -1,0 +1,74 @@
+"""Rails: opened NICs behind one contract, and the only door to the compiled floor.
+
+`Fabric` is what the floors above use: the rails of one engine with their native core. The names of the native objects
+that they handle are re-exported here, because nothing above imports `aiote_native`.
+"""
+
+from aiote_native.buffers import Buffer, acquire, section
+from aiote_native.clocks import Alarm as NativeAlarm
+from aiote_native.core import Core
+from aiote_native.doorbell import guarded_socket, told
+from aiote_native.flights import Flight
+from aiote_native.forks import ForkError, after_fork
+from aiote_native.peers import PeerLink
+from aiote_native.requests import LocalSlice, PageSet, RemoteSlice, Request, quick, quick_pages, quick_send
+from aiote_native.rows import CountRow
+from aiote_native.status import StatusError, error_text
+from aiote_native.targets import Targets, scatter
+from aiote_native.waits import CounterHandle, CounterWait, Watch, read_value
+from aiote_native.wakers import Waiter as NativeWaiter
+from aiote_native.wakers import wake
+from aiote_native.workrequests import LocalMemory, Operation, PageIndex, RemoteMemory, Waitable
+
+from .contract import Rail, RailInfo
+from .fabric import MAY_ALL, MAY_READ, MAY_WRITE, POOL_BYTES, Fabric, PendingChannel, pools_fit
+from .library import library_summary
+from .sim import sim_identity
+
+__all__ = [
+    "MAY_ALL",
+    "MAY_READ",
+    "MAY_WRITE",
+    "POOL_BYTES",
+    "Buffer",
+    "Core",
+    "CountRow",
+    "CounterHandle",
+    "CounterWait",
+    "Fabric",
+    "Flight",
+    "ForkError",
+    "LocalMemory",
+    "LocalSlice",
+    "NativeAlarm",
+    "NativeWaiter",
+    "Operation",
+    "PageIndex",
+    "PageSet",
+    "PeerLink",
+    "PendingChannel",
+    "Rail",
+    "RailInfo",
+    "RemoteMemory",
+    "RemoteSlice",
+    "Request",
+    "StatusError",
+    "Targets",
+    "Waitable",
+    "Watch",
+    "acquire",
+    "after_fork",
+    "error_text",
+    "guarded_socket",
+    "library_summary",
+    "pools_fit",
+    "quick",
+    "quick_pages",
+    "quick_send",
+    "read_value",
+    "scatter",
+    "section",
+    "sim_identity",
+    "told",
+    "wake",
+]

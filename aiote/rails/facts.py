@@ -1,0 +1,326 @@
+"""The facts that a machine's diagnosis needs, read from sysfs, from the process's limits and from the file system.
+
+Reading never raises: what cannot be read is unknown, None. Of a recorded tree only what sysfs has is read.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import ipaddress
+import os
+import platform
+import re
+import resource
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from aiote_native.verbs.symbols import load as load_libibverbs
+
+from ..errors import FabricError
+from .leftovers import SHARED_MEMORY
+from .library import find
+from .ports import Port, read_ports
+from .sysfs import read_topology
+from .topology import Nic, Topology
+from .tree import Tree
+
+__all__ = ["OF_THE_MACHINE", "Device", "Facts", "Gid", "Limit", "Net", "PortFacts", "gather", "node_state"]
+
+SYSFS = "/sys"
+PROC = "/proc"
+DEVICE_NODES = "/dev/infiniband"
+CONTAINERS = ("/.dockerenv", "/run/.containerenv", "/var/run/secrets/kubernetes.io")
+PROVIDERS = (
+    "/usr/lib/*/libibverbs/lib*-rdmav*.so",
+    "/usr/lib/libibverbs/lib*-rdmav*.so",
+    "/usr/lib64/libibverbs/lib*-rdmav*.so",
+    "/usr/local/lib*/libibverbs/lib*-rdmav*.so",
+)
+OF_THE_MACHINE = ("container", "device nodes", "kernel", "libraries", "locked memory", "NVIDIA's driver", "/dev/shm")
+"""What is not in a recorded tree."""
+
+IFF_UP = 1
+CAP_IPC_LOCK = 1 << 14
+ALL_USERS = ["0", "0", "4294967295"]
+SOFTWARE_IWARP = "Software iWARP"
+"""How siw describes itself; it has the driver of the net device below as its own."""
+
+Node = Literal["unknown", "ok", "unloaded", "missing", "denied"]
+
+
+@dataclass(frozen=True, slots=True)
+class Net:
+    """A net device of a port; `up`: it is switched on, with a cable or without."""
+
+    name: str
+    up: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gid:
+    """A GID: 2 or 1 for RoCE v2 or v1, its IP address, whether that is known on one link alone."""
+
+    version: int
+    ip: str
+    link_local: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PortFacts:
+    """A port. `state` and `physical` are as sysfs has them ("ACTIVE", "LinkUp"); `gids` is None where not told."""
+
+    name: str
+    number: int = 1
+    state: str = ""
+    physical: str = ""
+    ethernet: bool = False
+    gids: tuple[Gid, ...] | None = None
+    nets: tuple[Net, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """An RDMA device; `node` is what became of opening its device node, `uverbs`."""
+
+    name: str
+    driver: str = ""
+    software: bool = False
+    iwarp: bool = False
+    address: str = ""
+    uverbs: str = ""
+    node: Node = "unknown"
+    ports: tuple[PortFacts, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The limit on locked memory in bytes, -1 for none; who is `exempt` has none either."""
+
+    soft: int
+    hard: int
+    exempt: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a machine.
+
+    `gpus` are the numbers of their makers, `cxi` counts Slingshot's NICs, `net` is a net device to build upon,
+    `libraries` are the names of the user-space drivers, `library` is the libfabric that the user named. Of the two
+    errors an empty one says that the library opens; `shm_bytes` is 0 where there is no /dev/shm.
+    """
+
+    recorded: bool = False
+    container: bool = False
+    devices: tuple[Device, ...] = ()
+    cxi: int = 0
+    gpus: tuple[int, ...] = ()
+    net: str = ""
+    peermem: bool | None = None
+    huge_pages: int | None = None
+    kernel: tuple[int, int] | None = None
+    nvidia_open: bool | None = None
+    memlock: Limit | None = None
+    shm_bytes: int | None = None
+    library: str = ""
+    libfabric_error: str | None = None
+    libibverbs_error: str | None = None
+    libraries: tuple[str, ...] | None = None
+
+    @property
+    def has_rdma(self) -> bool:
+        return bool(self.devices or self.cxi)
+
+
+def gather(root: str = SYSFS, library: str = "") -> Facts:
+    """Read the machine's facts, or those of a recorded tree. Never raises.
+
+    `library` is the path of the libfabric that the user wants. The libraries are opened, and so is each device node
+    for a moment.
+    """
+    tree = Tree(root)
+    topology = read_topology(root)
+    recorded = root != SYSFS
+    facts = Facts(
+        recorded=recorded,
+        devices=tuple(_devices(tree, topology, recorded=recorded)),
+        cxi=sum(nic.kind == "cxi" for nic in topology.nics),
+        gpus=tuple(gpu.vendor for gpu in topology.gpus),
+        net=_net_to_build_upon(topology),
+        peermem=_peermem(tree),
+        huge_pages=_huge_pages(tree),
+    )
+    return facts if recorded else _with_machine(facts, library)
+
+
+def _with_machine(facts: Facts, library: str) -> Facts:
+    return replace(
+        facts,
+        container=any(map(os.path.exists, CONTAINERS)),
+        kernel=_kernel(platform.release()),
+        nvidia_open=_nvidia_open(Tree(PROC).text("driver/nvidia/version")),
+        memlock=_memlock(),
+        shm_bytes=_shm_bytes(),
+        library=library,
+        libfabric_error=_libfabric_error(library),
+        libibverbs_error=_libibverbs_error(),
+        libraries=_libraries(),
+    )
+
+
+def _devices(tree: Tree, topology: Topology, *, recorded: bool) -> list[Device]:
+    nics = {nic.name: nic for nic in topology.nics if nic.kind == "infiniband"}
+    ports: dict[str, list[Port]] = {name: [] for name in nics}
+    for port in read_ports(tree.root):
+        ports.setdefault(port.device, []).append(port)
+    names = {} if recorded else {tree.text(f"class/infiniband_verbs/{n}/ibdev"): n for n in _uverbs(tree)}
+    return [_device(tree, nic, ports[nic.name], names.get(nic.name, ""), recorded=recorded) for nic in nics.values()]
+
+
+def _uverbs(tree: Tree) -> list[str]:
+    return [name for name in tree.names("class/infiniband_verbs") if re.fullmatch(r"uverbs\d{1,5}", name, re.ASCII)]
+
+
+def _device(tree: Tree, nic: Nic, ports: list[Port], uverbs: str, *, recorded: bool) -> Device:
+    folder = f"class/infiniband/{nic.name}"
+    siw = tree.text(f"{folder}/node_desc").startswith(SOFTWARE_IWARP)
+    software = siw or nic.virtual
+    iwarp = siw or tree.text(f"{folder}/node_type").endswith("RNIC")
+    node: Node = "unknown"
+    if not recorded:
+        node = node_state(os.path.join(DEVICE_NODES, uverbs)) if uverbs else "unloaded"
+    return Device(
+        nic.name,
+        "siw" if siw else _software_driver(tree, folder) if software else nic.driver,
+        software,
+        iwarp,
+        "" if software else nic.place.address,
+        uverbs,
+        node,
+        tuple(_port(tree, port, nic) for port in ports),
+    )
+
+
+def _software_driver(tree: Tree, folder: str) -> str:
+    return "rxe" if tree.text(f"{folder}/parent") else ""
+
+
+def _port(tree: Tree, port: Port, nic: Nic) -> PortFacts:
+    folder = f"class/infiniband/{port.device}/ports/{port.number}"
+    known = bool(tree.names(f"{folder}/gids"))
+    gids = tuple(Gid(gid.version, gid.ip, ipaddress.ip_address(gid.ip).is_link_local) for gid in port.gids)
+    return PortFacts(
+        port.name,
+        port.number,
+        _word(tree.text(f"{folder}/state")),
+        _word(tree.text(f"{folder}/phys_state")),
+        port.ethernet,
+        gids if known else None,
+        tuple(Net(name, _switched_on(tree, name)) for name in port.nets or _nets_below(tree, port, nic)),
+    )
+
+
+def _nets_below(tree: Tree, port: Port, nic: Nic) -> list[str]:
+    """Return the net devices of a port that names none, as without a GID: those of its device, by their number."""
+    several = len(nic.partners) > 1
+    return [
+        name
+        for name in nic.partners
+        if not several or tree.number(f"class/net/{name}/dev_port", 255, -1) == port.number - 1
+    ]
+
+
+def _word(text: str) -> str:
+    """Return what a text such as "4: ACTIVE" says."""
+    number, colon, word = text.partition(": ")
+    return word if colon and number.isdigit() else ""
+
+
+def _switched_on(tree: Tree, name: str) -> bool | None:
+    flags = tree.hexadecimal(f"class/net/{name}/flags")
+    return bool(flags & IFF_UP) if flags else None
+
+
+def node_state(path: str) -> Node:
+    """Return what becomes of opening a device node, which a container's rules may refuse even to root."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+    except PermissionError:
+        return "denied"
+    except OSError as error:
+        return "missing" if error.errno in (errno.ENOENT, errno.ENXIO, errno.ENODEV) else "unknown"
+    return "ok"
+
+
+def _net_to_build_upon(topology: Topology) -> str:
+    return next((nic.name for nic in topology.nics if nic.kind == "net" and not nic.virtual and nic.state == "up"), "")
+
+
+def _peermem(tree: Tree) -> bool | None:
+    modules = tree.names("module")
+    return bool({"nvidia_peermem", "nv_peer_mem"}.intersection(modules)) if modules else None
+
+
+def _huge_pages(tree: Tree) -> int | None:
+    folder = "kernel/mm/hugepages"
+    counts = [tree.number(f"{folder}/{name}/nr_hugepages", 1 << 40, -1) for name in tree.names(folder)]
+    known = [count for count in counts if count >= 0]
+    return sum(known) if known else None
+
+
+def _kernel(release: str) -> tuple[int, int] | None:
+    match = re.match(r"(\d{1,4})\.(\d{1,4})", release, re.ASCII)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _nvidia_open(version: str) -> bool | None:
+    return "Open Kernel Module" in version if version else None
+
+
+def _memlock() -> Limit | None:
+    try:
+        soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    except (OSError, ValueError):
+        return None
+    # RLIM_INFINITY is -1 here.
+    tree = Tree(PROC)
+    return Limit(soft, hard, _exempt(tree.text("self/status"), tree.text("self/uid_map")))
+
+
+def _exempt(status: str, uid_map: str) -> bool:
+    """Tell whether the limit is not asked: the capability counts where users are the machine's own."""
+    match = re.search(r"^CapEff:\s*([0-9a-f]{1,16})$", status, re.ASCII | re.MULTILINE)
+    return match is not None and bool(int(match[1], 16) & CAP_IPC_LOCK) and uid_map.split() == ALL_USERS
+
+
+def _shm_bytes() -> int | None:
+    try:
+        told = os.statvfs(SHARED_MEMORY)
+    except FileNotFoundError:
+        return 0
+    except OSError:
+        return None
+    # A file system without a limit says 0.
+    return told.f_blocks * told.f_frsize or None
+
+
+def _libfabric_error(library: str) -> str:
+    try:
+        find(library)
+    except FabricError as error:
+        return str(error).partition(" To install one:")[0].rstrip(".")
+    return ""
+
+
+def _libibverbs_error() -> str:
+    try:
+        load_libibverbs()
+    except ImportError as error:
+        return str(error)
+    return ""
+
+
+def _libraries() -> tuple[str, ...]:
+    paths = [os.path.basename(path) for pattern in PROVIDERS for path in glob.glob(pattern)]
+    return tuple(sorted({path.removeprefix("lib").rpartition("-rdmav")[0] for path in paths}))

@@ -1,0 +1,186 @@
+"""The libfabric kind of rail."""
+
+from __future__ import annotations
+
+import functools
+import socket
+from typing import TYPE_CHECKING, Any
+
+from aiote_native.libfabric.device import Device, discover
+from aiote_native.libfabric.endpoint import Endpoint
+from aiote_native.status import StatusError
+
+from ..errors import FabricError, UsageError
+from .contract import RailInfo, Traits, traits_of
+from .hosts import nearest, node_of, unknown
+from .leftovers import mark
+from .library import Found
+
+if TYPE_CHECKING:
+    from .topology import Nic, Place
+
+__all__ = ["UNTRIED", "LibfabricRail", "choose", "fabric_error", "fast_provider", "offered", "source_host"]
+
+SPINNING_TCP = (1, 18)
+"""tcp of 1.18.0 has a wait descriptor that never stops being readable; 1.18.1 mended it."""
+
+UNTRIED = ("efa", "cxi")
+"""Providers that nobody has run aiote on: they are taken by name alone."""
+ORDER = (*UNTRIED, "verbs;ofi_rxm", "tcp", "shm")
+
+
+class LibfabricRail:
+    """A domain of libfabric."""
+
+    def __init__(self, index: int, provider: str, node: str, domain: str, library: Found) -> None:
+        """Open it. Raises FabricError that names provider and rail."""
+        name = domain or node or provider
+        try:
+            self.device = Device(provider, node, domain)
+        except (StatusError, LookupError) as error:
+            raise fabric_error(error, "open rail", name) from error
+        self._attributes: dict[str, Any] = self.device.attributes
+        self.index = index
+        self.traits: Traits = traits_of(self.provider)
+        self._library = library
+
+    @property
+    def provider(self) -> str:
+        """The provider's full name, layers included."""
+        return str(self._attributes["provider"])
+
+    @property
+    def name(self) -> str:
+        """The NIC's name."""
+        return str(self._attributes["domain"])
+
+    @property
+    def wire(self) -> str:
+        attributes = self._attributes
+        protocol = f"{self.provider}/{attributes['protocol']}.{attributes['protocol_version']}"
+        # The layout of shared memory is a library's own: 1.17's never returns from a first write to 2.5's.
+        return f"{protocol}/{'.'.join(map(str, self._library.version))}" if self.traits.host_only else protocol
+
+    @functools.cached_property
+    def nic(self) -> Nic | None:
+        """The NIC as sysfs has it, read once when it is first asked for; None where it has none of that name."""
+        if self.traits.host_only:
+            return None
+        # `import aiote` is to stay quick.
+        from .sysfs import read_nic
+
+        return read_nic(self.name)
+
+    @property
+    def place(self) -> Place:
+        from .topology import Place
+
+        return self.nic.place if self.nic is not None else Place()
+
+    @property
+    def info(self) -> RailInfo:
+        speed = int(self._attributes["speed"]) // 1_000_000
+        return RailInfo(
+            name=self.name,
+            provider=self.provider,
+            speed_mbps=speed or (self.nic.speed_mbps if self.nic is not None else 0),
+            numa_node=self.place.numa_node,
+            state="up" if self._attributes["up"] else "down",
+            library=f"libfabric {self._library.version[0]}.{self._library.version[1]}",
+        )
+
+    @property
+    def host(self) -> str:
+        """The IP address that the rail is bound to, or an empty string."""
+        return source_host(self._attributes)
+
+    def open_endpoint(self) -> Endpoint:
+        try:
+            return Endpoint(self.device, self.traits.waits, mark=mark())
+        except StatusError as error:
+            raise fabric_error(error, "open endpoint", self.name) from error
+
+    def close(self) -> None:
+        self.device.close()
+
+
+def fabric_error(error: Exception, operation: str, rail: str) -> FabricError:
+    """Make a FabricError of what the native floor raised."""
+    if isinstance(error, StatusError):
+        return FabricError(error.errno or 0, f"{error.operation}: {error.strerror}", operation=operation, rail=rail)
+    if isinstance(error, OSError):
+        return FabricError(error.errno or 0, error.strerror or str(error), operation=operation, rail=rail)
+    return FabricError(61, str(error), operation=operation, rail=rail)
+
+
+def source_host(attributes: dict[str, Any]) -> str:
+    """Return the IPv4 address in a sockaddr_in, or an empty string."""
+    source = attributes["source"]
+    if len(source) < 8 or int.from_bytes(source[:2], "little") != socket.AF_INET:
+        return ""
+    return socket.inet_ntoa(source[4:8])
+
+
+def choose(provider: str, names: tuple[str, ...] | None, host: str, library: Found) -> list[tuple[str, str, str]]:
+    """Return (provider, node, domain) of the rails to open.
+
+    `names` are the user's (NIC names or local IP addresses); without them the rail that owns `host` is taken. Raises
+    UsageError for names or a provider that are not there.
+    """
+    offers = _offers(provider)
+    if not offers:
+        raise UsageError(
+            f"provider={provider!r}: libfabric {library.version[0]}.{library.version[1]} at {library.path} offers none "
+            "of that name on this machine; fi_info -l lists those that it has"
+        )
+    _refuse_spinning(offers[0], library)
+    if not traits_of(provider).by_address:
+        chosen = [offer for offer in offers if names is None or offer["domain"] in names]
+        if names is not None and len(chosen) < len(set(names)):
+            raise unknown(names, [offer["domain"] for offer in offers])
+        return [(provider, "", offer["domain"]) for offer in (chosen[:1] if names is None else chosen)]
+    hosts = {source_host(offer): offer["domain"] for offer in offers if source_host(offer)}
+    if names is None:
+        return [(provider, nearest(host, list(hosts)), "")]
+    return [(provider, node_of(name, hosts, names), "") for name in names]
+
+
+def fast_provider() -> str:
+    """Return the provider of RDMA NICs here that was tried, or an empty string. The library is open."""
+    return "verbs;ofi_rxm" if _offers("verbs;ofi_rxm") else ""
+
+
+def offered() -> dict[str, tuple[str, ...]]:
+    """Return the names of the NICs that each provider offers as rails, the best provider first.
+
+    The library is open. A provider that is not there, or cannot tell, has none.
+    """
+    found = {}
+    for provider in ORDER:
+        try:
+            found[provider] = tuple(dict.fromkeys(str(offer["domain"]) for offer in _offers(provider)))
+        except StatusError:
+            found[provider] = ()
+    return found
+
+
+def _offers(provider: str) -> list[dict[str, Any]]:
+    """List what the provider has, a NIC's name once for each of its addresses."""
+    seen: dict[tuple[str, str], dict[str, Any]] = {}
+    for offer in discover(provider):
+        if offer["provider"].partition(";")[0] == provider.partition(";")[0]:
+            seen.setdefault((offer["domain"], source_host(offer)), offer)
+    return list(seen.values())
+
+
+def _refuse_spinning(offer: dict[str, Any], library: Found) -> None:
+    version = offer["provider_version"]
+    if offer["provider"] == "net" or (
+        offer["provider"] == "tcp" and library.version == SPINNING_TCP and version & 0xFFFF == 0
+    ):
+        raise FabricError(
+            95,
+            f"provider {offer['provider']} of libfabric {library.version[0]}.{library.version[1]} cannot sleep: "
+            "its wait descriptor is always readable; use 1.17's tcp, or 1.18.1 or later",
+            operation="open rail",
+        )

@@ -1,0 +1,157 @@
+"""What every part of an engine stands on: its event loop, settings, rails with the native core, and whether it is open.
+
+A `Runtime` knows no transfer and no peer. The parts above share one, and reach each other through it alone where they
+have to: they spawn tasks, emit events, ask for progress and refuse work once the engine is closed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from .aio import Driver, current_loop, wake
+from .core.address import Address
+from .errors import ClosedError, UsageError
+from .host import bind_host, host_identity
+from .observe import Events
+from .rails import Fabric, after_fork
+
+if TYPE_CHECKING:
+    from .aio import Task, Waiter
+    from .config import EngineConfig
+    from .rails import Core, PeerLink
+
+__all__ = ["Runtime"]
+
+_forks = 0
+_last_incarnation = 0
+
+
+def _in_child() -> None:
+    global _forks
+    _forks += 1
+    after_fork()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def next_incarnation() -> int:
+    """Return the number of a new life: higher than those before, for it is the time in nanoseconds since 1970."""
+    global _last_incarnation
+    _last_incarnation = max(_last_incarnation + 1, time.time_ns())
+    return _last_incarnation
+
+
+class Runtime:
+    """The ground of one engine. Opening it opens the rails; nothing makes progress before `start`."""
+
+    def __init__(self, provider: str, rails: tuple[str, ...] | None, config: EngineConfig) -> None:
+        """Open the rails and the native core, or nothing. Raises FabricError and UsageError."""
+        self.config = config
+        self.loop = current_loop()
+        self.events = Events()
+        self.waiters: set[Waiter] = set()
+        """Tasks that the end of the engine wakes, whatever they wait for."""
+        self.owner: object = None
+        """What has to live for as long as the event loop watches the core."""
+        self._tasks: dict[Task, None] = {}
+        self._driver: Driver | None = None
+        self.kick: Callable[[], None] = lambda: None
+        """Have the event loop make progress soon."""
+        self._epoch = _forks
+        self._closing = False
+        host = bind_host(config)
+        identity = config.identity or secrets.token_bytes(16)
+        # Its port is known when the engine listens.
+        self.address = Address(host, config.port or 1, identity, next_incarnation())
+        self.fabric = Fabric(provider, rails, host=host, **config.of_fabric)
+        assert self.fabric.core is not None
+        self.core: Core = self.fabric.core
+        with ExitStack() as undo:
+            undo.callback(self.fabric.close)
+            self.host_id = host_identity()
+            undo.pop_all()
+
+    def start(self, on_round: Callable[[list[PeerLink]], None]) -> None:
+        """Have the event loop make progress; `on_round` hears of the peers that failed, after each collection."""
+        self._driver = Driver(self.loop, self.core, on_round)
+        self.kick = self._driver.kick
+
+    # Open or closed.
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this is the child of a fork, and the engine its parent's."""
+        return self._epoch != _forks
+
+    @property
+    def closed(self) -> bool:
+        """Whether the engine is closed or being closed."""
+        return self._closing
+
+    def require_open(self) -> None:
+        """Raise ClosedError when the engine is closed, UsageError in a child of a fork."""
+        if self.inherited:
+            raise UsageError("this engine belongs to the parent process: open one of the child's own after a fork")
+        if self._closing:
+            raise ClosedError("the engine is closed")
+
+    def begin_close(self) -> bool:
+        """Refuse work from now on; False when that was said before."""
+        first = not self._closing
+        self._closing = True
+        self.core.closing = True
+        return first
+
+    # What the parts share.
+
+    def spawn(self, function: object, *args: object, name: str) -> None:
+        """Run a coroutine function as a task of the engine, which its end cancels."""
+        self._tasks = {task: None for task in self._tasks if not task.ended}
+        self._tasks[self.loop.spawn(function, *args, name=name)] = None  # type: ignore[arg-type]
+
+    def rail_name(self, rail: int) -> str:
+        """Name a rail by its index; an empty string when there is none."""
+        return self.fabric.rails[rail].name if 0 <= rail < len(self.fabric.rails) else ""
+
+    def rail_index(self, rail: str | int) -> int:
+        """Return the position of a rail. Raises UsageError where there is none of that name or number."""
+        names = [one.name for one in self.fabric.rails]
+        position = names.index(rail) if rail in names else rail
+        if isinstance(position, int) and 0 <= position < len(names):
+            return position
+        raise UsageError(f"rail={rail!r}: expected one of {', '.join(names)}, or a number from 0 to {len(names) - 1}")
+
+    # The end.
+
+    def cancel_tasks(self) -> None:
+        """Cancel every task of the engine, without waiting for it."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def join_tasks(self) -> None:
+        """Wait until every task of the engine has ended."""
+        for task in tuple(self._tasks):
+            await task.join()
+        self._tasks.clear()
+
+    async def stop(self) -> None:
+        """Make progress no longer."""
+        if self._driver is not None:
+            await self._driver.stop()
+
+    def detach(self) -> None:
+        """Make progress no longer, without waiting for a task."""
+        if self._driver is not None:
+            self._driver.detach()
+
+    def close(self) -> None:
+        """Close core and rails, and wake who waits; links and regions are closed before. Idempotent."""
+        self.fabric.close()
+        for waiter in tuple(self.waiters):
+            wake(waiter)

@@ -1,0 +1,248 @@
+"""The simulated network as tests use it: it opens engines, breaks their NICs, and says what happened."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Generator, Iterable, Sequence
+from contextvars import Token
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+from anyio.abc import SocketAttribute
+
+import aiote
+
+from ..errors import UsageError
+from ..rails.sim import SimNetwork, SimRail, World, current_network
+from .nics import UNRULY, NicModel
+from .virtual import VirtualLoop
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["Fabric", "Happened"]
+
+MOST_RAILS = 8
+SECOND = 1_000_000_000
+
+
+class Happened(NamedTuple):
+    """One thing that happened: when (seconds), what, on which NIC of which engine, with which operation.
+
+    `what`: post, place (a piece of the payload is in memory), deliver (the immediate or the message is), complete,
+    fail, open and close (of an endpoint), fault. `status` is a negative error number; of a post the opcode, of a fault
+    the state.
+    """
+
+    time: float
+    what: str
+    engine: int
+    rail: int
+    number: int
+    length: int
+    status: int
+
+
+def running_virtual_loop() -> VirtualLoop | None:
+    """Return the loop that runs the caller, if its time is virtual."""
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+    return loop if isinstance(loop, VirtualLoop) else None
+
+
+class Opening:
+    """What `open_engine` returns: as aiote's own."""
+
+    def __init__(self, fabric: Fabric, rails: Iterable[str] | None, config: aiote.EngineConfig | None) -> None:
+        self._fabric = fabric
+        self._opening = aiote.open_engine("sim", rails, config)
+        self._engine: aiote.Engine | None = None
+
+    async def _open(self) -> aiote.Engine:
+        token = current_network.set(self._fabric.network)
+        try:
+            return await self._opening
+        finally:
+            current_network.reset(token)
+
+    def __await__(self) -> Generator[Any, Any, aiote.Engine]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> aiote.Engine:
+        self._engine = await self._open()
+        return self._engine
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._engine is not None
+        await self._engine.aclose()
+
+
+class Fabric:
+    """A simulated network: the same seed, and the same use of it in virtual time, give the same events.
+
+    `rails` NICs for each engine, named sim0, sim1 and so on, all of one `model` or each of its own. As a context
+    manager it is the network of `open_engine("sim")`, and is closed at the end; without that it is `open_engine`'s
+    own, to be closed by `close`. `remembered` events are kept for `trace`.
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        rails: int | None = None,
+        model: NicModel | Sequence[NicModel] = UNRULY,
+        remembered: int = 100_000,
+    ) -> None:
+        """Describe the network; it begins with the first engine. Raises UsageError."""
+        models = [model] * (rails or 1) if isinstance(model, NicModel) else list(model)
+        if not 1 <= len(models) <= MOST_RAILS or rails not in (None, len(models)):
+            raise UsageError(f"rails={rails!r} with {len(models)} models: from 1 to {MOST_RAILS} rails, a model each")
+        self.seed = seed
+        self.network = SimNetwork(
+            seed, [each.nic(i) for i, each in enumerate(models)], lambda: running_virtual_loop() is not None, remembered
+        )
+        self.network.on_open = self._attach
+        self._tokens: list[Token[SimNetwork | None]] = []
+
+    def _attach(self, world: World) -> None:
+        loop = running_virtual_loop()
+        if world.virtual and loop is not None:
+            loop.attach(world)
+
+    def open_engine(
+        self, rails: Iterable[str] | None = None, config: aiote.EngineConfig | None = None, **settings: Any
+    ) -> Opening:
+        """Open an engine on this network, as `aiote.open_engine` does; `settings` are fields of the config."""
+        base = config if config is not None else aiote.EngineConfig()
+        return Opening(self, rails, dataclasses.replace(base, **settings) if settings else base)
+
+    def __enter__(self) -> Fabric:
+        self._tokens.append(current_network.set(self.network))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        current_network.reset(self._tokens.pop())
+        if error is None:
+            self.close()
+        elif self.network.opened and not self.network.world.children:
+            self.network.close()
+
+    def close(self) -> None:
+        """End the network. Raises UsageError while an engine is open on it. Idempotent."""
+        try:
+            self.network.close()
+        except RuntimeError as failure:
+            raise UsageError(f"the fabric: {failure}; close the engines first") from failure
+
+    # What happens to NICs.
+
+    def rail(self, engine: aiote.Engine, rail: int | str = 0) -> SimRail:
+        """Return an engine's NIC, by its number or its name. Raises UsageError."""
+        rails = cast("list[SimRail]", engine._runtime.fabric.rails)
+        found = [each for each in rails if rail in (each.index, each.name)]
+        if not found or not isinstance(found[0], SimRail):
+            raise UsageError(f"{engine!r} has no simulated rail {rail!r}")
+        return found[0]
+
+    def kill_rail(
+        self,
+        engine: aiote.Engine,
+        rail: int | str = 0,
+        *,
+        silently: bool = False,
+        at: float | None = None,
+        after: int | None = None,
+    ) -> None:
+        """Let a NIC die: now, `at` a time in seconds, or `after` so many more events.
+
+        What is under way over it, from either side, ends with an error, though some of it may have arrived; endpoints
+        on it are of no use from then on. `silently`: nothing is told to anybody, and all of it goes on if the NIC is
+        restored before the endpoints are closed.
+        """
+        self._change(engine, rail, "silent" if silently else "broken", at, after)
+
+    def restore_rail(
+        self, engine: aiote.Engine, rail: int | str = 0, *, at: float | None = None, after: int | None = None
+    ) -> None:
+        """Bring a NIC back: new endpoints on it work, and so do old ones if it was only silent."""
+        self._change(engine, rail, "up", at, after)
+
+    def _change(self, engine: aiote.Engine, rail: int | str, state: str, at: float | None, after: int | None) -> None:
+        self.rail(engine, rail).device.change(state, self._when(at), after)
+
+    def slow_rail(
+        self,
+        engine: aiote.Engine,
+        rail: int | str = 0,
+        *,
+        by: float,
+        at: float | None = None,
+        after: int | None = None,
+    ) -> None:
+        """Let everything that comes to a NIC arrive `by` so many seconds later; 0 ends that."""
+        self.rail(engine, rail).device.slow(round(by * SECOND), self._when(at), after)
+
+    @staticmethod
+    def _when(at: float | None) -> int | None:
+        return None if at is None else round(at * SECOND)
+
+    def crash(self, engine: aiote.Engine) -> None:
+        """Let an engine's process die: its NICs fall silent, its connections are cut, and nobody is told more."""
+        for rail in engine._runtime.fabric.rails:
+            self.kill_rail(engine, rail.index, silently=True)
+        engine.abort()
+
+    def partition(self, engine: aiote.Engine) -> None:
+        """Cut an engine's host off: its NICs are silent, and its connections carry nothing; nobody is told.
+
+        In virtual time alone. Both sides live on, and hear no more of each other. Raises UsageError.
+        """
+        self._hold(engine, held=True)
+        for rail in engine._runtime.fabric.rails:
+            self.kill_rail(engine, rail.index, silently=True)
+
+    def heal(self, engine: aiote.Engine) -> None:
+        """End a partition: what was held up goes on. Raises UsageError."""
+        self._hold(engine, held=False)
+        for rail in engine._runtime.fabric.rails:
+            self.restore_rail(engine, rail.index)
+
+    def _hold(self, engine: aiote.Engine, *, held: bool) -> None:
+        loop = running_virtual_loop()
+        if loop is None:
+            raise UsageError("connections are held up in virtual time alone: use aiote.testing.run")
+        loop.ports.hold(engine.address.port, held)
+        for stream in engine._links.control_streams():
+            near = stream.extra(SocketAttribute.raw_socket).transport  # type: ignore[attr-defined]
+            for transport in (near, near.other):
+                if held:
+                    transport.cut()
+                else:
+                    transport.heal()
+
+    # What happened.
+
+    @property
+    def now(self) -> float:
+        """Seconds of the network's own time."""
+        return self.network.world.now / SECOND
+
+    @property
+    def events(self) -> int:
+        """How many things have happened: stages of operations, timers, faults."""
+        return self.network.world.events
+
+    @property
+    def digest(self) -> str:
+        """A digest of everything that happened, with its times where they are virtual."""
+        return f"{self.network.world.digest:016x}"
+
+    def trace(self) -> list[Happened]:
+        """Return what happened, from the first on, at most as much as is `remembered`."""
+        return [Happened(entry[0] / SECOND, *entry[1:]) for entry in self.network.world.seen()]

@@ -1,0 +1,49 @@
+"""Transfers: what may be moved, who may use it, and how a request is made, awaited and counted.
+
+Nothing here knows how peers are found or kept; what is needed of them is said in `owner`, and `aiote.links` has it.
+"""
+
+from .barrier import barrier
+from .counter import Counter, CounterRow, Counters
+from .inbox import Inbox, Message, Messages
+from .lease import Lease
+from .owner import Destination, PeerFinder, TransferOwner, drain
+from .pages import Pages
+from .peer import Peer
+from .regions import Access, LeaseGranter, Region, Regions, RemoteRegion
+from .requests import Requests
+from .scatter import PeerGroup, ScatterTarget, group_room, make_group, submit_scatter
+from .transfer import Launch, Transfer
+from .watch import Changes, watch
+
+__all__ = [
+    "Access",
+    "Changes",
+    "Counter",
+    "CounterRow",
+    "Counters",
+    "Destination",
+    "Inbox",
+    "Launch",
+    "Lease",
+    "LeaseGranter",
+    "Message",
+    "Messages",
+    "Pages",
+    "Peer",
+    "PeerFinder",
+    "PeerGroup",
+    "Region",
+    "Regions",
+    "RemoteRegion",
+    "Requests",
+    "ScatterTarget",
+    "Transfer",
+    "TransferOwner",
+    "barrier",
+    "drain",
+    "group_room",
+    "make_group",
+    "submit_scatter",
+    "watch",
+]

@@ -1,0 +1,66 @@
+"""A barrier among the members of a group, of immediates alone.
+
+Each member writes an immediate to every other and waits for one of each. A member that is through may begin the next
+round while another still waits for the last immediate of this one, and an immediate does not say whose it is; so
+rounds use the two values `imm` and `imm ^ 1` in turn. Two are enough: who is through a round has heard everybody begin
+it, thus everybody is through the one before, and that one's value is free.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..core.striping import check_immediate
+from ..errors import PeerError, UsageError
+from .scatter import PeerGroup, ScatterTarget, group_room, submit_scatter
+
+if TYPE_CHECKING:
+    from .counter import Counter, Counters
+    from .owner import Destination
+
+__all__ = ["barrier"]
+
+BROKEN = -1
+
+
+async def barrier(counters: Counters, group: PeerGroup, imm: int) -> None:
+    """Wait until every member has called it as often as this engine has; see `Engine.barrier`."""
+    counters.runtime.require_open()
+    if not isinstance(group, PeerGroup) or group.runtime is not counters.runtime:
+        raise UsageError("barrier: a PeerGroup of this engine is expected (await engine.peer_group([...]))")
+    value = check_immediate(imm)
+    turn = group.rounds.get(value, 0)
+    if turn == BROKEN:
+        raise UsageError(
+            f"barrier: one on immediate {value:#x} is under way, was interrupted or failed, so the members' rounds may "
+            "differ; have every member make its group again, and use another immediate"
+        )
+    if not len(group):
+        return
+    word = value ^ (turn & 1)
+    # Whatever interrupts this round leaves the others in it; a member that is through takes the mark away.
+    group.rounds[value] = BROKEN
+    targets = [ScatterTarget(None, peer) for peer in group]
+    counter = counters.open(word)
+    try:
+        await group_room(group)
+        await submit_scatter(group.runtime, group, targets, word)
+        await _hear_all(counter, group.connections)
+    finally:
+        counter.release()
+    group.rounds[value] = turn + 1
+
+
+async def _hear_all(counter: Counter, peers: tuple[Destination, ...]) -> None:
+    """Wait for an immediate of each peer. Raises PeerError when one is lost before all have come."""
+
+    def lost() -> PeerError | None:
+        return next((peer.error("barrier") for peer in peers if peer.lost), None)
+
+    for peer in peers:
+        peer.loss_waiters.add(counter)
+    try:
+        await counter.wait_unless(len(peers), lost)
+    finally:
+        for peer in peers:
+            peer.loss_waiters.discard(counter)

@@ -1,0 +1,168 @@
+"""Messages that arrived."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..aio import EventLoop, Signal
+from ..errors import ClosedError, PeerError
+
+if TYPE_CHECKING:
+    from ..rails import Core
+    from .owner import Destination
+    from .peer import Peer
+
+__all__ = ["Inbox", "Message"]
+
+
+MOST_DEPARTED = 256
+"""Lost peers whose messages are kept; the messages of the one lost first are dropped for one more."""
+DEPARTED_BYTES = 64 << 20
+"""Bytes of messages that are kept of lost peers, all together."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Message:
+    """A message: `source` is the peer that sent it, `data` its bytes, the receiver's own."""
+
+    source: Peer
+    data: bytes
+
+    def __repr__(self) -> str:
+        # Not the data: they may be long, and secret.
+        return f"<Message of {len(self.data)} bytes from {self.source.address}>"
+
+
+class Messages(AsyncIterator[Message]):
+    """Messages as an iterator that ends with the engine, or with the one peer that they are of.
+
+    It holds nothing: a loop may be left at any time.
+    """
+
+    def __init__(self, receive: Callable[[], Awaitable[Message]]) -> None:
+        self._receive = receive
+
+    async def __anext__(self) -> Message:
+        try:
+            return await self._receive()
+        except (ClosedError, PeerError):
+            raise StopAsyncIteration from None
+
+
+class Inbox:
+    """The messages of all peers. They stay in the peers' pools until somebody takes them, which is what makes senders
+    wait. Of lost peers, which cannot wait, so many are kept as the limits above allow; `dropped` counts the others.
+    """
+
+    def __init__(self, loop: EventLoop, core: Core) -> None:
+        self._core = core
+        self._peers: deque[Destination] = deque()
+        self._departed: deque[deque[Message]] = deque()
+        self._departed_bytes = 0
+        self.dropped = 0
+        self._loop = loop
+        self._arrived = Signal(loop)
+        self._selective: dict[Destination, Signal] = {}
+        self._early = False
+
+    def add(self, peer: Destination) -> None:
+        """Take messages of this peer from now on."""
+        self._peers.append(peer)
+        self.arrived()
+
+    def remove(self, peer: Destination) -> None:
+        """Keep what a lost peer had sent; its pool is gone."""
+        if peer in self._peers:
+            self._peers.remove(peer)
+        kept: deque[Message] = deque()
+        while peer.link is not None and (data := peer.link.take_message()) is not None:
+            kept.append(Message(peer.peer, data))
+            self._departed_bytes += len(data)
+        if kept:
+            self._departed.append(kept)
+        while len(self._departed) > MOST_DEPARTED or self._departed_bytes > DEPARTED_BYTES:
+            oldest = self._departed.popleft()
+            self._departed_bytes -= sum([len(message.data) for message in oldest])
+            self.dropped += len(oldest)
+        self.arrived()
+
+    def counted(self, counts: dict[str, Any]) -> dict[str, Any]:
+        """Return the core's counts with what it does not know: messages of lost peers, kept and dropped."""
+        return {**counts, "inbox": counts["inbox"] + self.departed, "dropped": self.dropped}
+
+    @property
+    def departed(self) -> int:
+        """How many messages of lost peers are kept."""
+        return sum(map(len, self._departed))
+
+    def take(self) -> Message | None:
+        """Take one message, peers in turn; None when there is none."""
+        if self._departed:
+            message = self._departed[0].popleft()
+            self._departed_bytes -= len(message.data)
+            if not self._departed[0]:
+                self._departed.popleft()
+            return message
+        for _ in range(len(self._peers)):
+            peer = self._peers[0]
+            self._peers.rotate(-1)
+            if peer.link is not None and (data := peer.link.take_message()) is not None:
+                return Message(peer.peer, data)
+        self._early = self._core.inbox > 0
+        return None
+
+    def take_from(self, peer: Destination) -> Message | None:
+        """Take one message of a peer, lost or not; None when there is none."""
+        if peer.link is not None and (data := peer.link.take_message()) is not None:
+            return Message(peer.peer, data)
+        kept = next((each for each in self._departed if each[0].source is peer.peer), None)
+        if kept is None:
+            return None
+        message = kept.popleft()
+        self._departed_bytes -= len(message.data)
+        if not kept:
+            self._departed.remove(kept)
+        return message
+
+    def arrived(self) -> None:
+        """Wake as many receivers as there are messages."""
+        ready = self._core.inbox
+        if self._early:
+            # Some have come from peers that are still being connected: nobody can take those yet, so they wake nobody.
+            ready = sum([peer.link.messages for peer in self._peers if peer.link is not None])
+        for _ in range(min(len(self._arrived), ready + self.departed)):
+            self._arrived.wake_one()
+        for peer, signal in self._selective.items():
+            if peer.lost or (peer.link is not None and peer.link.messages):
+                signal.set()
+
+    def end(self) -> None:
+        """Wake everyone, for the engine is closed."""
+        self._arrived.set()
+        for signal in self._selective.values():
+            signal.set()
+
+    async def wait(self) -> None:
+        """Sleep until there may be a message."""
+        await self._wait(self._arrived)
+
+    async def wait_for(self, peer: Destination) -> None:
+        """Sleep until there may be a message of this peer, or it is lost."""
+        signal = self._selective.setdefault(peer, Signal(self._loop))
+        try:
+            await self._wait(signal)
+        finally:
+            # By now another one may stand there: who was woken along with this took the message, and waits again.
+            if not len(signal) and self._selective.get(peer) is signal:
+                del self._selective[peer]
+
+    async def _wait(self, signal: Signal) -> None:
+        self._core.expect_messages(1)
+        try:
+            await signal.wait()
+        finally:
+            if not self._core.closed:
+                self._core.expect_messages(-1)

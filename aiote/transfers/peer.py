@@ -1,0 +1,88 @@
+"""Another engine, as a user holds it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..errors import UsageError
+from .inbox import Messages
+
+if TYPE_CHECKING:
+    from ..core.address import Address
+    from .inbox import Message
+    from .owner import Destination
+
+__all__ = ["Peer"]
+
+
+class Peer:
+    """Another engine. Returned by `Engine.connect`, and found in `Engine.peers` when it connected to us.
+
+    A lost peer never comes back: the engine that is reached at its address next is another Peer.
+    """
+
+    __slots__ = ("__weakref__", "_connection")
+
+    def __init__(self, connection: Destination) -> None:
+        self._connection = connection
+
+    @property
+    def address(self) -> Address:
+        """Where it says that it is reached."""
+        return self._connection.address
+
+    @property
+    def connected(self) -> bool:
+        """Whether transfers flow to it now."""
+        return self._connection.connected
+
+    @property
+    def lost(self) -> bool:
+        """Whether it is gone for good."""
+        return self._connection.lost
+
+    @property
+    def reason(self) -> str:
+        """Why it was lost; empty while it is not."""
+        return self._connection.reason
+
+    async def wait_closed(self) -> str:
+        """Wait until the peer is lost and return the reason. Cancelling this wait does nothing else."""
+        return await self._connection.wait_closed()
+
+    def disconnect(self, reason: str = "it was disconnected") -> None:
+        """Say goodbye to the peer and close the connection; unfinished transfers end with a TransferError.
+
+        No byte moves to or from it when this returns. The peer hears the reason. The next use of its address connects
+        anew. Does nothing for a peer that is lost, nor in a child of a fork. Raises UsageError for what is no text.
+        """
+        if not isinstance(reason, str):
+            raise UsageError(f"disconnect: the reason must be text, got {type(reason).__name__}")
+        self._connection.disconnect(reason)
+
+    async def recv(self) -> Message:
+        """Return the next message of this peer; waiting costs nothing, cancelling loses nothing.
+
+        A message goes to one receiver: to this one, or to `Engine.recv`. Raises PeerError when the peer is lost and
+        none of its messages is left, ClosedError.
+        """
+        return await self._connection.recv()
+
+    def messages(self) -> Messages:
+        """Iterate over the messages of this peer until it is lost, or the engine closed."""
+        return Messages(self.recv)
+
+    async def room(self) -> None:
+        """Wait until there is room for one more transfer to it, in turn; the room is the caller's until its next await.
+
+        Raises PeerError when the peer is lost.
+        """
+        await self._connection.room()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a `submit_` form would start a transfer now instead of raising QueueFull."""
+        return self._connection.has_room
+
+    def __repr__(self) -> str:
+        return repr(self._connection)

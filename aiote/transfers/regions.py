@@ -1,0 +1,315 @@
+"""Memory that takes part in transfers: local regions, and what is known of remote ones."""
+
+from __future__ import annotations
+
+import operator
+import secrets
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias
+
+from ..aio import Signal
+from ..core.descriptor import RailKey, RegionDescriptor
+from ..errors import ClosedError, UsageError
+from ..rails import MAY_ALL, MAY_READ, MAY_WRITE, LocalSlice, RemoteMemory, RemoteSlice, acquire, section
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from ..core.address import Address
+    from ..rails import LocalMemory
+    from ..runtime import Runtime
+    from .lease import Lease
+    from .peer import Peer
+
+__all__ = ["Access", "LeaseGranter", "Region", "Regions", "RemoteRegion", "as_integer"]
+
+Access: TypeAlias = Literal["read-write", "read", "write", "local"]
+ACCESS: dict[Access, int] = {"read-write": MAY_ALL, "read": MAY_READ, "write": MAY_WRITE, "local": 0}
+
+
+def _bounds(item: object, length: int, kind: str) -> tuple[int, int]:
+    """Read a slice of bytes strictly: a range that leaves the region is a mistake, not something to clip."""
+    if not isinstance(item, slice):
+        raise UsageError(f"{kind}[{item!r}]: a slice of bytes is expected, like {kind}[0:4096]")
+    if item.step not in (None, 1):
+        raise UsageError(f"{kind}: a slice has no step, got {item.step}; for strided access use Pages")
+    start = 0 if item.start is None else as_integer(f"{kind}: the start of a slice", item.start)
+    stop = length if item.stop is None else as_integer(f"{kind}: the end of a slice", item.stop)
+    if not 0 <= start <= stop <= length:
+        raise UsageError(
+            f"{kind}[{start}:{stop}] leaves its {length} bytes: 0 <= start <= stop <= {length} is expected"
+        )
+    return start, stop
+
+
+def as_integer(what: str, value: Any) -> int:
+    """Return an integer, also numpy's. Raises UsageError."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise UsageError(f"{what} is {value!r}, expected an integer") from None
+
+
+class LeaseGranter(Protocol):
+    """What lends memory to peers, and takes it back."""
+
+    def grant(self, region: Region, to: Peer | Address | str) -> Lease: ...
+    async def revoke_all(self, memory: LocalMemory) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RegionState:
+    """What a region and its slices share: the table that they stand in, a random number, and registered slices."""
+
+    table: Regions
+    identity: int
+    access: int
+    parts: dict[tuple[int, int], LocalMemory] = field(default_factory=dict)
+
+    def part(self, whole: LocalMemory, start: int, stop: int) -> LocalMemory:
+        """Return the registration of a slice, made the first time: its keys open nothing else."""
+        if (start, stop) == (0, whole.length):
+            return whole
+        found = self.parts.get((start, stop))
+        if found is None:
+            found = self.parts[start, stop] = self.table.register_part(whole, start, stop, self.access)
+        return found
+
+
+class Region(LocalSlice):
+    """Registered local memory, or a slice of it.
+
+    Made by `Engine.register`. It keeps its buffer alive and exported until it is closed; `region[a:b]` are bytes
+    a to b of it, with the same registration. The buffer must not be freed or moved by others meanwhile. A context
+    manager that closes it; `memoryview(region)` shows its bytes, and holds the buffer until it is released, also
+    behind the close.
+    """
+
+    __slots__ = ("__weakref__", "_is_slice", "_state")
+
+    def __init__(self, memory: LocalMemory, start: int, nbytes: int, state: RegionState, *, is_slice: bool) -> None:
+        self._state = state
+        self._is_slice = is_slice
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    @property
+    def writable(self) -> bool:
+        """Whether transfers of this engine may write to it."""
+        return self.memory.writable
+
+    @property
+    def access(self) -> Access:
+        """What peers that have its descriptor may do."""
+        return next(name for name, access in ACCESS.items() if access == self._state.access)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the registration is gone, or its engine."""
+        return self.memory.closing or not self.memory.registrations
+
+    def __getitem__(self, item: slice) -> Region:
+        start, stop = _bounds(item, self.nbytes, "region")
+        return Region(self.memory, self.start + start, stop - start, self._state, is_slice=True)
+
+    @property
+    def descriptor(self) -> bytes:
+        """The portable description of this region or slice, for `Engine.attach` on another engine.
+
+        Whoever has it may read and, where it is writable, write these bytes and no others, until the region is closed.
+        For that a slice is registered once more, with keys of its own, the first time that it is asked: what is handed
+        out for many slices costs the NIC many registrations. Raises ClosedError, FabricError, and UsageError for a
+        region that was registered as local.
+        """
+        self.require_open()
+        if not self._state.access:
+            raise UsageError(
+                "the region is local: register it with access='read', 'write' or 'read-write' for peers to use it, or "
+                "lend a slice of it by region.lease"
+            )
+        # Of no bytes nothing is opened.
+        keys = [(0, 0) for _ in self.memory.keys]
+        if self.nbytes:
+            keys = list(self._state.part(self.memory, self.start, self.start + self.nbytes).keys)
+        return bytes(
+            RegionDescriptor(
+                owner=self._state.table.address,
+                region=self._state.identity,
+                address=self.memory.address + self.start,
+                length=self.nbytes,
+                writable=bool(self.memory.access & MAY_WRITE),
+                readable=bool(self.memory.access & MAY_READ),
+                keys=tuple(RailKey(key, base) for key, base in keys),
+            )
+        )
+
+    @property
+    def parts(self) -> tuple[LocalMemory, ...]:
+        """The registrations of the slices whose descriptors were asked for."""
+        return tuple(self._state.parts.values())
+
+    @property
+    def identity(self) -> int:
+        """The registration's random number."""
+        return self._state.identity
+
+    def lease(self, item: slice, to: Peer | Address | str) -> Lease:
+        """Lend a slice of the region to one peer until it is revoked: `async with region.lease(slice(a, b), peer)`.
+
+        The lease has keys of its own, and the access of the region; a local one is lent to be read and written. Raises
+        UsageError for a slice that leaves the region and for an address without an identity, FabricError when the NIC
+        refuses.
+        """
+        return self._state.table.leases.grant(self[item], to)
+
+    def require_open(self) -> None:
+        """Raise ClosedError when the region is closed."""
+        if self.closed:
+            raise ClosedError("the region is closed")
+
+    async def aclose(self) -> None:
+        """Revoke its leases, wait for the transfers that use it, end the registration and let go of the buffer.
+
+        Idempotent. Closing a slice closes nothing. A cancelled close leaves the region closed for new transfers; call
+        it again.
+        """
+        if self._is_slice:
+            return
+        self.memory.closing = True
+        if self.memory.registrations:
+            await self._state.table.wait_idle(self.memory)
+            self._state.table.remove(self)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open"
+        return f"<Region {self.nbytes} bytes at {self.memory.address + self.start:#x}, {state}>"
+
+
+class RemoteRegion(RemoteSlice):
+    """Another engine's memory, or a slice of it, as its descriptor says. Made by `Engine.attach`."""
+
+    __slots__ = ("_descriptor",)
+
+    def __init__(self, memory: RemoteMemory, start: int, nbytes: int, descriptor: RegionDescriptor) -> None:
+        self._descriptor = descriptor
+
+    @classmethod
+    def attached(cls, descriptor: RegionDescriptor, identity: bytes) -> RemoteRegion:
+        """Make one of what its owner says of it, for the engine of an identity. Raises UsageError for that one's own
+        memory, and for what was lent to another.
+        """
+        if descriptor.owner.identity == identity:
+            raise UsageError(
+                "attach: the descriptor is of this very engine; its own memory is copied without an engine"
+            )
+        if descriptor.lease and descriptor.holder != identity:
+            raise UsageError("attach: the lease was granted to another engine, which alone may use it")
+        keys = [(item.key, item.base) for item in descriptor.keys]
+        memory = RemoteMemory(descriptor.length, descriptor.writable, keys, descriptor.lease, descriptor.readable)
+        return cls(memory, 0, descriptor.length, descriptor)
+
+    @property
+    def owner(self) -> Address:
+        """The address of the engine that owns the memory."""
+        return self._descriptor.owner
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    @property
+    def writable(self) -> bool:
+        """Whether the owner lets others write to it."""
+        return self._descriptor.writable
+
+    @property
+    def readable(self) -> bool:
+        """Whether the owner lets others read it."""
+        return self._descriptor.readable
+
+    @property
+    def lease(self) -> int:
+        """The number of the owner's lease; 0 where it is none."""
+        return self._descriptor.lease
+
+    def __getitem__(self, item: slice) -> RemoteRegion:
+        start, stop = _bounds(item, self.nbytes, "remote")
+        return RemoteRegion(self.memory, self.start + start, stop - start, self._descriptor)
+
+    def __repr__(self) -> str:
+        return f"<RemoteRegion {self.nbytes} bytes of {self.owner}>"
+
+
+class Regions:
+    """The registered memory of one engine."""
+
+    def __init__(self, runtime: Runtime, leases: LeaseGranter) -> None:
+        self._runtime = runtime
+        self.leases = leases
+        self._memories: set[LocalMemory] = set()
+        # A region that nobody has any more stays registered: peers hold its descriptor.
+        self._regions: dict[LocalMemory, Region] = {}
+        self._idle = Signal(runtime.loop)
+
+    @property
+    def address(self) -> Address:
+        """Where the memory's owner is reached."""
+        return self._runtime.address
+
+    def register(self, array: Any, access: Access = "read-write") -> Region:
+        """Register memory with every rail; see `Engine.register`."""
+        self._runtime.require_open()
+        if access not in ACCESS:
+            raise UsageError(f"register: access={access!r}: expected one of {', '.join(map(repr, ACCESS))}")
+        try:
+            buffer = acquire(array)
+        except (TypeError, ValueError, BufferError) as error:
+            raise UsageError(f"register: {error}") from error
+        allowed = ACCESS[access]
+        memory = self._runtime.fabric.register(buffer, allowed)
+        memory.owner = self._runtime.core
+        region = Region(memory, 0, memory.length, RegionState(self, secrets.randbits(64), allowed), is_slice=False)
+        self._memories.add(memory)
+        self._regions[memory] = region
+        return region
+
+    def attach(self, descriptor: bytes | bytearray | memoryview) -> RemoteRegion:
+        """Make another engine's memory usable; see `Engine.attach`."""
+        self._runtime.require_open()
+        return RemoteRegion.attached(RegionDescriptor.from_bytes(descriptor), self.address.identity)
+
+    def register_part(self, whole: LocalMemory, start: int, stop: int, access: int) -> LocalMemory:
+        """Register a slice of registered memory once more. Raises FabricError."""
+        memory = self._runtime.fabric.register(section(whole.buffer, start, stop), access)
+        self._memories.add(memory)
+        return memory
+
+    async def wait_idle(self, memory: LocalMemory) -> None:
+        """Revoke the leases of a registration and wait until no transfer uses it."""
+        await self.leases.revoke_all(memory)
+        while memory.in_flight:
+            memory.on_idle = self._idle.set
+            await self._idle.wait()
+
+    def remove(self, region: Region) -> None:
+        """End the registrations of a region."""
+        for memory in (*region.parts, region.memory):
+            memory.close()
+            self._memories.discard(memory)
+        self._regions.pop(region.memory, None)
+
+    def close(self) -> None:
+        """End every registration, whatever uses it: the links are closed."""
+        for memory in self._memories:
+            memory.close()
+        self._memories.clear()
+        self._regions.clear()
+        self._idle.set()

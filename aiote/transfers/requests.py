@@ -1,0 +1,248 @@
+"""Checking and starting requests to one peer: what every verb does before the native core takes over.
+
+With `waits` a transfer beyond the limit of unfinished ones waits for room, without it QueueFull is raised.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..core.address import Address
+from ..core.striping import check_immediate
+from ..errors import UsageError
+from .pages import Pages
+from .peer import Peer
+from .regions import Region, RemoteRegion
+from .transfer import Launch, Transfer
+
+if TYPE_CHECKING:
+    from ..rails import PeerLink
+    from ..runtime import Runtime
+    from .owner import Destination, PeerFinder
+
+__all__ = ["Requests"]
+
+NO_IMMEDIATE = -1
+
+
+def _local(value: object, verb: str, what: str) -> Region:
+    if not isinstance(value, Region):
+        raise UsageError(
+            f"{verb}: {what} must be a Region of this engine (engine.register(array)), got {type(value).__name__}"
+        )
+    value.require_open()
+    return value
+
+
+def _remote(value: object, verb: str, what: str) -> RemoteRegion:
+    if not isinstance(value, RemoteRegion):
+        hint = "; a Region is local: send its descriptor over and attach it there" if isinstance(value, Region) else ""
+        raise UsageError(
+            f"{verb}: {what} must be a RemoteRegion (engine.attach(descriptor)), got {type(value).__name__}{hint}"
+        )
+    return value
+
+
+def _check_pages(src: object, dst: object) -> None:
+    if not isinstance(src, Pages) or not isinstance(dst, Pages):
+        raise UsageError("write_pages: src and dst must be Pages(region, indices, page_bytes)")
+    if len(src) != len(dst):
+        raise UsageError(f"write_pages: {len(src)} source pages, but {len(dst)} target pages; page i goes to page i")
+    if src.page_bytes != dst.page_bytes:
+        raise UsageError(
+            f"write_pages: source pages of {src.page_bytes} bytes, target pages of {dst.page_bytes}; they must agree"
+        )
+
+
+def _too_long(length: int, limit: int) -> UsageError:
+    return UsageError(
+        f"send: a message of {length} bytes, but the peer takes at most {limit} (its config.message_bytes); "
+        "write larger data with engine.write into a region of the peer"
+    )
+
+
+class Requests:
+    """The verbs toward one peer, checked and started."""
+
+    def __init__(self, runtime: Runtime, finder: PeerFinder) -> None:
+        self._runtime = runtime
+        self._finder = finder
+
+    def _submit(
+        self,
+        peer: Destination,
+        description: str,
+        launch: Launch,
+        *,
+        waits: bool = False,
+        lease: int = 0,
+        rail: str | int | None = None,
+    ) -> Transfer:
+        """Make a transfer and start it as soon as its peer is connected and has room."""
+        transfer = Transfer(peer, description, launch, lease)
+        if rail is not None:
+            transfer.prefer(self._runtime.rail_index(rail))
+        peer.submit(transfer, waits=waits)
+        return transfer
+
+    def _own(self, region: Region, verb: str) -> Region:
+        if region.memory.owner is not self._runtime.core:
+            raise UsageError(
+                f"{verb}: the local region belongs to another engine; register the memory with this one too"
+            )
+        return region
+
+    def _owner_of(self, remote: RemoteRegion) -> Destination:
+        """Return the owner of remote memory, and note its link there: the next transfer starts without a search."""
+        peer = self._finder.find(remote.owner)
+        if peer.connected:
+            # What goes through a lease has to be known when that is revoked; a void one has no flight.
+            if remote.lease:
+                remote.memory.held = peer.lease_flight(remote.lease)
+            remote.memory.link = peer.link
+        return peer
+
+    def write(
+        self,
+        src: Region | None,
+        dst: RemoteRegion | Peer | Address | str,
+        imm: int | None,
+        *,
+        waits: bool = False,
+        rail: str | int | None = None,
+    ) -> Transfer:
+        """Start one write, with or without an immediate, or an immediate alone."""
+        self._runtime.require_open()
+        verb = "write" if imm is None else "write_imm"
+        value = NO_IMMEDIATE if imm is None else check_immediate(imm)
+        if src is None:
+            return self._write_alone(dst, value, waits, rail)
+        source = self._own(_local(src, verb, "src"), verb)
+        target = _remote(dst, verb, "dst")
+        if source.nbytes != target.nbytes:
+            raise UsageError(
+                f"{verb}: src has {source.nbytes} bytes, dst {target.nbytes}; slice the larger one to the same length"
+            )
+        if not target.writable:
+            raise UsageError(
+                f"{verb}: the remote memory is read-only: its owner registered it so, or a read-only buffer"
+            )
+        peer = self._owner_of(target)
+
+        def launch(transfer: Transfer, link: PeerLink) -> None:
+            self._runtime.core.submit_single(
+                link, transfer, False, source.memory, source.start, target.memory, target.start, source.nbytes, value
+            )
+
+        return self._submit(
+            peer, f"{verb} of {source.nbytes} bytes", launch, waits=waits, lease=target.lease, rail=rail
+        )
+
+    def _write_alone(
+        self, dst: RemoteRegion | Peer | Address | str, value: int, waits: bool, rail: str | int | None
+    ) -> Transfer:
+        if value == NO_IMMEDIATE:
+            raise UsageError("write: src is None; only write_imm may go without a source (an immediate alone)")
+        if isinstance(dst, RemoteRegion):
+            dst = dst.owner
+        elif not isinstance(dst, (Peer, Address, str)):
+            raise UsageError(f"write_imm: dst must be a RemoteRegion, a Peer or an Address, got {type(dst).__name__}")
+        what = f"write_imm of immediate {value:#x} alone"
+        peer = self._finder.find(dst, what)
+
+        def launch(transfer: Transfer, link: PeerLink) -> None:
+            self._runtime.core.submit_single(link, transfer, False, None, 0, None, 0, 0, value)
+
+        return self._submit(peer, what, launch, waits=waits, rail=rail)
+
+    def read(self, src: RemoteRegion, dst: Region, *, waits: bool = False, rail: str | int | None = None) -> Transfer:
+        """Start one read."""
+        self._runtime.require_open()
+        source = _remote(src, "read", "src_remote")
+        target = self._own(_local(dst, "read", "dst_local"), "read")
+        if source.nbytes != target.nbytes:
+            raise UsageError(
+                f"read: src_remote has {source.nbytes} bytes, dst_local {target.nbytes}; "
+                "slice the larger one to the same length"
+            )
+        if not source.readable:
+            raise UsageError("read: the remote memory cannot be read, its owner registered it with access='write'")
+        if not target.writable:
+            raise UsageError(
+                "read: the local memory is read-only, so it cannot be a destination; register a writable buffer"
+            )
+        peer = self._owner_of(source)
+
+        def launch(transfer: Transfer, link: PeerLink) -> None:
+            self._runtime.core.submit_single(
+                link,
+                transfer,
+                True,
+                target.memory,
+                target.start,
+                source.memory,
+                source.start,
+                source.nbytes,
+                NO_IMMEDIATE,
+            )
+
+        return self._submit(peer, f"read of {source.nbytes} bytes", launch, waits=waits, lease=source.lease, rail=rail)
+
+    def pages(
+        self, src: Pages, dst: Pages, imm: int | None, *, waits: bool = False, rail: str | int | None = None
+    ) -> Transfer:
+        """Start paged writes."""
+        self._runtime.require_open()
+        _check_pages(src, dst)
+        source = self._own(_local(src.region, "write_pages", "src.region"), "write_pages")
+        target = _remote(dst.region, "write_pages", "dst.region")
+        if not target.writable:
+            raise UsageError(
+                "write_pages: the remote memory is read-only: its owner registered it so, or a read-only buffer"
+            )
+        value = NO_IMMEDIATE if imm is None else check_immediate(imm)
+        peer = self._owner_of(target)
+
+        def launch(transfer: Transfer, link: PeerLink) -> None:
+            self._runtime.core.submit_pages(
+                link,
+                transfer,
+                source.memory,
+                source.start + src.offset,
+                src.index,
+                src.stride,
+                target.memory,
+                target.start + dst.offset,
+                dst.index,
+                dst.stride,
+                src.page_bytes,
+                value,
+            )
+
+        return self._submit(
+            peer,
+            f"write_pages of {len(src)} pages of {src.page_bytes} bytes",
+            launch,
+            waits=waits,
+            lease=target.lease,
+            rail=rail,
+        )
+
+    def send(self, to: Peer | Address | str, payload: object, *, waits: bool = False) -> Transfer:
+        """Start one message; the payload is copied."""
+        self._runtime.require_open()
+        try:
+            data = payload if type(payload) is bytes else bytes(memoryview(payload))  # type: ignore[arg-type]
+        except TypeError:
+            raise UsageError(f"send: the payload must be bytes or a buffer, got {type(payload).__name__}") from None
+        what = f"send of {len(data)} bytes"
+        peer = self._finder.find(to, what)
+        if peer.link is not None and peer.connected and len(data) > peer.link.message_limit:
+            raise _too_long(len(data), peer.link.message_limit)
+
+        def launch(transfer: Transfer, link: PeerLink) -> None:
+            if len(data) > link.message_limit:
+                raise _too_long(len(data), link.message_limit)
+            self._runtime.core.submit_send(link, transfer, data)
+
+        return self._submit(peer, what, launch, waits=waits)

@@ -1,0 +1,270 @@
+"""Requests to many peers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..core.address import Address
+from ..core.striping import check_immediate
+from ..errors import AioteError, FabricError, LeaseRevokedError, PeerError, QueueFull, TransferError, UsageError
+from ..rails import Targets, error_text, scatter
+from .owner import Destination, drain
+from .peer import Peer
+from .regions import Region, RemoteRegion
+from .transfer import Transfer
+
+if TYPE_CHECKING:
+    from ..aio import Waiter
+    from ..rails import Flight, Operation, PeerLink
+    from ..runtime import Runtime
+    from .owner import PeerFinder
+
+__all__ = ["GroupTransfer", "PeerGroup", "ScatterTarget", "group_room", "make_group", "submit_scatter"]
+
+NO_IMMEDIATE = -1
+
+
+async def group_room(group: PeerGroup) -> None:
+    """Wait until there is room toward every member at once; what one has is kept while others are waited for.
+
+    It is the caller's until its next await. Raises PeerError for a member that is lost.
+    """
+    peers = group.connections
+    if all(peer.has_room and not peer.lost for peer in peers):
+        return
+    kept = []
+    try:
+        # All in one order: two tasks that each keep what the other waits for would wait for ever.
+        for peer in sorted(peers, key=lambda peer: peer.key):
+            kept.append(await peer.reserve_room())
+        lost = next((peer for peer in peers if peer.lost), None)
+        if lost is not None:
+            raise lost.error()
+    except BaseException:
+        for _, give_up in kept:
+            give_up()
+        raise
+    for hand_over, _ in kept:
+        hand_over()
+
+
+class ScatterTarget(NamedTuple):
+    """One target of a scatter: all of `src` goes to all of `dst` (same length).
+
+    `src` None is an immediate alone; `dst` is then a RemoteRegion, or a Peer or Address of the group.
+    """
+
+    src: Region | None
+    dst: RemoteRegion | Peer | Address | str
+
+
+class PeerGroup:
+    """Peers that were resolved once, for `scatter` and `barrier`. Made by `Engine.peer_group`.
+
+    A sequence of its peers, in the order given. It does not follow a peer that is lost: requests to it then fail, and
+    name that peer.
+    """
+
+    reason = ""
+    """A group is not lost; its members are."""
+
+    def __init__(self, runtime: Runtime, connections: Sequence[Destination]) -> None:
+        self.connections = tuple(connections)
+        self.runtime = runtime
+        self.rounds: dict[int, int] = {}
+        self._members = {connection.key: connection for connection in connections}
+        # A transfer of the group ends, waits and explains itself through these, as any does through its peer.
+        self.waiter: Callable[[], Waiter] = runtime.loop.waiter
+        self.rail_name = runtime.rail_name
+
+    def __len__(self) -> int:
+        return len(self.connections)
+
+    def __iter__(self) -> Iterator[Peer]:
+        return (connection.peer for connection in self.connections)
+
+    def __getitem__(self, item: int) -> Peer:
+        return self.connections[item].peer
+
+    def __contains__(self, peer: object) -> bool:
+        return any(connection.peer is peer for connection in self.connections)
+
+    @property
+    def name(self) -> str:
+        """Name the group, for errors."""
+        return f"a group of {len(self.connections)} peers"
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether every lost member agreed that its connection is gone."""
+        return all(connection.confirmed for connection in self.connections)
+
+    def error(self, operation: str = "") -> PeerError:
+        """The error of what was asked of a lost peer."""
+        return PeerError(self.name, self.reason, operation=operation)
+
+    def member(self, target: Peer | Address | str) -> Destination | None:
+        """Return the member that a peer or an address is."""
+        address = target.address if isinstance(target, Peer) else target
+        if isinstance(address, str):
+            address = Address.parse(address)
+        return self._members.get((address.identity, address.incarnation))
+
+    def transfer_refused(self, transfer: Transfer) -> None:
+        """Take note that a transfer has ended without the native core."""
+
+    def cancel_transfer(self, transfer: Operation) -> None:
+        """Have a transfer end: nothing more is posted, what was posted drains."""
+        self.runtime.core.cancel(transfer)
+        self.runtime.kick()
+
+    async def drain(self, transfer: Operation) -> None:
+        """Wait, shielded, until a cancelled transfer is over; connections that do not let go of it are torn down."""
+        assert isinstance(transfer, GroupTransfer)
+        await drain(self.runtime, transfer, transfer.unfinished_peers)
+
+    def __repr__(self) -> str:
+        return f"<PeerGroup of {len(self)}>"
+
+
+async def make_group(runtime: Runtime, finder: PeerFinder, members: Iterable[Peer | Address | str]) -> PeerGroup:
+    """Connect to all members at once and return the group. Raises UsageError, PeerError."""
+    asked = [finder.find(one, "peer_group") for one in members]
+    # Each is being connected by now; waiting for one after the other takes as long as the slowest.
+    peers = [await peer.ready() for peer in asked]
+    if len({peer.key for peer in peers}) < len(peers):
+        raise UsageError("peer_group: a member is named twice; a scatter may have several targets at one")
+    return PeerGroup(runtime, peers)
+
+
+class GroupTransfer(Transfer):
+    """A transfer to every target of a scatter; over when all of them are. What failed first is its error's cause."""
+
+    def __init__(self, group: PeerGroup, peers: Sequence[Destination], description: str) -> None:
+        self.peer = group
+        self._peers = peers
+        self._text = description
+
+    def unfinished_peers(self) -> list[Destination]:
+        """Return the peers whose part is not over."""
+        assert self.targets is not None
+        return list(dict.fromkeys(self._peers[i] for i in self.targets.unfinished()))
+
+    def explain(self) -> TransferError:
+        """Say what became of it: which targets failed, and why the first of them did."""
+        done = f"{self.confirmed_bytes} of {self.total_bytes} bytes confirmed"
+        assert self.targets is not None
+        if self._revoked:
+            cause: AioteError = LeaseRevokedError(self.peer.name, "a lease of one of its targets was revoked")
+            return self._error(cause, f"{self.description} failed, {done}: {cause}")
+        if self.was_cancelled:
+            return self._error(None, f"{self.description}: cancelled, {done}")
+        failures = self.targets.failures()
+        position, errnum, rail = failures[0]
+        peer = self._peers[position]
+        if peer.reason:
+            cause = peer.error(self.description)
+        else:
+            name = peer.rail_name(rail)
+            cause = FabricError(errnum, error_text(errnum), operation=self.description, rail=name)
+        where = f"target {position} with peer {peer.name}"
+        others = f" and {len(failures) - 1} others" if len(failures) > 1 else ""
+        return self._error(cause, f"{self.description}: {where}{others} failed, {done}: {cause}")
+
+
+def submit_scatter(
+    runtime: Runtime, group: PeerGroup, targets: Iterable[ScatterTarget], imm: int | None
+) -> GroupTransfer:
+    """Start a write to each target, one request for all. Raises UsageError, PeerError, QueueFull: none was started."""
+    runtime.require_open()
+    if not isinstance(group, PeerGroup) or group.runtime is not runtime:
+        raise UsageError("scatter: a PeerGroup of this engine is expected (await engine.peer_group([...]))")
+    value = NO_IMMEDIATE if imm is None else check_immediate(imm)
+    items = list(targets)
+    parts = Targets(len(items))
+    peers: list[Destination] = []
+    leases: dict[tuple[Destination, int], None] = {}
+    for position, item in enumerate(items):
+        try:
+            src, dst = item
+        except (TypeError, ValueError):
+            raise UsageError(f"scatter: target {position} is {item!r}, expected ScatterTarget(src, dst)") from None
+        peers.append(_add(runtime, group, parts, position, src, dst))
+        if isinstance(dst, RemoteRegion) and dst.lease:
+            leases[peers[-1], dst.lease] = None
+    transfer = GroupTransfer(group, peers, f"scatter to {len(items)} targets")
+    for peer in dict.fromkeys(peers):
+        if not peer.take_room():
+            raise QueueFull(
+                f"{transfer.description}: {runtime.config.max_transfers} transfers toward peer {peer.name} are "
+                "unfinished; await engine.room(peer), or raise config.max_transfers"
+            )
+    held = _take_leases(transfer, leases)
+    try:
+        scatter(runtime.core, transfer, parts, value)
+    except (ValueError, RuntimeError) as error:
+        _leave(held, transfer)
+        raise UsageError(f"{transfer.description}: {error}") from error
+    return transfer
+
+
+def _add(
+    runtime: Runtime,
+    group: PeerGroup,
+    parts: Targets,
+    position: int,
+    src: object,
+    dst: RemoteRegion | Peer | Address | str,
+) -> Destination:
+    """Check one target and add it; return its peer."""
+    peer = group.member(dst.owner if isinstance(dst, RemoteRegion) else dst)
+    if peer is None:
+        raise UsageError(f"scatter: target {position} is not of the group")
+    link = _link(peer)
+    if src is None:
+        parts.add(link, None, 0, None, 0, 0)
+        return peer
+    if not isinstance(src, Region) or not isinstance(dst, RemoteRegion):
+        raise UsageError(
+            f"scatter: target {position} needs a Region as source and a RemoteRegion as destination, "
+            f"got {type(src).__name__} and {type(dst).__name__}"
+        )
+    src.require_open()
+    if src.memory.owner is not runtime.core:
+        raise UsageError(f"scatter: the source of target {position} belongs to another engine")
+    if src.nbytes != dst.nbytes:
+        raise UsageError(f"scatter: target {position} has {src.nbytes} bytes to write to {dst.nbytes}")
+    try:
+        parts.add(link, src.memory, src.start, dst.memory, dst.start, src.nbytes)
+    except ValueError as error:
+        raise UsageError(f"scatter: target {position}: {error}") from None
+    return peer
+
+
+def _link(peer: Destination) -> PeerLink:
+    if peer.link is None or not peer.connected:
+        raise peer.error("scatter")
+    return peer.link
+
+
+def _take_leases(transfer: GroupTransfer, leases: Iterable[tuple[Destination, int]]) -> list[Flight]:
+    """Take note of the transfer with every lease that it goes through. Raises TransferError where one is void."""
+    held: list[Flight] = []
+    for peer, lease in leases:
+        flight = peer.lease_flight(lease)
+        if flight is None:
+            _leave(held, transfer)
+            cause = LeaseRevokedError(peer.name, f"it has revoked lease {lease}, which a target was of")
+            raise TransferError(transfer, cause, f"{transfer.description} failed, nothing was posted: {cause}")
+        flight.enter(transfer)
+        held.append(flight)
+    if held:
+        transfer.on_over = partial(_leave, held)
+    return held
+
+
+def _leave(held: Iterable[Flight], transfer: GroupTransfer) -> None:
+    for flight in held:
+        flight.drop(transfer)

@@ -1,0 +1,163 @@
+"""A submitted request."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
+
+from ..errors import AioteError, ClosedError, FabricError, LeaseRevokedError, TransferError, UsageError
+from ..rails import Request, error_text
+
+if TYPE_CHECKING:
+    from ..rails import PeerLink
+    from .owner import TransferOwner
+
+__all__ = ["Launch", "Transfer"]
+
+BROKEN = frozenset(
+    {
+        errno.ECANCELED,
+        errno.ECONNABORTED,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.EIO,
+        errno.ENOTCONN,
+        errno.EPIPE,
+        errno.ETIMEDOUT,
+    }
+)
+"""What providers report, at random, for a peer that died a moment ago and for a key that its owner withdrew."""
+Launch = Callable[["Transfer", "PeerLink"], None]
+"""Hands a transfer to the native core over the link that its peer has by then."""
+PERHAPS = "; the peer is gone, or it has closed that memory"
+
+
+class Transfer(Request):
+    """A transfer under way: awaitable, and `cancel()`.
+
+    Awaiting it ends when the transfer is over, by then no NIC uses its local buffer. Cancelling a task that
+    awaits it cancels the transfer: what is not posted is dropped, what is posted drains, then the cancellation
+    goes on. Several tasks may await one.
+    """
+
+    # One that starts at once is made without `__init__` (`rails.quick`): then these are all that there is.
+    peer: TransferOwner
+    _text = ""
+    _revoked = False
+    _failure: AioteError | None = None
+    _launch: Launch | None = None
+
+    def __init__(self, peer: TransferOwner, description: str, launch: Launch, lease: int = 0) -> None:
+        self.peer = peer
+        self._text = description
+        self._launch = launch
+        self.lease = lease
+
+    @property
+    def description(self) -> str:
+        """What it does, for people: the verb and its extent."""
+        if self.pages:
+            return f"write_pages of {self.pages} pages of {self.total_bytes // self.pages} bytes"
+        return self._text or f"{self.verb} of {self.total_bytes} bytes"
+
+    def start(self, link: PeerLink) -> None:
+        """Hand it to the native core, over this link; called once, when the peer is connected and has room."""
+        launch, self._launch = self._launch, None
+        assert launch is not None
+        try:
+            launch(self, link)
+        except AioteError as error:
+            self._end(error)
+        except ValueError as error:
+            self._end(UsageError(f"{self.description}: {error}"))
+        except RuntimeError as error:
+            self._end(ClosedError(f"{self.description}: {error}"))
+        except BaseException as error:
+            # Nobody else knows of it any more: who awaits it must hear.
+            self._end(ClosedError(f"{self.description}: {error!r}"))
+            raise
+
+    def fail(self, error: AioteError) -> None:
+        """End it before it was handed to the core."""
+        if self._failure is None and not self.is_over:
+            self._launch = None
+            self._end(error)
+
+    def _end(self, error: AioteError) -> None:
+        self._failure = error
+        self.refuse()
+        self.peer.transfer_refused(self)
+
+    def cancel(self) -> None:
+        """Ask it to end: nothing more is posted, and what was posted drains. It is not over yet when this returns."""
+        if self._launch is not None:
+            self.fail(TransferError(self, None, f"{self.description}: cancelled before anything was posted"))
+        elif not self.done():
+            self.peer.cancel_transfer(self)
+
+    def revoke(self) -> None:
+        """End it because its lease was taken back."""
+        if self._launch is not None:
+            self.fail(self._lease_error("nothing was posted"))
+        elif not self.done():
+            self._revoked = True
+            self.peer.cancel_transfer(self)
+
+    def _lease_error(self, progress: str) -> TransferError:
+        cause = LeaseRevokedError(self.peer.name, f"it has revoked lease {self.lease}, which this memory was of")
+        return self._error(cause, f"{self.description} failed, {progress}: {cause}")
+
+    def exception(self) -> AioteError | None:
+        """Return the error that it ended with, None when it went well or is not over."""
+        if self._failure is not None or not self.is_over or (self.errno == 0 and not self.was_cancelled):
+            return self._failure
+        self._failure = self.explain()
+        return self._failure
+
+    def explain(self) -> TransferError:
+        """Say what became of it and of its bytes."""
+        reason = self.peer.reason
+        progress = f"{self.confirmed_bytes} of {self.total_bytes} bytes confirmed"
+        if self._revoked:
+            return self._lease_error(progress)
+        if self.was_cancelled:
+            return self._error(None, f"{self.description}: cancelled, {progress}")
+        rail = self.peer.rail_name(self.rail)
+        where = f" on rail {rail}" if rail else ""
+        if reason:
+            cause: AioteError = self.peer.error()
+        else:
+            text = error_text(self.errno) + (PERHAPS if self.errno in BROKEN else "")
+            cause = FabricError(self.errno, text, operation=self.description, rail=rail)
+            where += f" with peer {self.peer.name}"
+        return self._error(cause, f"{self.description}{where} failed, {progress}: {cause}")
+
+    def _error(self, cause: AioteError | None, text: str) -> TransferError:
+        error = TransferError(
+            self,
+            cause,
+            text,
+            confirmed=self.peer.confirmed,
+            confirmed_bytes=self.confirmed_bytes,
+            total_bytes=self.total_bytes,
+        )
+        error.__cause__ = cause
+        return error
+
+    def raise_failure(self) -> None:
+        """Raise the error that it ended with, if there is one."""
+        error = self.exception()
+        if error is not None:
+            raise error
+
+    def interrupted(self, error: BaseException) -> Generator[Any, Any, None]:
+        """Go on where an exception interrupted an await: cancel, drain, and raise it."""
+        self.cancel()
+        if not self.done():
+            yield from self.peer.drain(self).__await__()
+        raise error
+
+    def __repr__(self) -> str:
+        state = "over" if self.done() else "waiting for its peer" if self._launch is not None else "under way"
+        return f"<Transfer {self.description}, {state}>"

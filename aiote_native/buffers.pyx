@@ -1,0 +1,484 @@
+# cython: auto_pickle=False
+"""Borrowed memory: one flat run of bytes, whoever lends it.
+
+`acquire(obj)` asks an object for its memory and returns a `Buffer`: an address, a length, and what kind of memory it
+is. The Buffer keeps the lender alive *and exported* (a bytearray cannot be resized, an mmap cannot be closed, a tensor
+cannot be freed) until `release()`. It knows nothing of registration, of rails or of what the bytes mean.
+
+Three protocols are asked, in this order:
+
+| protocol                   | memory    | what is held until release    | specified by                              |
+|----------------------------|-----------|-------------------------------|-------------------------------------------|
+| `__cuda_array_interface__` | GPU       | a reference to the object     | CUDA Array Interface (numba), v2 and v3   |
+| buffer protocol            | host      | the `Py_buffer`               | PEP 3118                                  |
+| `__dlpack__`               | host, GPU | the tensor, until its deleter | DLPack 0.x (unversioned) and 1.x          |
+
+A lender that refuses one protocol (a dtype that it has no name for, say) is asked by the next; only when it refuses all
+that it has is that an error, which carries what the lender said.
+
+Whatever a lender says is checked before it is believed: these numbers end up in a NIC's page table. An address and a
+length are all that is taken; no byte is read, so no stream is synchronised. Kernels that write the memory must be
+finished, or ordered by the caller, before a transfer that reads it is submitted.
+
+Memory is flat: an array counts as contiguous in C or in Fortran order, and is then its bytes in the order of memory.
+"""
+cimport cython
+from cpython.buffer cimport (
+    PyBUF_STRIDED,
+    PyBUF_STRIDED_RO,
+    PyBuffer_FillInfo,
+    PyBuffer_Release,
+    PyObject_CheckBuffer,
+    PyObject_GetBuffer,
+)
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_SetName
+from libc.stdint cimport INT64_MAX, UINT64_MAX, int64_t, uint64_t, uintptr_t
+
+import operator
+import re
+
+__all__ = ["Buffer", "acquire", "section"]
+
+cdef enum:
+    MAX_NDIM = 64  # PyBUF_MAX_NDIM, and NumPy's limit; a larger number is garbage, not an array
+
+cdef enum:
+    FLAG_READ_ONLY = 1
+    FLAG_IS_COPIED = 2
+    FLAG_SUBBYTE_PADDED = 4
+
+cdef enum:
+    DL_CPU = 1
+    DL_CUDA = 2
+    DL_CUDA_HOST = 3
+
+# DLDeviceType: only memory that is reached by an address; OpenCL and Vulkan hand out handles.
+cdef dict DEVICES = {1: "cpu", 2: "cuda", 3: "cuda_host", 10: "rocm", 13: "cuda_managed"}
+
+# The kinds whose number is a count of whole bytes: not t (bits), U (characters of four bytes) or O (pointers).
+cdef object TYPESTR = re.compile(r"[<>|=][biufcmMSV]([0-9]{1,18})(?:\[[^\]]*\])?")
+
+cdef str ACCEPTED = (
+    "__cuda_array_interface__ (cupy, numba, torch on a GPU), the buffer protocol (bytes, bytearray, memoryview, mmap, "
+    "array.array, ctypes, numpy) or __dlpack__ (torch, jax and other tensors)"
+)
+
+
+@cython.final
+@cython.no_gc_clear  # a cleared view would never be given back, and its lender would stay locked for good
+cdef class Buffer:
+    """Memory lent by another object, held until `release()` or until the Buffer itself is freed.
+
+    `nbytes` is the length and `itemsize` an element's size, in bytes. `device` is "cpu", "cuda", "cuda_host",
+    "cuda_managed" or "rocm"; `device_id` is -1 where the lender does not say which device it is. `source` is the
+    protocol that lent it: "buffer", "dlpack" or "cuda_array_interface". Once released, `address` and `nbytes` are 0.
+    """
+
+    def __cinit__(self):
+        self.device = ""
+        self.source = ""
+        self._lender = ""
+
+    def __init__(self, *args, **kwargs):
+        raise TypeError("a Buffer is not built by hand: call acquire(obj)")
+
+    def __dealloc__(self):
+        self.release()
+
+    def __repr__(self):
+        if self.address == 0:
+            return f"<Buffer of {self._lender}, released>"
+        access = "read-only" if self.readonly else "writable"
+        where = f"at {self.address:#x} on {self.device}:{self.device_id}"
+        return f"<Buffer of {self._lender}, {self.nbytes} bytes {access}, {where}>"
+
+    cdef int lend(self, Py_buffer* view, object exporter, uint64_t start, uint64_t nbytes, int flags) except -1:
+        """Fill a view of some bytes; until `take_back` a release is put off."""
+        if self._dropped or self.address == 0:
+            raise BufferError("the memory was released")
+        if self.device_type not in (DL_CPU, DL_CUDA_HOST):
+            raise BufferError(f"memory of {self.device!r} has no view on the host")
+        PyBuffer_FillInfo(view, exporter, <void*> (self.address + start), nbytes, self.readonly, flags)
+        self._views += 1
+        return 0
+
+    cdef int take_back(self) except -1:
+        """Take note that a view has gone, and do what was put off."""
+        self._views -= 1
+        if self._views == 0 and self._dropped:
+            self.give_back()
+        return 0
+
+    cpdef release(self):
+        """Give the memory back to its lender, once no view of it is left; calling it again does nothing."""
+        self._dropped = True
+        if self._views == 0:
+            self.give_back()
+
+    cdef int give_back(self) except -1:
+        cdef DLManagedTensor* tensor = self._tensor
+        cdef DLManagedTensorVersioned* versioned = self._versioned
+        cdef bint viewed = self._viewed
+        # Emptied first: a lender's release hook runs foreign code, which may come back here.
+        self._tensor = NULL
+        self._versioned = NULL
+        self._viewed = False
+        self.address = 0
+        self.nbytes = 0
+        if tensor != NULL and tensor.deleter != NULL:
+            tensor.deleter(tensor)
+        if versioned != NULL and versioned.deleter != NULL:
+            versioned.deleter(versioned)
+        if viewed:
+            PyBuffer_Release(&self._view)
+        self._owner = None
+        return 0
+
+
+cpdef Buffer acquire(object obj):
+    """Borrow the memory of an object and return it as a Buffer.
+
+    The Buffer owns what the protocol hands out and gives it back on release. Memory that can be had writable is.
+    Raises TypeError for an object that lends no memory, ValueError for an array that cannot be used as it is (empty,
+    not contiguous, elements of odd bits), BufferError for a lender that refuses or contradicts itself.
+    """
+    cdef list refusals = []
+    cdef Buffer buffer = _from_cuda(obj, refusals)
+    if buffer is None:
+        buffer = _from_view(obj, refusals)
+    if buffer is None:
+        buffer = _from_dlpack(obj, refusals)
+    if buffer is not None:
+        return buffer
+    if refusals:
+        said = "; ".join([f"{protocol}: {type(error).__name__}: {error}" for protocol, error in refusals])
+        raise BufferError(f"{_name(obj)} refuses to lend its memory ({said})") from refusals[0][1]
+    raise TypeError(f"{_name(obj)} has no memory to lend: expected an object with {ACCEPTED}")
+
+
+cpdef Buffer section(Buffer whole, uint64_t start, uint64_t stop):
+    """Return bytes `start` to `stop` of a Buffer as a Buffer of their own, which keeps that one alive."""
+    cdef Buffer part = _blank(whole, whole.source)
+    if not start <= stop <= whole.nbytes:
+        raise ValueError(f"bytes {start} to {stop} of a buffer of {whole.nbytes}")
+    part.address = whole.address + start
+    part.nbytes = stop - start
+    part.itemsize = 1
+    part.readonly = whole.readonly
+    part.device = whole.device
+    part.device_id = whole.device_id
+    part._owner = whole
+    return part
+
+
+cdef str _name(object obj):
+    """Return the name of an object's type as people write it."""
+    kind = type(obj)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+cdef Buffer _blank(object obj, str source):
+    """Return a Buffer that holds nothing yet."""
+    cdef Buffer buffer = Buffer.__new__(Buffer)
+    buffer.source = source
+    buffer._lender = _name(obj)
+    return buffer
+
+
+# -- what every protocol has in common: shape, strides, size, address
+
+
+cdef bint _is_dense(int ndim, const int64_t* shape, const int64_t* strides, int64_t unit, bint fortran) noexcept:
+    """Tell whether the strides (in multiples of `unit` for one element) leave no gap in C or in Fortran order."""
+    cdef int64_t expected = unit
+    cdef int step, axis
+    for step in range(ndim):
+        axis = step if fortran else ndim - 1 - step
+        # The stride of an axis of one element is never used, and exporters put anything there.
+        if shape[axis] != 1 and strides[axis] != expected:
+            return False
+        expected *= shape[axis]
+    return True
+
+
+cdef int64_t _measure(
+    str what, int ndim, const int64_t* shape, const int64_t* strides, int64_t itemsize, int64_t unit
+) except -1:
+    """Return the bytes of an array, having checked that it is whole, not empty and contiguous.
+
+    `unit` is the stride of one element: `itemsize` where strides are in bytes, 1 where they are in elements. Strides of
+    NULL mean C order.
+    """
+    cdef int64_t nbytes = itemsize
+    cdef bint empty = False
+    cdef int axis
+    for axis in range(ndim):
+        if shape[axis] < 0:
+            raise BufferError(f"{what} is malformed: its shape {_listed(ndim, shape)} has a negative length")
+        empty = empty or shape[axis] == 0
+    if empty:
+        raise ValueError(f"{what} is empty (shape {_listed(ndim, shape)}): there is no memory to use")
+    for axis in range(ndim):
+        if nbytes > INT64_MAX // shape[axis]:
+            raise BufferError(
+                f"{what} is malformed: shape {_listed(ndim, shape)} of {itemsize}-byte elements is more than 2**63-1 "
+                "bytes"
+            )
+        nbytes *= shape[axis]
+    if strides == NULL or _is_dense(ndim, shape, strides, unit, False) or _is_dense(ndim, shape, strides, unit, True):
+        return nbytes
+    raise ValueError(
+        f"{what} is not contiguous: shape {_listed(ndim, shape)}, strides {_listed(ndim, strides)} in "
+        f"{'elements' if unit != itemsize else 'bytes'} of {itemsize}-byte elements; "
+        "call numpy.ascontiguousarray(array) or tensor.contiguous() and use what it returns"
+    )
+
+
+cdef tuple _listed(int ndim, const int64_t* values):
+    """Return C integers as a tuple, for a message."""
+    return tuple([values[axis] for axis in range(ndim)])
+
+
+cdef int _place(Buffer buffer, str what, uint64_t data, uint64_t offset, int64_t nbytes) except -1:
+    """Set the address and the length, having checked that they name memory."""
+    if data == 0:
+        raise BufferError(f"{what} is malformed: a null pointer for {nbytes} bytes")
+    if offset > UINT64_MAX - data or <uint64_t> nbytes > UINT64_MAX - (data + offset):
+        raise BufferError(
+            f"{what} is malformed: {nbytes} bytes at {data:#x} + {offset} run past the end of the address space"
+        )
+    buffer.address = data + offset
+    buffer.nbytes = nbytes
+    return 0
+
+
+# -- __cuda_array_interface__: https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html
+
+
+cdef Buffer _from_cuda(object obj, list refusals):
+    """Return a Buffer over GPU memory, or None where the object does not offer the interface or refuses it."""
+    cdef int64_t shape[MAX_NDIM]
+    cdef int64_t strides[MAX_NDIM]
+    cdef bint strided
+    cdef int ndim
+    try:
+        interface = obj.__cuda_array_interface__
+    except AttributeError:
+        return None
+    except Exception as error:
+        refusals.append(("__cuda_array_interface__", error))
+        return None
+    cdef Buffer buffer = _blank(obj, "cuda_array_interface")
+    cdef str what = f"__cuda_array_interface__ of {buffer._lender}"
+    cdef uint64_t pointer = _cuda_header(buffer, what, interface)
+    ndim = _integers(f"{what}: shape", interface["shape"], shape)
+    strided = interface.get("strides") is not None
+    if strided and _integers(f"{what}: strides", interface["strides"], strides) != ndim:
+        raise BufferError(f"{what} is malformed: strides {interface['strides']!r} for shape {interface['shape']!r}")
+    nbytes = _measure(what, ndim, shape, strides if strided else NULL, buffer.itemsize, buffer.itemsize)
+    _place(buffer, what, pointer, 0, nbytes)
+    _cuda_device(buffer, obj)
+    buffer._owner = obj
+    return buffer
+
+
+cdef uint64_t _cuda_header(Buffer buffer, str what, object interface) except? 0:
+    """Check everything of the interface but its extent, set itemsize and readonly, return the pointer."""
+    if not isinstance(interface, dict):
+        raise BufferError(f"{what} is malformed: it is {_name(interface)}, expected a dict")
+    missing = [key for key in ("version", "shape", "typestr", "data") if key not in interface]
+    if missing:
+        raise BufferError(f"{what} is malformed: it lacks {', '.join(missing)}")
+    if interface["version"] not in (2, 3):
+        raise BufferError(f"{what} has version {interface['version']!r}, expected 2 or 3")
+    if interface.get("mask") is not None:
+        raise BufferError(f"{what} has a mask: masked arrays are not one run of bytes; use the array without its mask")
+    typestr = interface["typestr"]
+    match = TYPESTR.fullmatch(typestr) if isinstance(typestr, str) else None
+    if match is None or int(match[1]) == 0:
+        raise BufferError(f"{what} is malformed: typestr {typestr!r}, expected a type of whole bytes such as '<f4'")
+    buffer.itemsize = int(match[1])
+    data = interface["data"]
+    if not isinstance(data, tuple) or len(data) != 2:
+        raise BufferError(f"{what} is malformed: data {data!r}, expected (pointer, readonly)")
+    buffer.readonly = bool(data[1])
+    try:
+        pointer = 0 if data[0] is None else operator.index(data[0])
+    except TypeError:
+        raise BufferError(f"{what} is malformed: data {data!r}, expected an integer as the pointer") from None
+    if not 0 <= pointer <= UINT64_MAX:
+        raise BufferError(f"{what} is malformed: the pointer {pointer} is no 64-bit address")
+    return pointer
+
+
+cdef int _integers(str what, object values, int64_t* out) except -1:
+    """Copy a tuple of integers into an array of MAX_NDIM and return how many they are."""
+    cdef int count = 0
+    if not isinstance(values, (tuple, list)) or len(values) > MAX_NDIM:
+        raise BufferError(f"{what} is {values!r}, expected a tuple of at most {MAX_NDIM} integers")
+    for value in values:
+        try:
+            out[count] = operator.index(value)
+        except (TypeError, OverflowError):
+            raise BufferError(f"{what} is {values!r}, expected integers of 64 bits") from None
+        count += 1
+    return count
+
+
+cdef int _cuda_device(Buffer buffer, object obj) except -1:
+    """Set the device: the interface does not say which, but most of those who have it also speak DLPack."""
+    buffer.device_type = DL_CUDA
+    buffer.device_id = -1
+    try:
+        kind, ident = obj.__dlpack_device__()
+        if kind != DL_CPU and int(kind) in DEVICES:
+            buffer.device_type, buffer.device_id = int(kind), int(ident)
+    except Exception:  # a hint that could not be had leaves "cuda" and -1
+        pass
+    buffer.device = DEVICES[buffer.device_type]
+    return 0
+
+
+# -- the buffer protocol
+
+
+cdef Buffer _from_view(object obj, list refusals):
+    """Return a Buffer over a Py_buffer, or None where the object has no such protocol or refuses it."""
+    cdef Buffer buffer
+    cdef Py_buffer* view
+    cdef str what
+    if not PyObject_CheckBuffer(obj):
+        return None
+    buffer = _blank(obj, "buffer")
+    view = &buffer._view
+    try:
+        try:
+            # No format is asked for: NumPy cannot name that of datetime64 or bfloat16, and it is of no use here.
+            PyObject_GetBuffer(obj, view, PyBUF_STRIDED)
+        except (BufferError, TypeError, ValueError):  # ValueError is how NumPy says read-only
+            PyObject_GetBuffer(obj, view, PyBUF_STRIDED_RO)
+    except Exception as error:
+        refusals.append(("buffer protocol", error))
+        return None
+    buffer._viewed = True  # from here on it goes back with the Buffer, even if a check fails
+    what = f"the buffer of {buffer._lender}"
+    if view.len < 0 or view.itemsize < 0 or view.ndim < 0 or view.ndim > MAX_NDIM:
+        raise BufferError(f"{what} is malformed: {view.len} bytes, itemsize {view.itemsize}, {view.ndim} dimensions")
+    if view.len == 0:
+        raise ValueError(f"{what} is empty (0 bytes): there is no memory to use")
+    if view.shape != NULL:
+        nbytes = _measure(
+            what, view.ndim, <const int64_t*> view.shape, <const int64_t*> view.strides, view.itemsize, view.itemsize
+        )
+        if nbytes != view.len:
+            raise BufferError(f"{what} is malformed: its shape makes {nbytes} bytes, its length is {view.len}")
+    _place(buffer, what, <uintptr_t> view.buf, 0, view.len)
+    buffer.itemsize = view.itemsize
+    buffer.readonly = view.readonly
+    buffer.device_type = DL_CPU
+    buffer.device = DEVICES[DL_CPU]
+    return buffer
+
+
+# -- DLPack: https://dmlc.github.io/dlpack/latest/python_spec.html
+
+
+cdef Buffer _from_dlpack(object obj, list refusals):
+    """Return a Buffer over a managed tensor, or None where the object has no such protocol or refuses it.
+
+    The tensor is claimed before anything of it is checked: what fails a check goes back with the Buffer, whose
+    __dealloc__ calls the deleter with the exception put aside.
+    """
+    cdef Buffer buffer
+    cdef str what
+    if not hasattr(obj, "__dlpack__"):
+        return None
+    buffer = _blank(obj, "dlpack")
+    what = f"the DLPack tensor of {buffer._lender}"
+    _dlpack_device(what, obj)
+    try:
+        capsule = _dlpack_capsule(obj)
+    except Exception as error:
+        refusals.append(("__dlpack__", error))
+        return None
+    said = repr(capsule)
+    claimed = _claim(buffer, capsule)
+    capsule = None  # dropped here, as no exception is set: its destructor may be Python
+    if not claimed:
+        raise BufferError(
+            f"{what} is malformed: __dlpack__ returned {said}, expected a fresh capsule named dltensor or "
+            "dltensor_versioned"
+        )
+    if buffer._tensor != NULL:
+        _take_tensor(buffer, what, &buffer._tensor.dl_tensor, 0)
+        return buffer
+    if buffer._versioned.version.major != 1:  # nothing but the deleter has a known place
+        raise BufferError(f"{what} has DLPack version {buffer._versioned.version.major}, expected 1")
+    _take_tensor(buffer, what, &buffer._versioned.dl_tensor, buffer._versioned.flags)
+    return buffer
+
+
+cdef bint _claim(Buffer buffer, object capsule) except -1:
+    """Make the capsule's tensor the Buffer's and rename the capsule; tell whether there was one to take."""
+    if PyCapsule_IsValid(capsule, "dltensor_versioned"):
+        buffer._versioned = <DLManagedTensorVersioned*> PyCapsule_GetPointer(capsule, "dltensor_versioned")
+        PyCapsule_SetName(capsule, "used_dltensor_versioned")
+    elif PyCapsule_IsValid(capsule, "dltensor"):
+        buffer._tensor = <DLManagedTensor*> PyCapsule_GetPointer(capsule, "dltensor")
+        PyCapsule_SetName(capsule, "used_dltensor")
+    else:
+        return False
+    return True
+
+
+cdef int _dlpack_device(str what, object obj) except -1:
+    """Refuse a device of which no address can be had, before anything is exported."""
+    try:
+        kind, _ = obj.__dlpack_device__()
+        known = int(kind) in DEVICES
+    except Exception as error:
+        raise BufferError(f"{what} is malformed: __dlpack_device__ failed ({type(error).__name__}: {error})") from error
+    if not known:
+        raise BufferError(
+            f"{what} is on DLPack device type {int(kind)}, expected one of "
+            f"{', '.join([f'{number} ({name})' for number, name in DEVICES.items()])}; copy it to one of these"
+        )
+    return 0
+
+
+cdef object _dlpack_capsule(object obj):
+    """Return the lender's capsule, versioned where it can.
+
+    No stream is passed: every exporter takes that, as the legacy default stream, and nothing is read here.
+    """
+    try:
+        return obj.__dlpack__(max_version=(1, 1))
+    except TypeError:  # exporters from before DLPack 1.0 know no such argument
+        return obj.__dlpack__()
+
+
+cdef int _take_tensor(Buffer buffer, str what, DLTensor* tensor, uint64_t flags) except -1:
+    """Check a tensor and describe it in the Buffer that owns it."""
+    cdef int64_t bits = <int64_t> tensor.dtype.bits * tensor.dtype.lanes
+    if tensor.device.device_type not in DEVICES:
+        raise BufferError(f"{what} is malformed: it turned out to be on device type {tensor.device.device_type}")
+    if flags & FLAG_IS_COPIED:
+        raise BufferError(f"{what} is a copy: writes would not reach the original; copy it yourself and use the copy")
+    if tensor.ndim < 0 or tensor.ndim > MAX_NDIM or (tensor.ndim > 0 and tensor.shape == NULL) or bits == 0:
+        raise BufferError(
+            f"{what} is malformed: {tensor.ndim} dimensions, {'no' if tensor.shape == NULL else 'a'} shape, "
+            f"{tensor.dtype.lanes} lanes of {tensor.dtype.bits} bits"
+        )
+    if bits % 8 or (tensor.dtype.bits % 8 and flags & FLAG_SUBBYTE_PADDED):
+        raise ValueError(
+            f"{what} has elements of {tensor.dtype.lanes} x {tensor.dtype.bits} bits, expected whole bytes; "
+            "view it as uint8 first"
+        )
+    nbytes = _measure(what, tensor.ndim, tensor.shape, tensor.strides, bits // 8, 1)
+    _place(buffer, what, <uintptr_t> tensor.data, tensor.byte_offset, nbytes)
+    buffer.itemsize = bits // 8
+    buffer.readonly = (flags & FLAG_READ_ONLY) != 0
+    buffer.device_type = tensor.device.device_type
+    buffer.device_id = tensor.device.device_id
+    buffer.device = DEVICES[buffer.device_type]
+    return 0

@@ -1,0 +1,362 @@
+"""The channels of one peer: what they have carried, and what becomes of one that fails.
+
+The protocol of channels that fail is `aiote.core.failover`; what a lost one did is done again by recovery.pyx.
+"""
+
+from cpython.array cimport array
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memset
+
+from aiote_native.channels cimport shut_channel
+from aiote_native.kinds cimport NativeEndpoint
+from aiote_native.ledger cimport Tally, tally_add, tally_copy, tally_free, tally_items, tally_take
+from aiote_native.moving cimport mailbox_came, mailbox_holes, mailbox_unsure
+from aiote_native.posting cimport pump_peer
+from aiote_native.progress cimport alive, kick, lock, unlock
+from aiote_native.recovery cimport Account, impossible, lost_keys, redo_all, works_for
+from aiote_native.schedule cimport fade
+from aiote_native.structs cimport Channel, MAX_CHANNELS, Mailbox, OP_SEND, Op, PeerState, SOUND, WorkRequest
+from aiote_native.workrequests cimport Operation
+
+
+# More than can be counted on one channel: at a hundred million a second it takes three centuries.
+cdef object MOST_SETTLED = 1 << 60
+
+
+cdef class ChannelSet:
+    """The part of a peer's link that knows its channels. A base class: it has no life of its own."""
+
+    def __cinit__(self):
+        memset(&self.state, 0, sizeof(self.state))
+        self.closed = True
+        self.mail_lost_with = -1
+        self.channels = 1
+        self.endpoints = []
+
+    cdef uint64_t largest(self) noexcept nogil:
+        """The largest message that every channel takes."""
+        cdef uint64_t least = 0xFFFFFFFFFFFFFFFFULL
+        cdef int i
+        for i in range(self.state.channel_count):
+            if self.state.channels[i].largest < least:
+                least = self.state.channels[i].largest
+        return least
+
+    cdef int widest(self) noexcept nogil:
+        """The highest number of a remote rail in use."""
+        cdef int most = -1
+        cdef int i
+        for i in range(self.state.channel_count):
+            if self.state.channels[i].remote_rail > most:
+                most = self.state.channels[i].remote_rail
+        return most
+
+    def under_way(self) -> dict[int, int]:
+        """Return how many work requests have ended on each channel that is to move: it has some outstanding, or all are
+        idle though something is queued, for they refuse it; or it is the one that a queued probe is for.
+        """
+        cdef uint64_t ended[MAX_CHANNELS]
+        cdef uint32_t moving
+        cdef int i
+        if self.closed or not alive(self.engine):
+            return {}
+        with nogil:
+            lock(self.engine)
+            moving = self.moving(ended)
+            unlock(self.engine)
+        return {i: ended[i] for i in range(MAX_CHANNELS) if moving >> i & 1}
+
+    cdef uint32_t moving(self, uint64_t* ended) noexcept nogil:
+        """Return a bit for each channel that is to move, and copy how many requests have ended on each."""
+        cdef Mailbox* mailbox = self.state.mailbox
+        cdef Op* op = self.state.probes.head
+        cdef uint32_t moving = 0, opened = 0
+        cdef bint refused = self.state.queue.head != NULL or (
+            mailbox != NULL and mailbox.head != NULL and mailbox.sent - mailbox.granted < mailbox.peer_slots)
+        cdef int i
+        while op != NULL:
+            moving |= <uint32_t> 1 << (op.proof - 1)
+            op = op.next
+        for i in range(self.state.channel_count):
+            ended[i] = self.state.channels[i].ended
+            opened |= <uint32_t> self.state.channels[i].open << i
+            if self.state.channels[i].outstanding:
+                moving |= <uint32_t> 1 << i
+                refused = False
+        return opened if refused else moving & opened
+
+    def ended(self) -> list[int]:
+        """Return how many work requests have ended on each channel since it was opened."""
+        return [self.state.channels[i].ended for i in range(self.state.channel_count)]
+
+    def moved(self, int channel) -> int:
+        """Return how many bytes a channel's connection has moved either way; -1 where nobody can tell."""
+        return (<NativeEndpoint> self.endpoints[channel]).moved() if self.endpoints[channel] is not None else -1
+
+    def channels_on(self, int rail) -> list[int]:
+        """Return the channels on one of our rails."""
+        return [i for i in range(self.state.channel_count) if self.state.channels[i].rail == rail]
+
+    def channel_with(self, int queue, int rail) -> int:
+        """Return the channel on our rail that has a queue of that number, or -1."""
+        cdef int i
+        for i in range(self.state.channel_count):
+            if self.state.channels[i].rail == rail and self.endpoints[i] is not None and self.endpoints[i].owns(queue):
+                return i
+        return -1
+
+    def rail_of(self, int channel) -> int:
+        """Return our rail under a channel."""
+        return self.state.channels[channel].rail if 0 <= channel < self.state.channel_count else -1
+
+    def expect(self, int channels, bint in_turn, bint survivable) -> None:
+        """Say, before the first is added, how many channels there will be, whether they take turns instead of each
+        getting what it is able to carry, and whether the peer survives the loss of one.
+        """
+        self.channels = channels
+        self.state.survivable = survivable
+        self.state.in_turn = in_turn
+
+    @property
+    def nbytes(self) -> int:
+        """The native memory of the link, beside its message pools and what the provider has."""
+        cdef int i
+        total = sizeof(PeerState) + (sizeof(Mailbox) if self.state.mailbox != NULL else 0)
+        for i in range(self.state.channel_count):
+            total += sizeof(Channel) + self.state.channels[i].depth * sizeof(WorkRequest)
+        return total
+
+    cdef Channel* channel_of(self, int number) except NULL:
+        if self.closed or not alive(self.engine) or not 0 <= number < self.state.channel_count:
+            raise RuntimeError(f"there is no channel {number}")
+        return self.state.channels[number]
+
+    cdef void drop_notice(self, Channel* channel) noexcept nogil:
+        if channel.noticed:
+            channel.noticed = False
+            self.engine.state.failures -= 1
+
+    cdef bint is_noticed(self) noexcept:
+        """Whether there are `notices`."""
+        cdef bint noticed = False
+        cdef int i
+        if self.closed or not alive(self.engine):
+            return False
+        with nogil:
+            lock(self.engine)
+            for i in range(self.state.channel_count):
+                noticed = noticed or self.state.channels[i].noticed
+            unlock(self.engine)
+        return noticed
+
+    cdef bint take_failure(self) noexcept:
+        """Whether the peer has failed, which is said once."""
+        cdef bint failed
+        if self.closed or not alive(self.engine):
+            return False
+        with nogil:
+            lock(self.engine)
+            failed = self.state.failed and not self.state.reported
+            if failed:
+                self.state.reported = True
+                self.engine.state.failures -= 1
+            unlock(self.engine)
+        return failed
+
+    def notices(self) -> list[tuple[int, int]]:
+        """Return (channel, error number) of those that have something to be looked at since the last call; 0: it is
+        only to be settled.
+        """
+        cdef int numbers[MAX_CHANNELS]
+        cdef int errors[MAX_CHANNELS]
+        cdef Channel* channel
+        cdef int i, count = 0
+        if self.closed or not alive(self.engine):
+            return []
+        with nogil:
+            lock(self.engine)
+            for i in range(self.state.channel_count):
+                channel = self.state.channels[i]
+                if channel.noticed:
+                    self.drop_notice(channel)
+                    numbers[count] = i
+                    errors[count] = -channel.error if channel.fault != SOUND else 0
+                    count += 1
+            unlock(self.engine)
+        return [(numbers[i], errors[i]) for i in range(count)]
+
+    def admit(self, int number) -> None:
+        """Let a channel carry what is queued."""
+        cdef Channel* channel = self.channel_of(number)
+        with nogil:
+            lock(self.engine)
+            channel.paused = False
+            pump_peer(&self.engine.state, &self.state)
+            kick(self.engine)
+            unlock(self.engine)
+
+    def carries(self, int number) -> bool:
+        """Whether a channel carries what is queued."""
+        cdef Channel* channel = self.channel_of(number)
+        return channel.open and not channel.paused
+
+    def shut(self, int number) -> None:
+        """Shut a channel's endpoint: no byte moves through it any more when this returns. Idempotent."""
+        cdef Channel* channel = self.channel_of(number)
+        with nogil:
+            lock(self.engine)
+            if self.state.mailbox != NULL and self.state.mailbox.channel == channel:
+                self.mail_lost_with = number
+            shut_channel(self.engine, channel)
+            self.drop_notice(channel)
+            kick(self.engine)
+            unlock(self.engine)
+        endpoint, self.endpoints[number] = self.endpoints[number], None
+        if endpoint is not None:
+            (<NativeEndpoint> endpoint).taken_back()
+
+    def arrivals(self, int number) -> tuple[list[tuple[int, int]], int, list[int]]:
+        """Return what came over a channel that was shut, as (word, times), less what was settled; and, of the messages
+        of the peer, the highest number that came and those below it that did not.
+        """
+        cdef Channel* channel = self.channel_of(number)
+        cdef uint64_t top, slots = self.state.mailbox.slots if self.state.mailbox != NULL else 1
+        cdef uint64_t* seen = <uint64_t*> calloc(slots, sizeof(uint64_t))
+        cdef Tally arrived
+        cdef int code = -1
+        if seen == NULL:
+            raise MemoryError
+        with nogil:
+            lock(self.engine)
+            top = mailbox_came(self.state.mailbox, seen)
+            code = tally_copy(&channel.arrived, &arrived)
+            unlock(self.engine)
+        try:
+            if code != 0:
+                raise MemoryError
+            return tally_items(&arrived), top, mailbox_holes(top, seen, slots)
+        finally:
+            tally_free(&arrived)
+            free(seen)
+
+    def lost_keys(self, int number) -> list[int]:
+        """Return the keys of the peer's memory that a shut channel has lost work for, each once."""
+        cdef Channel* channel = self.channel_of(number)
+        cdef uint64_t* keys = <uint64_t*> calloc(channel.depth, sizeof(uint64_t))
+        cdef uint32_t i, count
+        if keys == NULL:
+            raise MemoryError
+        with nogil:
+            lock(self.engine)
+            count = lost_keys(channel, keys)
+            unlock(self.engine)
+        try:
+            return [*dict.fromkeys([keys[i] for i in range(count)])]
+        finally:
+            free(keys)
+
+    def reconcile(self, int number, list arrivals, uint64_t top, list holes, list unknown) -> bool:
+        """Do again what a shut channel has lost, given what the peer, which has shut it too, says that came.
+
+        What is for keys `unknown` to the peer fails. False where what it says cannot be.
+        """
+        cdef Channel* channel = self.channel_of(number)
+        cdef array words = array("I", [word for word, _ in arrivals])
+        cdef array counts = array("Q", [times for _, times in arrivals])
+        cdef array lost = array("Q", holes)
+        cdef array keys = array("Q", unknown)
+        cdef bint honest
+        cdef uint64_t missing = len(holes)
+        cdef Account account
+        account.words = words.data.as_uints
+        account.counts = <uint64_t*> counts.data.as_ulonglongs
+        account.count = len(arrivals)
+        account.unknown = <uint64_t*> keys.data.as_ulonglongs
+        account.unknown_count = len(unknown)
+        with nogil:
+            lock(self.engine)
+            honest = impossible(channel, &account) < 0
+            # What the peer said of its messages for another channel may be older than what came over this one.
+            if honest and self.mail_lost_with == number:
+                self.mail_lost_with = -1
+                honest = mailbox_unsure(&self.engine.state, self.state.mailbox, top,
+                                        <uint64_t*> lost.data.as_ulonglongs, missing)
+            if honest:
+                redo_all(&self.engine.state, channel, &account)
+                # The next generation begins with empty tallies, also one that comes to nothing before it has a channel.
+                tally_free(&channel.confirmed)
+                tally_free(&channel.arrived)
+            kick(self.engine)
+            unlock(self.engine)
+        return honest
+
+    def counts_to_ack(self, int number) -> list[tuple[int, int]]:
+        """Take what was confirmed on a channel out of its tally, for the peer to do the same."""
+        cdef Channel* channel = self.channel_of(number)
+        cdef Tally taken
+        with nogil:
+            lock(self.engine)
+            taken = tally_take(&channel.confirmed)
+            unlock(self.engine)
+        try:
+            return tally_items(&taken)
+        finally:
+            tally_free(&taken)
+
+    def ack_counts(self, int number, list items) -> bool:
+        """Take what the peer has settled out of the tally of what came; False where there is no room, and for counts
+        that nobody can have counted, of which none is taken.
+        """
+        cdef Channel* channel = self.channel_of(number)
+        cdef array words, counts
+        cdef Py_ssize_t i, n = len(items)
+        cdef bint fits = True
+        if any(not 0 <= count <= MOST_SETTLED for _, count in items):
+            return False
+        words = array("I", [word for word, _ in items])
+        counts = array("Q", [count for _, count in items])
+        with nogil:
+            lock(self.engine)
+            for i in range(n):
+                fits = tally_add(&channel.arrived, words.data.as_uints[i],
+                                 -<int64_t> counts.data.as_ulonglongs[i]) == 0 and fits
+            unlock(self.engine)
+        return fits
+
+    def fade(self) -> None:
+        """Let go of what is known of the speed of idle channels, by and by."""
+        if self.closed or not alive(self.engine):
+            return
+        with nogil:
+            lock(self.engine)
+            fade(&self.state)
+            unlock(self.engine)
+
+    @property
+    def mail_waits(self) -> bool:
+        """Whether messages are to go over another channel: theirs has failed, and what it has lost is known."""
+        return self.state.mailbox != NULL and self.state.mailbox.channel == NULL and self.mail_lost_with < 0
+
+    def holding(self, Operation operation) -> list[int]:
+        """Return the open channels that have work of a transfer, or of its targets or pieces, or its message."""
+        cdef uint32_t holding = 0
+        cdef int i
+        if self.closed or not alive(self.engine):
+            return []
+        with nogil:
+            lock(self.engine)
+            for i in range(self.state.channel_count):
+                if self.holds(self.state.channels[i], &operation.op):
+                    holding |= <uint32_t> 1 << i
+            unlock(self.engine)
+        return [i for i in range(MAX_CHANNELS) if holding >> i & 1]
+
+    cdef bint holds(self, const Channel* channel, const Op* op) noexcept nogil:
+        cdef uint32_t i
+        if not channel.open:
+            return False
+        for i in range(channel.depth):
+            if channel.requests[i].busy and works_for(<const Op*> channel.requests[i].owner, op):
+                return True
+        return op.opcode == OP_SEND and self.state.mailbox != NULL and self.state.mailbox.channel == channel

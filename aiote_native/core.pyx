@@ -1,0 +1,499 @@
+"""The native engine as Python sees it: peers, transfers, counts and one call that makes progress.
+
+`Core.progress` does a round without the GIL; `Core.reap` calls `on_over` once for each transfer, wait or watch that
+is over. Both are called on the event loop's thread; with `threaded`, a native thread makes the progress and only
+`reap` is left to the loop. Objects that are under way are kept alive by the core (one reference, taken at submission,
+dropped at reap).
+"""
+
+from cpython.ref cimport Py_INCREF
+from libc.errno cimport errno
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.string cimport memset
+from posix.unistd cimport close, read
+
+from aiote_native.clocks cimport Clock, clock_ns
+from aiote_native.counters cimport Wait, table_find, table_free, table_init, table_pop_wait
+from aiote_native.doorbell cimport Doorbell
+from aiote_native.gates cimport batch_end
+from aiote_native.messages cimport mailbox_cancel, mailbox_start
+from aiote_native.peers cimport PeerLink, open_peer
+from aiote_native.posting cimport State, cut_op, op_cancel, op_start
+from aiote_native.progress cimport (
+    ROUNDS, Watched, alive, call, kick, lock, new_epoch, progress_once, progress_until, pthread_join,
+    pthread_mutex_init, slice_end, start_thread, unlock, usable, watch_descriptor, watch_unlink)
+from aiote_native.status cimport check
+from aiote_native.structs cimport MAX_RAILS, Done, OP_READ, OP_SEND, OP_WRITE, Op
+from aiote_native.wakers cimport wake_all
+from aiote_native.waits cimport CounterHandle, Watch, open_counter, start_watch
+from aiote_native.workrequests cimport LocalMemory, Operation, PageIndex, RemoteMemory, Waitable, finish
+
+cdef extern from "<sys/epoll.h>" nogil:
+    int epoll_create1(int)
+    const int EPOLL_CLOEXEC
+
+cdef extern from "<sys/timerfd.h>" nogil:
+    int timerfd_create(int, int)
+    const int TFD_CLOEXEC, TFD_NONBLOCK
+
+cdef extern from "<sys/eventfd.h>" nogil:
+    int eventfd(unsigned int, int)
+    const int EFD_CLOEXEC, EFD_NONBLOCK
+
+cdef extern from "<time.h>" nogil:
+    const int CLOCK_MONOTONIC
+
+
+cdef class Core:
+    """An engine's native half.
+
+    `spin_us` bounds spinning after the last thing that happened, `threaded` moves progress to a native thread
+    (pinned to `processor` if that is not negative), `smallest` is the least size of a stripe that is cut for the
+    sake of spreading, `counters` the limit of live immediates, `doorbell` is needed by rails without a wait
+    descriptor. With a `clock` time is somebody else's: nothing spins, and timers are set there.
+    """
+
+    def __cinit__(self):
+        memset(&self.engine, 0, sizeof(self.engine))
+        self.engine.epoll_fd = self.engine.wake_fd = self.engine.timer_fd = self.engine.notify_fd = -1
+        self.engine.closed = True
+
+    def __init__(self, uint64_t spin_us=50, bint threaded=False, int processor=-1, uint64_t smallest=16384,
+                 uint64_t counters=1 << 20, bint doorbell=False, Clock clock=None):
+        if not self.engine.closed:
+            raise RuntimeError("the core is open already")
+        new_epoch(&self.engine)
+        self.peers = {}  # in the order of their making, which a set would not keep
+        self.rooms = []
+        self.smallest = smallest
+        self.engine.closed = False
+        self.engine.spin_ns = spin_us * 1000 if clock is None else 0
+        self.clock = clock
+        if clock is not None:
+            self.engine.clock = clock.clock_ops
+            self.engine.clock_context = clock.clock_context
+        self.engine.threaded = threaded
+        self.engine.processor = processor
+        pthread_mutex_init(&self.engine.lock, NULL)
+        try:
+            table_init(&self.engine.state.counters, counters)
+            self.open_descriptors(doorbell)
+            if threaded:
+                where = f" on processor {processor}, which thread_cpu asks for" if processor >= 0 else ""
+                check(-start_thread(&self.engine), f"start the native thread{where}")
+        except BaseException:
+            self.engine.threaded = False
+            self.close()
+            raise
+
+    def open_descriptors(self, bint doorbell) -> None:
+        self.engine.epoll_fd = epoll_create1(EPOLL_CLOEXEC)
+        check(-errno if self.engine.epoll_fd < 0 else 0, "epoll_create1")
+        if self.engine.clock == NULL:
+            self.engine.timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)
+        else:
+            self.engine.timer_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
+        check(-errno if self.engine.timer_fd < 0 else 0, "timerfd_create")
+        self.engine.notify_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
+        check(-errno if self.engine.notify_fd < 0 else 0, "eventfd")
+        self.engine.wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
+        check(-errno if self.engine.wake_fd < 0 else 0, "eventfd")
+        if doorbell:
+            self.doorbell = Doorbell()
+            self.engine.bell = (<Doorbell> self.doorbell).page
+            self.engine.bell_fd = (<Doorbell> self.doorbell).socket_fd
+            watch_descriptor(self.engine.epoll_fd, self.engine.bell_fd)
+        watch_descriptor(self.engine.epoll_fd, self.engine.wake_fd)
+        watch_descriptor(self.engine.epoll_fd, self.engine.timer_fd)
+
+    @property
+    def fd(self) -> int:
+        """The descriptor that the event loop watches for reading."""
+        return self.engine.notify_fd if self.engine.threaded else self.engine.epoll_fd
+
+    @property
+    def closed(self) -> bool:
+        return self.engine.closed
+
+    @property
+    def threaded(self) -> bool:
+        return self.engine.threaded
+
+    def progress(self) -> bool:
+        """Do one round. True: call again soon; False: it is safe to sleep until `fd` is readable."""
+        cdef int again
+        usable(&self.engine)
+        with nogil:
+            lock(&self.engine)
+            again = progress_once(&self.engine)
+            if self.engine.threaded:
+                # The round may have taken the wake-up that a thread was given which sleeps on, so count it as asleep.
+                self.engine.asleep = True
+                if again:
+                    # And it has just been made to look awake to its peers: it has to be.
+                    kick(&self.engine)
+            unlock(&self.engine)
+        return again != 0
+
+    def turn(self, on_round) -> bool:
+        """Make progress and wake who waited for it; for a callback of the event loop's own. Returns as `progress` does.
+
+        One round, or as many as fit in 50 us where the last turn was just now and the loop had nothing else to do. Who
+        does not spin does up to eight, for after one in which nothing happened it sleeps without another turn. With
+        `shares`, as other cores are on the loop, it is one. `on_round(failed)` is for failed peers and messages.
+        """
+        # Who does not spin asks no clock either: reading it can be a system call, of which the round has few.
+        cdef bint spins = self.engine.spin_ns != 0
+        # Who was woken within two turns has more to do as a rule: a task that was started, a queue that was filled.
+        cdef bint kept = spins and not self.shares and self.lively == 0
+        cdef uint64_t deadline = slice_end(&self.engine) if kept else 0
+        cdef int rounds = 0, most = 1 if spins or self.shares else ROUNDS
+        cdef bint again = True
+        # What the tasks that wake start is looked at here, so it needs nobody to be told.
+        self.awake = True
+        self.lively = max(self.lively - 1, 0)
+        try:
+            while again:
+                usable(&self.engine)
+                with nogil:
+                    lock(&self.engine)
+                    again = progress_until(&self.engine, deadline)
+                    unlock(&self.engine)
+                self.woke = False
+                self.reap(True, on_round)
+                if not alive(&self.engine):
+                    return False
+                again = again or self.woke
+                self.lively = 2 if self.woke or (self.engine.state.inbox and self.engine.receivers) else self.lively
+                rounds += 1
+                if rounds < most:
+                    continue
+                if deadline == 0 or clock_ns() >= deadline:
+                    break
+        finally:
+            self.awake = False
+        if spins:
+            self.engine.left_ns = clock_ns()
+        return again
+
+    def wake(self) -> None:
+        """Make `fd` readable, or wake the native thread; callable from any thread. Nothing once it is closed."""
+        if self.engine.closed:
+            # The descriptor's number may be somebody else's by now.
+            return
+        usable(&self.engine)
+        call(&self.engine)
+
+    def reap(self, bint direct=False, on_round=None) -> list[PeerLink]:
+        """Finish everything that is over and wake who waits for it; return the peers that failed since the last call.
+
+        First all of it ends, then those hear who care for peers or make room (`on_round(failed)` where peers failed or
+        messages are there, `on_room` of the links), then tasks wake: they may do anything. `direct`: no task is
+        running, so they may run at once. What interrupts any of these is raised in the end.
+        """
+        cdef Done* item
+        cdef Done* following
+        cdef uint64_t value
+        cdef bint failures
+        cdef list woken = []
+        cdef list failed = []
+        if not alive(&self.engine):
+            # In a child of a fork the lock may be held for good, and the descriptor is the parent's, too.
+            return failed
+        with nogil:
+            lock(&self.engine)
+            if self.engine.notified:
+                self.engine.notified = False
+                read(self.engine.notify_fd, &value, sizeof(value))
+            item = self.engine.state.done.head
+            self.engine.state.done.head = self.engine.state.done.tail = NULL
+            failures = self.engine.state.failures != 0
+            unlock(&self.engine)
+        while item != NULL:
+            following = item.next
+            finish(<Waitable> <object> item.owner, woken)
+            item = following
+        if failures:
+            failed = self.failed_peers()
+        raised = self.tell(failed, on_round)
+        if woken:
+            self.woke = True
+            raised = self.run_woken(woken, direct) or raised
+        if raised is not None:
+            raise raised
+        return failed
+
+    cdef object run_woken(self, list woken, bint direct):
+        """Wake tasks; what those that run at once post is handed over when all have."""
+        if direct and alive(&self.engine):
+            with nogil:
+                lock(&self.engine)
+                self.engine.state.batch.on = True
+                unlock(&self.engine)
+        raised = wake_all(woken, direct)
+        if direct and alive(&self.engine):
+            with nogil:
+                lock(&self.engine)
+                batch_end(&self.engine.state.batch)
+                unlock(&self.engine)
+        return raised
+
+    cdef object tell(self, list failed, on_round):
+        """Let those act who make room and care for peers; return what interrupted one of them."""
+        cdef PeerLink link
+        cdef list rooms = self.rooms
+        raised = None
+        # Peers first: a lost one has no room for anybody.
+        if on_round is not None and (failed or self.engine.state.inbox or self.engine.state.failures):
+            try:
+                on_round(failed)
+            except BaseException as error:
+                raised = error
+        if rooms:
+            self.rooms = []
+            for link in rooms:
+                link.roomy = False
+                try:
+                    if link.on_room is not None:
+                        link.on_room()
+                except BaseException as error:
+                    raised = error
+        return raised
+
+    def noticed(self) -> list[PeerLink]:
+        """Return the peers with `notices`."""
+        cdef PeerLink link
+        return [link for link in self.peers if link.is_noticed()] if self.engine.state.failures else []
+
+    def failed_peers(self) -> list[PeerLink]:
+        """Return the peers that failed since the last call."""
+        cdef PeerLink link
+        return [link for link in tuple(self.peers) if link.take_failure()]
+
+    def submit_single(self, PeerLink peer, Operation operation, bint reads, LocalMemory local, uint64_t local_offset,
+                      RemoteMemory remote, uint64_t remote_offset, uint64_t length, int64_t imm) -> None:
+        """Start one write (or read) of `length` bytes; `imm` below 0 means none, and `local` may then not be None.
+
+        Without `remote` an immediate alone is written. Raises ValueError for a range that leaves its region, and for
+        bytes without memory on both sides.
+        """
+        usable(&self.engine)
+        if length and (local is None or remote is None):
+            raise ValueError(f"{length} bytes need both a local and a remote memory: only nothing goes without")
+        operation.take(local, local_offset, remote, remote_offset, length, length, reads)
+        operation.op.part_bytes = length
+        operation.op.parts = 1
+        self.begin(peer, operation, reads, imm)
+
+    def submit_probe(self, PeerLink peer, Operation operation, int number) -> None:
+        """Start a write of nothing over one channel, which need not be in use yet."""
+        usable(&self.engine)
+        if not 0 <= number < peer.state.channel_count:
+            raise RuntimeError(f"there is no channel {number}")
+        operation.take(None, 0, None, 0, 0, 0, False)
+        operation.op.parts = 1
+        operation.op.proof = number + 1
+        self.begin(peer, operation, False, -1)
+
+    cpdef object submit_pages(self, PeerLink peer, Operation operation, LocalMemory local, uint64_t local_offset,
+                              PageIndex source, uint64_t source_stride, RemoteMemory remote, uint64_t remote_offset,
+                              PageIndex target, uint64_t target_stride, uint64_t page_bytes, int64_t imm):
+        """Start paged writes: page i goes from offset + source[i] * stride to offset + target[i] * stride.
+
+        Raises ValueError for lists of different lengths and for a page that leaves its region.
+        """
+        cdef int64_t bad
+        usable(&self.engine)
+        if source.count != target.count:
+            raise ValueError(f"{source.count} source pages, but {target.count} target pages")
+        bad = source.first_outside(page_bytes, source_stride, local_offset, local.length)
+        if bad >= 0:
+            raise ValueError(f"source page {bad} (index {source.values[bad]}) leaves a region of {local.length} bytes")
+        bad = target.first_outside(page_bytes, target_stride, remote_offset, remote.length)
+        if bad >= 0:
+            raise ValueError(f"target page {bad} (index {target.values[bad]}) leaves a region of {remote.length} bytes")
+        operation.take(local, local_offset, remote, remote_offset, 0, 0, False)
+        operation.kept = (source, target)
+        operation.op.local_index = source.values
+        operation.op.local_stride = source_stride
+        operation.op.remote_index = target.values
+        operation.op.remote_stride = target_stride
+        operation.op.part_bytes = page_bytes
+        operation.op.parts = source.count
+        self.begin(peer, operation, False, imm)
+
+    cdef int begin(self, PeerLink peer, Operation operation, bint reads, int64_t imm) except -1:
+        cdef Op* op = &operation.op
+        if peer.closed:
+            raise RuntimeError("the peer is closed")
+        if operation.remote is not None and operation.remote.rails <= peer.widest():
+            raise ValueError("the remote memory was registered with fewer rails than its owner has connected")
+        op.opcode = OP_READ if reads else OP_WRITE
+        op.counted = imm >= 0
+        op.imm = <uint32_t> imm if imm >= 0 else 0
+        op.total = op.part_bytes * op.parts
+        cut_op(op, &peer.state, peer.largest(), self.smallest)
+        self.launch(peer, operation)
+        return 0
+
+    def submit_send(self, PeerLink peer, Operation operation, bytes payload) -> None:
+        """Start one message; the peer's pool bounds its length, and a credit is waited for. Raises ValueError."""
+        usable(&self.engine)
+        if peer.closed or peer.state.mailbox == NULL:
+            raise RuntimeError("the peer is closed or takes no messages")
+        if len(payload) > peer.message_limit:
+            raise ValueError(f"a message of {len(payload)} bytes, but the peer takes at most {peer.message_limit}")
+        if operation.submitted:
+            raise RuntimeError("an operation is submitted once")
+        operation.kept = payload
+        operation.op.opcode = OP_SEND
+        operation.op.local_address = <uint64_t> <char*> payload
+        operation.op.part_bytes = operation.op.total = len(payload)
+        operation.op.parts = 1
+        self.launch(peer, operation)
+
+    cdef int launch(self, PeerLink peer, Operation operation) except -1:
+        usable(&self.engine)
+        operation.submitted = True
+        if operation.local is not None:
+            operation.local.in_flight += 1
+        Py_INCREF(operation)
+        with nogil:
+            lock(&self.engine)
+            if operation.op.opcode == OP_SEND:
+                mailbox_start(&self.engine.state, &peer.state, &operation.op)
+            else:
+                op_start(&self.engine.state, &peer.state, &operation.op)
+            kick(&self.engine)
+            unlock(&self.engine)
+        return 0
+
+    def cancel(self, Operation operation) -> None:
+        """Post nothing more of a transfer; it is over when what was posted is."""
+        cdef Op* op = &operation.op
+        if not operation.submitted or operation.is_over or not alive(&self.engine):
+            return
+        with nogil:
+            lock(&self.engine)
+            if op.over:
+                # Its peer may be gone before it is reaped.
+                pass
+            elif op.opcode == OP_SEND:
+                mailbox_cancel(&self.engine.state, op.peer.mailbox, op)
+            else:
+                op_cancel(&self.engine.state, op)
+            kick(&self.engine)
+            unlock(&self.engine)
+
+    def add_peer(self, tag: object) -> PeerLink:
+        """Make the native half of a peer, without channels yet."""
+        cdef PeerLink link = open_peer(self, &self.engine, tag)
+        self.peers[link] = None
+        return link
+
+    def counter(self, uint32_t imm) -> CounterHandle:
+        """Return a handle of the count of one immediate. Raises OverflowError at the limit of live ones."""
+        return open_counter(self, &self.engine, imm)
+
+    def watch(self, Watch watch, object old) -> None:
+        """Look at a word until it differs from `old`."""
+        start_watch(self, &self.engine, watch, old)
+
+    def counted(self, uint32_t imm) -> bool:
+        """Tell whether an immediate has counts, handles or waiters."""
+        cdef bint present
+        usable(&self.engine)
+        with nogil:
+            lock(&self.engine)
+            present = table_find(&self.engine.state.counters, imm) != NULL
+            unlock(&self.engine)
+        return present
+
+    def expect_messages(self, int change) -> None:
+        """Say that so many more (or, negative, fewer) receivers wait for a message."""
+        if not alive(&self.engine):
+            return
+        with nogil:
+            lock(&self.engine)
+            self.engine.receivers += change
+            if change > 0:
+                kick(&self.engine)
+            unlock(&self.engine)
+
+    @property
+    def inbox(self) -> int:
+        """Messages that arrived and were not taken."""
+        return self.engine.state.inbox
+
+    def statistics(self) -> dict[str, Any]:
+        """Return what was counted since the core was opened."""
+        cdef State state
+        cdef uint64_t sleeps, rounds
+        if not (self.engine.threaded and alive(&self.engine)):
+            state, sleeps, rounds = self.engine.state, self.engine.sleeps, self.engine.rounds
+        else:
+            with nogil:
+                lock(&self.engine)
+                state = self.engine.state
+                sleeps = self.engine.sleeps
+                rounds = self.engine.rounds
+                unlock(&self.engine)
+        return {
+            "posted": state.posted, "completed": state.completed, "refused": state.refused,
+            "immediates": state.immediates, "outstanding": state.outstanding, "queued": state.queued,
+            "rings": state.rings, "sleeps": sleeps, "rounds": rounds, "counters": state.counters.used,
+            "inbox": state.inbox, "carried": tuple([state.carried[rail] for rail in range(MAX_RAILS)]),
+        }
+
+    def stop_thread(self) -> None:
+        """End the native thread and wait for it (it never waits for the GIL). Idempotent."""
+        if not self.engine.threaded or not alive(&self.engine):
+            return
+        with nogil:
+            lock(&self.engine)
+            self.engine.stop = True
+            unlock(&self.engine)
+        call(&self.engine)
+        with nogil:
+            pthread_join(self.engine.thread, NULL)
+        self.engine.threaded = False
+
+    def close(self) -> None:
+        """Stop, and free everything; peers must be closed before. Idempotent."""
+        if self.engine.closed:
+            return
+        if alive(&self.engine):
+            if self.peers:
+                raise RuntimeError(f"{len(self.peers)} peers are still open")
+            self.stop_thread()
+            self.reap()
+            self.end_waits()
+        self.engine.closed = True
+        if self.engine.clock != NULL:
+            self.engine.clock.forget(self.engine.clock_context, self.engine.timer_fd)
+        for fd in (self.engine.epoll_fd, self.engine.timer_fd, self.engine.notify_fd, self.engine.wake_fd):
+            if fd >= 0:
+                close(fd)
+        if self.doorbell is not None:
+            self.engine.bell = NULL
+            self.doorbell.close()
+
+    def end_waits(self) -> None:
+        """End the waits and watches that are left, unsatisfied."""
+        cdef Wait* wait
+        cdef Watched* watched
+        cdef uint64_t bucket = 0
+        while True:
+            wait = table_pop_wait(&self.engine.state.counters, &bucket)
+            if wait == NULL:
+                break
+            finish(<Waitable> <object> wait.done.owner)
+        while self.engine.watches != NULL:
+            watched = self.engine.watches
+            watch_unlink(&self.engine, watched)
+            finish(<Waitable> <object> watched.done.owner)
+
+    def __dealloc__(self):
+        # A thread that still runs uses this memory: an engine that was never closed leaves it (and says so, in Python).
+        if not self.engine.threaded:
+            table_free(&self.engine.state.counters)

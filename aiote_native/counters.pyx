@@ -1,0 +1,358 @@
+"""Counts of immediates.
+
+A write that was cut in k stripes arrives as k immediates of 1/k each; kept as integers over the least common multiple
+of 1..16, so the sum is exact in any order. A counter exists while it has counts, handles or waiters: an absent one is
+zero, so what arrives before anyone asked is kept, and what nobody needs takes no room. A full table is the fault of
+whoever filled it: a counter knows the peer whose immediate made it. The caller holds the engine's lock around every
+function here.
+
+The plain Python reference is `aiote.core.counters`.
+"""
+
+from cpython.object cimport PyObject
+from libc.errno cimport ENOSPC, EOVERFLOW
+from libc.stdint cimport uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+
+from aiote_native.structs cimport PeerState
+
+
+# Half of what a word holds: above it there is room for what waits give back.
+cdef uint64_t MOST_UNITS = 1ULL << 63
+
+
+cdef void done_push(DoneList* done, Done* item) noexcept nogil:
+    item.next = NULL
+    if done.tail == NULL:
+        done.head = item
+    else:
+        done.tail.next = item
+    done.tail = item
+
+
+cdef inline uint64_t place(uint32_t imm, uint64_t size) noexcept nogil:
+    return ((<uint64_t> imm * 0x9E3779B97F4A7C15ULL) >> 32) & (size - 1)
+
+
+cdef enum:
+    FIRST_BUCKETS = 1024
+
+
+cdef int table_init(Table* table, uint64_t limit) except -1:
+    # None as long as there are none: what failed is closed as all else is.
+    table.size = 0
+    table.used = 0
+    table.limit = limit
+    table.buckets = <Counter**> calloc(FIRST_BUCKETS, sizeof(Counter*))
+    if table.buckets == NULL:
+        raise MemoryError
+    table.size = FIRST_BUCKETS
+    return 0
+
+
+cdef void table_free(Table* table) noexcept nogil:
+    cdef Counter* counter
+    cdef Counter* following
+    cdef uint64_t i
+    if table.buckets == NULL:
+        return
+    for i in range(table.size):
+        counter = table.buckets[i]
+        while counter != NULL:
+            following = counter.chain
+            free(counter)
+            counter = following
+    free(table.buckets)
+    table.buckets = NULL
+
+
+cdef Counter* table_find(Table* table, uint32_t imm) noexcept nogil:
+    cdef Counter* counter = table.buckets[place(imm, table.size)]
+    while counter != NULL and counter.imm != imm:
+        counter = counter.chain
+    return counter
+
+
+cdef void grow(Table* table) noexcept nogil:
+    """Double the buckets; where there is no memory for it the chains stay longer and nothing is lost."""
+    cdef uint64_t size = table.size * 2
+    cdef Counter** buckets = <Counter**> calloc(size, sizeof(Counter*))
+    cdef Counter* counter
+    cdef Counter* following
+    cdef uint64_t i, at
+    if buckets == NULL:
+        return
+    for i in range(table.size):
+        counter = table.buckets[i]
+        while counter != NULL:
+            following = counter.chain
+            at = place(counter.imm, size)
+            counter.chain = buckets[at]
+            buckets[at] = counter
+            counter = following
+    free(table.buckets)
+    table.buckets = buckets
+    table.size = size
+
+
+cdef Counter* table_get(Table* table, uint32_t imm) noexcept nogil:
+    """Find or make a counter; NULL when the table's limit or the memory is reached."""
+    cdef Counter* counter = table_find(table, imm)
+    cdef uint64_t at
+    if counter != NULL or table.used >= table.limit:
+        return counter
+    counter = <Counter*> calloc(1, sizeof(Counter))
+    if counter == NULL:
+        return NULL
+    if table.used >= table.size:
+        grow(table)
+    at = place(imm, table.size)
+    counter.imm = imm
+    counter.chain = table.buckets[at]
+    table.buckets[at] = counter
+    table.used += 1
+    return counter
+
+
+cdef void drop_if_empty(Table* table, Counter* counter) noexcept nogil:
+    cdef Counter** link
+    if counter.units != 0 or counter.handles != 0 or counter.head != NULL:
+        return
+    link = &table.buckets[place(counter.imm, table.size)]
+    while link[0] != counter:
+        link = &link[0].chain
+    link[0] = counter.chain
+    table.used -= 1
+    free(counter)
+
+
+cdef void commit(Counter* counter, DoneList* done) noexcept nogil:
+    """Satisfy waiters from the head of the queue for as long as there are counts enough."""
+    cdef Wait* wait = counter.head
+    while wait != NULL and counter.units >= wait.need:
+        counter.units -= wait.need
+        counter.head = wait.next
+        if wait.next != NULL:
+            wait.next.prev = NULL
+        else:
+            counter.tail = NULL
+        wait.next = NULL
+        wait.state = WAIT_SATISFIED
+        done_push(done, &wait.done)
+        wait = counter.head
+
+
+cdef int arrive(Table* table, uint32_t word, uint32_t times, PeerState* maker, DoneList* done) noexcept nogil:
+    """Count an immediate as it came over the wire from a peer, for so many of its kind; -ENOSPC when the table is full,
+    -EOVERFLOW for more than can be counted: a count never begins anew.
+    """
+    cdef uint64_t units = <uint64_t> times * (UNITS // ((word >> IMMEDIATE_BITS) + 1))
+    cdef uint64_t before = table.used
+    cdef Counter* counter = table_get(table, word & ((1 << IMMEDIATE_BITS) - 1))
+    if counter == NULL:
+        return -ENOSPC
+    if table.used != before and maker != NULL:
+        counter.maker = maker
+        maker.counted = True
+    if counter.units > MOST_UNITS - units:
+        return -EOVERFLOW
+    counter.units += units
+    commit(counter, done)
+    drop_if_empty(table, counter)
+    return 0
+
+
+cdef void table_orphan(Table* table, PeerState* maker) noexcept nogil:
+    """Take note that a peer is gone; what it has counted stays."""
+    cdef Counter* counter
+    cdef uint64_t i
+    for i in range(table.size if maker.counted else 0):
+        counter = table.buckets[i]
+        while counter != NULL:
+            if counter.maker == maker:
+                counter.maker = NULL
+            counter = counter.chain
+    maker.counted = False
+
+
+cdef uint64_t table_forget(Table* table, const PeerState* maker) noexcept nogil:
+    """Drop what a peer (NULL: those that are gone) has counted on values that nobody asked for; return how many."""
+    cdef uint64_t before = table.used
+    cdef Counter* counter
+    cdef Counter* following
+    cdef uint64_t i
+    for i in range(table.size):
+        counter = table.buckets[i]
+        while counter != NULL:
+            following = counter.chain
+            if counter.maker == maker and counter.handles == 0:
+                counter.units = 0
+                drop_if_empty(table, counter)
+            counter = following
+    return before - table.used
+
+
+cdef PeerState* table_greediest(Table* table, PeerState* peers) noexcept nogil:
+    """Return the peer that has made the most counters that nobody asked for; NULL when there are none."""
+    cdef PeerState* greediest = NULL
+    cdef PeerState* peer = peers
+    cdef Counter* counter
+    cdef uint64_t i
+    while peer != NULL:
+        peer.unasked = 0
+        peer = peer.next_peer
+    for i in range(table.size):
+        counter = table.buckets[i]
+        while counter != NULL:
+            if counter.maker != NULL and counter.handles == 0:
+                counter.maker.unasked += 1
+                if greediest == NULL or counter.maker.unasked > greediest.unasked:
+                    greediest = counter.maker
+            counter = counter.chain
+    return greediest
+
+
+cdef void enqueue(Counter* counter, Wait* wait, uint64_t need, DoneList* done) noexcept nogil:
+    wait.counter = counter
+    wait.need = need
+    wait.state = WAIT_PENDING
+    wait.next = NULL
+    wait.prev = counter.tail
+    if counter.tail == NULL:
+        counter.head = wait
+    else:
+        counter.tail.next = wait
+    counter.tail = wait
+    commit(counter, done)
+
+
+cdef void withdraw(Table* table, Wait* wait, DoneList* done) noexcept nogil:
+    """End a wait: a pending one leaves the queue, a satisfied one that nobody was told of gives its counts back."""
+    cdef Counter* counter = wait.counter
+    if wait.state == WAIT_PENDING:
+        if wait.prev == NULL:
+            counter.head = wait.next
+        else:
+            wait.prev.next = wait.next
+        if wait.next == NULL:
+            counter.tail = wait.prev
+        else:
+            wait.next.prev = wait.prev
+    elif wait.state == WAIT_SATISFIED:
+        if not counter.dropped:
+            counter.units += wait.need
+    else:
+        return
+    wait.state = WAIT_OVER
+    if counter.dropped and counter.head == NULL:
+        counter.units = 0
+    commit(counter, done)
+    drop_if_empty(table, counter)
+
+
+cdef Wait* table_pop_wait(Table* table, uint64_t* bucket) noexcept nogil:
+    """Take a pending wait out of its queue, from `bucket` on, which follows; NULL when none is left."""
+    cdef Counter* counter
+    cdef Wait* wait
+    while bucket[0] < table.size:
+        counter = table.buckets[bucket[0]]
+        while counter != NULL:
+            wait = counter.head
+            if wait != NULL:
+                counter.head = wait.next
+                if wait.next == NULL:
+                    counter.tail = NULL
+                else:
+                    wait.next.prev = NULL
+                wait.state = WAIT_OVER
+                return wait
+            counter = counter.chain
+        bucket[0] += 1
+    return NULL
+
+
+cdef class ImmCounters:
+    """A table of its own, for checking the arithmetic against the reference; engines embed the same functions."""
+
+    cdef Table table
+    cdef dict waits
+
+    def __cinit__(self, uint64_t limit=1 << 20):
+        table_init(&self.table, limit)
+        self.waits = {}
+
+    def __dealloc__(self):
+        table_free(&self.table)
+
+    def __len__(self):
+        return self.table.used
+
+    def arrive(self, uint32_t word, uint32_t times=1) -> list[Ticket]:
+        """Count one word, for so many of its kind, and return the tickets that it satisfied.
+
+        Raises MemoryError when the table is full.
+        """
+        cdef DoneList done
+        done.head = done.tail = NULL
+        cdef int code = arrive(&self.table, word, times, NULL, &done)
+        if code != 0:
+            raise MemoryError("the table of immediates is full" if code == -ENOSPC else "more than can be counted")
+        return self.collect(&done)
+
+    def value(self, uint32_t imm) -> int:
+        """Return the whole writes counted and not consumed."""
+        cdef Counter* counter = table_find(&self.table, imm)
+        return 0 if counter == NULL else counter.units // UNITS
+
+    def wait(self, uint32_t imm, uint64_t n) -> tuple[Ticket, list[Ticket]]:
+        """Queue a wait for n; return it, and the tickets that are satisfied by now."""
+        cdef DoneList done
+        cdef Ticket ticket = Ticket()
+        if n > 1 << 40 or imm >> IMMEDIATE_BITS:
+            raise ValueError("at most 2**40 counts of a 28-bit immediate can be waited for")
+        cdef Counter* counter = table_get(&self.table, imm)
+        if counter == NULL:
+            raise MemoryError("the table of immediates is full")
+        done.head = done.tail = NULL
+        # The counter must stay for as long as a ticket may give counts back to it.
+        counter.handles += 1
+        ticket.wait.done.owner = <PyObject*> ticket
+        enqueue(counter, &ticket.wait, n * UNITS, &done)
+        self.waits[id(ticket)] = ticket
+        return ticket, self.collect(&done)
+
+    def cancel(self, Ticket ticket) -> list[Ticket]:
+        """Withdraw a ticket; return those that are satisfied thereby."""
+        cdef DoneList done
+        done.head = done.tail = NULL
+        if self.waits.pop(id(ticket), None) is not None:
+            ticket.wait.counter.handles -= 1
+            withdraw(&self.table, &ticket.wait, &done)
+        return self.collect(&done)
+
+    def deliver(self, Ticket ticket) -> None:
+        """Say that a satisfied ticket was seen: its counts are gone for good. Raises ValueError for a pending one."""
+        if ticket.wait.state == WAIT_PENDING:
+            raise ValueError("the ticket is not satisfied")
+        if self.waits.pop(id(ticket), None) is not None:
+            ticket.wait.state = WAIT_OVER
+            ticket.wait.counter.handles -= 1
+            drop_if_empty(&self.table, ticket.wait.counter)
+
+    cdef list collect(self, DoneList* done):
+        cdef Done* item = done.head
+        out = []
+        while item != NULL:
+            out.append(<object> item.owner)
+            item = item.next
+        return out
+
+
+cdef class Ticket:
+    """A wait in an `ImmCounters`."""
+
+    cdef Wait wait
+
+    @property
+    def satisfied(self) -> bool:
+        return self.wait.state == WAIT_SATISFIED

@@ -1,0 +1,215 @@
+"""An opened NIC: the fabric and the domain of libfabric, and the memory registered with it."""
+
+cimport cython
+from libc.stdint cimport uint8_t, uint64_t
+from libc.string cimport strdup
+
+import os
+
+from aiote_native.forks cimport fork_epoch, own
+from aiote_native.libfabric.fabric cimport (
+    FI_BUS_PCI, FI_CONTEXT, FI_CONTEXT2, FI_EP_RDM, FI_ENOKEY, FI_LINK_DOWN, FI_MR_ALLOCATED, FI_MR_ENDPOINT,
+    FI_MR_LOCAL, FI_MR_PROV_KEY, FI_MR_RMA_EVENT, FI_MR_VIRT_ADDR, FI_MSG, FI_READ, FI_RECV, FI_REMOTE_READ,
+    FI_REMOTE_WRITE, FI_RMA, FI_SEND, FI_SOCKADDR_IN, FI_SOURCE, FI_THREAD_DOMAIN, FI_VERSION, FI_WRITE, fi_close,
+    fi_domain, fi_info, fi_mr_desc, fi_mr_key, fi_mr_reg)
+from aiote_native.libfabric.library cimport symbols
+from aiote_native.status cimport check
+from aiote_native.structs cimport MAY_ALL, MAY_READ, MAY_WRITE
+
+
+cdef fi_info* query(str provider, str node, str domain) except? NULL:
+    """Ask for reliable datagram endpoints with messages and one-sided operations; NULL when there are none."""
+    cdef fi_info* found = NULL
+    cdef fi_info* hints = symbols().dupinfo(NULL)
+    cdef bytes encoded_node = node.encode()
+    if hints == NULL:
+        raise MemoryError
+    try:
+        hints.caps = FI_MSG | FI_RMA
+        hints.mode = FI_CONTEXT | FI_CONTEXT2
+        hints.ep_attr.type = FI_EP_RDM
+        hints.domain_attr.mr_mode = (FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT
+                                     | FI_MR_RMA_EVENT)
+        # One lock of ours guards a domain and all that is under it, so the provider's own are not needed.
+        hints.domain_attr.threading = FI_THREAD_DOMAIN
+        if provider:
+            hints.fabric_attr.prov_name = strdup(provider.encode())
+        if provider.startswith("tcp") or provider.startswith("verbs"):
+            hints.addr_format = FI_SOCKADDR_IN
+        if domain:
+            hints.domain_attr.name = strdup(domain.encode())
+        code = symbols().getinfo(FI_VERSION(1, 17), <const char*> encoded_node if node else NULL, NULL,
+                                 FI_SOURCE if node else 0, hints, &found)
+    finally:
+        symbols().freeinfo(hints)
+    if code == -61 or code == -19:  # -FI_ENODATA, -FI_ENODEV: nothing fits
+        return NULL
+    check(code, "fi_getinfo")
+    return found
+
+
+cdef dict summary(fi_info* info):
+    cdef uint8_t* raw = <uint8_t*> info.src_addr
+    cdef dict out = {
+        "provider": info.fabric_attr.prov_name.decode(),
+        "provider_version": info.fabric_attr.prov_version,
+        "fabric": info.fabric_attr.name.decode() if info.fabric_attr.name != NULL else "",
+        "domain": info.domain_attr.name.decode(),
+        "protocol": info.ep_attr.protocol,
+        "protocol_version": info.ep_attr.protocol_version,
+        "largest": info.ep_attr.max_msg_size,
+        "depth": info.tx_attr.size,
+        "virtual_addresses": bool(info.domain_attr.mr_mode & FI_MR_VIRT_ADDR),
+        "provider_keys": bool(info.domain_attr.mr_mode & FI_MR_PROV_KEY),
+        "endpoint_memory": bool(info.domain_attr.mr_mode & FI_MR_ENDPOINT),
+        "immediate_bytes": info.domain_attr.cq_data_size,
+        "source": raw[:info.src_addrlen] if raw != NULL else b"",
+        "speed": 0, "pci": "", "up": True,
+    }
+    if info.nic != NULL and info.nic.link_attr != NULL:
+        out["speed"] = info.nic.link_attr.speed
+        out["up"] = info.nic.link_attr.state != FI_LINK_DOWN
+    if info.nic != NULL and info.nic.bus_attr != NULL and info.nic.bus_attr.bus_type == FI_BUS_PCI:
+        pci = info.nic.bus_attr.attr.pci
+        out["pci"] = f"{pci.domain_id:04x}:{pci.bus_id:02x}:{pci.device_id:02x}.{pci.function_id:x}"
+    return out
+
+
+def discover(str provider, str node="", str domain="") -> list[dict]:
+    """List what libfabric offers for a provider, narrowed to a local address (`node`) or a domain's name.
+
+    The order is the provider's own; the same domain may come several times, once for each address.
+    """
+    cdef fi_info* head = query(provider, node, domain)
+    cdef fi_info* item = head
+    found = []
+    try:
+        while item != NULL:
+            found.append(summary(item))
+            item = item.next
+    finally:
+        if head != NULL:
+            symbols().freeinfo(head)
+    return found
+
+
+cdef class Device(NativeDevice):
+    """An opened fabric and domain: what endpoints are made on and memory is registered with."""
+
+    def __cinit__(self):
+        self.info = NULL
+        self.fabric = NULL
+        self.domain = NULL
+
+    def __init__(self, str provider, str node="", str domain=""):
+        """Open the first device that fits. Raises StatusError, and LookupError when nothing fits."""
+        if self.info != NULL:
+            raise RuntimeError("this device is open already")
+        self.epoch = fork_epoch()
+        self.info = query(provider, node, domain)
+        if self.info == NULL:
+            raise LookupError(f"libfabric has no device for provider={provider!r} node={node!r} domain={domain!r}")
+        try:
+            check(symbols().fabric(self.info.fabric_attr, &self.fabric, NULL), "fi_fabric")
+            check(fi_domain(self.fabric, self.info, &self.domain, NULL), "fi_domain")
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def attributes(self) -> dict:
+        """What the provider says of the device, as `discover` gives it."""
+        if self.info == NULL:
+            raise RuntimeError("the device is closed")
+        return summary(self.info)
+
+    @property
+    def closed(self) -> bool:
+        return self.domain == NULL
+
+    def register(self, uint64_t address, size_t length, bint writable=True, int access=MAY_ALL) -> FabricMemory:
+        """Register `length` bytes at `address`; `access` opens them to peers under a random key.
+
+        The caller keeps the memory alive until the registration is closed. Raises StatusError.
+        """
+        return FabricMemory(self, address, length, writable, access)
+
+    def close(self) -> None:
+        """Close the domain and the fabric; everything under them must be closed before. Idempotent.
+
+        In a child of a fork nothing is done: they are the parent's.
+        """
+        if self.epoch != fork_epoch():
+            return
+        if self.domain != NULL:
+            if self.children:
+                raise RuntimeError(f"{self.children} objects of this device are still open")
+            check(fi_close(&self.domain.fid), "fi_close(domain)")
+            self.domain = NULL
+        if self.fabric != NULL:
+            check(fi_close(&self.fabric.fid), "fi_close(fabric)")
+            self.fabric = NULL
+        if self.info != NULL:
+            symbols().freeinfo(self.info)
+            self.info = NULL
+
+    def __dealloc__(self):
+        if self.epoch != fork_epoch() or self.children:
+            return
+        if self.domain != NULL:
+            fi_close(&self.domain.fid)
+        if self.fabric != NULL:
+            fi_close(&self.fabric.fid)
+        if self.info != NULL:
+            symbols().freeinfo(self.info)
+
+
+@cython.no_gc_clear
+cdef class FabricMemory(Registration):
+    """A memory registration: a key for peers and a descriptor for this side's own operations."""
+
+    def __cinit__(self):
+        self.mr = NULL
+
+    def __init__(self, Device device, uint64_t address, size_t length, bint writable, int access):
+        cdef uint64_t flags = FI_SEND | FI_WRITE
+        cdef uint64_t wanted = 0
+        cdef uint64_t mask = 0xFFFFFFFFFFFFFFFFULL
+        cdef int code = -FI_ENOKEY
+        own(device.epoch)
+        if device.domain == NULL:
+            raise RuntimeError("the device is closed")
+        if device.info.domain_attr.mr_mode & FI_MR_ENDPOINT:
+            provider = device.info.fabric_attr.prov_name.decode()
+            raise NotImplementedError(f"provider {provider} binds memory to endpoints, which is not supported")
+        flags |= (FI_RECV | FI_READ) if writable else 0
+        flags |= FI_REMOTE_READ if access & MAY_READ else 0
+        flags |= FI_REMOTE_WRITE if writable and access & MAY_WRITE else 0
+        if device.info.domain_attr.mr_key_size < 8:
+            mask = (1ULL << (8 * device.info.domain_attr.mr_key_size)) - 1
+        # Keys of our choice are drawn at random, so that no one can guess another region's; a taken one is drawn anew.
+        for _attempt in range(8):
+            wanted = int.from_bytes(os.urandom(8), "little") & mask
+            code = fi_mr_reg(device.domain, <const void*> address, length, flags, 0, wanted, 0, &self.mr, NULL)
+            if code != -FI_ENOKEY:
+                break
+        check(code, "fi_mr_reg")
+        self.device = device
+        device.children += 1
+        self.desc = fi_mr_desc(self.mr)
+        self.key = fi_mr_key(self.mr)
+        self.base = address if device.info.domain_attr.mr_mode & FI_MR_VIRT_ADDR else 0
+        self.length = length
+
+    def close(self) -> None:
+        """End the registration: the key is refused from here on. Idempotent; nothing in a child of a fork."""
+        if self.mr != NULL and self.device.epoch == fork_epoch():
+            check(fi_close(&self.mr.fid), "fi_close(mr)")
+            self.mr = NULL
+            self.desc = NULL
+            self.device.children -= 1
+
+    def __dealloc__(self):
+        if self.mr != NULL and self.device is not None and self.device.epoch == fork_epoch():
+            fi_close(&self.mr.fid)
+            self.device.children -= 1

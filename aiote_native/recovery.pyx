@@ -1,0 +1,420 @@
+"""What a failed channel has lost is done again on the others, and no count is wrong.
+
+The protocol and its argument are in docs/failover.md and `aiote.core.failover`; this is its native half. A work request
+that ended badly, or not at all before its endpoint was shut, is *lost*: it keeps its place in the channel's pool, and
+its transfer counts it as outstanding, until both sides have shut their endpoints and the peer has told what came.
+Then, for each word, either all came and all is well; or the bytes of all of them are written again, uncounted, as
+*pieces*, and when the last piece is over the missing immediates are sent, the *resent* ones. What was not counted is
+just done again. Pieces and resent ones are transfers of their own that stand in the peer's queue, so a channel that
+fails under them is no special case: what it has lost of theirs is done again in the same way.
+
+The caller holds the engine's lock.
+"""
+
+from libc.errno cimport (
+    ECONNABORTED, ECONNREFUSED, ECONNRESET, EHOSTDOWN, EHOSTUNREACH, EIO, ENETDOWN, ENETUNREACH, ENODEV, ENOMEM,
+    ENOTCONN, EPIPE, ETIMEDOUT)
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+
+from aiote_native.ledger cimport tally_add, tally_get
+from aiote_native.posting cimport describe_post, give_back, op_completed, op_start, peer_fail
+from aiote_native.structs cimport (
+    BROKEN, Channel, ECANCELED, OP_WRITE, Op, PIECE, Post, RESENT, WorkRequest)
+
+cdef extern from "<errno.h>" nogil:
+    const int ESHUTDOWN
+
+cdef enum:
+    ACK_WORDS = 1024  # words in the sender's tally before it settles with the receiver
+
+# The pieces of one word that one channel has lost. `op` sends the missing immediates.
+cdef struct Recovery:
+    Op op
+    uint64_t came
+    uint64_t pending
+    Piece* pieces
+
+# A part of a transfer that is done again; `recovery` is NULL where it was not counted.
+cdef struct Piece:
+    Op op
+    Op* origin
+    uint64_t length
+    Recovery* recovery
+    Piece* next
+
+
+cdef bint breaks(int code) noexcept nogil:
+    """Whether a refused post says that the channel is broken, not that the request was wrong."""
+    return (code == -ENOTCONN or code == -ECONNRESET or code == -ECONNABORTED or code == -ECONNREFUSED or code == -EPIPE
+            or code == -EIO or code == -ETIMEDOUT or code == -ECANCELED or code == -ESHUTDOWN or code == -ENETDOWN
+            or code == -ENETUNREACH or code == -EHOSTUNREACH or code == -EHOSTDOWN or code == -ENODEV)
+
+
+cdef void channel_fault(State* state, Channel* channel, Fault fault, int error) noexcept nogil:
+    """Post nothing more on a channel, and have Python look at it."""
+    if not channel.open or channel.fault >= fault:
+        return
+    channel.paused = True
+    channel.fault = fault
+    channel.error = error
+    notice(state, channel)
+
+
+cdef void notice(State* state, Channel* channel) noexcept nogil:
+    if not channel.noticed:
+        channel.noticed = True
+        state.failures += 1
+        state.events += 1
+
+
+cdef void queue_failed(State* state, Channel* channel, int status) noexcept nogil:
+    """A completion queue reports what is no request's own: the channel is gone, and the peer where it has no other."""
+    if channel.peer.survivable:
+        channel_fault(state, channel, BROKEN, status)
+    else:
+        peer_fail(state, channel.peer, status, channel.rail)
+
+
+cdef void lose_request(State* state, WorkRequest* wr, int status, int provider_errno) noexcept nogil:
+    """Keep a request of which nobody knows whether it arrived. Its channel no longer counts it as outstanding."""
+    wr.lost = True
+    wr.status = status
+    wr.provider_errno = provider_errno
+
+
+cdef void confirm(State* state, Channel* channel, WorkRequest* wr) noexcept nogil:
+    """Tally a counted request that has ended well."""
+    if tally_add(&channel.confirmed, wr.word, <int64_t> wr.parts) != 0:
+        peer_fail(state, channel.peer, -ENOMEM, channel.rail)
+    if channel.confirmed.used >= ACK_WORDS:
+        notice(state, channel)
+
+
+cdef void came(State* state, Channel* channel, uint32_t word, uint32_t times) noexcept nogil:
+    """Tally an immediate that has come, for so many of its kind."""
+    if tally_add(&channel.arrived, word, times) != 0:
+        peer_fail(state, channel.peer, -ENOMEM, channel.rail)
+
+
+cdef bint given_up(const Op* op) noexcept nogil:
+    """Whether the transfer of a piece is not to go on: it was cancelled, or failed elsewhere."""
+    cdef const Op* origin = (<const Piece*> op).origin
+    return origin.cancelled or origin.status != 0
+
+
+cdef bint works_for(const Op* op, const Op* whole) noexcept nogil:
+    """Whether a transfer is another one, or does a part of it: a target, a piece, or immediates sent again."""
+    cdef const Piece* piece
+    while op != NULL and op != whole:
+        if op.kind == PIECE:
+            op = (<const Piece*> op).origin
+        elif op.kind == RESENT:
+            piece = (<const Recovery*> op).pieces
+            while piece != NULL:
+                if works_for(piece.origin, whole):
+                    return True
+                piece = piece.next
+            return False
+        else:
+            op = op.parent
+    return op != NULL
+
+
+cdef uint64_t arrivals_of(uint32_t word, const Account* account) noexcept nogil:
+    cdef uint64_t i
+    for i in range(account.count):
+        if account.words[i] == word:
+            return account.counts[i]
+    return 0
+
+
+cdef uint64_t key_of(const Channel* channel, const WorkRequest* wr) noexcept nogil:
+    """Return the key of the peer's memory that a request was for, or 0 where it was for none."""
+    cdef const Op* op = <const Op*> wr.owner
+    return op.remote_key[channel.remote_rail] if op != NULL and op.remote_key != NULL and wr.length else 0
+
+
+cdef bint for_nobody(const Channel* channel, const WorkRequest* wr, const Account* account) noexcept nogil:
+    """Whether the peer does not have the memory any more: then the request has failed by its own fault."""
+    cdef uint64_t key = key_of(channel, wr)
+    cdef uint64_t i
+    for i in range(account.unknown_count if wr.length and wr.owner != NULL else 0):
+        if account.unknown[i] == key:
+            return True
+    return False
+
+
+cdef uint32_t lost_keys(const Channel* channel, uint64_t* keys) noexcept nogil:
+    """Copy the keys that a shut channel has lost work for to `keys`, of `depth` words; return how many there are."""
+    cdef const WorkRequest* wr
+    cdef uint32_t i, count = 0
+    for i in range(channel.depth):
+        wr = &channel.requests[i]
+        if wr.busy and wr.lost and wr.length:
+            keys[count] = key_of(channel, wr)
+            count += 1
+    return count
+
+
+cdef bint lost_counted(const WorkRequest* wr, uint32_t word) noexcept nogil:
+    return wr.busy and wr.lost and wr.counted and wr.word == word
+
+
+cdef uint64_t lost_of(Channel* channel, uint32_t word) noexcept nogil:
+    """Return how many immediates of a word were lost, as the receiver counts them."""
+    cdef uint64_t total = 0
+    cdef uint32_t i
+    for i in range(channel.depth):
+        if lost_counted(&channel.requests[i], word):
+            total += channel.requests[i].parts
+    return total
+
+
+cdef bint first_of(Channel* channel, uint32_t at) noexcept nogil:
+    """Whether this is the first lost request of its word."""
+    cdef uint32_t i
+    if not lost_counted(&channel.requests[at], channel.requests[at].word):
+        return False
+    for i in range(at):
+        if lost_counted(&channel.requests[i], channel.requests[at].word):
+            return False
+    return True
+
+
+cdef int64_t impossible(Channel* channel, const Account* account) noexcept nogil:
+    """Return a word of which the peer says that fewer came than ended well, or more than were sent; -1: none."""
+    cdef WorkRequest* wr
+    cdef int64_t came_now
+    cdef uint64_t at
+    cdef uint32_t i
+    for i in range(channel.depth):
+        wr = &channel.requests[i]
+        if first_of(channel, i):
+            came_now = <int64_t> arrivals_of(wr.word, account) - tally_get(&channel.confirmed, wr.word)
+            if came_now < 0 or came_now > <int64_t> lost_of(channel, wr.word):
+                return wr.word
+    # Of what was not lost, as much came as ended well.
+    for at in range(account.count):
+        if (<int64_t> account.counts[at] != tally_get(&channel.confirmed, account.words[at])
+                and lost_of(channel, account.words[at]) == 0):
+            return account.words[at]
+    for i in range(channel.confirmed.size):
+        if (channel.confirmed.taken[i] and channel.confirmed.counts[i] > 0
+                and arrivals_of(channel.confirmed.words[i], account) == 0):
+            return channel.confirmed.words[i]
+    return -1
+
+
+cdef int redo_all(State* state, Channel* channel, const Account* account) noexcept nogil:
+    """End or do again everything that a shut channel has lost; -ENOMEM ends the peer."""
+    cdef WorkRequest* wr
+    cdef uint64_t arrived
+    cdef uint32_t i
+    cdef int code = 0
+    for i in range(channel.depth):
+        wr = &channel.requests[i]
+        if not wr.busy or not wr.lost or code != 0:
+            continue
+        if not wr.counted:
+            code = redo(state, channel, wr, NULL, account)
+        elif first_of(channel, i):
+            arrived = arrivals_of(wr.word, account) - <uint64_t> tally_get(&channel.confirmed, wr.word)
+            if arrived == lost_of(channel, wr.word):
+                end_word(state, channel, wr.word)
+            else:
+                code = redo_word(state, channel, wr.word, arrived, account)
+    if code != 0:
+        peer_fail(state, channel.peer, code, channel.rail)
+    return code
+
+
+cdef void end_word(State* state, Channel* channel, uint32_t word) noexcept nogil:
+    """All of a word came: all of its requests have ended well."""
+    cdef WorkRequest* wr
+    cdef uint32_t i
+    for i in range(channel.depth):
+        wr = &channel.requests[i]
+        if lost_counted(wr, word):
+            end_request(state, channel, wr, 0)
+
+
+cdef void end_request(State* state, Channel* channel, WorkRequest* wr, int status) noexcept nogil:
+    cdef Op* op = <Op*> wr.owner
+    cdef uint64_t length = wr.length
+    give_back(channel, wr)
+    if op != NULL:
+        op_completed(state, op, status, 0, channel.rail, length)
+
+
+cdef int redo_word(State* state, Channel* channel, uint32_t word, uint64_t arrived,
+                   const Account* account) noexcept nogil:
+    """Do all requests of a word again; those whose transfers have been given up just end."""
+    cdef Recovery* recovery = <Recovery*> calloc(1, sizeof(Recovery))
+    cdef WorkRequest* wr
+    cdef uint32_t i
+    cdef int code
+    if recovery == NULL:
+        return -ENOMEM
+    recovery.op.kind = RESENT
+    recovery.op.imm = word
+    recovery.op.peer = channel.peer
+    recovery.came = arrived
+    # Held until all of them are under way, for those without bytes are over at once.
+    recovery.pending = 1
+    for i in range(channel.depth):
+        wr = &channel.requests[i]
+        if lost_counted(wr, word) and recovery.op.status == 0:
+            recovery.op.status = redo(state, channel, wr, recovery, account)
+    code = recovery.op.status
+    piece_done(state, recovery)
+    return code
+
+
+cdef int redo(State* state, Channel* channel, WorkRequest* wr, Recovery* recovery,
+              const Account* account) noexcept nogil:
+    """Start a piece in the place of one lost request."""
+    cdef Op* origin = <Op*> wr.owner
+    cdef Piece* piece
+    if origin == NULL or origin.cancelled or origin.status != 0 or for_nobody(channel, wr, account):
+        end_request(state, channel, wr, wr.status)
+        return 0
+    piece = <Piece*> calloc(1, sizeof(Piece))
+    if piece == NULL:
+        return -ENOMEM
+    describe_piece(piece, origin, wr, channel)
+    piece.recovery = recovery
+    give_back(channel, wr)
+    if recovery != NULL:
+        piece.next = recovery.pieces
+        recovery.pieces = piece
+        recovery.pending += 1
+        if piece.length == 0:
+            # An immediate alone: nothing to write again.
+            piece.op.over = True
+            piece_done(state, recovery)
+            return 0
+    op_start(state, channel.peer, &piece.op)
+    return 0
+
+
+cdef void describe_piece(Piece* piece, Op* origin, WorkRequest* wr, Channel* channel) noexcept nogil:
+    """Make an uncounted transfer of a lost stripe, or of the parts that were gathered, in their place in their own."""
+    cdef Op* op = &piece.op
+    op.kind = PIECE
+    op.opcode = origin.opcode
+    op.rail = -1
+    op.pin = -1
+    op.total = wr.length
+    op.parts = wr.parts
+    op.part_bytes = op.stripe_bytes = op.cut.head_bytes = wr.length // wr.parts
+    op.ranks = origin.ranks
+    op.cut.head_count = 1
+    if wr.length:
+        op.local_desc = origin.local_desc
+        op.remote_base = origin.remote_base
+        op.remote_key = origin.remote_key
+        if wr.parts > 1:
+            place_parts(op, origin, wr.part)
+        else:
+            place_stripe(op, origin, wr, channel)
+    piece.origin = origin
+    piece.length = wr.length
+
+
+cdef void place_stripe(Op* op, const Op* origin, const WorkRequest* wr, Channel* channel) noexcept nogil:
+    """Have the one part of a transfer lie where a lost stripe of another does."""
+    cdef Op place = origin[0]
+    cdef Post args
+    place.part = wr.part
+    place.stripe = wr.stripe
+    place.phase = wr.phase
+    describe_post(&place, channel, &args)
+    op.local_address = <uint64_t> args.local
+    op.remote_offset = args.remote - origin.remote_base[channel.remote_rail]
+
+
+cdef void place_parts(Op* op, const Op* origin, uint64_t first) noexcept nogil:
+    """Have the parts of a transfer lie where those of another do, from its part `first` on."""
+    op.local_address = origin.local_address
+    op.local_stride = origin.local_stride
+    op.remote_offset = origin.remote_offset
+    op.remote_stride = origin.remote_stride
+    if origin.local_index == NULL:
+        op.local_address += first * origin.local_stride
+    else:
+        op.local_index = origin.local_index + first
+    if origin.remote_index == NULL:
+        op.remote_offset += first * origin.remote_stride
+    else:
+        op.remote_index = origin.remote_index + first
+
+
+cdef void redone(State* state, Op* op) noexcept nogil:
+    """Go on where a piece or the resent immediates of a word are over. What `op` points to is freed."""
+    cdef Piece* piece
+    if op.kind == RESENT:
+        end_recovery(state, <Recovery*> op)
+        return
+    piece = <Piece*> op
+    if piece.recovery != NULL:
+        piece_done(state, piece.recovery)
+        return
+    end_piece(state, piece)
+
+
+cdef void piece_done(State* state, Recovery* recovery) noexcept nogil:
+    recovery.pending -= 1
+    if recovery.pending == 0:
+        resend(state, recovery)
+
+
+cdef void resend(State* state, Recovery* recovery) noexcept nogil:
+    """All bytes of a word are there: send as many immediates as are missing."""
+    cdef Op* op = &recovery.op
+    cdef Piece* piece = recovery.pieces
+    cdef uint64_t live = 0
+    while piece != NULL:
+        if piece.op.status == 0 and not given_up(&piece.op):
+            live += piece.op.parts
+            op.carried |= piece.op.carried
+        piece = piece.next
+    if live <= recovery.came or op.status != 0:
+        end_recovery(state, recovery)
+        return
+    op.opcode = OP_WRITE
+    op.counted = True
+    op.rail = op.pin = -1
+    op.parts = live - recovery.came
+    op.cut.tail_count = 1
+    # Over each NIC that has carried bytes again, as far as there are as many immediates (schedule.pyx, next_channel).
+    op.owed = op.carried
+    op_start(state, op.peer, op)
+
+
+cdef void end_recovery(State* state, Recovery* recovery) noexcept nogil:
+    cdef Piece* piece = recovery.pieces
+    cdef Piece* following
+    cdef int status = recovery.op.status
+    while piece != NULL:
+        following = piece.next
+        if piece.op.status == 0 and status != 0:
+            piece.op.status = status
+            piece.op.rail = recovery.op.rail
+        end_piece(state, piece)
+        piece = following
+    free(recovery)
+
+
+cdef void end_piece(State* state, Piece* piece) noexcept nogil:
+    """Tell the transfer that what was lost has been done."""
+    cdef Op* origin = piece.origin
+    cdef uint64_t length = piece.length
+    cdef int status = piece.op.status
+    cdef int provider_errno = piece.op.provider_errno
+    cdef int rail = piece.op.rail
+    if piece.recovery == NULL:
+        # It was part of a head perhaps: the tail has to go over this NIC, too.
+        origin.carried |= piece.op.carried
+    free(piece)
+    op_completed(state, origin, status, provider_errno, rail, length)

@@ -1,0 +1,392 @@
+"""Requests as coroutines see them: started in one call, and awaited without a frame of Python.
+
+`quick` starts what needs no closer look: both sides' memory is open and of one length, the peer is connected and has
+room. Everything else is the caller's, who knows how to wait and what to complain of. A request that was awaited 100,000
+times a second used to cost 7 us, most of it in a dozen Python calls that found nothing to do.
+"""
+
+cimport cython
+from cpython.ref cimport PyObject
+from libc.stdint cimport int64_t, uint64_t
+
+from aiote_native.buffers cimport Buffer
+from aiote_native.core cimport Core
+from aiote_native.counters cimport IMMEDIATE_BITS
+from aiote_native.flights cimport Flight
+from aiote_native.progress cimport alive
+from aiote_native.structs cimport OP_READ, OP_SEND
+from aiote_native.wakers cimport Waiter, wake
+
+cdef extern from "Python.h":
+    ctypedef struct PyTypeObject:
+        object (*tp_new)(type, tuple, PyObject*)
+
+cdef tuple NOTHING = ()
+cdef object MORE = object()  # what an iterator gives that has no more
+cdef object LARGEST_IMMEDIATE = (1 << IMMEDIATE_BITS) - 1
+cdef object LARGEST_OFFSET = 1 << 63
+
+
+cdef int leave_link(PeerLink link) except -1:
+    """Count one request less as unfinished; the link hears once for all that ended together."""
+    link.unfinished -= 1
+    if not link.roomy:
+        link.roomy = True
+        (<Core> link.core).rooms.append(link)
+    return 0
+
+
+cdef class LocalSlice:
+    """Bytes `start` to `start + nbytes` of registered memory."""
+
+    def __cinit__(self, LocalMemory memory, uint64_t start, uint64_t nbytes, *args, **kwargs):
+        self.memory = memory
+        self.start = start
+        self.nbytes = nbytes
+
+    def __getbuffer__(self, Py_buffer* view, int flags):
+        if self.memory.closing or len(self.memory.registrations) == 0:
+            raise BufferError("the region is closed")
+        (<Buffer> self.memory.buffer).lend(view, self, self.start, self.nbytes, flags)
+
+    def __releasebuffer__(self, Py_buffer* view):
+        (<Buffer> self.memory.buffer).take_back()
+
+
+cdef class RemoteSlice:
+    """Bytes `start` to `start + nbytes` of a peer's memory."""
+
+    def __cinit__(self, RemoteMemory memory, uint64_t start, uint64_t nbytes, *args, **kwargs):
+        self.memory = memory
+        self.start = start
+        self.nbytes = nbytes
+
+
+cdef class PageSet:
+    """Pages of a slice: page i has `page_bytes` bytes from `offset + index[i] * stride`, all within the slice."""
+
+    cdef int fill(self, region, PageIndex index, uint64_t page_bytes, uint64_t stride, uint64_t offset) except -1:
+        self.region = region
+        self.index = index
+        self.page_bytes = page_bytes
+        self.stride = stride
+        self.offset = offset
+        return 0
+
+    def resolve(self, region, PageIndex index not None, uint64_t page_bytes, uint64_t stride, uint64_t offset) -> int:
+        """Say which pages they are, once. Returns the position of the first one that leaves the slice, -1 for none."""
+        cdef int64_t bad
+        if self.index is not None:
+            raise RuntimeError("the pages are known already")
+        bad = index.first_outside(page_bytes, stride, offset, region.nbytes)
+        if bad < 0:
+            self.fill(region, index, page_bytes, stride, offset)
+        return bad
+
+    def moved(self, offset):
+        """Return the same pages at another offset; None where that needs a closer look."""
+        cdef PageSet other
+        cdef type kind = type(self)
+        if type(offset) is not int or not 0 <= offset < LARGEST_OFFSET:
+            return None
+        if self.index.first_outside(self.page_bytes, self.stride, offset, self.region.nbytes) >= 0:
+            return None
+        other = <PageSet> (<PyTypeObject*> kind).tp_new(kind, NOTHING, NULL)
+        other.fill(self.region, self.index, self.page_bytes, self.stride, offset)
+        return other
+
+
+cdef class Request(Operation):
+    """A transfer that coroutines await. `refused`: it ended without having been submitted; `lease`: what it goes
+    through, if anything.
+
+    A subclass says what to cancel, what it failed with, and how an await goes on that an exception has interrupted.
+    """
+
+    def cancel(self) -> None:
+        """Ask it to end."""
+        raise NotImplementedError
+
+    def raise_failure(self) -> None:
+        """Raise what it failed with, if it did."""
+        raise NotImplementedError
+
+    def interrupted(self, error):
+        """Return a generator that an interrupted await goes on with, and that raises the error in the end."""
+        raise NotImplementedError
+
+    @property
+    def verb(self) -> str:
+        """What it does, which is known once it was submitted."""
+        if self.op.opcode == OP_READ:
+            return "read"
+        if self.op.opcode == OP_SEND:
+            return "send"
+        return "write_imm" if self.op.counted else "write"
+
+    @property
+    def pages(self) -> int:
+        """How many pages it writes; 0 where it is no paged write."""
+        return self.op.parts if self.op.local_index != NULL else 0
+
+    def refuse(self) -> None:
+        """End it without the core, which does not have it, and wake who awaits it."""
+        self.refused = True
+        self.leave()
+        self.land()
+        waiter, self.waiter = self.waiter, None
+        if waiter is not None:
+            wake(waiter)
+
+    cdef void leave(self):
+        cdef PeerLink link = self.link
+        if link is not None:
+            self.link = None
+            leave_link(link)
+
+    def belong(self, PeerLink link) -> None:
+        """Count as one of the link's unfinished requests until it is over."""
+        self.link = link
+        link.unfinished += 1
+
+    def hold(self, Flight held not None) -> None:
+        """Be one of those through a lease, until it is over."""
+        if self.held is not None:
+            self.held.drop(self)
+        self.held = held
+        held.enter(self)
+
+    def join(self, Flight flight not None) -> None:
+        """Be one of a flight until it is over, which it may be already."""
+        flight.enter(self)
+        self.flight = flight
+        if self.is_over or self.refused:
+            self.land()
+
+    cdef int land(self) except -1:
+        """Leave the flights that it is of."""
+        cdef bint failed = self.refused or self.op.status != 0 or self.op.cancelled
+        cdef Flight held = self.held
+        cdef Flight flight = self.flight
+        self.held = self.flight = None
+        if held is not None:
+            held.leave(self, failed, self.op.total)
+        if flight is not None:
+            flight.leave(self, failed, self.op.total)
+        return 0
+
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+        return self.is_over or self.refused
+
+    cdef int resolved(self) except -1:
+        self.leave()
+        if self.targets is not None:
+            self.targets.leave()
+        Operation.resolved(self)
+        return self.land()
+
+    def __await__(self):
+        cdef Awaiting awaiting = Awaiting.__new__(Awaiting)
+        awaiting.request = self
+        return awaiting
+
+
+cdef object enlist(Request request):
+    """Have a coroutine wait for the request, and return what its event loop is to be given, or an iterator of that."""
+    waiter = request.peer.waiter()
+    if request.waiter is None:
+        request.waiter = waiter
+    elif type(request.waiter) is list:
+        request.waiter.append(waiter)
+    else:
+        request.waiter = [request.waiter, waiter]
+    return waiter if type(waiter) is Waiter else waiter.__await__()
+
+
+@cython.freelist(64)
+cdef class Awaiting:
+    """One await of a request: the iterator that a coroutine delegates to."""
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        # Everything is in this one function: Cython ends an iterator without an exception only where it says so itself,
+        # and one that goes through a call costs a traceback for each.
+        cdef Request request = self.request
+        if self.inner is None:
+            if not (request.is_over or request.refused):
+                self.inner = enlist(request)
+                if type(self.inner) is Waiter:
+                    (<Waiter> self.inner)._asyncio_future_blocking = True
+                    return self.inner
+        if self.inner is not None and type(self.inner) is not Waiter:
+            try:
+                item = next(self.inner, MORE)
+            except BaseException as error:
+                # trio lets a cancellation arrive like this, asyncio has it thrown in.
+                return self.interrupt(error)
+            if item is not MORE:
+                return item
+        if request.refused or request.op.status != 0:
+            request.raise_failure()
+        if not (request.is_over or request.refused):
+            raise RuntimeError("the await of a transfer was resumed before that was over: this loop drives it wrongly")
+        raise StopIteration
+
+    def send(self, value):
+        if value is None or self.inner is None or type(self.inner) is Waiter:
+            return next(self)
+        try:
+            return self.inner.send(value)
+        except StopIteration:
+            if self.request.refused or self.request.op.status != 0:
+                self.request.raise_failure()
+            raise
+        except BaseException as error:
+            return self.interrupt(error)
+
+    def throw(self, kind, error=None, trace=None):
+        if error is None:
+            error = kind() if isinstance(kind, type) else kind
+        if self.inner is None:
+            raise error
+        if type(self.inner) is Waiter:
+            return self.interrupt(error)
+        try:
+            return self.inner.throw(error)
+        except BaseException as raised:
+            return self.interrupt(raised)
+
+    def close(self):
+        if self.inner is not None:
+            if type(self.inner) is not Waiter:
+                self.inner.close()
+            if not self.interrupted:
+                self.request.cancel()
+
+    cdef object interrupt(self, error):
+        """Hand an exception over to the request's own way of ending, once."""
+        if self.interrupted:
+            raise error
+        self.interrupted = True
+        self.inner = self.request.interrupted(error)
+        return next(self)
+
+cdef bint open_for(Core core, PeerLink link):
+    """Whether one more request may start over a link, with nobody asked."""
+    return (link.ready and link.core is core and not link.closed and not link.state.failed
+            and link.unfinished < link.limit)
+
+
+cdef Request fresh(type kind, PeerLink link):
+    cdef Request request = <Request> (<PyTypeObject*> kind).tp_new(kind, NOTHING, NULL)
+    request.peer = link.peer
+    return request
+
+
+cdef bint open_to(Core core, LocalSlice here, RemoteSlice there):
+    """Whether one more request may start between two slices, with nobody asked: its link is that of the remote one."""
+    if there.memory.link is None or core.closing or core.on_submit is None:
+        return False
+    link = <PeerLink?> there.memory.link
+    if not open_for(core, link) or there.memory.rails <= (<PeerLink> link).widest():
+        return False
+    if here.memory.owner is not core or here.memory.closing or not here.memory.registrations or not alive(&core.engine):
+        return False
+    return not there.memory.lease or (there.memory.held is not None and not (<Flight?> there.memory.held).shut)
+
+
+cdef int lend(RemoteMemory memory, Request request) except -1:
+    """Count a request that has started as one through its memory's lease, if it is of one."""
+    if memory.lease:
+        request.lease = memory.lease
+        request.hold(memory.held)
+    return 0
+
+
+cdef int started(Core core, PeerLink link, Request request) except -1:
+    request.link = link
+    link.unfinished += 1
+    if not core.awake:
+        core.on_submit()
+    return 0
+
+
+def quick(Core core, type kind, local, remote, bint reads, imm, rail=None):
+    """Start one write (or read) between two slices and return its request, made of `kind` without its `__init__`.
+
+    None: something needs a closer look, and nothing was done.
+    """
+    cdef LocalSlice here
+    cdef RemoteSlice there
+    cdef PeerLink link
+    cdef Request request
+    cdef int64_t value = -1
+    if rail is not None:
+        return None
+    if imm is not None:
+        if type(imm) is not int or not 0 <= imm <= LARGEST_IMMEDIATE:
+            return None
+        value = imm
+    if not isinstance(local, LocalSlice) or not isinstance(remote, RemoteSlice):
+        return None
+    here = <LocalSlice> local
+    there = <RemoteSlice> remote
+    if here.nbytes != there.nbytes or not open_to(core, here, there):
+        return None
+    link = <PeerLink> there.memory.link
+    if not (here.memory.writable and there.memory.readable if reads else there.memory.writable):
+        return None
+    request = fresh(kind, link)
+    request.take(here.memory, here.start, there.memory, there.start, here.nbytes, here.nbytes, reads)
+    request.op.part_bytes = here.nbytes
+    request.op.parts = 1
+    core.begin(link, request, reads, value)
+    lend(there.memory, request)
+    started(core, link, request)
+    return request
+
+
+def quick_pages(Core core, type kind, pages, onto, imm, rail=None):
+    """Start paged writes, as `quick` does; None as there."""
+    cdef PageSet source, target
+    cdef LocalSlice here
+    cdef RemoteSlice there
+    cdef PeerLink link
+    cdef Request request
+    if rail is not None or not isinstance(pages, PageSet) or not isinstance(onto, PageSet):
+        return None
+    if type(imm) is not int or not 0 <= imm <= LARGEST_IMMEDIATE:
+        return None
+    source = <PageSet> pages
+    target = <PageSet> onto
+    if not isinstance(source.region, LocalSlice) or not isinstance(target.region, RemoteSlice):
+        return None
+    here = <LocalSlice> source.region
+    there = <RemoteSlice> target.region
+    if source.index.count != target.index.count or source.page_bytes != target.page_bytes:
+        return None
+    if not open_to(core, here, there) or not there.memory.writable:
+        return None
+    link = <PeerLink> there.memory.link
+    request = fresh(kind, link)
+    core.submit_pages(link, request, here.memory, here.start + source.offset, source.index, source.stride,
+                      there.memory, there.start + target.offset, target.index, target.stride, source.page_bytes, imm)
+    lend(there.memory, request)
+    started(core, link, request)
+    return request
+
+
+def quick_send(Core core, type kind, PeerLink link, payload):
+    """Start one message, as `quick` does; None as there."""
+    cdef Request request
+    if type(payload) is not bytes or core.closing or core.on_submit is None or not open_for(core, link):
+        return None
+    if link.state.mailbox == NULL or len(<bytes> payload) > link.message_limit or not alive(&core.engine):
+        return None
+    request = fresh(kind, link)
+    core.submit_send(link, request, payload)
+    started(core, link, request)
+    return request

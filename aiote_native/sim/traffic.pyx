@@ -1,0 +1,475 @@
+"""What is on its way: planned when it is posted, then placed, delivered and completed, each at its time.
+
+| stage    | what happens                                           | where the target cannot take it                |
+|----------|--------------------------------------------------------|------------------------------------------------|
+| place    | a piece of the payload goes into memory                | bad key or range: the initiator gets an error  |
+| deliver  | the immediate, or the message, is given to the target  | it waits in the target's line                  |
+| complete | the initiator is told                                  |                                                |
+
+All pieces are placed before the immediate is delivered, and that is before the completion. Nothing else is ordered. A
+stage whose NIC, or the other one, is silent is parked until that one is back. What a closed endpoint had under way is
+gone, but for what had left its NIC where the model says that the wire holds it.
+
+The caller holds the network's lock.
+"""
+
+from libc.errno cimport EACCES, ECONNRESET, EFAULT, EHOSTUNREACH, EMSGSIZE, ENETDOWN
+from libc.math cimport pow, sqrt
+from libc.stdint cimport uint8_t, uint64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, memset
+from posix.unistd cimport write
+
+from aiote_native.sim.net cimport (
+    Alarm, BUCKETS, Entry, Fault, ITEM_ALARM, ITEM_FAULT, Item, MOST_PIECES, Memory, Model, NIC_BROKEN, NIC_SILENT,
+    NIC_UP, Receive, SAW_COMPLETE, SAW_DELIVER, SAW_FAIL, SAW_FAULT, SAW_PLACE, STAGE_COMPLETE, STAGE_DELIVER,
+    STAGE_PLACE, draw, find_endpoint, find_memory, net_now, put, saw, set_alarm_clock, take_out)
+from aiote_native.structs cimport Completion, MAY_READ, MAY_WRITE, OP_READ, OP_SEND, Span, WorkRequest
+
+
+cdef uint64_t service(const Model* model, uint64_t length) noexcept nogil:
+    """Nanoseconds that a NIC is busy with one operation."""
+    cdef double own = <double> model.operation
+    cdef double bytes_ = <double> length * model.per_byte
+    if model.overlap <= 0:
+        return <uint64_t> (own if own > bytes_ else bytes_)
+    if model.overlap == 2:
+        return <uint64_t> sqrt(own * own + bytes_ * bytes_)
+    return <uint64_t> pow(pow(own, model.overlap) + pow(bytes_, model.overlap), 1 / model.overlap)
+
+
+cdef inline uint64_t later(uint64_t a, uint64_t b) noexcept nogil:
+    return a if a > b else b
+
+
+cdef uint64_t send_through(Nic* nic, uint64_t ready, uint64_t length) noexcept nogil:
+    """Occupy a NIC's sending side; return when the last byte has left it."""
+    cdef uint64_t left = later(ready, nic.sends_free) + service(&nic.model, length)
+    nic.sends_free = left
+    return left
+
+
+cdef uint64_t take_through(Nic* nic, uint64_t arrives, uint64_t length) noexcept nogil:
+    """Occupy a NIC's receiving side, which takes while the other sends; return when the last byte is in memory."""
+    cdef uint64_t wire = <uint64_t> (<double> length * nic.model.per_byte)
+    cdef uint64_t there = later(arrives, nic.takes_free + wire)
+    if wire:
+        nic.takes_free = there
+    return there + nic.slow
+
+
+cdef void plan_work(Net* net, Work* work) noexcept nogil:
+    """Decide when the payload will be where it goes, in how many pieces and in which order; set out."""
+    cdef const Model* model = &work.nic.model
+    cdef Nic* far = work.far if work.far != NULL else work.nic
+    cdef uint64_t now = net_now(net)
+    cdef uint64_t last, first, most
+    if work.opcode == OP_READ:
+        first = send_through(work.nic, now, 0) + model.latency
+        work.sent = send_through(far, first, work.length)
+        last = take_through(work.nic, work.sent + model.answer, work.length)
+    else:
+        work.sent = send_through(work.nic, now, work.length)
+        last = take_through(far, work.sent + model.latency, work.length)
+        first = now
+    last += draw(net, model.jitter + 1)
+    most = model.pieces if model.pieces < work.length else work.length
+    work.pieces = 1 + <int> draw(net, most)
+    work.backwards = draw(net, 2)
+    work.stage = STAGE_DELIVER if work.opcode == OP_SEND else STAGE_PLACE
+    plan_pieces(net, work, first, last)
+    put(net, &work.item, last if work.opcode == OP_SEND else work.times[0])
+
+
+cdef void plan_pieces(Net* net, Work* work, uint64_t first, uint64_t last) noexcept nogil:
+    """Draw the times of the pieces between two times, in order; the last piece takes the last one."""
+    cdef uint64_t time
+    cdef int i, j
+    if work.pieces > MOST_PIECES:
+        work.pieces = MOST_PIECES
+    work.times[work.pieces - 1] = last
+    for i in range(work.pieces - 1):
+        time = last - draw(net, last - first + 1)
+        j = i
+        while j > 0 and work.times[j - 1] > time:
+            work.times[j] = work.times[j - 1]
+            j -= 1
+        work.times[j] = time
+
+
+cdef void after(Net* net, Work* work, uint64_t time) noexcept nogil:
+    """Have the next stage at so long from now, and what is drawn on top."""
+    put(net, &work.item, net_now(net) + time + draw(net, work.nic.model.jitter + 1))
+
+
+cdef void fail(Net* net, Work* work, int status) noexcept nogil:
+    saw(net, SAW_FAIL, work.nic, work.number, work.length, status)
+    work.status = status
+    work.stage = STAGE_COMPLETE
+    after(net, work, work.nic.model.answer)
+
+
+cdef void push_entry(SimEndpoint* endpoint, WorkRequest* wr, int status, uint64_t length, bint own) noexcept nogil:
+    """Report something to an endpoint's owner, and wake it. There is room: all that may come is counted before."""
+    cdef Completion completion
+    memset(&completion, 0, sizeof(completion))
+    completion.wr = wr
+    completion.status = status
+    completion.length = length
+    enter(endpoint, &completion, own)
+
+
+cdef void push_immediate(SimEndpoint* endpoint, const Work* work) noexcept nogil:
+    cdef Completion completion
+    memset(&completion, 0, sizeof(completion))
+    completion.imm = work.imm
+    completion.times = work.counts_for
+    enter(endpoint, &completion, False)
+
+
+cdef void enter(SimEndpoint* endpoint, const Completion* completion, bint own) noexcept nogil:
+    cdef uint64_t one = 1
+    cdef Entry* entry = &endpoint.ring[(endpoint.ring_first + endpoint.ring_count) % endpoint.ring_size]
+    entry.completion = completion[0]
+    entry.own = own
+    endpoint.ring_count += 1
+    if not own:
+        endpoint.arrivals += 1
+    if endpoint.armed:
+        endpoint.armed = False
+        endpoint.raised = True
+        write(endpoint.event_fd, &one, sizeof(one))
+
+
+cdef const Memory* granted(Net* net, const Work* work, const SimEndpoint* target) noexcept nogil:
+    """Return the memory that a work may use at its target, NULL where it has no right to."""
+    cdef const Memory* memory = find_memory(net, work.key)
+    cdef const Span* span
+    cdef int i
+    if memory == NULL or memory.nic != target.nic:
+        return NULL
+    if not memory.access & (MAY_READ if work.opcode == OP_READ else MAY_WRITE):
+        return NULL
+    if work.opcode != OP_READ and not memory.writable:
+        return NULL
+    for i in range(work.span_count):
+        span = &work.spans[i]
+        if (span.remote < memory.base or span.remote - memory.base > memory.length
+                or span.length > memory.length - (span.remote - memory.base)):
+            return NULL
+    return memory
+
+
+cdef void count_moved(Work* work, SimEndpoint* target, uint64_t bytes_) noexcept nogil:
+    target.moved += bytes_
+    if work.source != NULL:
+        work.source.moved += bytes_
+
+
+cdef void move(const Work* work, const Memory* memory, uint64_t low, uint64_t high) noexcept nogil:
+    """Copy the bytes from `low` to `high` of a payload, which is that of all its spans one after the other."""
+    cdef const Span* span
+    cdef uint8_t* near
+    cdef uint8_t* there
+    cdef uint64_t start = 0
+    cdef uint64_t first, last
+    cdef int i
+    for i in range(work.span_count):
+        span = &work.spans[i]
+        first = later(low, start) - start
+        last = (high if high < start + span.length else start + span.length) - start
+        if low < start + span.length and start < high:
+            near = (work.copy + start if work.copy != NULL else span.local) + first
+            there = <uint8_t*> (memory.address + (span.remote - memory.base)) + first
+            if work.opcode == OP_READ:
+                memcpy(near, there, last - first)
+            else:
+                memcpy(there, near, last - first)
+        start += span.length
+
+
+cdef void place(Net* net, Work* work, SimEndpoint* target) noexcept nogil:
+    """Move the next piece between the two memories."""
+    cdef const Memory* memory = granted(net, work, target)
+    cdef uint64_t number = work.pieces - 1 - work.piece if work.backwards else work.piece
+    cdef uint64_t low = work.length // work.pieces * number
+    cdef uint64_t high = work.length if number + 1 == <uint64_t> work.pieces else low + work.length // work.pieces
+    if memory == NULL:
+        fail(net, work, -EACCES)
+        return
+    if work.copy == NULL and work.length and find_memory(net, work.local_key) == NULL:
+        fail(net, work, -EFAULT)
+        return
+    move(work, memory, low, high)
+    count_moved(work, target, high - low + 1)
+    saw(net, SAW_PLACE, target.nic, work.number, high - low, 0)
+    work.piece += 1
+    if work.piece < work.pieces:
+        put(net, &work.item, work.times[work.piece])
+    elif work.with_imm:
+        work.stage = STAGE_DELIVER
+        after(net, work, 0)
+    else:
+        work.stage = STAGE_COMPLETE
+        after(net, work, 0 if work.opcode == OP_READ else work.nic.model.answer)
+
+
+cdef bint deliver(Net* net, Work* work, SimEndpoint* target) noexcept nogil:
+    """Give the target an immediate or a message; False where it has no room for it."""
+    cdef Receive* receive
+    if target.arrivals >= target.nic.model.events:
+        return False
+    if work.opcode == OP_SEND:
+        if target.receive_count == 0:
+            return False
+        receive = &target.receives[target.receive_first]
+        target.receive_first = (target.receive_first + 1) % target.nic.model.receives
+        target.receive_count -= 1
+        if work.length > receive.length:
+            push_entry(target, receive.wr, -EMSGSIZE, 0, False)
+            fail(net, work, -EMSGSIZE)
+            return True
+        memcpy(receive.memory, work.copy if work.copy != NULL else work.spans[0].local, work.length)
+        push_entry(target, receive.wr, 0, work.length, False)
+    else:
+        push_immediate(target, work)
+    count_moved(work, target, work.length + 1)
+    saw(net, SAW_DELIVER, target.nic, work.number, work.length, 0)
+    work.stage = STAGE_COMPLETE
+    after(net, work, work.nic.model.answer)
+    return True
+
+
+cdef void join_line(Work* work, SimEndpoint* target) noexcept nogil:
+    work.in_line = True
+    work.behind = NULL
+    if target.line_end == NULL:
+        target.line = work
+    else:
+        target.line_end.behind = work
+    target.line_end = work
+
+
+cdef void leave_line(Work* work, SimEndpoint* target) noexcept nogil:
+    cdef Work* before = NULL
+    cdef Work* other = target.line
+    while other != NULL and other != work:
+        before = other
+        other = other.behind
+    if other == NULL:
+        return
+    if before == NULL:
+        target.line = work.behind
+    else:
+        before.behind = work.behind
+    if target.line_end == work:
+        target.line_end = before
+    work.behind = NULL
+    work.in_line = False
+
+
+cdef void serve_line(Net* net, SimEndpoint* endpoint) noexcept nogil:
+    """Deliver what waited for room, in the order of its coming; what waits for a receive keeps nobody else."""
+    cdef Work* work = endpoint.line
+    cdef Work* following
+    while work != NULL:
+        following = work.behind
+        if deliver(net, work, endpoint):
+            leave_line(work, endpoint)
+        work = following
+
+
+cdef void complete(Net* net, Work* work) noexcept nogil:
+    saw(net, SAW_COMPLETE, work.nic, work.number, work.length, work.status)
+    if work.source != NULL:
+        push_entry(work.source, work.wr, work.status, 0 if work.status else work.length, True)
+    free_work(net, work)
+
+
+cdef bint held(const Work* work) noexcept nogil:
+    return work.nic.state == NIC_SILENT or (work.far != NULL and work.far.state == NIC_SILENT)
+
+
+cdef void step(Net* net, Work* work) noexcept nogil:
+    """Do the next stage of one operation."""
+    cdef SimEndpoint* target
+    if held(work):
+        work.parked = True
+        return
+    if work.stage == STAGE_COMPLETE:
+        complete(net, work)
+        return
+    target = find_endpoint(net, work.target)
+    if target == NULL or target.broken:
+        fail(net, work, -ECONNRESET)
+    elif work.stage == STAGE_PLACE:
+        place(net, work, target)
+    elif not deliver(net, work, target):
+        join_line(work, target)
+
+
+cdef void out_of_the_way(Net* net, Work* work) noexcept nogil:
+    """Take a work out of wherever it waits."""
+    cdef SimEndpoint* target
+    take_out(net, &work.item)
+    work.parked = False
+    if work.in_line:
+        target = find_endpoint(net, work.target)
+        if target != NULL:
+            leave_line(work, target)
+
+
+cdef void unlink(Work* work) noexcept nogil:
+    if work.source == NULL:
+        return
+    if work.prev == NULL:
+        work.source.works = work.next
+    else:
+        work.prev.next = work.next
+    if work.next != NULL:
+        work.next.prev = work.prev
+    work.next = work.prev = NULL
+    work.source = NULL
+
+
+cdef void free_work(Net* net, Work* work) noexcept nogil:
+    out_of_the_way(net, work)
+    unlink(work)
+    free(work.copy)
+    free(work)
+
+
+cdef bint lingers(Net* net, Work* work) noexcept nogil:
+    """Let what has left the NIC go on without its endpoint; False where nothing has."""
+    cdef uint64_t done = 0
+    cdef int i
+    if not work.nic.model.lingers or work.opcode == OP_READ or work.stage == STAGE_COMPLETE or work.in_line:
+        return False
+    if work.sent > net_now(net) or work.parked:
+        return False
+    work.copy = <uint8_t*> malloc(work.length + 1)
+    if work.copy == NULL:
+        return False
+    for i in range(work.span_count):
+        memcpy(work.copy + done, work.spans[i].local, work.spans[i].length)
+        done += work.spans[i].length
+    unlink(work)
+    work.wr = NULL
+    return True
+
+
+cdef void close_works(Net* net, SimEndpoint* endpoint) noexcept nogil:
+    """End what an endpoint has under way, and fail what waited at it; it is in no table any more."""
+    cdef Work* work = endpoint.works
+    cdef Work* following
+    while work != NULL:
+        following = work.next
+        if not lingers(net, work):
+            free_work(net, work)
+        work = following
+    work = endpoint.line
+    endpoint.line = endpoint.line_end = NULL
+    while work != NULL:
+        following = work.behind
+        work.behind = NULL
+        work.in_line = False
+        fail(net, work, -ECONNRESET)
+        work = following
+
+
+cdef void change_nic(Net* net, Nic* nic, int state) noexcept nogil:
+    """Silence a NIC, break it, or bring it back."""
+    cdef SimEndpoint* endpoint
+    cdef Work* work
+    cdef Work* following
+    cdef int i
+    saw(net, SAW_FAULT, nic, 0, 0, state)
+    nic.state = state
+    for i in range(BUCKETS):
+        endpoint = net.endpoint_table[i]
+        while endpoint != NULL:
+            work = endpoint.works
+            while work != NULL:
+                following = work.next
+                touched(net, nic, work)
+                work = following
+            if state == NIC_BROKEN and endpoint.nic == nic:
+                break_endpoint(endpoint)
+            endpoint = endpoint.next
+
+
+cdef void touched(Net* net, Nic* nic, Work* work) noexcept nogil:
+    """Let a change of a NIC be felt by one operation."""
+    if nic.state == NIC_UP and work.parked and not held(work):
+        work.parked = False
+        after(net, work, work.nic.model.answer)
+    elif nic.state == NIC_BROKEN and (work.nic == nic or work.far == nic):
+        # Even what was delivered: its completion will not come, and whoever waits for it does not know.
+        out_of_the_way(net, work)
+        fail(net, work, -ENETDOWN if work.nic == nic else -EHOSTUNREACH)
+
+
+cdef void break_endpoint(SimEndpoint* endpoint) noexcept nogil:
+    """Give back the receives of an endpoint whose NIC broke; it stays of no use when that is back."""
+    cdef Receive* receive
+    endpoint.broken = True
+    while endpoint.receive_count:
+        receive = &endpoint.receives[endpoint.receive_first]
+        endpoint.receive_first = (endpoint.receive_first + 1) % endpoint.nic.model.receives
+        endpoint.receive_count -= 1
+        push_entry(endpoint, receive.wr, -ENETDOWN, 0, False)
+
+
+cdef void apply(Net* net, Fault* fault) noexcept nogil:
+    if fault.slows:
+        fault.nic.slow = fault.slow
+        saw(net, SAW_FAULT, fault.nic, 0, fault.slow, 0)
+    else:
+        change_nic(net, fault.nic, fault.state)
+    free(fault)
+
+
+cdef void counted_faults(Net* net) noexcept nogil:
+    """Let those faults happen whose number of events has come."""
+    cdef Fault** place = &net.faults
+    cdef Fault* fault
+    while place[0] != NULL:
+        fault = place[0]
+        if fault.after <= net.events:
+            place[0] = fault.next
+            apply(net, fault)
+        else:
+            place = &fault.next
+
+
+cdef void sound(Net* net, Alarm* alarm) noexcept nogil:
+    cdef Alarm** place = &net.alarms
+    cdef uint64_t one = 1
+    while place[0] != NULL and place[0] != alarm:
+        place = &place[0].next
+    if place[0] == alarm:
+        place[0] = alarm.next
+    write(alarm.fd, &one, sizeof(one))
+    free(alarm)
+
+
+cdef void run_due(Net* net, uint64_t until) noexcept nogil:
+    """Let everything happen that is due at a time, each thing at its own."""
+    cdef Item* item
+    while net.heap_count and net.heap[1].time <= until:
+        item = net.heap[1]
+        take_out(net, item)
+        if net.is_virtual and net.now < item.time:
+            net.now = item.time
+        net.events += 1
+        if item.kind == ITEM_FAULT:
+            apply(net, <Fault*> item)
+        elif item.kind == ITEM_ALARM:
+            sound(net, <Alarm*> item)
+        else:
+            step(net, <Work*> item)
+        if net.faults != NULL:
+            counted_faults(net)
+    if net.is_virtual and net.now < until:
+        net.now = until
+    set_alarm_clock(net)

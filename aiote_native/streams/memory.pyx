@@ -1,0 +1,196 @@
+"""A device of streams: nothing but the memory that its peers may reach, and under which keys."""
+
+cimport cython
+from libc.stdint cimport uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
+
+import os
+
+from aiote_native.forks cimport fork_epoch, own
+from aiote_native.streams.receiving cimport stream_poll
+from aiote_native.streams.sending cimport stream_flush, stream_post
+from aiote_native.streams.stream cimport (
+    BUCKETS, NAME_BYTES, STREAM_DEPTH, find_memory, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock)
+from aiote_native.structs cimport MAX_SPANS, MAY_ALL
+
+cdef enum:
+    # Bytes on their way at once, which have to be copied before a cancellation is confirmed: with 4 MiB half a
+    # millisecond more over TCP, with 1 MiB no less than with these, and no transfer is faster.
+    WINDOW = 2 << 20
+    LARGEST = WINDOW // 2  # of one frame: while one is copied the next one is there
+
+
+cdef class StreamDevice(NativeDevice):
+    """The memory of one rail."""
+
+    def __cinit__(self):
+        self.registry = NULL
+
+    def __init__(self):
+        if self.registry != NULL:
+            raise RuntimeError("this device is open already")
+        self.epoch = fork_epoch()
+        self.registry = <Registry*> calloc(1, sizeof(Registry))
+        if self.registry == NULL:
+            raise MemoryError
+        pthread_mutex_init(&self.registry.lock, NULL)
+
+    @property
+    def closed(self) -> bool:
+        return self.registry == NULL
+
+    def register(self, uint64_t address, size_t length, bint writable=True, int access=MAY_ALL) -> StreamMemory:
+        return StreamMemory(self, address, length, writable, access)
+
+    def close(self) -> None:
+        if self.registry == NULL or self.epoch != fork_epoch():
+            return
+        if self.children:
+            raise RuntimeError(f"{self.children} objects of this device are still open")
+        free(self.registry)
+        self.registry = NULL
+
+    def __dealloc__(self):
+        # What a channel still has of it, whose engine was never closed, uses this memory.
+        if self.children == 0 and self.epoch == fork_epoch():
+            free(self.registry)
+
+
+@cython.no_gc_clear
+cdef class StreamMemory(Registration):
+    """A memory registration under a random key, which nobody can guess."""
+
+    def __cinit__(self):
+        self.memory = NULL
+
+    def __init__(self, StreamDevice device, uint64_t address, size_t length, bint writable, int access):
+        own(device.epoch)
+        if device.registry == NULL or self.memory != NULL:
+            raise RuntimeError("the device is closed, or the memory registered already")
+        self.memory = <Memory*> calloc(1, sizeof(Memory))
+        if self.memory == NULL:
+            raise MemoryError
+        self.memory.address = address
+        self.memory.length = length
+        self.memory.writable = writable
+        self.memory.access = access
+        self.device = device
+        device.children += 1
+        self.enlist()
+        self.desc = self.memory
+        self.key = self.memory.key
+        self.base = address
+        self.length = length
+
+    def enlist(self) -> None:
+        """Draw a key that is free and enter the memory under it."""
+        cdef Registry* registry = self.device.registry
+        cdef uint64_t key
+        cdef bint taken = True
+        while taken:
+            key = int.from_bytes(os.urandom(8), "little")
+            with nogil:
+                pthread_mutex_lock(&registry.lock)
+                taken = find_memory(registry, key) != NULL
+                if not taken:
+                    self.memory.key = key
+                    self.memory.next = registry.table[key % BUCKETS]
+                    registry.table[key % BUCKETS] = self.memory
+                pthread_mutex_unlock(&registry.lock)
+
+    def bind(self, bytes holder) -> None:
+        """Have the key serve the peer of that name alone. Raises ValueError for what is none."""
+        cdef const char* name = holder
+        checked(holder)
+        if self.memory == NULL:
+            raise RuntimeError("the registration has ended")
+        with nogil:
+            pthread_mutex_lock(&self.device.registry.lock)
+            memcpy(self.memory.holder, name, NAME_BYTES)
+            self.memory.bound = True
+            pthread_mutex_unlock(&self.device.registry.lock)
+
+    def close(self) -> None:
+        """End the registration; when it returns no peer's bytes go there any more. Idempotent."""
+        self.drop()
+
+    def __dealloc__(self):
+        self.drop()
+
+    cdef void drop(self) noexcept:
+        cdef Registry* registry
+        cdef Memory** place
+        if self.memory == NULL or self.device is None or self.device.epoch != fork_epoch():
+            return
+        registry = self.device.registry
+        # A native thread holds the lock for as long as one call copies, some twenty microseconds.
+        with nogil:
+            pthread_mutex_lock(&registry.lock)
+            place = &registry.table[self.memory.key % BUCKETS]
+            while place[0] != NULL and place[0] != self.memory:
+                place = &place[0].next
+            if place[0] != NULL:
+                place[0] = self.memory.next
+                registry.epoch += 1
+            pthread_mutex_unlock(&registry.lock)
+        free(self.memory)
+        self.memory = NULL
+        self.desc = NULL
+        self.device.children -= 1
+
+
+cdef int checked(bytes name) except -1:
+    if len(name) != NAME_BYTES:
+        raise ValueError(f"a peer's name has {NAME_BYTES} bytes, got {len(name)}")
+    return 0
+
+
+cdef bint stream_cut(void* impl) noexcept nogil:
+    return False
+
+
+cdef void share_operations(RailOps* operations):
+    """Set those operations that are the same over all wires."""
+    operations.post = stream_post
+    operations.flush = stream_flush
+    operations.poll = stream_poll
+    operations.cut = stream_cut
+
+
+@cython.no_gc_clear
+cdef class StreamEndpoint(NativeEndpoint):
+    """What the endpoints of all wires have in common. A base class: each kind has its own native half."""
+
+    def __dealloc__(self):
+        self.drop(self.device)
+
+    cdef int usable(self, StreamDevice device) except -1:
+        """Check that one may be opened on a device."""
+        if self.held()[0] != NULL or device.closed:
+            raise RuntimeError("the endpoint is open already, or its device is closed")
+        return own(device.epoch)
+
+    cdef void begin(self, StreamDevice device, Stream* stream, const Wire* wire, const RailOps* ops):
+        """Be an endpoint of a device, over a wire."""
+        self.device = device
+        device.children += 1
+        self.ops = ops
+        self.largest = LARGEST
+        self.depth = STREAM_DEPTH
+        self.window = WINDOW
+        self.spans = MAX_SPANS
+        stream.wire = wire
+        stream.registry = device.registry
+
+    def name(self, bytes peer) -> None:
+        """Say whose the other end is, before the endpoint is handed over. Raises ValueError for no name."""
+        cdef Stream* stream = <Stream*> self.held()[0]
+        checked(peer)
+        if stream == NULL:
+            raise RuntimeError("the endpoint is closed or owned by a channel")
+        memcpy(stream.peer, <const char*> peer, NAME_BYTES)
+        stream.named = True
+
+    cdef NativeDevice home(self):
+        return self.device

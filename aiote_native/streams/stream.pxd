@@ -1,0 +1,148 @@
+# What the two ends of a stream share. A kind of wire (rings.pyx) fills in Wire and has a Stream as its first member.
+#
+# Frames follow each other in both directions, each a header of 104 bytes and, for some, as many bytes as it says:
+#
+#   FRAME_WRITE     bytes for `places` of the receiver's memory under `key`; counts `counts_for` times for `imm`, if any
+#   FRAME_SEND      a message, for the oldest receive that was posted; it waits for one
+#   FRAME_READ      asks for the bytes of `places` of the receiver's memory under `key`
+#   FRAME_ANSWER    bytes for the oldest read that was not answered
+#   FRAME_ANSWERED  that read is over, with `status`
+#   FRAME_DONE      of the requests with bytes `done` are over, the last one of them with `status`
+#
+# Every header says in `done` how many writes and sends of its receiver are over, all well but those of which a
+# FRAME_DONE has said otherwise: an acknowledgement of its own is sent only by who has nothing else to say.
+from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t, uint64_t
+
+from aiote_native.structs cimport Completion, MAX_SPANS, Post, WorkRequest
+
+cdef extern from "<pthread.h>" nogil:
+    ctypedef struct pthread_mutex_t:
+        pass
+    int pthread_mutex_init(pthread_mutex_t*, const void*)
+    int pthread_mutex_lock(pthread_mutex_t*)
+    int pthread_mutex_unlock(pthread_mutex_t*)
+
+cdef extern from "<sys/uio.h>" nogil:
+    struct iovec:
+        void* iov_base
+        size_t iov_len
+
+cdef enum:
+    FRAME_WRITE = 1
+    FRAME_SEND = 2
+    FRAME_READ = 3
+    FRAME_ANSWER = 4
+    FRAME_ANSWERED = 5
+    FRAME_DONE = 6
+
+cdef enum:
+    BUCKETS = 256        # of the table of keys
+    NAME_BYTES = 24      # of an engine: its identity and incarnation
+    STREAM_DEPTH = 1024  # requests of one side that are not over
+    FRAMES_BEGUN = 8     # frames that are handed over together
+    MOST_VECTORS = FRAMES_BEGUN * (1 + MAX_SPANS)
+
+cdef struct Place:
+    uint64_t address
+    uint64_t length
+
+cdef struct Frame:
+    uint16_t kind
+    uint16_t place_count
+    uint32_t imm
+    uint32_t counts_for  # 0: without an immediate
+    int32_t status
+    uint64_t done
+    uint64_t key
+    uint64_t length      # of all places; of FRAME_READ what is asked for
+    Place places[MAX_SPANS]
+
+# A frame to be sent, and what was asked for by one that was.
+cdef struct Work:
+    Frame frame
+    Work* next
+    WorkRequest* wr
+    uint8_t* local[MAX_SPANS]
+    uint64_t moved       # bytes of header and places that the wire has taken
+    Work* trailer        # the FRAME_ANSWERED of a FRAME_ANSWER
+    uint64_t epoch       # of the registry in which an answer's places were good
+
+cdef struct WorkList:
+    Work* head
+    Work* tail
+
+cdef struct Memory:
+    Memory* next
+    uint64_t key
+    uint64_t address
+    uint64_t length
+    bint writable
+    int access  # what peers may do
+    bint bound           # to the peer of that name
+    uint8_t[NAME_BYTES] holder
+
+# The memory of one device by its keys. Its lock is held while anything moves, so that no byte goes to memory whose
+# registration has ended.
+cdef struct Registry:
+    pthread_mutex_t lock
+    Memory* table[BUCKETS]
+    uint64_t epoch       # changes with every registration that ends
+
+# The wire under a stream: bytes that were moved, 0 where none can be now, or -errno.
+cdef struct Wire:
+    long (*send)(void* stream, const iovec* vectors, int count) noexcept nogil
+    long (*receive)(void* stream, const iovec* vectors, int count) noexcept nogil
+
+cdef struct Stream:
+    const Wire* wire
+    Registry* registry
+    bint named
+    uint8_t[NAME_BYTES] peer
+    bint eager           # what is posted is sent at once, not at the end of the turn
+    bint connected
+    bint closed
+    int broken           # the -errno for which nothing moves any more
+    bint told_broken     # a poll has come by it
+    # sending: not begun (what is urgent before the rest), begun, sent and not over
+    WorkList urgent
+    WorkList queue
+    WorkList begun
+    WorkList unacked
+    WorkList unread
+    Work* spare
+    uint32_t outstanding
+    uint32_t refusals    # requests of the peer's that were refused, which it was not told yet
+    bint paused          # the last push ended for its budget, not for the wire
+    uint64_t sent        # writes and sends that the wire has taken whole
+    uint64_t confirmed   # of them those of which the peer has said that they are over
+    uint64_t ended       # of these those that were told to whoever polls
+    uint64_t bad         # the one of them that did not end well, counted from 1
+    int bad_status
+    # receiving: the header, and where its bytes go
+    Frame heads[2]
+    int head             # which of the two is that of the frame under way
+    uint32_t head_got
+    uint32_t next_got    # bytes of the other one, which came with the end of this one
+    bint stalled         # a message waits for a receive
+    bint opened          # the header was read, and what follows is known
+    bint discards
+    bint cached          # its bytes go to memory that a processor's caches may hold
+    int status
+    uint64_t left
+    iovec into[MAX_SPANS]
+    int into_count
+    int into_first
+    uint64_t epoch       # of the registry in which `into` was good
+    WorkRequest* receiving
+    WorkList receives
+    uint32_t answers     # reads of the peer that are not answered yet
+    uint64_t received    # writes and sends of the peer's that are over
+    uint64_t told        # of these those that it was told of
+
+cdef Memory* find_memory(const Registry* registry, uint64_t key) noexcept nogil
+cdef bint is_open(const Stream* self, const Frame* frame, bint writes) noexcept nogil
+cdef void append(WorkList* works, Work* work) noexcept nogil
+cdef Work* take_first(WorkList* works) noexcept nogil
+cdef Work* new_work(Stream* self) noexcept nogil
+cdef void free_work(Stream* self, Work* work) noexcept nogil
+cdef void free_works(Stream* self) noexcept nogil

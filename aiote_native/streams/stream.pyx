@@ -1,0 +1,90 @@
+"""The parts of a stream that both directions use: lists of frames, and the table of keys."""
+
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcmp, memset
+
+from aiote_native.structs cimport MAY_READ, MAY_WRITE
+
+
+cdef Memory* find_memory(const Registry* registry, uint64_t key) noexcept nogil:
+    cdef Memory* memory = <Memory*> registry.table[key % BUCKETS]
+    while memory != NULL and memory.key != key:
+        memory = memory.next
+    return memory
+
+
+cdef bint is_open(const Stream* self, const Frame* frame, bint writes) noexcept nogil:
+    """Whether the places of a peer's frame all lie in memory that its key opens to it; a frame of no bytes needs none.
+
+    Compared, never added up: the numbers come from outside, and a sum could overflow.
+    """
+    cdef const Memory* memory
+    cdef const Place* place
+    cdef uint16_t i
+    if frame.length == 0:
+        return True
+    memory = find_memory(self.registry, frame.key)
+    if memory == NULL or not memory.access & (MAY_WRITE if writes else MAY_READ) or (writes and not memory.writable):
+        return False
+    if memory.bound and not (self.named and memcmp(memory.holder, self.peer, NAME_BYTES) == 0):
+        return False
+    for i in range(frame.place_count):
+        place = &frame.places[i]
+        if (place.address < memory.address or place.address - memory.address > memory.length
+                or place.length > memory.length - (place.address - memory.address)):
+            return False
+    return True
+
+
+cdef void append(WorkList* works, Work* work) noexcept nogil:
+    work.next = NULL
+    if works.tail == NULL:
+        works.head = work
+    else:
+        works.tail.next = work
+    works.tail = work
+
+
+cdef Work* take_first(WorkList* works) noexcept nogil:
+    cdef Work* work = works.head
+    if work != NULL:
+        works.head = work.next
+        if works.head == NULL:
+            works.tail = NULL
+    return work
+
+
+cdef Work* new_work(Stream* self) noexcept nogil:
+    """Take one that is free, or a new one; NULL where there is no memory. They are kept until the stream is freed."""
+    cdef Work* work = self.spare
+    if work == NULL:
+        return <Work*> calloc(1, sizeof(Work))
+    self.spare = work.next
+    memset(work, 0, sizeof(Work))
+    return work
+
+
+cdef void free_work(Stream* self, Work* work) noexcept nogil:
+    work.next = self.spare
+    self.spare = work
+
+
+cdef void free_list(WorkList* works) noexcept nogil:
+    cdef Work* work = take_first(works)
+    while work != NULL:
+        free(work)
+        work = take_first(works)
+
+
+cdef void free_works(Stream* self) noexcept nogil:
+    cdef WorkList spare
+    spare.head = self.spare
+    spare.tail = NULL
+    self.spare = NULL
+    free_list(&spare)
+    free_list(&self.urgent)
+    free_list(&self.queue)
+    free_list(&self.begun)
+    free_list(&self.unacked)
+    free_list(&self.unread)
+    free_list(&self.receives)

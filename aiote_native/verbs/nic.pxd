@@ -1,0 +1,56 @@
+from libc.stdint cimport uint16_t, uint32_t, uint64_t, uint8_t
+
+from aiote_native.kinds cimport NativeDevice, Registration
+from aiote_native.verbs.ibverbs cimport (
+    ibv_context, ibv_device_attr, ibv_gid, ibv_mr, ibv_pd, ibv_port_attr, ibv_recv_wr, ibv_srq, ibv_td)
+
+cdef enum:
+    REFILL = 64       # receives that are posted at a time
+    NOT_INLINE = 1    # above the local key in a descriptor: memory that a processor cannot read
+
+ctypedef ibv_recv_wr refill_chain[REFILL]
+
+# How queue pairs are made and connected; the numbers are the verbs' own.
+cdef struct Settings:
+    int gid_index
+    int pkey_index
+    int service_level
+    int traffic_class
+    int mtu              # bytes; 0: as much as the port is set to
+    int timeout          # 4.096 us * 2 ** timeout until a packet without an answer is sent again
+    int retries          # how often, before the queue pair fails
+    int srq_depth        # receives in the queue that all peers share
+    int messages         # receives of each peer's messages
+
+# One port of a device, with what its queue pairs share. `missing` receives of the shared queue are to be posted again.
+cdef struct Nic:
+    ibv_context* context
+    ibv_pd* pd
+    ibv_td* td
+    ibv_pd* parent       # `pd`, or one whose queue pairs take no locks of their own
+    ibv_srq* srq
+    uint32_t receives
+    uint32_t missing
+    uint32_t refill
+    uint64_t refills
+    refill_chain chain
+    ibv_device_attr attr
+    ibv_port_attr port
+    ibv_gid gid
+    uint8_t number
+    Settings settings
+
+cdef int refill(Nic* nic) noexcept nogil
+
+cdef class VerbsDevice(NativeDevice):
+    cdef Nic nic
+    cdef readonly str name
+    cdef int open(self) except -1
+    cdef int drop(self) noexcept
+    cdef int open_context(self) except -1
+    cdef int open_receives(self) except -1
+    cdef ibv_context* opened(self) except NULL
+
+cdef class VerbsMemory(Registration):
+    cdef VerbsDevice device
+    cdef ibv_mr* mr

@@ -1,0 +1,288 @@
+"""An opened port of an RDMA device: protection domain, shared receives and the memory registered with it.
+
+All peers' data queue pairs take the receives that written immediates use up from one shared queue, so there have to be
+enough for what may come at a time, not for each peer. They hold nothing; when a batch is used up, a batch is posted.
+"""
+
+cimport cython
+from libc.errno cimport EOPNOTSUPP
+from libc.stdint cimport uintptr_t
+from libc.string cimport memset, strcmp
+
+import os
+
+from aiote_native.forks cimport fork_epoch, own
+from aiote_native.structs cimport MAY_ALL, MAY_READ, MAY_WRITE
+from aiote_native.verbs.ibverbs cimport (
+    IBV_ACCESS_LOCAL_WRITE, IBV_ACCESS_RELAXED_ORDERING, IBV_ACCESS_REMOTE_READ, IBV_ACCESS_REMOTE_WRITE,
+    IBV_EVENT_CQ_ERR, IBV_EVENT_DEVICE_FATAL, IBV_EVENT_PORT_ACTIVE, IBV_EVENT_PORT_ERR,
+    IBV_EVENT_QP_ACCESS_ERR, IBV_EVENT_QP_FATAL, IBV_EVENT_QP_REQ_ERR, IBV_EVENT_SRQ_ERR, IBV_LINK_LAYER_ETHERNET,
+    IBV_PORT_ACTIVE, aiote_alloc_parent, aiote_alloc_td, aiote_dealloc_td, aiote_query_port, ibv_async_event,
+    ibv_device, ibv_post_srq_recv, ibv_recv_wr, ibv_srq_init_attr)
+from aiote_native.verbs.symbols cimport failed, symbols
+
+SETTINGS = {
+    "gid_index": 0, "pkey_index": 0, "service_level": 0, "traffic_class": 0, "mtu": 0, "timeout": 14, "retries": 6,
+    "srq_depth": 2048, "messages": 20,
+}
+"""What a device is opened with where nothing else is said."""
+
+cdef dict PORT_EVENTS = {IBV_EVENT_PORT_ACTIVE: "port up", IBV_EVENT_PORT_ERR: "port down"}
+cdef tuple QUEUE_EVENTS = (IBV_EVENT_QP_FATAL, IBV_EVENT_QP_REQ_ERR, IBV_EVENT_QP_ACCESS_ERR)
+
+
+def devices() -> list[str]:
+    """List the names of the devices that libibverbs can open."""
+    cdef int count = 0
+    cdef ibv_device** found = symbols().get_device_list(&count)
+    cdef int i
+    if found == NULL:
+        failed("ibv_get_device_list")
+    try:
+        return [symbols().get_device_name(found[i]).decode() for i in range(count)]
+    finally:
+        symbols().free_device_list(found)
+
+
+cdef int refill(Nic* nic) noexcept nogil:
+    """Post the receives that are missing, batch by batch; 0 or a negative error number."""
+    cdef ibv_recv_wr* bad = NULL
+    cdef int code
+    while nic.missing >= nic.refill:
+        code = ibv_post_srq_recv(nic.srq, &nic.chain[REFILL - nic.refill], &bad)
+        if code != 0:
+            return -code
+        nic.missing -= nic.refill
+        nic.refills += 1
+    return 0
+
+
+cdef class VerbsDevice(NativeDevice):
+    """A port, opened: what queue pairs are made on and memory is registered with."""
+
+    def __cinit__(self):
+        memset(&self.nic, 0, sizeof(self.nic))
+
+    def __init__(self, str name, int port=1, **settings):
+        """Open port `port` of the device `name`; `settings` are as in SETTINGS. Raises StatusError and LookupError."""
+        if self.nic.context != NULL:
+            raise RuntimeError("this device is open already")
+        self.epoch = fork_epoch()
+        self.name = name
+        self.nic.number = port
+        self.nic.settings = {**SETTINGS, **settings}
+        try:
+            self.open()
+        except BaseException:
+            self.close()
+            raise
+
+    cdef int open(self) except -1:
+        """Open it; what was opened before a failure is for `close`."""
+        cdef Nic* nic = &self.nic
+        cdef int code
+        self.open_context()
+        os.set_blocking(nic.context.async_fd, False)
+        code = symbols().query_device(nic.context, &nic.attr)
+        if code == 0:
+            code = aiote_query_port(nic.context, nic.number, &nic.port, symbols().query_port)
+        if code != 0:
+            failed("ibv_query_port", code)
+        if symbols().query_gid(nic.context, nic.number, nic.settings.gid_index, &nic.gid) != 0:
+            failed("ibv_query_gid")
+        nic.pd = symbols().alloc_pd(nic.context)
+        if nic.pd == NULL:
+            failed("ibv_alloc_pd")
+        # One lock of ours guards an engine's queues, so the driver's own are not needed.
+        nic.parent = nic.pd
+        nic.td = aiote_alloc_td(nic.context)
+        if nic.td != NULL:
+            nic.parent = aiote_alloc_parent(nic.context, nic.pd, nic.td)
+            if nic.parent == NULL:
+                nic.parent = nic.pd
+        return self.open_receives()
+
+    cdef int open_context(self) except -1:
+        """Open the device that has the name. Raises LookupError."""
+        cdef int count = 0
+        cdef int i
+        cdef bytes name = self.name.encode()
+        cdef ibv_device** found = symbols().get_device_list(&count)
+        if found == NULL:
+            failed("ibv_get_device_list")
+        try:
+            for i in range(count):
+                if strcmp(symbols().get_device_name(found[i]), name) == 0:
+                    self.nic.context = symbols().open_device(found[i])
+                    if self.nic.context == NULL:
+                        failed("ibv_open_device")
+                    return 0
+        finally:
+            symbols().free_device_list(found)
+        raise LookupError(f"libibverbs has no device {self.name!r}")
+
+    cdef int open_receives(self) except -1:
+        """Make the shared queue and fill it."""
+        cdef Nic* nic = &self.nic
+        cdef ibv_srq_init_attr attr
+        cdef int i, code
+        memset(&attr, 0, sizeof(attr))
+        nic.receives = min(nic.settings.srq_depth, nic.attr.max_srq_wr)
+        attr.attr.max_wr = nic.receives
+        attr.attr.max_sge = 1
+        nic.srq = symbols().create_srq(nic.pd, &attr)
+        if nic.srq == NULL:
+            failed("ibv_create_srq")
+        nic.refill = max(min(nic.receives // 4, <uint32_t> REFILL), 1)
+        nic.receives -= nic.receives % nic.refill
+        for i in range(REFILL):
+            memset(&nic.chain[i], 0, sizeof(ibv_recv_wr))
+            nic.chain[i].next = &nic.chain[i + 1] if i + 1 < REFILL else NULL
+        nic.missing = nic.receives
+        code = refill(nic)
+        if code != 0:
+            failed("ibv_post_srq_recv", -code)
+        return 0
+
+    cdef ibv_context* opened(self) except NULL:
+        own(self.epoch)
+        if self.nic.context == NULL:
+            raise RuntimeError("the device is closed")
+        return self.nic.context
+
+    @property
+    def attributes(self) -> dict:
+        """What the device and its port are, as they are now."""
+        cdef ibv_port_attr port
+        cdef ibv_context* context = self.opened()
+        cdef int code = aiote_query_port(context, self.nic.number, &port, symbols().query_port)
+        if code != 0:
+            failed("ibv_query_port", code)
+        return {
+            "name": self.name, "port": self.nic.number, "up": port.state == IBV_PORT_ACTIVE, "lid": port.lid,
+            "ethernet": port.link_layer == IBV_LINK_LAYER_ETHERNET, "gid": bytes(self.nic.gid.raw[:16]),
+            "mtu": 128 << port.active_mtu, "largest": port.max_msg_sz, "lockless": self.nic.parent != self.nic.pd,
+            "receives": self.nic.receives, "refills": self.nic.refills,
+            "reads": min(self.nic.attr.max_qp_rd_atom, self.nic.attr.max_qp_init_rd_atom),
+        }
+
+    @property
+    def async_fd(self) -> int:
+        """The descriptor that is readable when there are `events`."""
+        return self.opened().async_fd
+
+    def events(self) -> list[tuple[str, int]]:
+        """Take the asynchronous events that came: (what, number of the queue pair, or 0).
+
+        "queue failed" tells of one, "port up", "port down" and "removed" of the port, "queues failed" of what all peers
+        share; others, which ask for nothing, are left out.
+        """
+        cdef ibv_context* context = self.opened()
+        cdef ibv_async_event event
+        found = []
+        while symbols().get_async_event(context, &event) == 0:
+            kind = event.event_type
+            if kind in QUEUE_EVENTS:
+                found.append(("queue failed", event.element.qp.qp_num))
+            elif kind == IBV_EVENT_SRQ_ERR or kind == IBV_EVENT_CQ_ERR:
+                found.append(("queues failed", 0))
+            elif kind == IBV_EVENT_DEVICE_FATAL:
+                found.append(("removed", 0))
+            elif kind in PORT_EVENTS and event.element.port_num == self.nic.number:
+                found.append((PORT_EVENTS[kind], 0))
+            symbols().ack_async_event(&event)
+        return found
+
+    def register(self, uint64_t address, size_t length, bint writable=True, int access=MAY_ALL) -> VerbsMemory:
+        """Register `length` bytes at `address`; `access` opens them to peers under the device's key.
+
+        The caller keeps the memory alive until the registration is closed. Raises StatusError.
+        """
+        return VerbsMemory(self, address, length, writable, access)
+
+    def register_dmabuf(self, int fd, uint64_t offset, size_t length, uint64_t address,
+                        bint writable=True, int access=MAY_ALL) -> VerbsMemory:
+        """Register a part of a DMA-BUF, which a GPU's driver gives out; peers address it from `address` on.
+
+        Raises StatusError: EOPNOTSUPP where library, kernel or device know nothing of it.
+        """
+        return VerbsMemory(self, address, length, writable, access, fd, offset)
+
+    def close(self) -> None:
+        """Close it; everything under it must be closed before. Idempotent; nothing in a child of a fork."""
+        cdef int code
+        if self.epoch != fork_epoch() or self.nic.context == NULL:
+            return
+        if self.children:
+            raise RuntimeError(f"{self.children} objects of this device are still open")
+        code = self.drop()
+        if code != 0:
+            failed("ibv_close_device", code)
+
+    def __dealloc__(self):
+        if self.epoch == fork_epoch() and self.nic.context != NULL and self.children == 0:
+            self.drop()
+
+    cdef int drop(self) noexcept:
+        """Close whatever is open of it; return what closing the device said."""
+        cdef Nic* nic = &self.nic
+        cdef int code
+        if nic.srq != NULL:
+            symbols().destroy_srq(nic.srq)
+        if nic.parent != NULL and nic.parent != nic.pd:
+            symbols().dealloc_pd(nic.parent)
+        if nic.td != NULL:
+            aiote_dealloc_td(nic.context, nic.td)
+        if nic.pd != NULL:
+            symbols().dealloc_pd(nic.pd)
+        code = symbols().close_device(nic.context)
+        memset(nic, 0, sizeof(Nic))
+        return code
+
+
+@cython.no_gc_clear
+cdef class VerbsMemory(Registration):
+    """A memory region: `key` is the remote one, `desc` the local one."""
+
+    def __cinit__(self):
+        self.mr = NULL
+
+    def __init__(self, VerbsDevice device, uint64_t address, size_t length, bint writable, int access, int fd=-1,
+                 uint64_t offset=0):
+        cdef int flags = IBV_ACCESS_LOCAL_WRITE if writable else 0
+        device.opened()
+        flags |= IBV_ACCESS_REMOTE_READ if access & MAY_READ else 0
+        flags |= IBV_ACCESS_REMOTE_WRITE if writable and access & MAY_WRITE else 0
+        if fd >= 0:
+            if symbols().reg_dmabuf_mr == NULL:
+                failed("ibv_reg_dmabuf_mr", EOPNOTSUPP)
+            self.mr = symbols().reg_dmabuf_mr(device.nic.pd, offset, length, address, fd, flags)
+        elif symbols().reg_mr_iova2 != NULL:
+            # Libraries that know this one drop what a device cannot do; who counts immediates needs no order of bytes.
+            self.mr = symbols().reg_mr_iova2(device.nic.pd, <void*> address, length, address,
+                                             flags | IBV_ACCESS_RELAXED_ORDERING)
+        else:
+            self.mr = symbols().reg_mr(device.nic.pd, <void*> address, length, flags)
+        if self.mr == NULL:
+            failed("ibv_reg_dmabuf_mr" if fd >= 0 else "ibv_reg_mr")
+        self.device = device
+        device.children += 1
+        self.desc = <void*> (<uintptr_t> self.mr.lkey | (<uintptr_t> NOT_INLINE << 32 if fd >= 0 else 0))
+        self.key = self.mr.rkey
+        self.base = address
+        self.length = length
+
+    def close(self) -> None:
+        """End the registration: the key is refused from here on. Idempotent; nothing in a child of a fork."""
+        if self.mr != NULL and self.device.epoch == fork_epoch():
+            code = symbols().dereg_mr(self.mr)
+            if code != 0:
+                failed("ibv_dereg_mr", code)
+            self.mr = NULL
+            self.desc = NULL
+            self.device.children -= 1
+
+    def __dealloc__(self):
+        if self.mr != NULL and self.device is not None and self.device.epoch == fork_epoch():
+            symbols().dereg_mr(self.mr)
+            self.device.children -= 1

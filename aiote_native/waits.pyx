@@ -1,0 +1,228 @@
+"""What is awaited beside transfers: counts of immediates, and words in memory."""
+
+cimport cython
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_INCREF
+from libc.stdint cimport uint32_t, uint64_t
+from libc.string cimport memset
+
+import sys
+
+from aiote_native.buffers cimport Buffer
+from aiote_native.counters cimport (
+    IMMEDIATE_BITS, UNITS, WAIT_OVER, WAIT_PENDING, WAIT_SATISFIED, drop_if_empty, enqueue, table_get, withdraw)
+from aiote_native.progress cimport alive, kick, lock, unlock, usable, watch_link, watch_unlink
+from aiote_native.workrequests cimport Waitable, finish
+
+
+cdef object MOST_COUNTS = 1 << 40
+
+
+cdef CounterHandle open_counter(object core, Progress* engine, uint32_t imm):
+    cdef CounterHandle handle = CounterHandle.__new__(CounterHandle)
+    usable(engine)
+    if imm >> IMMEDIATE_BITS:
+        raise ValueError(f"immediate {imm:#x} does not fit in {IMMEDIATE_BITS} bits")
+    with nogil:
+        lock(engine)
+        handle.counter = table_get(&engine.state.counters, imm)
+        if handle.counter != NULL:
+            handle.counter.handles += 1
+            handle.counter.opened += 1
+            handle.counter.dropped = False
+        unlock(engine)
+    if handle.counter == NULL:
+        raise OverflowError(f"{engine.state.counters.limit} immediates are in use, which is the limit")
+    handle.core = core
+    handle.engine = engine
+    handle.imm = imm
+    return handle
+
+
+@cython.no_gc_clear  # a cleared handle would have lost the core that its counter lives in
+cdef class CounterHandle:
+    """A handle of one immediate's count; the count lives while it is not zero or somebody has a handle."""
+
+    @property
+    def value(self) -> int:
+        """Whole writes that arrived and were not consumed."""
+        cdef uint64_t units
+        if self.counter == NULL or not alive(self.engine):
+            return 0
+        with nogil:
+            lock(self.engine)
+            units = self.counter.units
+            unlock(self.engine)
+        return units // UNITS
+
+    def wait(self, CounterWait waiting, uint64_t n) -> None:
+        """Queue a wait for n counts; it is over when they have been consumed for it."""
+        usable(self.engine)
+        if self.counter == NULL:
+            raise RuntimeError("the counter is closed")
+        if n > <uint64_t> MOST_COUNTS:
+            raise ValueError(f"a wait for {n} counts is over the limit of 2**40")
+        if waiting.handle is not None:
+            raise RuntimeError("a wait is queued once")
+        waiting.handle = self
+        Py_INCREF(waiting)
+        with nogil:
+            lock(self.engine)
+            self.engine.waits += 1
+            # The counter stays for as long as the wait may give counts back to it.
+            self.counter.handles += 1
+            enqueue(self.counter, &waiting.wait, n * UNITS, &self.engine.state.done)
+            kick(self.engine)
+            unlock(self.engine)
+
+    def begin(self, n) -> CounterWait | None:
+        """Make and queue a wait in one step. None: something needs a closer look, and nothing was done."""
+        cdef CounterWait waiting
+        if type(n) is not int or not 0 <= n <= MOST_COUNTS or self.counter == NULL or self.core.closing:
+            return None
+        if not alive(self.engine):
+            return None
+        waiting = CounterWait.__new__(CounterWait)
+        self.wait(waiting, n)
+        if not self.core.awake and self.core.on_submit is not None:
+            self.core.on_submit()
+        return waiting
+
+    def close(self, bint discard=False) -> None:
+        """Give the handle up; with `discard`, and no other handle, drop what was counted too. Idempotent.
+
+        Waits go on, and keep what is counted for as long as the last of them does.
+        """
+        cdef Counter* counter = self.counter
+        self.counter = NULL
+        if counter == NULL or not alive(self.engine):
+            return
+        with nogil:
+            lock(self.engine)
+            counter.handles -= 1
+            counter.opened -= 1
+            if discard and counter.opened == 0:
+                counter.dropped = True
+                if counter.head == NULL:
+                    counter.units = 0
+            drop_if_empty(&self.engine.state.counters, counter)
+            unlock(self.engine)
+
+    def __dealloc__(self):
+        # Waits for a round at most: whoever holds the lock never waits for the GIL.
+        if self.counter != NULL and alive(self.engine):
+            with nogil:
+                lock(self.engine)
+                self.counter.handles -= 1
+                self.counter.opened -= 1
+                drop_if_empty(&self.engine.state.counters, self.counter)
+                unlock(self.engine)
+
+
+cdef class CounterWait(Waitable):
+    """A wait for n counts."""
+
+    def __cinit__(self):
+        memset(&self.wait, 0, sizeof(self.wait))
+        self.wait.done.owner = <PyObject*> self
+
+    @property
+    def satisfied(self) -> bool:
+        """Whether the counts were consumed for this wait."""
+        return self.wait.state == WAIT_SATISFIED
+
+    def take(self) -> None:
+        """Say that whoever waited has seen the counts: they are gone for good."""
+        cdef Progress* engine
+        if self.wait.state != WAIT_SATISFIED or not alive(self.handle.engine):
+            return
+        engine = self.handle.engine
+        with nogil:
+            lock(engine)
+            self.wait.state = WAIT_OVER
+            self.wait.counter.handles -= 1
+            drop_if_empty(&engine.state.counters, self.wait.counter)
+            unlock(engine)
+
+    def cancel(self) -> None:
+        """Withdraw the wait; counts that were consumed for it and not taken by anyone are given back."""
+        cdef Progress* engine
+        cdef bint pending
+        if self.handle is None or self.wait.state == WAIT_OVER or not alive(self.handle.engine):
+            return
+        engine = self.handle.engine
+        with nogil:
+            lock(engine)
+            pending = self.wait.state == WAIT_PENDING
+            self.wait.counter.handles -= 1
+            withdraw(&engine.state.counters, &self.wait, &engine.state.done)
+            kick(engine)
+            unlock(engine)
+        if pending:
+            finish(self)
+
+    cdef int resolved(self) except -1:
+        self.handle.engine.waits -= 1
+        return 0
+
+
+cdef int start_watch(object core, Progress* engine, Watch watch, object old) except -1:
+    usable(engine)
+    if watch.engine != NULL:
+        raise RuntimeError("a watch is started once")
+    watch.core = core
+    watch.engine = engine
+    watch.watched.old = old
+    Py_INCREF(watch)
+    with nogil:
+        lock(engine)
+        watch_link(engine, &watch.watched)
+        engine.tick_ns = 0
+        kick(engine)
+        unlock(engine)
+    return 0
+
+
+cdef class Watch(Waitable):
+    """A word of 1, 2, 4 or 8 bytes in this process's memory, looked at until it changes."""
+
+    def __cinit__(self):
+        memset(&self.watched, 0, sizeof(self.watched))
+        self.watched.done.owner = <PyObject*> self
+        self.engine = NULL
+
+    def __init__(self, Buffer buffer):
+        """Take the word's buffer (kept alive). Raises ValueError for other widths and for an address that is not
+        aligned."""
+        if buffer.nbytes not in (1, 2, 4, 8):
+            raise ValueError(f"a watched word has 1, 2, 4 or 8 bytes, this has {buffer.nbytes}")
+        if buffer.address % buffer.nbytes:
+            raise ValueError("a watched word must be aligned to its size")
+        self.buffer = buffer
+        self.watched.address = <const void*> buffer.address
+        self.watched.width = <int> buffer.nbytes
+
+    @property
+    def new(self) -> int:
+        """The value that was seen."""
+        return self.watched.new
+
+    def cancel(self) -> None:
+        """Stop looking."""
+        cdef bint linked
+        if self.engine == NULL or not alive(self.engine):
+            return
+        with nogil:
+            lock(self.engine)
+            linked = self.watched.linked
+            watch_unlink(self.engine, &self.watched)
+            unlock(self.engine)
+        if linked:
+            finish(self)
+
+
+def read_value(Buffer buffer) -> int:
+    """Read an unsigned word in the machine's byte order. Raises ValueError for a released buffer."""
+    if buffer.nbytes == 0:
+        raise ValueError("the word's buffer was released")
+    return int.from_bytes((<const char*> buffer.address)[:buffer.nbytes], sys.byteorder)

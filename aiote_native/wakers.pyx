@@ -1,0 +1,159 @@
+"""What a coroutine sleeps on, and how it is woken.
+
+A `Waiter` is what asyncio's tasks take for a future (they ask for `_asyncio_future_blocking`, and so does uvloop's
+loop, which runs the same tasks). A future has its task run in the loop's next turn, which costs a handle, a call of
+the selector and 2 us. A waiter that is woken in a callback of the loop's own, where no other task is running, runs its
+task right there, which is what that next turn would do.
+"""
+
+cimport cython
+from cpython.contextvars cimport PyContext_Enter, PyContext_Exit
+
+
+@cython.freelist(64)
+cdef class Waiter:
+    """One sleep of one task. `loop` is asyncio's or uvloop's, `cancelled_error` what a cancelled sleep raises."""
+
+    def __init__(self, loop, cancelled_error):
+        self.loop = loop
+        self.cancelled_error = cancelled_error
+
+    def get_loop(self):
+        return self.loop
+
+    def done(self) -> bool:
+        return self.is_done
+
+    def cancelled(self) -> bool:
+        return self.is_cancelled
+
+    def result(self) -> None:
+        if self.is_cancelled:
+            raise self.cancelled_error() if self.message is None else self.cancelled_error(self.message)
+        if not self.is_done:
+            raise RuntimeError("nothing has woken it yet")
+
+    def add_done_callback(self, callback, *, context=None) -> None:
+        """Call it when this is over: it is a task's wake-up. There is one as a rule, and any number may be."""
+        if self.callback is not None:
+            self.others = [*(self.others or ()), (callback, context)]
+            return
+        self.callback = callback
+        self.context = context
+        if self.is_done:
+            self.resolve()
+
+    def set_result(self, value) -> None:
+        """Wake the task in the loop's next turn."""
+        if self.is_done:
+            raise RuntimeError("it was woken before")
+        self.is_done = True
+        self.resolve()
+
+    def cancel(self, msg=None) -> bool:
+        """Have the task raise; asked by the task that is cancelled."""
+        if self.is_done:
+            return False
+        self.is_done = self.is_cancelled = True
+        self.message = msg
+        self.resolve()
+        return True
+
+    cdef int resolve(self) except -1:
+        callback, self.callback = self.callback, None
+        if callback is not None:
+            self.loop.call_soon(callback, self, context=self.context)
+        if self.others is not None:
+            self.resolve_others()
+        return 0
+
+    cdef int resolve_others(self) except -1:
+        others, self.others = self.others, None
+        for callback, context in others:
+            self.loop.call_soon(callback, self, context=context)
+        return 0
+
+    cdef int now(self) except -1:
+        """Run the task at once: for a callback of the loop's own alone, for a task does not run in another."""
+        if self.is_done:
+            return 0
+        self.is_done = True
+        callback, self.callback = self.callback, None
+        if callback is None:
+            return 0
+        if self.others is not None:
+            self.resolve_others()
+        context = self.context
+        if context is None:
+            callback(self)
+            return 0
+        PyContext_Enter(context)
+        try:
+            callback(self)
+        finally:
+            PyContext_Exit(context)
+        return 0
+
+    def __await__(self):
+        cdef Pause pause = Pause.__new__(Pause)
+        pause.waiter = self
+        return pause
+
+    __iter__ = __await__
+
+
+cdef class Pause:
+    """The iterator of one await of a waiter."""
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if not self.yielded and not self.waiter.is_done:
+            self.yielded = True
+            self.waiter._asyncio_future_blocking = True
+            return self.waiter
+        self.waiter.result()
+        raise StopIteration
+
+    def send(self, value):
+        return self.__next__()
+
+    def throw(self, kind, error=None, trace=None):
+        if error is None:
+            error = kind() if isinstance(kind, type) else kind
+        raise error
+
+    def close(self):
+        pass
+
+
+cpdef int wake(object waiter) except -1:
+    """Wake whoever awaits it, soon; nothing happens if that was done, or if its loop was closed under it."""
+    if type(waiter) is list:
+        for one in waiter:
+            wake(one)
+        return 0
+    try:
+        if not waiter.done():
+            waiter.set_result(None)
+    except RuntimeError:
+        pass
+    return 0
+
+
+cdef object wake_all(list waiters, bint direct):
+    """Wake them, at once where that may be; return the last thing that was raised and is not a task's own.
+
+    An interrupt that a task meets goes through it and ends the loop; the others are to hear of their own ends first.
+    """
+    raised = None
+    for waiter in waiters:
+        if direct and type(waiter) is Waiter:
+            try:
+                (<Waiter> waiter).now()
+            except BaseException as error:
+                raised = error
+        else:
+            wake(waiter)
+    return raised

@@ -1,0 +1,265 @@
+"""The registry in etcd, against a real one that is killed, compacted and made to lie."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import anyio
+import pytest
+
+import aiote
+from aiote.discovery import etcd as etcd_module
+from aiote.discovery.etcd import EtcdRegistry
+from aiote.discovery.etcd_gateway import EtcdError, Gateway, checked, number, packed, prefix_end, unpacked
+from engines import PATIENCE_S, until
+from registries import Etcd, ask, etcd_process, free_port, member, until_told
+
+pytestmark = pytest.mark.needs_etcd
+PREFIX = "here/"
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Etcd]:
+    with etcd_process() as etcd:
+        yield etcd
+
+
+@pytest.fixture
+def etcd(shared: Etcd) -> Etcd:
+    """Return a running etcd with nothing under the prefix."""
+    if shared.process is None:
+        shared.start()
+    ask(
+        shared, "/v3/kv/deleterange", {"key": packed(PREFIX.encode()), "range_end": packed(prefix_end(PREFIX.encode()))}
+    )
+    return shared
+
+
+async def asked(etcd: Etcd, path: str, body: dict[str, object]) -> dict[str, object]:
+    return await anyio.to_thread.run_sync(ask, etcd, path, body)
+
+
+def registry(etcd: Etcd, **more: object) -> EtcdRegistry:
+    return EtcdRegistry(etcd.endpoint, prefix=PREFIX, lease_s=2, **more)  # type: ignore[arg-type]
+
+
+JOIN = """
+import anyio, sys
+from aiote.discovery.etcd import EtcdRegistry
+from aiote.discovery.membership import Member
+async def main():
+    async with EtcdRegistry(sys.argv[1], prefix=sys.argv[2], lease_s=1) as registry:
+        async with registry.join(Member("a", "decode", b"", 1)):
+            await anyio.sleep_forever()
+anyio.run(main)
+"""
+
+
+@pytest.mark.blocking_allowed("it starts and ends a process")
+async def test_a_killed_process_is_told_as_left_within_its_lease(etcd):
+    process = await anyio.to_thread.run_sync(
+        subprocess.Popen, [sys.executable, "-P", "-c", JOIN, etcd.endpoint, PREFIX]
+    )
+    try:
+        with anyio.fail_after(PATIENCE_S):
+            async with registry(etcd) as here:
+                events = here.watch()
+                await until_told(events, ("joined", "a"))
+                process.kill()
+                with anyio.fail_after(2 + 7):  # etcd's least lease, and its leisure in ending them; the default is 10
+                    await until_told(events, ("left", "a"))
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.anyio
+async def test_etcd_dies_and_comes_back(etcd):
+    with anyio.fail_after(PATIENCE_S):
+        async with registry(etcd) as here, registry(etcd) as there, here.join(member("a", load=1)) as seat:
+            events = there.watch()
+            await until_told(events, ("joined", "a"))
+            await anyio.to_thread.run_sync(etcd.kill)
+            await until(lambda: not there.in_touch)
+            assert [one.stale for one in there.members()] == [True]
+            with anyio.move_on_after(0.1) as scope:
+                await seat.update({"load": 2})
+            assert scope.cancelled_caught
+            await anyio.to_thread.run_sync(etcd.start)
+            told = await until_told(events, ("changed", "a"))
+            assert [(event.kind, event.member.attributes["load"]) for event in told] == [("changed", 2)]
+            await until(lambda: there.in_touch)
+            assert [one.stale for one in there.members()] == [False]
+
+
+@pytest.mark.anyio
+async def test_a_lease_that_is_lost_is_taken_anew(etcd, monkeypatch):
+    with anyio.fail_after(PATIENCE_S):
+        async with registry(etcd) as here, here.join(member("a")) as seat:
+            events = here.watch()
+            await until_told(events, ("joined", "a"))
+            before = seat.lease
+            await asked(etcd, "/v3/lease/revoke", {"ID": str(before)})
+            told = await until_told(events, ("left", "a"), ("joined", "a"))
+            assert len(told) == 2
+            assert seat.lease != before
+            assert not seat.lost
+
+
+@pytest.mark.anyio
+async def test_a_key_that_somebody_deletes_is_put_again(etcd):
+    body = {"key": packed((PREFIX + "a").encode())}
+    with anyio.fail_after(PATIENCE_S):
+        async with registry(etcd) as here, registry(etcd) as there, here.join(member("a")) as seat:
+            events = there.watch()
+            await until_told(events, ("joined", "a"))
+            lease = seat.lease
+            for _ in range(2):
+                await asked(etcd, "/v3/kv/deleterange", body)
+                await until_told(events, ("left", "a"), ("joined", "a"))
+            assert (seat.lease, seat.lost) == (lease, "")
+            await seat.update({"load": 1})
+            await until_told(events, ("changed", "a"))
+
+
+@pytest.mark.anyio
+async def test_a_name_that_is_being_left_is_taken_once_it_is_free(etcd):
+    with anyio.fail_after(PATIENCE_S):
+        async with registry(etcd) as here, anyio.create_task_group() as group:
+
+            async def sit(scope: anyio.CancelScope, joined: anyio.Event, leaves: anyio.Event) -> None:
+                with scope:
+                    async with here.join(member("a")):
+                        joined.set()
+                        try:
+                            await anyio.sleep_forever()
+                        finally:
+                            leaves.set()
+
+            for _ in range(5):
+                scope, joined, leaves = anyio.CancelScope(), anyio.Event(), anyio.Event()
+                group.start_soon(sit, scope, joined, leaves)
+                await joined.wait()
+                with pytest.raises(aiote.UsageError, match="has a seat here already"):
+                    async with here.join(member("a")):
+                        pass
+                scope.cancel()
+                await leaves.wait()
+                # The same incarnation, whose key still bears the old lease.
+                async with here.join(member("a")) as seat:
+                    assert not seat.lost
+
+
+async def test_what_was_compacted_is_read_again(etcd, monkeypatch):
+    monkeypatch.setattr(etcd_module, "WATCH_S", 2.0)
+    with anyio.fail_after(PATIENCE_S):
+        async with registry(etcd) as there, registry(etcd) as here, here.join(member("a")):
+            events = there.watch()
+            await until_told(events, ("joined", "a"))
+            answer = await asked(etcd, "/v3/kv/put", {"key": packed(b"elsewhere"), "value": ""})
+            await asked(etcd, "/v3/kv/compaction", {"revision": str(number(answer, "header", "revision"))})
+            there._revision = 1
+            there._roster.remove("a")
+            # The next watch, from a revision that is no more there, has it read everything.
+            await until_told(events, ("left", "a"), ("joined", "a"))
+            assert there._revision > 1
+            # Only a watch that is left alone is sure to be refused.
+            monkeypatch.setattr(etcd_module, "WATCH_S", PATIENCE_S)
+            with pytest.raises(EtcdError) as raised:
+                await there._listen(1)
+            assert raised.value.code == etcd_module.OUT_OF_RANGE
+
+
+@pytest.mark.anyio
+async def test_a_revision_that_went_back_is_read_again(etcd):
+    with anyio.fail_after(PATIENCE_S):
+        async with registry(etcd) as here:
+            await here.ready()
+            with pytest.raises(EtcdError, match="gone back"):
+                await here._listen(1 << 40)
+
+
+@pytest.mark.anyio
+async def test_other_endpoints_are_asked(etcd):
+    dead = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+    with anyio.fail_after(PATIENCE_S):
+        async with EtcdRegistry([*dead, etcd.endpoint], prefix=PREFIX, lease_s=2) as here, here.join(member("a")):
+            await until_told(here.watch(), ("joined", "a"))
+            await until(lambda: here.in_touch)
+
+
+@pytest.mark.anyio
+async def test_what_is_no_member_is_counted_and_stops_nobody(etcd):
+    with anyio.fail_after(PATIENCE_S):
+        for key in (PREFIX + "noise", PREFIX + "a"):
+            await asked(etcd, "/v3/kv/put", {"key": packed(key.encode()), "value": packed(b"noise")})
+        async with registry(etcd) as here:
+            events = here.watch()
+            await here.ready()
+            await until(lambda: here.in_touch)
+            assert here.malformed == 2
+            async with here.join(member("a")):
+                await until_told(events, ("joined", "a"))
+                await asked(etcd, "/v3/kv/put", {"key": packed((PREFIX + "b").encode()), "value": packed(b"\xff")})
+                await until(lambda: here.malformed >= 3)
+            await until_told(events, ("left", "a"))
+
+
+@pytest.mark.anyio
+async def test_more_members_than_a_page(etcd, monkeypatch):
+    monkeypatch.setattr(etcd_module, "PAGE", 3)
+    with anyio.fail_after(PATIENCE_S):
+        async with registry(etcd) as here, anyio.create_task_group() as group:
+
+            async def stay(name: str) -> None:
+                async with here.join(member(name)):
+                    await anyio.sleep_forever()
+
+            names = [f"m{number}" for number in range(7)]
+            for name in names:
+                group.start_soon(stay, name)
+            await until_told(here.watch(), *(("joined", name) for name in names))
+            async with registry(etcd) as there:
+                await there.ready()
+                assert [one.name for one in there.members()] == names
+            group.cancel_scope.cancel()
+        answer = await asked(etcd, "/v3/lease/leases", {})
+        assert not answer.get("leases")
+
+
+@pytest.mark.anyio
+async def test_nobody_answers():
+    with anyio.fail_after(PATIENCE_S):
+        async with EtcdRegistry(f"http://127.0.0.1:{free_port()}") as here:
+            await until(lambda: here.failure)
+            assert not here.in_touch
+            with anyio.move_on_after(0.2) as scope:
+                async with here.join(member("a")):
+                    pass
+            assert scope.cancelled_caught
+
+
+def test_answers_arechecked():
+    assert checked("/p", 200, b'{"result": {"a": 1}}') == {"a": 1}
+    for status, content, code in [
+        (200, b"", 14),
+        (502, b"<html>", 14),
+        (200, b"[]", 14),
+        (404, b'{"error": "gone", "code": 5}', 5),
+        (200, b'{"error": {"grpc_code": 11, "message": "compacted"}}', 11),
+        (503, b'{"error": "busy"}', 14),
+    ]:
+        with pytest.raises(EtcdError) as raised:
+            checked("/p", status, content)
+        assert raised.value.code == code
+    with pytest.raises(EtcdError):
+        number({"a": "x"}, "a")
+    with pytest.raises(EtcdError):
+        unpacked("*")
+    assert number({}, "a", "b") == 0
+    assert (prefix_end(b"a/"), prefix_end(b"a\xff"), prefix_end(b"\xff")) == (b"a0", b"b", b"\0")
+    for wrong in ("etcd:2379", [], ["ftp://x"]):
+        with pytest.raises(aiote.UsageError):
+            Gateway(wrong)

@@ -1,0 +1,172 @@
+"""What every registry does, whichever it is: the embedded one's clients, its server's own process, and etcd."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+
+import aiote
+from aiote.discovery.etcd import EtcdRegistry
+from aiote.discovery.membership import Registry, RegistryError
+from engines import PATIENCE_S, until
+from registries import Etcd, client, etcd_process, member, served, until_told
+
+pytestmark = pytest.mark.anyio
+Open = Callable[[], AbstractAsyncContextManager[Any]]
+
+KINDS = ["embedded", "server", pytest.param("etcd", marks=pytest.mark.needs_etcd)]
+_number = iter(range(1 << 30))
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[Callable[[], Etcd]]:
+    """Start an etcd when the first test asks for it."""
+    running: list[Etcd] = []
+    contexts = []
+
+    def get() -> Etcd:
+        if not running:
+            contexts.append(etcd_process())
+            running.append(contexts[0].__enter__())
+        return running[0]
+
+    yield get
+    for context in contexts:
+        context.__exit__(None, None, None)
+
+
+@pytest.fixture(params=KINDS)
+def registry(request: pytest.FixtureRequest) -> Callable[[], AbstractAsyncContextManager[Open]]:
+    """Return what makes a registry, whose clients are then opened one by one."""
+    if request.param == "etcd":
+        endpoint = request.getfixturevalue("etcd")().endpoint
+
+    @asynccontextmanager
+    async def make() -> AsyncIterator[Open]:
+        with anyio.fail_after(PATIENCE_S):
+            if request.param == "etcd":
+                prefix = f"contract/{next(_number)}/"
+                yield lambda: EtcdRegistry(endpoint, prefix=prefix, lease_s=2)
+                return
+            async with served() as server:
+                turns = iter(range(1 << 30))
+                local = request.param == "server"
+                yield lambda: _as_it_is(server) if local and next(turns) % 2 == 0 else client(server.address)
+
+    return make
+
+
+@asynccontextmanager
+async def _as_it_is(server: Registry) -> AsyncIterator[Registry]:
+    yield server
+
+
+async def test_a_member_joins_changes_and_leaves(registry):
+    async with registry() as opened, opened() as here, opened() as there:
+        await there.ready()
+        events = there.watch()
+        async with here.join(member("a", load=1)) as seat:
+            (joined,) = await until_told(events, ("joined", "a"))
+            assert joined.member == member("a", load=1)
+            assert there.members() == (joined.member,)
+            await seat.update({"load": 2, "model": "m"})
+            (changed,) = await until_told(events, ("changed", "a"))
+            assert changed.member == seat.member == member("a", load=2, model="m")
+            assert not seat.lost
+        (left,) = await until_told(events, ("left", "a"))
+        assert left.member == changed.member
+        assert there.members() == ()
+        assert there.in_touch
+
+
+async def test_a_watch_begins_with_who_is_there(registry):
+    async with registry() as opened, opened() as here, here.join(member("a")), here.join(member("b", role="decode")):
+        async with opened() as there:
+            told = await until_told(there.watch(), ("joined", "a"), ("joined", "b"))
+            assert {event.member.role for event in told} == {"prefill", "decode"}
+            await until_told(here.watch(), ("joined", "a"), ("joined", "b"))
+            assert len(here.members()) == len(there.members()) == 2
+
+
+async def test_a_slow_reader_is_told_the_latest(registry):
+    async with registry() as opened, opened() as here, opened() as there:
+        await there.ready()
+        slow = there.watch()
+        async with here.join(member("a", load=0)) as seat:
+            for load in range(1, 30):
+                await seat.update({"load": load})
+            await until(lambda: there.members() and there.members()[0].attributes["load"] == 29)
+            (event,) = await until_told(slow, ("joined", "a"))
+            assert event.member.attributes["load"] == 29
+        await until(lambda: not there.members())
+
+
+async def test_the_greater_incarnation_has_the_name(registry):
+    async with registry() as opened, opened() as old, opened() as new:
+        await new.ready()
+        events = new.watch()
+        async with old.join(member("a", 5)) as seat:
+            await until_told(events, ("joined", "a"))
+            for incarnation in (4, 5):
+                with pytest.raises(RegistryError, match="incarnation 5"):
+                    async with new.join(member("a", incarnation)):
+                        pass
+            async with new.join(member("a", 6)) as successor:
+                told = await until_told(events, ("left", "a"), ("joined", "a"))
+                assert [(event.kind, event.member.incarnation) for event in told] == [("left", 5), ("joined", 6)]
+                with pytest.raises(RegistryError):
+                    while True:
+                        await seat.update({"load": anyio.current_time()})
+                        await anyio.sleep(0.01)
+                assert seat.lost
+                assert not successor.lost
+            await until_told(events, ("left", "a"))
+
+
+async def test_whoever_is_cancelled_leaves(registry):
+    async with registry() as opened, opened() as here, opened() as there:
+        await there.ready()
+        events = there.watch()
+        async with anyio.create_task_group() as group:
+
+            async def stay() -> None:
+                async with here.join(member("a")):
+                    await anyio.sleep_forever()
+
+            group.start_soon(stay)
+            await until_told(events, ("joined", "a"))
+            group.cancel_scope.cancel()
+        await until_told(events, ("left", "a"))
+        async with here.join(member("a")):
+            await until_told(events, ("joined", "a"))
+
+
+async def test_wrong_use_is_named_and_errors_come_out_as_they_are(registry):
+    async with registry() as opened, opened() as here:
+        async with here.join(member("a")) as seat:
+            with pytest.raises((aiote.UsageError, RegistryError)):
+                async with here.join(member("a")):
+                    pass
+            with pytest.raises(aiote.UsageError):
+                await seat.update({"load": object()})
+        with pytest.raises(KeyError):
+            async with here.join(member("b")):
+                raise KeyError("mine")
+
+
+async def test_watches_end_with_the_registry(registry):
+    async with registry() as opened:
+        async with opened() as here, here.join(member("a")):
+            watch = here.watch()
+            await until_told(watch, ("joined", "a"))
+        if here.in_touch:  # the server itself, which goes on
+            return
+        with anyio.fail_after(PATIENCE_S):
+            assert [event async for event in watch if event.kind == "joined"] == []
+        with pytest.raises(aiote.ClosedError):
+            async with here.join(member("a")):
+                pass
