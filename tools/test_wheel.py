@@ -1,0 +1,85 @@
+"""Build the wheel, install it into a folder of its own, and run the tests from a copy of them far from the sources.
+
+What an installed package lacks that the tree has (a module that no build file names, a stub, a file of data) shows here
+alone. Tests about the tree itself stay behind: those of lint, docs, tools and examples. Arguments are handed to pytest.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = (
+    "bench",
+    "control",
+    "core",
+    "demo",
+    "discovery",
+    "engine",
+    "kvcache",
+    "native",
+    "rails",
+    "service",
+    "support",
+)
+OF_THE_TREE = ("tests/bench/test_bench_kvcache.py",)  # it runs the tool beside it
+WANTED = ("aiote/py.typed", "aiote/bench/aiote-bench-raw", "aiote_native/core.pyi", "aiote_native/core.pxd")
+UNWANTED = ("__pycache__", "meson.build", ".c")
+
+
+def run(*command: str | Path, **options: object) -> int:
+    print("--- " + " ".join(map(str, command)), flush=True)
+    return subprocess.run([str(each) for each in command], check=False, **options).returncode  # type: ignore[call-overload,no-any-return]
+
+
+def complaints(wheel: Path) -> list[str]:
+    """Say what is in a wheel and should not be, and the other way round."""
+    names = zipfile.ZipFile(wheel).namelist()
+    missing = [f"{name} is missing" for name in WANTED if name not in names]
+    return missing + [
+        f"{name} should not be there" for name in names if any(name.endswith(u) or f"{u}/" in name for u in UNWANTED)
+    ]
+
+
+def main() -> int:
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
+    with tempfile.TemporaryDirectory(prefix="aiote-wheel-") as folder:
+        here = Path(folder)
+        built = ("wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", here, ROOT)
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        if run(*pip, *built, env={**os.environ, "PATH": path}):
+            return 1
+        (wheel,) = here.glob("aiote-*.whl")
+        if wrong := complaints(wheel):
+            print(f"{wheel.name}:", *wrong, sep="\n  ")
+            return 1
+        if run(*pip, "install", "--no-index", "--no-deps", "--target", here / "site", wheel):
+            return 1
+        for name in FOLDERS:
+            shutil.copytree(ROOT / "tests" / name, here / "tests" / name)
+        shutil.copy(ROOT / "tests" / "conftest.py", here / "tests")
+        shutil.copy(ROOT / "pyproject.toml", here)
+        environment = {**os.environ, "PYTHONPATH": str(here / "site")}
+        where = f"import aiote, sys; sys.exit(not aiote.__file__.startswith({str(here)!r}))"
+        if run(sys.executable, "-P", "-c", where, cwd=here, env=environment):
+            print("another aiote than the wheel's is imported")
+            return 1
+        chosen = (
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "--combinations",
+            "tests",
+            *(f"--ignore={each}" for each in OF_THE_TREE),
+        )
+        return run(sys.executable, "-P", "-m", "pytest", *chosen, *sys.argv[1:], cwd=here, env=environment)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
