@@ -10,7 +10,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from .aio import Driver, current_loop, wake
@@ -65,17 +64,13 @@ class Runtime:
         """Have the event loop make progress soon."""
         self._epoch = _forks
         self._closing = False
-        host = bind_host(config)
+        host, self.host_id = bind_host(config), host_identity()
         identity = config.identity or secrets.token_bytes(16)
         # Its port is known when the engine listens.
         self.address = Address(host, config.port or 1, identity, next_incarnation())
         self.fabric = Fabric(provider, rails, host=host, **config.of_fabric)
         assert self.fabric.core is not None
         self.core: Core = self.fabric.core
-        with ExitStack() as undo:
-            undo.callback(self.fabric.close)
-            self.host_id = host_identity()
-            undo.pop_all()
 
     def start(self, on_round: Callable[[list[PeerLink]], None]) -> None:
         """Have the event loop make progress; `on_round` hears of the peers that failed, after each collection."""

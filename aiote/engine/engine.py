@@ -164,7 +164,7 @@ class Engine:
         """Write all of `src` to all of `dst`, one-sided; the bytes are there when this returns.
 
         `src` belongs to the NIC until then. `rail` names one of `engine.rails`, or is its position: the write goes over
-        that one alone for as long as it is there; without it over those that will have carried it first. Cancelling
+        that one alone for as long as it is there; without it over the rails expected to finish earliest. Cancelling
         drops what is not posted and drains what is, then raises. Raises UsageError, TransferError, PeerError,
         ClosedError.
         """

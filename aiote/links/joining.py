@@ -40,7 +40,7 @@ def pair(runtime: Runtime, connection: Connection, offer: Offer, role: Role) -> 
     if role is Role.INITIATOR:
         found = pair_rails(list(ours.values()), list(theirs.values()))
     else:
-        found = [pair[::-1] for pair in pair_rails(list(theirs.values()), list(ours.values()))]
+        found = [each[::-1] for each in pair_rails(list(theirs.values()), list(ours.values()))]
     if not found:
         raise PeerRefusedError(
             connection.name,

@@ -37,14 +37,14 @@ async def barrier(counters: Counters, group: PeerGroup, imm: int) -> None:
         )
     if not len(group):
         return
-    word = value ^ (turn & 1)
+    imm_of_round = value ^ (turn & 1)
     # Whatever interrupts this round leaves the others in it; a member that is through takes the mark away.
     group.rounds[value] = BROKEN
     targets = [ScatterTarget(None, peer) for peer in group]
-    counter = counters.open(word)
+    counter = counters.open(imm_of_round)
     try:
         await group_room(group)
-        await submit_scatter(group.runtime, group, targets, word)
+        await submit_scatter(group.runtime, group, targets, imm_of_round)
         await _hear_all(counter, group.connections)
     finally:
         counter.release()

@@ -273,6 +273,9 @@ class Regions:
             buffer = acquire(array)
         except (TypeError, ValueError, BufferError) as error:
             raise UsageError(f"register: {error}") from error
+        if buffer.readonly and access == "write":
+            buffer.release()
+            raise UsageError("register: access='write' of read-only memory opens nothing; register it with 'read'")
         allowed = ACCESS[access]
         memory = self._runtime.fabric.register(buffer, allowed)
         memory.owner = self._runtime.core

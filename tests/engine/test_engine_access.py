@@ -100,6 +100,17 @@ async def test_access_of_another_name(wrong):
             engine.register(bytearray(8), wrong)
 
 
+async def test_read_only_memory_is_not_opened_for_writing():
+    """Opening nothing, it would be taken for a local one, which a lease opens for reading."""
+    async with opened("socket") as engine:
+        with pytest.raises(aiote.UsageError, match="access='write' of read-only memory"):
+            engine.register(b"constant", "write")
+        lender = bytearray(b"lent")
+        with pytest.raises(aiote.UsageError):
+            engine.register(memoryview(lender).toreadonly(), "write")
+        lender.append(0)
+
+
 async def test_a_view_of_a_region_is_its_memory():
     async with opened("socket") as engine:
         array = np.arange(16, dtype=np.uint8)
