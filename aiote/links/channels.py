@@ -136,7 +136,7 @@ class Channels:
                 if self._states.heard_ack_counts(number, generation) and not self._link.ack_counts(
                     number, [(item.word, item.times) for item in words]
                 ):
-                    raise FailoverError("it has too many words that it does not settle")
+                    raise FailoverError("it has too many counts that it does not acknowledge")
             case RailDown(number, generation, reason, keys):
                 self._asked[number] = keys
                 if number in self._states.live:
@@ -242,7 +242,7 @@ class Channels:
     def _tell_arrivals(self, number: int, generation: int) -> None:
         words, top, holes = self._link.arrivals(number)
         if any(times < 0 for _, times in words):
-            raise FailoverError("it settled more than came")
+            raise FailoverError("it acknowledged more than came")
         mark = marked(top, holes)
         counts = [WordCount(word, times) for word, times in words]
         while len(counts) > MAX_WORDS:
