@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from aiote.cli import bench, doctor, info
-from aiote.cli.demo import kvcache, weightfile
+from aiote.cli import bench, doctor, info, kvcache, weightfile
 
 __all__ = ["run"]
 

@@ -30,7 +30,7 @@ import anyio
 import anyio.abc
 
 import serving
-from aiote.cli.demo.faults import DemoError
+from aiote.demo.faults import DemoError
 
 HERE = Path(__file__).parent
 LOG = logging.getLogger("cluster")

@@ -28,10 +28,10 @@ from starlette.routing import Route
 
 import aiote
 import serving
-from aiote.cli.demo import tokens, weights
-from aiote.cli.demo.model import Model
-from aiote.cli.demo.pages import RequestCache
-from aiote.cli.demo.settings import Settings
+from aiote.demo import tokens, weights
+from aiote.demo.model import Model
+from aiote.demo.pages import RequestCache
+from aiote.demo.settings import Settings
 from aiote.kvcache import Decoder, PrefillError, Slot
 from serving import Emit, Refused
 

@@ -22,10 +22,10 @@ from starlette.routing import Route
 
 import aiote
 import serving
-from aiote.cli.demo import weights
-from aiote.cli.demo.model import Model
-from aiote.cli.demo.pages import RequestCache, plan
-from aiote.cli.demo.settings import Settings
+from aiote.demo import weights
+from aiote.demo.model import Model
+from aiote.demo.pages import RequestCache, plan
+from aiote.demo.settings import Settings
 from aiote.kvcache import Job, Prefiller
 from prefixes import PrefixPages
 

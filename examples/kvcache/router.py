@@ -40,7 +40,7 @@ from starlette.routing import Route
 
 import aiote
 import serving
-from aiote.cli.demo import tokens
+from aiote.demo import tokens
 from aiote.discovery import Member, RegistryServer
 from aiote.kvcache import NoMember, Router
 from aiote.service import Mailroom

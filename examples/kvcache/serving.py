@@ -31,9 +31,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import aiote
-from aiote.cli.demo.child import leave_with_parent
-from aiote.cli.demo.faults import DemoError, leaves
-from aiote.cli.demo.settings import Settings
+from aiote.demo.child import leave_with_parent
+from aiote.demo.faults import DemoError, leaves
+from aiote.demo.settings import Settings
 from aiote.discovery import EmbeddedRegistry, Member, Registry, Role, Seat
 from aiote.service import Mailroom
 

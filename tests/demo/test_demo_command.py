@@ -13,10 +13,11 @@ import pytest
 from rich.console import Console
 
 from aiote import cli
-from aiote.cli.demo import kvcache, tokens, wire
-from aiote.cli.demo.local import LocalResult
-from aiote.cli.demo.report import Bars, difference
-from aiote.cli.demo.router import Flight, RunFailed, RunResult
+from aiote.cli import kvcache
+from aiote.cli.report import Bars, difference
+from aiote.demo import tokens, wire
+from aiote.demo.local import LocalResult
+from aiote.demo.router import Flight, RunFailed, RunResult
 from aiote.errors import PeerError, UsageError
 
 
@@ -180,7 +181,7 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
 
 
 def test_children_need_no_extra():
-    code = "import sys, aiote.cli.demo.worker, aiote.cli.demo.prefill, aiote.cli.demo.decode; print(*sys.modules)"
+    code = "import sys, aiote.demo.worker, aiote.demo.prefill, aiote.demo.decode; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert not {"typer", "rich"} & set(done.stdout.split())
 

@@ -7,10 +7,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from aiote.cli.demo import local, tokens, weights
-from aiote.cli.demo.model import Model, ModelConfig
-from aiote.cli.demo.pages import RequestCache
-from aiote.cli.demo.settings import Settings
+from aiote.demo import local, tokens, weights
+from aiote.demo.model import Model, ModelConfig
+from aiote.demo.pages import RequestCache
+from aiote.demo.settings import Settings
 
 CONFIG = ModelConfig(layers=3, heads=6, kv_heads=2, head_size=8, width=48, hidden=64, vocabulary=tokens.VOCABULARY)
 PROMPT = tokens.encode(b"The beads stopped. He did not wait for the morning, and put the drawers back.")

@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote.cli.demo.model import ModelConfig
-from aiote.cli.demo.pages import RequestCache, plan
-from aiote.cli.demo.settings import Settings
+from aiote.demo.model import ModelConfig
+from aiote.demo.pages import RequestCache, plan
+from aiote.demo.settings import Settings
 
 PAGES = 40
 

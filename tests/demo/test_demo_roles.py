@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import aiote
-from aiote.cli.demo import local, tokens, weights, wire
-from aiote.cli.demo.decode import DecodeServer
-from aiote.cli.demo.mail import Mail, open_mail
-from aiote.cli.demo.pages import RequestCache
-from aiote.cli.demo.prefill import PrefillServer
-from aiote.cli.demo.settings import Settings
+from aiote.demo import local, tokens, weights, wire
+from aiote.demo.decode import DecodeServer
+from aiote.demo.mail import Mail, open_mail
+from aiote.demo.pages import RequestCache
+from aiote.demo.prefill import PrefillServer
+from aiote.demo.settings import Settings
 from aiote.kvcache import Decoder, Job, Prefiller
 from aiote.service import Mailroom
 

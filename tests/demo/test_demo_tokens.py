@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote.cli.demo import prompts, tokens
-from aiote.cli.demo.faults import DemoError
+from aiote.demo import prompts, tokens
+from aiote.demo.faults import DemoError
 
 
 @given(st.binary(max_size=300))

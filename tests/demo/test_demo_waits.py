@@ -6,7 +6,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from aiote.cli.demo.waits import first_of
+from aiote.demo.waits import first_of
 from engines import PATIENCE_S
 
 pytestmark = pytest.mark.anyio

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from aiote.cli.demo import weights
-from aiote.cli.demo.faults import DemoError
-from aiote.cli.demo.model import ModelConfig
-from aiote.cli.demo.settings import Settings
-from aiote.cli.demo.tokens import VOCABULARY
+from aiote.demo import weights
+from aiote.demo.faults import DemoError
+from aiote.demo.model import ModelConfig
+from aiote.demo.settings import Settings
+from aiote.demo.tokens import VOCABULARY
 
 CONFIG = ModelConfig(layers=2, heads=4, kv_heads=2, head_size=4, width=8, hidden=12, vocabulary=VOCABULARY)
 

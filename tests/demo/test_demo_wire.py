@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import aiote
-from aiote.cli.demo import prompts, wire
-from aiote.cli.demo.settings import Job, Settings
+from aiote.demo import prompts, wire
+from aiote.demo.settings import Job, Settings
 
 ints = st.integers(0, 2**64 - 1)
 texts = st.text(max_size=30)

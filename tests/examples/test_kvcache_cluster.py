@@ -13,7 +13,7 @@ import anyio
 import httpx
 import pytest
 
-from aiote.cli.demo.reference import run_reference
+from aiote.demo.reference import run_reference
 from browser import Browser
 from clusters import Cluster, events, reference_settings
 

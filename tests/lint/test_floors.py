@@ -33,6 +33,7 @@ ORDER = (
     ("aiote.service", "aiote.testing"),
     ("aiote.discovery",),
     ("aiote.kvcache",),
+    ("aiote.demo",),
     ("aiote.cli", "aiote.bench", "aiote.__main__"),
 )
 FLOORS = {name: number for number, names in enumerate(ORDER) for name in names}

@@ -16,11 +16,11 @@ import anyio
 import anyio.to_thread
 
 import aiote
-from aiote.cli.demo import weights, wire
-from aiote.cli.demo.mail import Mail
-from aiote.cli.demo.model import Model
-from aiote.cli.demo.pages import Floats, RequestCache, plan
-from aiote.cli.demo.settings import Settings
+from aiote.demo import weights, wire
+from aiote.demo.mail import Mail
+from aiote.demo.model import Model
+from aiote.demo.pages import Floats, RequestCache, plan
+from aiote.demo.settings import Settings
 from aiote.kvcache import Job, Prefiller
 from aiote.kvcache.pool import PagePool
 

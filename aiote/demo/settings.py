@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from aiote.cli.demo import weights
-from aiote.cli.demo.model import Model, ModelConfig
-from aiote.cli.demo.pages import Floats
+from aiote.demo import weights
+from aiote.demo.model import Model, ModelConfig
+from aiote.demo.pages import Floats
 from aiote.kvcache import CacheLayout
 
 __all__ = ["Job", "Settings"]

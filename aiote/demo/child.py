@@ -22,8 +22,8 @@ from contextlib import asynccontextmanager
 import anyio
 import anyio.abc
 
-from aiote.cli.demo.faults import DemoError
-from aiote.cli.demo.settings import Job
+from aiote.demo.faults import DemoError
+from aiote.demo.settings import Job
 
 __all__ = ["NAMES", "Child", "how_it_ended", "leave_with_parent", "spawn"]
 
@@ -104,7 +104,7 @@ class Child:
 @asynccontextmanager
 async def spawn(role: str, job: Job) -> AsyncIterator[Child]:
     """Start a child with a job, and end it when the block is left, however it is left."""
-    command = [sys.executable, "-P", "-m", "aiote.cli.demo.worker", role]
+    command = [sys.executable, "-P", "-m", "aiote.demo.worker", role]
     try:
         process = await anyio.open_process(
             command,

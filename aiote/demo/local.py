@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from aiote.cli.demo import tokens
-from aiote.cli.demo.model import Model
-from aiote.cli.demo.pages import RequestCache
-from aiote.cli.demo.settings import Job, Settings
+from aiote.demo import tokens
+from aiote.demo.model import Model
+from aiote.demo.pages import RequestCache
+from aiote.demo.settings import Job, Settings
 
 __all__ = ["LocalResult", "generate", "main", "serve"]
 

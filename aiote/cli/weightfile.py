@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from aiote.cli.demo import weights
-from aiote.cli.demo.faults import DemoError
+from aiote.demo import weights
+from aiote.demo.faults import DemoError
 
 __all__ = ["command"]
 

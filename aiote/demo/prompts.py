@@ -6,7 +6,7 @@ import sys
 from importlib import resources
 from pathlib import Path
 
-from aiote.cli.demo.faults import DemoError
+from aiote.demo.faults import DemoError
 
 __all__ = ["MOST_BYTES", "read", "vary"]
 
@@ -24,7 +24,7 @@ def read(text: str | None, file: str | None) -> bytes:
     if text is not None:
         prompt = text.encode("utf-8", errors="surrogateescape")
     elif file is None:
-        prompt = resources.files("aiote.cli.demo").joinpath("prompt.txt").read_bytes()
+        prompt = resources.files("aiote.demo").joinpath("prompt.txt").read_bytes()
     else:
         try:
             prompt = sys.stdin.buffer.read(MOST_BYTES + 1) if file == "-" else _head(Path(file))

@@ -10,13 +10,13 @@ import anyio
 import typer
 from rich.console import Console
 
-from aiote.cli.demo import prompts, router
-from aiote.cli.demo.faults import DemoError, leaves
-from aiote.cli.demo.model import ModelConfig
-from aiote.cli.demo.reference import run_reference
-from aiote.cli.demo.report import Bars, Summary, summarize
-from aiote.cli.demo.settings import Settings
-from aiote.cli.demo.tokens import encode
+from aiote.cli.report import Bars, Summary, summarize
+from aiote.demo import prompts, router
+from aiote.demo.faults import DemoError, leaves
+from aiote.demo.model import ModelConfig
+from aiote.demo.reference import run_reference
+from aiote.demo.settings import Settings
+from aiote.demo.tokens import encode
 from aiote.errors import AioteError, UsageError
 
 __all__ = ["command"]

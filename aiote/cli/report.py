@@ -14,12 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from rich.text import Text
 
-from aiote.cli.demo import tokens
-from aiote.cli.demo.child import NAMES
-from aiote.cli.demo.local import LocalResult
-from aiote.cli.demo.model import ModelConfig
-from aiote.cli.demo.router import RunResult
-from aiote.cli.demo.settings import Settings
+from aiote.demo import tokens
+from aiote.demo.child import NAMES
+from aiote.demo.local import LocalResult
+from aiote.demo.model import ModelConfig
+from aiote.demo.router import RunResult
+from aiote.demo.settings import Settings
 
 __all__ = ["Bars", "Summary", "difference", "summarize"]
 

@@ -15,11 +15,11 @@ import anyio.to_thread
 import numpy as np
 
 import aiote
-from aiote.cli.demo import tokens, weights, wire
-from aiote.cli.demo.mail import Mail
-from aiote.cli.demo.model import Model
-from aiote.cli.demo.pages import RequestCache
-from aiote.cli.demo.settings import Settings
+from aiote.demo import tokens, weights, wire
+from aiote.demo.mail import Mail
+from aiote.demo.model import Model
+from aiote.demo.pages import RequestCache
+from aiote.demo.settings import Settings
 from aiote.errors import AioteError
 from aiote.kvcache import Decoder
 

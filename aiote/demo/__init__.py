@@ -13,5 +13,4 @@ which compares them with those of a generation in one process.
     child.py    spawning and outliving nobody  worker.py   the entry of each child process
     prefill.py  decode.py  local.py            the three children
     router.py, reference.py  the parent's part of the run, and of the one-process generation
-    kvcache.py, report.py    the command and what it prints; weightfile.py the other command
 """

@@ -1,4 +1,4 @@
-"""The entry of a child process: `python -m aiote.cli.demo.worker ROLE`, its job a line of JSON on standard input.
+"""The entry of a child process: `python -m aiote.demo.worker ROLE`, its job a line of JSON on standard input.
 
 It ends when standard input does: with the run, or with the parent, however that died.
 """
@@ -11,10 +11,10 @@ import traceback
 
 import anyio
 
-from aiote.cli.demo import local
-from aiote.cli.demo.child import leave_with_parent
-from aiote.cli.demo.faults import DemoError, leaves
-from aiote.cli.demo.settings import Job
+from aiote.demo import local
+from aiote.demo.child import leave_with_parent
+from aiote.demo.faults import DemoError, leaves
+from aiote.demo.settings import Job
 from aiote.errors import AioteError
 
 __all__ = ["main"]
@@ -37,9 +37,9 @@ def main(role: str) -> int:
 async def _serve(role: str, job: Job) -> None:
     """Run the prefiller or the decoder until SIGTERM; the engine closes on the way out."""
     import aiote
-    from aiote.cli.demo.decode import DecodeServer
-    from aiote.cli.demo.mail import open_mail
-    from aiote.cli.demo.prefill import PrefillServer
+    from aiote.demo.decode import DecodeServer
+    from aiote.demo.mail import open_mail
+    from aiote.demo.prefill import PrefillServer
 
     service = PrefillServer if role == "prefill" else DecodeServer
     model = job.settings.model()

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import aiote
-from aiote.cli.demo import wire
+from aiote.demo import wire
 from aiote.service import Mailroom
 from aiote.service.mailroom import Letters
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from aiote.cli.demo.child import how_it_ended, spawn
-from aiote.cli.demo.faults import DemoError
-from aiote.cli.demo.local import LocalResult
-from aiote.cli.demo.settings import Job, Settings
+from aiote.demo.child import how_it_ended, spawn
+from aiote.demo.faults import DemoError
+from aiote.demo.local import LocalResult
+from aiote.demo.settings import Job, Settings
 
 __all__ = ["run_reference"]
 

@@ -21,12 +21,12 @@ from typing import Protocol
 import anyio
 
 import aiote
-from aiote.cli.demo import tokens, wire
-from aiote.cli.demo.child import NAMES, Child, how_it_ended, spawn
-from aiote.cli.demo.faults import DemoError
-from aiote.cli.demo.mail import Mail, open_mail
-from aiote.cli.demo.settings import Job, Settings
-from aiote.cli.demo.waits import first_of
+from aiote.demo import tokens, wire
+from aiote.demo.child import NAMES, Child, how_it_ended, spawn
+from aiote.demo.faults import DemoError
+from aiote.demo.mail import Mail, open_mail
+from aiote.demo.settings import Job, Settings
+from aiote.demo.waits import first_of
 from aiote.errors import AioteError
 
 __all__ = ["Flight", "RunFailed", "RunResult", "Watch", "run"]

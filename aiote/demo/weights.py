@@ -28,10 +28,10 @@ from typing import Any
 
 import numpy as np
 
-from aiote.cli.demo.faults import DemoError
-from aiote.cli.demo.model import LayerWeights, Model, ModelConfig, Weights
-from aiote.cli.demo.pages import Floats
-from aiote.cli.demo.tokens import VOCABULARY
+from aiote.demo.faults import DemoError
+from aiote.demo.model import LayerWeights, Model, ModelConfig, Weights
+from aiote.demo.pages import Floats
+from aiote.demo.tokens import VOCABULARY
 
 __all__ = ["fingerprint", "inspect", "load", "save", "seeded", "seeded_config", "shapes"]
 
