@@ -11,10 +11,11 @@ import typer
 from rich.console import Console
 
 from aiote.cli.report import Bars, Summary, summarize
-from aiote.demo import prompts, router
+from aiote.demo import prompts
+from aiote.demo import run as runs
 from aiote.demo.faults import DemoError, leaves
+from aiote.demo.local import run_reference
 from aiote.demo.model import ModelConfig
-from aiote.demo.reference import run_reference
 from aiote.demo.settings import Settings
 from aiote.demo.tokens import encode
 from aiote.errors import AioteError, UsageError
@@ -99,7 +100,7 @@ def _run(
 
     async def both() -> Summary:
         with Bars(Console(stderr=True), len(texts)) as bars:
-            result = await router.run(settings, texts, bars, kill_prefiller_after=kill_prefiller_after)
+            result = await runs.run(settings, texts, bars, kill_prefiller_after=kill_prefiller_after)
             bars.reference_started()
             references = await run_reference(settings, texts, bars.reference)
         return summarize(settings, config, result, references)
@@ -111,7 +112,7 @@ def _run(
         causes = list(leaves(group))
     # Not inside the handler: what `except*` raises comes out as a group, and an exit status would be lost in it.
     message = "; ".join(dict.fromkeys(str(cause) for cause in causes))
-    details = next((cause.details for cause in causes if isinstance(cause, router.RunFailed)), {})
+    details = next((cause.details for cause in causes if isinstance(cause, runs.RunFailed)), {})
     # The engine refused an argument, such as an unknown provider.
     code = 2 if all(isinstance(cause, UsageError) for cause in causes) else 1
     _fail(message, as_json, code=code, details=details)

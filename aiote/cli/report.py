@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from aiote.demo import tokens
-from aiote.demo.child import NAMES
+from aiote.demo.children import NAMES
 from aiote.demo.local import LocalResult
 from aiote.demo.model import ModelConfig
-from aiote.demo.router import RunResult
+from aiote.demo.run import RunResult
 from aiote.demo.settings import Settings
 
 __all__ = ["Bars", "Summary", "difference", "summarize"]
@@ -42,28 +42,28 @@ class Summary:
         """Return the medians of the times to first token: in one process, disaggregated."""
         return (
             statistics.median(reference.ttft_s for reference in self.references),
-            statistics.median(flight.first_s - flight.asked_s for flight in self.result.flights),
+            statistics.median(trace.first_s - trace.asked_s for trace in self.result.traces),
         )
 
     @property
     def elapsed_s(self) -> tuple[float, float]:
         """Return the times from the first request's admission to the last token: in one process, disaggregated."""
-        flights = self.result.flights
+        traces = self.result.traces
         return (
             max(reference.finished_s for reference in self.references),
-            max(flight.last_s for flight in flights) - min(flight.asked_s for flight in flights),
+            max(trace.last_s for trace in traces) - min(trace.asked_s for trace in traces),
         )
 
     @property
     def pages(self) -> int:
         """Return how many pages were written."""
-        return sum(flight.pages for flight in self.result.flights)
+        return sum(trace.pages for trace in self.result.traces)
 
     @property
     def gib_per_s(self) -> float:
         """Return the bytes written by the time in which at least one write was in flight, on the prefiller's clock."""
         report = self.result.reports["prefill"]
-        return report.bytes / max(report.busy_ns, 1) * 1e9 / 2**30
+        return report.bytes / max(report.busy_s, 1e-9) / 2**30
 
     def as_dict(self) -> dict[str, object]:
         """Return everything for a program; times in seconds, sizes in bytes."""
@@ -94,7 +94,7 @@ class Summary:
                 "pages": self.pages,
                 "bytes": report.bytes,
                 "writes": report.writes,
-                "in_flight_s": report.busy_ns / 1e9,
+                "in_flight_s": report.busy_s,
                 "gib_per_s": self.gib_per_s,
             },
             "pages_held": {role: each.pages_held for role, each in self.result.reports.items()},
@@ -103,35 +103,35 @@ class Summary:
         }
 
     def _tokens_equal(self, number: int) -> bool:
-        return self.result.flights[number].tokens == self.references[number].tokens
+        return self.result.traces[number].tokens == self.references[number].tokens
 
     def _cache_equal(self, number: int) -> bool:
-        return self.result.flights[number].checksum == self.references[number].checksum
+        return self.result.traces[number].checksum == self.references[number].checksum
 
     def _request(self, number: int) -> dict[str, object]:
-        flight, reference = self.result.flights[number], self.references[number]
+        trace, reference = self.result.traces[number], self.references[number]
         return {
             "request": number + 1,
-            "prompt_tokens": len(flight.prompt),
-            "pages": flight.pages,
-            "tokens": list(flight.tokens),
-            "text": tokens.decode(flight.tokens).decode(errors="replace"),
+            "prompt_tokens": len(trace.prompt),
+            "pages": trace.pages,
+            "tokens": trace.tokens,
+            "text": tokens.decode(trace.tokens).decode(errors="replace"),
             "tokens_equal": self._tokens_equal(number),
             "cache_equal": self._cache_equal(number),
-            "ttft_s": {"one_process": reference.ttft_s, "disaggregated": flight.first_s - flight.asked_s},
+            "ttft_s": {"one_process": reference.ttft_s, "disaggregated": trace.first_s - trace.asked_s},
         }
 
     def show(self, console: Console) -> None:
         """Print a sample of the text, and the table."""
-        for flight in self.result.flights[:_SAMPLE]:
-            cut = "…" if len(flight.prompt) > _SHOWN else ""
-            prompt = tokens.readable(flight.prompt[-_SHOWN:])
-            sample = Text.assemble((cut + prompt, "dim"), (tokens.readable(flight.tokens), "bold"))
-            console.print(Panel(sample, title=f"request {flight.request + 1}", title_align="left", expand=False))
+        for trace in self.result.traces[:_SAMPLE]:
+            cut = "…" if len(trace.prompt) > _SHOWN else ""
+            prompt = tokens.readable(trace.prompt[-_SHOWN:])
+            sample = Text.assemble((cut + prompt, "dim"), (tokens.readable(trace.tokens), "bold"))
+            console.print(Panel(sample, title=f"request {trace.request + 1}", title_align="left", expand=False))
         console.print(self._table())
         if self.wrong:
             return
-        count = sum(len(flight.tokens) for flight in self.result.flights)
+        count = sum(len(trace.tokens) for trace in self.result.traces)
         console.print(f"All {count} tokens equal those of the one-process generation.", style="green")
         console.print("So do the keys and values of every prompt, bit by bit (CRC-32).", style="green")
 
@@ -145,11 +145,11 @@ class Summary:
 
     def _times(self) -> list[tuple[str, str]]:
         settings, config = self.settings, self.config
-        prompt = sum(len(flight.prompt) for flight in self.result.flights)
+        prompt = sum(len(trace.prompt) for trace in self.result.traces)
         heads = f"{config.heads} heads over {config.kv_heads} of size {config.head_size}"
         weights = settings.weights or f"seed {settings.seed}"
         return [
-            ("requests", f"{len(self.result.flights)}, {settings.concurrency} at a time, {prompt} prompt tokens"),
+            ("requests", f"{len(self.result.traces)}, {settings.concurrency} at a time, {prompt} prompt tokens"),
             ("model", f"{config.layers} layers, {heads}, {weights}"),
             ("time to first token, p50", f"{self.ttft_s[0] * 1e3:.1f} ms in one process"),
             ("", f"{self.ttft_s[1] * 1e3:.1f} ms disaggregated"),
@@ -165,7 +165,7 @@ class Summary:
         return [
             ("pages written", f"{self.pages} of {page_bytes} bytes, in {report.writes} writes"),
             ("bytes written", f"{report.bytes} ({report.bytes / 2**20:.1f} MiB)"),
-            ("GiB/s while a write was in flight", f"{self.gib_per_s:.2f} (over {report.busy_ns / 1e6:.1f} ms)"),
+            ("GiB/s while a write was in flight", f"{self.gib_per_s:.2f} (over {report.busy_s * 1e3:.1f} ms)"),
             ("provider", f"{self.settings.provider}; {libraries}"),
             ("rails", ", ".join(f"{rail.name} ({rail.provider})" for rail in self.result.rails)),
             ("pages held at the end", ", ".join(held)),
@@ -177,18 +177,18 @@ def difference(result: RunResult, references: Sequence[LocalResult]) -> str:
 
     A page that got lost need not change a greedy choice, so the checksums are compared as well.
     """
-    for flight, reference in zip(result.flights, references, strict=True):
-        if flight.tokens == reference.tokens:
-            if flight.checksum == reference.checksum:
+    for trace, reference in zip(result.traces, references, strict=True):
+        if trace.tokens == reference.tokens:
+            if trace.checksum == reference.checksum:
                 continue
             return (
-                f"request {flight.request + 1}: the tokens are equal, but the keys and values of the prompt are not "
-                f"(CRC-32 {flight.checksum:08x}, {reference.checksum:08x} in one process)"
+                f"request {trace.request + 1}: the tokens are equal, but the keys and values of the prompt are not "
+                f"(CRC-32 {trace.checksum:08x}, {reference.checksum:08x} in one process)"
             )
-        pairs = zip(flight.tokens, reference.tokens, strict=False)
-        place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(flight.tokens), len(reference.tokens)))
+        pairs = zip(trace.tokens, reference.tokens, strict=False)
+        place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(trace.tokens), len(reference.tokens)))
         return (
-            f"request {flight.request + 1}: token {place + 1} is {_at(flight.tokens, place)}, "
+            f"request {trace.request + 1}: token {place + 1} is {_at(trace.tokens, place)}, "
             f"but {_at(reference.tokens, place)} in one process; the transferred cache is not the computed one"
         )
     return ""
@@ -204,7 +204,7 @@ def summarize(settings: Settings, config: ModelConfig, result: RunResult, refere
 
 
 class Bars:
-    """Progress bars on a terminal, nothing elsewhere. A `router.Watch`."""
+    """Progress bars on a terminal, nothing elsewhere. A `run.Observer`."""
 
     def __init__(self, console: Console, requests: int) -> None:
         self._progress = Progress(

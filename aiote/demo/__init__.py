@@ -1,16 +1,37 @@
-"""A disaggregated generation, small enough for a laptop and real in every part: `aiote demo kvcache`.
+"""A disaggregated generation, small enough for a laptop and real in every part.
 
-Three processes. The *router* (the command itself) hands prompts to the *decoder*, which has each one's cache filled by
-the *prefiller*. What the two say to each other, who may write where and until when, and how the decoder knows that all
-is there, is `aiote.kvcache`: its `Decoder` in the one, its `Prefiller` in the other. The prefiller runs the prompt
-chunk by chunk; after each layer that layer's pages go straight into the decoder's memory, while the next layer is
-computed, and at the end the logits of the last position. Then the decoder generates, and streams tokens to the router,
-which compares them with those of a generation in one process.
+A transformer in numpy, the prefill and the decode server that serve it over `aiote.kvcache`, and how processes with
+such servers live and are started. `aiote demo kvcache` runs one of each and compares their tokens with those of a
+generation in one process; `examples/kvcache` makes a cluster of them.
 
-    tokens.py   bytes to token numbers         model.py    the transformer, numpy, float32
-    pages.py    a request's keys and values    weights.py  seeded weights, or a safetensors file
-    wire.py     the router's messages          mail.py     the way they go, beside the library's
-    child.py    spawning and outliving nobody  worker.py   the entry of each child process
-    prefill.py  decode.py  local.py            the three children
-    router.py, reference.py  the parent's part of the run, and of the one-process generation
+    tokens.py   bytes to token numbers         model.py      the transformer, float32
+    pages.py    a request's keys and values    weights.py    seeded weights, or a safetensors file
+    settings.py what a run is to do            prefixes.py   the pages of a prefill server
+    prefill.py  decode.py                      the two servers
+    life.py     what ends a server             children.py   starting processes that outlive nobody
+    run.py      the demo: starts both, hands out prompts, gathers tokens    worker.py   its processes
+    local.py    the generation in one process  prompts.py    what is generated from
 """
+
+from . import tokens, weights
+from .children import Child
+from .decode import DecodeServer, Generation
+from .faults import DemoError
+from .life import Orders, leave_with_parent, live, tell
+from .prefill import PrefillServer
+from .settings import Settings
+
+__all__ = [
+    "Child",
+    "DecodeServer",
+    "DemoError",
+    "Generation",
+    "Orders",
+    "PrefillServer",
+    "Settings",
+    "leave_with_parent",
+    "live",
+    "tell",
+    "tokens",
+    "weights",
+]

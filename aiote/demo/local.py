@@ -1,5 +1,7 @@
 """The one-process generation that a run is compared with: the same model, the same chunks, no engine.
 
+It runs in a process of its own, as the others do, with one BLAS thread.
+
 One request after the other, each in full, first come, first served. `concurrency` requests are admitted at a time, as
 in the run, and the time to first token is counted from admission, so both sides carry the same load.
 """
@@ -7,19 +9,21 @@ in the run, and the time to first token is counted from admission, so both sides
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from aiote.demo import tokens
+from aiote.demo.children import how_it_ended, spawn
+from aiote.demo.faults import DemoError
+from aiote.demo.life import tell
 from aiote.demo.model import Model
 from aiote.demo.pages import RequestCache
-from aiote.demo.settings import Job, Settings
+from aiote.demo.settings import Settings
 
-__all__ = ["LocalResult", "generate", "main", "serve"]
+__all__ = ["LocalResult", "generate", "main", "run_reference", "serve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +34,10 @@ class LocalResult:
     """
 
     request: int
-    tokens: tuple[int, ...]
+    tokens: list[int]
     checksum: int
     ttft_s: float
     finished_s: float
-
-    def to_json(self) -> str:
-        """Return the result as one line."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, line: str | bytes) -> LocalResult:
-        """Read a result back; raises ValueError, KeyError or TypeError if the line is none."""
-        data = json.loads(line)
-        return cls(**{**data, "tokens": tuple(data["tokens"])})
 
 
 def generate(model: Model, prompt: Sequence[int], cache: RequestCache, settings: Settings) -> Iterator[int]:
@@ -72,10 +66,30 @@ def serve(model: Model, prompts: Sequence[bytes], settings: Settings) -> Iterato
             answer.append(token)
         finished.append(time.perf_counter())
         checksum = cache.checksum(len(prompt))
-        yield LocalResult(request, tuple(answer), checksum, first - admitted, finished[-1] - begun)
+        yield LocalResult(request, answer, checksum, first - admitted, finished[-1] - begun)
 
 
-def main(job: Job) -> None:
-    """Serve the job's prompts and print each result as a line of JSON."""
-    for result in serve(job.settings.model(), job.prompts, job.settings):
-        print(result.to_json(), flush=True)
+def main(settings: Settings, prompts: Sequence[bytes]) -> None:
+    """Serve prompts and tell each result. In the child."""
+    for result in serve(settings.model(), prompts, settings):
+        tell(**dataclasses.asdict(result))
+
+
+async def run_reference(settings: Settings, prompts: Sequence[bytes], each: Callable[[], None]) -> list[LocalResult]:
+    """Generate for the prompts in one process and return the results in order; `each` is called after every request.
+
+    Raises DemoError if that process ends early or writes something else.
+    """
+    results: list[LocalResult] = []
+    async with spawn("local", settings) as child:
+        await child.ask(prompts=[list(prompt) for prompt in prompts])
+        async for fact in child.facts():
+            results.append(LocalResult(**fact))
+            each()
+        code = await child.wait()
+        if code or [result.request for result in results] != list(range(len(prompts))):
+            raise DemoError(
+                f"the {child.name} (pid {child.process.pid}) ended after {len(results)} of {len(prompts)} requests "
+                f"({how_it_ended(code)}): {child.complaint or 'it said nothing'}"
+            )
+    return results

@@ -1,97 +1,92 @@
-"""The prefill process: computes the prompts that `aiote.kvcache.Prefiller` gives out, and says when a layer is done.
+"""A prefill server: computes the prompts that `aiote.kvcache.Prefiller` gives out, and says when a layer is done.
 
 The library writes each layer's pages into the decoder's cache while the next layer is computed, and lets a job's block
-end when every write is over; so that is when its pages here are free again. One prompt is computed at a time, in
-threads, so that the event loop goes on serving the engine; writes run on beside the computation of the next prompt.
+end when every write is over; so that is when its pages here are free again, or kept for prompts that begin alike. One
+prompt is computed at a time, first come, first served, in threads, so that the event loop goes on serving the engine;
+writes run on beside the computation of the next prompt.
 """
 
 from __future__ import annotations
 
-import os
-import random
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 
 import anyio
 import anyio.to_thread
 
-import aiote
-from aiote.demo import weights, wire
-from aiote.demo.mail import Mail
 from aiote.demo.model import Model
 from aiote.demo.pages import Floats, RequestCache, plan
+from aiote.demo.prefixes import PrefixPages
 from aiote.demo.settings import Settings
 from aiote.kvcache import Job, Prefiller
-from aiote.kvcache.pool import PagePool
+from aiote.service import Mailroom
 
 __all__ = ["PrefillServer"]
 
-# A decoder's first pages come in order. Those here lie anywhere, as in a pool long in use, so that a page's numbers on
-# the two sides have nothing to do with each other. Any seed does.
-_SCATTER = 20
-
 
 class PrefillServer:
-    """Serves a decoder's requests; `run` is its life."""
+    """A model, a pool of pages, and the jobs that are computed with them: `serve`, inside `async with prefiller`.
 
-    def __init__(self, mail: Mail, router: aiote.Peer, settings: Settings, model: Model) -> None:
-        self._mail, self._router, self._settings, self._model = mail, router, settings, model
-        self._layout = settings.layout(model.config)
-        self._memory = settings.memory(model.config)
-        self._pages = PagePool(settings.pool_pages, settings.concurrency, settings.concurrency)
-        self._numbers = random.Random(_SCATTER).sample(range(settings.pool_pages), settings.pool_pages)
+    `written` is called with a job and a number of pages when so many more are on their way. A layer of a chunk takes
+    `slower` seconds more than it has to. `done`, `cancelled` (jobs), `tokens` and `cached_tokens` count.
+    """
+
+    def __init__(
+        self,
+        mailroom: Mailroom,
+        settings: Settings,
+        model: Model,
+        *,
+        slower: float = 0.0,
+        written: Callable[[Job, int], object] = lambda job, pages: None,
+    ) -> None:
+        self.settings, self.model = settings, model
+        self.layout = settings.layout(model.config)
+        self.memory = settings.memory(model.config)
+        self.pages = PrefixPages(settings.pool_pages, settings.page_tokens, settings.chunk_tokens)
+        self.prefiller = Prefiller(mailroom, self.layout, self.memory)
+        self.done = self.cancelled = self.tokens = self.cached_tokens = 0
+        self._slower, self._written = slower, written
         self._turn = anyio.Lock()
-        self._prefiller = Prefiller(mail.mailroom, self._layout, self._memory)
 
-    async def run(self) -> None:
-        """Serve until Stop, report once the last request is over, and stay until cancelled."""
-        hello = wire.Hello("prefill", os.getpid(), str(self._mail.engine.address), weights.fingerprint(self._model))
-        async with self._prefiller:
-            async with anyio.create_task_group() as group:
-                await self._mail.send(self._router, hello)
-                group.start_soon(self._drain_when_told)
-                async for job in self._prefiller.jobs():
-                    group.start_soon(self._compute, job)
-            await self._report()
-            # The engine must outlive the report's way to the router, which then closes this process's standard input.
-            await anyio.sleep_forever()
-
-    async def _drain_when_told(self) -> None:
-        _, message = await anext(self._mail)
-        if not isinstance(message, wire.Stop):
-            raise wire.WireError(f"a {type(message).__name__} is not for a prefiller")
-        await self._prefiller.drain()
-
-    async def _report(self) -> None:
-        written, held = self._prefiller.statistics(), self._pages.pages - self._pages.free
-        busy_ns = int(written.busy_s * 1e9)
-        report = wire.Report("prefill", held, self._pages.pages, written.transfers, written.bytes, busy_ns)
-        await self._mail.send(self._router, report)
-
-    @asynccontextmanager
-    async def _borrow(self, tokens: int) -> AsyncIterator[list[int]]:
-        holding = await self._pages.take(self._layout.pages_for(tokens))
-        try:
-            yield [self._numbers[page] for page in holding.pages]
-        finally:
-            self._pages.give(holding)
+    async def serve(self) -> None:
+        """Compute jobs, as many at a time as there are pages for, until the prefiller is drained."""
+        async with anyio.create_task_group() as group:
+            async for job in self.prefiller.jobs():
+                group.start_soon(self._compute, job)
 
     async def _compute(self, job: Job) -> None:
-        """Compute a job; where the decoder does not want it any more, its block ends without an error."""
-        async with self._borrow(len(job.tokens)) as table, job:
-            async with self._turn:
-                logits = await self._fill(job, table)
-            await job.tail(logits)
+        tokens = job.tokens.tolist()
+        if self.layout.pages_for(len(tokens)) > self.pages.pages:
+            most = self.pages.pages * self.settings.page_tokens
+            job.refuse(f"a prompt of {len(tokens)} tokens, the most here are {most}")
+            return
+        # The pages stay lent until the job's block is left, which is when nothing is read from them any more.
+        async with self.pages.borrow(tokens) as (table, cached):
+            async with job:
+                async with self._turn:
+                    logits = await self._fill(job, tokens, table, cached)
+                await job.tail(logits)
+                self.cached_tokens += cached
+            if job.cancelled:
+                self.cancelled += 1
+                return
+            self.done += 1
+            self.pages.keep(tokens, table)
 
-    async def _fill(self, job: Job, table: Sequence[int]) -> Floats:
+    async def _fill(self, job: Job, tokens: Sequence[int], table: Sequence[int], cached: int) -> Floats:
         """Compute a prompt chunk by chunk, have each layer written when it is done, and return the last logits."""
-        request, tokens, cache = wire.request_of(job.request_id), job.tokens.tolist(), RequestCache(self._memory, table)
-        for part in plan(len(tokens), self._settings.chunk_tokens):
+        cache = RequestCache(self.memory, table)
+        for part in plan(len(tokens), self.settings.chunk_tokens):
             chunk = job.chunk(part.start, part.stop, table)
-            pages = self._layout.span(part.start, part.stop).pages
-            span = await anyio.to_thread.run_sync(self._model.begin, tokens[part.start : part.stop], part.start)
-            for layer in range(self._layout.layers):
-                await anyio.to_thread.run_sync(self._model.layer, layer, span, cache)
+            pages = self.layout.span(part.start, part.stop).pages
+            if part.stop > cached:
+                span = await anyio.to_thread.run_sync(self.model.begin, tokens[part.start : part.stop], part.start)
+            for layer in range(self.layout.layers):
+                if part.stop > cached:
+                    await anyio.to_thread.run_sync(self.model.layer, layer, span, cache)
+                    await anyio.sleep(self._slower)
                 await chunk.done(layer)
-                await self._mail.send(self._router, wire.Progress(request, pages))
-        return self._model.logits(span)
+                self._written(job, pages)
+            self.tokens += len(part)
+        # The last chunk was computed, so there is a span: `cached` is less than the prompt.
+        return self.model.logits(span)

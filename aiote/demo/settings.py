@@ -1,8 +1,7 @@
-"""What one run was asked to do, and the job that a child process reads from its standard input."""
+"""What one run was asked to do, the same in every process of it."""
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import json
 from dataclasses import dataclass
@@ -15,12 +14,12 @@ from aiote.demo.model import Model, ModelConfig
 from aiote.demo.pages import Floats
 from aiote.kvcache import CacheLayout
 
-__all__ = ["Job", "Settings"]
+__all__ = ["Settings"]
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The options of a run, the same in every process. `layers` and `seed` are unused with a weights file."""
+    """The options of a run. `layers` and `seed` are unused with a weights file, `provider` is for `open_engine`."""
 
     provider: str
     layers: int
@@ -55,28 +54,11 @@ class Settings:
         pages = -(-(longest_prompt + self.new_tokens - 1) // self.page_tokens)
         return dataclasses.replace(self, pool_pages=self.concurrency * pages)
 
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A line of JSON on a child's standard input. `router` is an engine's address; `prompts` are for `local` alone."""
-
-    settings: Settings
-    router: str = ""
-    prompts: tuple[bytes, ...] = ()
-
     def to_json(self) -> str:
-        """Return the job as one line."""
-        return json.dumps(
-            {
-                "settings": dataclasses.asdict(self.settings),
-                "router": self.router,
-                "prompts": [base64.b64encode(prompt).decode() for prompt in self.prompts],
-            }
-        )
+        """Return the settings as one line, for a child's command line."""
+        return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, line: str | bytes) -> Job:
-        """Read a job back; raises ValueError, KeyError or TypeError if the line is none."""
-        data = json.loads(line)
-        prompts = tuple(base64.b64decode(prompt, validate=True) for prompt in data["prompts"])
-        return cls(Settings(**data["settings"]), data["router"], prompts)
+    def from_json(cls, line: str) -> Settings:
+        """Read settings back; raises ValueError or TypeError if the line has none."""
+        return cls(**json.loads(line))

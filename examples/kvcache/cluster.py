@@ -14,30 +14,24 @@ are too many are drained, those that die are replaced. SIGTERM drains all; SIGIN
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import secrets
 import signal
-import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import anyio
 import anyio.abc
 
 import serving
-from aiote.demo.faults import DemoError
+from aiote.demo import Child, DemoError, Orders
 
 HERE = Path(__file__).parent
 LOG = logging.getLogger("cluster")
-# Results of BLAS depend on how it splits a product over threads; and there are many processes here.
-ONE_THREAD = dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS"), "1")
 READY_S = 60.0
-END_S = 10.0
 AGAIN_S = 0.5  # between the death of a server and its replacement
 MOST_FAILURES = 3  # in a row, of servers that never were ready
 MODEL = ("layers", "seed", "weights", "chunk_tokens", "slower", "slots", "lease")
@@ -46,42 +40,6 @@ COMMON = ("provider", "host", "advertise", "page_tokens", "context")
 
 class ClusterError(DemoError):
     """The cluster cannot go on."""
-
-
-class Child:
-    """A server's process. It ends with this one, however this one ends: it holds the other end of a pipe."""
-
-    def __init__(self, role: str, name: str, process: anyio.abc.Process) -> None:
-        self.role, self.name = role, name
-        self.process = process
-        self.ready: dict[str, Any] = {}
-        self.draining = False
-
-    async def facts(self) -> AsyncIterator[dict[str, Any]]:
-        """Iterate over what it prints."""
-        assert self.process.stdout is not None
-        rest = b""
-        async for part in self.process.stdout:
-            *lines, rest = (rest + part).split(b"\n")
-            for line in lines:
-                yield json.loads(line)
-
-    def send(self, number: signal.Signals) -> None:
-        """Send it a signal, if it is still there."""
-        if self.process.returncode is None:
-            self.process.send_signal(number)
-
-    async def end(self, number: signal.Signals, limit: float) -> None:
-        """Send a signal, and wait until it has ended, which is helped after a while."""
-        self.draining = True
-        if not self.ready:
-            # It is starting, where an interrupt would be shown as a traceback.
-            number = signal.SIGTERM
-        for signal_number, patience in ((number, limit), (signal.SIGINT, END_S), (signal.SIGKILL, END_S)):
-            self.send(signal_number)
-            with anyio.move_on_after(patience):
-                await self.process.wait()
-                return
 
 
 class Cluster:
@@ -97,7 +55,7 @@ class Cluster:
         self._failures = 0
         self._registry = ""
         token = os.environ.get(serving.TOKEN) or secrets.token_urlsafe(16)
-        self._environment = {**os.environ, **ONE_THREAD, serving.TOKEN: token}
+        self._environment = {**os.environ, serving.TOKEN: token}
         self._changed = anyio.Event()
         self._scaling = anyio.Lock()  # two at a time would both start what is missing
 
@@ -142,12 +100,7 @@ class Cluster:
             command += ["--scalable", "--port", str(self._args.port), *options(self._args, COMMON)]
         else:
             command += ["--name", name, "--registry", self._registry, *options(self._args, COMMON + MODEL)]
-        # A session of its own: control-C reaches this process alone, which then ends the others in order.
-        pipe = subprocess.PIPE
-        process = await anyio.open_process(
-            command, stdin=pipe, stdout=pipe, stderr=None, env=self._environment, start_new_session=True
-        )
-        child = Child(role, name, process)
+        child = await Child.start(role, name, command, self._environment)
         self.children.append(child)
         self._group.start_soon(self._mind, child)
         return child
@@ -156,7 +109,6 @@ class Cluster:
         """Follow a server through its life, and replace it when it dies."""
         async for fact in child.facts():
             if "ready" in fact:
-                child.ready = fact
                 self._failures = 0
                 LOG.info("%s is ready at %s, process %d", child.name, fact["ready"], child.process.pid)
             elif "scale" in fact:
@@ -184,21 +136,21 @@ class Cluster:
 
     async def drain(self) -> None:
         """End all in order: first who takes requests and waits for them, then those that have none any more."""
-        await self._end(signal.SIGTERM, self._args.drain_limit, {"router"})
-        await self._end(signal.SIGTERM, self._args.drain_limit, {"prefill", "decode"})
+        await self._end({"router"}, signal.SIGTERM, self._args.drain_limit)
+        await self._end({"prefill", "decode"}, signal.SIGTERM, self._args.drain_limit)
 
     async def end(self) -> None:
         """End all at once, but for the router: the others tell its registry that they leave."""
-        await self._end(signal.SIGINT, END_S, {"prefill", "decode"})
-        await self._end(signal.SIGINT, END_S, {"router"})
+        await self._end({"prefill", "decode"}, signal.SIGINT)
+        await self._end({"router"}, signal.SIGINT)
 
-    async def _end(self, number: signal.Signals, limit: float, roles: set[str]) -> None:
+    async def _end(self, roles: set[str], number: signal.Signals, *limit: float) -> None:
         for child in self.children:
             child.draining = True
         async with anyio.create_task_group() as group:
             for child in tuple(self.children):
                 if child.role in roles:
-                    group.start_soon(child.end, number, limit)
+                    group.start_soon(child.end, number, *limit)
 
 
 def options(args: argparse.Namespace, names: Sequence[str]) -> list[str]:
@@ -212,7 +164,7 @@ def interpreter_flags() -> list[str]:
     return [f"-W{option}" for option in sys.warnoptions]
 
 
-async def main(args: argparse.Namespace, orders: serving.Orders) -> None:
+async def main(args: argparse.Namespace, orders: Orders) -> None:
     """Run a cluster until it is drained or fails."""
     serving.settings_of(args)  # said once, and not by every server
     async with anyio.create_task_group() as group:

@@ -20,7 +20,6 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
-import numpy as np
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -28,11 +27,8 @@ from starlette.routing import Route
 
 import aiote
 import serving
-from aiote.demo import tokens, weights
-from aiote.demo.model import Model
-from aiote.demo.pages import RequestCache
-from aiote.demo.settings import Settings
-from aiote.kvcache import Decoder, PrefillError, Slot
+from aiote.demo import DecodeServer, Orders, tell, tokens, weights
+from aiote.kvcache import PrefillError
 from serving import Emit, Refused
 
 MOST_PREFILLERS = 16
@@ -67,29 +63,26 @@ def _integers(values: Any, stop: int) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < stop for value in values)
 
 
-class DecodeServer:
-    """A model, and the pages in which it finds its prompts."""
+class Endpoint:
+    """A decode server as it is reached over HTTP: what is asked of it, and what became of that."""
 
-    def __init__(self, settings: Settings, model: Model) -> None:
-        self.settings, self.model = settings, model
-        self.layout = settings.layout(model.config)
-        self.memory = settings.memory(model.config)
+    def __init__(self, server: DecodeServer, context: int) -> None:
+        self.server, self.context = server, context
         self.draining = False
         self.done = self.failed = self.cancelled = self.failovers = self.tokens = self.bytes = 0
-        self._turn = anyio.Lock()
 
-    async def answer(self, decoder: Decoder, asked: Asked, emit: Emit) -> None:
+    async def answer(self, asked: Asked, emit: Emit) -> None:
         """Serve one request. Raises Refused where nothing was emitted yet."""
-        groups = [(address,) for address in asked.prefillers]
+        layout = self.server.layout
         try:
-            async with decoder.request(asked.tokens, groups[0], alternatives=groups[1:]) as slot:
-                # There are pages for all slots at their longest, so this never waits.
-                await slot.extend(asked.max_tokens - 1)
-                await slot.arrived()
-                self.bytes += self.layout.pages_for(len(asked.tokens)) * self.layout.page_bytes(1) * self.layout.layers
-                self.failovers += slot.round > 1
-                await emit(line(round=slot.round))
-                await emit(line(finish=await self._generate(slot, asked, emit)))
+            async with self.server.request(asked.tokens, asked.prefillers, asked.max_tokens) as generation:
+                self.bytes += layout.pages_for(len(asked.tokens)) * layout.page_bytes(1) * layout.layers
+                self.failovers += generation.round > 1
+                await emit(line(round=generation.round))
+                async for token in generation:
+                    self.tokens += 1
+                    await emit(line(token=token))
+                await emit(line(finish=generation.finish))
             self.done += 1
         except aiote.UsageError as error:
             raise Refused(400, str(error)) from None
@@ -101,23 +94,9 @@ class DecodeServer:
             self.cancelled += 1
             raise
 
-    async def _generate(self, slot: Slot, asked: Asked, emit: Emit) -> str:
-        """Emit the tokens, greedily, and return why there are no more. The steps of several requests take turns."""
-        cache = RequestCache(self.memory, slot.pages)
-        logits = np.frombuffer(slot.tail, np.float32)
-        for index in range(asked.max_tokens):
-            token = int(np.argmax(logits))
-            self.tokens += 1
-            await emit(line(token=token))
-            if token == tokens.END:
-                return "stop"
-            if index + 1 < asked.max_tokens:
-                async with self._turn:
-                    logits = await anyio.to_thread.run_sync(self.model.step, token, len(asked.tokens) + index, cache)
-        return "length"
-
-    def stats(self, engine: aiote.Engine, decoder: Decoder) -> dict[str, object]:
+    def stats(self, engine: aiote.Engine) -> dict[str, object]:
         """Return what the router's page shows, as counts since the start."""
+        decoder = self.server.decoder
         return {
             **serving.engine_stats(engine),
             "requests": decoder.requests,
@@ -140,40 +119,39 @@ def line(**facts: Any) -> bytes:
     return json.dumps(facts).encode() + b"\n"
 
 
-def application(server: DecodeServer, engine: aiote.Engine, decoder: Decoder, calls: serving.Calls) -> Starlette:
+def application(endpoint: Endpoint, engine: aiote.Engine, calls: serving.Calls) -> Starlette:
     """Return what is served over HTTP."""
 
     async def generate(request: Request) -> serving.Answer:
-        if server.draining:
+        if endpoint.draining:
             raise Refused(503, "the decode server is draining", retry=True)
-        asked = Asked.of(await serving.body_of(request), server.settings.new_tokens)
-        return serving.Answer(calls, partial(server.answer, decoder, asked), "application/x-ndjson")
+        asked = Asked.of(await serving.body_of(request), endpoint.context)
+        return serving.Answer(calls, partial(endpoint.answer, asked), "application/x-ndjson")
 
     async def stats(_: Request) -> JSONResponse:
-        return JSONResponse(server.stats(engine, decoder))
+        return JSONResponse(endpoint.stats(engine))
 
     routes: Sequence[Route] = [Route("/generate", generate, methods=["POST"]), Route("/stats", stats)]
     return Starlette(routes=routes, exception_handlers={Refused: serving.refusal})
 
 
-async def main(args: argparse.Namespace, orders: serving.Orders) -> None:
+async def main(args: argparse.Namespace, orders: Orders) -> None:
     """Serve until told to drain, and then until the requests are over that are there."""
     settings, token = serving.settings_of(args), serving.token()
-    server = DecodeServer(settings, await anyio.to_thread.run_sync(settings.model))
+    model = await anyio.to_thread.run_sync(settings.model)
     calls = serving.Calls()
-    tail = server.model.config.vocabulary * np.dtype(np.float32).itemsize
     async with serving.member_of_a_cluster(args) as (engine, mailroom, registry):
-        decoder = Decoder(mailroom, server.layout, server.memory, tail_bytes=tail, slots=args.slots)
-        app = application(server, engine, decoder, calls)
-        async with decoder, serving.http(app, args, engine, token, calls) as url:
-            member = serving.member(args, "decode", engine, url, weights.fingerprint(server.model))
+        endpoint = Endpoint(DecodeServer(mailroom, settings, model), args.context)
+        app = application(endpoint, engine, calls)
+        async with endpoint.server.decoder, serving.http(app, args, engine, token, calls) as url:
+            member = serving.member(args, "decode", engine, url, weights.fingerprint(model))
             if not await orders.while_wanted(registry.ready):
                 return
             async with registry.join(member) as seat:
-                serving.tell(ready=url, name=member.name)
+                tell(ready=url, name=member.name)
                 await orders.drain.wait()
                 await orders.unhurried(partial(serving.announce_draining, registry, seat))
-                server.draining = True
+                endpoint.draining = True
                 await orders.unhurried(calls.none)
 
 

@@ -40,7 +40,7 @@ from starlette.routing import Route
 
 import aiote
 import serving
-from aiote.demo import tokens
+from aiote.demo import Orders, tell, tokens
 from aiote.discovery import Member, RegistryServer
 from aiote.kvcache import NoMember, Router
 from aiote.service import Mailroom
@@ -103,7 +103,7 @@ class Front:
         # Decoders have no prefixes: load alone decides.
         self.decode = Router(page_tokens, role="decode", credit=0, prefixes=1)
         self.done = self.failed = self.left = self.retried = self.tokens = 0
-        self.attempts: set[Attempt] = set()
+        self.tries: set[Try] = set()
         self._model = ""
         self._registry = registry
         self._changed = anyio.Event()
@@ -117,8 +117,8 @@ class Front:
             self.prefill.see(alike)
             self.decode.see(alike)
             if event.kind == "left":
-                for attempt in self.attempts:
-                    attempt.left(event.member)
+                for one in self.tries:
+                    one.left(event.member)
             self._changed.set()
             self._changed = anyio.Event()
 
@@ -126,7 +126,7 @@ class Front:
         """Have a request served, hand out its tokens, and return why there are no more. Raises Refused."""
         given, reason = 0, ""
         for number in range(TRIES):
-            attempt = await self._attempt(asked)
+            one = await self._try(asked)
             skip = given
 
             async def pass_on(token: int) -> None:
@@ -139,8 +139,8 @@ class Front:
                 await take(token)
 
             try:
-                with attempt:
-                    return await attempt.run(pass_on)
+                with one:
+                    return await one.run(pass_on)
             except Refused as error:
                 if not error.retry:
                     raise
@@ -150,22 +150,22 @@ class Front:
             await anyio.sleep(0.05 * number)
         raise Refused(503, reason)
 
-    async def _attempt(self, asked: Completion) -> Attempt:
-        """Return a new attempt, as soon as there is anybody for it."""
+    async def _try(self, asked: Completion) -> Try:
+        """Return a new try, as soon as there is anybody for it."""
         reason = ""
         with anyio.move_on_after(PATIENCE_S):
             while True:
                 changed = self._changed
                 try:
-                    return Attempt(self, asked)
+                    return Try(self, asked)
                 except NoMember as error:
                     reason = str(error)
                 await changed.wait()
         raise Refused(503, f"{reason}; nobody came within {PATIENCE_S:.0f} s")
 
 
-class Attempt:
-    """One try of a request at one decode server, with some prefillers; `with attempt:` ends what it is charged with."""
+class Try:
+    """One try of a request at one decode server, with some prefillers; `with` ends what it is charged with."""
 
     def __init__(self, front: Front, asked: Completion) -> None:
         self._front = front
@@ -179,12 +179,12 @@ class Attempt:
         self._server = self._decode.members[0]
         self._gone = anyio.CancelScope()
 
-    def __enter__(self) -> Attempt:
-        self._front.attempts.add(self)
+    def __enter__(self) -> Try:
+        self._front.tries.add(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._front.attempts.discard(self)
+        self._front.tries.discard(self)
         self._front.prefill.cancelled(self._prefill)
         self._front.decode.cancelled(self._decode)
 
@@ -286,7 +286,7 @@ class Api:
         wanted = {role: body[role] for role in ("prefill", "decode") if role in body}
         if not wanted or not all(type(count) is int and 0 <= count <= MOST_SERVERS for count in wanted.values()):
             raise Refused(400, f'{{"prefill": n, "decode": m}} expected, each at most {MOST_SERVERS}')
-        serving.tell(scale=wanted)
+        tell(scale=wanted)
         return JSONResponse({"scale": wanted}, 202)
 
     async def completions(self, request: Request) -> Response:
@@ -346,7 +346,7 @@ def event(data: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(data).encode() + b"\n\n"
 
 
-async def main(args: argparse.Namespace, orders: serving.Orders) -> None:
+async def main(args: argparse.Namespace, orders: Orders) -> None:
     """Serve until told to drain, and then until the requests are over that are there."""
     calls, viewers = Calls(), Calls()
     # A decode server may be silent for as long as its prompts wait; who is lost leaves the registry.
@@ -364,7 +364,7 @@ async def main(args: argparse.Namespace, orders: serving.Orders) -> None:
             group.start_soon(front.follow)
             app = Api(front, watcher, calls, viewers, args).application()
             async with serving.http(app, args, engine, token, calls, viewers) as url:
-                serving.tell(ready=url, page=f"{url}/?token={token}", registry=str(engine.address))
+                tell(ready=url, page=f"{url}/?token={token}", registry=str(engine.address))
                 await orders.drain.wait()
                 # Whoever watches would do so for ever; who waits for tokens gets them.
                 viewers.end()

@@ -1,7 +1,4 @@
-"""What the servers of this folder share: their arguments, their life, their model, and how they answer over HTTP.
-
-A server ends in one of two ways. SIGTERM drains it: it takes no more, finishes what it has, and ends with status 0.
-SIGINT, or a second SIGTERM, ends it at once with status 130; the engine still sees to it that no NIC writes afterwards.
+"""What the servers of this folder share: their arguments, their place in the registry, and how they answer over HTTP.
 
 All of a cluster have one *token*, in the environment as `KVCACHE_TOKEN`, and answer only who knows it: as
 `Authorization: Bearer TOKEN`, or in a GET's URL as `?token=TOKEN`.
@@ -15,7 +12,6 @@ import ipaddress
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 import time
@@ -31,16 +27,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import aiote
-from aiote.demo.child import leave_with_parent
-from aiote.demo.faults import DemoError, leaves
-from aiote.demo.settings import Settings
+from aiote.demo import DemoError, Orders, Settings, leave_with_parent, live
 from aiote.discovery import EmbeddedRegistry, Member, Registry, Role, Seat
 from aiote.service import Mailroom
 
 TOKEN = "KVCACHE_TOKEN"
 BODY_BYTES = 1 << 20
 SETTLE_S = 0.3
-AT_ONCE_S = 1.0  # what a server that is to end at once may take for that
 TELL_S = 2.0  # how long to wait for the registry to hear that a server drains
 
 
@@ -171,45 +164,6 @@ def reachable(args: argparse.Namespace, engine: aiote.Engine) -> str:
     return args.advertise or (engine.address.host if args.host in ("", "0.0.0.0", "::") else args.host)
 
 
-# A server's life.
-
-
-class Orders:
-    """What a server was told: to `drain`, and perhaps to end `at_once`, with which it is told to drain as well."""
-
-    def __init__(self) -> None:
-        self.drain = anyio.Event()
-        self.at_once = anyio.Event()
-
-    def hear(self, number: int) -> None:
-        """Take a signal."""
-        if number == signal.SIGINT or self.drain.is_set():
-            self.at_once.set()
-        self.drain.set()
-
-    async def unhurried(self, *steps: Callable[[], Awaitable[object]]) -> None:
-        """Take steps, one after another, until all are taken or there is no time for it."""
-        await _until(self.at_once, steps)
-
-    async def while_wanted(self, *steps: Callable[[], Awaitable[object]]) -> bool:
-        """Take steps, one after another; False where it was told to drain before all were taken."""
-        await _until(self.drain, steps)
-        return not self.drain.is_set()
-
-
-async def _until(event: anyio.Event, steps: Sequence[Callable[[], Awaitable[object]]]) -> None:
-    async with anyio.create_task_group() as group:
-
-        async def leave() -> None:
-            await event.wait()
-            group.cancel_scope.cancel()
-
-        group.start_soon(leave)
-        for step in steps:
-            await step()
-        group.cancel_scope.cancel()
-
-
 def start(name: str, main: Callable[[Orders], Awaitable[None]], *, with_parent: bool) -> int:
     """Run a server that ends as it is told, and return its exit status."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=f"{name}: %(message)s")
@@ -217,44 +171,7 @@ def start(name: str, main: Callable[[Orders], Awaitable[None]], *, with_parent: 
         logging.getLogger(chatty).setLevel(logging.WARNING)
     if with_parent:
         leave_with_parent(sys.stdin.fileno())
-    causes: list[BaseException] = []
-    try:
-        return anyio.run(_live, main)
-    except* (aiote.AioteError, DemoError, OSError) as group:
-        causes = list(leaves(group))
-    print(f"{name}: {'; '.join(dict.fromkeys(map(str, causes)))}", file=sys.stderr)
-    return 1
-
-
-async def _live(main: Callable[[Orders], Awaitable[None]]) -> int:
-    orders = Orders()
-    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        async with anyio.create_task_group() as group:
-
-            async def listen() -> None:
-                async for number in signals:
-                    orders.hear(number)
-
-            async def insist() -> None:
-                # Not cancelled at first: so the registry still hears that this one leaves.
-                await orders.at_once.wait()
-                await anyio.sleep(AT_ONCE_S)
-                group.cancel_scope.cancel()
-
-            group.start_soon(listen)
-            group.start_soon(insist)
-            await main(orders)
-            group.cancel_scope.cancel()
-    return 130 if orders.at_once.is_set() else 0
-
-
-def tell(**facts: Any) -> None:
-    """Print a line of JSON for whoever started this process."""
-    try:
-        print(json.dumps(facts), flush=True)
-    except BrokenPipeError:
-        # Nobody reads any more; the end of standard input says the rest.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return live(name, main)
 
 
 # HTTP.

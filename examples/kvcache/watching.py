@@ -86,7 +86,7 @@ class Watcher:
         self._tokens = now, front.tokens
         rate = (front.tokens - before[1]) / max(now - before[0], 1e-9)
         counts = {"done": front.done, "failed": front.failed, "left": front.left, "retried": front.retried}
-        return {"open": len(front.attempts), **counts, "tokens": front.tokens, "tokens_s": rate}
+        return {"open": len(front.tries), **counts, "tokens": front.tokens, "tokens_s": rate}
 
     def _totals(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         totals: dict[str, Any] = {"prefill": 0, "decode": 0, "pages": 0, "pages_held": 0, "gib_s": 0.0, "transfers": 0}

@@ -15,9 +15,9 @@ from rich.console import Console
 from aiote import cli
 from aiote.cli import kvcache
 from aiote.cli.report import Bars, difference
-from aiote.demo import tokens, wire
+from aiote.demo import tokens
 from aiote.demo.local import LocalResult
-from aiote.demo.router import Flight, RunFailed, RunResult
+from aiote.demo.run import Report, RequestTrace, RunFailed, RunResult
 from aiote.errors import PeerError, UsageError
 
 
@@ -26,15 +26,12 @@ class Rail:
 
 
 def result(*answers: tuple[int, ...]) -> RunResult:
-    flights = tuple(
-        Flight(n, (256, 65), asked_s=1.0 + n, first_s=1.5 + n, last_s=2.0 + n, pages=6, answer=dict(enumerate(answer)))
+    traces = tuple(
+        RequestTrace(n, (256, 65), asked_s=1.0 + n, first_s=1.5 + n, last_s=2.0 + n, pages=6, tokens=list(answer))
         for n, answer in enumerate(answers)
     )
-    reports = {
-        "prefill": wire.Report("prefill", 0, 8, 7, 2**20, 10**6),
-        "decode": wire.Report("decode", 0, 8),
-    }
-    return RunResult(flights, reports, (Rail(),), {"router": 1, "prefill": 2, "decode": 3})
+    reports = {"prefill": Report(0, 8, 7, 2**20, 1e-3), "decode": Report(0, 8)}
+    return RunResult(traces, reports, (Rail(),), {"router": 1, "prefill": 2, "decode": 3})
 
 
 @pytest.fixture
@@ -50,9 +47,9 @@ def faked(monkeypatch):
 
         async def reference(settings, prompts, each):
             await anyio.lowlevel.checkpoint()
-            return [LocalResult(n, answer, 0, 0.25, 0.5 + n) for n, answer in enumerate(reference_gives)]
+            return [LocalResult(n, list(answer), 0, 0.25, 0.5 + n) for n, answer in enumerate(reference_gives)]
 
-        monkeypatch.setattr(kvcache.router, "run", run)
+        monkeypatch.setattr(kvcache.runs, "run", run)
         monkeypatch.setattr(kvcache, "run_reference", reference)
 
     return fake
@@ -92,7 +89,7 @@ def test_one_wrong_token_fails_the_run(faked, capsys, answer, says):
 
 def test_a_wrong_page_that_changed_no_token_fails_the_run(faked, capsys):
     run = result((65, 66))
-    run.flights[0].checksum = 0xABC
+    run.traces[0].checksum = 0xABC
     faked(run, ((65, 66),))
     assert cli.main([*RUN, "--requests", "1", "--json"]) == 1
     shown = json.loads(capsys.readouterr().out)
@@ -199,7 +196,7 @@ def test_weights_are_written_once(tmp_path, capsys):
 
 
 def test_the_first_difference_is_told():
-    references = [LocalResult(0, (1, 2, 3), 0, 0.1, 0.2)]
+    references = [LocalResult(0, [1, 2, 3], 0, 0.1, 0.2)]
     assert difference(result((1, 2, 3)), references) == ""
     assert "request 1: token 2 is 9, but 2" in difference(result((1, 9, 4)), references)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -140,4 +141,5 @@ def test_requests_in_one_process_are_timed_from_admission(model):
     assert results[0].ttft_s < results[1].ttft_s
     assert results[0].finished_s < results[1].finished_s < results[2].finished_s
     assert results[2].ttft_s < results[2].finished_s - results[0].finished_s
-    assert [local.LocalResult.from_json(result.to_json()) for result in results] == results
+    lines = [json.dumps(dataclasses.asdict(result)) for result in results]
+    assert [local.LocalResult(**json.loads(line)) for line in lines] == results

@@ -13,7 +13,7 @@ import anyio
 import httpx
 import pytest
 
-from aiote.demo.reference import run_reference
+from aiote.demo.local import run_reference
 from browser import Browser
 from clusters import Cluster, events, reference_settings
 
@@ -39,7 +39,7 @@ def references():
     async def all_of_them():
         return await run_reference(reference_settings(NEW_TOKENS), [text.encode() for text in PROMPTS], lambda: None)
 
-    return [list(result.tokens) for result in anyio.run(all_of_them)]
+    return [result.tokens for result in anyio.run(all_of_them)]
 
 
 def test_tokens_are_those_of_one_process(cluster, references):

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from aiote.demo.settings import Settings
+from aiote.demo import Settings
 from programs import Program
 
 PATIENCE_S = 60.0

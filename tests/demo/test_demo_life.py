@@ -1,4 +1,4 @@
-"""Waiting for the first of several things."""
+"""What a server waits for: the first of several things."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from aiote.demo.waits import first_of
+from aiote.demo.life import first_of
 from engines import PATIENCE_S
 
 pytestmark = pytest.mark.anyio

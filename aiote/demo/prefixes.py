@@ -3,10 +3,14 @@
 A page that nobody uses is either free or *kept*: then it is found by the hash of the tokens that it ends, and given to
 others only when no free page is left, least recently used first. What is found is cut to whole chunks. So a prompt is
 always computed in the same pieces, and gives the same bits, whether or not its beginning was kept.
+
+Pages are given out in no order, as from a pool long in use, so that a page's number here has nothing to do with its
+number at a decoder, whose first ones come in order.
 """
 
 from __future__ import annotations
 
+import random
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -14,6 +18,10 @@ from contextlib import asynccontextmanager
 import anyio
 
 from aiote.kvcache import block_hashes
+
+__all__ = ["PrefixPages"]
+
+_ORDER = 20  # any seed does
 
 
 class PrefixPages:
@@ -23,7 +31,7 @@ class PrefixPages:
         self.pages = pages
         self._page_tokens = page_tokens
         self._chunk_pages = chunk_tokens // page_tokens
-        self._free = list(range(pages - 1, -1, -1))
+        self._free = random.Random(_ORDER).sample(range(pages), pages)
         self._kept: OrderedDict[bytes, int] = OrderedDict()
         self._hashes: dict[int, bytes] = {}
         self._users: Counter[int] = Counter()

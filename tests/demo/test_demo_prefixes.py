@@ -1,38 +1,27 @@
-"""The pages of an example's prefill server: lent, kept, found again, and never two prompts' at a time."""
+"""The pages of a prefill server: lent, kept, found again, and never two prompts' at a time."""
 
 from __future__ import annotations
-
-import sys
 
 import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from programs import EXAMPLES, PATIENCE_S
+from aiote.demo.prefixes import PrefixPages
+from engines import PATIENCE_S
 
 PAGE, CHUNK, PAGES = 2, 4, 12
-
-
-@pytest.fixture(scope="module")
-def prefix_pages():
-    sys.path.insert(0, str(EXAMPLES / "kvcache"))
-    try:
-        from prefixes import PrefixPages
-    finally:
-        sys.path.pop(0)
-    return lambda: PrefixPages(PAGES, PAGE, CHUNK)
 
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 
 @given(st.data())
-def test_pages_hold_what_was_computed(prefix_pages, data):
+def test_pages_hold_what_was_computed(data):
     """Write each prompt's tokens into its pages, and find in those that are said to be computed what belongs there."""
 
     async def story() -> None:
-        pages, memory, lent = prefix_pages(), [()] * PAGES, []
+        pages, memory, lent = PrefixPages(PAGES, PAGE, CHUNK), [()] * PAGES, []
         for _ in range(data.draw(st.integers(1, 30))):
             if lent and data.draw(st.booleans()):
                 context, tokens, table = lent.pop(data.draw(st.integers(0, len(lent) - 1)))
@@ -64,9 +53,9 @@ def blocks(tokens):
     return [tuple(tokens[start : start + PAGE]) for start in range(0, len(tokens), PAGE)]
 
 
-def test_a_prompt_waits_for_pages_and_one_too_long_is_refused(prefix_pages):
+def test_a_prompt_waits_for_pages_and_one_too_long_is_refused():
     async def story() -> None:
-        pages, got = prefix_pages(), []
+        pages, got = PrefixPages(PAGES, PAGE, CHUNK), []
 
         async def second() -> None:
             async with pages.borrow([1] * PAGE):
