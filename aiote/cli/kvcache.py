@@ -75,7 +75,7 @@ def command(
             seed=seed or 0,
             weights=weights,
             page_tokens=page_tokens,
-            chunk_tokens=_chunk(chunk_tokens, page_tokens),
+            chunk_tokens=chunk_tokens,
             new_tokens=new_tokens,
             concurrency=min(concurrency, requests),
             pool_pages=0,
@@ -122,15 +122,6 @@ def _layers(layers: int | None, seed: int | None, weights: str | None) -> int:
     if weights is not None and (layers is not None or seed is not None):
         raise DemoError("--weights says all of the model, --layers and --seed say it too; give one or the other")
     return layers or _LAYERS
-
-
-def _chunk(chunk_tokens: int, page_tokens: int) -> int:
-    if chunk_tokens % page_tokens:
-        raise DemoError(
-            f"--chunk-tokens {chunk_tokens} is not a whole number of pages of {page_tokens} tokens; "
-            f"try {-(-chunk_tokens // page_tokens) * page_tokens}"
-        )
-    return chunk_tokens
 
 
 def _fail(message: str, as_json: bool, *, code: int = 1, details: dict[str, object] | None = None) -> NoReturn:

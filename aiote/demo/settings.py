@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from aiote.demo import weights
+from aiote.demo.faults import DemoError
 from aiote.demo.model import Model, ModelConfig
 from aiote.demo.pages import Floats
 from aiote.kvcache import CacheLayout
@@ -19,7 +20,10 @@ __all__ = ["Settings"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The options of a run. `layers` and `seed` are unused with a weights file, `provider` is for `open_engine`."""
+    """The options of a run. `layers` and `seed` are unused with a weights file, `provider` is for `open_engine`.
+
+    Raises DemoError for chunks that are not whole pages.
+    """
 
     provider: str
     layers: int
@@ -30,6 +34,14 @@ class Settings:
     new_tokens: int
     concurrency: int
     pool_pages: int
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens < 1 or self.chunk_tokens % self.page_tokens:
+            whole = max(-(-self.chunk_tokens // self.page_tokens), 1) * self.page_tokens
+            raise DemoError(
+                f"--chunk-tokens {self.chunk_tokens} is not a whole number of pages of {self.page_tokens} tokens; "
+                f"try {whole}"
+            )
 
     def config(self) -> ModelConfig:
         """Return the sizes of the model; raises DemoError if the weights file is not usable."""

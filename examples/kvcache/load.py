@@ -25,7 +25,7 @@ SILENCE_S = 60.0
 
 
 @dataclass(slots=True)
-class Report:
+class Tally:
     """What became of the requests."""
 
     first_s: list[float] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Load:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.report = Report()
+        self.tally = Tally()
         self._random = random.Random(args.seed)
         self._common = self._text(args.prompt_bytes // 2)
 
@@ -80,14 +80,14 @@ class Load:
             async with anyio.create_task_group() as group:
                 for _ in range(self.args.clients):
                     group.start_soon(self._client, client, begun + self.args.seconds)
-        return self.report.summary(time.monotonic() - begun)
+        return self.tally.summary(time.monotonic() - begun)
 
     async def _client(self, client: httpx.AsyncClient, until: float) -> None:
         while time.monotonic() < until:
             try:
                 await self._ask(client)
             except (httpx.HTTPError, ValueError, KeyError) as error:
-                self.report.failures.append(f"{type(error).__name__}: {error}")
+                self.tally.failures.append(f"{type(error).__name__}: {error}")
                 await anyio.sleep(0.1)
 
     async def _ask(self, client: httpx.AsyncClient) -> None:
@@ -105,15 +105,15 @@ class Load:
                     raise ValueError(said["error"]["message"])
                 if not first:
                     first = time.monotonic() - begun
-                    self.report.first_s.append(first)
+                    self.tally.first_s.append(first)
                     if leaves:
-                        self.report.left += 1
+                        self.tally.left += 1
                         return
-                self.report.tokens += len(said["choices"][0]["token_ids"])
+                self.tally.tokens += len(said["choices"][0]["token_ids"])
                 finish = said["choices"][0]["finish_reason"]
         if finish is None:
             raise ValueError("the answer has no end")
-        self.report.done += 1
+        self.tally.done += 1
 
 
 def arguments() -> argparse.Namespace:

@@ -95,8 +95,6 @@ def model_parser(description: str, *, member: bool = True) -> argparse.ArgumentP
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """Return the demo's settings, which make its model. Raises DemoError."""
-    if args.chunk_tokens < 1 or args.chunk_tokens % args.page_tokens:
-        raise DemoError(f"--chunk-tokens {args.chunk_tokens} is not a whole number of pages of {args.page_tokens}")
     pages = args.slots * -(-args.context // args.page_tokens)
     return Settings(
         provider=args.provider,
