@@ -64,15 +64,17 @@ async def prefill(settings: Settings, orders: Orders) -> None:
 
     async with aiote.open_engine(settings.provider) as engine, Mailroom(engine) as mailroom:
         server = PrefillServer(mailroom, settings, model, written=written)
-        async with server.prefiller, anyio.create_task_group() as group:
-            group.start_soon(server.serve)
-            tell(ready=str(engine.address), model=weights.fingerprint(model))
-            await orders.drain.wait()
-            await orders.unhurried(server.prefiller.drain)
+        async with server.prefiller:
+            async with anyio.create_task_group() as group:
+                group.start_soon(server.serve)
+                tell(ready=str(engine.address), model=weights.fingerprint(model))
+                await orders.drain.wait()
+                await orders.unhurried(server.prefiller.drain)
+                if orders.at_once.is_set():
+                    group.cancel_scope.cancel()
             done = server.prefiller.statistics()
             counts = {"writes": done.transfers, "bytes": done.bytes, "busy_s": done.busy_s}
             tell(report={"pages_held": server.pages.used, "pages_total": server.pages.pages, **counts})
-            group.cancel_scope.cancel()
 
 
 async def decode(settings: Settings, orders: Orders) -> None:

@@ -59,11 +59,12 @@ async def prefill_server(told: Told, memory: np.ndarray) -> AsyncIterator[tuple[
     """Run a prefill server, and a decoder over `memory` beside it; it must hold no page at the end."""
     async with two_mailrooms() as (mine, its):
         server = PrefillServer(its, SETTINGS, MODEL, written=told)
-        async with server.prefiller, anyio.create_task_group() as group:
-            group.start_soon(server.serve)
-            async with Decoder(mine, LAYOUT, memory, tail_bytes=TAIL) as decoder:
-                yield server, decoder
-            await server.prefiller.drain()
+        async with server.prefiller:
+            async with anyio.create_task_group() as group:
+                group.start_soon(server.serve)
+                async with Decoder(mine, LAYOUT, memory, tail_bytes=TAIL) as decoder:
+                    yield server, decoder
+                await server.prefiller.drain()
             assert (server.pages.used, server.pages.pages) == (0, SETTINGS.pool_pages)
 
 
