@@ -42,6 +42,7 @@ ANSWER_S = 90.0
 COUNTED_S = 60.0
 """How much longer a soak goes on until it has seen what it needs; a busy machine may be slow to come to it."""
 KILLED_WHILE_STOPPED = 0.3
+LOOPS = ("asyncio", "uvloop", "trio")
 
 VISIT_S = 5.0
 
@@ -76,6 +77,7 @@ class Chaos:
         self._crew: list[Member] = []
         self._afflicted: set[Member] = set()
         self._lives = 0
+        self._loops: list[str] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     # What a soak is made of.
@@ -123,9 +125,9 @@ class Chaos:
                 group.create_task(self._enlist(role))
 
     async def _enlist(self, role: str) -> None:
-        loops = self.rng.choice(("asyncio", "uvloop"))
+        loop = self._next_loop()
         job = (str(self._seed), self._provider, str(self._bound), role)
-        member = await Member.start(self.links.prefix, job, loops, self._findings)
+        member = await Member.start(self.links.prefix, job, loop, self._findings)
         self._started.append(member)
         self.pids.append(member.pid)
         try:
@@ -137,7 +139,14 @@ class Chaos:
             return
         self._crew.append(member)
         self.tally["processes started"] += 1
+        self.tally[f"processes on {loop}"] += 1
         await self._introduce()
+
+    def _next_loop(self) -> str:
+        """Draw an event loop; of three workers that are started each has another."""
+        if not self._loops:
+            self._loops = self.rng.sample(LOOPS, len(LOOPS))
+        return self._loops.pop()
 
     async def _open(self, member: Member) -> None:
         self._lives += 1

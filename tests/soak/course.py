@@ -8,7 +8,6 @@ and nothing may change it.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -20,13 +19,13 @@ import aiote
 from lane import MAX_PARTS
 from mail import encode
 from payload import BLACK, GREY, SLOT_BYTES, first_difference
+from tasks import Task
 
 if TYPE_CHECKING:
     from life import Life, Source
 
 CANCELLED_SHARE = 0.3
 CANCEL_AFTER_S = 0.004
-WAYS = ("transfer.cancel", "task.cancel", "asyncio.timeout", "wait_for", "anyio scope")
 PAUSE_S = 0.03
 READ_EVERY_S = 0.05
 NOTE_EVERY_S = 0.02
@@ -45,13 +44,13 @@ class Course:
         self.remote: aiote.RemoteRegion | None = None
         self.library: aiote.RemoteRegion | None = None
         self._early: list[dict[str, Any]] = []
-        self._ops: set[asyncio.Task[Any]] = set()
+        self._ops: set[Task] = set()
         self._returning: dict[int, object] = {}
         self._returned: set[int] = set()
         self._notes: list[int] = []
         self._next_note = 0
         self._unanswered = 0
-        self._finished = asyncio.Event()
+        self._finished = anyio.Event()
 
     def violation(self, text: str) -> None:
         self.life.violation(f"writing to life {self.other}: {text}")
@@ -70,7 +69,9 @@ class Course:
             for token in self._returning.values():
                 self.life.dog.end(token)
             if self._ops:
-                await self.life.dog.over(f"{len(self._ops)} transfers with a lost peer", asyncio.wait(set(self._ops)))
+                await self.life.dog.over(
+                    f"{len(self._ops)} transfers with a lost peer", self.life.tasks.wait(self._ops)
+                )
 
     def _start(self, work: Any, *args: Any) -> None:
         task = self.life.spawn(work, *args)
@@ -109,7 +110,7 @@ class Course:
     # Writing.
 
     async def _fill(self, grant: dict[str, Any]) -> None:
-        await asyncio.sleep(self.life.rng.uniform(0, PAUSE_S))
+        await anyio.sleep(self.life.rng.uniform(0, PAUSE_S))
         if self.peer.lost or self.life.finishing:
             return
         source = self.life.take()
@@ -203,50 +204,37 @@ class Course:
 
         `wait_for` gets a little time in any case: with none it cancels what it has not begun to await.
         """
-        rng = self.life.rng
-        way = rng.choice(WAYS) if rng.random() < CANCELLED_SHARE else ""
+        rng, tasks = self.life.rng, self.life.tasks
+        way = rng.choice(tasks.ways) if rng.random() < CANCELLED_SHARE else ""
         delay = rng.uniform(0, CANCEL_AFTER_S) if rng.random() < 0.8 or way == "wait_for" else 0
-        task = asyncio.ensure_future(self._await(transfer, way, delay))
-        await asyncio.sleep(0)  # one that is cancelled before it began has not awaited anything
-        task.add_done_callback(self.life.inner.discard)
-        if way in ("transfer.cancel", "task.cancel"):
-            await asyncio.wait({task}, timeout=delay)
+        task = tasks.start(tasks.await_by(way, transfer, delay))
+        await tasks.begun(task)  # one that is cancelled before it began has not awaited anything
+        if way != "wait_for":  # a second cancellation makes wait_for of Python 3.11 leave what it has cancelled
+            self.life.inner.add(task)
+            task.add_done_callback(self.life.inner.discard)
+        if way in ("transfer.cancel", tasks.from_outside):
+            with anyio.move_on_after(delay):
+                await tasks.wait({task})
             if not task.done():
                 (transfer if way == "transfer.cancel" else task).cancel()
         with self.life.dog.expecting(f"{transfer} with {self.peer}, {way or 'not cancelled'}"):
-            await asyncio.wait({task})
+            await tasks.wait({task})
         if not transfer.done():
             how = "cancelled" if task.cancelled() else repr(task.exception())
             self.violation(f"{transfer} ({way or 'no cancellation'}) is under way, its await ended: {how}; {self.peer}")
+        if way and transfer.was_cancelled:
+            self.life.tally[f"cancelled by {way}"] += 1
         if task.cancelled():
             self.life.tally["cancelled awaits"] += 1
         elif not isinstance(task.exception(), aiote.AioteError | TimeoutError | None):
             self.violation(f"{transfer} raised {task.exception()!r}")
-
-    async def _await(self, transfer: aiote.Transfer, way: str, delay: float) -> None:
-        if way != "wait_for":  # a second cancellation makes wait_for of Python 3.11 leave what it has cancelled
-            self.life.inner.add(asyncio.current_task())
-        match way:
-            case "asyncio.timeout":
-                async with asyncio.timeout(delay):
-                    await transfer
-            case "wait_for":
-                await asyncio.wait_for(self._plain(transfer), delay)
-            case "anyio scope":
-                with anyio.move_on_after(delay):
-                    await transfer
-            case _:
-                await transfer
-
-    async def _plain(self, transfer: Awaitable[None]) -> None:
-        await transfer
 
     # Reading and notes.
 
     async def _on(self, every: float, step: Callable[[], Awaitable[None]]) -> None:
         while not (self.peer.lost or self.life.finishing):
             await step()
-            await asyncio.sleep(self.life.rng.uniform(0, every))
+            await anyio.sleep(self.life.rng.uniform(0, every))
 
     async def _read_on(self) -> None:
         await self._on(READ_EVERY_S, self._read)
@@ -267,7 +255,7 @@ class Course:
             if not np.array_equal(source.memory[:length], expected):
                 self.violation(f"read of {length}: {first_difference(source.memory[:length], expected)}")
         source.memory[:] = BLACK
-        await asyncio.sleep(UNCHANGED_S)
+        await anyio.sleep(UNCHANGED_S)
         if not (source.memory == BLACK).all():
             changed = first_difference(source.memory, np.full(SLOT_BYTES, BLACK, np.uint8))
             self.violation(f"{transfer} ({transfer.exception()}) wrote to its memory after it was over: {changed}")
@@ -288,9 +276,10 @@ class Course:
     async def finish(self) -> None:
         """See through what is under way; then the other side has to have got all that was confirmed."""
         while self._ops and not self.peer.lost:
-            await asyncio.wait(set(self._ops), timeout=0.05)
+            with anyio.move_on_after(0.05):
+                await self.life.tasks.wait(self._ops)
         while self._returning and not self.peer.lost:
-            await asyncio.sleep(0.01)
+            await anyio.sleep(0.01)
         if self.peer.lost or self.remote is None:
             return
         lists = [self._notes[start : start + NOTES_AT_ONCE] for start in range(0, len(self._notes), NOTES_AT_ONCE)]

@@ -22,10 +22,10 @@ class GoneError(Exception):
 class Member:
     """One worker process. `life` is the number of its engine, 0 while it has none."""
 
-    def __init__(self, process: asyncio.subprocess.Process, role: str, loops: str, findings: Findings) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, role: str, loop: str, findings: Findings) -> None:
         self.pid = process.pid
         self.role = role
-        self.loops = loops
+        self.loop = loop
         self.life = 0
         self.address = ""
         self.host = ""
@@ -40,20 +40,20 @@ class Member:
         self._reading = asyncio.ensure_future(self._read())
 
     @classmethod
-    async def start(cls, prefix: list[str], job: tuple[str, ...], loops: str, findings: Findings) -> Member:
+    async def start(cls, prefix: list[str], job: tuple[str, ...], loop: str, findings: Findings) -> Member:
         """Start a process. The last word of its `job` is its role.
 
         A session of its own keeps a terminal's Ctrl-C from it: the soak alone ends its workers.
         """
         process = await asyncio.create_subprocess_exec(
             *prefix,
-            *(sys.executable, str(SCRIPT), *job, loops),
+            *(sys.executable, str(SCRIPT), *job, loop),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=1 << 24,
             start_new_session=True,
         )
-        return cls(process, job[-1], loops, findings)
+        return cls(process, job[-1], loop, findings)
 
     async def _read(self) -> None:
         try:
@@ -67,7 +67,7 @@ class Member:
 
     async def _listen(self) -> None:
         assert self._process.stdout is not None
-        name = f"process {self.pid} ({self.role}, {self.loops})"
+        name = f"process {self.pid} ({self.role}, {self.loop})"
         while line := await self._process.stdout.readline():
             said = json.loads(line)
             if "violation" in said:

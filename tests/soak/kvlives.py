@@ -7,7 +7,6 @@ like all others.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import random
 from collections import Counter
@@ -37,6 +36,7 @@ from aiote.service import Mailroom
 from findings import Findings, leaves
 from kvcaches import DecodeRank, PrefillRank, pool_of, tail_of
 from life import kind_of
+from tasks import Task
 from watchdog import Watchdog
 
 LAYOUT = CacheLayout(layers=4, kv_heads=2, head_size=64, page_tokens=8, dtype="uint8")
@@ -57,13 +57,15 @@ class KvLife:
         self, number: int, engine: aiote.Engine, seed: int, dog: Watchdog, tally: Counter[str], findings: Findings
     ) -> None:
         self.number, self.engine, self.dog, self.tally = number, engine, dog, tally
+        self.tasks = dog.tasks
         self.rng = random.Random(f"{seed}/{number}/kvcache")
         self.registries: list[aiote.Address] = []
         self.registry: EmbeddedRegistry | None = None
         self.closing = False
-        self.known, self.finishing, self.done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.known, self.finishing, self.done = anyio.Event(), anyio.Event(), anyio.Event()
         self._findings = findings
-        self._task = asyncio.ensure_future(self._guarded(self._whole_life))
+        self._task = self.tasks.start(self._guarded(self._whole_life))
+        self._task.add_done_callback(lambda _task: self.done.set())
 
     def violation(self, text: str) -> None:
         self._findings.violation(f"life {self.number}: {text}")
@@ -120,9 +122,7 @@ class KvLife:
         """Start nothing new, and see through what there is."""
         self.finishing.set()
         self._wait_no_more()
-        finished = asyncio.ensure_future(self.done.wait())
-        await self.dog.over("finish", asyncio.wait({finished, self._task}, return_when=asyncio.FIRST_COMPLETED))
-        finished.cancel()
+        await self.dog.over("finish", self.done.wait())
 
     def _wait_no_more(self) -> None:
         """End a life that knows no registry, for none has come up since it began."""
@@ -138,7 +138,7 @@ class KvLife:
         else:
             self.engine.abort()
         self.finishing.set()
-        await self.dog.over("the end of its work after the close", asyncio.wait({self._task}))
+        await self.dog.over("the end of its work after the close", self.tasks.wait({self._task}))
 
 
 class RegistryLife(KvLife):
@@ -156,7 +156,7 @@ class Model(PrefillRank):
     moving_at = 0.0
 
     async def rest(self, pause: float) -> None:
-        await super().rest(max(pause, self.moving_at - asyncio.get_running_loop().time()))
+        await super().rest(max(pause, self.moving_at - anyio.current_time()))
 
 
 class PrefillLife(KvLife):
@@ -166,19 +166,19 @@ class PrefillLife(KvLife):
 
     def stall(self, seconds: float) -> None:
         if self.model is not None:
-            self.model.moving_at = asyncio.get_running_loop().time() + seconds
+            self.model.moving_at = anyio.current_time() + seconds
 
     async def live(self, mailroom: Mailroom) -> None:
         memory = pool_of(LAYOUT, PREFILL_PAGES, 1)
         async with self.member_of(mailroom) as registry, Prefiller(mailroom, LAYOUT, memory) as prefiller:
             self.model = Model(self.engine, memory, prefiller, 0, 1, list(range(PREFILL_PAGES)), TAIL)
-            async with asyncio.TaskGroup() as group:
+            async with self.tasks.group() as group:
                 sitting = group.create_task(self._sit(registry))
                 serving = group.create_task(self._serve(prefiller, self.model))
                 await self.finishing.wait()
                 await prefiller.drain()
                 sitting.cancel()
-                await serving
+                await self.tasks.wait({serving})
             self.done.set()
 
     async def _sit(self, registry: EmbeddedRegistry) -> None:
@@ -193,10 +193,10 @@ class PrefillLife(KvLife):
                         await seat.update({"draining": True})
             except RegistryError as error:
                 self.failed(error)
-                await asyncio.sleep(0.1)
+                await anyio.sleep(0.1)
 
     async def _serve(self, prefiller: Prefiller, model: Model) -> None:
-        async with asyncio.TaskGroup() as group:
+        async with self.tasks.group() as group:
             async for job in prefiller.jobs():
                 group.create_task(self._compute(model, job))
 
@@ -207,7 +207,7 @@ class PrefillLife(KvLife):
         elif kind != "d":  # that one nobody enters
             limit = self.rng.choice([0.003, 0.03]) if kind == "s" else None
             try:
-                async with asyncio.timeout(limit):
+                async with self.tasks.timeout(limit):
                     await model.compute(job, self.rng.choice([8, 24, 400]), self.rng.choice([0, 0.001, 0.01]))
                     if kind == "x":
                         raise ZeroDivisionError
@@ -224,7 +224,7 @@ class DecodeLife(KvLife):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._asking: set[asyncio.Task[None]] = set()
+        self._asking: set[Task] = set()
         self._router = Router(LAYOUT.page_tokens, alternatives=2, pause=0.3)
 
     def cancel_some(self) -> int:
@@ -239,10 +239,10 @@ class DecodeLife(KvLife):
         decoder = Decoder(mailroom, LAYOUT, memory, tail_bytes=TAIL, slots=slots, **LIMITS)
         async with self.member_of(mailroom) as registry, decoder:
             rank = DecodeRank(self.engine, memory, decoder)
-            async with asyncio.TaskGroup() as group:
+            async with self.tasks.group() as group:
                 seeing = group.create_task(self._see(registry))
                 clients = [group.create_task(self._client(rank)) for _ in range(CLIENTS)]
-                await asyncio.wait(clients)
+                await self.tasks.wait(clients)
                 seeing.cancel()
             if not self.closing:
                 await self._nothing_is_left(rank)
@@ -255,26 +255,26 @@ class DecodeLife(KvLife):
     async def _client(self, rank: DecodeRank) -> None:
         """Ask for one thing after another; what is cancelled from outside is one request, not the client."""
         while not self.finishing.is_set():
-            task = asyncio.ensure_future(self._guarded(partial(self._ask, rank)))
+            task = self.tasks.start(self._guarded(partial(self._ask, rank)))
             self._asking.add(task)
-            await asyncio.wait({task})
+            await self.tasks.wait({task})
             self._asking.discard(task)
             if task.cancelled():
                 self.tally["requests cancelled from outside"] += 1
-            await asyncio.sleep(self.rng.choice([0, 0.001, 0.05]))
+            await anyio.sleep(self.rng.choice([0, 0.001, 0.05]))
 
     async def _ask(self, rank: DecodeRank) -> None:
         tokens = [self.rng.randrange(1 << 20) for _ in range(self.rng.randint(1, 90))]
-        now = asyncio.get_running_loop().time
+        now = anyio.current_time
         try:
             choice = self._router.choose(tokens, now())
         except NoMember:
             self.tally["moments without a prefiller"] += 1
-            await asyncio.sleep(0.05)
+            await anyio.sleep(0.05)
             return
         patience = self.rng.choice([*SHORT_S, LONG_S, LONG_S, LONG_S, LONG_S])
         try:
-            async with asyncio.timeout(patience):
+            async with self.tasks.timeout(patience):
                 await self.dog.over("a request", self._request(rank, tokens, choice))
         except TimeoutError:
             self.tally[f"requests cancelled by a {'long' if patience == LONG_S else 'short'} deadline"] += 1
@@ -296,7 +296,7 @@ class DecodeLife(KvLife):
                 finally:
                     left = self.dog.lived
                 by = choice.members[slot.round - 1]
-                self._router.delivered(choice, by, asyncio.get_running_loop().time())
+                self._router.delivered(choice, by, anyio.current_time())
                 self.tally["requests that arrived"] += 1
                 self.tally["pages checked"] += len(slot.pages) * LAYOUT.layers
         finally:
@@ -316,7 +316,7 @@ class DecodeLife(KvLife):
         await slot.extend(self.rng.randint(0, 16))
         added, mark = list(slot.pages[own:]), self.rng.randrange(256)
         rank.memory[:, added] = mark
-        await asyncio.sleep(self.rng.choice([0, 0.001, 0.1]))
+        await anyio.sleep(self.rng.choice([0, 0.001, 0.1]))
         self._check(rank, slot, range(LAYOUT.layers))
         self._expect(slot.tail == tail_of(slot.tokens, TAIL), "the tail is another request's")
         self._expect(bool(np.all(rank.memory[:, added] == mark)), "what nobody was lent was written to")
@@ -336,5 +336,5 @@ class DecodeLife(KvLife):
         state = decoder.requests, decoder.waiting, decoder.free_pages
         self._expect(state == (0, 0, DECODE_PAGES), f"requests, waiting, free pages at the end: {state}")
         rank.memory[:] = POISON
-        await asyncio.sleep(QUIET_S)
+        await anyio.sleep(QUIET_S)
         self._expect(bool(np.all(rank.memory == POISON)), "a write landed after all requests were over")

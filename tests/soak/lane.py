@@ -9,15 +9,16 @@ little later: no byte may move any more.
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import numpy as np
 
 import aiote
 from payload import CLEAN, GREY, SLOT_BYTES, first_difference, name_bytes
+from tasks import Task, end
 
 if TYPE_CHECKING:
     from life import Life
@@ -41,7 +42,8 @@ class Slot:
     grant: dict[str, Any] = field(default_factory=dict)
     expected: Any = None
     counter: aiote.Counter | None = None
-    over: asyncio.Future[tuple[int, int]] | None = None
+    over: tuple[int, int] | None = None
+    stirred: anyio.Event | None = None
 
 
 class Lane:
@@ -58,23 +60,21 @@ class Lane:
         self._kept: deque[tuple[float, int, int, aiote.Counter]] = deque()
         self._counted: dict[int, int] = {}
         self._notes: set[int] = set()
-        self._note_arrived = asyncio.Event()
+        self._stirred = anyio.Event()
 
     def violation(self, text: str) -> None:
         self.life.violation(f"what life {self.writer} wrote here: {text}")
 
     async def run(self) -> None:
-        tasks: list[asyncio.Task[Any]] = []
+        tasks: list[Task] = []
         try:
             library = self.life.library_region.descriptor.hex()
             await self.life.tell(self.peer, "lane", descriptor=self.region.descriptor.hex(), library=library)
             tasks += [self.life.spawn(self._serve, slot) for slot in self.slots]
             await self.peer.wait_closed()
         finally:
-            for task in tasks:
-                task.cancel()
             if tasks:
-                await self.life.dog.over("the slots' tasks end", asyncio.wait(tasks))
+                await self.life.dog.over("the slots' tasks end", end(self.life.tasks, tasks))
             await self._rest()
 
     # Grants.
@@ -111,7 +111,7 @@ class Lane:
         while True:
             grant = self._draw(slot)
             slot.expected = self._expect(grant)
-            slot.over = asyncio.get_running_loop().create_future()
+            slot.over, slot.stirred = None, anyio.Event()
             slot.counter = self.life.engine.counter()
             slot.grant = grant
             await self.life.tell(self.peer, "grant", after=after, imm=slot.counter.imm, **grant)
@@ -122,26 +122,28 @@ class Lane:
 
     async def _arrival(self, slot: Slot) -> None:
         """Wait for the count of a grant, or for the word that it will not be complete, and check what is there."""
-        counter, over, n, ticket = slot.counter, slot.over, slot.grant["n"], slot.grant["ticket"]
+        counter, stirred, n, ticket = slot.counter, slot.stirred, slot.grant["n"], slot.grant["ticket"]
         assert counter is not None
-        assert over is not None
-        waiting = asyncio.ensure_future(counter.wait(n))
+        assert stirred is not None
+        waiting = self.life.tasks.start(counter.wait(n))
+        waiting.add_done_callback(lambda _task: stirred.set())
         try:
-            await asyncio.wait({waiting, over}, return_when=asyncio.FIRST_COMPLETED)
+            await stirred.wait()
         finally:
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
+            await end(self.life.tasks, [waiting])
         if not waiting.cancelled():
-            waiting.result()
+            if error := waiting.exception():
+                raise error
             self._whole(slot)
             self._keep(ticket, n, 0, counter)
-            if over.done():
-                self._compare(ticket, *over.result())
+            if slot.over is not None:
+                self._compare(ticket, *slot.over)
             return
-        least, most = over.result()
+        assert slot.over is not None
+        least, most = slot.over
         with self.life.dog.expecting(f"{least} counts of ticket {ticket} that life {self.writer} has confirmed"):
             while counter.value < least:
-                await asyncio.sleep(0.002)
+                await anyio.sleep(0.002)
         if counter.value >= n:
             self._whole(slot)
         else:
@@ -195,7 +197,7 @@ class Lane:
         for slot in self.slots:
             if slot.expected is not None:
                 self._partial(slot, unsure=True)
-        await asyncio.sleep(REST_S)
+        await anyio.sleep(REST_S)
         if not np.array_equal(self.memory, then):
             changed = first_difference(self.memory, then)
             self.violation(f"bytes arrived after the connection was lost ({self.peer.reason}): {changed}")
@@ -213,8 +215,9 @@ class Lane:
     def on_over(self, ticket: int, least: int, most: int, payload: bytes) -> None:
         """Take the writer's word that it is done with a grant, though not as it should be."""
         for slot in self.slots:
-            if slot.grant.get("ticket") == ticket and slot.over is not None and not slot.over.done():
-                slot.over.set_result((least, most))
+            if slot.grant.get("ticket") == ticket and slot.stirred is not None and slot.over is None:
+                slot.over = least, most
+                slot.stirred.set()
                 return
         self._compare(ticket, least, most)
 
@@ -226,20 +229,23 @@ class Lane:
         if number in self._notes:
             self.violation(f"note {number} came twice")
         self._notes.add(number)
-        self._note_arrived.set()
+        self._stir()
         self.life.tally["notes received"] += 1
+
+    def _stir(self, _task: object = None) -> None:
+        """Have those look again who wait for notes."""
+        self._stirred.set()
+        self._stirred = anyio.Event()
 
     def on_finish(self, notes: list[int], payload: bytes) -> None:
         self.life.spawn(self._finish, set(notes))
 
     async def _finish(self, notes: set[int]) -> None:
         """Wait until every note of a list is there, and say so."""
-        closed = asyncio.ensure_future(self.peer.wait_closed())
+        closed = self.life.tasks.start(self.peer.wait_closed())
+        closed.add_done_callback(self._stir)
         with self.life.dog.expecting(f"{len(notes)} notes that life {self.writer} has sent"):
             while not notes <= self._notes and not closed.done():
-                self._note_arrived.clear()
-                arrived = asyncio.ensure_future(self._note_arrived.wait())
-                await asyncio.wait({arrived, closed}, return_when=asyncio.FIRST_COMPLETED)
-                arrived.cancel()
+                await self._stirred.wait()
         closed.cancel()
         await self.life.tell(self.peer, "finished")

@@ -4,13 +4,13 @@ and it writes to the others (`course`). The two are joined here by the messages 
 
 from __future__ import annotations
 
-import asyncio
 import random
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
+import anyio
 import numpy as np
 
 import aiote
@@ -19,6 +19,7 @@ from findings import Findings
 from lane import Lane
 from mail import decode, encode
 from payload import BLACK, SLOT_BYTES, Payload, first_difference
+from tasks import Task
 from watchdog import Watchdog
 
 LIBRARY_BYTES = SLOT_BYTES
@@ -55,15 +56,15 @@ class Life:
         self.engine = engine
         self.rng = random.Random(f"{seed}/{number}")
         self.payload = Payload(seed)
-        self.dog = dog
+        self.dog, self.tasks = dog, dog.tasks
         self.tally = tally
         self.finishing = False
-        self.inner: set[asyncio.Task[Any]] = set()
+        self.inner: set[Task] = set()
         self._findings = findings
         self._lanes: dict[aiote.Peer, Lane] = {}
         self._courses: dict[aiote.Peer, Course] = {}
-        self._outbound: dict[int, asyncio.Task[None]] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._outbound: dict[int, Task] = {}
+        self._tasks: set[Task] = set()
         self._free: list[Source] = []
         self._buried: list[Source] = []
         self.library = np.array(self.payload.of(LIBRARY_BYTES, "library", number))
@@ -77,14 +78,14 @@ class Life:
         """Count an error that may happen."""
         self.tally[f"error {kind_of(error)}"] += 1
 
-    def spawn(self, work: Callable[..., Awaitable[None]], *args: Any) -> asyncio.Task[Any]:
+    def spawn(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> Task:
         """Run something that may end with an error of aiote's, and with no other."""
-        task = asyncio.ensure_future(self._guarded(work, *args))
+        task = self.tasks.start(self._guarded(work, *args))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _guarded(self, work: Callable[..., Awaitable[None]], *args: Any) -> None:
+    async def _guarded(self, work: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> None:
         try:
             await work(*args)
         except aiote.UsageError as error:
@@ -135,7 +136,7 @@ class Life:
             return await self.engine.recv()
         message: list[aiote.Message] = []
         try:
-            async with asyncio.timeout(self.rng.uniform(0, RECV_DEADLINE_S)):
+            async with self.tasks.timeout(self.rng.uniform(0, RECV_DEADLINE_S)):
                 message.append(await self.engine.recv())
         except TimeoutError:
             self.tally["cancelled receives"] += 1
@@ -185,9 +186,9 @@ class Life:
                     return
                 self.tally["connections"] += 1
                 course = self._courses[peer] = Course(self, peer, number)
-                # Shielded, for a life that is no longer to be visited still has transfers to see through.
-                await asyncio.shield(self.spawn(self._follow, course))
-            await asyncio.sleep(self.rng.uniform(*RETRY_S))
+                # A life that is no longer to be visited still has transfers to see through.
+                await self.tasks.wait({self.spawn(self._follow, course)})
+            await anyio.sleep(self.rng.uniform(*RETRY_S))
 
     async def _follow(self, course: Course) -> None:
         try:
@@ -220,7 +221,7 @@ class Life:
         for task in self._outbound.values():
             task.cancel()
         while self._tasks:
-            await self.dog.over(f"end of {len(self._tasks)} tasks after the close", asyncio.wait(set(self._tasks)))
+            await self.dog.over(f"end of {len(self._tasks)} tasks after the close", self.tasks.wait(self._tasks))
         if not np.array_equal(self.library, self.payload.of(LIBRARY_BYTES, "library", self.number)):
             expected = self.payload.of(LIBRARY_BYTES, "library", self.number)
             self.violation(f"memory that is only read was written: {first_difference(self.library, expected)}")

@@ -1,4 +1,4 @@
-"""A soak: processes come and go, are killed, stopped, cancelled and cut off, while checksummed transfers run.
+"""A soak: processes on every event loop come, go, are killed, stopped, cancelled and cut off, while they write.
 
     python tests/soak/soak.py --seconds 600 --seed 7 --provider tcp
     python tests/soak/soak.py --what kvcache
@@ -29,7 +29,7 @@ from aiote.rails import library_summary
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
-from chaos import HEARTBEATS, Chaos
+from chaos import HEARTBEATS, LOOPS, Chaos
 from findings import FAILED_ITSELF, Verdict, status_of
 from kvchaos import KvChaos
 from leftovers import SHARED_MEMORY, shared_files
@@ -125,7 +125,7 @@ class Soak:
         await self._chaos.assemble()
         await self._chaos.run(self._seconds, self._share, self._needed)
         await self._chaos.settle()
-        for name in self._needed:
+        for name in (*self._needed, *(f"processes on {loop}" for loop in LOOPS)):
             if not self._chaos.tally[name]:
                 self.verdict.failure(f"nothing was tested: {name} is 0")
 

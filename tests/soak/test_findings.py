@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import anyio
 import pytest
 
 import aiote
@@ -165,6 +167,99 @@ def test_no_name_is_used_twice():
     made = [line for line in lines if line.startswith("s") and line not in hosts]
     assert len(set(hosts)) == len(hosts) == 6
     assert len(set(made)) == len(made) == 6 + 3
+
+
+def on(loop: str, main: Callable[..., object], *args: object) -> None:
+    """Run a coroutine function on an event loop, as a worker does."""
+    options = {"use_uvloop": loop == "uvloop"} if loop != "trio" else {}
+    anyio.run(main, *args, backend="trio" if loop == "trio" else "asyncio", backend_options=options)
+
+
+LOOPS = pytest.mark.parametrize("loop", ["asyncio", "uvloop", "trio"])
+
+
+@LOOPS
+def test_what_is_stuck_is_told_with_where_it_stands(module, loop):
+    tasks_of, watchdog = module("tasks").tasks_of, module("watchdog").Watchdog
+
+    async def main() -> None:
+        found, told = [], anyio.Event()
+
+        def violation(text: str) -> None:
+            found.append(text)
+            told.set()
+
+        async def stuck() -> None:
+            await dog.over("what never comes", anyio.sleep_forever())
+
+        async with tasks_of(loop) as tasks:
+            dog = watchdog(tasks, 0.0, violation)
+            looking = [tasks.start(dog.run()), tasks.start(stuck())]
+            with anyio.fail_after(PATIENCE_S):
+                await told.wait()
+            await module("tasks").end(tasks, looking)
+            assert all(task.cancelled() for task in looking)
+        assert len(found) == 1
+        assert found[0].startswith("stuck for 0.0 s: what never comes\n")
+        assert "in test_what_is_stuck_is_told_with_where_it_stands.<locals>.main.<locals>.stuck" in found[0]
+        assert "sleep_forever" in found[0]
+        # The test itself, which waits to be told.
+        assert "in Event.wait" in found[0].partition("other tasks:")[2]
+
+    on(loop, main)
+
+
+@LOOPS
+def test_an_await_is_cancelled_in_every_way(module, loop):
+    tasks_of = module("tasks").tasks_of
+
+    async def main() -> None:
+        ended = []
+
+        async def wait() -> None:
+            try:
+                await anyio.sleep_forever()
+            finally:
+                ended.append(way)
+
+        async with tasks_of(loop) as tasks:
+            ways = [way for way in tasks.ways if way != "transfer.cancel"]
+            for way in ways:
+                task = tasks.start(tasks.await_by(way, wait(), 0.01))
+                await tasks.begun(task)
+                if way == tasks.from_outside:
+                    task.cancel()
+                with anyio.fail_after(PATIENCE_S):
+                    await tasks.wait({task})
+                assert task.cancelled() == (way == tasks.from_outside)
+                assert task.cancelled() or isinstance(task.exception(), TimeoutError | None)
+        assert ended == ways
+
+    on(loop, main)
+
+
+@LOOPS
+def test_an_error_that_nobody_asks_for_is_told(module, loop, monkeypatch):
+    tasks_of, told = module("tasks").tasks_of, []
+    monkeypatch.setattr(sys, "excepthook", lambda _kind, error, _trace: told.append(error))
+
+    async def fail() -> None:
+        raise KeyError("x")
+
+    async def main() -> None:
+        if loop != "trio":
+            asyncio.get_running_loop().set_exception_handler(lambda _loop, context: told.append(context["exception"]))
+        async with tasks_of(loop) as tasks:
+            for looks in (True, False):
+                task = tasks.start(fail())
+                await tasks.wait({task})
+                if looks:
+                    assert isinstance(task.exception(), KeyError)
+                del task
+                gc.collect()
+                assert len(told) == (not looks)
+
+    on(loop, main)
 
 
 class Running:

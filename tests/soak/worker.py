@@ -12,12 +12,15 @@ import gc
 import json
 import os
 import signal
+import socket
 import sys
 import warnings
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy  # noqa: F401 - its thread pool starts on import: before the baseline is taken
 import uvloop
 
@@ -29,6 +32,7 @@ from findings import FAILED_ITSELF, Findings
 from kvlives import DecodeLife, PrefillLife, RegistryLife
 from leftovers import Baseline, resident_bytes
 from life import Life
+from tasks import Tasks, tasks_of
 from watchdog import Watchdog
 
 LIVES: dict[str, Any] = {"peer": Life, "prefill": PrefillLife, "decode": DecodeLife, "registry": RegistryLife}
@@ -61,11 +65,12 @@ violation = FINDINGS.violation
 class Worker:
     """What a worker can be told to do."""
 
-    def __init__(self, seed: int, provider: str, bound: float, role: str) -> None:
+    def __init__(self, loop: str, tasks: Tasks, seed: int, provider: str, bound: float, role: str) -> None:
+        self.loop = loop
         self.seed = seed
         self.role = role
         self.provider = provider
-        self.dog = Watchdog(bound, violation)
+        self.dog = Watchdog(tasks, bound, violation)
         self.tally: Counter[str] = Counter()
         self.life: Any = None
         self.baseline = Baseline()
@@ -74,6 +79,13 @@ class Worker:
         """Open and close an engine once, for a library keeps some things for good; then take the baseline."""
         async with aiote.open_engine(self.provider):
             pass
+        if self.loop == "uvloop":
+            # With its first stream it opens a descriptor that it keeps for when there are no more.
+            near, far = socket.socketpair()
+            _reader, writer = await asyncio.open_connection(sock=near)
+            writer.close()
+            await writer.wait_closed()
+            far.close()
         gc.collect()
         self.baseline = Baseline()
 
@@ -92,7 +104,7 @@ class Worker:
             except aiote.UsageError as error:
                 if "no rail leads there" not in str(error):
                     raise
-                await asyncio.sleep(0.1)
+                await anyio.sleep(0.1)
         return await aiote.open_engine(self.provider, config=config)
 
     async def meet(self, lives: dict[str, str]) -> dict[str, Any]:
@@ -125,7 +137,7 @@ class Worker:
         del life
         waited = 0.0
         while (left := self._left()) and waited < GRACE_S:
-            await asyncio.sleep(0.05)
+            await anyio.sleep(0.05)
             waited += 0.05
         if left:
             violation("left behind by a closed engine:\n  " + "\n  ".join(left))
@@ -144,11 +156,13 @@ class Worker:
         return {"tally": counted, "resident": resident_bytes()}
 
 
-async def main(seed: int, provider: str, bound: float, role: str) -> None:
+async def main(loop: str, *job: Any) -> None:
     """Answer until the input ends; an error that nobody expects ends it before."""
-    asyncio.get_running_loop().set_exception_handler(in_the_loop)
+    if loop != "trio":
+        asyncio.get_running_loop().set_exception_handler(in_the_loop)
     try:
-        await answer(seed, provider, bound, role)
+        async with tasks_of(loop) as tasks:
+            await answer(Worker(loop, tasks, *job))
     except Exception as error:
         FINDINGS.unexpected(error, "in the process")
         sys.exit(FAILED_ITSELF)
@@ -163,16 +177,12 @@ def in_the_loop(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> No
         FINDINGS.unexpected(error, f"in the event loop, {context.get('message')}")
 
 
-async def answer(seed: int, provider: str, bound: float, role: str) -> None:
+async def answer(worker: Worker) -> None:
     """Do what the parent says."""
-    loop = asyncio.get_running_loop()
-    worker = Worker(seed, provider, bound, role)
-    lines = asyncio.StreamReader()
-    stdin, _protocol = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     await worker.warm_up()
-    watching = asyncio.ensure_future(worker.dog.run())
+    watching = worker.dog.tasks.start(worker.dog.run())
     say(greeting=os.getpid())
-    while line := await lines.readline():
+    async for line in lines():
         command = json.loads(line)
         number = command.pop("number")
         try:
@@ -181,9 +191,34 @@ async def answer(seed: int, provider: str, bound: float, role: str) -> None:
             answer = {"error": f"{type(error).__name__}: {error}"}
         say(number=number, **answer)
     watching.cancel()
-    stdin.close()
     if worker.life is not None:
         worker.life.engine.abort()
+
+
+async def lines() -> AsyncIterator[bytes]:
+    """Iterate over the lines of the input until it ends."""
+    fd, rest = sys.stdin.fileno(), b""
+    while True:
+        await anyio.wait_readable(fd)
+        read = os.read(fd, 1 << 16)
+        if not read:
+            return
+        *whole, rest = (rest + read).split(b"\n")
+        for line in whole:
+            yield line
+
+
+def run(loop: str, *job: Any) -> None:
+    """Be a worker on that event loop."""
+    match loop:
+        case "trio":
+            import trio
+
+            trio.run(main, loop, *job)
+        case "uvloop":
+            uvloop.run(main(loop, *job))
+        case _:
+            asyncio.run(main(loop, *job))
 
 
 if __name__ == "__main__":
@@ -191,6 +226,7 @@ if __name__ == "__main__":
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     warnings.simplefilter("error", ResourceWarning)
     sys.unraisablehook = lambda raised: violation(f"ignored: {raised.exc_value!r} in {raised.object!r}")
-    _script, number, kind, limit, part, loops = sys.argv
-    runner = uvloop.run if loops == "uvloop" else asyncio.run
-    runner(main(int(number), kind, float(limit), part))
+    # An engine tells here what failed in a task of its own.
+    sys.excepthook = lambda _kind, error, _trace: FINDINGS.unexpected(error, "in a task")
+    _script, number, kind, limit, part, loop = sys.argv
+    run(loop, int(number), kind, float(limit), part)
