@@ -21,6 +21,7 @@ from raw_ring import DATA, HEADER, READ, RING_BYTES, SEND, WRITE, Frame
 from strangers import Insider, offer
 
 STAGES = ("raw", "greeted", "authenticated", "offered", "joining", "joined", "joined", "joined")
+BEFORE_DATA = STAGES[: STAGES.index("joining")]
 STEPS = 24
 
 
@@ -40,7 +41,10 @@ class Target(Protocol):
 
 
 class HostilePeer:
-    """One connection, from its beginning to whatever end it takes. `log` says what was done, for who repeats it.
+    """One connection, from its beginning to whatever end it takes. `log` says what was done, for who repeats it;
+    `let_in`, whether the engine took its key.
+
+    Over a provider that is not in `ENDS` it comes as far as to its offer.
 
     A `sober` one does nothing that a peer has a right to: it counts no immediate and sends no message, for the engine's
     own peers may have use for that number, or expect no strange message.
@@ -54,6 +58,7 @@ class HostilePeer:
         self.any.known = victim.known()
         self.victim = victim
         self.log: list[str] = []
+        self.let_in = False
         self._provider = provider
         self._sober = sober
         self._insider = Insider(rng.randbytes(16), key)
@@ -62,7 +67,7 @@ class HostilePeer:
 
     async def attack(self) -> None:
         """Come as far as a stage that is drawn, then do anything; a hang-up ends it."""
-        stage = self.rng.choice(STAGES)
+        stage = self.rng.choice(STAGES if self._provider in ENDS else BEFORE_DATA)
         self.log.append(stage)
         try:
             await self._come(stage)
@@ -88,6 +93,7 @@ class HostilePeer:
             await insider.say(insider.protocol.data_to_send())
             return
         await self._next(Authenticated)
+        self.let_in = True
         if stage == "authenticated":
             return
         seen = await self._next(Offer)

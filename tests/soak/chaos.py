@@ -24,7 +24,6 @@ from links import Heal, Links
 
 sys.path.append(str(Path(__file__).parents[1] / "hostile"))
 
-from ends import ENDS
 from peer import HostilePeer
 
 HEARTBEATS: dict[str, Any] = {
@@ -72,6 +71,7 @@ class Chaos:
         self.pids: list[int] = []
         self.links = Links(provider)
         self._seed, self._provider, self._bound = seed, provider, bound
+        self._key = f"the soak of seed {seed}"
         self._findings = findings
         self._started: list[Member] = []
         self._crew: list[Member] = []
@@ -92,7 +92,7 @@ class Chaos:
             (6, self._cancel, ""),
             (2, self._reopen, ""),
             (1, self._replace_in_order, ""),
-            *([(3, self._attack, "")] if self._provider in ENDS else []),
+            (3, self._attack, ""),
             *self._hardships(),
         ]
 
@@ -152,7 +152,7 @@ class Chaos:
         self._lives += 1
         number = self._lives
         settings = self.settings(member.role)
-        answer = await self._ask(member, "open", life=number, host=member.host, settings=settings)
+        answer = await self._ask(member, "open", life=number, host=member.host, key=self._key, settings=settings)
         if "address" not in answer:
             self._findings.violation(f"process {member.pid} could open no engine: {answer}")
             return
@@ -251,15 +251,19 @@ class Chaos:
         await self._introduce()
 
     async def _attack(self, member: Member) -> None:
-        """Have a hostile peer connect and do what no engine does; it may stay for a while, and say nothing more."""
+        """Have a hostile peer that has the key connect and do what no engine does; it may stay for a while, and say
+        nothing more.
+        """
         if not member.address:
             return
         rng = random.Random(self.rng.getrandbits(64))
-        hostile = HostilePeer(rng, self._provider, Stranger(aiote.Address.parse(member.address)), key=None, sober=True)
+        victim = Stranger(aiote.Address.parse(member.address))
+        hostile = HostilePeer(rng, self._provider, victim, key=self._key.encode(), sober=True)
         try:
             with anyio.move_on_after(VISIT_S):
                 await hostile.attack()
             self.tally["hostile peers"] += 1
+            self.tally["hostile peers that were let in"] += hostile.let_in
             await asyncio.sleep(rng.choice((0.0, 2 * LIMIT_S)))
         finally:
             hostile.close()

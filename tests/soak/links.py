@@ -35,6 +35,11 @@ def fresh(number: int) -> str:
     return f"s{os.getpid()}n{number}"
 
 
+def address(number: int) -> str:
+    """Return the address of a link's end."""
+    return f"10.99.{number // HOSTS_A_BLOCK}.{number % HOSTS_A_BLOCK + 1}"
+
+
 def enter() -> None:
     """Start this program again in a network namespace, if that can be had; else say loudly that it cannot."""
     if os.environ.get(INSIDE):
@@ -75,8 +80,11 @@ class Links:
         if self.inside:
             run("ip", "link", "set", "lo", "up")
         if self.apart:
-            self._bridge = self._new(next(numbers))
+            number = next(numbers)
+            self._bridge = self._new(number)
             run("ip", "link", "add", self._bridge, "type", "bridge")
+            # Of its own address: from outside the workers' namespaces come the hostile peers.
+            run("ip", "addr", "add", f"{address(number)}/16", "dev", self._bridge)
             run("ip", "link", "set", self._bridge, "up")
 
     def close(self) -> None:
@@ -99,7 +107,7 @@ class Links:
         if not self.apart:
             return ""
         number = next(numbers)
-        name, host = self._new(number), f"10.99.{number // HOSTS_A_BLOCK}.{number % HOSTS_A_BLOCK + 1}"
+        name, host = self._new(number), address(number)
         run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(pid))
         run("ip", "link", "set", name, "master", self._bridge, "up")
         self._in(pid, "ip", "addr", "add", f"{host}/16", "dev", "eth0")

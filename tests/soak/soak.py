@@ -87,6 +87,8 @@ class Soak:
         self._provider = provider
         self._seconds, self._share = seconds, share
         chaos, self._needed = WHAT[what]
+        if what == "engine" and share.step == 1:  # in a part of a soak there may be none
+            self._needed += ("hostile peers that were let in",)
         self._chaos = chaos(seed, provider, BOUND_S, self.verdict)
 
     async def run(self) -> None:

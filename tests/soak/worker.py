@@ -89,9 +89,9 @@ class Worker:
         gc.collect()
         self.baseline = Baseline()
 
-    async def open(self, life: int, host: str, settings: dict[str, Any]) -> dict[str, Any]:
+    async def open(self, life: int, host: str, key: str, settings: dict[str, Any]) -> dict[str, Any]:
         """Open an engine and begin to take what others write."""
-        config = aiote.EngineConfig(host=host or None, cluster_key=f"the soak of seed {self.seed}".encode(), **settings)
+        config = aiote.EngineConfig(host=host or None, cluster_key=key.encode(), **settings)
         engine = await self._opened(config)
         self.life = LIVES[self.role](life, engine, self.seed, self.dog, self.tally, FINDINGS)
         return {"address": str(engine.address)}
