@@ -4,6 +4,7 @@ from aiote_native.structs cimport RailOps
 
 cdef class NativeDevice:
     cdef public int children
+    cdef public bint pins
     cdef uint64_t epoch
 
 cdef class Registration:

@@ -1,5 +1,6 @@
 class NativeDevice:
     children: int
+    pins: bool
     @property
     def async_fd(self) -> int: ...
     def register(self, address: int, length: int, writable: bool = True, access: int = 3) -> Registration: ...

@@ -19,7 +19,10 @@ cdef enum:
 
 
 cdef class NativeDevice:
-    """An opened NIC; `children` counts what is open on it."""
+    """An opened NIC; `children` counts what is open on it. `pins`: registering takes as long as the kernel takes to pin
+    the pages. Of such a kind, `register` and the registration's `close` may be called from any thread, at any time
+    before the close of the NIC, and have the GIL only before and after that.
+    """
 
     def register(self, uint64_t address, size_t length, bint writable=True, int access=MAY_ALL) -> Registration:
         """Register memory; `access` says what it opens to peers. The caller keeps it alive until that is closed."""

@@ -10,11 +10,19 @@ from aiote_native.forks cimport fork_epoch, own
 from aiote_native.libfabric.fabric cimport (
     FI_BUS_PCI, FI_CONTEXT, FI_CONTEXT2, FI_EP_RDM, FI_ENOKEY, FI_LINK_DOWN, FI_MR_ALLOCATED, FI_MR_ENDPOINT,
     FI_MR_LOCAL, FI_MR_PROV_KEY, FI_MR_RMA_EVENT, FI_MR_VIRT_ADDR, FI_MSG, FI_READ, FI_RECV, FI_REMOTE_READ,
-    FI_REMOTE_WRITE, FI_RMA, FI_SEND, FI_SOCKADDR_IN, FI_SOURCE, FI_THREAD_DOMAIN, FI_VERSION, FI_WRITE, fi_close,
-    fi_domain, fi_info, fi_mr_desc, fi_mr_key, fi_mr_reg)
+    FI_REMOTE_WRITE, FI_RMA, FI_SEND, FI_SOCKADDR_IN, FI_SOURCE, FI_THREAD_DOMAIN, FI_THREAD_SAFE, FI_VERSION, FI_WRITE,
+    fi_close, fi_domain, fi_info, fi_mr_desc, fi_mr_key, fi_mr_reg)
 from aiote_native.libfabric.library cimport symbols
 from aiote_native.status cimport check
 from aiote_native.structs cimport MAY_ALL, MAY_READ, MAY_WRITE
+
+
+cdef tuple PINNING = ("efa", "cxi", "verbs")
+
+
+cdef bint pins(str provider) except -1:
+    """Whether a provider, or the one that it lies on, has the kernel pin the memory that is registered."""
+    return provider.partition(";")[0] in PINNING
 
 
 cdef fi_info* query(str provider, str node, str domain) except? NULL:
@@ -30,8 +38,9 @@ cdef fi_info* query(str provider, str node, str domain) except? NULL:
         hints.ep_attr.type = FI_EP_RDM
         hints.domain_attr.mr_mode = (FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT
                                      | FI_MR_RMA_EVENT)
-        # One lock of ours guards a domain and all that is under it, so the provider's own are not needed.
-        hints.domain_attr.threading = FI_THREAD_DOMAIN
+        # One lock of ours guards a domain and all that is under it, so the provider's own are not needed; but where
+        # registering takes long it must not be held.
+        hints.domain_attr.threading = FI_THREAD_SAFE if pins(provider) else FI_THREAD_DOMAIN
         if provider:
             hints.fabric_attr.prov_name = strdup(provider.encode())
         if provider.startswith("tcp") or provider.startswith("verbs"):
@@ -106,6 +115,7 @@ cdef class Device(NativeDevice):
         if self.info != NULL:
             raise RuntimeError("this device is open already")
         self.epoch = fork_epoch()
+        self.pins = pins(provider)
         self.info = query(provider, node, domain)
         if self.info == NULL:
             raise LookupError(f"libfabric has no device for provider={provider!r} node={node!r} domain={domain!r}")
@@ -176,6 +186,7 @@ cdef class FabricMemory(Registration):
         cdef uint64_t wanted = 0
         cdef uint64_t mask = 0xFFFFFFFFFFFFFFFFULL
         cdef int code = -FI_ENOKEY
+        cdef fid_domain* domain = device.domain
         own(device.epoch)
         if device.domain == NULL:
             raise RuntimeError("the device is closed")
@@ -187,15 +198,20 @@ cdef class FabricMemory(Registration):
         flags |= FI_REMOTE_WRITE if writable and access & MAY_WRITE else 0
         if device.info.domain_attr.mr_key_size < 8:
             mask = (1ULL << (8 * device.info.domain_attr.mr_key_size)) - 1
+        self.device = device
         # Keys of our choice are drawn at random, so that no one can guess another region's; a taken one is drawn anew.
         for _attempt in range(8):
             wanted = int.from_bytes(os.urandom(8), "little") & mask
-            code = fi_mr_reg(device.domain, <const void*> address, length, flags, 0, wanted, 0, &self.mr, NULL)
+            # Before the GIL is let go: nobody closes the domain under a call.
+            device.children += 1
+            with nogil:
+                code = fi_mr_reg(domain, <const void*> address, length, flags, 0, wanted, 0, &self.mr, NULL)
+            if code == 0:
+                break
+            device.children -= 1
             if code != -FI_ENOKEY:
                 break
         check(code, "fi_mr_reg")
-        self.device = device
-        device.children += 1
         self.desc = fi_mr_desc(self.mr)
         self.key = fi_mr_key(self.mr)
         self.base = address if device.info.domain_attr.mr_mode & FI_MR_VIRT_ADDR else 0
@@ -203,11 +219,18 @@ cdef class FabricMemory(Registration):
 
     def close(self) -> None:
         """End the registration: the key is refused from here on. Idempotent; nothing in a child of a fork."""
-        if self.mr != NULL and self.device.epoch == fork_epoch():
-            check(fi_close(&self.mr.fid), "fi_close(mr)")
-            self.mr = NULL
-            self.desc = NULL
-            self.device.children -= 1
+        cdef fid_mr* mr = self.mr
+        cdef int code
+        if mr == NULL or self.device.epoch != fork_epoch():
+            return
+        self.mr = NULL
+        with nogil:
+            code = fi_close(&mr.fid)
+        if code != 0:
+            self.mr = mr
+        check(code, "fi_close(mr)")
+        self.desc = NULL
+        self.device.children -= 1
 
     def __dealloc__(self):
         if self.mr != NULL and self.device is not None and self.device.epoch == fork_epoch():

@@ -54,3 +54,4 @@ cdef class VerbsDevice(NativeDevice):
 cdef class VerbsMemory(Registration):
     cdef VerbsDevice device
     cdef ibv_mr* mr
+    cdef int pin(self, ibv_pd* pd, uint64_t address, size_t length, int flags, int fd, uint64_t offset) noexcept

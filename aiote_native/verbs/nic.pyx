@@ -5,7 +5,7 @@ enough for what may come at a time, not for each peer. They hold nothing; when a
 """
 
 cimport cython
-from libc.errno cimport EOPNOTSUPP
+from libc.errno cimport EIO, EOPNOTSUPP, errno
 from libc.stdint cimport uintptr_t
 from libc.string cimport memset, strcmp
 
@@ -19,7 +19,7 @@ from aiote_native.verbs.ibverbs cimport (
     IBV_EVENT_QP_ACCESS_ERR, IBV_EVENT_QP_FATAL, IBV_EVENT_QP_REQ_ERR, IBV_EVENT_SRQ_ERR, IBV_LINK_LAYER_ETHERNET,
     IBV_PORT_ACTIVE, aiote_alloc_parent, aiote_alloc_td, aiote_dealloc_td, aiote_query_port, ibv_async_event,
     ibv_device, ibv_post_srq_recv, ibv_recv_wr, ibv_srq_init_attr)
-from aiote_native.verbs.symbols cimport failed, symbols
+from aiote_native.verbs.symbols cimport Symbols, failed, symbols
 
 SETTINGS = {
     "gid_index": 0, "pkey_index": 0, "service_level": 0, "traffic_class": 0, "mtu": 0, "timeout": 14, "retries": 6,
@@ -62,6 +62,7 @@ cdef class VerbsDevice(NativeDevice):
 
     def __cinit__(self):
         memset(&self.nic, 0, sizeof(self.nic))
+        self.pins = True
 
     def __init__(self, str name, int port=1, **settings):
         """Open port `port` of the device `name`; `settings` are as in SETTINGS. Raises StatusError and LookupError."""
@@ -253,34 +254,52 @@ cdef class VerbsMemory(Registration):
         device.opened()
         flags |= IBV_ACCESS_REMOTE_READ if access & MAY_READ else 0
         flags |= IBV_ACCESS_REMOTE_WRITE if writable and access & MAY_WRITE else 0
-        if fd >= 0:
-            if symbols().reg_dmabuf_mr == NULL:
-                failed("ibv_reg_dmabuf_mr", EOPNOTSUPP)
-            self.mr = symbols().reg_dmabuf_mr(device.nic.pd, offset, length, address, fd, flags)
-        elif symbols().reg_mr_iova2 != NULL:
-            # Libraries that know this one drop what a device cannot do; who counts immediates needs no order of bytes.
-            self.mr = symbols().reg_mr_iova2(device.nic.pd, <void*> address, length, address,
-                                             flags | IBV_ACCESS_RELAXED_ORDERING)
-        else:
-            self.mr = symbols().reg_mr(device.nic.pd, <void*> address, length, flags)
-        if self.mr == NULL:
-            failed("ibv_reg_dmabuf_mr" if fd >= 0 else "ibv_reg_mr")
+        if fd >= 0 and symbols().reg_dmabuf_mr == NULL:
+            failed("ibv_reg_dmabuf_mr", EOPNOTSUPP)
         self.device = device
+        # Before the GIL is let go: nobody closes the device under a call.
         device.children += 1
+        code = self.pin(device.nic.pd, address, length, flags, fd, offset)
+        if code != 0:
+            device.children -= 1
+            failed("ibv_reg_dmabuf_mr" if fd >= 0 else "ibv_reg_mr", code)
         self.desc = <void*> (<uintptr_t> self.mr.lkey | (<uintptr_t> NOT_INLINE << 32 if fd >= 0 else 0))
         self.key = self.mr.rkey
         self.base = address
         self.length = length
 
+    cdef int pin(self, ibv_pd* pd, uint64_t address, size_t length, int flags, int fd, uint64_t offset) noexcept:
+        """Have the kernel pin the pages, without the GIL, for that may take seconds; 0, or an error number."""
+        cdef Symbols* known = symbols()
+        cdef int code = 0
+        with nogil:
+            if fd >= 0:
+                self.mr = known.reg_dmabuf_mr(pd, offset, length, address, fd, flags)
+            elif known.reg_mr_iova2 != NULL:
+                # Libraries that know this one drop what a device cannot do; who counts immediates needs no order of
+                # bytes.
+                self.mr = known.reg_mr_iova2(pd, <void*> address, length, address, flags | IBV_ACCESS_RELAXED_ORDERING)
+            else:
+                self.mr = known.reg_mr(pd, <void*> address, length, flags)
+            if self.mr == NULL:
+                code = errno or EIO
+        return code
+
     def close(self) -> None:
         """End the registration: the key is refused from here on. Idempotent; nothing in a child of a fork."""
-        if self.mr != NULL and self.device.epoch == fork_epoch():
-            code = symbols().dereg_mr(self.mr)
-            if code != 0:
-                failed("ibv_dereg_mr", code)
-            self.mr = NULL
-            self.desc = NULL
-            self.device.children -= 1
+        cdef Symbols* known = symbols()
+        cdef ibv_mr* mr = self.mr
+        cdef int code
+        if mr == NULL or self.device.epoch != fork_epoch():
+            return
+        self.mr = NULL
+        with nogil:
+            code = known.dereg_mr(mr)
+        if code != 0:
+            self.mr = mr
+            failed("ibv_dereg_mr", code)
+        self.desc = NULL
+        self.device.children -= 1
 
     def __dealloc__(self):
         if self.mr != NULL and self.device is not None and self.device.epoch == fork_epoch():

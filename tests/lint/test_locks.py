@@ -19,6 +19,7 @@ PAIRS = {"lock": "unlock", "pthread_mutex_lock": "pthread_mutex_unlock"}
 TAKES = re.compile(r"^(lock|pthread_mutex_lock)\((.*)\)$")
 FUNCTION = re.compile(r"^(?:cdef|cpdef|def) [^=]*\(")
 LEAVES = re.compile(r"^(return\b|raise\b|with gil|assert\b|yield\b)")
+PINS = re.compile(r"\b(fi_mr_reg|reg_mr|reg_mr_iova2|reg_dmabuf_mr)\(")
 LOOKS = re.compile(r"\b(alive|usable|channel_of)\(")
 
 
@@ -90,9 +91,29 @@ def faults(text: str) -> Iterator[str]:
             yield f"the lock is taken with the GIL: {lines[start].strip()}"
 
 
+def pins_with_gil(text: str) -> Iterator[str]:
+    """Yield the calls that have the kernel pin memory, for seconds it may be, and hold the GIL."""
+    lines = code(text)
+    for at, line in enumerate(lines):
+        if not PINS.search(line):
+            continue
+        around = [before for before in lines[function_of(lines, at) : at] if indent(before) < indent(line)]
+        if not any(before.strip() == "with nogil:" for before in around):
+            yield line.strip()
+
+
 @pytest.mark.parametrize("path", sorted(NATIVE.rglob("*.pyx")), ids=lambda path: path.stem)
 def test_nothing_of_pythons_happens_under_a_lock(path):
     assert list(faults(path.read_text())) == []
+
+
+def test_nobody_pins_with_the_gil():
+    sources = [path.read_text() for path in NATIVE.rglob("*.pyx")]
+    assert sum(bool(PINS.search(line)) for text in sources for line in code(text)) == 4
+    assert [call for text in sources for call in pins_with_gil(text)] == []
+    held = "def pin(self):\n    if self.open:\n        code = fi_mr_reg(domain)\n"
+    assert list(pins_with_gil(held)) == ["code = fi_mr_reg(domain)"]
+    assert list(pins_with_gil(held.replace("if self.open:", "with nogil:"))) == []
 
 
 GOOD = """
