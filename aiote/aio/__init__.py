@@ -9,6 +9,7 @@ from .control import ControlConnection, ControlListener, PendingConnection, dial
 from .doorbells import Handover, hand_over
 from .driver import Driver
 from .loops import EventLoop, Task, Waiter, current_loop, report
+from .offload import ThreadCall
 from .waiting import Signal, finish, poll_until, sleep, wake, within
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "PendingConnection",
     "Signal",
     "Task",
+    "ThreadCall",
     "Waiter",
     "current_loop",
     "dial",

@@ -73,6 +73,7 @@ class EventLoop(Protocol):
         after: Callable[[], object] | None = None,
     ) -> Task: ...
     def call_soon(self, function: Callable[[], object]) -> None: ...
+    def call_from_thread(self, function: Callable[[], object]) -> None: ...
     def forget_readable(self, fd: int) -> None: ...
     def on_readable(self, fd: int, function: Callable[[], object]) -> Callable[[], object]: ...
     def time(self) -> float: ...
@@ -150,6 +151,10 @@ class AsyncioLoop:
 
     def call_soon(self, function: Callable[[], object]) -> None:
         self.loop.call_soon(function)
+
+    def call_from_thread(self, function: Callable[[], object]) -> None:
+        """Call a function on the loop's thread, from another one. Raises RuntimeError when the loop has ended."""
+        self.loop.call_soon_threadsafe(function)
 
     def forget_readable(self, fd: int) -> None:
         """Drop what was to be done about a readable descriptor; to be called before its waiter is cancelled.
@@ -289,6 +294,8 @@ class TrioLoop:
 
     def call_soon(self, function: Callable[[], object]) -> None:
         self._token.run_sync_soon(function)
+
+    call_from_thread = call_soon
 
     def spawn(
         self,

@@ -11,7 +11,7 @@ import anyio
 from ..rails import wake
 from .loops import EventLoop, Waiter
 
-__all__ = ["Over", "Signal", "finish", "poll_until", "sleep", "wake", "within"]
+__all__ = ["Over", "Signal", "finish", "insist", "poll_until", "sleep", "wake", "within"]
 
 
 SETTLE_S = 0.001
@@ -48,17 +48,20 @@ async def finish(loop: EventLoop, item: Over, patience: float) -> bool:
         current[:] = [loop.waiter()]
         await current[0]
 
-    return await _insist(loop, lambda: item.is_over, wait, patience)
+    return await insist(loop, lambda: item.is_over, wait, patience)
 
 
 async def poll_until(loop: EventLoop, condition: Callable[[], bool], patience: float) -> bool:
     """Wait until something holds that nothing announces, whatever cancels us meanwhile; False after so many seconds."""
-    return await _insist(loop, condition, lambda: anyio.sleep(SETTLE_S), patience)
+    return await insist(loop, condition, lambda: anyio.sleep(SETTLE_S), patience)
 
 
-async def _insist(
+async def insist(
     loop: EventLoop, condition: Callable[[], bool], wait: Callable[[], Awaitable[None]], patience: float
 ) -> bool:
+    """Wait until something holds, whatever cancels us meanwhile; False after so many seconds. `wait` returns whenever
+    it may have come true.
+    """
     scope = anyio.CancelScope(deadline=anyio.current_time() + patience, shield=True)
     try:
         with scope:

@@ -127,6 +127,17 @@ class Engine:
         """
         return self._regions.register(array, access)
 
+    async def register_async(self, array: Any, access: Access = "read-write") -> Region:
+        """Register as `register` does, without holding the event loop while the kernel pins the pages of large memory.
+
+        That takes seconds for many GiB; it is done in a thread of its own, and the array is not to be freed or moved
+        before this ends. Rails that pin nothing (`local`, `socket`, `tcp`, `shm`) are done at once, without a thread.
+        The kernel does not interrupt it: a cancelled await ends when the kernel is done and nothing is registered any
+        more. Raises as `register`, and ClosedError where the engine is closed meanwhile, which waits for it, too:
+        `abort` holds the loop for that long.
+        """
+        return await self._regions.register_async(array, access)
+
     def attach(self, descriptor: bytes | bytearray | memoryview) -> RemoteRegion:
         """Make another engine's memory usable from its descriptor. Raises UsageError for bytes that are none.
 
@@ -334,6 +345,7 @@ class Engine:
             return
         try:
             await self._links.close("its engine was closed")
+            await self._regions.finish()
             await self._runtime.stop()
         finally:
             self.abort()

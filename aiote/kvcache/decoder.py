@@ -239,7 +239,7 @@ class Decoder:
     async def __aenter__(self) -> Decoder:
         if self._running is not None:
             raise aiote.UsageError("a decoder is entered once")
-        self._region = self.engine.register(self._memory)
+        self._region = await self.engine.register_async(self._memory)
         try:
             self._tails = np.zeros((self._slots_limit, self._tail_bytes), np.uint8)
             self._tail_region = self.engine.register(self._tails) if self._tail_bytes else None

@@ -181,7 +181,7 @@ class Prefiller:
     async def __aenter__(self) -> Prefiller:
         if self._running is not None:
             raise aiote.UsageError("a prefiller is entered once")
-        region = self.engine.register(self._memory)
+        region = await self.engine.register_async(self._memory)
         try:
             pages = pages_in(region, self.layout, self._ranks)
             self._site = Site(

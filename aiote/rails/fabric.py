@@ -27,6 +27,7 @@ from .lock_reaper import DeadPeerLockReaper
 __all__ = ["Fabric", "PendingChannel"]
 
 MAY_READ, MAY_WRITE, MAY_ALL = 1, 2, 3  # what a registration opens to peers
+HOST = ("cpu", "cuda_host")
 SCRATCH_BYTES = 64
 """Target of immediates alone, and source of operations without local memory: nobody reads it."""
 
@@ -158,6 +159,14 @@ class Fabric:
         """Register memory with every rail; `access` is what peers may do. The buffer is released on failure. Raises
         FabricError and UsageError.
         """
+        return self.keep(self.pin(buffer, access))
+
+    def pins(self, buffer: Buffer) -> bool:
+        """Whether registering memory takes the kernel as long as it takes to pin its pages: of the host, for a NIC."""
+        return buffer.device in HOST and any(rail.device.pins for rail in self.rails)
+
+    def pin(self, buffer: Buffer, access: int = MAY_ALL) -> LocalMemory:
+        """Do what takes long about `register`, in any thread; `keep` has to follow in the engine's own."""
         try:
             memory = self._registered(buffer, access)
         except BaseException as error:
@@ -167,12 +176,16 @@ class Fabric:
             raise
         if len(self.rails) > 1 and access:
             self._rank(memory)
+        return memory
+
+    def keep(self, memory: LocalMemory) -> LocalMemory:
+        """Take note of what was registered, and return it."""
         self._memories.add(memory)
         return memory
 
     def _registered(self, buffer: Buffer, access: int) -> LocalMemory:
         devices = [rail.device for rail in self.rails]
-        if buffer.device in ("cpu", "cuda_host"):
+        if buffer.device in HOST:
             return LocalMemory(buffer, devices, access)
         from .dmabuf import EXPORTERS, exported
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import operator
 import secrets
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias
 
-from ..aio import Signal
+from ..aio import Signal, ThreadCall
 from ..core.descriptor import RailKey, RegionDescriptor
-from ..errors import ClosedError, UsageError
-from ..rails import MAY_ALL, MAY_READ, MAY_WRITE, LocalSlice, RemoteMemory, RemoteSlice, acquire, section
+from ..errors import ClosedError, FabricError, UsageError
+from ..rails import MAY_ALL, MAY_READ, MAY_WRITE, LocalMemory, LocalSlice, RemoteMemory, RemoteSlice, acquire, section
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from ..core.address import Address
-    from ..rails import LocalMemory
+    from ..rails import Buffer
     from ..runtime import Runtime
     from .lease import Lease
     from .peer import Peer
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Access", "LeaseGranter", "Region", "Regions", "RemoteRegion", "as_integer"]
 
 Access: TypeAlias = Literal["read-write", "read", "write", "local"]
+THREAD = "aiote register"
 ACCESS: dict[Access, int] = {"read-write": MAY_ALL, "read": MAY_READ, "write": MAY_WRITE, "local": 0}
 
 
@@ -258,6 +261,7 @@ class Regions:
         # A region that nobody has any more stays registered: peers hold its descriptor.
         self._regions: dict[LocalMemory, Region] = {}
         self._idle = Signal(runtime.loop)
+        self._calls: set[ThreadCall[LocalMemory]] = set()
 
     @property
     def address(self) -> Address:
@@ -266,6 +270,35 @@ class Regions:
 
     def register(self, array: Any, access: Access = "read-write") -> Region:
         """Register memory with every rail; see `Engine.register`."""
+        buffer = self._borrowed(array, access)
+        return self._entered(self._runtime.fabric.register(buffer, ACCESS[access]), access)
+
+    async def register_async(self, array: Any, access: Access = "read-write") -> Region:
+        """Register memory in a thread, where that takes long; see `Engine.register_async`."""
+        fabric = self._runtime.fabric
+        buffer = self._borrowed(array, access)
+        if not fabric.pins(buffer):
+            return self._entered(fabric.register(buffer, ACCESS[access]), access)
+        try:
+            call = ThreadCall(
+                self._runtime.loop, partial(fabric.pin, buffer, ACCESS[access]), LocalMemory.close, name=THREAD
+            )
+        except RuntimeError as error:
+            buffer.release()
+            raise FabricError(errno.EAGAIN, str(error), operation="register memory") from error
+        self._calls.add(call)
+        try:
+            await call.join()
+            if self._runtime.closed:
+                call.give_up()
+        finally:
+            if call.returned:
+                self._calls.discard(call)
+        self._runtime.require_open()
+        return self._entered(fabric.keep(call.result()), access)
+
+    def _borrowed(self, array: Any, access: Access) -> Buffer:
+        """Borrow memory that may be registered so. Raises UsageError and ClosedError."""
         self._runtime.require_open()
         if access not in ACCESS:
             raise UsageError(f"register: access={access!r}: expected one of {', '.join(map(repr, ACCESS))}")
@@ -276,10 +309,13 @@ class Regions:
         if buffer.readonly and access == "write":
             buffer.release()
             raise UsageError("register: access='write' of read-only memory opens nothing; register it with 'read'")
-        allowed = ACCESS[access]
-        memory = self._runtime.fabric.register(buffer, allowed)
+        return buffer
+
+    def _entered(self, memory: LocalMemory, access: Access) -> Region:
+        """Make a region of what was registered."""
         memory.owner = self._runtime.core
-        region = Region(memory, 0, memory.length, RegionState(self, secrets.randbits(64), allowed), is_slice=False)
+        state = RegionState(self, secrets.randbits(64), ACCESS[access])
+        region = Region(memory, 0, memory.length, state, is_slice=False)
         self._memories.add(memory)
         self._regions[memory] = region
         return region
@@ -309,8 +345,18 @@ class Regions:
             self._memories.discard(memory)
         self._regions.pop(region.memory, None)
 
+    async def finish(self) -> None:
+        """Wait until no thread registers any more, once the engine is being closed."""
+        calls = tuple(self._calls)
+        for call in calls:
+            call.abandon()
+        for call in calls:
+            await call.join()
+
     def close(self) -> None:
         """End every registration, whatever uses it: the links are closed."""
+        while self._calls:
+            self._calls.pop().give_up()
         for memory in self._memories:
             memory.close()
         self._memories.clear()
