@@ -94,7 +94,7 @@ __all__ = [
 ]
 
 LEDGER_LIMIT: Final = 1024  # words: an AckCounts of them takes 12 KiB of a frame's 64
-ARRIVED_LIMIT: Final = 1 << 20  # words of a peer that acknowledges none, or of AckCounts that nobody reads
+ARRIVED_LIMIT: Final = 1 << 20  # immediates of a peer that acknowledges none, or of AckCounts that nobody reads
 BACKOFF_FIRST: Final = 0.1  # seconds
 BACKOFF_MOST: Final = 30.0
 WELL: Final = 30.0  # seconds that a channel has to live for the back-off to begin anew

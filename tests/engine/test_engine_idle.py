@@ -40,12 +40,22 @@ async def ticking(seconds: float) -> None:
         await anyio.sleep(0.005)
 
 
+async def found() -> None:
+    """Wait until something is found not to be idle: on a busy machine it may hardly run for some windows."""
+    with anyio.fail_after(PATIENCE_S):
+        while True:
+            try:
+                await assert_idle(windows=2)
+            except AssertionError as error:
+                assert "none of 2 windows" in str(error)
+                return
+
+
 @pytest.mark.one_library
 async def test_a_timer_that_never_ends_is_found():
     async with anyio.create_task_group() as group:
         group.start_soon(ticking, 1000)
-        with pytest.raises(AssertionError, match="none of 2 windows"):
-            await assert_idle(windows=2)
+        await found()
         group.cancel_scope.cancel()
 
 
@@ -60,8 +70,7 @@ async def test_a_thread_that_spins_is_found():
     thread = threading.Thread(target=spin)
     thread.start()
     try:
-        with pytest.raises(AssertionError, match="none of 2 windows"):
-            await assert_idle(windows=2)
+        await found()
     finally:
         over.set()
         thread.join()

@@ -287,7 +287,7 @@ class Rails:
         if self.threaded:
             still = None
             while still != (still := [self._work(side) for side in self.sides]) or self._on_its_way():
-                time.sleep(0.02)
+                self._sweep()
                 self.drive(lambda: True)
             return
         deadline = time.monotonic() + LIMIT_S
@@ -300,6 +300,17 @@ class Rails:
         """The simulated network, of rails of that kind."""
         assert self._sim is not None
         return self._sim.network.world
+
+    def _sweep(self) -> None:
+        """Have every core's thread do a whole round from now on: on a busy machine it may not have run for long."""
+        deadline = time.monotonic() + LIMIT_S
+        for side in self.sides:
+            # One round may be under way.
+            goal = side.core.statistics()["rounds"] + 2
+            while side.core.statistics()["rounds"] < goal:
+                assert time.monotonic() < deadline, "a thread does no more rounds"
+                side.core.wake()
+                time.sleep(0.001)
 
     def _on_its_way(self) -> bool:
         """Whether a simulated network has something that will come by itself."""
