@@ -7,7 +7,7 @@ from aiote_native.workrequests cimport LocalMemory, Operation, PageIndex, Remote
 
 cdef class Core:
     cdef Progress engine
-    cdef readonly object doorbell
+    cdef readonly object wakeup_event
     cdef Clock clock
     cdef readonly dict peers
     cdef uint64_t smallest

@@ -2,13 +2,13 @@ from collections.abc import Callable
 from typing import Any
 
 from aiote_native.clocks import Clock
-from aiote_native.doorbell import Doorbell
+from aiote_native.peer_wakeups import WakeupEvent
 from aiote_native.peers import PeerLink
 from aiote_native.waits import CounterHandle, Watch
 from aiote_native.workrequests import LocalMemory, Operation, PageIndex, RemoteMemory
 
 class Core:
-    doorbell: Doorbell | None
+    wakeup_event: WakeupEvent | None
     peers: dict[PeerLink, None]
     on_submit: Callable[[], object] | None
     awake: bool
@@ -21,7 +21,7 @@ class Core:
         processor: int = -1,
         smallest: int = 16384,
         counters: int = 1048576,
-        doorbell: bool = False,
+        wakeup_event: bool = False,
         clock: Clock | None = None,
     ) -> None: ...
     @property
@@ -32,7 +32,7 @@ class Core:
     def threaded(self) -> bool: ...
     @property
     def inbox(self) -> int: ...
-    def open_descriptors(self, doorbell: bool) -> None: ...
+    def open_descriptors(self, wakeup_event: bool) -> None: ...
     def progress(self) -> bool: ...
     def wake(self) -> None: ...
     def turn(self, on_round: Callable[[list[PeerLink]], object]) -> bool: ...

@@ -14,9 +14,9 @@ from posix.unistd cimport close, read
 
 from aiote_native.clocks cimport Clock, clock_ns
 from aiote_native.counters cimport Wait, table_find, table_free, table_init, table_pop_wait
-from aiote_native.doorbell cimport Doorbell
 from aiote_native.gates cimport batch_end
 from aiote_native.messages cimport mailbox_cancel, mailbox_start
+from aiote_native.peer_wakeups cimport WakeupEvent
 from aiote_native.peers cimport PeerLink, open_peer
 from aiote_native.posting cimport State, cut_op, op_cancel, op_start
 from aiote_native.progress cimport (
@@ -24,8 +24,8 @@ from aiote_native.progress cimport (
     pthread_mutex_init, slice_end, start_thread, unlock, usable, watch_descriptor, watch_unlink)
 from aiote_native.status cimport check
 from aiote_native.structs cimport MAX_RAILS, Done, OP_READ, OP_SEND, OP_WRITE, Op
-from aiote_native.wakers cimport wake_all
 from aiote_native.waits cimport CounterHandle, Watch, open_counter, start_watch
+from aiote_native.wakers cimport wake_all
 from aiote_native.workrequests cimport LocalMemory, Operation, PageIndex, RemoteMemory, Waitable, finish
 
 cdef extern from "<sys/epoll.h>" nogil:
@@ -49,7 +49,7 @@ cdef class Core:
 
     `spin_us` bounds spinning after the last thing that happened, `threaded` moves progress to a native thread
     (pinned to `processor` if that is not negative), `smallest` is the least size of a stripe that is cut for the
-    sake of spreading, `counters` the limit of live immediates, `doorbell` is needed by rails without a wait
+    sake of spreading, `counters` the limit of live immediates, `wakeup_event` is needed by rails without a wait
     descriptor. With a `clock` time is somebody else's: nothing spins, and timers are set there.
     """
 
@@ -59,7 +59,7 @@ cdef class Core:
         self.engine.closed = True
 
     def __init__(self, uint64_t spin_us=50, bint threaded=False, int processor=-1, uint64_t smallest=16384,
-                 uint64_t counters=1 << 20, bint doorbell=False, Clock clock=None):
+                 uint64_t counters=1 << 20, bint wakeup_event=False, Clock clock=None):
         if not self.engine.closed:
             raise RuntimeError("the core is open already")
         new_epoch(&self.engine)
@@ -77,7 +77,7 @@ cdef class Core:
         pthread_mutex_init(&self.engine.lock, NULL)
         try:
             table_init(&self.engine.state.counters, counters)
-            self.open_descriptors(doorbell)
+            self.open_descriptors(wakeup_event)
             if threaded:
                 where = f" on processor {processor}, which thread_cpu asks for" if processor >= 0 else ""
                 check(-start_thread(&self.engine), f"start the native thread{where}")
@@ -86,7 +86,7 @@ cdef class Core:
             self.close()
             raise
 
-    def open_descriptors(self, bint doorbell) -> None:
+    def open_descriptors(self, bint wakeup_event) -> None:
         self.engine.epoll_fd = epoll_create1(EPOLL_CLOEXEC)
         check(-errno if self.engine.epoll_fd < 0 else 0, "epoll_create1")
         if self.engine.clock == NULL:
@@ -98,11 +98,11 @@ cdef class Core:
         check(-errno if self.engine.notify_fd < 0 else 0, "eventfd")
         self.engine.wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
         check(-errno if self.engine.wake_fd < 0 else 0, "eventfd")
-        if doorbell:
-            self.doorbell = Doorbell()
-            self.engine.bell = (<Doorbell> self.doorbell).page
-            self.engine.bell_fd = (<Doorbell> self.doorbell).socket_fd
-            watch_descriptor(self.engine.epoll_fd, self.engine.bell_fd)
+        if wakeup_event:
+            self.wakeup_event = WakeupEvent()
+            self.engine.wakeup_page = (<WakeupEvent> self.wakeup_event).page
+            self.engine.wakeup_fd = (<WakeupEvent> self.wakeup_event).socket_fd
+            watch_descriptor(self.engine.epoll_fd, self.engine.wakeup_fd)
         watch_descriptor(self.engine.epoll_fd, self.engine.wake_fd)
         watch_descriptor(self.engine.epoll_fd, self.engine.timer_fd)
 
@@ -441,7 +441,7 @@ cdef class Core:
         return {
             "posted": state.posted, "completed": state.completed, "refused": state.refused,
             "immediates": state.immediates, "outstanding": state.outstanding, "queued": state.queued,
-            "rings": state.rings, "sleeps": sleeps, "rounds": rounds, "counters": state.counters.used,
+            "peer_wakeups": state.wakeups, "sleeps": sleeps, "rounds": rounds, "counters": state.counters.used,
             "inbox": state.inbox, "carried": tuple([state.carried[rail] for rail in range(MAX_RAILS)]),
         }
 
@@ -474,9 +474,9 @@ cdef class Core:
         for fd in (self.engine.epoll_fd, self.engine.timer_fd, self.engine.notify_fd, self.engine.wake_fd):
             if fd >= 0:
                 close(fd)
-        if self.doorbell is not None:
-            self.engine.bell = NULL
-            self.doorbell.close()
+        if self.wakeup_event is not None:
+            self.engine.wakeup_page = NULL
+            self.wakeup_event.close()
 
     def end_waits(self) -> None:
         """End the waits and watches that are left, unsatisfied."""

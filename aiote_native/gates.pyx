@@ -9,7 +9,7 @@ every call into the library, and says in its own page that it is within one:
 
 Store, fence, load on both sides (Dekker): either the caller sees the gate shut, or the closer sees the caller busy. A
 peer that is stopped outside of the library cannot move a byte once it is shut; one that is stopped within is busy for
-as long as it stands. The words lie in the doorbell's pages, each written by its owner alone; a gate's value is the
+as long as it stands. The words lie in the wake-up pages, each written by its owner alone; a gate's value is the
 generation of its slot, even while it is open, so that a slot in new use opens nothing for its old peer.
 
 The same word paces a flood: one call into shm goes on for as long as its queue is not empty, and what it completes

@@ -16,8 +16,8 @@ from libc.stdint cimport uint32_t, uint64_t, uint8_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
-from aiote_native.doorbell cimport ring
 from aiote_native.gates cimport gate_leave, gate_post
+from aiote_native.peer_wakeups cimport wake_peer
 from aiote_native.posting cimport op_end, op_fail, peer_fail
 from aiote_native.recovery cimport channel_fault
 from aiote_native.structs cimport BROKEN, ECANCELED, OP_RECV, OP_SEND, Post
@@ -180,8 +180,8 @@ cdef int post_slot(State* state, Mailbox* self, Slot* slot) noexcept nogil:
     state.outstanding += 1
     state.posted += 1
     state.events += 1
-    if self.channel.peer_bell != NULL:
-        state.rings += ring(self.channel, False)
+    if self.channel.peer_page != NULL:
+        state.wakeups += wake_peer(self.channel, False)
     return 0
 
 

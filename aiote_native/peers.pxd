@@ -1,7 +1,7 @@
 from libc.stdint cimport uint32_t, uint64_t, uint8_t
 
 from aiote_native.channelset cimport ChannelSet
-from aiote_native.doorbell cimport PeerBell
+from aiote_native.peer_wakeups cimport PeerWakeup
 from aiote_native.progress cimport Progress
 from aiote_native.structs cimport Channel, Mailbox
 from aiote_native.workrequests cimport LocalMemory
@@ -15,11 +15,12 @@ cdef class PeerLink(ChannelSet):
     cdef public object on_room
     cdef public bint roomy
     cdef readonly uint32_t message_limit
-    cdef list bells
+    cdef list peer_wakeups
     cdef list slots
     cdef LocalMemory mailbox_memory
     cdef readonly list leftover
-    cdef void hang_bell(self, Channel* channel, PeerBell bell, int slot, int peer_slot, uint32_t peer_generation)
+    cdef void attach_wakeup(self, Channel* channel, PeerWakeup wakeup, int slot, int peer_slot,
+                            uint32_t peer_generation)
     cdef void place_channel(self, Channel* channel, int number) noexcept nogil
     cdef int keep_messages(self, Mailbox* mailbox) except -1
     cdef void leave(self) noexcept nogil

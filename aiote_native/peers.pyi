@@ -2,8 +2,8 @@ from collections.abc import Callable
 from typing import Any
 
 from aiote_native.channelset import ChannelSet
-from aiote_native.doorbell import PeerBell
 from aiote_native.kinds import NativeEndpoint
+from aiote_native.peer_wakeups import PeerWakeup
 from aiote_native.workrequests import LocalMemory
 
 class PeerLink(ChannelSet):
@@ -38,7 +38,7 @@ class PeerLink(ChannelSet):
         scratch: LocalMemory,
         largest: int = 0,
         least: int = 0,
-        bell: PeerBell | None = None,
+        wakeup: PeerWakeup | None = None,
         slot: int = -1,
         peer_slot: int = -1,
         peer_generation: int = 0,

@@ -6,11 +6,11 @@ from libc.stdint cimport uint8_t, uint32_t, uint64_t
 
 from aiote_native.channels cimport close_channel, free_channel, greet, new_channel
 from aiote_native.counters cimport table_orphan
-from aiote_native.doorbell cimport BELL_SLOTS, PeerBell
 from aiote_native.kinds cimport NativeEndpoint
 from aiote_native.messages cimport (
     HEADER_BYTES, mailbox_bytes, mailbox_consume, mailbox_fail, mailbox_free, mailbox_new, mailbox_open, mailbox_peek)
 from aiote_native.moving cimport mailbox_attach, mailbox_release
+from aiote_native.peer_wakeups cimport WAKEUP_SLOTS, PeerWakeup
 from aiote_native.posting cimport peer_fail
 from aiote_native.progress cimport alive, kick, lock, unlock, unwatch_descriptor, usable, watch_descriptor
 from aiote_native.schedule cimport cost_of
@@ -46,7 +46,7 @@ cdef class PeerLink(ChannelSet):
     """
 
     def __cinit__(self):
-        self.bells = []
+        self.peer_wakeups = []
         self.slots = []
         self.leftover = []
 
@@ -60,14 +60,14 @@ cdef class PeerLink(ChannelSet):
         return self.state.error_rail if self.state.failed else -1
 
     def add_channel(self, NativeEndpoint endpoint, int rail, int remote_rail, uint64_t imm_key, uint64_t imm_address,
-                    LocalMemory scratch, uint64_t largest=0, uint64_t least=0, PeerBell bell=None, int slot=-1,
+                    LocalMemory scratch, uint64_t largest=0, uint64_t least=0, PeerWakeup wakeup=None, int slot=-1,
                     int peer_slot=-1, uint32_t peer_generation=0, int number=-1,
                     uint64_t speed_mbps=0) -> None:
         """Take an endpoint that is connected to the peer's.
 
         `scratch` is local memory for operations without any, `imm_key` and `imm_address` the peer's target of
         an immediate alone, `largest` bounds a message below the provider's own limit, `least` is what an
-        immediate alone carries, `bell` is the peer's doorbell with the slot that this side has in its own
+        immediate alone carries, `wakeup` is how to wake the peer, with the slot that this side has in its own
         page and the slot that the peer has in its, with that one's generation. `number` names a channel that was shut,
         in whose place this one comes; it carries nothing before `admit`. `speed_mbps` is what the NIC says of itself
         (0: nothing), which counts until there is a measurement.
@@ -81,8 +81,8 @@ cdef class PeerLink(ChannelSet):
             raise RuntimeError(f"the peer is closed or has {MAX_CHANNELS} channels already")
         if not 0 <= rail < MAX_RAILS or not 0 <= remote_rail < MAX_CHANNELS:
             raise ValueError(f"no such rail: {rail} here, {remote_rail} there")
-        if peer_slot >= BELL_SLOTS or slot >= BELL_SLOTS:
-            raise ValueError(f"no such doorbell slot: {slot} here, {peer_slot} there, a page has {BELL_SLOTS}")
+        if peer_slot >= WAKEUP_SLOTS or slot >= WAKEUP_SLOTS:
+            raise ValueError(f"no such wake-up slot: {slot} here, {peer_slot} there, a page has {WAKEUP_SLOTS}")
         channel = new_channel(endpoint.depth, self.channels)
         channel.peer = &self.state
         channel.rail = rail
@@ -100,8 +100,8 @@ cdef class PeerLink(ChannelSet):
         channel.scratch_desc = scratch.descs[rail]
         channel.ops = endpoint.ops
         try:
-            if bell is not None:
-                self.hang_bell(channel, bell, slot, peer_slot, peer_generation)
+            if wakeup is not None:
+                self.attach_wakeup(channel, wakeup, slot, peer_slot, peer_generation)
             if endpoint.wait_fd >= 0:
                 watch_descriptor(self.engine.epoll_fd, endpoint.wait_fd)
                 watched = True
@@ -137,20 +137,21 @@ cdef class PeerLink(ChannelSet):
             self.state.greeting = True
             greet(self.engine, channel)
 
-    cdef void hang_bell(self, Channel* channel, PeerBell bell, int slot, int peer_slot, uint32_t peer_generation):
-        channel.peer_bell = <const uint32_t*> bell.page
-        channel.peer_bell_fd = bell.socket_fd
-        channel.peer_bell_secret = bell.secret
+    cdef void attach_wakeup(self, Channel* channel, PeerWakeup wakeup, int slot, int peer_slot,
+                            uint32_t peer_generation):
+        channel.peer_page = <const uint32_t*> wakeup.page
+        channel.peer_wakeup_fd = wakeup.socket_fd
+        channel.peer_wakeup_secret = wakeup.secret
         channel.peer_slot = peer_slot if peer_slot >= 0 else 0
-        self.bells.append((bell, peer_slot if slot >= 0 else -1))
+        self.peer_wakeups.append((wakeup, peer_slot if slot >= 0 else -1))
         if slot >= 0:
-            channel.waiting = &self.engine.bell.waiting[slot]
+            channel.waiting = &self.engine.wakeup_page.waiting[slot]
             self.slots.append(slot)
         if slot >= 0 and peer_slot >= 0:
-            channel.own_gate = &self.engine.bell.gate[slot]
-            channel.own_busy = &self.engine.bell.busy[slot]
-            channel.peer_gate = &bell.page.gate[peer_slot]
-            channel.peer_busy = &bell.page.busy[peer_slot]
+            channel.own_gate = &self.engine.wakeup_page.gate[slot]
+            channel.own_busy = &self.engine.wakeup_page.busy[slot]
+            channel.peer_gate = &wakeup.page.gate[peer_slot]
+            channel.peer_busy = &wakeup.page.busy[peer_slot]
             channel.peer_generation = peer_generation
 
     def greeted(self) -> None:
@@ -260,10 +261,10 @@ cdef class PeerLink(ChannelSet):
         for endpoint in self.endpoints:
             if endpoint is not None:
                 (<NativeEndpoint> endpoint).taken_back()
-        for bell, _slot in self.bells:
-            bell.silence()
+        for wakeup, _slot in self.peer_wakeups:
+            wakeup.close_socket()
         for slot in self.slots:
-            self.core.doorbell.free_slot(slot)
+            self.core.wakeup_event.free_slot(slot)
         if self.mailbox_memory is not None:
             self.mailbox_memory.close()
         self.core.peers.pop(self, None)
@@ -303,8 +304,8 @@ cdef class PeerLink(ChannelSet):
     def quiet(self) -> bool:
         """Whether the peer is known to carry out nothing more of ours: the link is closed, and every channel has a gate
         that the peer is not behind. Channels without gates are never known to be quiet."""
-        return (self.closed and len(self.bells) == len(self.endpoints) and all(slot >= 0 for _bell, slot in self.bells)
-                and not any((<PeerBell> bell).busy(slot) for bell, slot in self.bells))
+        return (self.closed and len(self.peer_wakeups) == len(self.endpoints)
+                and not any(slot < 0 or (<PeerWakeup> wakeup).busy(slot) for wakeup, slot in self.peer_wakeups))
 
     cdef int keep_messages(self, Mailbox* mailbox) except -1:
         """Copy what arrived and was not taken, for the pool's memory goes; free the mailbox, which has no channel."""

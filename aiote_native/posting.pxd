@@ -20,7 +20,7 @@ cdef struct State:
     uint64_t completed
     uint64_t refused
     uint64_t immediates
-    uint64_t rings
+    uint64_t wakeups
     uint64_t carried[MAX_RAILS]  # bytes of our own requests that a rail carried
 
 cdef int cut_part(uint64_t length, uint32_t lanes, uint64_t largest, uint64_t smallest, bint counted,

@@ -14,9 +14,9 @@ from libc.errno cimport EAGAIN, EBUSY
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from aiote_native.counters cimport done_push
-from aiote_native.doorbell cimport ring
 from aiote_native.gates cimport gate_leave, gate_paced, gate_post
 from aiote_native.gathering cimport gather
+from aiote_native.peer_wakeups cimport wake_peer
 from aiote_native.recovery cimport breaks, channel_fault, given_up, redone
 from aiote_native.schedule cimport STREAK_BYTES, begin_measure, next_channel, usable
 from aiote_native.structs cimport BROKEN, ECANCELED, MAX_STRIPES, MOST_PARTS, PIECE, PLAIN, Queue, RESENT
@@ -404,11 +404,11 @@ cdef int post_turn(State* state, PeerState* peer, Op* op) noexcept nogil:
     return 1
 
 
-cdef void ring_all(State* state, PeerState* peer) noexcept nogil:
+cdef void wake_peer_channels(State* state, PeerState* peer) noexcept nogil:
     cdef int i
     for i in range(peer.channel_count):
-        if peer.channels[i].peer_bell != NULL:
-            state.rings += ring(peer.channels[i], False)
+        if peer.channels[i].peer_page != NULL:
+            state.wakeups += wake_peer(peer.channels[i], False)
 
 
 cdef void pump_probes(State* state, PeerState* peer) noexcept nogil:
@@ -451,7 +451,7 @@ cdef void pump_peer(State* state, PeerState* peer) noexcept nogil:
             break
     if state.posted != before:
         state.events += 1
-        ring_all(state, peer)
+        wake_peer_channels(state, peer)
 
 
 cdef void op_start(State* state, PeerState* peer, Op* op) noexcept nogil:

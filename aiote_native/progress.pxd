@@ -1,7 +1,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from aiote_native.clocks cimport ClockOps
-from aiote_native.doorbell cimport BellPage
+from aiote_native.peer_wakeups cimport WakeupPage
 from aiote_native.posting cimport State
 from aiote_native.structs cimport Channel, Completion, Done, PeerState, WorkRequest
 
@@ -38,8 +38,8 @@ cdef struct Progress:
     uint32_t called       # the wake descriptor has been written since it was read
     int timer_fd
     int notify_fd
-    BellPage* bell
-    int bell_fd
+    WakeupPage* wakeup_page
+    int wakeup_fd
     uint64_t spin_ns
     uint64_t last_activity
     bint fresh            # something has happened since the clock was last looked at

@@ -16,11 +16,11 @@ from posix.unistd cimport read, write
 
 from aiote_native.clocks cimport clock_ns, start_timer
 from aiote_native.counters cimport arrive, done_push, table_forget, table_greediest
-from aiote_native.doorbell cimport take_rings, ring
 from aiote_native.forks cimport fork_epoch, own
 from aiote_native.gates cimport batch_flush, gate_poll
 from aiote_native.ledger cimport tally_again
 from aiote_native.messages cimport mailbox_fail, mailbox_pump, mailbox_received, mailbox_sent
+from aiote_native.peer_wakeups cimport drain_wakeups, wake_peer
 from aiote_native.posting cimport give_back, op_completed, peer_fail, pump_peer
 from aiote_native.recovery cimport came, channel_fault, confirm, lose_request, queue_failed
 from aiote_native.schedule cimport measure
@@ -244,8 +244,8 @@ cdef int drain(State* state, Channel* channel) noexcept nogil:
         state.events += total
         if channel.rate_bytes and channel.peer.timed:
             measure(channel)
-    if channel.peer_bell != NULL:
-        state.rings += ring(channel, total == 0)
+    if channel.peer_page != NULL:
+        state.wakeups += wake_peer(channel, total == 0)
     return total
 
 
@@ -328,8 +328,8 @@ cdef bint active(Progress* self) noexcept nogil:
 
 cdef void clear_wakeups(Progress* self) noexcept nogil:
     cdef uint64_t value
-    if self.bell != NULL:
-        take_rings(self.bell_fd)
+    if self.wakeup_page != NULL:
+        drain_wakeups(self.wakeup_fd)
     if aiote_swap_word(&self.called, 0):
         read(self.wake_fd, &value, sizeof(value))
     if self.timer_armed and read(self.timer_fd, &value, sizeof(value)) == sizeof(value):
@@ -378,15 +378,15 @@ cdef void set_timer(Progress* self) noexcept nogil:
     self.timer_armed = True
 
 
-cdef void bell_sleep(Progress* self) noexcept nogil:
-    if self.bell != NULL:
-        aiote_store_word(&self.bell.asleep, self.bell.asleep | 1)
+cdef void announce_sleep(Progress* self) noexcept nogil:
+    if self.wakeup_page != NULL:
+        aiote_store_word(&self.wakeup_page.asleep, self.wakeup_page.asleep | 1)
         aiote_full_fence()
 
 
-cdef void bell_wake(Progress* self) noexcept nogil:
-    if self.bell != NULL and self.bell.asleep & 1:
-        aiote_store_word(&self.bell.asleep, self.bell.asleep + 1)
+cdef void announce_awake(Progress* self) noexcept nogil:
+    if self.wakeup_page != NULL and self.wakeup_page.asleep & 1:
+        aiote_store_word(&self.wakeup_page.asleep, self.wakeup_page.asleep + 1)
 
 
 cdef bint happened(Progress* self) noexcept nogil:
@@ -415,23 +415,23 @@ cdef bint spins(Progress* self) noexcept nogil:
 
 cdef int progress_once(Progress* self) noexcept nogil:
     """One round. 1: call again soon; 0: it is safe to sleep on the epoll descriptor. The lock is held."""
-    bell_wake(self)
+    announce_awake(self)
     one_round(self, False)
     if happened(self):
         return 1
     if spins(self):
         return 1
     clear_wakeups(self)
-    bell_sleep(self)
+    announce_sleep(self)
     one_round(self, True)
     if happened(self):
-        bell_wake(self)
+        announce_awake(self)
         return 1
     if not all_armed(self):
         # What came just before is looked for at once: another turn of the event loop costs more.
         one_round(self, True)
         if happened(self) or not all_armed(self):
-            bell_wake(self)
+            announce_awake(self)
             return 1
     set_timer(self)
     self.sleeps += 1

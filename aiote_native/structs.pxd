@@ -140,12 +140,12 @@ cdef struct Channel:
     uint64_t least       # bytes that an immediate alone carries, from scratch to the peer's scratch
     int spans            # the most of one work request
     uint64_t gathers_from  # bytes of a part, below which only neighbours are gathered
-    # the doorbell of the peer, for rails without a wait descriptor (doorbell.pxd)
-    const uint32_t* peer_bell
-    int peer_bell_fd
-    const char* peer_bell_secret
+    # how to wake the peer, for rails without a wait descriptor (peer_wakeups.pxd)
+    const uint32_t* peer_page
+    int peer_wakeup_fd
+    const char* peer_wakeup_secret
     uint32_t peer_slot
-    uint32_t rung_epoch
+    uint32_t woken_epoch
     uint32_t* waiting
     # the gates of both sides in the same pages (gates.pyx); NULL where there are none
     uint32_t* own_gate

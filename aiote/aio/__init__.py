@@ -6,8 +6,8 @@ Everything above asks `current_loop()` and speaks of waiters, tasks and descript
 from anyio.abc import ByteStream
 
 from .control import ControlConnection, ControlListener, PendingConnection, dial
-from .doorbells import Handover, hand_over
 from .driver import Driver
+from .handover import Handover, hand_over
 from .loops import EventLoop, Task, Waiter, current_loop, report
 from .offload import ThreadCall
 from .waiting import Signal, finish, poll_until, sleep, wake, within

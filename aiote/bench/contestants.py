@@ -14,7 +14,7 @@ from pathlib import Path
 from aiote.bench.devices import ports_of
 from aiote.bench.perftest import available
 from aiote.bench.remote import WorkerConnection
-from aiote.bench.sides import BenchError, LocalSide, Pair, bells
+from aiote.bench.sides import BenchError, LocalSide, Pair, eventfds
 
 __all__ = ["Contestant", "Setting", "aiote_worker", "perftest", "processors", "raw_worker", "start", "worker_command"]
 
@@ -126,14 +126,14 @@ def start(contestant: Contestant, setting: Setting, connection: WorkerConnection
     """Start both sides of a contestant and have them meet; the target elsewhere where there is a connection to it."""
     here, there = processors()
     with contextlib.ExitStack() as stack:
-        needs_bells = contestant.kind == "raw" and setting.provider == "shm" and setting.mode == "event"
+        needs_eventfds = contestant.kind == "raw" and setting.provider == "shm" and setting.mode == "event"
         ours: Sequence[str] = ()
         theirs: Sequence[str] = ()
         fds: Sequence[int] = ()
-        if needs_bells:
-            fds = own, other = stack.enter_context(bells())
-            ours = ("--own-bell", str(own), "--peer-bell", str(other))
-            theirs = ("--own-bell", str(other), "--peer-bell", str(own))
+        if needs_eventfds:
+            fds = own, other = stack.enter_context(eventfds())
+            ours = ("--own-eventfd", str(own), "--peer-eventfd", str(other))
+            theirs = ("--own-eventfd", str(other), "--peer-eventfd", str(own))
         host = connection.local_host if connection is not None else ""
         initiator = LocalSide(
             f"{contestant.name} initiator",

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Protocol
 
-__all__ = ["BenchError", "Lines", "LocalSide", "Pair", "Side", "Unsupported", "bells"]
+__all__ = ["BenchError", "Lines", "LocalSide", "Pair", "Side", "Unsupported", "eventfds"]
 
 PATIENCE_S = 120.0
 SHARED_MEMORY = Path("/dev/shm")
@@ -138,7 +138,7 @@ class LocalSide:
 
 
 @contextlib.contextmanager
-def bells() -> Iterator[tuple[int, int]]:
+def eventfds() -> Iterator[tuple[int, int]]:
     """Make the two descriptors through which a pair of raw workers wakes each other over shm."""
     fds = os.eventfd(0, os.EFD_NONBLOCK), os.eventfd(0, os.EFD_NONBLOCK)
     try:

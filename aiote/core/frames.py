@@ -201,7 +201,7 @@ class Channel:
     address: Annotated[bytes, Blob(256)]
     imm_key: Annotated[int, U64]
     imm_base: Annotated[int, U64]
-    doorbell: Annotated[bytes, Blob(128)]
+    wakeup: Annotated[bytes, Blob(128)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ __all__ = [
 
 VERSION = 4
 """Since 2 an immediate may count for several pages of one message, since 3 Arrivals may be several frames, since 4 each
-channel has a socket for the descriptors of doorbell and ring."""
+channel has a socket for the descriptors of the wake-up page and the ring."""
 DEFAULT_NONCE: Callable[[int], bytes] = secrets.token_bytes
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Joining", "pair"]
 
-SLOT = struct.Struct("<iI")  # of a doorbell's page: its number and its generation
+SLOT = struct.Struct("<iI")  # in a wake-up page: its number and its generation
 
 
 def pair(runtime: Runtime, connection: Connection, offer: Offer, role: Role) -> list[tuple[int, int]]:
@@ -77,17 +77,17 @@ class Joining:
         """Open a channel of two rails and tell the peer."""
         pending = self._runtime.fabric.open_channel(mine, remote)
         self._pending.append(pending)
-        doorbell = b""
+        wakeup = b""
         if not pending.rail.traits.waits:
 
-            def on_arrival(descriptors: Sequence[int], bell: bytes, error: OSError | None) -> None:
-                pending.take(descriptors, bell, error)
+            def on_arrival(descriptors: Sequence[int], address: bytes, error: OSError | None) -> None:
+                pending.take(descriptors, address, error)
                 self._arrived.set()
 
             handover = self._handovers[pending] = aio.Handover(self._runtime.loop, on_arrival)
-            doorbell = SLOT.pack(pending.slot, pending.generation) + handover.address
+            wakeup = SLOT.pack(pending.slot, pending.generation) + handover.address
         key, base = self._runtime.fabric.scratch.keys[mine]
-        self._control.send(Channel(mine, remote, 0, pending.address, key, base, doorbell))
+        self._control.send(Channel(mine, remote, 0, pending.address, key, base, wakeup))
 
     async def join(self, connection: Connection, link: PeerLink, pending: PendingChannel, channel: Channel) -> None:
         """Connect a channel to the one that the peer told, and hand it to the link. Raises PeerError, FabricError."""
@@ -98,23 +98,23 @@ class Joining:
             )
         peer_slot = -1, 0
         if not pending.rail.traits.waits:
-            if len(channel.doorbell) < SLOT.size:
-                raise PeerError(connection.name, "it told no doorbell for a rail that needs one")
-            peer_slot = SLOT.unpack_from(channel.doorbell)
-            await self._hand_over(connection, pending, channel.doorbell[SLOT.size :])
+            if len(channel.wakeup) < SLOT.size:
+                raise PeerError(connection.name, "it sent no wake-up address for a rail that needs one")
+            peer_slot = SLOT.unpack_from(channel.wakeup)
+            await self._hand_over(connection, pending, channel.wakeup[SLOT.size :])
         who = name_of(connection.key)
         self._runtime.fabric.join(link, pending, channel.address, channel.imm_key, channel.imm_base, peer_slot, who=who)
         self._pending.remove(pending)
 
     async def _hand_over(self, connection: Connection, pending: PendingChannel, address: bytes) -> None:
-        """Give the peer our doorbell and ring, and wait for its own."""
-        doorbell = self._runtime.core.doorbell
-        assert doorbell is not None
+        """Pass the peer our wake-up page and ring, and wait for its own."""
+        own = self._runtime.core.wakeup_event
+        assert own is not None
         try:
-            aio.hand_over(address, pending.shared(doorbell), doorbell.address)
+            aio.hand_over(address, pending.shared(own), own.address)
         except ValueError as error:
-            raise PeerError(connection.name, f"it told no doorbell: {error}") from None
-        while pending.bell is None or pending.refused:
+            raise PeerError(connection.name, f"it sent no wake-up address: {error}") from None
+        while pending.wakeup is None or pending.refused:
             if pending.refused:
                 raise PeerError(connection.name, pending.refused)
             if self._control.ended:

@@ -353,7 +353,7 @@ class Session:
         await self._next(Mapped)
         for _ in range(2):
             runtime.core.progress()
-        # The core may be left awake by that, and peers do not ring who is awake.
+        # That may leave the core awake, and peers send no wake-up to an engine that is awake.
         runtime.kick()
         self.committed = True
         self._control.send(Ready())

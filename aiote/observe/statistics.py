@@ -13,7 +13,7 @@ class EngineStatistics:
     """What the native core counted.
 
     `posted`, `completed`, `refused`: work requests (a refused one is tried again); `immediates` that arrived;
-    `outstanding` work requests and `queued` transfers now; `rings` of peers' doorbells; `sleeps` and `rounds` of
+    `outstanding` work requests and `queued` transfers now; `peer_wakeups` sent; `sleeps` and `rounds` of
     the progress loop; live `counters`; messages in the `inbox`, and those of
     lost peers that were `dropped` there for want of room; bytes that each of `Engine.rails` has `carried` for
     this engine's own writes, reads and messages, what failed not included.
@@ -25,7 +25,7 @@ class EngineStatistics:
     immediates: int
     outstanding: int
     queued: int
-    rings: int
+    peer_wakeups: int
     sleeps: int
     rounds: int
     counters: int

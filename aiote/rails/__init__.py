@@ -7,9 +7,9 @@ that they handle are re-exported here, because nothing above imports `aiote_nati
 from aiote_native.buffers import Buffer, acquire, section
 from aiote_native.clocks import Alarm as NativeAlarm
 from aiote_native.core import Core
-from aiote_native.doorbell import guarded_socket, told
 from aiote_native.flights import Flight
 from aiote_native.forks import ForkError, after_fork
+from aiote_native.peer_wakeups import guarded_socket, parse_address
 from aiote_native.peers import PeerLink
 from aiote_native.requests import LocalSlice, PageSet, RemoteSlice, Request, quick, quick_pages, quick_send
 from aiote_native.rows import CountRow
@@ -61,6 +61,7 @@ __all__ = [
     "error_text",
     "guarded_socket",
     "library_summary",
+    "parse_address",
     "pools_fit",
     "quick",
     "quick_pages",
@@ -69,6 +70,5 @@ __all__ = [
     "scatter",
     "section",
     "sim_identity",
-    "told",
     "wake",
 ]

@@ -10,9 +10,9 @@ from typing import Any, TypeGuard
 
 from aiote_native.buffers import Buffer, acquire
 from aiote_native.core import Core
-from aiote_native.doorbell import Doorbell, PeerBell
 from aiote_native.kinds import NativeEndpoint
 from aiote_native.messages import CREDIT_MESSAGES
+from aiote_native.peer_wakeups import PeerWakeup, WakeupEvent
 from aiote_native.peers import PeerLink, pool_bytes
 from aiote_native.status import StatusError
 from aiote_native.workrequests import LocalMemory
@@ -41,7 +41,7 @@ class PendingChannel:
         self.slot = slot
         self.generation = generation
         self.endpoint: NativeEndpoint = rail.open_endpoint()
-        self.bell: PeerBell | None = None
+        self.wakeup: PeerWakeup | None = None
         self.refused = ""
 
     @property
@@ -49,11 +49,11 @@ class PendingChannel:
         """The endpoint's own address, for the peer."""
         return self.endpoint.address
 
-    def shared(self, own: Doorbell) -> list[int]:
-        """Return the descriptors of what the peer is to map: the doorbell's page, and where there is one the ring."""
+    def shared(self, own: WakeupEvent) -> list[int]:
+        """Return the descriptors of what the peer is to map: the wake-up page, and where there is one the ring."""
         return [fd for fd in (own.memory_fd, self.endpoint.memory_fd) if fd >= 0]
 
-    def take(self, descriptors: Sequence[int], bell: bytes, error: OSError | None = None) -> None:
+    def take(self, descriptors: Sequence[int], wakeup: bytes, error: OSError | None = None) -> None:
         """Map what the peer has shared, and close the descriptors; `refused` says why where something is wrong."""
         left = list(descriptors)
         expected = 1 if self.endpoint.memory_fd < 0 else 2
@@ -62,11 +62,11 @@ class PendingChannel:
                 raise error
             if len(left) != expected:
                 raise ValueError(f"it shared {len(left)} descriptors, expected {expected}")
-            self.bell = PeerBell(left.pop(0), bell)
+            self.wakeup = PeerWakeup(left.pop(0), wakeup)
             if left:
                 self.endpoint.take(left.pop(0))
         except (OSError, ValueError, RuntimeError, MemoryError) as error:
-            self.refused = f"what it shared for the doorbell is refused: {str(error) or type(error).__name__}"
+            self.refused = f"what it shared for wake-ups is refused: {str(error) or type(error).__name__}"
         finally:
             for fd in left:
                 os.close(fd)
@@ -74,8 +74,8 @@ class PendingChannel:
     def close(self) -> None:
         """Close what no link has taken over. Idempotent."""
         self.endpoint.close()
-        if self.bell is not None:
-            self.bell.close()
+        if self.wakeup is not None:
+            self.wakeup.close()
 
 
 POOL_BYTES = 128 << 20
@@ -128,7 +128,7 @@ class Fabric:
                 core["clock"] = clock
             if found is not None and found.version < (2, 0) and any(rail.provider == "shm" for rail in self.rails):
                 self._lock_reaper = DeadPeerLockReaper()
-            self.core = Core(doorbell=any(not rail.traits.waits for rail in self.rails), **core)
+            self.core = Core(wakeup_event=any(not rail.traits.waits for rail in self.rails), **core)
             self.tidy()
             self._scratch = self.register(acquire(bytearray(SCRATCH_BYTES)))
         except BaseException as error:
@@ -218,8 +218,8 @@ class Fabric:
         chosen = self.rails[rail]
         assert self.core is not None
         slot, generation = -1, 0
-        if not chosen.traits.waits and self.core.doorbell is not None:
-            slot, generation = self.core.doorbell.take_slot()
+        if not chosen.traits.waits and self.core.wakeup_event is not None:
+            slot, generation = self.core.wakeup_event.take_slot()
         try:
             return PendingChannel(chosen, remote_rail, slot, generation)
         except BaseException as error:
@@ -229,9 +229,9 @@ class Fabric:
             raise
 
     def free_slot(self, slot: int) -> None:
-        """Give back the doorbell slot of a channel that came to nothing."""
-        if slot >= 0 and self.core is not None and self.core.doorbell is not None and not self.core.closed:
-            self.core.doorbell.free_slot(slot)
+        """Give back the wake-up slot of a channel that came to nothing."""
+        if slot >= 0 and self.core is not None and self.core.wakeup_event is not None and not self.core.closed:
+            self.core.wakeup_event.free_slot(slot)
 
     def join(
         self,
@@ -244,9 +244,9 @@ class Fabric:
         number: int = -1,
         who: bytes = b"",
     ) -> None:
-        """Connect a pending channel to the peer's endpoint and hand it to the link. `peer_slot` is the peer's doorbell
-        slot with its generation, `number` a shut channel whose place it takes, `who` the peer's name, for memory bound
-        to it. Raises FabricError.
+        """Connect a pending channel to the peer's endpoint and hand it to the link. `peer_slot` is the slot in the
+        peer's wake-up page with its generation, `number` a shut channel whose place it takes, `who` the peer's name,
+        for memory bound to it. Raises FabricError.
         """
         try:
             if who:
@@ -261,14 +261,14 @@ class Fabric:
                 self.scratch,
                 largest=self.largest,
                 least=pending.rail.traits.least,
-                bell=pending.bell,
+                wakeup=pending.wakeup,
                 slot=pending.slot,
                 peer_slot=peer_slot[0],
                 peer_generation=peer_slot[1],
                 number=number,
                 speed_mbps=pending.rail.info.speed_mbps,
             )
-            pending.bell = None
+            pending.wakeup = None
             if self._lock_reaper is not None and not pending.rail.traits.waits:
                 self._lock_reaper.add(link, pending.address, address)
         except (OSError, ValueError, RuntimeError) as error:

@@ -6,9 +6,9 @@ the caches. Neither reaches into the other's memory: none has to be shared, or o
 peer that was stopped or went mad cannot write to anything but the ring.
 
 One side each moves `head` and `tail`, which count bytes and never go back; what the other side has written there is
-checked before it is used. The pages are those of a memfd, which each side sends the other with its doorbell: all there
-before anybody maps them, and sealed, so that no peer can truncate them under who touches them. (It can give pages back,
-which come again as zeros.) It has no name, and goes with the processes that have it.
+checked before it is used. The pages are those of a memfd, which each side sends the other with its wake-up page: all
+there before anybody maps them, and sealed, so that no peer can truncate them under who touches them. (It can give pages
+back, which come again as zeros.) It has no name, and goes with the processes that have it.
 """
 
 from libc.errno cimport EINVAL, EPROTO, errno
@@ -20,7 +20,7 @@ from posix.unistd cimport close, ftruncate
 import fcntl
 import os
 
-from aiote_native.doorbell import sealed
+from aiote_native.peer_wakeups import check_sealed
 from aiote_native.forks cimport fork_epoch, own
 from aiote_native.status cimport check
 from aiote_native.streams.copying cimport aiote_copy_in, aiote_copy_out
@@ -131,7 +131,7 @@ cdef long ring_receive(void* stream, const iovec* vectors, int count) noexcept n
 
 
 cdef int ring_arm(void* impl) noexcept nogil:
-    """The doorbell tells of what comes and of room; nothing tells of what was only put off, or broke a push."""
+    """Wake-ups tell of what comes and of room; nothing tells of what was only put off, or broke a push."""
     cdef const Stream* stream = &(<RingStream*> impl).stream
     return 1 if stream.paused or (stream.broken and not stream.told_broken) else 0
 
@@ -217,7 +217,7 @@ cdef class RingEndpoint(StreamEndpoint):
             if self.impl == NULL or self.impl.peer != NULL:
                 raise RuntimeError("the endpoint has its peer's ring, or is closed or owned by a channel")
             own(self.device.epoch)
-            sealed(memory_fd, DATA + RING_BYTES, "ring")
+            check_sealed(memory_fd, DATA + RING_BYTES, "ring")
             self.impl.peer = map_ring(memory_fd)
         finally:
             close(memory_fd)

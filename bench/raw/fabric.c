@@ -201,9 +201,9 @@ static int fabric_poll(struct raw *self) {
 }
 
 /* shm has no wait descriptor: whoever posted or took something wakes the other through an eventfd. */
-static void ring(struct raw *self) {
+static void wake_peer(struct raw *self) {
     uint64_t one = 1;
-    if (self->peer_bell >= 0 && write(self->peer_bell, &one, sizeof(one)) < 0 && errno != EAGAIN) fail("bell");
+    if (self->peer_eventfd >= 0 && write(self->peer_eventfd, &one, sizeof(one)) < 0 && errno != EAGAIN) fail("eventfd");
 }
 
 static bool armed(struct raw *self) {
@@ -216,18 +216,18 @@ static bool armed(struct raw *self) {
 
 static void fabric_sleep(struct raw *self) {
     struct pollfd set[MAX_RAILS + 1];
-    uint64_t rung;
+    uint64_t woken;
     int count = 0;
-    if (self->own_bell >= 0 && read(self->own_bell, &rung, sizeof(rung)) > 0) return;
+    if (self->own_eventfd >= 0 && read(self->own_eventfd, &woken, sizeof(woken)) > 0) return;
     if (!armed(self)) return;
     for (int i = 0; i < self->rail_count; i++)
         if (rails[i].descriptor >= 0)
             set[count++] = (struct pollfd){.fd = rails[i].descriptor, .events = POLLIN};
-    if (self->own_bell >= 0) set[count++] = (struct pollfd){.fd = self->own_bell, .events = POLLIN};
+    if (self->own_eventfd >= 0) set[count++] = (struct pollfd){.fd = self->own_eventfd, .events = POLLIN};
     poll(set, (nfds_t)count, 100);
 }
 
 const struct kind fabric_kind = {
-    .open = fabric_open, .card = fabric_card, .connect = fabric_connect, .post = fabric_post, .flush = ring,
+    .open = fabric_open, .card = fabric_card, .connect = fabric_connect, .post = fabric_post, .flush = wake_peer,
     .poll = fabric_poll, .sleep = fabric_sleep, .close = fabric_close,
 };

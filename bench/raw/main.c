@@ -53,8 +53,8 @@ static void settings(struct raw *self, int argc, char **argv) {
     self->rails = value_of(argc, argv, "--rails", "");
     self->sleeps = strcmp(value_of(argc, argv, "--mode", "spin"), "event") == 0;
     self->processor = atoi(value_of(argc, argv, "--cpu", "-1"));
-    self->own_bell = atoi(value_of(argc, argv, "--own-bell", "-1"));
-    self->peer_bell = atoi(value_of(argc, argv, "--peer-bell", "-1"));
+    self->own_eventfd = atoi(value_of(argc, argv, "--own-eventfd", "-1"));
+    self->peer_eventfd = atoi(value_of(argc, argv, "--peer-eventfd", "-1"));
     self->arena_bytes = strtoull(value_of(argc, argv, "--arena", "67108864"), NULL, 10);
     if (self->processor >= 0) {
         CPU_ZERO(&set);

@@ -61,7 +61,7 @@ struct raw {
     const struct kind *kind;
     const char *provider, *library, *rails, *host;
     bool target, sleeps;
-    int processor, own_bell, peer_bell;
+    int processor, own_eventfd, peer_eventfd;
     uint8_t *arena;
     size_t arena_bytes;
     int rail_count;

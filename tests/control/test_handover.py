@@ -16,7 +16,7 @@ import aiote
 from aiote.aio import Handover, current_loop, hand_over
 from aiote.core.control import Authenticated
 from aiote.core.frames import Channel, Offer
-from aiote_native.doorbell import Doorbell, told
+from aiote_native.peer_wakeups import WakeupEvent, parse_address
 from engines import PATIENCE_S, opened, served_on, until
 from own_page import PAGE
 from raw_ring import NUMBER, SCHEME, ring_memory
@@ -63,7 +63,7 @@ async def test_what_is_handed_over_arrives_once():
 async def test_strangers_are_not_heard():
     """Names of sockets are public, and a flood of others must not keep the peer out."""
     here = Hearing()
-    secret, name = told(here.end.address)
+    secret, name = parse_address(here.end.address)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
         stranger.setblocking(False)
         for _ in range(10_000):
@@ -90,7 +90,7 @@ async def test_one_that_nobody_comes_for_is_closed():
 
 @pytest.mark.parametrize("address", [b"", b"x" * 16, bytes(16) + b"\0dbus", bytes(16) + b"/run/systemd/notify"])
 def test_nothing_is_sent_to_others(address):
-    with pytest.raises(ValueError, match="no address of a doorbell's socket"):
+    with pytest.raises(ValueError, match="no address of a wake-up socket"):
         hand_over(address, [], b"")
 
 
@@ -105,11 +105,11 @@ SHARED = {
     "a socket": (lambda: [page(), socket.socket().detach()], "something that is no memory"),
     "a ring that could shrink": (lambda: [page(), ring_memory(seals=0)], "not sealed against shrinking"),
     "a ring of a page": (lambda: [page(), page()], "the ring of the peer has"),
-    "the two confused": (lambda: [ring_memory(), page()], "the doorbell page of the peer has"),
+    "the two confused": (lambda: [ring_memory(), page()], "the wake-up page of the peer has"),
 }
 
 
-async def share(engine: aiote.Engine, descriptors: list[int], address: bytes, bell: bytes) -> None:
+async def share(engine: aiote.Engine, descriptors: list[int], address: bytes, own: bytes) -> None:
     """Connect as a peer does, share this, and listen until the engine hangs up."""
     insider = Insider(b"i" * 16)
     with insider.socket:
@@ -119,9 +119,9 @@ async def share(engine: aiote.Engine, descriptors: list[int], address: bytes, be
         await insider.tell(dataclasses.replace(offer(), rails=seen.rails))
         channel = await insider.next(Channel)
         here = Hearing()
-        doorbell = SLOT.pack(0, 2) + here.end.address
-        await insider.tell(Channel(0, 0, 0, address, 0, 0, doorbell))
-        hand_over(channel.doorbell[SLOT.size :], descriptors, bell)
+        wakeup = SLOT.pack(0, 2) + here.end.address
+        await insider.tell(Channel(0, 0, 0, address, 0, 0, wakeup))
+        hand_over(channel.wakeup[SLOT.size :], descriptors, own)
         await insider.hear(until_end=True)
         for fd in [*descriptors, *(fd for came, _ in here.came for fd in came)]:
             os.close(fd)
@@ -135,12 +135,12 @@ async def test_what_a_peer_shares_is_checked(case, capfd):
     with anyio.fail_after(PATIENCE_S):
         async with opened("local") as engine, opened("local") as honest:
             reasons = refusals(engine)
-            bell = Doorbell()
-            await share(engine, make(), SCHEME + b"%016x" % NUMBER, bell.address)
+            wakeup = WakeupEvent()
+            await share(engine, make(), SCHEME + b"%016x" % NUMBER, wakeup.address)
             await until(lambda: reasons)
             assert expected in reasons[0]
             await served_on(engine, honest)
-            bell.close()
+            wakeup.close()
     assert capfd.readouterr().err == ""
 
 
@@ -148,8 +148,8 @@ async def test_a_ring_of_another_address_is_refused():
     with anyio.fail_after(PATIENCE_S):
         async with opened("local") as engine:
             reasons = refusals(engine)
-            bell = Doorbell()
-            await share(engine, [page(), ring_memory()], SCHEME + b"0" * 16, bell.address)
+            wakeup = WakeupEvent()
+            await share(engine, [page(), ring_memory()], SCHEME + b"0" * 16, wakeup.address)
             await until(lambda: reasons)
             assert "not the address of the ring" in reasons[0]
-            bell.close()
+            wakeup.close()

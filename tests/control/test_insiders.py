@@ -29,7 +29,7 @@ def channel(**changes: object) -> Channel:
         "address": bytes(16),
         "imm_key": 0,
         "imm_base": 0,
-        "doorbell": b"",
+        "wakeup": b"",
     }
     return Channel(**{**fields, **changes})
 
@@ -96,8 +96,8 @@ async def test_nonsense_is_refused_at_once(case, capfd):
 COMES_TO_NOTHING = [
     [channel(address=b"")],
     [channel(address=b"\xff" * 256)],
-    [channel(doorbell=b"\xff" * 128)],
-    [channel(doorbell=b"x")],
+    [channel(wakeup=b"\xff" * 128)],
+    [channel(wakeup=b"x")],
     [Mapped()],
     [channel(), Mapped(), Heartbeat(), Revoke(0, 0, 0)],
 ]

@@ -126,7 +126,7 @@ def test_the_bytes_of_a_message_are_fixed() -> None:
         (Channel(256, 0, 0, b"", 0, 0, b""), "Channel.rail_local: 256 is outside 0 to 255"),
         (Channel(0, 0, -1, b"", 0, 0, b""), "Channel.generation"),
         (Channel(0, 0, 0, b"x" * 257, 0, 0, b""), "Channel.address: at most 256"),
-        (Channel(0, 0, 0, b"", 0, 0, b"x" * 129), "Channel.doorbell"),
+        (Channel(0, 0, 0, b"", 0, 0, b"x" * 129), "Channel.wakeup"),
         (Offer(b"h" * 31, 1, 1, 1, (), HOME), "Offer.host_id"),
         (Offer(b"h" * 32, 2**32, 1, 1, (), HOME), "Offer.message_bytes"),
         (Offer(b"h" * 32, 1, 1, 1, (RAIL,) * 17, HOME), "Offer.rails: 0 to 16"),

@@ -16,7 +16,7 @@ import aiote
 from engines import PATIENCE_S, linked, opened, served_on
 
 MOST_STEPS = 50
-BELL_SLOTS = 1000
+WAKEUP_SLOTS = 1000
 
 
 @types.coroutine
@@ -88,7 +88,7 @@ async def test_a_control_port_that_comes_to_nothing(monkeypatch):
 @pytest.mark.parametrize("provider", ["local", "socket", pytest.param("shm", marks=pytest.mark.libfabric)])
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EADDRNOTAVAIL])
 async def test_the_systems_errors_while_an_endpoint_opens(provider, number, monkeypatch):
-    """They are FabricErrors, one that connects hears of them, and they use up no doorbell slot."""
+    """They are FabricErrors, one that connects hears of them, and they use up no wake-up slot."""
 
     def fails(_rail: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -96,7 +96,7 @@ async def test_the_systems_errors_while_an_endpoint_opens(provider, number, monk
     async with opened(provider) as left, opened(provider) as right:
         with monkeypatch.context() as patch:
             patch.setattr(type(left._runtime.fabric.rails[0]), "open_endpoint", fails)
-            for _ in range(BELL_SLOTS + 1):
+            for _ in range(WAKEUP_SLOTS + 1):
                 with pytest.raises(aiote.FabricError, match=os.strerror(number)) as caught:
                     left._runtime.fabric.open_channel(0, 0)
             assert (caught.value.errno, caught.value.operation) == (number, "open endpoint")

@@ -12,7 +12,7 @@ import anyio.to_thread
 
 from aiote.aio import Handover, current_loop, hand_over
 from aiote.core.frames import Channel
-from aiote_native.doorbell import Doorbell, PeerBell
+from aiote_native.peer_wakeups import PeerWakeup, WakeupEvent
 from aiote_native.streams.sockets import parse
 from own_page import own_page
 from raw_ring import DATA, HEAD, NUMBER, RING_BYTES, SCHEME, TAIL, ring_memory
@@ -30,7 +30,7 @@ class SocketEnd:
         self._socket: socket.socket | None = None
         port = self._server.getsockname()[1]
         self.address = f"aiote-tcp://{host}:{port}/{self._token.hex()}".encode()
-        self.doorbell = b""
+        self.wakeup = b""
 
     async def join(self, channel: Channel) -> None:
         """Connect, or be connected to, and say what has to be said first."""
@@ -71,20 +71,20 @@ class SocketEnd:
 
 
 class RingEnd:
-    """A ring to an endpoint of `local`, with a doorbell of its own."""
+    """A ring to an endpoint of `local`, with a wake-up page of its own."""
 
     def __init__(self, _host: str) -> None:
         self.address = SCHEME + b"%016x" % NUMBER
         self._ring = ring_memory()
         self._own = mmap.mmap(self._ring, DATA + RING_BYTES)
-        self._bell = Doorbell()
-        self.page = own_page(self._bell)
+        self._wakeup = WakeupEvent()
+        self.page = own_page(self._wakeup)
         self._came: list[int] = []
         self._data = b""
         self._handover = Handover(current_loop(), self._arrived)
-        self.doorbell = SLOT.pack(0, 2) + self._handover.address
+        self.wakeup = SLOT.pack(0, 2) + self._handover.address
         self._theirs: mmap.mmap | None = None
-        self._peer: PeerBell | None = None
+        self._peer: PeerWakeup | None = None
         self._head = 0
 
     def _arrived(self, descriptors: object, data: bytes, _error: OSError | None) -> None:
@@ -92,16 +92,16 @@ class RingEnd:
 
     async def join(self, channel: Channel) -> None:
         """Exchange descriptors, and map."""
-        hand_over(channel.doorbell[SLOT.size :], [self._bell.memory_fd, self._ring], self._bell.address)
+        hand_over(channel.wakeup[SLOT.size :], [self._wakeup.memory_fd, self._ring], self._wakeup.address)
         while not self._came:
             await anyio.sleep(0.001)
-        self._peer = PeerBell(self._came[0], self._data)
+        self._peer = PeerWakeup(self._came[0], self._data)
         self._theirs = mmap.mmap(self._came[1], DATA + RING_BYTES)
         os.close(self._came[1])
         self._open_gates()
 
     def _open_gates(self) -> None:
-        # The first slot's generation, as `doorbell` tells it.
+        # The first slot's generation, as `wakeup` tells it.
         struct.pack_into("<I", self.page, 64 + 4 * 1000, 2)
 
     def say(self, data: bytes) -> None:
@@ -116,25 +116,25 @@ class RingEnd:
         self._theirs[DATA : DATA + len(data) - len(first)] = data[len(first) :]
         self._head += len(data)
         struct.pack_into("<Q", self._theirs, HEAD, self._head)
-        self.ring()
+        self.wake()
 
     def lie(self, place: int, number: int) -> None:
         """Write a number into the heads of either ring, or anywhere in theirs."""
         assert self._theirs is not None
         struct.pack_into("<Q", (self._theirs, self._own)[place & 1], place >> 1, number)
-        self.ring()
+        self.wake()
 
     def scribble(self, at: int, number: int) -> None:
         """Write a word of our own page: asleep, waiting, gates, busy."""
         struct.pack_into("<I", self.page, at, number)
 
-    def ring(self, count: int = 1) -> None:
-        """Ring them, more often than their queue is long if that is asked."""
+    def wake(self, count: int = 1) -> None:
+        """Wake them, more often than their queue is long if that is asked."""
         assert self._peer is not None
-        with socket.socket(fileno=os.dup(self._peer.socket_fd)) as bell:
+        with socket.socket(fileno=os.dup(self._peer.socket_fd)) as sender:
             for _ in range(count):
                 try:
-                    bell.send(self._data[:16])
+                    sender.send(self._data[:16])
                 except OSError:
                     break
 
@@ -142,12 +142,12 @@ class RingEnd:
         """Take what is in our ring."""
         (head,) = struct.unpack_from("<Q", self._own, HEAD)
         struct.pack_into("<Q", self._own, TAIL, head)
-        self.ring()
+        self.wake()
 
     def close(self) -> None:
         self._handover.close()
         self.page.release()
-        self._bell.close()
+        self._wakeup.close()
         self._own.close()
         os.close(self._ring)
         if self._peer is not None:

@@ -4,10 +4,10 @@
     python tests/hostile/hostile.py --what local --seed 7 --case 123
 
 A case is one connection: it comes to some stage, does things drawn at random (frames with any fields in any order over
-the control connection and the data connection; lies in rings, gates and doorbells; messages to a KV cache's decoder,
-prefiller and registry), and ends somehow. After each the honest peer is served, memory that was not granted is as it
-was, and memory and descriptors are bounded; now and then all is quiet once the hostile ones are gone. What breaks a
-promise is printed with what repeats it. Exit status: 0, or 1 after a promise was broken.
+the control connection and the data connection; lies in rings, gates and wake-up pages; messages to a KV cache's
+decoder, prefiller and registry), and ends somehow. After each the honest peer is served, memory that was not granted is
+as it was, and memory and descriptors are bounded; now and then all is quiet once the hostile ones are gone. What breaks
+a promise is printed with what repeats it. Exit status: 0, or 1 after a promise was broken.
 """
 
 from __future__ import annotations

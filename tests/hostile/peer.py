@@ -103,9 +103,7 @@ class HostilePeer:
         if stage == "offered":
             return
         self._end = ENDS[self._provider](insider.socket.getsockname()[0])
-        await insider.tell(
-            Channel(0, 0, 0, self._end.address, self.any.number(), self.any.number(), self._end.doorbell)
-        )
+        await insider.tell(Channel(0, 0, 0, self._end.address, self.any.number(), self.any.number(), self._end.wakeup))
         await self._end.join(self._channel)
         if stage == "joining":
             return
@@ -130,7 +128,7 @@ class HostilePeer:
             steps += [self._frame] * 6 + [self._hear]
             steps += [] if self._sober else [self._damaged_frame, self._damaged_frame, self._bytes, self._flood]
             if isinstance(self._end, RingEnd):
-                steps += [self._lie, self._scribble, self._ring]
+                steps += [self._lie, self._scribble, self._wake]
         step = self.rng.choice(steps)
         # What ends the connection at once comes rarely, or nothing else would.
         if step in (self._raw, self._malformed, self._bytes, self._lie) and self.rng.random() < 0.7:
@@ -234,9 +232,9 @@ class HostilePeer:
         at = self.rng.choice((0, 64, 64 + 4000, 64 + 8000, 4 * self.rng.randrange(3000)))
         self._end.scribble(at, self.any.number(2**32 - 1))
 
-    async def _ring(self) -> None:
+    async def _wake(self) -> None:
         assert isinstance(self._end, RingEnd)
-        self._end.ring(self.rng.choice((1, 100)))
+        self._end.wake(self.rng.choice((1, 100)))
 
     async def _leave(self, stage: str) -> None:
         """Go: with a word, without, or not at all, so that it has to be found out."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from aiote_native.doorbell import Doorbell
+from aiote_native.peer_wakeups import WakeupEvent
 from own_page import own_page
 from rail_pair import KINDS, Pair, Rails, filled, opened
 
@@ -38,7 +38,7 @@ def test_closing_a_link_with_transfers_under_way_shuts_its_gate(rails, under_way
     pair = Pair.of(rails)
     source, target = pair.a.register(filled(SIZE)), pair.b.register(SIZE)
     rails.finish(pair.a.write(pair.ab, source, target.remote))
-    with own_page(pair.a.core.doorbell) as page:
+    with own_page(pair.a.core.wakeup_event) as page:
         (gate,) = [word for word in words(page, GATES) if word]
         assert gate % 2 == 0
         if under_way:
@@ -51,7 +51,7 @@ def test_closing_a_link_with_transfers_under_way_shuts_its_gate(rails, under_way
 def test_closing_before_the_peer_has_looked_shuts_the_gate(rails):
     """What would greet it names memory that is gone, and shm of 1.17 crashes on that."""
     pair = Pair.of(rails, greeted=False)
-    with own_page(pair.a.core.doorbell) as page:
+    with own_page(pair.a.core.wakeup_event) as page:
         (gate,) = [word for word in words(page, GATES) if word]
         pair.a.close_link(pair.ab)
         assert [word for word in words(page, GATES) if word] == [gate | 1]
@@ -63,8 +63,8 @@ def test_a_link_is_quiet_when_its_peer_is_not_within_a_call(rails):
     """`busy` is the peer's word, in the peer's page."""
     pair = Pair.of(rails)
     assert not pair.ab.quiet  # it is open
-    with own_page(pair.b.core.doorbell) as page:
-        slot = taken(pair.b.core.doorbell)
+    with own_page(pair.b.core.wakeup_event) as page:
+        slot = taken(pair.b.core.wakeup_event)
         place = slice(BUSY + 4 * slot, BUSY + 4 * slot + 4)
         page[place] = b"\1\0\0\0"
         pair.a.close_link(pair.ab)
@@ -73,12 +73,12 @@ def test_a_link_is_quiet_when_its_peer_is_not_within_a_call(rails):
         assert pair.ab.quiet
 
 
-def taken(bell: Doorbell) -> int:
+def taken(wakeup: WakeupEvent) -> int:
     """Return the one slot that a peer has."""
-    free = [bell.take_slot()[0] for _ in range(999)]
-    assert bell.take_slot() == (-1, 0)
+    free = [wakeup.take_slot()[0] for _ in range(999)]
+    assert wakeup.take_slot() == (-1, 0)
     for slot in free:
-        bell.free_slot(slot)
+        wakeup.free_slot(slot)
     return 499_500 - sum(free)
 
 
@@ -88,9 +88,9 @@ def test_a_peer_with_a_shut_gate_is_not_polled(rails):
     source, target = pair.a.register(filled(SIZE)), pair.b.register(SIZE)
     rails.finish(pair.a.write(pair.ab, source, target.remote))
     target.array[:] = 0
-    with own_page(pair.a.core.doorbell) as page:
+    with own_page(pair.a.core.wakeup_event) as page:
         operation = pair.a.write(pair.ab, source, target.remote)
-        slot = taken(pair.a.core.doorbell)
+        slot = taken(pair.a.core.wakeup_event)
         page[GATES + 4 * slot : GATES + 4 * slot + 4] = b"\1\0\0\0"
         for _ in range(100):
             pair.b.turn(True)
@@ -104,8 +104,8 @@ def test_no_more_than_the_pace_is_posted_within_one_call_of_the_peers(rails):
     pair = Pair.of(rails)
     source, target = pair.a.register(filled(4 * PACE)), pair.b.register(4 * PACE)
     places = range(0, 4 * PACE, PIECE)
-    with own_page(pair.b.core.doorbell) as page:
-        at = BUSY + 4 * taken(pair.b.core.doorbell)
+    with own_page(pair.b.core.wakeup_event) as page:
+        at = BUSY + 4 * taken(pair.b.core.wakeup_event)
         page[at : at + 4] = WITHIN
         writes = [pair.a.write(pair.ab, source, target.remote, PIECE, at=(place, place)) for place in places]
         for _ in range(2000):

@@ -21,7 +21,7 @@ SOURCES = Path(__file__).parent / "interleaving"
 SCHEDULES = int(os.environ.get("AIOTE_TEST_SCHEDULES") or 170_000)
 PATIENCE_S = 90 + SCHEDULES / 5000
 
-kinds = pytest.mark.parametrize("waits", [True, False], ids=["descriptor", "doorbell"])
+kinds = pytest.mark.parametrize("waits", [True, False], ids=["descriptor", "wakeup"])
 
 
 @pytest.fixture(scope="module")

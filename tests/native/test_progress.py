@@ -140,9 +140,9 @@ def rest(core: Core) -> None:
         assert time.monotonic() < until, "it never rests"
 
 
-@pytest.mark.parametrize("doorbell", [False, True])
-def test_a_core_alone_rests_and_is_woken(doorbell):
-    core = Core(spin_us=0, doorbell=doorbell)
+@pytest.mark.parametrize("wakeup_event", [False, True])
+def test_a_core_alone_rests_and_is_woken(wakeup_event):
+    core = Core(spin_us=0, wakeup_event=wakeup_event)
     rest(core)
     for _ in range(100):
         assert not readable(core.fd)
@@ -163,11 +163,11 @@ def test_a_core_can_be_woken_from_another_thread_while_its_loop_sleeps():
     core.close()
 
 
-@pytest.mark.parametrize("doorbell", [False, True])
+@pytest.mark.parametrize("wakeup_event", [False, True])
 @pytest.mark.parametrize("threaded", [False, True])
-def test_a_closed_core_touches_no_descriptor(doorbell, threaded):
+def test_a_closed_core_touches_no_descriptor(wakeup_event, threaded):
     """Its numbers are somebody else's by then."""
-    core = Core(spin_us=0, threaded=threaded, doorbell=doorbell)
+    core = Core(spin_us=0, threaded=threaded, wakeup_event=wakeup_event)
     core.close()
     core.close()
     pipes = [os.pipe() for _ in range(4)]

@@ -1,6 +1,6 @@
 """The network of the soak: over tcp each worker has a network namespace of its own, joined to the others by a bridge,
 so that its link can be pulled or its packets to one other dropped; over shm and local all share one namespace (the
-doorbell needs that), and only the control connection can be cut.
+wake-up page needs that), and only the control connection can be cut.
 
 All of it lies in a namespace that the soak enters first (`enter`), as root or with a user namespace, and goes with it.
 No name and no address is used twice: a killed worker's namespace outlives it, with its link, for as long as the kernel

@@ -1,4 +1,4 @@
-"""The page of a doorbell, as its owner has it: writable, which nobody else's view of it is."""
+"""The wake-up page, as its owner has it: writable, which nobody else's view of it is."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import ctypes
 import os
 from pathlib import Path
 
-from aiote_native.doorbell import Doorbell
+from aiote_native.peer_wakeups import WakeupEvent
 
 PAGE = 64 + 3 * 4 * 1000
 """The epoch with its padding, then what is waited for, the gate and who is busy, for each slot."""
 
 
-def own_page(bell: Doorbell) -> memoryview:
-    """Return the owner's bytes; the doorbell has to stay open while they are used."""
-    inode = str(os.fstat(bell.memory_fd).st_ino)
+def own_page(wakeup: WakeupEvent) -> memoryview:
+    """Return the owner's bytes; the event has to stay open while they are used."""
+    inode = str(os.fstat(wakeup.memory_fd).st_ino)
     for line in Path("/proc/self/maps").read_text().splitlines():
         where, rights, _offset, _device, number, *_name = line.split()
         if number == inode and rights == "rw-s":
             address = int(where.partition("-")[0], 16)
             return memoryview((ctypes.c_uint8 * PAGE).from_address(address)).cast("B")
-    raise AssertionError("the doorbell's page is not mapped")
+    raise AssertionError("the wake-up page is not mapped")

@@ -234,8 +234,8 @@ class Rails:
         links = a.core.add_peer(b), b.core.add_peer(a)
         for other, turned in ((b, 1), (a, -1)):
             for mine, theirs in (end[::turned] for end in ends):
-                if bell := other.core.doorbell:
-                    mine.take([os.dup(fd) for fd in theirs.shared(bell)], bell.address)
+                if wakeup := other.core.wakeup_event:
+                    mine.take([os.dup(fd) for fd in theirs.shared(wakeup)], wakeup.address)
                     assert not mine.refused
         # Both ways at every step: neither side makes progress on a channel before the other has joined its end.
         for this, other, link, turned in ((a, b, links[0], 1), (b, a, links[1], -1)):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from aiote_native.doorbell import Doorbell
+from aiote_native.peer_wakeups import WakeupEvent
 from rail_pair import Memory, Side
 
 SCHEME = b"aiote-ring://"
@@ -72,10 +72,10 @@ class RawRing:
         self._side = side
         ring = ring_memory()
         self.own = mmap.mmap(ring, DATA + RING_BYTES)
-        self.bell = Doorbell()
+        self.wakeup = WakeupEvent()
         pending = side.fabric.open_channel(0, 0)
         self._theirs = mmap.mmap(pending.endpoint.memory_fd, DATA + RING_BYTES)
-        pending.take([os.dup(self.bell.memory_fd), ring], self.bell.address)
+        pending.take([os.dup(self.wakeup.memory_fd), ring], self.wakeup.address)
         assert not pending.refused
         self.link = side.core.add_peer(side)
         side.fabric.join(self.link, pending, SCHEME + b"%016x" % NUMBER, *side.fabric.scratch.keys[0])
@@ -125,7 +125,7 @@ class RawRing:
         self._side.core.reap()
         self.own.close()
         self._theirs.close()
-        self.bell.close()
+        self.wakeup.close()
 
 
 @contextmanager

@@ -3,8 +3,9 @@
 
 The rail has no wires: what is posted lies in the other side's queue until that one polls, as over shm, and its end
 comes back the same way. Some messages go in pieces, each of which asks for the next without any completion. With a wait
-descriptor the queue is announced as tcp does it, else by the real doorbell. A schedule is over when nobody can run: both
-sleep on a descriptor that is not readable and have nothing more to submit. Then everything must have arrived and ended.
+descriptor the queue is announced as tcp does it, else by the real wake-up event. A schedule is over when nobody can
+run: both sleep on a descriptor that is not readable and have nothing more to submit. Then everything must have arrived
+and ended.
 """
 
 from libc.stdint cimport uint32_t, uint64_t
@@ -14,7 +15,7 @@ from libc.string cimport memset
 import os
 
 from aiote_native.core cimport Core
-from aiote_native.doorbell cimport PeerBell
+from aiote_native.peer_wakeups cimport PeerWakeup
 from aiote_native.posting cimport op_start
 from aiote_native.progress cimport Progress, progress_once, watch_descriptor
 from aiote_native.structs cimport Channel, Completion, Done, OP_WRITE, Op, PeerState, Post, RailOps, WorkRequest
@@ -278,7 +279,7 @@ cdef bint schedule() noexcept nogil:
     return True
 
 
-cdef int prepare(Side* side, int number, Core core, Core other, PeerBell bell, bint waits) except -1:
+cdef int prepare(Side* side, int number, Core core, Core other, PeerWakeup wakeup, bint waits) except -1:
     cdef int i
     memset(side, 0, sizeof(Side))
     side.number = number
@@ -299,10 +300,10 @@ cdef int prepare(Side* side, int number, Core core, Core other, PeerBell bell, b
     if waits:
         watch_descriptor(core.engine.epoll_fd, side.wait_fd)
     else:
-        side.channel.peer_bell = &never_asleep if lies else <const uint32_t*> other.engine.bell
-        side.channel.peer_bell_fd = bell.socket_fd
-        side.channel.peer_bell_secret = bell.secret
-        side.channel.waiting = &core.engine.bell.waiting[0]
+        side.channel.peer_page = &never_asleep if lies else <const uint32_t*> other.engine.wakeup_page
+        side.channel.peer_wakeup_fd = wakeup.socket_fd
+        side.channel.peer_wakeup_secret = wakeup.secret
+        side.channel.waiting = &core.engine.wakeup_page.waiting[0]
     side.peer.channels[0] = &side.channel
     side.peer.channel_count = 1
     core.engine.state.peers = &side.peer
@@ -312,18 +313,19 @@ cdef int prepare(Side* side, int number, Core core, Core other, PeerBell bell, b
 def run(bint waits, uint64_t count, uint64_t seed, bint deaf=False):
     """Run so many schedules; the first that does not go well ends it.
 
-    `deaf` loses wake-ups: arming always says that it is safe to sleep, the doorbell is never seen to be needed.
+    `deaf` loses wake-ups: arming always says that it is safe to sleep, a wake-up is never seen to be needed.
     Returns (schedules that went well, switches, sleeps).
     """
     global random_state, switches, lies
     cdef uint64_t done = 0
-    cores = [Core(spin_us=0, doorbell=not waits) for _ in range(2)]
+    cores = [Core(spin_us=0, wakeup_event=not waits) for _ in range(2)]
     random_state = seed * 0x9E3779B97F4A7C15ULL + 1
     switches = 0
     lies = deaf
-    bells = [None if waits else PeerBell(os.dup(core.doorbell.memory_fd), core.doorbell.address) for core in cores]
+    wakeups = [None if waits else PeerWakeup(os.dup(event.memory_fd), event.address)
+               for event in (core.wakeup_event for core in cores)]
     for number in range(2):
-        prepare(&sides[number], number, cores[number], cores[1 - number], bells[1 - number], waits)
+        prepare(&sides[number], number, cores[number], cores[1 - number], wakeups[1 - number], waits)
         aiote_begin(number, body)
     if not aiote_install(step):
         raise RuntimeError("steps.so is not preloaded")

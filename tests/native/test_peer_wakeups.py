@@ -1,4 +1,4 @@
-"""Doorbells: what is accepted from a peer, slots, and rings that are heard."""
+"""Wake-ups of peers: what is accepted from a peer, slots, and wake-ups that come."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 
 from aiote.errors import FabricError
 from aiote_native.core import Core
-from aiote_native.doorbell import Doorbell, PeerBell, told
+from aiote_native.peer_wakeups import PeerWakeup, WakeupEvent, parse_address
 from aiote_native.waits import CounterWait
 from own_page import PAGE, own_page
 from rail_pair import KINDS, Pair, opened
@@ -29,10 +29,10 @@ SHM = next(kind for kind in KINDS if kind.provider == "shm")
 
 
 @pytest.fixture
-def somebody() -> Iterator[Doorbell]:
-    bell = Doorbell()
-    yield bell
-    bell.close()
+def somebody() -> Iterator[WakeupEvent]:
+    wakeup = WakeupEvent()
+    yield wakeup
+    wakeup.close()
 
 
 def is_open(fd: int) -> bool:
@@ -51,35 +51,35 @@ def memory(length: int, seals: int) -> int:
     return fd
 
 
-def socket_of(bell: Doorbell) -> str:
-    return bell.address[SECRET:].decode().replace("\0", "@")
+def socket_of(wakeup: WakeupEvent) -> str:
+    return wakeup.address[SECRET:].decode().replace("\0", "@")
 
 
-def rung(bell: Doorbell) -> int:
-    """Take the rings that came, and return how many."""
+def woken(wakeup: WakeupEvent) -> int:
+    """Take the wake-ups that came, and return how many."""
     taken = 0
-    with socket.socket(fileno=os.dup(bell.socket_fd)) as heard:
+    with socket.socket(fileno=os.dup(wakeup.socket_fd)) as heard:
         while select.select([heard], [], [], 0)[0]:
-            assert heard.recv(1000) == bell.address[:SECRET]
+            assert heard.recv(1000) == wakeup.address[:SECRET]
             taken += 1
     return taken
 
 
 def test_the_own_page_is_sealed():
     """No peer that maps it can be made to fault, and no peer can write it or make it shrink."""
-    bell = Doorbell()
-    assert fcntl.fcntl(bell.memory_fd, fcntl.F_GET_SEALS) & (SHRINK | GROW | SEAL) == SHRINK | GROW | SEAL
+    wakeup = WakeupEvent()
+    assert fcntl.fcntl(wakeup.memory_fd, fcntl.F_GET_SEALS) & (SHRINK | GROW | SEAL) == SHRINK | GROW | SEAL
     with pytest.raises(PermissionError):
-        mmap.mmap(bell.memory_fd, PAGE)
+        mmap.mmap(wakeup.memory_fd, PAGE)
     with pytest.raises(PermissionError):
-        os.pwrite(bell.memory_fd, b"x", 0)
-    assert os.fstat(bell.memory_fd).st_size == PAGE
+        os.pwrite(wakeup.memory_fd, b"x", 0)
+    assert os.fstat(wakeup.memory_fd).st_size == PAGE
     for length in (0, PAGE - 1, PAGE + 1):
         with pytest.raises(PermissionError):
-            os.ftruncate(bell.memory_fd, length)
-    assert not os.get_inheritable(bell.memory_fd)
-    assert not os.get_inheritable(bell.socket_fd)
-    bell.close()
+            os.ftruncate(wakeup.memory_fd, length)
+    assert not os.get_inheritable(wakeup.memory_fd)
+    assert not os.get_inheritable(wakeup.socket_fd)
+    wakeup.close()
 
 
 def test_a_kernel_that_knows_less_of_sealing(monkeypatch):
@@ -92,71 +92,71 @@ def test_a_kernel_that_knows_less_of_sealing(monkeypatch):
         return real(fd, command, argument)
 
     monkeypatch.setattr(fcntl, "fcntl", old)
-    bell = Doorbell()
-    assert real(bell.memory_fd, fcntl.F_GET_SEALS) == SHRINK | GROW | SEAL
-    bell.close()
+    wakeup = WakeupEvent()
+    assert real(wakeup.memory_fd, fcntl.F_GET_SEALS) == SHRINK | GROW | SEAL
+    wakeup.close()
 
 
 def test_strangers_do_not_get_into_the_queue():
     """Anybody on the host may read its name and write to it: what does not begin with the secret is not kept."""
-    bell = Doorbell()
-    secret, name = told(bell.address)
-    assert socket_of(bell) in Path("/proc/net/unix").read_text()
+    wakeup = WakeupEvent()
+    secret, name = parse_address(wakeup.address)
+    assert socket_of(wakeup) in Path("/proc/net/unix").read_text()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
         stranger.setblocking(False)
         guesses = [b"", b"x", secret[:-1], b"x" + secret, secret[:-1] + b"x", secret[:-1] + bytes([secret[-1] ^ 1])]
         for guess in guesses:
             for _ in range(1000):
                 stranger.sendto(guess, name)
-        assert not select.select([bell.socket_fd], [], [], 0)[0]
+        assert not select.select([wakeup.socket_fd], [], [], 0)[0]
         stranger.sendto(secret, name)
-    assert rung(bell) == 1
-    bell.close()
+    assert woken(wakeup) == 1
+    wakeup.close()
 
 
 def test_no_peer_can_take_anothers_rings_or_hold_it_up():
     """Each has a socket of its own: one that fills the queue only keeps the engine awake."""
-    bell = Doorbell()
-    page = os.dup(bell.memory_fd)
-    peer = PeerBell(page, bell.address)
+    wakeup = WakeupEvent()
+    page = os.dup(wakeup.memory_fd)
+    peer = PeerWakeup(page, wakeup.address)
     assert not os.get_blocking(peer.socket_fd)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as hostile:
         hostile.setblocking(False)
-        secret, name = told(bell.address)
+        secret, name = parse_address(wakeup.address)
         with pytest.raises(BlockingIOError):
             for _ in range(10_000):
                 hostile.sendto(secret, name)
     with socket.socket(fileno=os.dup(peer.socket_fd)) as honest, pytest.raises(BlockingIOError):
         honest.send(secret)
-    assert select.select([bell.socket_fd], [], [], 0)[0]
+    assert select.select([wakeup.socket_fd], [], [], 0)[0]
     peer.close()
-    bell.close()
+    wakeup.close()
 
 
 def test_closing_is_idempotent_and_closes_both():
-    bell = Doorbell()
-    fds = bell.memory_fd, bell.socket_fd
-    peer = PeerBell(os.dup(fds[0]), bell.address)
+    wakeup = WakeupEvent()
+    fds = wakeup.memory_fd, wakeup.socket_fd
+    peer = PeerWakeup(os.dup(fds[0]), wakeup.address)
     theirs = peer.socket_fd
     for _ in range(2):
-        bell.close()
+        wakeup.close()
         peer.close()
     assert not any(is_open(fd) for fd in (*fds, theirs))
-    assert (bell.memory_fd, bell.socket_fd, peer.socket_fd) == (-1, -1, -1)
+    assert (wakeup.memory_fd, wakeup.socket_fd, peer.socket_fd) == (-1, -1, -1)
 
 
-def test_a_closed_bell_takes_slots_back_without_harm():
-    bell = Doorbell()
-    slot, _ = bell.take_slot()
-    bell.close()
-    bell.free_slot(slot)
-    bell.free_slot(0)
+def test_a_closed_event_takes_slots_back_without_harm():
+    wakeup = WakeupEvent()
+    slot, _ = wakeup.take_slot()
+    wakeup.close()
+    wakeup.free_slot(slot)
+    wakeup.free_slot(0)
 
 
 def test_a_peer_keeps_its_page_when_the_owner_is_gone():
-    bell = Doorbell()
-    peer = PeerBell(os.dup(bell.memory_fd), bell.address)
-    bell.close()
+    wakeup = WakeupEvent()
+    peer = PeerWakeup(os.dup(wakeup.memory_fd), wakeup.address)
+    wakeup.close()
     assert is_open(peer.socket_fd)
     peer.close()
 
@@ -165,7 +165,7 @@ def test_a_peer_keeps_its_page_when_the_owner_is_gone():
 def test_a_page_that_could_shrink_is_refused(seals, somebody):
     fd = memory(PAGE, seals)
     with pytest.raises(ValueError, match="not sealed against shrinking"):
-        PeerBell(fd, somebody.address)
+        PeerWakeup(fd, somebody.address)
     assert not is_open(fd)
 
 
@@ -173,7 +173,7 @@ def test_a_page_that_could_shrink_is_refused(seals, somebody):
 def test_a_page_of_another_size_is_refused(length, somebody):
     fd = memory(length, SHRINK)
     with pytest.raises(ValueError, match=f"has {length} bytes, expected {PAGE}"):
-        PeerBell(fd, somebody.address)
+        PeerWakeup(fd, somebody.address)
     assert not is_open(fd)
 
 
@@ -183,61 +183,61 @@ def test_what_is_no_memory_is_refused(tmp_path, somebody):
     path.write_bytes(bytes(PAGE))
     for fd in (os.open(path, os.O_RDWR), *os.pipe(), os.eventfd(0)):
         with pytest.raises((OSError, ValueError)):
-            PeerBell(fd, somebody.address)
+            PeerWakeup(fd, somebody.address)
         assert not is_open(fd)
 
 
 def test_only_an_engines_socket_is_rung(somebody):
     """A peer must not have us write to whatever else listens on this host."""
-    secret, name = told(somebody.address)
+    secret, name = parse_address(somebody.address)
     for address in (b"", secret, secret + b"\0dbus", secret + name[1:], somebody.address + b"x", somebody.address[1:]):
         fd = memory(PAGE, SHRINK)
-        with pytest.raises(ValueError, match="no address of a doorbell's socket"):
-            PeerBell(fd, address)
+        with pytest.raises(ValueError, match="no address of a wake-up socket"):
+            PeerWakeup(fd, address)
         assert not is_open(fd)
     fd = memory(PAGE, SHRINK)
     with pytest.raises(ConnectionRefusedError):
-        PeerBell(fd, secret + name[:-1] + bytes([name[-1] ^ 1]))
+        PeerWakeup(fd, secret + name[:-1] + bytes([name[-1] ^ 1]))
     assert not is_open(fd)
 
 
 def test_a_page_that_cannot_be_written_is_good_enough(somebody):
     """The peer's page is only read: one that is sealed against writing serves."""
     fd = memory(PAGE, SHRINK | GROW | fcntl.F_SEAL_WRITE)
-    PeerBell(fd, somebody.address).close()
+    PeerWakeup(fd, somebody.address).close()
     assert not is_open(fd)
 
 
 def test_slots_are_told_apart_until_they_run_out():
-    bell = Doorbell()
-    slots = [bell.take_slot() for _ in range(1000)]
+    wakeup = WakeupEvent()
+    slots = [wakeup.take_slot() for _ in range(1000)]
     assert sorted(slots) == [(slot, 2) for slot in range(1000)]
-    assert [bell.take_slot(), bell.take_slot()] == [(-1, 0), (-1, 0)]
+    assert [wakeup.take_slot(), wakeup.take_slot()] == [(-1, 0), (-1, 0)]
     for slot in (7, 7, 999):
-        bell.free_slot(slot)
+        wakeup.free_slot(slot)
     # In a new generation: what the old peer knows of it opens nothing.
-    assert {bell.take_slot(), bell.take_slot()} == {(7, 4), (999, 4)}
+    assert {wakeup.take_slot(), wakeup.take_slot()} == {(7, 4), (999, 4)}
     for nonsense in (-1, 1000, 2**31 - 1):
-        bell.free_slot(nonsense)
-    assert bell.take_slot() == (-1, 0)
-    bell.close()
+        wakeup.free_slot(nonsense)
+    assert wakeup.take_slot() == (-1, 0)
+    wakeup.close()
 
 
 def test_a_freed_slot_says_that_nobody_waits():
-    bell = Doorbell()
-    with own_page(bell) as page:
-        slot, _ = bell.take_slot()
+    wakeup = WakeupEvent()
+    with own_page(wakeup) as page:
+        slot, _ = wakeup.take_slot()
         place = slice(64 + 4 * slot, 68 + 4 * slot)
         page[place] = b"\x05\0\0\0"
-        bell.free_slot(slot)
+        wakeup.free_slot(slot)
         assert page[place] == bytes(4)
-    bell.close()
+    wakeup.close()
 
 
 def test_a_core_says_whether_it_sleeps():
     """The epoch is odd while it is safe to sleep, and grows with every sleep."""
-    core = Core(spin_us=0, doorbell=True)
-    with mmap.mmap(core.doorbell.memory_fd, PAGE, prot=mmap.PROT_READ) as page:
+    core = Core(spin_us=0, wakeup_event=True)
+    with mmap.mmap(core.wakeup_event.memory_fd, PAGE, prot=mmap.PROT_READ) as page:
         epochs = []
         for _ in range(5):
             while core.progress():
@@ -253,17 +253,17 @@ def test_a_sleeping_peer_is_rung_and_one_that_is_awake_is_not():
     with opened(SHM) as rails:
         pair = Pair.of(rails)
         rails.rest()
-        before = pair.a.core.statistics()["rings"]
-        bell = pair.b.core.doorbell
-        assert rung(bell) == 0
+        before = pair.a.core.statistics()["peer_wakeups"]
+        wakeup = pair.b.core.wakeup_event
+        assert woken(wakeup) == 0
         pair.a.write(pair.ab, imm=1)
-        assert rung(bell) == 1
-        assert pair.a.core.statistics()["rings"] == before + 1
+        assert woken(wakeup) == 1
+        assert pair.a.core.statistics()["peer_wakeups"] == before + 1
         time.sleep(0.001)  # so that the call is one round, not a slice of them
         assert pair.b.core.progress()  # awake from here on, until it says that it sleeps
         pair.a.write(pair.ab, imm=1)
-        assert rung(bell) == 0
-        assert pair.a.core.statistics()["rings"] == before + 1
+        assert woken(wakeup) == 0
+        assert pair.a.core.statistics()["peer_wakeups"] == before + 1
         pair.b.awake = True
         rails.drive(lambda: len(pair.a.ended) == 2)
 
@@ -275,10 +275,10 @@ def test_a_slot_beyond_the_page_is_refused():
         a, b = rails.side(), rails.side()
         pending = a.fabric.open_channel(0, 0)
         link = a.core.add_peer(b)
-        bell = b.core.doorbell
-        pending.take([os.dup(bell.memory_fd)], bell.address)
+        wakeup = b.core.wakeup_event
+        pending.take([os.dup(wakeup.memory_fd)], wakeup.address)
         assert not pending.refused
-        with pytest.raises(FabricError, match="no such doorbell slot"):
+        with pytest.raises(FabricError, match="no such wake-up slot"):
             a.fabric.join(link, pending, pending.address, 0, 0, (1000, 0))
         pending.close()
         a.fabric.free_slot(pending.slot)
@@ -292,29 +292,29 @@ def test_slots_come_back_with_their_links():
         free = []
         for _ in range(3):
             ab, ba = rails.join(a, b)
-            taken = {a.core.doorbell.take_slot()[0] for _ in range(1000)} - {-1}
+            taken = {a.core.wakeup_event.take_slot()[0] for _ in range(1000)} - {-1}
             free.append(len(taken))
             for slot in taken:
-                a.core.doorbell.free_slot(slot)
+                a.core.wakeup_event.free_slot(slot)
             a.close_link(ab)
             b.close_link(ba)
         assert free == [999] * 3
 
 
-def test_a_bell_is_made_once():
-    bell = Doorbell()
+def test_an_event_is_made_once():
+    wakeup = WakeupEvent()
     with pytest.raises(RuntimeError, match="already"):
-        bell.__init__()
-    peer = PeerBell(os.dup(bell.memory_fd), bell.address)
+        wakeup.__init__()
+    peer = PeerWakeup(os.dup(wakeup.memory_fd), wakeup.address)
     with pytest.raises(RuntimeError, match="already"):
-        peer.__init__(os.dup(bell.memory_fd), bell.address)
+        peer.__init__(os.dup(wakeup.memory_fd), wakeup.address)
     peer.close()
-    bell.close()
+    wakeup.close()
 
 
-def epoch_of(bell: Doorbell) -> int:
+def epoch_of(wakeup: WakeupEvent) -> int:
     """Read an own page as the peers do: odd while the engine sleeps."""
-    with mmap.mmap(bell.memory_fd, PAGE, prot=mmap.PROT_READ) as page:
+    with mmap.mmap(wakeup.memory_fd, PAGE, prot=mmap.PROT_READ) as page:
         return int.from_bytes(page[:4], sys.byteorder)
 
 
@@ -326,34 +326,34 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_round_in_the_threads_place_leaves_nobody_asleep_who_looks_awake():
-    """Peers do not ring an engine that is awake, so the round that says so has to wake the native thread as well."""
-    core = Core(threaded=True, doorbell=True, spin_us=50)
+    """Peers do not wake an engine that is awake, so the round that says so has to wake the native thread as well."""
+    core = Core(threaded=True, wakeup_event=True, spin_us=50)
     try:
-        bell = core.doorbell
-        assert bell is not None
+        wakeup = core.wakeup_event
+        assert wakeup is not None
         core.counter(1).wait(CounterWait(), 1)  # something is awaited, so there is a reason to go on looking
         for _ in range(20):
-            until(lambda: epoch_of(bell) % 2 == 1)
-            before = epoch_of(bell)
+            until(lambda: epoch_of(wakeup) % 2 == 1)
+            before = epoch_of(wakeup)
             assert core.progress(), "it looks several times before it sleeps"
-            assert epoch_of(bell) != before
-        until(lambda: epoch_of(bell) % 2 == 1)
+            assert epoch_of(wakeup) != before
+        until(lambda: epoch_of(wakeup) % 2 == 1)
     finally:
         core.close()
 
 
 def test_a_ring_brings_no_descriptors():
     """To take it would close them, and closing what a peer has chosen may take as long as it likes."""
-    bell = Doorbell()
-    secret, name = told(bell.address)
+    wakeup = WakeupEvent()
+    secret, name = parse_address(wakeup.address)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as peer, socket.socket() as chosen:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", chosen.fileno()))]
         try:
             peer.sendmsg([secret], rights, 0, name)
         except PermissionError:
-            assert rung(bell) == 0
+            assert woken(wakeup) == 0
         else:
             pytest.skip("this kernel lets nobody keep descriptors out of a socket (SO_PASSRIGHTS, Linux 6.16)")
         peer.sendto(secret, name)
-    assert rung(bell) == 1
-    bell.close()
+    assert woken(wakeup) == 1
+    wakeup.close()

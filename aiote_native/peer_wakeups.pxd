@@ -3,23 +3,23 @@ from libc.stdint cimport uint32_t
 from aiote_native.structs cimport Channel
 
 cdef enum:
-    BELL_SLOTS = 1000
+    WAKEUP_SLOTS = 1000
     SECRET_BYTES = 16
 
 # The page that an engine shares with its peers on this host. `asleep` is an epoch: odd while the engine sleeps. Each
 # peer has a slot: `waiting` is how much of our work toward it is outstanding, `gate` and `busy` are those of gates.pyx.
-cdef struct BellPage:
+cdef struct WakeupPage:
     uint32_t asleep
     uint32_t reserved[15]
-    uint32_t waiting[BELL_SLOTS]
-    uint32_t gate[BELL_SLOTS]
-    uint32_t busy[BELL_SLOTS]
+    uint32_t waiting[WAKEUP_SLOTS]
+    uint32_t gate[WAKEUP_SLOTS]
+    uint32_t busy[WAKEUP_SLOTS]
 
-cdef int ring(Channel* channel, bint polled) noexcept nogil
-cdef void take_rings(int fd) noexcept nogil
+cdef int wake_peer(Channel* channel, bint polled) noexcept nogil
+cdef void drain_wakeups(int fd) noexcept nogil
 
-cdef class Doorbell:
-    cdef BellPage* page
+cdef class WakeupEvent:
+    cdef WakeupPage* page
     cdef readonly int memory_fd
     cdef readonly int socket_fd
     cdef readonly bytes address
@@ -28,7 +28,7 @@ cdef class Doorbell:
     cdef void sleep(self) noexcept nogil
     cdef void wake(self) noexcept nogil
 
-cdef class PeerBell:
-    cdef const BellPage* page
+cdef class PeerWakeup:
+    cdef const WakeupPage* page
     cdef readonly int socket_fd
     cdef char[SECRET_BYTES] secret

@@ -1,16 +1,17 @@
-"""A doorbell for rails without a wait descriptor: shared memory moves no data while the target makes no call.
+"""Waking a sleeping peer on this host, for rails without a wait descriptor: `shm` moves no data while its target makes
+no call into the library.
 
 Each engine owns one page of shared memory (a memfd, so nothing is left behind when the process dies), which its peers
-on this host may read, and a datagram socket. Before it sleeps it makes `asleep` odd, looks once more, and sleeps; after
-a post its peers look at `asleep` and ring, with a datagram, when it is odd. Store, fence, look on one side and post,
-fence, load on the other: one of the two always sees the other (Dekker). `waiting[slot]` says how much of its own work
-toward one peer is outstanding, so that a peer that made progress for it without seeing a completion of its own rings as
-well, once for each sleep; and so does whoever has work outstanding itself.
+on this host may read, and a datagram socket. Before it sleeps it makes `asleep` odd, polls once more, and sleeps. After
+a post its peers load `asleep` and, when it is odd, send a datagram. Store, fence, poll on one side and post, fence,
+load on the other: one of the two always sees the other (Dekker). `waiting[slot]` says how much of its own work toward
+one peer is outstanding. A peer that made progress for it, without a completion of its own, reads that and sends a
+wake-up as well, once for each sleep; a peer that has work outstanding itself does the same.
 
-What peers have in common none of them can turn against another. The page is sealed: they cannot write it. And there is
-no eventfd, of which one could take the others' rings by reading it, or have them block by making it do so: each rings
-through a socket of its own. The names of such sockets anybody on the host can read (/proc/net/unix), and write to; but
-one takes nothing that does not begin with its secret, which a filter in the kernel looks for before there is a queue.
+No peer can harm another through what they share. The page is sealed: peers cannot write it. There is no common eventfd:
+one peer could take the others' wake-ups by reading it, or block them by making it blocking. Each peer sends through a
+socket of its own. Anybody on the host can read the sockets' names (/proc/net/unix) and write to them, but a filter in
+the kernel drops, before it is queued, whatever does not begin with the socket's secret.
 """
 
 from libc.errno cimport EINVAL, ENOBUFS, ENOMEM, errno
@@ -91,8 +92,8 @@ def guarded_socket(bint rights) -> tuple[socket.socket, bytes]:
         check(-errno if setsockopt(made.fileno(), SOL_SOCKET, SO_ATTACH_FILTER, &whole, sizeof(whole)) else 0,
               "setsockopt(SO_ATTACH_FILTER)")
         if not rights:
-            # A descriptor that came with a ring would be closed by taking the ring, and closing what a peer has chosen,
-            # such as a socket that lingers, takes as long as the peer likes. Before Linux 6.16 nothing keeps it out.
+            # Receiving a wake-up would close a descriptor that came with it, and closing what a peer has chosen, such
+            # as a socket that lingers, takes as long as the peer likes. Before Linux 6.16 nothing keeps it out.
             setsockopt(made.fileno(), SOL_SOCKET, SO_PASSRIGHTS, &off, sizeof(off))
         name = NAME + os.urandom(16).hex().encode()
         made.bind(name)
@@ -102,15 +103,15 @@ def guarded_socket(bint rights) -> tuple[socket.socket, bytes]:
     return made, secret + name
 
 
-def told(bytes address) -> tuple[bytes, bytes]:
+def parse_address(bytes address) -> tuple[bytes, bytes]:
     """Return secret and name of a peer's socket. Raises ValueError for what is none, such as a name of others'."""
     secret, name = address[:SECRET_BYTES], address[SECRET_BYTES:]
     if len(secret) != SECRET_BYTES or len(name) != len(NAME) + 32 or not name.startswith(NAME):
-        raise ValueError("that is no address of a doorbell's socket")
+        raise ValueError("that is no address of a wake-up socket")
     return secret, name
 
 
-def sealed(int fd, size_t length, str what) -> None:
+def check_sealed(int fd, size_t length, str what) -> None:
     """Check that memory of a peer's cannot shrink under who maps it. Raises OSError and ValueError."""
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise ValueError(f"the {what} of the peer is not sealed against shrinking")
@@ -119,40 +120,40 @@ def sealed(int fd, size_t length, str what) -> None:
         raise ValueError(f"the {what} of the peer has {os.fstat(fd).st_size} bytes, expected {length}")
 
 
-cdef int ring(Channel* channel, bint polled) noexcept nogil:
+cdef int wake_peer(Channel* channel, bint polled) noexcept nogil:
     """Wake the peer if it sleeps, once a sleep; after a mere poll only when it or we wait for work of our own.
 
     shm hands a large message over in pieces: a poll takes one, or puts the next one there, without any completion.
     """
-    cdef const BellPage* page = <const BellPage*> channel.peer_bell
+    cdef const WakeupPage* page = <const WakeupPage*> channel.peer_page
     cdef uint32_t epoch
     aiote_fence()
     epoch = aiote_load(&page.asleep)
     if not epoch & 1:
         return 0
-    # One ring is enough for a sleep: it was announced after the rings of before had been taken.
-    if channel.rung_epoch == epoch or (
+    # One wake-up is enough for a sleep: the peer had drained the earlier ones when it announced this sleep.
+    if channel.woken_epoch == epoch or (
             polled and channel.outstanding == 0 and aiote_load(&page.waiting[channel.peer_slot]) == 0):
         return 0
     # A full queue (EAGAIN) is readable already: the peer wakes all the same. What fails for want of memory is tried
     # again after the next poll, which the timer sees to as long as anything is outstanding.
-    if (send(channel.peer_bell_fd, channel.peer_bell_secret, SECRET_BYTES, MSG_DONTWAIT | MSG_NOSIGNAL) < 0
+    if (send(channel.peer_wakeup_fd, channel.peer_wakeup_secret, SECRET_BYTES, MSG_DONTWAIT | MSG_NOSIGNAL) < 0
             and errno in (ENOBUFS, ENOMEM)):
         return 0
-    channel.rung_epoch = epoch
+    channel.woken_epoch = epoch
     return 1
 
 
-cdef void take_rings(int fd) noexcept nogil:
-    """Take the rings that came to a doorbell's socket."""
-    cdef char[SECRET_BYTES] ring_of
+cdef void drain_wakeups(int fd) noexcept nogil:
+    """Take the wake-ups that came to a socket."""
+    cdef char[SECRET_BYTES] taken
     for _i in range(MOST_RINGS):
-        if recv(fd, ring_of, SECRET_BYTES, MSG_DONTWAIT) < 0:
+        if recv(fd, taken, SECRET_BYTES, MSG_DONTWAIT) < 0:
             return
 
 
-cdef class Doorbell:
-    """This engine's own page and socket; `address` is what peers ring at."""
+cdef class WakeupEvent:
+    """This engine's own page and socket; peers send their wake-ups to `address`."""
 
     def __cinit__(self):
         self.page = NULL
@@ -160,13 +161,13 @@ cdef class Doorbell:
 
     def __init__(self):
         if self.page != NULL:
-            raise RuntimeError("the doorbell is open already")
-        self.free_slots = deque(range(BELL_SLOTS))
+            raise RuntimeError("the wake-up event is open already")
+        self.free_slots = deque(range(WAKEUP_SLOTS))
         try:
-            self.memory_fd = memfd_create(b"aiote-doorbell", MFD_CLOEXEC | MFD_ALLOW_SEALING)
+            self.memory_fd = memfd_create(b"aiote-wakeup", MFD_CLOEXEC | MFD_ALLOW_SEALING)
             check(-errno if self.memory_fd < 0 else 0, "memfd_create")
-            check(-errno if ftruncate(self.memory_fd, sizeof(BellPage)) else 0, "ftruncate(doorbell)")
-            self.page = <BellPage*> map_page(self.memory_fd, PROT_READ | PROT_WRITE)
+            check(-errno if ftruncate(self.memory_fd, sizeof(WakeupPage)) else 0, "ftruncate(wake-up page)")
+            self.page = <WakeupPage*> map_page(self.memory_fd, PROT_READ | PROT_WRITE)
             # No one who maps it can be made to fault by a shrinking file; and after the own map none can be written.
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
             try:
@@ -193,7 +194,7 @@ cdef class Doorbell:
     def take_slot(self) -> tuple[int, int]:
         """Take a free slot for one peer and open its gate; return it with its generation.
 
-        (-1, 0) when all are taken: then posts alone ring the peer, and there is no gate.
+        (-1, 0) when all are taken: then posts alone wake the peer, and there is no gate.
         """
         cdef int slot
         if not self.free_slots:
@@ -204,18 +205,18 @@ cdef class Doorbell:
         return slot, self.page.gate[slot]
 
     def free_slot(self, int slot) -> None:
-        """Give a slot back. Nothing once the doorbell is closed.
+        """Give a slot back. Nothing once the event is closed.
 
         Its gate stays as it is: through an open one the peer still takes the messages that were sent to it.
         """
-        if self.page != NULL and 0 <= slot < BELL_SLOTS and slot not in self.free_slots:
+        if self.page != NULL and 0 <= slot < WAKEUP_SLOTS and slot not in self.free_slots:
             self.page.waiting[slot] = 0
             self.free_slots.append(slot)
 
     def close(self) -> None:
         """Unmap and close. Idempotent."""
         if self.page != NULL:
-            munmap(self.page, sizeof(BellPage))
+            munmap(self.page, sizeof(WakeupPage))
             self.page = NULL
         if self.memory_fd >= 0:
             close(self.memory_fd)
@@ -227,52 +228,52 @@ cdef class Doorbell:
 
 
 cdef void* map_page(int fd, int protection) except NULL:
-    cdef void* page = mmap(NULL, sizeof(BellPage), protection, MAP_SHARED, fd, 0)
+    cdef void* page = mmap(NULL, sizeof(WakeupPage), protection, MAP_SHARED, fd, 0)
     if page == MAP_FAILED:
-        check(-errno, "mmap(doorbell)")
+        check(-errno, "mmap(wake-up page)")
     return page
 
 
-cdef class PeerBell:
-    """A peer's doorbell, from the descriptor of its page, which is closed, and the address of its socket."""
+cdef class PeerWakeup:
+    """How to wake one peer, from the descriptor of its page, which is closed, and the address of its socket."""
 
     def __cinit__(self):
         self.page = NULL
         self.socket_fd = -1
 
     def __init__(self, int memory_fd, bytes address):
-        """Map the page and open a socket to ring through. Raises OSError, and ValueError for what could harm us."""
+        """Map the page and open a socket to the peer's. Raises OSError, and ValueError for what could harm us."""
         try:
             if self.page != NULL:
-                raise RuntimeError("the doorbell is open already")
-            secret, name = told(address)
+                raise RuntimeError("the wake-up event is open already")
+            secret, name = parse_address(address)
             memcpy(self.secret, <const char*> (<bytes> secret), SECRET_BYTES)
-            sealed(memory_fd, sizeof(BellPage), "doorbell page")
+            check_sealed(memory_fd, sizeof(WakeupPage), "wake-up page")
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as to:
                 to.connect(name)
-                self.page = <const BellPage*> map_page(memory_fd, PROT_READ)
+                self.page = <const WakeupPage*> map_page(memory_fd, PROT_READ)
                 self.socket_fd = to.detach()
         finally:
             os.close(memory_fd)
 
     def busy(self, int slot) -> bool:
         """Tell whether the peer is within a call into its library for that slot of its own."""
-        return self.page != NULL and 0 <= slot < BELL_SLOTS and aiote_load(&self.page.busy[slot]) & 1 != 0
+        return self.page != NULL and 0 <= slot < WAKEUP_SLOTS and aiote_load(&self.page.busy[slot]) & 1 != 0
 
-    def silence(self) -> None:
-        """Close the socket and keep the page. Idempotent; nobody rings any more."""
+    def close_socket(self) -> None:
+        """Close the socket and keep the page: nobody is woken any more. Idempotent."""
         if self.socket_fd >= 0:
             close(self.socket_fd)
             self.socket_fd = -1
 
     def __dealloc__(self):
-        self.silence()
+        self.close_socket()
         if self.page != NULL:
-            munmap(<void*> self.page, sizeof(BellPage))
+            munmap(<void*> self.page, sizeof(WakeupPage))
 
     def close(self) -> None:
-        """Unmap and close. Idempotent; no channel may use the bell any more."""
-        self.silence()
+        """Unmap and close. Idempotent; no channel may use it any more."""
+        self.close_socket()
         if self.page != NULL:
-            munmap(<void*> self.page, sizeof(BellPage))
+            munmap(<void*> self.page, sizeof(WakeupPage))
             self.page = NULL

@@ -1,4 +1,4 @@
-"""Handing peers on this host what they map: the page of the doorbell, and a ring where the rail has one.
+"""Passing descriptors to peers on this host: the wake-up page, and a ring where the rail has one.
 
 For each channel each side opens a datagram socket, and tells its address over the authenticated control connection.
 Each then sends the other one datagram with the descriptors. The socket takes nothing from anybody who was not told its
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import anyio
 
 from ..errors import FabricError
-from ..rails import guarded_socket, told
+from ..rails import guarded_socket, parse_address
 from .loops import EventLoop, Task
 
 __all__ = ["Handover", "hand_over"]
@@ -29,7 +29,7 @@ MOST_DESCRIPTORS = 8
 
 def hand_over(address: bytes, descriptors: Sequence[int], data: bytes) -> None:
     """Send descriptors, which stay the caller's, and data to a peer's `Handover`. Raises FabricError, ValueError."""
-    secret, name = told(address)
+    secret, name = parse_address(address)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender:
             # socket.send_fds drops its address argument.
@@ -38,14 +38,14 @@ def hand_over(address: bytes, descriptors: Sequence[int], data: bytes) -> None:
         why = f"{error.strerror}: descriptors cannot be handed over"
         if error.errno in (errno.ECONNREFUSED, errno.ENOENT):
             why = (
-                f"{error.strerror}: the peer's doorbell is not reachable; "
+                f"{error.strerror}: the peer's wake-up socket is not reachable; "
                 "memory is shared only by engines in one network namespace"
             )
         raise failed(error, why) from error
 
 
 def failed(error: OSError, what: str) -> FabricError:
-    return FabricError(error.errno or 0, what, operation="exchange doorbells")
+    return FabricError(error.errno or 0, what, operation="exchange wake-ups")
 
 
 def _is_memory(descriptor: int) -> bool:
@@ -77,9 +77,9 @@ class Handover:
         try:
             self._socket, self.address = guarded_socket(True)
         except OSError as error:
-            raise failed(error, f"no socket to hand over doorbells by: {error.strerror}") from error
+            raise failed(error, f"no socket to hand over wake-ups by: {error.strerror}") from error
         self._on_arrival = on_arrival
-        self._task: Task = loop.spawn(self._listen, name="aiote doorbells", after=self._socket.close)
+        self._task: Task = loop.spawn(self._listen, name="aiote handover", after=self._socket.close)
 
     async def _listen(self) -> None:
         while True:
@@ -111,7 +111,7 @@ class Handover:
         if not all(map(_is_memory, descriptors)):
             _close_aside(list(descriptors))
             raise OSError(errno.EINVAL, "something that is no memory")
-        return list(descriptors), data[len(told(self.address)[0]) :]
+        return list(descriptors), data[len(parse_address(self.address)[0]) :]
 
     @property
     def closed(self) -> bool:
