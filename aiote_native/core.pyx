@@ -24,8 +24,8 @@ from aiote_native.progress cimport (
     pthread_mutex_init, slice_end, start_thread, unlock, usable, watch_descriptor, watch_unlink)
 from aiote_native.status cimport check
 from aiote_native.structs cimport MAX_RAILS, Done, OP_READ, OP_SEND, OP_WRITE, Op
+from aiote_native.waiters cimport wake_all
 from aiote_native.waits cimport CounterHandle, Watch, open_counter, start_watch
-from aiote_native.wakers cimport wake_all
 from aiote_native.workrequests cimport LocalMemory, Operation, PageIndex, RemoteMemory, Waitable, finish
 
 cdef extern from "<sys/epoll.h>" nogil:

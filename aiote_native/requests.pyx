@@ -15,7 +15,7 @@ from aiote_native.counters cimport IMMEDIATE_BITS
 from aiote_native.flights cimport Flight
 from aiote_native.progress cimport alive
 from aiote_native.structs cimport OP_READ, OP_SEND
-from aiote_native.wakers cimport Waiter, wake
+from aiote_native.waiters cimport Waiter, wake
 
 cdef extern from "Python.h":
     ctypedef struct PyTypeObject:

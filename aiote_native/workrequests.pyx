@@ -16,7 +16,7 @@ from libc.string cimport memcpy, memset, strcmp
 from aiote_native.buffers cimport Buffer
 from aiote_native.kinds cimport NativeDevice, Registration
 from aiote_native.structs cimport MAY_ALL, MAY_WRITE
-from aiote_native.wakers cimport wake
+from aiote_native.waiters cimport wake
 
 
 cdef class Waitable:

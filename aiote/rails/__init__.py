@@ -15,9 +15,9 @@ from aiote_native.requests import LocalSlice, PageSet, RemoteSlice, Request, qui
 from aiote_native.rows import CountRow
 from aiote_native.status import StatusError, error_text
 from aiote_native.targets import Targets, scatter
+from aiote_native.waiters import Waiter as NativeWaiter
+from aiote_native.waiters import wake
 from aiote_native.waits import CounterHandle, CounterWait, Watch, read_value
-from aiote_native.wakers import Waiter as NativeWaiter
-from aiote_native.wakers import wake
 from aiote_native.workrequests import LocalMemory, Operation, PageIndex, RemoteMemory, Waitable
 
 from .contract import Rail, RailInfo

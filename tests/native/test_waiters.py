@@ -12,7 +12,7 @@ import pytest
 
 from aiote.aio.waiting import wake
 from aiote_native.core import Core
-from aiote_native.wakers import Waiter
+from aiote_native.waiters import Waiter
 
 
 def waiter() -> Waiter:
