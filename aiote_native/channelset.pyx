@@ -217,8 +217,8 @@ cdef class ChannelSet:
             (<NativeEndpoint> endpoint).taken_back()
 
     def arrivals(self, int number) -> tuple[list[tuple[int, int]], int, list[int]]:
-        """Return what came over a channel that was shut, as (word, times), less what was settled; and, of the messages
-        of the peer, the highest number that came and those below it that did not.
+        """Return what came over a channel that was shut, as (immediate, times), less what was acknowledged; and, of the
+        peer's messages, the highest number that came and those below it that did not.
         """
         cdef Channel* channel = self.channel_of(number)
         cdef uint64_t top, slots = self.state.mailbox.slots if self.state.mailbox != NULL else 1
@@ -262,14 +262,14 @@ cdef class ChannelSet:
         What is for keys `unknown` to the peer fails. False where what it says cannot be.
         """
         cdef Channel* channel = self.channel_of(number)
-        cdef array words = array("I", [word for word, _ in arrivals])
+        cdef array immediates = array("I", [imm_data for imm_data, _ in arrivals])
         cdef array counts = array("Q", [times for _, times in arrivals])
         cdef array lost = array("Q", holes)
         cdef array keys = array("Q", unknown)
         cdef bint honest
         cdef uint64_t missing = len(holes)
         cdef Account account
-        account.words = words.data.as_uints
+        account.imm_data = immediates.data.as_uints
         account.counts = <uint64_t*> counts.data.as_ulonglongs
         account.count = len(arrivals)
         account.unknown = <uint64_t*> keys.data.as_ulonglongs
@@ -305,21 +305,21 @@ cdef class ChannelSet:
             tally_free(&taken)
 
     def ack_counts(self, int number, list items) -> bool:
-        """Take what the peer has settled out of the tally of what came; False where there is no room, and for counts
+        """Take what the peer acknowledges out of the tally of what came; False where there is no room, and for counts
         that nobody can have counted, of which none is taken.
         """
         cdef Channel* channel = self.channel_of(number)
-        cdef array words, counts
+        cdef array immediates, counts
         cdef Py_ssize_t i, n = len(items)
         cdef bint fits = True
         if any(not 0 <= count <= MOST_SETTLED for _, count in items):
             return False
-        words = array("I", [word for word, _ in items])
+        immediates = array("I", [imm_data for imm_data, _ in items])
         counts = array("Q", [count for _, count in items])
         with nogil:
             lock(self.engine)
             for i in range(n):
-                fits = tally_add(&channel.arrived, words.data.as_uints[i],
+                fits = tally_add(&channel.arrived, immediates.data.as_uints[i],
                                  -<int64_t> counts.data.as_ulonglongs[i]) == 0 and fits
             unlock(self.engine)
         return fits

@@ -396,7 +396,7 @@ cdef class Core:
         return open_counter(self, &self.engine, imm)
 
     def watch(self, Watch watch, object old) -> None:
-        """Look at a word until it differs from `old`."""
+        """Look at a value until it differs from `old`."""
         start_watch(self, &self.engine, watch, old)
 
     def counted(self, uint32_t imm) -> bool:

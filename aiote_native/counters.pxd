@@ -40,7 +40,7 @@ cdef int table_init(Table* table, uint64_t limit) except -1
 cdef void table_free(Table* table) noexcept nogil
 cdef Counter* table_find(Table* table, uint32_t imm) noexcept nogil
 cdef Counter* table_get(Table* table, uint32_t imm) noexcept nogil
-cdef int arrive(Table* table, uint32_t word, uint32_t times, PeerState* maker, DoneList* done) noexcept nogil
+cdef int arrive(Table* table, uint32_t imm_data, uint32_t times, PeerState* maker, DoneList* done) noexcept nogil
 cdef void table_orphan(Table* table, PeerState* maker) noexcept nogil
 cdef uint64_t table_forget(Table* table, const PeerState* maker) noexcept nogil
 cdef PeerState* table_greediest(Table* table, PeerState* peers) noexcept nogil

@@ -142,13 +142,13 @@ cdef void commit(Counter* counter, DoneList* done) noexcept nogil:
         wait = counter.head
 
 
-cdef int arrive(Table* table, uint32_t word, uint32_t times, PeerState* maker, DoneList* done) noexcept nogil:
+cdef int arrive(Table* table, uint32_t imm_data, uint32_t times, PeerState* maker, DoneList* done) noexcept nogil:
     """Count an immediate as it came over the wire from a peer, for so many of its kind; -ENOSPC when the table is full,
     -EOVERFLOW for more than can be counted: a count never begins anew.
     """
-    cdef uint64_t units = <uint64_t> times * (UNITS // ((word >> IMMEDIATE_BITS) + 1))
+    cdef uint64_t units = <uint64_t> times * (UNITS // ((imm_data >> IMMEDIATE_BITS) + 1))
     cdef uint64_t before = table.used
-    cdef Counter* counter = table_get(table, word & ((1 << IMMEDIATE_BITS) - 1))
+    cdef Counter* counter = table_get(table, imm_data & ((1 << IMMEDIATE_BITS) - 1))
     if counter == NULL:
         return -ENOSPC
     if table.used != before and maker != NULL:
@@ -287,14 +287,14 @@ cdef class ImmCounters:
     def __len__(self):
         return self.table.used
 
-    def arrive(self, uint32_t word, uint32_t times=1) -> list[Ticket]:
-        """Count one word, for so many of its kind, and return the tickets that it satisfied.
+    def arrive(self, uint32_t imm_data, uint32_t times=1) -> list[Ticket]:
+        """Count one immediate, for so many of its kind, and return the tickets that it satisfied.
 
         Raises MemoryError when the table is full.
         """
         cdef DoneList done
         done.head = done.tail = NULL
-        cdef int code = arrive(&self.table, word, times, NULL, &done)
+        cdef int code = arrive(&self.table, imm_data, times, NULL, &done)
         if code != 0:
             raise MemoryError("the table of immediates is full" if code == -ENOSPC else "more than can be counted")
         return self.collect(&done)

@@ -1,4 +1,4 @@
-"""Gates: the word of one side that keeps the other from carrying out what was posted to it.
+"""Gates: a number in shared memory by which one side keeps the other from carrying out what was posted to it.
 
 Over shm the *target* of a write copies it, whenever it next calls its library, and nothing takes back what was queued
 for it: a process that was stopped and continues would still write. So each side looks at its peer's gate before
@@ -9,10 +9,10 @@ every call into the library, and says in its own page that it is within one:
 
 Store, fence, load on both sides (Dekker): either the caller sees the gate shut, or the closer sees the caller busy. A
 peer that is stopped outside of the library cannot move a byte once it is shut; one that is stopped within is busy for
-as long as it stands. The words lie in the wake-up pages, each written by its owner alone; a gate's value is the
+as long as it stands. The numbers lie in the wake-up pages, each written by its owner alone; a gate's value is the
 generation of its slot, even while it is open, so that a slot in new use opens nothing for its old peer.
 
-The same word paces a flood: one call into shm goes on for as long as its queue is not empty, and what it completes
+`busy` also paces a flood: one call into shm goes on for as long as its queue is not empty, and what it completes
 lets the poster post more, so one fast enough would hold the target's event loop for good. Hence no more than a window
 is posted within one call of the peer's, which its epoch tells from the next; or one piece, where that is larger. What
 was posted before the call is copied in it as well.

@@ -1,23 +1,23 @@
 from libc.stdint cimport int64_t, uint32_t
 
-# How often each word was counted: open addressing, an entry of count 0 is free to be dropped at the next growth.
+# How often each immediate was counted: open addressing, an entry of count 0 is free to be dropped at the next growth.
 cdef struct Tally:
-    uint32_t* words
+    uint32_t* imm_data
     int64_t* counts
     bint* taken
     uint32_t size
     uint32_t used
     uint32_t last
 
-cdef inline bint tally_again(Tally* self, uint32_t word, int64_t n) noexcept nogil:
-    """Count a word n times more, if it is the one before: pages of one request, stripes of one write."""
-    if self.used and self.taken[self.last] and self.words[self.last] == word:
+cdef inline bint tally_again(Tally* self, uint32_t imm_data, int64_t n) noexcept nogil:
+    """Count an immediate n times more, if it is the one before: pages of one request, stripes of one write."""
+    if self.used and self.taken[self.last] and self.imm_data[self.last] == imm_data:
         self.counts[self.last] += n
         return True
     return False
 
-cdef int tally_add(Tally* self, uint32_t word, int64_t n) noexcept nogil
-cdef int64_t tally_get(Tally* self, uint32_t word) noexcept nogil
+cdef int tally_add(Tally* self, uint32_t imm_data, int64_t n) noexcept nogil
+cdef int64_t tally_get(Tally* self, uint32_t imm_data) noexcept nogil
 cdef int tally_copy(const Tally* self, Tally* out) noexcept nogil
 cdef Tally tally_take(Tally* self) noexcept nogil
 cdef void tally_free(Tally* self) noexcept nogil

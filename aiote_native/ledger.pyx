@@ -1,7 +1,7 @@
-"""Tallies of words: what each side of a channel keeps so that a lost channel loses no count.
+"""Tallies of immediates: what each side of a channel keeps so that a lost channel loses no count.
 
 The sender tallies the counted work requests that have ended well, the receiver the immediates that came, each by the
-32-bit word. When a channel is lost, the difference of the two tells how many of those that never ended did arrive.
+32-bit immediate. When a channel is lost, the difference of the two tells how many of those that never ended did arrive.
 The protocol, and why the tables stay small, is `aiote.core.failover`, whose `Ledger` is the plain reference.
 """
 
@@ -12,34 +12,35 @@ from libc.string cimport memcpy, memset
 
 cdef enum:
     FIRST_SIZE = 16
-    # The sender settles at a thousand words, and a few thousand may be on their way; more is a peer that never settles.
-    MOST_WORDS = 16384
+    # The sender acknowledges at a thousand immediates, and a few thousand may be on their way; a peer with more of them
+    # never acknowledges.
+    MOST_ENTRIES = 16384
 
 
-cdef uint32_t place_of(Tally* self, uint32_t word) noexcept nogil:
-    """Return where a word is, or where it would go. There is a free place: the table is at most three quarters full."""
-    cdef uint32_t at = (word * <uint32_t> 0x9E3779B1) & (self.size - 1)
-    while self.taken[at] and self.words[at] != word:
+cdef uint32_t place_of(Tally* self, uint32_t imm_data) noexcept nogil:
+    """Return where an immediate is, or would go. There is a free entry: the table is at most three quarters full."""
+    cdef uint32_t at = (imm_data * <uint32_t> 0x9E3779B1) & (self.size - 1)
+    while self.taken[at] and self.imm_data[at] != imm_data:
         at = (at + 1) & (self.size - 1)
     return at
 
 
 cdef int resize(Tally* self) noexcept nogil:
-    """Rebuild the table without the words that are at zero, larger where they are not many."""
+    """Rebuild the table without the entries that are at zero, larger where they are not many."""
     cdef Tally old = self[0]
     cdef uint32_t i, at, live = 0
     for i in range(old.size):
         live += old.taken[i] and old.counts[i] != 0
-    if live >= MOST_WORDS:
+    if live >= MOST_ENTRIES:
         return -ENOSPC
     self.size = FIRST_SIZE
     while self.size < 2 * (live + 1):
         self.size *= 2
-    self.words = <uint32_t*> calloc(self.size, sizeof(uint32_t))
+    self.imm_data = <uint32_t*> calloc(self.size, sizeof(uint32_t))
     self.counts = <int64_t*> calloc(self.size, sizeof(int64_t))
     self.taken = <bint*> calloc(self.size, sizeof(bint))
-    if self.words == NULL or self.counts == NULL or self.taken == NULL:
-        free(self.words)
+    if self.imm_data == NULL or self.counts == NULL or self.taken == NULL:
+        free(self.imm_data)
         free(self.counts)
         free(self.taken)
         self[0] = old
@@ -47,33 +48,33 @@ cdef int resize(Tally* self) noexcept nogil:
     self.used = self.last = 0
     for i in range(old.size):
         if old.taken[i] and old.counts[i] != 0:
-            at = place_of(self, old.words[i])
-            self.words[at] = old.words[i]
+            at = place_of(self, old.imm_data[i])
+            self.imm_data[at] = old.imm_data[i]
             self.counts[at] = old.counts[i]
             self.taken[at] = True
             self.used += 1
-    free(old.words)
+    free(old.imm_data)
     free(old.counts)
     free(old.taken)
     return 0
 
 
-cdef int tally_add(Tally* self, uint32_t word, int64_t n) noexcept nogil:
-    """Add n, which may be negative; -ENOSPC or -ENOMEM where there is no room for another word."""
+cdef int tally_add(Tally* self, uint32_t imm_data, int64_t n) noexcept nogil:
+    """Add n, which may be negative; -ENOSPC or -ENOMEM where there is no room for another immediate."""
     cdef uint32_t at
     cdef int code
-    # Most words are the one before: pages of one request, stripes of one write.
-    if self.used and self.taken[self.last] and self.words[self.last] == word:
+    # Most immediates are the one before: pages of one request, stripes of one write.
+    if self.used and self.taken[self.last] and self.imm_data[self.last] == imm_data:
         self.counts[self.last] = <int64_t> (<uint64_t> self.counts[self.last] + <uint64_t> n)
         return 0
     if self.used * 4 >= self.size * 3:
         code = resize(self)
         if code != 0:
             return code
-    at = place_of(self, word)
+    at = place_of(self, imm_data)
     if not self.taken[at]:
         self.taken[at] = True
-        self.words[at] = word
+        self.imm_data[at] = imm_data
         self.counts[at] = 0
         self.used += 1
     # Without sign: what a peer has settled may be anything, and a sum of signed numbers may not overflow.
@@ -82,11 +83,11 @@ cdef int tally_add(Tally* self, uint32_t word, int64_t n) noexcept nogil:
     return 0
 
 
-cdef int64_t tally_get(Tally* self, uint32_t word) noexcept nogil:
+cdef int64_t tally_get(Tally* self, uint32_t imm_data) noexcept nogil:
     cdef uint32_t at
     if self.size == 0:
         return 0
-    at = place_of(self, word)
+    at = place_of(self, imm_data)
     return self.counts[at] if self.taken[at] else 0
 
 
@@ -95,13 +96,13 @@ cdef int tally_copy(const Tally* self, Tally* out) noexcept nogil:
     out[0] = self[0]
     if self.size == 0:
         return 0
-    out.words = <uint32_t*> calloc(self.size, sizeof(uint32_t))
+    out.imm_data = <uint32_t*> calloc(self.size, sizeof(uint32_t))
     out.counts = <int64_t*> calloc(self.size, sizeof(int64_t))
     out.taken = <bint*> calloc(self.size, sizeof(bint))
-    if out.words == NULL or out.counts == NULL or out.taken == NULL:
+    if out.imm_data == NULL or out.counts == NULL or out.taken == NULL:
         tally_free(out)
         return -ENOMEM
-    memcpy(out.words, self.words, self.size * sizeof(uint32_t))
+    memcpy(out.imm_data, self.imm_data, self.size * sizeof(uint32_t))
     memcpy(out.counts, self.counts, self.size * sizeof(int64_t))
     memcpy(out.taken, self.taken, self.size * sizeof(bint))
     return 0
@@ -115,22 +116,22 @@ cdef Tally tally_take(Tally* self) noexcept nogil:
 
 
 cdef void tally_free(Tally* self) noexcept nogil:
-    free(self.words)
+    free(self.imm_data)
     free(self.counts)
     free(self.taken)
-    self.words = NULL
+    self.imm_data = NULL
     self.counts = NULL
     self.taken = NULL
     self.size = self.used = self.last = 0
 
 
 cdef list tally_items(const Tally* self):
-    """Return (word, count) of every word that is not at zero; of a tally that no lock guards."""
+    """Return (immediate, count) of every immediate that is not at zero; of a tally that no lock guards."""
     cdef uint32_t i
-    return [(self.words[i], self.counts[i]) for i in range(self.size) if self.taken[i] and self.counts[i] != 0]
+    return [(self.imm_data[i], self.counts[i]) for i in range(self.size) if self.taken[i] and self.counts[i] != 0]
 
 
-cdef class WordTally:
+cdef class ImmTally:
     """A tally of its own, for checking it against a plain dictionary; channels embed the same functions."""
 
     cdef Tally tally
@@ -138,17 +139,17 @@ cdef class WordTally:
     def __dealloc__(self):
         tally_free(&self.tally)
 
-    def add(self, uint32_t word, int64_t n) -> None:
-        """Add n to a word. Raises MemoryError when too many are not at zero."""
-        if tally_add(&self.tally, word, n) != 0:
+    def add(self, uint32_t imm_data, int64_t n) -> None:
+        """Add n to an immediate. Raises MemoryError when too many are not at zero."""
+        if tally_add(&self.tally, imm_data, n) != 0:
             raise MemoryError("the tally is full")
 
-    def get(self, uint32_t word) -> int:
-        """Return a word's count."""
-        return tally_get(&self.tally, word)
+    def get(self, uint32_t imm_data) -> int:
+        """Return an immediate's count."""
+        return tally_get(&self.tally, imm_data)
 
     def items(self) -> list[tuple[int, int]]:
-        """Return (word, count) of every word that is not at zero."""
+        """Return (immediate, count) of every immediate that is not at zero."""
         return tally_items(&self.tally)
 
     def __len__(self) -> int:

@@ -1,6 +1,6 @@
 """A mailbox that moves to another channel because its own has failed: each message is taken once all the same.
 
-Whatever was sent and is not known to have come is *unsure*; with the peer's word for what came it is over or is sent
+Whatever was sent and is not known to have come is *unsure*. Once the peer has told what came, it is over or is sent
 again, with the number that it had. The protocol is `aiote.core.failover`. The caller holds the engine's lock.
 """
 
@@ -40,7 +40,7 @@ cdef void mailbox_detach(Mailbox* self) noexcept nogil:
 
 cdef bint mailbox_unsure(State* state, Mailbox* self, uint64_t top, const uint64_t* holes,
                          uint64_t count) noexcept nogil:
-    """Take the peer's word for what came: the others are sent again. False where it claims what was never sent."""
+    """Apply the peer's account of what came: the others are sent again. False where it claims what was never sent."""
     cdef Slot* slot
     cdef bint arrived
     cdef uint64_t i

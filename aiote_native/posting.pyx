@@ -122,7 +122,7 @@ cdef int post_on(State* state, Channel* channel, const Post* args, void* owner) 
     wr.stripe = args.stripe
     wr.phase = args.phase
     wr.counted = args.with_imm
-    wr.word = args.imm
+    wr.imm_data = args.imm
     wr.lost = False
     wr.busy = True
     code = gate_post(channel, args, wr)
@@ -279,7 +279,7 @@ cdef void describe_post(Op* op, Channel* channel, Post* args) noexcept nogil:
     args.stripe = op.stripe
     args.phase = op.phase
     if args.with_imm:
-        # Immediates that are sent again are words already.
+        # Immediates that are sent again have all their 32 bits already.
         args.imm = op.imm if op.kind == RESENT else op.imm | ((op.cut.tail_count - 1) << 28)
     else:
         args.imm = 0

@@ -16,7 +16,7 @@ cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_unlock(pthread_mutex_t*)
     int pthread_join(pthread_t, void**)
 
-# A word in memory whose growth is awaited.
+# A value in memory whose change is awaited.
 cdef struct Watched:
     Done done
     Watched* prev

@@ -4,7 +4,7 @@ A round drains every channel and gives every peer's queue its turn. While someth
 keeps going for `spin_ns` after the last thing that happened; then it clears its own wake-ups, says that it sleeps,
 drains once more, arms every rail, and only then lets its caller sleep on the one epoll descriptor: whatever comes
 after the last drain makes that descriptor readable. A timer covers what no descriptor announces: posts that a
-provider refused, rails without a wait descriptor, watched words.
+provider refused, rails without a wait descriptor, watched values.
 
 The same function serves both modes: called from an event loop, or by a native thread that never takes the GIL.
 """
@@ -184,7 +184,7 @@ cdef void request_over(State* state, Channel* channel, WorkRequest* wr, const Co
     if channel.peer.channel_count > 1:
         channel.rate_bytes += length
     if channel.peer.survivable:
-        if wr.counted and not tally_again(&channel.confirmed, wr.word, <int64_t> wr.parts):
+        if wr.counted and not tally_again(&channel.confirmed, wr.imm_data, <int64_t> wr.parts):
             confirm(state, channel, wr)
     give_back(channel, wr)
     if op != NULL:
@@ -250,7 +250,7 @@ cdef int drain(State* state, Channel* channel) noexcept nogil:
 
 
 cdef void look(Progress* self) noexcept nogil:
-    """Compare each watched word with its old value."""
+    """Compare each watched value with what it was."""
     cdef Watched* watched = self.watches
     cdef Watched* following
     cdef uint64_t value

@@ -3,9 +3,9 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from aiote_native.posting cimport State
 from aiote_native.structs cimport Channel, Fault, Op, PeerState, WorkRequest
 
-# What the peer says of a channel that both have shut: how often each word came, and which keys it does not know.
+# What the peer says of a channel that both have shut: how often each immediate came, and which keys it does not know.
 cdef struct Account:
-    uint32_t* words
+    uint32_t* imm_data
     uint64_t* counts
     uint64_t count
     uint64_t* unknown
@@ -16,7 +16,7 @@ cdef void channel_fault(State* state, Channel* channel, Fault fault, int error) 
 cdef void queue_failed(State* state, Channel* channel, int status) noexcept nogil
 cdef void lose_request(State* state, WorkRequest* wr, int status, int provider_errno) noexcept nogil
 cdef void confirm(State* state, Channel* channel, WorkRequest* wr) noexcept nogil
-cdef void came(State* state, Channel* channel, uint32_t word, uint32_t times) noexcept nogil
+cdef void came(State* state, Channel* channel, uint32_t imm_data, uint32_t times) noexcept nogil
 cdef void redone(State* state, Op* op) noexcept nogil
 cdef bint given_up(const Op* op) noexcept nogil
 cdef bint works_for(const Op* op, const Op* whole) noexcept nogil

@@ -3,7 +3,7 @@
 The protocol and its argument are in docs/failover.md and `aiote.core.failover`; this is its native half. A work request
 that ended badly, or not at all before its endpoint was shut, is *lost*: it keeps its place in the channel's pool, and
 its transfer counts it as outstanding, until both sides have shut their endpoints and the peer has told what came.
-Then, for each word, either all came and all is well; or the bytes of all of them are written again, uncounted, as
+Then, for each immediate, either all came and all is well; or the bytes of all of them are written again, uncounted, as
 *pieces*, and when the last piece is over the missing immediates are sent, the *resent* ones. What was not counted is
 just done again. Pieces and resent ones are transfers of their own that stand in the peer's queue, so a channel that
 fails under them is no special case: what it has lost of theirs is done again in the same way.
@@ -26,9 +26,9 @@ cdef extern from "<errno.h>" nogil:
     const int ESHUTDOWN
 
 cdef enum:
-    ACK_WORDS = 1024  # words in the sender's tally before it settles with the receiver
+    ACK_AFTER = 1024  # immediates in the sender's tally before it sends an AckCounts
 
-# The pieces of one word that one channel has lost. `op` sends the missing immediates.
+# The pieces of one immediate that one channel has lost. `op` sends the missing immediates.
 cdef struct Recovery:
     Op op
     uint64_t came
@@ -85,15 +85,15 @@ cdef void lose_request(State* state, WorkRequest* wr, int status, int provider_e
 
 cdef void confirm(State* state, Channel* channel, WorkRequest* wr) noexcept nogil:
     """Tally a counted request that has ended well."""
-    if tally_add(&channel.confirmed, wr.word, <int64_t> wr.parts) != 0:
+    if tally_add(&channel.confirmed, wr.imm_data, <int64_t> wr.parts) != 0:
         peer_fail(state, channel.peer, -ENOMEM, channel.rail)
-    if channel.confirmed.used >= ACK_WORDS:
+    if channel.confirmed.used >= ACK_AFTER:
         notice(state, channel)
 
 
-cdef void came(State* state, Channel* channel, uint32_t word, uint32_t times) noexcept nogil:
+cdef void came(State* state, Channel* channel, uint32_t imm_data, uint32_t times) noexcept nogil:
     """Tally an immediate that has come, for so many of its kind."""
-    if tally_add(&channel.arrived, word, times) != 0:
+    if tally_add(&channel.arrived, imm_data, times) != 0:
         peer_fail(state, channel.peer, -ENOMEM, channel.rail)
 
 
@@ -121,10 +121,10 @@ cdef bint works_for(const Op* op, const Op* whole) noexcept nogil:
     return op != NULL
 
 
-cdef uint64_t arrivals_of(uint32_t word, const Account* account) noexcept nogil:
+cdef uint64_t arrivals_of(uint32_t imm_data, const Account* account) noexcept nogil:
     cdef uint64_t i
     for i in range(account.count):
-        if account.words[i] == word:
+        if account.imm_data[i] == imm_data:
             return account.counts[i]
     return 0
 
@@ -157,33 +157,33 @@ cdef uint32_t lost_keys(const Channel* channel, uint64_t* keys) noexcept nogil:
     return count
 
 
-cdef bint lost_counted(const WorkRequest* wr, uint32_t word) noexcept nogil:
-    return wr.busy and wr.lost and wr.counted and wr.word == word
+cdef bint lost_counted(const WorkRequest* wr, uint32_t imm_data) noexcept nogil:
+    return wr.busy and wr.lost and wr.counted and wr.imm_data == imm_data
 
 
-cdef uint64_t lost_of(Channel* channel, uint32_t word) noexcept nogil:
-    """Return how many immediates of a word were lost, as the receiver counts them."""
+cdef uint64_t lost_of(Channel* channel, uint32_t imm_data) noexcept nogil:
+    """Return how many immediates of an immediate were lost, as the receiver counts them."""
     cdef uint64_t total = 0
     cdef uint32_t i
     for i in range(channel.depth):
-        if lost_counted(&channel.requests[i], word):
+        if lost_counted(&channel.requests[i], imm_data):
             total += channel.requests[i].parts
     return total
 
 
 cdef bint first_of(Channel* channel, uint32_t at) noexcept nogil:
-    """Whether this is the first lost request of its word."""
+    """Whether this is the first lost request of its immediate."""
     cdef uint32_t i
-    if not lost_counted(&channel.requests[at], channel.requests[at].word):
+    if not lost_counted(&channel.requests[at], channel.requests[at].imm_data):
         return False
     for i in range(at):
-        if lost_counted(&channel.requests[i], channel.requests[at].word):
+        if lost_counted(&channel.requests[i], channel.requests[at].imm_data):
             return False
     return True
 
 
 cdef int64_t impossible(Channel* channel, const Account* account) noexcept nogil:
-    """Return a word of which the peer says that fewer came than ended well, or more than were sent; -1: none."""
+    """Return an immediate of which the peer says that fewer came than ended well, or more than were sent; -1: none."""
     cdef WorkRequest* wr
     cdef int64_t came_now
     cdef uint64_t at
@@ -191,18 +191,18 @@ cdef int64_t impossible(Channel* channel, const Account* account) noexcept nogil
     for i in range(channel.depth):
         wr = &channel.requests[i]
         if first_of(channel, i):
-            came_now = <int64_t> arrivals_of(wr.word, account) - tally_get(&channel.confirmed, wr.word)
-            if came_now < 0 or came_now > <int64_t> lost_of(channel, wr.word):
-                return wr.word
+            came_now = <int64_t> arrivals_of(wr.imm_data, account) - tally_get(&channel.confirmed, wr.imm_data)
+            if came_now < 0 or came_now > <int64_t> lost_of(channel, wr.imm_data):
+                return wr.imm_data
     # Of what was not lost, as much came as ended well.
     for at in range(account.count):
-        if (<int64_t> account.counts[at] != tally_get(&channel.confirmed, account.words[at])
-                and lost_of(channel, account.words[at]) == 0):
-            return account.words[at]
+        if (<int64_t> account.counts[at] != tally_get(&channel.confirmed, account.imm_data[at])
+                and lost_of(channel, account.imm_data[at]) == 0):
+            return account.imm_data[at]
     for i in range(channel.confirmed.size):
         if (channel.confirmed.taken[i] and channel.confirmed.counts[i] > 0
-                and arrivals_of(channel.confirmed.words[i], account) == 0):
-            return channel.confirmed.words[i]
+                and arrivals_of(channel.confirmed.imm_data[i], account) == 0):
+            return channel.confirmed.imm_data[i]
     return -1
 
 
@@ -219,23 +219,23 @@ cdef int redo_all(State* state, Channel* channel, const Account* account) noexce
         if not wr.counted:
             code = redo(state, channel, wr, NULL, account)
         elif first_of(channel, i):
-            arrived = arrivals_of(wr.word, account) - <uint64_t> tally_get(&channel.confirmed, wr.word)
-            if arrived == lost_of(channel, wr.word):
-                end_word(state, channel, wr.word)
+            arrived = arrivals_of(wr.imm_data, account) - <uint64_t> tally_get(&channel.confirmed, wr.imm_data)
+            if arrived == lost_of(channel, wr.imm_data):
+                end_immediate(state, channel, wr.imm_data)
             else:
-                code = redo_word(state, channel, wr.word, arrived, account)
+                code = redo_immediate(state, channel, wr.imm_data, arrived, account)
     if code != 0:
         peer_fail(state, channel.peer, code, channel.rail)
     return code
 
 
-cdef void end_word(State* state, Channel* channel, uint32_t word) noexcept nogil:
-    """All of a word came: all of its requests have ended well."""
+cdef void end_immediate(State* state, Channel* channel, uint32_t imm_data) noexcept nogil:
+    """All of an immediate came: all of its requests have ended well."""
     cdef WorkRequest* wr
     cdef uint32_t i
     for i in range(channel.depth):
         wr = &channel.requests[i]
-        if lost_counted(wr, word):
+        if lost_counted(wr, imm_data):
             end_request(state, channel, wr, 0)
 
 
@@ -247,9 +247,9 @@ cdef void end_request(State* state, Channel* channel, WorkRequest* wr, int statu
         op_completed(state, op, status, 0, channel.rail, length)
 
 
-cdef int redo_word(State* state, Channel* channel, uint32_t word, uint64_t arrived,
-                   const Account* account) noexcept nogil:
-    """Do all requests of a word again; those whose transfers have been given up just end."""
+cdef int redo_immediate(State* state, Channel* channel, uint32_t imm_data, uint64_t arrived,
+                        const Account* account) noexcept nogil:
+    """Do all requests of an immediate again; those whose transfers have been given up just end."""
     cdef Recovery* recovery = <Recovery*> calloc(1, sizeof(Recovery))
     cdef WorkRequest* wr
     cdef uint32_t i
@@ -257,14 +257,14 @@ cdef int redo_word(State* state, Channel* channel, uint32_t word, uint64_t arriv
     if recovery == NULL:
         return -ENOMEM
     recovery.op.kind = RESENT
-    recovery.op.imm = word
+    recovery.op.imm = imm_data
     recovery.op.peer = channel.peer
     recovery.came = arrived
     # Held until all of them are under way, for those without bytes are over at once.
     recovery.pending = 1
     for i in range(channel.depth):
         wr = &channel.requests[i]
-        if lost_counted(wr, word) and recovery.op.status == 0:
+        if lost_counted(wr, imm_data) and recovery.op.status == 0:
             recovery.op.status = redo(state, channel, wr, recovery, account)
     code = recovery.op.status
     piece_done(state, recovery)
@@ -351,7 +351,7 @@ cdef void place_parts(Op* op, const Op* origin, uint64_t first) noexcept nogil:
 
 
 cdef void redone(State* state, Op* op) noexcept nogil:
-    """Go on where a piece or the resent immediates of a word are over. What `op` points to is freed."""
+    """Go on where a piece or the resent immediates of an immediate are over. What `op` points to is freed."""
     cdef Piece* piece
     if op.kind == RESENT:
         end_recovery(state, <Recovery*> op)
@@ -370,7 +370,7 @@ cdef void piece_done(State* state, Recovery* recovery) noexcept nogil:
 
 
 cdef void resend(State* state, Recovery* recovery) noexcept nogil:
-    """All bytes of a word are there: send as many immediates as are missing."""
+    """All bytes of an immediate are there: send as many immediates as are missing."""
     cdef Op* op = &recovery.op
     cdef Piece* piece = recovery.pieces
     cdef uint64_t live = 0

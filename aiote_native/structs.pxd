@@ -42,7 +42,7 @@ cdef struct WorkRequest:
     uint64_t stripe
     int phase
     bint counted
-    uint32_t word
+    uint32_t imm_data
     # `lost`: its channel failed before it ended well, so nobody knows whether it arrived (recovery.pyx)
     bint lost
     int status
@@ -157,7 +157,7 @@ cdef struct Channel:
     # what was posted since the peer's last step into or out of its library, which its epoch tells
     uint32_t paced_epoch
     uint64_t paced_bytes
-    # what has ended well and what has come over it, by word (ledger.pyx); used where a peer has several channels
+    # what has ended well and what has come over it, by immediate (ledger.pyx); used where a peer has several channels
     Tally confirmed
     Tally arrived
     # how fast it is (schedule.pyx)

@@ -1,4 +1,4 @@
-"""What is awaited beside transfers: counts of immediates, and words in memory."""
+"""What is awaited beside transfers: counts of immediates, and values in memory."""
 
 cimport cython
 from cpython.object cimport PyObject
@@ -184,7 +184,7 @@ cdef int start_watch(object core, Progress* engine, Watch watch, object old) exc
 
 
 cdef class Watch(Waitable):
-    """A word of 1, 2, 4 or 8 bytes in this process's memory, looked at until it changes."""
+    """A value of 1, 2, 4 or 8 bytes in this process's memory, looked at until it changes."""
 
     def __cinit__(self):
         memset(&self.watched, 0, sizeof(self.watched))
@@ -192,12 +192,12 @@ cdef class Watch(Waitable):
         self.engine = NULL
 
     def __init__(self, Buffer buffer):
-        """Take the word's buffer (kept alive). Raises ValueError for other widths and for an address that is not
+        """Take the value's buffer (kept alive). Raises ValueError for other widths and for an address that is not
         aligned."""
         if buffer.nbytes not in (1, 2, 4, 8):
-            raise ValueError(f"a watched word has 1, 2, 4 or 8 bytes, this has {buffer.nbytes}")
+            raise ValueError(f"a watched value has 1, 2, 4 or 8 bytes, this has {buffer.nbytes}")
         if buffer.address % buffer.nbytes:
-            raise ValueError("a watched word must be aligned to its size")
+            raise ValueError("a watched value must be aligned to its size")
         self.buffer = buffer
         self.watched.address = <const void*> buffer.address
         self.watched.width = <int> buffer.nbytes
@@ -222,7 +222,7 @@ cdef class Watch(Waitable):
 
 
 def read_value(Buffer buffer) -> int:
-    """Read an unsigned word in the machine's byte order. Raises ValueError for a released buffer."""
+    """Read an unsigned integer in the machine's byte order. Raises ValueError for a released buffer."""
     if buffer.nbytes == 0:
-        raise ValueError("the word's buffer was released")
+        raise ValueError("the value's buffer was released")
     return int.from_bytes((<const char*> buffer.address)[:buffer.nbytes], sys.byteorder)

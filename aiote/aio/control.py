@@ -37,7 +37,7 @@ TLS_FAILURES = (OSError, ssl.SSLError, anyio.BrokenResourceError, anyio.ClosedRe
 class ControlConnection:
     """A stream and its protocol. Events go to `on_event`, in order; `on_end` is called once, with the reason.
 
-    `linger` is how many seconds the peer's last word is waited for after our own.
+    `linger` is how many seconds the peer's last message is waited for after our own.
     """
 
     def __init__(self, loop: EventLoop, stream: ByteStream, protocol: ControlProtocol, name: str) -> None:
@@ -106,7 +106,7 @@ class ControlConnection:
         self.end("closed by this side")
         with anyio.CancelScope(shield=True):
             try:
-                # The writer ends by itself when all is sent. Cancelled before, it would take the last word with it.
+                # The writer ends by itself when all is sent. Cancelled before, it would take the last message with it.
                 with anyio.move_on_after(patience):
                     for task in self._tasks[1:]:
                         await task.join()
@@ -179,7 +179,7 @@ class ControlConnection:
 
 
 def describe(error: BaseException) -> str:
-    """Say what broke a stream: the system's own words, where anyio wrapped them."""
+    """Say what broke a stream: the system's own text, where anyio wrapped them."""
     if isinstance(error, anyio.EndOfStream):
         return "it hung up"
     cause = error.__cause__ or error

@@ -92,7 +92,7 @@ class State(Enum):
     OFFERED = "Channels and Mapped"
     MAPPED = "Ready"
     READY = "the engines' work"
-    ENDED = "nothing, after the last word"
+    ENDED = "nothing, after the last message"
     REFUSED = "nothing, after a refusal"
     BROKEN = "nothing, after a violation or the end of the stream"
 
@@ -295,7 +295,7 @@ class ControlProtocol:
         if cut:
             raise ControlError(f"the connection ended within a frame, after {cut} bytes of it")
         if awaited is not State.ENDED:
-            raise ControlError(f"the connection ended without a last word, where it was waiting for {awaited.value}")
+            raise ControlError(f"the connection ended without a last message, where it was waiting for {awaited.value}")
 
     def _next(self) -> bytes | None:
         """Return the next frame, verified where it has to be, or None."""
@@ -367,7 +367,7 @@ class ControlProtocol:
         return self._handshake
 
     def _break(self, text: str) -> None:
-        """Enter the terminal state of a violation and leave the peer a last word where it can read one."""
+        """Enter the terminal state of a violation and leave the peer a last message where it can read one."""
         if self._seal_out is not None:
             if self._local_state is not State.ENDED:
                 self._queue(Failed(FAILED_PROTOCOL, f"the other side met a violation of the protocol: {text}"))

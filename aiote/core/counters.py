@@ -105,9 +105,9 @@ class ImmCounters:
         """Return how many immediates have an entry."""
         return len(self._entries)
 
-    def arrive(self, word: int) -> list[Ticket]:
-        """Count one stripe by the 32-bit word that it carried, and return the tickets that are satisfied by it."""
-        imm, stripes = decode_immediate(word)
+    def arrive(self, imm_data: int) -> list[Ticket]:
+        """Count one stripe by the 32-bit immediate that it carried, and return the tickets that are satisfied by it."""
+        imm, stripes = decode_immediate(imm_data)
         entry = self._entry(imm)
         entry.units += UNITS // stripes
         return self._settle(imm, entry)

@@ -5,23 +5,23 @@ A *channel* is a pair of endpoints, numbered equally on both sides; each time it
 each side knows only its own half. This module owns the agreement of the two about one dead channel and about opening it
 again. `recovery` decides what becomes of the unconfirmed posts; the argument is in docs/failover.md.
 
-**Ledgers.** Per channel and generation each side counts, for each word (see striping.py), the successful completions of
-its own counted posts (*confirmed*) and the words that came (*arrived*). A completion means that bytes and immediate
-are there, so when both sides have shut their endpoints and read their completion queues to the end, of the unconfirmed
-posts of a word exactly
+**Counts.** Per channel and generation each side counts, for each immediate (all 32 bits, see striping.py), the
+successful completions of its own counted posts (*confirmed*) and what came (*arrived*). A completion means that bytes
+and immediate are there, so when both sides have shut their endpoints and read their completion queues to the end, of
+the unconfirmed posts of an immediate exactly
 
     came = arrived at the receiver - confirmed at the sender        0 <= came <= unconfirmed
 
-have arrived. Which ones is unknown, and need not be known. To stay bounded, a sender with more than LEDGER_LIMIT words
-takes them out of its own table and sends them in an `AckCounts`; the receiver takes them out of its own. That keeps the
-difference. An AckCounts may overtake what it acknowledges, since completion queue and control connection are read in
-any order, so an entry may be below zero for a moment.
+have arrived. Which ones is unknown, and need not be known. To stay bounded, a sender that has confirmed more than
+LEDGER_LIMIT immediates takes them out of its table and sends them in an `AckCounts`; the receiver takes them out of its
+own. That keeps the difference. An AckCounts may overtake what it acknowledges, since completion queue and control
+connection are read in any order, so an entry may be below zero for a moment.
 
 **Frames**, over the ordered control connection, each with channel and generation:
 
-    AckCounts(words)           these were confirmed, take them out             only before RailDown
+    AckCounts(counts)          these were confirmed, take them out             only before RailDown
     RailDown(reason)           my endpoint is shut, and I acknowledge nothing more   once in a generation
-    Arrivals(words, messages)  what came, with all your AckCounts applied      once, when own and other RailDown are out
+    Arrivals(counts, messages) what came, with all your AckCounts applied      once, when own and other RailDown are out
     Reopen(address)            from the initiator: this is my new endpoint; from the acceptor: the answer, this is mine
 
 The arrivals are a frame of their own because they must be taken *after* the other side's RailDown was heard: at the
@@ -93,7 +93,7 @@ __all__ = [
     "reconcile",
 ]
 
-LEDGER_LIMIT: Final = 1024  # words: an AckCounts of them takes 12 KiB of a frame's 64
+LEDGER_LIMIT: Final = 1024  # immediates: an AckCounts of them takes 12 KiB of a frame's 64
 ARRIVED_LIMIT: Final = 1 << 20  # immediates of a peer that acknowledges none, or of AckCounts that nobody reads
 BACKOFF_FIRST: Final = 0.1  # seconds
 BACKOFF_MOST: Final = 30.0
@@ -101,7 +101,7 @@ WELL: Final = 30.0  # seconds that a channel has to live for the back-off to beg
 OPENING_LIMIT: Final = 10.0  # seconds from OpenAgain to `joined`
 
 Items: TypeAlias = tuple[tuple[int, int], ...]
-"""Pairs of a word and how often, sorted by word."""
+"""Pairs of an immediate and how often, sorted by imm_data."""
 
 
 class FailoverError(ControlError):
@@ -120,12 +120,12 @@ class Ledger:
 
     @property
     def confirmed(self) -> Mapping[int, int]:
-        """How often each word was confirmed and not settled."""
+        """How often each immediate was confirmed and not yet acknowledged."""
         return MappingProxyType(self._confirmed)
 
-    def confirm(self, word: int) -> None:
-        """Take note that a counted post with this word completed successfully; then ask for a `counts_to_ack`."""
-        self._confirmed[word] = self._confirmed.get(word, 0) + 1
+    def confirm(self, imm_data: int) -> None:
+        """Take note that a counted post with this immediate completed successfully; then ask for a `counts_to_ack`."""
+        self._confirmed[imm_data] = self._confirmed.get(imm_data, 0) + 1
 
     def counts_to_ack(self) -> Items | None:
         """Return what is to be told in an AckCounts and forget it, or None while the table is small enough.
@@ -138,46 +138,46 @@ class Ledger:
         self._confirmed.clear()
         return items
 
-    def arrive(self, word: int) -> None:
-        """Take note that a word came. Raises FailoverError where the peer makes the table grow without end."""
-        self._add(word, 1)
+    def arrive(self, imm_data: int) -> None:
+        """Take note that an immediate came. Raises FailoverError where the peer makes the table grow without end."""
+        self._add(imm_data, 1)
 
     def ack_counts(self, items: Iterable[tuple[int, int]]) -> None:
-        """Take out what the peer has settled; an entry may go below zero until its arrival is read.
+        """Take out what the peer has acknowledged; an entry may go below zero until its arrival is read.
 
         Raises FailoverError for a number below one, and as `arrive`.
         """
-        for word, n in items:
+        for imm_data, n in items:
             if n < 1:
-                raise FailoverError(f"the peer settles {n} posts of the word {word:#x}, expected at least 1")
-            self._add(word, -n)
+                raise FailoverError(f"the peer acknowledges {n} of the immediate {imm_data:#x}, expected at least 1")
+            self._add(imm_data, -n)
 
     def arrivals(self) -> Items:
-        """Return what came and was not settled: final once the own endpoint is shut and the other's RailDown heard.
+        """Return what came and is not acknowledged: final once the own endpoint is shut and the other's RailDown heard.
 
-        Raises FailoverError where more was settled than came.
+        Raises FailoverError where more was acknowledged than came.
         """
-        for word, n in self._arrived.items():
+        for imm_data, n in self._arrived.items():
             if n < 0:
-                raise FailoverError(f"the peer settled {-n} posts more of the word {word:#x} than came")
+                raise FailoverError(f"the peer acknowledged {-n} posts of the immediate {imm_data:#x} more than came")
         return tuple(sorted(self._arrived.items()))
 
     def __len__(self) -> int:
         """Return how many entries there are in the larger of the two tables."""
         return max(len(self._confirmed), len(self._arrived))
 
-    def _add(self, word: int, n: int) -> None:
-        left = self._arrived.get(word, 0) + n
+    def _add(self, imm_data: int, n: int) -> None:
+        left = self._arrived.get(imm_data, 0) + n
         if left:
-            self._arrived[word] = left
+            self._arrived[imm_data] = left
         else:
-            del self._arrived[word]
+            del self._arrived[imm_data]
         if len(self._arrived) > ARRIVED_LIMIT:
-            raise FailoverError(f"the peer has over {ARRIVED_LIMIT} words that it did not settle")
+            raise FailoverError(f"the peer has over {ARRIVED_LIMIT} immediates that it did not acknowledge")
 
 
 class Verdict(NamedTuple):
-    """About the unconfirmed posts of one word: whether their bytes are to be rewritten, how many counts are missing.
+    """About the unconfirmed posts of one immediate: whether to rewrite their bytes, and how many counts are missing.
 
     `came` of the posts arrived, with their bytes. `missing` holds for what is live now; see recovery.py.
     """
@@ -190,22 +190,22 @@ class Verdict(NamedTuple):
 def reconcile(
     unconfirmed: Mapping[int, tuple[int, int]], confirmed: Mapping[int, int], arrived: Mapping[int, int]
 ) -> dict[int, Verdict]:
-    """Return the verdict on each word of `unconfirmed`, which has the numbers of live and of cancelled posts.
+    """Return the verdict on each immediate of `unconfirmed`, which has the numbers of live and of cancelled posts.
 
     Raises FailoverError where more arrived than was posted, or less than was confirmed.
     """
     verdicts = {}
-    for word in sorted({*unconfirmed, *confirmed, *arrived}):
-        live, cancelled = unconfirmed.get(word, (0, 0))
-        came = arrived.get(word, 0) - confirmed.get(word, 0)
+    for imm_data in sorted({*unconfirmed, *confirmed, *arrived}):
+        live, cancelled = unconfirmed.get(imm_data, (0, 0))
+        came = arrived.get(imm_data, 0) - confirmed.get(imm_data, 0)
         if not 0 <= came <= live + cancelled:
             raise FailoverError(
-                f"the peer says that {arrived.get(word, 0)} posts of the word {word:#x} came, "
-                f"where {confirmed.get(word, 0)} were confirmed and {live + cancelled} were not"
+                f"the peer says that {arrived.get(imm_data, 0)} posts of the immediate {imm_data:#x} came, "
+                f"where {confirmed.get(imm_data, 0)} were confirmed and {live + cancelled} were not"
             )
-        if word in unconfirmed:
+        if imm_data in unconfirmed:
             some_lost = came < live + cancelled
-            verdicts[word] = Verdict(some_lost and live > 0, max(0, live - came) if some_lost else 0, came)
+            verdicts[imm_data] = Verdict(some_lost and live > 0, max(0, live - came) if some_lost else 0, came)
     return verdicts
 
 
@@ -223,9 +223,9 @@ class Received(NamedTuple):
 
 
 class Account(NamedTuple):
-    """What one side says of the other's posts: the counts of its words on a channel, and its messages on all."""
+    """What one side says of the other's posts: the counts of its immediates on a channel, and its messages on all."""
 
-    words: Items = ()
+    counts: Items = ()
     messages: Received = Received(0, ())
 
 

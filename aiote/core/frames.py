@@ -43,7 +43,7 @@ from .fields import (
 
 __all__ = [
     "FAILED_PROTOCOL",
-    "MAX_WORDS",
+    "MAX_COUNTS",
     "NONCE_BYTES",
     "PLAIN_LIMIT",
     "PROOF_BYTES",
@@ -60,6 +60,7 @@ __all__ = [
     "FrameReader",
     "Heartbeat",
     "Hello",
+    "ImmCount",
     "Joined",
     "MailMoved",
     "Mapped",
@@ -77,7 +78,6 @@ __all__ = [
     "Seal",
     "SessionMessage",
     "Welcome",
-    "WordCount",
     "decode",
     "encode",
     "frame",
@@ -91,7 +91,7 @@ TAG_BYTES = 16
 PLAIN_LIMIT = 1 << 10
 SEALED_LIMIT = 1 << 16
 
-MAX_WORDS = 4096  # of 12 bytes each: a frame's 64 KiB hold them with what else there is
+MAX_COUNTS = 4096  # of 12 bytes each: a frame's 64 KiB hold them with the other fields
 MAX_RANGES = 256
 MAX_KEYS = 256  # as many as a channel has work requests
 
@@ -117,7 +117,7 @@ class ControlError(AioteError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """The initiator's first word: who it is, whom it wants, what it speaks; zeros as target mean anyone."""
+    """The initiator's first message: who it is, whom it wants, what it speaks; zeros as target mean anyone."""
 
     magic: Annotated[bytes, Constant(MAGIC)] = MAGIC
     version_min: Annotated[int, U16]
@@ -215,10 +215,10 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class WordCount:
-    """An immediate's word, as on the wire, and how often."""
+class ImmCount:
+    """An immediate, its 32 bits on the wire, and how often."""
 
-    word: Annotated[int, U32]
+    imm_data: Annotated[int, U32]
     times: Annotated[int, U64]
 
 
@@ -236,7 +236,7 @@ class AckCounts:
 
     channel: Annotated[int, U8]
     generation: Annotated[int, U32]
-    words: Annotated[tuple[WordCount, ...], Many(WordCount, 0, MAX_WORDS)]
+    counts: Annotated[tuple[ImmCount, ...], Many(ImmCount, 0, MAX_COUNTS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class MemoryKey:
 
 @dataclass(frozen=True, slots=True)
 class RailDown:
-    """The sender's endpoint of a channel is shut, and it settles nothing more there. It has lost work for `keys`."""
+    """The sender has shut its endpoint of a channel and acknowledges nothing more there. It lost work for `keys`."""
 
     channel: Annotated[int, U8]
     generation: Annotated[int, U32]
@@ -261,13 +261,13 @@ class Arrivals:
     """What came to the sender over a channel that both sides have shut; which messages on any, all up to `high` and the
     ranges beyond; and which of the keys that it was told are not, or no more, of its memory.
 
-    Where the words do not fit in one frame, several follow one another: `more` is set in all but the last, and what is
-    not words counts in the last.
+    Where the counts do not fit in one frame, several follow one another: `more` is set in all but the last, and of the
+    other fields those of the last count.
     """
 
     channel: Annotated[int, U8]
     generation: Annotated[int, U32]
-    words: Annotated[tuple[WordCount, ...], Many(WordCount, 0, MAX_WORDS)]
+    counts: Annotated[tuple[ImmCount, ...], Many(ImmCount, 0, MAX_COUNTS)]
     high: Annotated[int, U64]
     beyond: Annotated[tuple[Range, ...], Many(Range, 0, MAX_RANGES)]
     unknown: Annotated[tuple[MemoryKey, ...], Many(MemoryKey, 0, MAX_KEYS)]
@@ -315,14 +315,14 @@ class Revoked:
 
 @dataclass(frozen=True, slots=True)
 class Bye:
-    """The sender's last word, at an orderly close."""
+    """The sender's last message, at an orderly close."""
 
     reason: Annotated[str, Sentence(512)]
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The sender's last word, when it gives up: a code and a sentence."""
+    """The sender's last message, when it gives up: a code and a sentence."""
 
     code: Annotated[int, U16]
     text: Annotated[str, Sentence(1024)]

@@ -5,7 +5,7 @@ several pages; it then stands for as many posts, which have the same fate.) A *w
 transfer. A post is *settled* when it was confirmed, when it was never posted and its work is cancelled, or when the
 recovery that took it over is over. A work is over when all its posts are settled.
 
-`take_over` gets the unconfirmed posts of a channel that is shut on both sides, with the ledger's confirmed words and
+`take_over` gets the unconfirmed posts of a channel that is shut on both sides, with the ledger's confirmed counts and
 what the other side says arrived. Never before: an old byte could land after the work was over.
 
 | post                     | what becomes of it                                                          |
@@ -14,10 +14,10 @@ what the other side says arrived. Never before: an old byte could land after the
 | message that did not     | posted again with its number, cancelled or not, for a gap would never close |
 | of a cancelled work      | settled: nothing more is done for it                                        |
 | read, or write uncounted | posted again                                                                |
-| counted, and all came    | settled ("all": all of its word on this channel)                            |
-| counted, and not all     | taken over by a recovery of its word                                        |
+| counted, and all came    | settled ("all": all of its immediate on this channel)                       |
+| counted, and not all     | taken over by a recovery of its immediate                                   |
 
-A **recovery** is about one word of one dead channel, of whose posts `came` arrived, nobody knows which:
+A **recovery** is about one immediate of one dead channel, of whose posts `came` arrived, nobody knows which:
 
 | stage     | it has posted                                          | left when all of those are settled      |
 |-----------|--------------------------------------------------------|-----------------------------------------|
@@ -70,24 +70,24 @@ class Work:
 class Post:
     """One work request; to make one opens it in its work.
 
-    `what` says what it moves (the engine knows how to read it), None for an immediate alone; `word` is what it counts,
-    `number` its message's. `origin` is the post that this one rewrites.
+    `what` says what it moves (the engine knows how to read it), None for an immediate alone. `imm_data` is its
+    immediate, where it is counted, `number` its message's number. `origin` is the post that this one rewrites.
     """
 
-    __slots__ = ("number", "origin", "recovery", "rewrite", "what", "word", "work")
+    __slots__ = ("imm_data", "number", "origin", "recovery", "rewrite", "what", "work")
 
     def __init__(
         self,
         work: Work,
         what: object | None,
         *,
-        word: int | None = None,
+        imm_data: int | None = None,
         number: int | None = None,
         origin: Post | None = None,
     ) -> None:
         self.work = work
         self.what = what
-        self.word = word
+        self.imm_data = imm_data
         self.number = number
         self.origin = origin
         self.recovery: Recovery | None = None
@@ -109,13 +109,13 @@ class Stage(enum.Enum):
 
 
 class Recovery(Work):
-    """Brings the lost posts of one word of one dead channel to their target, and their counts."""
+    """Brings the lost posts of one immediate of one dead channel to their target, and their counts."""
 
-    __slots__ = ("came", "posts", "stage", "word")
+    __slots__ = ("came", "imm_data", "posts", "stage")
 
-    def __init__(self, word: int, posts: Iterable[Post], came: int) -> None:
+    def __init__(self, imm_data: int, posts: Iterable[Post], came: int) -> None:
         super().__init__()
-        self.word = word
+        self.imm_data = imm_data
         self.came = came
         self.posts = dict.fromkeys(posts)
         self.stage = Stage.REWRITING
@@ -138,7 +138,7 @@ class Recovery(Work):
         if self.open == 0 and self.stage is Stage.REWRITING:
             self.stage = Stage.COUNTING
             live = sum(post.live for post in self.posts)
-            again = [Post(self, None, word=self.word) for _ in range(max(0, live - self.came))]
+            again = [Post(self, None, imm_data=self.imm_data) for _ in range(max(0, live - self.came))]
         if self.open == 0 and self.stage is Stage.COUNTING:
             self.stage = Stage.OVER
             over = list(self.posts)
@@ -161,20 +161,20 @@ def take_over(posts: Iterable[Post], confirmed: Mapping[int, int], arrivals: Acc
     """
     again: list[Post] = []
     over: list[Post] = []
-    words: dict[int, list[Post]] = {}
+    counted: dict[int, list[Post]] = {}
     for post in posts:
-        if post.word is not None:
-            words.setdefault(post.word, []).append(post)
+        if post.imm_data is not None:
+            counted.setdefault(post.imm_data, []).append(post)
         elif not post.live or (post.number is not None and post.number in arrivals.messages):
             over.append(post)
         else:
             again.append(post)
-    numbers = {word: (live := sum(post.live for post in of), len(of) - live) for word, of in words.items()}
-    for word, verdict in reconcile(numbers, confirmed, dict(arrivals.words)).items():
-        taken = [post for post in words[word] if post.live] if verdict.rewrite else []
-        over += [post for post in words[word] if not verdict.rewrite or not post.live]
+    numbers = {imm_data: (live := sum(post.live for post in of), len(of) - live) for imm_data, of in counted.items()}
+    for imm_data, verdict in reconcile(numbers, confirmed, dict(arrivals.counts)).items():
+        taken = [post for post in counted[imm_data] if post.live] if verdict.rewrite else []
+        over += [post for post in counted[imm_data] if not verdict.rewrite or not post.live]
         if taken:
-            recovery = Recovery(word, taken, verdict.came)
+            recovery = Recovery(imm_data, taken, verdict.came)
             again += recovery.rewrites()
             more, done = recovery.advance()
             again += more

@@ -20,11 +20,11 @@ so the sizes differ by one byte at most, their sum is L, and no intermediate val
 
 **The immediate.** A user's immediate has 28 bits. On the wire it has 32, the top four being *stripes - 1*:
 
-    word = (stripes - 1) << 28 | imm         1 <= stripes <= 16
+    imm_data = (stripes - 1) << 28 | imm         1 <= stripes <= 16
 
-Every stripe of a write carries the same word and counts 1/stripes at the receiver (see counters.py), so a write counts
-one whatever it was cut in. Hence a counted write has at most 16 counted stripes: n is taken with at most 16 lanes, and
-where the largest message asks for more than 16 the write is cut in two parts:
+Every stripe of a write carries the same 32 bits and counts 1/stripes at the receiver (see counters.py), so a write
+counts one however many stripes it has. Hence a counted write has at most 16 counted stripes: n is taken with at most 16
+lanes, and where the largest message asks for more than 16 the write is split in two parts:
 
 | part | bytes                        | in stripes                      | counted | posted                    |
 |------|------------------------------|---------------------------------|---------|---------------------------|
@@ -142,14 +142,14 @@ def check_immediate(imm: int) -> int:
 
 
 def encode_immediate(imm: int, stripes: int) -> int:
-    """Return the 32-bit word that each of `stripes` stripes carries; raise UsageError where either is out of range."""
+    """Return the 32 bits that each of `stripes` stripes carries; raise UsageError where either is out of range."""
     if not 1 <= stripes <= MAX_COUNTED:
         raise UsageError(f"{stripes} stripes cannot share an immediate, expected 1 to {MAX_COUNTED}")
     return (stripes - 1) << IMM_BITS | check_immediate(imm)
 
 
-def decode_immediate(word: int) -> tuple[int, int]:
-    """Return (immediate, stripes) of a 32-bit word; every such word means something."""
-    if not 0 <= word < 1 << 32:
-        raise UsageError(f"the word {word} is not 32 bits wide")
-    return word & (IMM_LIMIT - 1), (word >> IMM_BITS) + 1
+def decode_immediate(imm_data: int) -> tuple[int, int]:
+    """Return (immediate, stripes) of a 32-bit immediate; every 32 bits mean something."""
+    if not 0 <= imm_data < 1 << 32:
+        raise UsageError(f"the immediate {imm_data} is not 32 bits wide")
+    return imm_data & (IMM_LIMIT - 1), (imm_data >> IMM_BITS) + 1

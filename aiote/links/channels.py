@@ -26,17 +26,17 @@ from ..core.failover import (
     TellDown,
 )
 from ..core.frames import (
-    MAX_WORDS,
+    MAX_COUNTS,
     AckCounts,
     Arrivals,
     Channel,
     ChannelMessage,
+    ImmCount,
     Joined,
     MailMoved,
     MemoryKey,
     RailDown,
     Range,
-    WordCount,
 )
 from ..errors import AioteError, TransferError
 from ..rails import error_text
@@ -96,9 +96,11 @@ class Channels:
         if number not in self._states.live and not self._probes.get(number):
             return
         if errnum == 0:
-            words = [WordCount(word, times) for word, times in self._link.counts_to_ack(number)]
-            for start in range(0, len(words), MAX_WORDS):
-                self._send(AckCounts(number, self._states.generation(number), tuple(words[start : start + MAX_WORDS])))
+            counts = [ImmCount(imm_data, times) for imm_data, times in self._link.counts_to_ack(number)]
+            for start in range(0, len(counts), MAX_COUNTS):
+                self._send(
+                    AckCounts(number, self._states.generation(number), tuple(counts[start : start + MAX_COUNTS]))
+                )
         else:
             self.fail(number, f"the data connection failed: {error_text(errnum)}")
 
@@ -132,9 +134,9 @@ class Channels:
         """Take a message about a channel. Raises FailoverError for one that cannot be."""
         now = self._runtime.loop.time()
         match message:
-            case AckCounts(number, generation, words):
+            case AckCounts(number, generation, counts):
                 if self._states.heard_ack_counts(number, generation) and not self._link.ack_counts(
-                    number, [(item.word, item.times) for item in words]
+                    number, [(item.imm_data, item.times) for item in counts]
                 ):
                     raise FailoverError("it has too many counts that it does not acknowledge")
             case RailDown(number, generation, reason, keys):
@@ -156,16 +158,16 @@ class Channels:
         number = message.channel
         if self._came.keys() - {number}:
             raise FailoverError("it begins to tell what came over a channel before it has told it of another")
-        words = self._came.setdefault(number, [])
-        words += [(item.word, item.times) for item in message.words]
-        if len(words) > MOST_WORDS:
-            raise FailoverError(f"it tells of over {MOST_WORDS} words that came")
+        counts = self._came.setdefault(number, [])
+        counts += [(item.imm_data, item.times) for item in message.counts]
+        if len(counts) > MOST_COUNTS:
+            raise FailoverError(f"it counts over {MOST_COUNTS} immediates that came")
         if message.more:
             return
         del self._came[number]
         self._unknown[number] = [item.key for item in message.unknown]
         mark = Received(message.high, tuple((item.first, item.last) for item in message.beyond))
-        self._do(self._states.heard_arrivals(number, message.generation, Account(tuple(words), mark), now))
+        self._do(self._states.heard_arrivals(number, message.generation, Account(tuple(counts), mark), now))
 
     def _hear_channel(self, message: Channel, now: float) -> None:
         number = self._number_of(message)
@@ -240,14 +242,14 @@ class Channels:
             probe.cancel()
 
     def _tell_arrivals(self, number: int, generation: int) -> None:
-        words, top, holes = self._link.arrivals(number)
-        if any(times < 0 for _, times in words):
+        arrived, top, holes = self._link.arrivals(number)
+        if any(times < 0 for _, times in arrived):
             raise FailoverError("it acknowledged more than came")
         mark = marked(top, holes)
-        counts = [WordCount(word, times) for word, times in words]
-        while len(counts) > MAX_WORDS:
-            self._send(Arrivals(number, generation, tuple(counts[:MAX_WORDS]), 0, (), (), more=True))
-            del counts[:MAX_WORDS]
+        counts = [ImmCount(imm_data, times) for imm_data, times in arrived]
+        while len(counts) > MAX_COUNTS:
+            self._send(Arrivals(number, generation, tuple(counts[:MAX_COUNTS]), 0, (), (), more=True))
+            del counts[:MAX_COUNTS]
         beyond = tuple(Range(*item) for item in mark.beyond)
         self._send(Arrivals(number, generation, tuple(counts), mark.high, beyond, self._unknown_of(number)))
 
@@ -258,7 +260,7 @@ class Channels:
 
     def _reconcile(self, number: int, arrivals: Account) -> None:
         top, holes = unmarked(arrivals.messages)
-        if not self._link.reconcile(number, list(arrivals.words), top, holes, self._unknown.pop(number, [])):
+        if not self._link.reconcile(number, list(arrivals.counts), top, holes, self._unknown.pop(number, [])):
             raise FailoverError("it says that what was not sent has come")
         self._move_mailbox()
 
@@ -349,4 +351,4 @@ def unmarked(mark: Received) -> tuple[int, list[int]]:
 
 
 MOST_HOLES = 4096  # messages of a pool
-MOST_WORDS = 1 << 15  # more than a tally of the native core holds
+MOST_COUNTS = 1 << 15  # more than a tally of the native core holds

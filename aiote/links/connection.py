@@ -284,7 +284,7 @@ class Connection:
         if self.link is not None:
             self.link.close(PEER_LOST)
         if self.control is not None:
-            # The peer takes a Bye for the word that our endpoints are closed.
+            # The peer takes a Bye as the confirmation that our endpoints are closed.
             self.control.send(Bye(self.reason))
             self.control.end(self.reason)
         for transfer in waiting:

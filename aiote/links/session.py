@@ -405,7 +405,7 @@ class Session:
         rail = self._runtime.rail_name(link.failed_rail)
         where = f" on rail {rail}" if rail else ""
         if link.failed == errno.ENOTCONN and rail and self._runtime.fabric.rails[link.failed_rail].traits.host_only:
-            # Its gate, which is seen sooner than its last word is heard.
+            # Its gate, which is seen sooner than its last message is heard.
             self.link_failed(f"it has closed its end of the data connection{where}")
         else:
             self.link_failed(f"the data connection{where} failed: {error_text(link.failed)}")

@@ -161,7 +161,7 @@ def test_what_comes_behind_a_refusal_does_not_hide_it() -> None:
     left.receive_eof()
 
 
-def test_messages_can_be_sent_from_the_proof_to_the_last_word() -> None:
+def test_messages_can_be_sent_from_the_proof_to_the_last_message() -> None:
     both = Pair().shake()
     assert both.left.authenticated
     both.left.send(Bye("done"))

@@ -32,9 +32,9 @@ from aiote.errors import ClosedError, UsageError
 from control_peers import SESSION_KINDS, Pair, config, messages
 
 SIDES = st.sampled_from(["left", "right"])
-LAST_WORDS = (Bye, Failed)
-# A last word comes rarely, so that the states before it are seen for a while.
-KINDS = st.sampled_from([kind for kind in SESSION_KINDS if kind not in LAST_WORDS] * 4 + [*LAST_WORDS])
+LAST_MESSAGES = (Bye, Failed)
+# A last message comes rarely, so that the states before it are seen for a while.
+KINDS = st.sampled_from([kind for kind in SESSION_KINDS if kind not in LAST_MESSAGES] * 4 + [*LAST_MESSAGES])
 OPENING = (Offer, Mapped, Ready)
 ABOUT_CHANNELS = (AckCounts, RailDown, Arrivals, Joined, MailMoved)
 
@@ -92,7 +92,7 @@ class Conversation(RuleBasedStateMachine):
     @precondition(lambda self: not self.broken)
     @rule(side=SIDES, data=st.data())
     def say_what_opens_the_next_state(self, side: str, data: st.DataObject) -> None:
-        """Chance alone says a last word before it has come through the opening."""
+        """Chance alone says a last message before it has come through the opening."""
         for kind in OPENING:
             if may_follow(kind, self.kinds(side)):
                 self.say(side, data, kind)
@@ -115,7 +115,7 @@ class Conversation(RuleBasedStateMachine):
             return
         rogue, receiver = self.sides[side], self.sides[self.other(side)]
         forged = frame(encode(data.draw(messages(kind))), rogue._seal_out)
-        with pytest.raises(ControlError, match=r"out of order|last word") as caught:
+        with pytest.raises(ControlError, match=r"out of order|last message") as caught:
             receiver.receive(self.flight[side] + forged)
         self.got[side] += [event.message for event in caught.value.events]
         assert self.got[side] == self.said[side]
@@ -143,7 +143,7 @@ class Conversation(RuleBasedStateMachine):
                 assert self.got[side] == self.said[side]
 
     @invariant()
-    def a_connection_is_over_when_both_have_said_their_last_word(self) -> None:
+    def a_connection_is_over_when_both_have_said_their_last_message(self) -> None:
         if self.broken:
             return
         for side, protocol in self.sides.items():

@@ -139,7 +139,7 @@ def test_a_stream_that_ends_early_is_noticed(data: st.DataObject) -> None:
     whole = sum(4 + len(body) for body in split(stream)[: len(said)])
     assert said == TALK[: len(said)]
     assert error is not None
-    assert (f"within a frame, after {stop - whole} bytes" if stop > whole else "without a last word") in error
+    assert (f"within a frame, after {stop - whole} bytes" if stop > whole else "without a last message") in error
     assert both.right.over
     with pytest.raises(ControlError, match="over"):
         both.right.receive(stream)
@@ -238,7 +238,7 @@ def test_a_violation_is_told_to_the_peer_and_is_the_end() -> None:
     assert both.right.data_to_send() == b""
 
 
-def test_nothing_is_sent_behind_a_last_word() -> None:
+def test_nothing_is_sent_behind_a_last_message() -> None:
     both, _ = talked(0)
     both.right.send(Bye("first"))
     both.right.data_to_send()

@@ -18,8 +18,8 @@ from aiote.errors import UsageError
 WHOLE = encode_immediate(5, 1)
 
 
-def words(imm: int, stripes: int) -> list[int]:
-    """The words by which one write of so many stripes arrives."""
+def stripe_immediates(imm: int, stripes: int) -> list[int]:
+    """The immediates by which one write of so many stripes arrives."""
     return [encode_immediate(imm, stripes)] * stripes
 
 
@@ -31,21 +31,21 @@ def test_units() -> None:
 @pytest.mark.parametrize("stripes", range(1, MAX_COUNTED + 1))
 def test_a_write_counts_one_whatever_it_was_cut_in(stripes: int) -> None:
     counters = ImmCounters()
-    for word in words(5, stripes)[1:]:
-        counters.arrive(word)
+    for imm_data in stripe_immediates(5, stripes)[1:]:
+        counters.arrive(imm_data)
     assert counters.value(5) == 0
-    counters.arrive(words(5, stripes)[0])
+    counters.arrive(stripe_immediates(5, stripes)[0])
     assert counters.value(5) == 1
     assert counters.wait(5, 1).satisfied
 
 
 @given(st.lists(st.tuples(st.sampled_from([3, 5]), st.integers(1, 16)), max_size=30), st.randoms(use_true_random=False))
 def test_the_order_of_arrival_is_irrelevant(writes: list[tuple[int, int]], shuffled: random.Random) -> None:
-    arrivals = [word for imm, stripes in writes for word in words(imm, stripes)]
+    arrivals = [imm_data for imm, stripes in writes for imm_data in stripe_immediates(imm, stripes)]
     shuffled.shuffle(arrivals)
     counters = ImmCounters()
-    for word in arrivals:
-        counters.arrive(word)
+    for imm_data in arrivals:
+        counters.arrive(imm_data)
     for imm in (3, 5):
         expected = sum(value == imm for value, _ in writes)
         assert counters.value(imm) == expected

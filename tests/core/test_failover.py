@@ -42,11 +42,11 @@ INITIATOR, ACCEPTOR = Role.INITIATOR, Role.ACCEPTOR
 CAME = Account(((5, 2),), Received(3, ((5, 6),)))
 
 
-def test_a_ledger_counts_words() -> None:
+def test_a_ledger_counts_immediates() -> None:
     ledger = Ledger()
-    for word in (7, 5, 7):
-        ledger.confirm(word)
-        ledger.arrive(word + 1)
+    for imm_data in (7, 5, 7):
+        ledger.confirm(imm_data)
+        ledger.arrive(imm_data + 1)
     assert dict(ledger.confirmed) == {5: 1, 7: 2}
     assert ledger.arrivals() == ((6, 1), (8, 2))
     assert len(ledger) == 2
@@ -54,12 +54,12 @@ def test_a_ledger_counts_words() -> None:
 
 def test_a_sender_settles_what_is_over_the_limit() -> None:
     ledger = Ledger()
-    for word in range(LEDGER_LIMIT):
-        ledger.confirm(word)
-        ledger.confirm(word)
+    for imm_data in range(LEDGER_LIMIT):
+        ledger.confirm(imm_data)
+        ledger.confirm(imm_data)
         assert ledger.counts_to_ack() is None
     ledger.confirm(LEDGER_LIMIT)
-    assert ledger.counts_to_ack() == (*((word, 2) for word in range(LEDGER_LIMIT)), (LEDGER_LIMIT, 1))
+    assert ledger.counts_to_ack() == (*((imm_data, 2) for imm_data in range(LEDGER_LIMIT)), (LEDGER_LIMIT, 1))
     assert not ledger.confirmed
     assert ledger.counts_to_ack() is None
 
@@ -68,7 +68,7 @@ def test_a_settlement_may_come_before_what_it_settles() -> None:
     ledger = Ledger()
     ledger.arrive(5)
     ledger.ack_counts([(5, 3)])
-    with pytest.raises(FailoverError, match="settled 2 posts more of the word 0x5 than came"):
+    with pytest.raises(FailoverError, match="acknowledged 2 posts of the immediate 0x5 more than came"):
         ledger.arrivals()
     ledger.arrive(5)
     ledger.arrive(5)
@@ -84,8 +84,8 @@ def test_a_settlement_of_nothing_is_refused(n: int) -> None:
 def test_a_peer_that_never_settles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failover, "ARRIVED_LIMIT", 3)
     ledger = Ledger()
-    for word in range(3):
-        ledger.arrive(word)
+    for imm_data in range(3):
+        ledger.arrive(imm_data)
     with pytest.raises(FailoverError, match="did not settle"):
         ledger.arrive(3)
 
@@ -103,28 +103,30 @@ def test_settling_never_changes_the_difference(
     unread: list[tuple[str, object]] = []
     unconfirmed: Counter[int] = Counter()
     came: Counter[int] = Counter()
-    for word, arrived, confirmed in posts:
+    for imm_data, arrived, confirmed in posts:
         if arrived:
-            unread.append(("arrival", word))
+            unread.append(("arrival", imm_data))
         if arrived and confirmed:
-            sender.confirm(word)
+            sender.confirm(imm_data)
             items = sender.counts_to_ack()
             if items is not None:
                 unread.append(("settle", items))
             assert len(sender.confirmed) <= limit
         else:
-            unconfirmed[word] += 1
-            came[word] += arrived
+            unconfirmed[imm_data] += 1
+            came[imm_data] += arrived
     source.shuffle(unread)
     for kind, what in unread:
         if kind == "settle":
             receiver.ack_counts(what)
         else:
             receiver.arrive(what)
-    verdicts = reconcile({word: (n, 0) for word, n in unconfirmed.items()}, sender.confirmed, dict(receiver.arrivals()))
-    assert {word: verdict.came for word, verdict in verdicts.items()} == dict(came)
-    assert {word: verdict.missing for word, verdict in verdicts.items()} == dict(unconfirmed - came) | {
-        word: 0 for word in unconfirmed if unconfirmed[word] == came[word]
+    verdicts = reconcile(
+        {imm_data: (n, 0) for imm_data, n in unconfirmed.items()}, sender.confirmed, dict(receiver.arrivals())
+    )
+    assert {imm_data: verdict.came for imm_data, verdict in verdicts.items()} == dict(came)
+    assert {imm_data: verdict.missing for imm_data, verdict in verdicts.items()} == dict(unconfirmed - came) | {
+        imm_data: 0 for imm_data in unconfirmed if unconfirmed[imm_data] == came[imm_data]
     }
 
 
@@ -149,13 +151,13 @@ def test_verdicts(unconfirmed: tuple[int, int], confirmed: int, arrived: int, ve
 def test_impossible_numbers_are_refused(
     live: dict[int, int], cancelled: dict[int, int], confirmed: dict[int, int], arrived: dict[int, int]
 ) -> None:
-    unconfirmed = {word: (live.get(word, 0), cancelled.get(word, 0)) for word in {*live, *cancelled}}
-    came = {word: arrived.get(word, 0) - confirmed.get(word, 0) for word in range(4)}
-    if all(0 <= came[word] <= sum(unconfirmed.get(word, (0, 0))) for word in range(4)):
+    unconfirmed = {imm_data: (live.get(imm_data, 0), cancelled.get(imm_data, 0)) for imm_data in {*live, *cancelled}}
+    came = {imm_data: arrived.get(imm_data, 0) - confirmed.get(imm_data, 0) for imm_data in range(4)}
+    if all(0 <= came[imm_data] <= sum(unconfirmed.get(imm_data, (0, 0))) for imm_data in range(4)):
         verdicts = reconcile(unconfirmed, confirmed, arrived)
         assert set(verdicts) == set(unconfirmed)
-        for word, verdict in verdicts.items():
-            assert live.get(word, 0) <= verdict.came + verdict.missing <= sum(unconfirmed[word])
+        for imm_data, verdict in verdicts.items():
+            assert live.get(imm_data, 0) <= verdict.came + verdict.missing <= sum(unconfirmed[imm_data])
     else:
         with pytest.raises(FailoverError, match="the peer says"):
             reconcile(unconfirmed, confirmed, arrived)

@@ -65,7 +65,7 @@ def rewrites_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def rewrites(self: Recovery) -> list[Post]:
         self.stage = Stage.COUNTING
-        return [Post(self, post.what, word=self.word, origin=post) for post in self.posts]
+        return [Post(self, post.what, imm_data=self.imm_data, origin=post) for post in self.posts]
 
     monkeypatch.setattr(Recovery, "rewrites", rewrites)
 
@@ -77,13 +77,13 @@ def immediates_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def rewrites(self: Recovery) -> list[Post]:
         missing = max(0, len(self.posts) - self.came)
         self.stage = Stage.COUNTING
-        return original(self) + [Post(self, None, word=self.word) for _ in range(missing)]
+        return original(self) + [Post(self, None, imm_data=self.imm_data) for _ in range(missing)]
 
     monkeypatch.setattr(Recovery, "rewrites", rewrites)
 
 
 def one_rewrite_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send what is missing after the first rewrite of the word, not the last."""
+    """Send what is missing after the first rewrite of the immediate, not the last."""
     original = Recovery.advance
 
     def advance(self: Recovery) -> tuple[list[Post], list[Post]]:
@@ -143,7 +143,7 @@ def what_came_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send again all that was not confirmed, counts included."""
 
     def reconcile(unconfirmed: dict[int, tuple[int, int]], *_: object) -> dict[int, Verdict]:
-        return {word: Verdict(True, live, 0) for word, (live, _) in unconfirmed.items()}
+        return {imm_data: Verdict(True, live, 0) for imm_data, (live, _) in unconfirmed.items()}
 
     monkeypatch.setattr(recovery, "reconcile", reconcile)
 

@@ -20,6 +20,7 @@ from aiote.core.frames import (
     FrameReader,
     Heartbeat,
     Hello,
+    ImmCount,
     Joined,
     MailMoved,
     Mapped,
@@ -31,7 +32,6 @@ from aiote.core.frames import (
     Ready,
     Refused,
     Seal,
-    WordCount,
     decode,
     encode,
     frame,
@@ -91,8 +91,8 @@ def test_the_bytes_of_a_message_are_fixed() -> None:
     assert encode(channel).hex() == "11" + "01" + "02" + "00000003" + "00026162" + f"{4:016x}" + f"{5:016x}" + "0000"
     assert encode(Ready()).hex() == "12"
     assert encode(Mapped()).hex() == "19"
-    settle = AckCounts(1, 2, (WordCount(3, 4),))
-    assert encode(settle).hex() == "1a" + "01" + "00000002" + "0001" + f"{3:08x}" + f"{4:016x}"
+    ack = AckCounts(1, 2, (ImmCount(3, 4),))
+    assert encode(ack).hex() == "1a" + "01" + "00000002" + "0001" + f"{3:08x}" + f"{4:016x}"
     down = RailDown(1, 2, "r", (MemoryKey(3),))
     assert encode(down).hex() == "1b" + "01" + "00000002" + "000172" + "0001" + f"{3:016x}"
     came = Arrivals(1, 2, (), 5, (Range(7, 9),), (MemoryKey(3),))

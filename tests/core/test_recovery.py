@@ -12,19 +12,19 @@ from aiote.core import recovery
 from aiote.core.failover import Account, FailoverError, Received
 from aiote.core.recovery import MessageNumbers, Post, Recovery, Work, cancel, settled, take_over
 
-WORD = 5
+IMM_DATA = 5
 
 
 def counted(*works: Work) -> list[Post]:
-    return [Post(work, f"bytes {at}", word=WORD) for at, work in enumerate(works)]
+    return [Post(work, f"bytes {at}", imm_data=IMM_DATA) for at, work in enumerate(works)]
 
 
-def came(n: int, word: int = WORD) -> Account:
-    return Account(((word, n),) if n else ())
+def came(n: int, imm_data: int = IMM_DATA) -> Account:
+    return Account(((imm_data, n),) if n else ())
 
 
 def immediates(posts: list[Post]) -> list[Post]:
-    assert all(post.what is None and post.word == WORD for post in posts)
+    assert all(post.what is None and post.imm_data == IMM_DATA for post in posts)
     return posts
 
 
@@ -37,7 +37,7 @@ def test_confirmed_posts_end_their_work() -> None:
 
 def test_what_came_altogether_is_over() -> None:
     works = [Work(), Work()]
-    assert take_over(counted(*works), {WORD: 3}, came(5)) == []
+    assert take_over(counted(*works), {IMM_DATA: 3}, came(5)) == []
     assert [work.open for work in works] == [0, 0]
 
 
@@ -51,8 +51,8 @@ def test_uncounted_posts_are_posted_again() -> None:
 
 def test_the_missing_count_waits_for_the_last_rewrite() -> None:
     works = [Work(), Work(), Work()]
-    rewrites = take_over(counted(*works), {WORD: 1}, came(2))
-    assert [(post.what, post.word) for post in rewrites] == [(f"bytes {at}", None) for at in range(3)]
+    rewrites = take_over(counted(*works), {IMM_DATA: 1}, came(2))
+    assert [(post.what, post.imm_data) for post in rewrites] == [(f"bytes {at}", None) for at in range(3)]
     assert settled(rewrites[2]) == settled(rewrites[0]) == []
     missing = immediates(settled(rewrites[1]))
     assert len(missing) == 2
@@ -72,12 +72,12 @@ def test_a_lost_rewrite_is_posted_again() -> None:
 
 
 def test_a_lost_immediate_is_recovered_in_its_turn() -> None:
-    """Along with a write of the same word: its bytes come first, and the outer recovery waits for the inner."""
+    """Along with a write of the same immediate: its bytes come first, and the outer recovery waits for the inner."""
     old, new = Work(), Work()
     (rewrite,) = take_over(counted(old), {}, came(0))
     (lost,) = immediates(settled(rewrite))
     (again,) = take_over([lost, *counted(new)], {}, came(1))
-    assert (again.what, again.word) == ("bytes 0", None)
+    assert (again.what, again.imm_data) == ("bytes 0", None)
     (missing,) = immediates(settled(again))
     assert (old.open, new.open) == (1, 1)
     settled(missing)
@@ -87,13 +87,13 @@ def test_a_lost_immediate_is_recovered_in_its_turn() -> None:
 def test_a_lost_immediate_that_came_is_over() -> None:
     work = Work()
     (rewrite,) = take_over(counted(work), {}, came(0))
-    assert take_over(settled(rewrite), {WORD: 4}, came(5)) == []
+    assert take_over(settled(rewrite), {IMM_DATA: 4}, came(5)) == []
     assert work.open == 0
 
 
 def test_an_immediate_alone_has_nothing_to_rewrite() -> None:
     work = Work()
-    (missing,) = immediates(take_over([Post(work, None, word=WORD)], {}, came(0)))
+    (missing,) = immediates(take_over([Post(work, None, imm_data=IMM_DATA)], {}, came(0)))
     settled(missing)
     assert work.open == 0
 
@@ -101,7 +101,7 @@ def test_an_immediate_alone_has_nothing_to_rewrite() -> None:
 def test_many_recoveries_in_one_another() -> None:
     """Deeper than any stack."""
     work = Work()
-    posts = immediates(take_over([Post(work, None, word=WORD)], {}, came(0)))
+    posts = immediates(take_over([Post(work, None, imm_data=IMM_DATA)], {}, came(0)))
     for _ in range(5000):
         posts = immediates(take_over(posts, {}, came(0)))
     settled(posts[0])
@@ -153,7 +153,7 @@ def test_numbers_that_cannot_be_change_nothing() -> None:
     with pytest.raises(FailoverError):
         take_over(posts, {}, came(2))
     with pytest.raises(FailoverError):
-        take_over(posts, {}, came(1, word=WORD + 1))
+        take_over(posts, {}, came(1, imm_data=IMM_DATA + 1))
     assert (work.open, work.taken) == (2, {})
 
 
@@ -167,7 +167,7 @@ def test_messages_are_sent_again_only_if_they_did_not_arrive() -> None:
 
 @given(st.lists(st.booleans(), min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_counts_are_exact_whatever_is_lost(wanted: list[bool], source: random.Random) -> None:
-    """All posts of one word on one channel after the other; those not wanted are cancelled at some time."""
+    """All posts of one immediate on one channel after the other; those not wanted are cancelled at some time."""
     works = [Work() for _ in wanted]
     flying, counts, doomed = counted(*works), 0, [work for work, live in zip(works, wanted, strict=True) if not live]
     for _ in range(12):
@@ -177,15 +177,15 @@ def test_counts_are_exact_whatever_is_lost(wanted: list[bool], source: random.Ra
         if doomed and source.random() < 0.5:
             flying += cancel(doomed.pop())
         new = [again for post in confirmed for again in settled(post)]
-        counts += sum(post.word is not None for post in arrived)
-        told = sum(post.word is not None for post in arrived), sum(post.word is not None for post in confirmed)
-        flying = new + take_over(unconfirmed, {WORD: told[1]}, came(told[0]))
+        counts += sum(post.imm_data is not None for post in arrived)
+        told = sum(post.imm_data is not None for post in arrived), sum(post.imm_data is not None for post in confirmed)
+        flying = new + take_over(unconfirmed, {IMM_DATA: told[1]}, came(told[0]))
         for post in [post for post in flying if not post.live]:
             flying.remove(post)
             flying += settled(post)
     while flying:
         post = flying.pop()
-        counts += post.word is not None and post.live
+        counts += post.imm_data is not None and post.live
         flying += settled(post)
     assert sum(wanted) <= counts <= len(wanted)
     assert all(work.open == 0 for work, live in zip(works, wanted, strict=True) if live)

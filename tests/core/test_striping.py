@@ -172,15 +172,15 @@ def test_bad_arguments(arguments: tuple[int, int, int, int], name: str) -> None:
 
 @given(st.integers(0, IMM_LIMIT - 1), st.integers(1, MAX_COUNTED))
 def test_immediate_round_trip(imm: int, stripes: int) -> None:
-    word = encode_immediate(imm, stripes)
-    assert 0 <= word < 2**32
-    assert word >> 28 == stripes - 1
-    assert decode_immediate(word) == (imm, stripes)
+    imm_data = encode_immediate(imm, stripes)
+    assert 0 <= imm_data < 2**32
+    assert imm_data >> 28 == stripes - 1
+    assert decode_immediate(imm_data) == (imm, stripes)
 
 
 @given(st.integers(0, 2**32 - 1))
-def test_every_word_means_something(word: int) -> None:
-    assert encode_immediate(*decode_immediate(word)) == word
+def test_every_immediate_means_something(imm_data: int) -> None:
+    assert encode_immediate(*decode_immediate(imm_data)) == imm_data
 
 
 def test_one_stripe_leaves_the_immediate_as_it_is() -> None:
@@ -203,7 +203,7 @@ def test_stripes_out_of_range(stripes: int) -> None:
         encode_immediate(0, stripes)
 
 
-@pytest.mark.parametrize("word", [-1, 2**32])
-def test_words_out_of_range(word: int) -> None:
+@pytest.mark.parametrize("imm_data", [-1, 2**32])
+def test_immediates_out_of_range(imm_data: int) -> None:
     with pytest.raises(UsageError, match="not 32 bits"):
-        decode_immediate(word)
+        decode_immediate(imm_data)

@@ -83,7 +83,7 @@ async def test_abort(provider, progress):
         await left.aclose()
         with pytest.raises(aiote.ClosedError):
             left.register(bytearray(8))
-        # It left without a word; its peer finds out by itself.
+        # It left without a message; its peer finds out by itself.
         await until(lambda: not right.peers)
 
 
@@ -237,8 +237,8 @@ async def outcome(transfer: aiote.Transfer) -> None:
     await transfer
 
 
-async def next_change(engine: aiote.Engine, word: bytearray) -> None:
-    async for _ in engine.watch(word):
+async def next_change(engine: aiote.Engine, memory: bytearray) -> None:
+    async for _ in engine.watch(memory):
         return
 
 

@@ -1,4 +1,4 @@
-"""Words in memory whose change is awaited."""
+"""Values in memory whose change is awaited."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ pytestmark = pytest.mark.libfabric
 @each_progress
 async def test_a_word_that_a_thread_bumps(progress):
     """Values in between may be missed, none is invented, the last one is seen."""
-    word = np.zeros(1, np.uint64)
+    value = np.zeros(1, np.uint64)
     last = 2000
 
     def bump() -> None:
         for _ in range(last):
-            word[0] += np.uint64(1)
+            value[0] += np.uint64(1)
             threading.Event().wait(1e-5)
 
     async with opened("tcp", progress=progress) as engine:
         changes = []
         thread = threading.Thread(target=bump)
         with anyio.fail_after(PATIENCE_S):
-            watching = engine.watch(word)
+            watching = engine.watch(value)
             thread.start()
             async for old, new in watching:
                 changes.append((old, new))
@@ -47,50 +47,50 @@ async def test_a_word_that_a_thread_bumps(progress):
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
-async def test_words_of_every_width(width):
-    word = bytearray(width)
+async def test_values_of_every_width(width):
+    value = bytearray(width)
     async with opened("tcp") as engine:
-        watching = engine.watch(word)
-        word[-1] = 0x80
+        watching = engine.watch(value)
+        value[-1] = 0x80
         assert await anext(watching) == (0, 0x80 << 8 * (width - 1))
-        word[:] = b"\xff" * width
+        value[:] = b"\xff" * width
         assert await anext(watching) == (0x80 << 8 * (width - 1), (1 << 8 * width) - 1)
-        word[:] = bytes(width)
+        value[:] = bytes(width)
         assert await anext(watching) == ((1 << 8 * width) - 1, 0)
         await watching.aclose()
 
 
 async def test_what_changed_before_the_first_step_is_seen():
     """The value at the call counts, not the one when somebody begins to wait."""
-    word = np.array([5], np.uint32)
+    value = np.array([5], np.uint32)
     async with opened("tcp") as engine:
-        watching = engine.watch(word)
-        word[0] = 6
+        watching = engine.watch(value)
+        value[0] = 6
         assert await anext(watching) == (5, 6)
         await watching.aclose()
 
 
 @each_provider
-async def test_a_word_that_a_peer_writes(provider):
-    word = np.zeros(1, np.uint64)
+async def test_a_value_that_a_peer_writes(provider):
+    value = np.zeros(1, np.uint64)
     async with linked(provider) as (left, right):
-        watching = right.watch(word)
-        remote = left.attach(right.register(word).descriptor)
-        for value in (7, 8):
-            await left.write(left.register(np.array([value], np.uint64)), remote)
-            assert (await anext(watching))[1] == value
+        watching = right.watch(value)
+        remote = left.attach(right.register(value).descriptor)
+        for new in (7, 8):
+            await left.write(left.register(np.array([new], np.uint64)), remote)
+            assert (await anext(watching))[1] == new
         await watching.aclose()
 
 
 @pytest.mark.anyio
 @each_progress
 async def test_several_watchers_and_one_that_is_cancelled(progress):
-    words = np.zeros(3, np.uint64)
+    values = np.zeros(3, np.uint64)
     async with opened("tcp", progress=progress) as engine:
         seen = {}
 
         async def watch(i: int) -> None:
-            watching = engine.watch(words[i : i + 1])
+            watching = engine.watch(values[i : i + 1])
             seen[i] = await anext(watching)
             await watching.aclose()
 
@@ -103,23 +103,23 @@ async def test_several_watchers_and_one_that_is_cancelled(progress):
                         group.start_soon(watch, 2)
                         await go_round()
                         scope.cancel()
-                words[:] = 9
+                values[:] = 9
                 await until(lambda: len(seen) == 2)
         assert seen == {1: (0, 9), 2: (0, 9)}
 
 
 async def test_a_watched_word_is_held_and_given_back():
-    word = bytearray(8)
+    value = bytearray(8)
     async with opened("tcp") as engine:
-        watching = engine.watch(word)
+        watching = engine.watch(value)
         task = asyncio.ensure_future(anext(watching))
         await asyncio.sleep(0)
         with pytest.raises(BufferError):
-            word.append(0)
-        word[0] = 1
+            value.append(0)
+        value[0] = 1
         assert await task == (0, 1)
         await watching.aclose()
-        word.append(0)
+        value.append(0)
 
 
 async def test_closing_the_engine_ends_the_watch():
@@ -136,38 +136,38 @@ async def test_closing_the_engine_ends_the_watch():
 
 
 async def test_a_step_under_way_keeps_the_word_though_the_watch_is_closed():
-    word = bytearray(8)
+    value = bytearray(8)
     async with opened("tcp") as engine:
-        watching = engine.watch(word)
+        watching = engine.watch(value)
         task = asyncio.ensure_future(anext(watching))
         await asyncio.sleep(0)
         await watching.aclose()
         with pytest.raises(BufferError):
-            word.append(0)
-        word[0] = 1
+            value.append(0)
+        value[0] = 1
         assert await task == (0, 1)
-        word.append(0)
+        value.append(0)
 
 
 @pytest.mark.anyio
 async def test_a_loop_over_changes_may_be_left_and_gone_on_with():
-    word = np.zeros(1, np.uint64)
+    value = np.zeros(1, np.uint64)
     async with opened("tcp") as engine:
-        watching = engine.watch(word)
-        for value in (1, 2):
-            word[0] = value
+        watching = engine.watch(value)
+        for new in (1, 2):
+            value[0] = new
             async for change in watching:
-                assert change == (value - 1, value)
+                assert change == (new - 1, new)
                 break
         with anyio.move_on_after(0.01) as scope:
             await anext(watching)
         assert scope.cancelled_caught
-        word[0] = 3
+        value[0] = 3
         assert await anext(watching) == (2, 3)
 
 
 class OnGPU:
-    """A word in a GPU's memory."""
+    """A value in a GPU's memory."""
 
     def __init__(self) -> None:
         self.__cuda_array_interface__ = {
@@ -179,24 +179,24 @@ class OnGPU:
 
 
 @pytest.mark.parametrize(
-    ("word", "says"),
+    ("value", "says"),
     [
-        (bytearray(3), "watch: a watched word has 1, 2, 4 or 8 bytes, this has 3"),
+        (bytearray(3), "watch: a watched value has 1, 2, 4 or 8 bytes, this has 3"),
         (bytearray(16), "has 1, 2, 4 or 8 bytes, this has 16"),
         (b"", "watch: .*empty"),
         (5, "watch: int has no memory to lend"),
         (np.zeros(2, np.uint16)[::2], None),
         (np.zeros(4, np.uint8)[::2], "watch: .*not contiguous"),
-        (memoryview(array.array("Q", [0, 0])).cast("B")[1:9], "watch: a watched word must be aligned to its size"),
+        (memoryview(array.array("Q", [0, 0])).cast("B")[1:9], "watch: a watched value must be aligned to its size"),
         (OnGPU(), "watch: the value is in memory of 'cuda', which this process cannot read; use pinned host memory"),
         (ctypes.c_uint64(0), None),
         (b"12345678", None),
     ],
 )
-async def test_which_words_are_watched(word, says):
+async def test_which_values_are_watched(value, says):
     async with opened("tcp") as engine:
         if says is None:
-            await engine.watch(word).aclose()
+            await engine.watch(value).aclose()
             return
         with pytest.raises(aiote.UsageError, match=says):
-            engine.watch(word)
+            engine.watch(value)

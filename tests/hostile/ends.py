@@ -125,7 +125,7 @@ class RingEnd:
         self.wake()
 
     def scribble(self, at: int, number: int) -> None:
-        """Write a word of our own page: asleep, waiting, gates, busy."""
+        """Write a number into our own page: asleep, waiting, gates, busy."""
         struct.pack_into("<I", self.page, at, number)
 
     def wake(self, count: int = 1) -> None:

@@ -79,8 +79,8 @@ threaded, leave, forks = sys.argv[2] == "thread", sys.argv[3], int(sys.argv[4])
 with opened(kind, threaded) as rails:
     pair = Pair.of(rails)
     source, target = pair.a.register(filled(1 << 20)), pair.b.register(1 << 20)
-    handle, word = pair.a.count(1), np.zeros(1, np.uint64)
-    waiting, watched = pair.a.wait(handle, 1), Watch(acquire(word))
+    handle, value = pair.a.count(1), np.zeros(1, np.uint64)
+    waiting, watched = pair.a.wait(handle, 1), Watch(acquire(value))
     pair.a.core.watch(watched, 0)
     rails.finish(pair.a.write(pair.ab, source, target.remote))
     pair.a.core.expect_messages(1)
@@ -100,7 +100,7 @@ with opened(kind, threaded) as rails:
     assert np.array_equal(source.array, target.array)
     pair.b.write(pair.ba, imm=1)
     rails.arrived(waiting)
-    word[0] = 1
+    value[0] = 1
     rails.drive(lambda: watched.is_over)
     pair.b.send(pair.ba, b"still here")
     rails.drive(lambda: pair.ab.messages == 1)

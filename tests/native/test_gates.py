@@ -28,7 +28,7 @@ def rails() -> Iterator[Rails]:
         yield rails
 
 
-def words(page: memoryview, place: int) -> list[int]:
+def numbers(page: memoryview, place: int) -> list[int]:
     return [int.from_bytes(page[at : at + 4], "little") for at in range(place, place + 4000, 4)]
 
 
@@ -39,28 +39,28 @@ def test_closing_a_link_with_transfers_under_way_shuts_its_gate(rails, under_way
     source, target = pair.a.register(filled(SIZE)), pair.b.register(SIZE)
     rails.finish(pair.a.write(pair.ab, source, target.remote))
     with own_page(pair.a.core.wakeup_event) as page:
-        (gate,) = [word for word in words(page, GATES) if word]
+        (gate,) = [number for number in numbers(page, GATES) if number]
         assert gate % 2 == 0
         if under_way:
             pair.a.write(pair.ab, source, target.remote)
         pair.a.close_link(pair.ab)
-        assert [word for word in words(page, GATES) if word] == [gate | under_way]
-        assert not any(word % 2 for word in words(page, BUSY))
+        assert [number for number in numbers(page, GATES) if number] == [gate | under_way]
+        assert not any(number % 2 for number in numbers(page, BUSY))
 
 
 def test_closing_before_the_peer_has_looked_shuts_the_gate(rails):
     """What would greet it names memory that is gone, and shm of 1.17 crashes on that."""
     pair = Pair.of(rails, greeted=False)
     with own_page(pair.a.core.wakeup_event) as page:
-        (gate,) = [word for word in words(page, GATES) if word]
+        (gate,) = [number for number in numbers(page, GATES) if number]
         pair.a.close_link(pair.ab)
-        assert [word for word in words(page, GATES) if word] == [gate | 1]
+        assert [number for number in numbers(page, GATES) if number] == [gate | 1]
     rails.drive(lambda: pair.ba.failed)
     assert pair.ba.failed == errno.ENOTCONN
 
 
 def test_a_link_is_quiet_when_its_peer_is_not_within_a_call(rails):
-    """`busy` is the peer's word, in the peer's page."""
+    """`busy` is the peer's number, in the peer's page."""
     pair = Pair.of(rails)
     assert not pair.ab.quiet  # it is open
     with own_page(pair.b.core.wakeup_event) as page:

@@ -1,4 +1,4 @@
-"""The native tally of words is a dictionary of numbers: the twin of `aiote.core.failover.Ledger`'s tables."""
+"""The native tally of immediates is a dictionary of numbers: the twin of `aiote.core.failover.Ledger`'s tables."""
 
 from __future__ import annotations
 
@@ -7,52 +7,58 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiote.core.failover import Ledger
-from aiote_native.ledger import WordTally
+from aiote_native.ledger import ImmTally
 
-MOST_WORDS = 16384
-WORDS = st.one_of(st.integers(0, 20), st.sampled_from([0, 2**28, 2**32 - 1, 2**31]), st.integers(0, 2**32 - 1))
-CHANGES = st.lists(st.tuples(WORDS, st.integers(-3, 3)), max_size=200)
+MOST_ENTRIES = 16384
+IMM_DATA = st.one_of(st.integers(0, 20), st.sampled_from([0, 2**28, 2**32 - 1, 2**31]), st.integers(0, 2**32 - 1))
+CHANGES = st.lists(st.tuples(IMM_DATA, st.integers(-3, 3)), max_size=200)
 
 
 @given(CHANGES)
 def test_it_adds_as_a_dictionary_does(changes):
-    tally, plain = WordTally(), {}
-    for word, n in changes:
-        tally.add(word, n)
-        plain[word] = plain.get(word, 0) + n
-        assert tally.get(word) == plain[word]
-    assert sorted(tally.items()) == sorted((word, n) for word, n in plain.items() if n)
+    tally, plain = ImmTally(), {}
+    for imm_data, n in changes:
+        tally.add(imm_data, n)
+        plain[imm_data] = plain.get(imm_data, 0) + n
+        assert tally.get(imm_data) == plain[imm_data]
+    assert sorted(tally.items()) == sorted((imm_data, n) for imm_data, n in plain.items() if n)
     assert tally.get(12345) == plain.get(12345, 0)
 
 
-@given(st.lists(st.one_of(WORDS.map(lambda word: ("arrive", word)), WORDS.map(lambda word: ("settle", word)))))
+@given(
+    st.lists(
+        st.one_of(
+            IMM_DATA.map(lambda imm_data: ("arrive", imm_data)), IMM_DATA.map(lambda imm_data: ("settle", imm_data))
+        )
+    )
+)
 def test_it_is_the_ledgers_twin(steps):
     """What came, less what was settled, in any order: it may be below zero for a while."""
-    tally, ledger = WordTally(), Ledger()
-    for step, word in steps:
-        tally.add(word, 1 if step == "arrive" else -1)
+    tally, ledger = ImmTally(), Ledger()
+    for step, imm_data in steps:
+        tally.add(imm_data, 1 if step == "arrive" else -1)
         if step == "arrive":
-            ledger.arrive(word)
+            ledger.arrive(imm_data)
         else:
-            ledger.ack_counts([(word, 1)])
+            ledger.ack_counts([(imm_data, 1)])
     if all(n >= 0 for _, n in tally.items()):
         assert tuple(sorted(tally.items())) == ledger.arrivals()
 
 
 def test_words_at_zero_take_no_room():
-    tally = WordTally()
-    for word in range(100_000):
-        tally.add(word, 1)
-        tally.add(word, -1)
+    tally = ImmTally()
+    for imm_data in range(100_000):
+        tally.add(imm_data, 1)
+        tally.add(imm_data, -1)
     assert tally.items() == []
     assert len(tally) < 100
 
 
 def test_it_is_bounded():
-    tally = WordTally()
+    tally = ImmTally()
     with pytest.raises(MemoryError):
-        for word in range(10 * MOST_WORDS):
-            tally.add(word, 1)
-    assert MOST_WORDS <= len(tally) <= 2 * MOST_WORDS
+        for imm_data in range(10 * MOST_ENTRIES):
+            tally.add(imm_data, 1)
+    assert MOST_ENTRIES <= len(tally) <= 2 * MOST_ENTRIES
     # What it has is kept.
-    assert tally.get(0) == tally.get(MOST_WORDS - 1) == 1
+    assert tally.get(0) == tally.get(MOST_ENTRIES - 1) == 1

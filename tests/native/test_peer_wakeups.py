@@ -270,7 +270,7 @@ def test_a_sleeping_peer_is_rung_and_one_that_is_awake_is_not():
 
 @pytest.mark.libfabric
 def test_a_slot_beyond_the_page_is_refused():
-    """The number comes from the peer, and a poll reads the word that it names."""
+    """The number comes from the peer, and a poll reads the number that it points to."""
     with opened(SHM) as rails:
         a, b = rails.side(), rails.side()
         pending = a.fabric.open_channel(0, 0)

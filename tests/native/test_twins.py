@@ -110,14 +110,14 @@ class Counts(RuleBasedStateMachine):
 
     @rule(imm=imms, stripes=st.integers(1, 16), times=st.integers(1, 16))
     def arrive(self, imm: int, stripes: int, times: int = 1) -> None:
-        word = encode_immediate(imm, stripes)
+        imm_data = encode_immediate(imm, stripes)
         for _ in range(times):
             if self.is_full_for(imm):
                 event("an arrival refused")
                 with pytest.raises(MemoryError, match="full"):
-                    self.native.arrive(word)
+                    self.native.arrive(imm_data)
             else:
-                self.agree(self.native.arrive(word), self.plain.arrive(word))
+                self.agree(self.native.arrive(imm_data), self.plain.arrive(imm_data))
 
     @rule(imm=imms, cuts=st.lists(st.integers(1, 16), min_size=1, max_size=3), data=st.data())
     def whole_writes_arrive(self, imm: int, cuts: list[int], data: st.DataObject) -> None:
@@ -175,10 +175,10 @@ TestCounts = Counts.TestCase
 
 @given(st.lists(st.tuples(st.sampled_from(IMMS), st.integers(1, 16)), max_size=40), st.data())
 def test_every_write_counts_one_in_any_order(writes: list[tuple[int, int]], data: st.DataObject) -> None:
-    words = [encode_immediate(imm, stripes) for imm, stripes in writes for _ in range(stripes)]
+    immediates = [encode_immediate(imm, stripes) for imm, stripes in writes for _ in range(stripes)]
     native = ImmCounters()
-    for word in data.draw(st.randoms(use_true_random=False)).sample(words, len(words)):
-        assert native.arrive(word) == []
+    for imm_data in data.draw(st.randoms(use_true_random=False)).sample(immediates, len(immediates)):
+        assert native.arrive(imm_data) == []
     assert [native.value(imm) for imm in IMMS] == [sum(at == imm for at, _ in writes) for imm in IMMS]
 
 

@@ -1,4 +1,4 @@
-"""What is awaited natively: counts through handles and waits, in every order of their ends, and words in memory."""
+"""What is awaited natively: counts through handles and waits, in every order of their ends, and values in memory."""
 
 from __future__ import annotations
 
@@ -136,12 +136,12 @@ def test_a_wait_that_is_over_is_freed(pair: Pair):
 
 
 def test_a_core_that_closes_ends_its_waits():
-    """Pending ones and watched words, unsatisfied and told once, with nothing left behind."""
-    core, word = Core(), np.zeros(1, np.uint32)
+    """Pending ones and watched values, unsatisfied and told once, with nothing left behind."""
+    core, value = Core(), np.zeros(1, np.uint32)
     handle, waits, told = core.counter(1), [Wait() for _ in range(3)], []
     for waiting in waits:
         handle.wait(waiting, 5)
-    watched = Watch(acquire(word))
+    watched = Watch(acquire(value))
     watched.on_over = told.append
     core.watch(watched, 0)
     core.close()
@@ -284,40 +284,40 @@ def sleep_until(core: Core, done: Any) -> None:
 def test_a_changed_word_is_noticed(width, threaded):
     """Whichever bytes of it change, to whichever value, and while the loop sleeps."""
     core = Core(spin_us=0, threaded=threaded)
-    words = np.zeros(3, WIDTHS[width])
+    values = np.zeros(3, WIDTHS[width])
     top = (1 << (8 * width)) - 1
     old = 0
     for new in (1, top, top - 1, 1 << (8 * width - 1), 0, 5):
-        watched = Watch(acquire(words[1:2]))
+        watched = Watch(acquire(values[1:2]))
         core.watch(watched, old)
-        words[0], words[2] = new, top  # neighbours are not watched
+        values[0], values[2] = new, top  # neighbours are not watched
         for _ in range(20):
             if not threaded:
                 core.progress()
             core.reap()
         assert not watched.is_over
-        timer = threading.Timer(0.002, words.__setitem__, (1, new))
+        timer = threading.Timer(0.002, values.__setitem__, (1, new))
         timer.start()
         sleep_until(core, watched)
         timer.join()
-        assert watched.new == new == read_value(acquire(words[1:2]))
+        assert watched.new == new == read_value(acquire(values[1:2]))
         old = new
     core.close()
 
 
 def test_a_word_that_differs_already_is_noticed_at_once():
-    core, word = Core(spin_us=0), np.array([7], np.uint64)
-    watched = Watch(acquire(word))
+    core, value = Core(spin_us=0), np.array([7], np.uint64)
+    watched = Watch(acquire(value))
     core.watch(watched, 6)
     sleep_until(core, watched)
     assert watched.new == 7
     core.close()
 
 
-def test_many_watches_of_one_word():
+def test_many_watches_of_one_value():
     """All hear of it; those that were cancelled do not, and a cancelled watch is over at once."""
-    core, word, told = Core(spin_us=0), np.zeros(1, np.uint32), []
-    watches = [Watch(acquire(word)) for _ in range(50)]
+    core, value, told = Core(spin_us=0), np.zeros(1, np.uint32), []
+    watches = [Watch(acquire(value)) for _ in range(50)]
     for watched in watches:
         watched.on_over = told.append
         core.watch(watched, 0)
@@ -326,7 +326,7 @@ def test_many_watches_of_one_word():
         watched.cancel()
         assert watched.is_over
     assert told == watches[::3]
-    word[0] = 9
+    value[0] = 9
     sleep_until(core, watches[1])
     assert len(told) == len(set(told)) == 50
     assert {watched.new for position, watched in enumerate(watches) if position % 3} == {9}
@@ -337,11 +337,11 @@ def test_many_watches_of_one_word():
 
 
 def test_a_watch_noticed_and_cancelled_before_it_is_reaped():
-    core, word, told = Core(spin_us=0), np.zeros(1, np.uint32), []
-    watched = Watch(acquire(word))
+    core, value, told = Core(spin_us=0), np.zeros(1, np.uint32), []
+    watched = Watch(acquire(value))
     watched.on_over = told.append
     core.watch(watched, 0)
-    word[0] = 1
+    value[0] = 1
     core.progress()
     watched.cancel()
     core.reap()
@@ -387,9 +387,9 @@ def test_a_watch_keeps_its_word_alive():
 
 
 def test_watching_sleeps_between_looks():
-    """A watched word costs a timer, not a processor: the loop sleeps between any two looks."""
-    core, word = Core(spin_us=50), np.zeros(1, np.uint32)
-    watched = Watch(acquire(word))
+    """A watched value costs a timer, not a processor: the loop sleeps between any two looks."""
+    core, value = Core(spin_us=50), np.zeros(1, np.uint32)
+    watched = Watch(acquire(value))
     core.watch(watched, 0)
     while core.progress():
         pass

@@ -47,12 +47,12 @@ class Stripe:
 class Transfer(Work):
     """One write, read or message; `heads` and `tails` are posts, the tails for when the heads are settled."""
 
-    __slots__ = ("credited", "heads", "message", "over", "side", "stripes", "tails", "word")
+    __slots__ = ("credited", "heads", "imm_data", "message", "over", "side", "stripes", "tails")
 
     def __init__(self, side: int) -> None:
         super().__init__()
         self.side = side
-        self.word: int | None = None
+        self.imm_data: int | None = None
         self.message = 0
         self.over = False
         self.stripes: list[Stripe] = []
@@ -112,14 +112,17 @@ def check_counts(side: Side, other: Side) -> None:
     sure: Counter[int] = Counter()
     doubtful: Counter[int] = Counter()
     for transfer in side.transfers:
-        if transfer.word is not None:
+        if transfer.imm_data is not None:
             kind = doubtful if transfer.cancelled else sure
-            kind[transfer.word] += decode_immediate(transfer.word)[1]
-    for word in {*sure, *other.counted}:
-        came = other.counted[word]
-        check(sure[word] <= came <= sure[word] + doubtful[word], f"{came} of the word {word:#x}, not {sure[word]}")
-    values = Counter(decode_immediate(one.word)[0] for one in side.transfers if one.word is not None)
-    unsure = {decode_immediate(word)[0] for word in doubtful}
+            kind[transfer.imm_data] += decode_immediate(transfer.imm_data)[1]
+    for imm_data in {*sure, *other.counted}:
+        came = other.counted[imm_data]
+        check(
+            sure[imm_data] <= came <= sure[imm_data] + doubtful[imm_data],
+            f"{came} of the immediate {imm_data:#x}, not {sure[imm_data]}",
+        )
+    values = Counter(decode_immediate(one.imm_data)[0] for one in side.transfers if one.imm_data is not None)
+    unsure = {decode_immediate(imm_data)[0] for imm_data in doubtful}
     for imm, writes in values.items():
         check(imm in unsure or other.counters.value(imm) == writes, f"the value {imm} is not {writes}")
 
@@ -141,7 +144,7 @@ def check_uncounted(transfer: Transfer, side: Side, other: Side) -> None:
 
     Where one of them was cancelled, it can conclude nothing.
     """
-    imm = decode_immediate(transfer.word or 0)[0]
-    writes = [one for one in side.transfers if one.word is not None and decode_immediate(one.word)[0] == imm]
+    imm = decode_immediate(transfer.imm_data or 0)[0]
+    writes = [one for one in side.transfers if one.imm_data is not None and decode_immediate(one.imm_data)[0] == imm]
     if not any(one.cancelled for one in writes):
         check(other.counters.value(imm) < len(writes), "a byte landed although its value is counted in full")

@@ -6,10 +6,10 @@ the completion in the sender's); bytes and immediates move until the *target's* 
 did; queues and control messages are read whenever it likes; channels die or are only believed dead, on either side or
 on both, also while others recover and while they come back; transfers are cancelled at any time.
 
-`check` looks at each step: no byte lands for what is over, or when the receiver has counted all of its value; no word
-is counted more often than posts of it have their bytes in place; nothing is over before its bytes and its counts are
-there; no message comes twice. At the end nothing hangs, every count is exact and every channel is back. A schedule that
-breaks this raises `Broken`.
+`check` looks at each step: no byte lands for what is over, or when the receiver has counted all of its value; no
+immediate is counted more often than posts of it have their bytes in place; nothing is over before its bytes and its
+counts are there; no message comes twice. At the end nothing hangs, every count is exact and every channel is back. A
+schedule that breaks this raises `Broken`.
 
 `fault` takes out one part of what the engine has to do, to see that this is noticed: `failover_parts.FAULTS`. Parts of
 the pure modules are taken out by whoever patches them.
@@ -128,18 +128,18 @@ class World:
             return
         transfer = self.transfer_of(post)
         check(not transfer.over, "a byte landed for a transfer that is over")
-        if transfer.word is not None:
+        if transfer.imm_data is not None:
             check_uncounted(transfer, self.sides[transfer.side], self.sides[1 - transfer.side])
         if not stripe.placed:
             stripe.placed = True
-            if transfer.word is not None:
-                self.sides[target].placed[transfer.word] += transfer.credit()
+            if transfer.imm_data is not None:
+                self.sides[target].placed[transfer.imm_data] += transfer.credit()
 
     def arrive(self, flight: Flight, k: int) -> None:
         post, target = flight.post, self.sides[flight.target]
-        if post.word is not None:
-            target.arrived[post.word] += 1
-            target.completions.append((k, post.word, None))
+        if post.imm_data is not None:
+            target.arrived[post.imm_data] += 1
+            target.completions.append((k, post.imm_data, None))
         elif post.number is not None:
             target.completions.append((k, -post.number, None))
 
@@ -207,9 +207,9 @@ class World:
     def submit_counted(self, side: Side, transfer: Transfer) -> None:
         rng = self.rng
         transfer.tails = rng.choice((1, 1, 2, 3))
-        transfer.word = encode_immediate(rng.randrange(self.values), transfer.tails)
+        transfer.imm_data = encode_immediate(rng.randrange(self.values), transfer.tails)
         if rng.random() < 0.1:
-            self.sides[1 - side.index].placed[transfer.word] += transfer.tails  # nothing to place
+            self.sides[1 - side.index].placed[transfer.imm_data] += transfer.tails  # nothing to place
             transfer.stripes = []
         else:
             transfer.heads = rng.randrange(1, 3) if rng.random() < 0.2 else 0
@@ -222,7 +222,7 @@ class World:
     def queue_tails(self, side: Side, transfer: Transfer) -> None:
         stripes = transfer.stripes[transfer.heads :] or [None] * transfer.tails
         transfer.tails = 0
-        self.queue(side, *(Post(transfer, stripe, word=transfer.word) for stripe in stripes))
+        self.queue(side, *(Post(transfer, stripe, imm_data=transfer.imm_data) for stripe in stripes))
 
     def queue(self, side: Side, *posts: Post) -> None:
         side.queue += posts
@@ -258,12 +258,12 @@ class World:
         self.complete(side, *side.completions.pop(int(self.rng.random() * len(side.completions))))
         return True
 
-    def complete(self, side: Side, k: int, word: int | None, post: Post | None) -> None:
+    def complete(self, side: Side, k: int, imm_data: int | None, post: Post | None) -> None:
         ledger = side.ledgers[k]
         if post is not None:
             del side.posted[k][post]
-            if post.word is not None:
-                ledger.confirm(post.word)
+            if post.imm_data is not None:
+                ledger.confirm(post.imm_data)
                 kept = dict(ledger.confirmed)
                 items = ledger.counts_to_ack()
                 if items is not None:
@@ -274,16 +274,19 @@ class World:
                     check(not ledger.confirmed or bool(self.fault), "a counts_to_ack left something")
                 check(len(ledger.confirmed) <= self.limit or bool(items), "the sender's ledger is over its limit")
             self.settle(side, settled(post))
-        elif word is not None and word >= 0:
-            ledger.arrive(word)
+        elif imm_data is not None and imm_data >= 0:
+            ledger.arrive(imm_data)
             if not self.fault:
                 check_ledger(side, self.sides[1 - side.index], k, self.limit)
-            side.counters.arrive(word)
-            side.counted[word] += 1
-            check(side.counted[word] <= side.placed[word], f"the word {word:#x} is counted before its bytes are there")
-        elif word is not None and (side.numbers.arrive(-word) or self.fault == "messages not looked up"):
-            side.inbox[-word] += 1
-            check(side.inbox[-word] == 1, f"message {-word} came twice")
+            side.counters.arrive(imm_data)
+            side.counted[imm_data] += 1
+            check(
+                side.counted[imm_data] <= side.placed[imm_data],
+                f"the immediate {imm_data:#x} is counted before its bytes are there",
+            )
+        elif imm_data is not None and (side.numbers.arrive(-imm_data) or self.fault == "messages not looked up"):
+            side.inbox[-imm_data] += 1
+            check(side.inbox[-imm_data] == 1, f"message {-imm_data} came twice")
 
     def settle(self, side: Side, again: list[Post]) -> None:
         """Queue what is to be posted, and see which transfers are over."""
@@ -303,12 +306,14 @@ class World:
         other = self.sides[1 - side.index]
         check(all(stripe.placed for stripe in transfer.stripes), "a transfer is over without its bytes")
         if transfer.message:
-            waiting = any(word == -transfer.message for _, word, _ in other.completions)
+            waiting = any(imm_data == -transfer.message for _, imm_data, _ in other.completions)
             check(bool(other.inbox[transfer.message]) or waiting, "a message is over that did not arrive")
-        word = transfer.word
-        if word is not None:
-            over = sum(one.over and not one.cancelled for one in side.transfers if one.word == word)
-            check(other.arrived[word] >= over * decode_immediate(word)[1], "a transfer is over without its count")
+        imm_data = transfer.imm_data
+        if imm_data is not None:
+            over = sum(one.over and not one.cancelled for one in side.transfers if one.imm_data == imm_data)
+            check(
+                other.arrived[imm_data] >= over * decode_immediate(imm_data)[1], "a transfer is over without its count"
+            )
 
     def cancel(self) -> bool:
         side = self.sides[self.rng.choice((0, 1))]
@@ -360,11 +365,13 @@ class World:
     def reconcile(self, side: Side, k: int, arrivals: Account) -> None:
         posts, side.unconfirmed[k] = side.unconfirmed[k], []
         if self.fault == "messages not looked up":
-            arrivals = Account(arrivals.words, MARK)
+            arrivals = Account(arrivals.counts, MARK)
         self.tally["posts taken over"] += len(posts)
-        self.tally["nested"] += sum(post.word is not None and isinstance(post.work, Recovery) for post in posts)
+        self.tally["nested"] += sum(post.imm_data is not None and isinstance(post.work, Recovery) for post in posts)
         again = take_over(posts, side.ledgers[k].confirmed, arrivals)
-        self.tally["immediates and rewrites"] += sum(post.word is not None or post.origin is not None for post in again)
+        self.tally["immediates and rewrites"] += sum(
+            post.imm_data is not None or post.origin is not None for post in again
+        )
         if self.fault != "ledger kept":
             side.ledgers[k] = Ledger(side.limit)
         self.settle(side, again)
@@ -400,7 +407,7 @@ class World:
         side.unconfirmed[k] = list(side.posted[k])
         side.posted[k] = {}
         if self.fault == "posted again too early":
-            early = [post for post in side.unconfirmed[k] if post.word is None and post.number is None]
+            early = [post for post in side.unconfirmed[k] if post.imm_data is None and post.number is None]
             side.unconfirmed[k] = [post for post in side.unconfirmed[k] if post not in early]
             self.queue(side, *early)
         self.act(side, side.states.shut(k))

@@ -143,12 +143,12 @@ def test_the_trace_says_what_happened():
 
 def test_a_watched_word_and_a_refused_post_have_virtual_timers():
     """What no descriptor announces is looked at by timers, and those are virtual."""
-    word = bytearray(8)
+    value = bytearray(8)
 
     async def main(fabric: Fabric) -> None:
         async with fabric.open_engine() as left, fabric.open_engine() as right:
-            asyncio.get_running_loop().call_later(5, word.__setitem__, 0, 1)
-            async for _, new in left.watch(word):
+            asyncio.get_running_loop().call_later(5, value.__setitem__, 0, 1)
+            async for _, new in left.watch(value):
                 assert new == 1
                 break
             assert 5 <= fabric.now < 5.01
