@@ -239,7 +239,7 @@ cdef tuple _listed(int ndim, const int64_t* values):
     return tuple([values[axis] for axis in range(ndim)])
 
 
-cdef int _place(Buffer buffer, str what, uint64_t data, uint64_t offset, int64_t nbytes) except -1:
+cdef int _locate(Buffer buffer, str what, uint64_t data, uint64_t offset, int64_t nbytes) except -1:
     """Set the address and the length, having checked that they name memory."""
     if data == 0:
         raise BufferError(f"{what} is malformed: a null pointer for {nbytes} bytes")
@@ -276,7 +276,7 @@ cdef Buffer _from_cuda(object obj, list refusals):
     if strided and _integers(f"{what}: strides", interface["strides"], strides) != ndim:
         raise BufferError(f"{what} is malformed: strides {interface['strides']!r} for shape {interface['shape']!r}")
     nbytes = _measure(what, ndim, shape, strides if strided else NULL, buffer.itemsize, buffer.itemsize)
-    _place(buffer, what, pointer, 0, nbytes)
+    _locate(buffer, what, pointer, 0, nbytes)
     _cuda_device(buffer, obj)
     buffer._owner = obj
     return buffer
@@ -372,7 +372,7 @@ cdef Buffer _from_view(object obj, list refusals):
         )
         if nbytes != view.len:
             raise BufferError(f"{what} is malformed: its shape makes {nbytes} bytes, its length is {view.len}")
-    _place(buffer, what, <uintptr_t> view.buf, 0, view.len)
+    _locate(buffer, what, <uintptr_t> view.buf, 0, view.len)
     buffer.itemsize = view.itemsize
     buffer.readonly = view.readonly
     buffer.device_type = DL_CPU
@@ -475,7 +475,7 @@ cdef int _take_tensor(Buffer buffer, str what, DLTensor* tensor, uint64_t flags)
             "view it as uint8 first"
         )
     nbytes = _measure(what, tensor.ndim, tensor.shape, tensor.strides, bits // 8, 1)
-    _place(buffer, what, <uintptr_t> tensor.data, tensor.byte_offset, nbytes)
+    _locate(buffer, what, <uintptr_t> tensor.data, tensor.byte_offset, nbytes)
     buffer.itemsize = bits // 8
     buffer.readonly = (flags & FLAG_READ_ONLY) != 0
     buffer.device_type = tensor.device.device_type

@@ -63,7 +63,7 @@ cdef void greet(Progress* engine, Channel* channel) noexcept nogil:
     args.key = channel.imm_key
     args.part = args.stripe = 0
     args.parts = 1
-    args.more_spans = 0
+    args.more_sge = 0
     args.phase = 0
     post_on(&engine.state, channel, &args, NULL)
     gate_leave(channel)

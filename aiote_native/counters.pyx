@@ -30,7 +30,7 @@ cdef void done_push(DoneList* done, Done* item) noexcept nogil:
     done.tail = item
 
 
-cdef inline uint64_t place(uint32_t imm, uint64_t size) noexcept nogil:
+cdef inline uint64_t bucket_of(uint32_t imm, uint64_t size) noexcept nogil:
     return ((<uint64_t> imm * 0x9E3779B97F4A7C15ULL) >> 32) & (size - 1)
 
 
@@ -67,7 +67,7 @@ cdef void table_free(Table* table) noexcept nogil:
 
 
 cdef Counter* table_find(Table* table, uint32_t imm) noexcept nogil:
-    cdef Counter* counter = table.buckets[place(imm, table.size)]
+    cdef Counter* counter = table.buckets[bucket_of(imm, table.size)]
     while counter != NULL and counter.imm != imm:
         counter = counter.chain
     return counter
@@ -86,7 +86,7 @@ cdef void grow(Table* table) noexcept nogil:
         counter = table.buckets[i]
         while counter != NULL:
             following = counter.chain
-            at = place(counter.imm, size)
+            at = bucket_of(counter.imm, size)
             counter.chain = buckets[at]
             buckets[at] = counter
             counter = following
@@ -106,7 +106,7 @@ cdef Counter* table_get(Table* table, uint32_t imm) noexcept nogil:
         return NULL
     if table.used >= table.size:
         grow(table)
-    at = place(imm, table.size)
+    at = bucket_of(imm, table.size)
     counter.imm = imm
     counter.chain = table.buckets[at]
     table.buckets[at] = counter
@@ -118,7 +118,7 @@ cdef void drop_if_empty(Table* table, Counter* counter) noexcept nogil:
     cdef Counter** link
     if counter.units != 0 or counter.handles != 0 or counter.head != NULL:
         return
-    link = &table.buckets[place(counter.imm, table.size)]
+    link = &table.buckets[bucket_of(counter.imm, table.size)]
     while link[0] != counter:
         link = &link[0].chain
     link[0] = counter.chain

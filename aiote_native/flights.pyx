@@ -1,7 +1,7 @@
 """Requests that somebody cares for together: those of one job, those through one lease.
 
-To await a request costs a waiter, a place in it, and a turn of its task. Who has sixteen of them under way, and wants
-to hear of nothing but those that fail and the end of the last, is told of just these.
+To await a request costs a waiter, an entry in its list, and a turn of its task. A caller with sixteen requests under
+way that only needs their failures and the end of the last is called for just these.
 """
 
 from cpython.exc cimport PyErr_SetObject, PyErr_WriteUnraisable

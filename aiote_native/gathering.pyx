@@ -1,7 +1,7 @@
-"""Several parts of a transfer in one work request, on rails whose provider takes a list of places for each.
+"""Several parts of a transfer in one work request, on rails whose provider takes a list of SGEs for each.
 
 A page that is a message of its own costs a header, an acknowledgement and a completion over tcp, and a system call over
-shm. Gathered they share these: up to `spans` places, where parts that are neighbours in both memories are one place.
+shm. Gathered they share these: up to `max_sge` SGEs, where parts that are neighbours in both memories are one.
 An immediate says beside its value for how many parts it counts, so nobody who counts can tell the difference.
 
 Only whole parts are gathered, of one transfer, in order; nothing waits for others to come.
@@ -13,7 +13,7 @@ from libc.string cimport memset
 
 import array
 
-from aiote_native.structs cimport MAX_SPANS, Span
+from aiote_native.structs cimport MAX_SGE, Sge
 
 
 cdef inline uint64_t index_of(const int64_t* index, uint64_t part) noexcept nogil:
@@ -31,8 +31,8 @@ cdef void gather(const Op* op, const Channel* channel, uint64_t most, uint64_t b
     cdef uint64_t size = op.part_bytes
     cdef uint64_t local, remote
     cdef uint64_t at = op.part + 1
-    cdef int spans = channel.spans if size >= channel.gathers_from else 1
-    cdef Span last
+    cdef int max_sge = channel.max_sge if size >= channel.gathers_from else 1
+    cdef Sge last
     if not gathers(op):
         return
     last.local = <uint8_t*> args.local
@@ -44,15 +44,15 @@ cdef void gather(const Op* op, const Channel* channel, uint64_t most, uint64_t b
                   + index_of(op.remote_index, at) * op.remote_stride)
         if <uint64_t> last.local + last.length == local and last.remote + last.length == remote:
             last.length += size
-        elif args.more_spans + 1 < spans:
-            args.more_spans += 1
+        elif args.more_sge + 1 < max_sge:
+            args.more_sge += 1
             last.local = <uint8_t*> local
             last.remote = remote
             last.length = size
         else:
             return
-        if args.more_spans:
-            args.more[args.more_spans - 1] = last
+        if args.more_sge:
+            args.more[args.more_sge - 1] = last
         else:
             args.length = last.length
         args.parts += 1
@@ -60,11 +60,11 @@ cdef void gather(const Op* op, const Channel* channel, uint64_t most, uint64_t b
         at += 1
 
 
-def plan(uint64_t page, list local, list remote, int spans, uint64_t most, uint64_t bytes_most) -> list[list[tuple]]:
-    """Return the spans (local, remote, length) of each work request for pages at these places, as `gather` has them.
+def plan(uint64_t page, list local, list remote, int max_sge, uint64_t most, uint64_t bytes_most) -> list[list[tuple]]:
+    """Return the SGEs (local, remote, length) of each work request for pages at these offsets, as `gather` has them.
 
-    The places are in bytes; a request takes up to `most` pages, and beyond its first one up to `bytes_most` bytes.
-    Raises ValueError for lists of different lengths, and for more spans than there may be.
+    The offsets are in bytes; a request takes up to `most` pages, and beyond its first one up to `bytes_most` bytes.
+    Raises ValueError for lists of different lengths, and for more SGEs than there may be.
     """
     cdef uint64_t count = len(local)
     cdef array.array local_index = array.array("q", local)
@@ -74,11 +74,11 @@ def plan(uint64_t page, list local, list remote, int spans, uint64_t most, uint6
     cdef Post args
     cdef Op op
     cdef int i
-    if len(remote) != count or not 1 <= spans <= MAX_SPANS:
-        raise ValueError(f"{count} and {len(remote)} places, {spans} spans of at most {MAX_SPANS}")
+    if len(remote) != count or not 1 <= max_sge <= MAX_SGE:
+        raise ValueError(f"{count} and {len(remote)} offsets, max_sge={max_sge} of at most {MAX_SGE}")
     memset(&channel, 0, sizeof(channel))
     memset(&op, 0, sizeof(op))
-    channel.spans = spans
+    channel.max_sge = max_sge
     op.parts, op.part_bytes, op.cut.tail_count = count, page, 1
     # The first byte of the local memory is the second one of all, for 0 says that there is none.
     op.local_address = op.local_stride = op.remote_stride = 1
@@ -89,10 +89,10 @@ def plan(uint64_t page, list local, list remote, int spans, uint64_t most, uint6
     while op.part < count:
         args.local, args.remote = <void*> <uint64_t> (1 + local[op.part]), remote[op.part]
         args.length = args.payload = page
-        args.parts, args.more_spans = 1, 0
+        args.parts, args.more_sge = 1, 0
         gather(&op, &channel, most, bytes_most, &args)
         request = [(<uint64_t> args.local - 1, args.remote, args.length)]
-        for i in range(args.more_spans):
+        for i in range(args.more_sge):
             request.append((<uint64_t> args.more[i].local - 1, args.more[i].remote, args.more[i].length))
         out.append(request)
         op.part += args.parts

@@ -21,7 +21,7 @@ cdef class NativeEndpoint:
     cdef readonly uint64_t largest
     cdef readonly uint64_t depth
     cdef readonly uint64_t window
-    cdef readonly int spans
+    cdef readonly int max_sge
     cdef readonly uint64_t gathers_from
     cdef void** held(self) noexcept
     cdef NativeDevice home(self)

@@ -24,7 +24,7 @@ class NativeEndpoint:
     largest: int
     depth: int
     window: int
-    spans: int
+    max_sge: int
     gathers_from: int
     def connect(self, address: bytes) -> None: ...
     def name(self, peer: bytes) -> None: ...

@@ -67,7 +67,7 @@ cdef class NativeEndpoint:
     def __cinit__(self):
         # What the peer maps, and hands its own for; -1 where there is nothing.
         self.wait_fd = self.memory_fd = -1
-        self.spans = 1
+        self.max_sge = 1
         self.window = WINDOW
 
     def connect(self, bytes address) -> None:

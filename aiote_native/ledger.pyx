@@ -17,7 +17,7 @@ cdef enum:
     MOST_ENTRIES = 16384
 
 
-cdef uint32_t place_of(Tally* self, uint32_t imm_data) noexcept nogil:
+cdef uint32_t slot_of(Tally* self, uint32_t imm_data) noexcept nogil:
     """Return where an immediate is, or would go. There is a free entry: the table is at most three quarters full."""
     cdef uint32_t at = (imm_data * <uint32_t> 0x9E3779B1) & (self.size - 1)
     while self.taken[at] and self.imm_data[at] != imm_data:
@@ -48,7 +48,7 @@ cdef int resize(Tally* self) noexcept nogil:
     self.used = self.last = 0
     for i in range(old.size):
         if old.taken[i] and old.counts[i] != 0:
-            at = place_of(self, old.imm_data[i])
+            at = slot_of(self, old.imm_data[i])
             self.imm_data[at] = old.imm_data[i]
             self.counts[at] = old.counts[i]
             self.taken[at] = True
@@ -71,7 +71,7 @@ cdef int tally_add(Tally* self, uint32_t imm_data, int64_t n) noexcept nogil:
         code = resize(self)
         if code != 0:
             return code
-    at = place_of(self, imm_data)
+    at = slot_of(self, imm_data)
     if not self.taken[at]:
         self.taken[at] = True
         self.imm_data[at] = imm_data
@@ -87,7 +87,7 @@ cdef int64_t tally_get(Tally* self, uint32_t imm_data) noexcept nogil:
     cdef uint32_t at
     if self.size == 0:
         return 0
-    at = place_of(self, imm_data)
+    at = slot_of(self, imm_data)
     return self.counts[at] if self.taken[at] else 0
 
 

@@ -91,7 +91,7 @@ cdef class PeerLink(ChannelSet):
         channel.cost = channel.nominal = cost_of(speed_mbps)
         channel.largest = min(largest, endpoint.largest) if largest else endpoint.largest
         channel.least = least
-        channel.spans = endpoint.spans
+        channel.max_sge = endpoint.max_sge
         channel.window = endpoint.window
         channel.gathers_from = endpoint.gathers_from
         channel.imm_key = imm_key

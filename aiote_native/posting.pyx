@@ -275,7 +275,7 @@ cdef void describe_post(Op* op, Channel* channel, Post* args) noexcept nogil:
     args.with_imm = op.counted and op.phase == 1
     args.part = op.part
     args.parts = 1
-    args.more_spans = 0
+    args.more_sge = 0
     args.stripe = op.stripe
     args.phase = op.phase
     if args.with_imm:
@@ -347,7 +347,7 @@ cdef int post_next(State* state, PeerState* peer, Op* op, uint64_t* parts) noexc
         if channel.in_flight and channel.in_flight + (0 if alone else args.payload) > channel.window:
             # It will be first all the same: what is posted elsewhere now would be over later.
             return -EBUSY if code == -EBUSY else -EAGAIN
-        if channel.spans > 1:
+        if channel.max_sge > 1:
             gather(op, channel, MOST_PARTS, gathered_most(peer, channel, op), &args)
         if gate_paced(channel, args.payload, PACE):
             code = -EAGAIN

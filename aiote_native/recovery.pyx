@@ -324,12 +324,12 @@ cdef void describe_piece(Piece* piece, Op* origin, WorkRequest* wr, Channel* cha
 
 cdef void place_stripe(Op* op, const Op* origin, const WorkRequest* wr, Channel* channel) noexcept nogil:
     """Have the one part of a transfer lie where a lost stripe of another does."""
-    cdef Op place = origin[0]
+    cdef Op at = origin[0]
     cdef Post args
-    place.part = wr.part
-    place.stripe = wr.stripe
-    place.phase = wr.phase
-    describe_post(&place, channel, &args)
+    at.part = wr.part
+    at.stripe = wr.stripe
+    at.phase = wr.phase
+    describe_post(&at, channel, &args)
     op.local_address = <uint64_t> args.local
     op.remote_offset = args.remote - origin.remote_base[channel.remote_rail]
 

@@ -22,7 +22,7 @@ cdef enum:
     MAX_RAILS = 8        # rails of one engine
     MAX_CHANNELS = 16    # endpoint pairs of one peer
     MAX_STRIPES = 16     # stripes that one immediate can be cut in
-    MAX_SPANS = 4        # places of either memory that one work request can be for
+    MAX_SGE = 4          # of one work request
     POLL_BATCH = 64
     MOST_PARTS = 32      # of a transfer in one work request, for which an immediate counts
 
@@ -48,13 +48,13 @@ cdef struct WorkRequest:
     int status
     int provider_errno
 
-# Bytes that lie together in both memories.
-cdef struct Span:
+# A scatter-gather element: bytes that are contiguous in both memories.
+cdef struct Sge:
     uint8_t* local
     uint64_t remote
     size_t length
 
-# The arguments of one posted operation. Beside its first span it has `more_spans` of the same two regions, where the
+# The arguments of one posted operation. Beside its first SGE it has `more_sge` of the same two regions, where the
 # kind of rail gathers (gathering.pyx).
 cdef struct Post:
     int opcode
@@ -66,8 +66,8 @@ cdef struct Post:
     uint64_t remote
     uint64_t key
     uint64_t payload       # bytes of the user's, which `length` exceeds where a provider cannot write nothing
-    Span more[MAX_SPANS - 1]
-    int more_spans
+    Sge more[MAX_SGE - 1]
+    int more_sge
     uint64_t part
     uint64_t parts         # an immediate counts for so many
     uint64_t stripe
@@ -82,13 +82,13 @@ cdef struct Completion:
     uint32_t times         # so many immediates in one
     size_t length
 
-# post: 0, -EAGAIN (queue full or not connected yet: later), or another -errno: nothing was posted. What an endpoint
-# says to take (`spans`) it posts whole: `more_spans`, and an immediate that counts for `parts`; of one that came `poll`
-# says so in `times`, 1 where nothing was gathered. flush (or NULL):
-# hands over what a kind keeps until the end of a turn; what comes of that `poll` tells. poll: number of
-# completions, or -errno. arm: 0 when it is safe to sleep on the descriptor, 1 when there is more to drain. cut: ends
-# the wire under the endpoint where that has to come before the close, so that what is under way ends by itself;
-# whether it did. shut: closes the endpoint; when it returns no byte moves through it any more. release: frees impl.
+# post: 0, -EAGAIN (queue full or not connected yet: later), or another -errno: nothing was posted. An endpoint posts
+# the `more_sge` that its `max_sge` allows, with one immediate that counts for `parts`; the other side's `poll` reports
+# them in `times`, 1 where nothing was gathered. flush (or NULL): hands over what a kind keeps until the end of a turn;
+# `poll` reports what comes of it. poll: number of completions, or -errno. arm: 0 when it is safe to sleep on the
+# descriptor, 1 when there is more to drain. cut: disconnects the endpoint where that has to come before the close, so
+# that what is under way ends by itself; whether it did. shut: closes the endpoint; when it returns no byte moves
+# through it any more. release: frees impl.
 cdef struct RailOps:
     int (*post)(void* impl, const Post* args, WorkRequest* wr) noexcept nogil
     int (*flush)(void* impl) noexcept nogil
@@ -138,7 +138,7 @@ cdef struct Channel:
     void* scratch_desc
     uint64_t largest
     uint64_t least       # bytes that an immediate alone carries, from scratch to the peer's scratch
-    int spans            # the most of one work request
+    int max_sge          # of one work request
     uint64_t gathers_from  # bytes of a part, below which only neighbours are gathered
     # how to wake the peer, for rails without a wait descriptor (peer_wakeups.pxd)
     const uint32_t* peer_page

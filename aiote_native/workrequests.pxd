@@ -43,7 +43,7 @@ cdef class PageIndex:
     cdef readonly uint64_t count
     cdef int64_t least
     cdef int64_t most
-    cdef void span(self) noexcept
+    cdef void find_bounds(self) noexcept
     cdef int allocate(self, uint64_t count) except -1
     cdef bint copy_buffer(self, object indices) except -1
 

@@ -157,16 +157,16 @@ cdef class PageIndex:
         if self.values != NULL:
             raise RuntimeError("the index is filled already")
         if PyObject_CheckBuffer(indices) and self.copy_buffer(indices):
-            self.span()
+            self.find_bounds()
             return
         items = indices.tolist() if hasattr(indices, "tolist") else list(indices)
         self.allocate(len(items))
         for item in items:
             self.values[i] = PyNumber_Index(item)
             i += 1
-        self.span()
+        self.find_bounds()
 
-    cdef void span(self) noexcept:
+    cdef void find_bounds(self) noexcept:
         """Note the least and the greatest, so that whether all are in bounds is known without looking at all."""
         cdef uint64_t i
         self.least = self.most = self.values[0] if self.count else 0

@@ -63,13 +63,13 @@ class PageList:
         """Return where the page at a position of the list begins, in bytes from the region's start."""
         return self.offset + self.indices[position] * self.stride
 
-    def spans(self) -> list[tuple[int, int]]:
+    def ranges(self) -> list[tuple[int, int]]:
         """Return (start, length) in bytes for every page, in the order of the list."""
         return [(self.start(position), self.page_bytes) for position in range(len(self))]
 
     def check(self, region_length: int) -> None:
         """Raise UsageError that names the first page which does not lie within a region of so many bytes."""
-        for position, (start, length) in enumerate(self.spans()):
+        for position, (start, length) in enumerate(self.ranges()):
             if start + length > region_length:
                 raise UsageError(
                     f"page {position} (index {self.indices[position]}) covers bytes {start} to {start + length}, "

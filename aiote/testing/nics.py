@@ -14,7 +14,7 @@ from ..rails.sim import SimNic
 
 __all__ = ["CONNECTX7_400G", "EFA_100G", "EFA_200G", "EFA_400G", "MODELS", "UNRULY", "NicModel"]
 
-MOST_PIECES = MOST_SPANS = 4
+MOST_PIECES = MOST_SGE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +25,9 @@ class NicModel:
     operation_us: its time for an operation of no bytes, the inverse of its message rate. overlap: how well that and the
     bytes overlap, time = (operation^x + bytes^x)^(1/x), 0 for perfectly. queue: operations that an endpoint takes
     before it refuses more; events: arrivals that lie untaken before more wait. pieces: the most pieces that a payload
-    is placed in, in any order. spans: the most places that one operation writes or reads (tcp and shm of libfabric take
-    4, NICs 1). refusals: the share of posts that are refused for now without a reason. lingers: what has left a NIC
-    arrives though its endpoint was closed meanwhile, as bytes on a wire do.
+    is placed in, in any order. max_sge: the most SGEs of one operation (tcp and shm of libfabric take 4, NICs 1).
+    refusals: the share of posts that are refused for now without a reason. lingers: what has left a NIC arrives though
+    its endpoint was closed meanwhile, as bytes on a wire do.
     """
 
     name: str
@@ -41,7 +41,7 @@ class NicModel:
     queue: int = 256
     events: int = 256
     pieces: int = 1
-    spans: int = 1
+    max_sge: int = 1
     refusals: float = 0.0
     lingers: bool = False
 
@@ -52,8 +52,8 @@ class NicModel:
             raise UsageError("a NIC's times and its bandwidth are not negative, refusals are from 0 to below 1")
         if not 1 <= self.pieces <= MOST_PIECES or self.queue < 1 or self.events < 1:
             raise UsageError(f"a NIC's queue and events are at least 1, its pieces from 1 to {MOST_PIECES}")
-        if not 1 <= self.spans <= MOST_SPANS:
-            raise UsageError(f"an operation has from 1 to {MOST_SPANS} spans, not {self.spans}")
+        if not 1 <= self.max_sge <= MOST_SGE:
+            raise UsageError(f"an operation has from 1 to {MOST_SGE} SGEs, not {self.max_sge}")
 
     def nic(self, index: int) -> SimNic:
         """Return what the simulated network takes for NIC `index` of a host."""
@@ -67,7 +67,7 @@ class NicModel:
             "depth": self.queue,
             "events": self.events,
             "pieces": self.pieces,
-            "spans": self.spans,
+            "max_sge": self.max_sge,
             "refusals": round(self.refusals * 65536),
             "lingers": self.lingers,
         }

@@ -31,7 +31,7 @@ from aiote_native.libfabric.library cimport symbols
 from aiote_native.libfabric.sockets cimport aiote_close_accepted, aiote_moved, aiote_shutdown_sockets
 from aiote_native.status cimport check
 from aiote_native.structs cimport (
-    Completion, MAX_SPANS, OP_READ, OP_RECV, OP_SEND, POLL_BATCH, Post, RailOps, WorkRequest)
+    Completion, MAX_SGE, OP_READ, OP_RECV, OP_SEND, POLL_BATCH, Post, RailOps, WorkRequest)
 
 cdef extern from "<pthread.h>" nogil:
     ctypedef struct pthread_mutex_t:
@@ -129,26 +129,26 @@ cdef int post_one(FabricEndpoint* self, const Post* args, WorkRequest* wr) noexc
 
 
 cdef int post_rma(FabricEndpoint* self, const Post* args, WorkRequest* wr) noexcept nogil:
-    """Post a write or a read of all spans. What an immediate counts for is in the upper half of its data."""
-    cdef iovec local[MAX_SPANS]
-    cdef fi_rma_iov remote[MAX_SPANS]
-    cdef void* desc[MAX_SPANS]
+    """Post a write or a read of all SGEs. What an immediate counts for is in the upper half of its data."""
+    cdef iovec local[MAX_SGE]
+    cdef fi_rma_iov remote[MAX_SGE]
+    cdef void* desc[MAX_SGE]
     cdef fi_msg_rma rma
     cdef int i
     # One element also for a length of 0: with none, some providers never complete (udp;ofi_rxd), others ignore the key.
     local[0].iov_base = args.local
     local[0].iov_len = remote[0].len = args.length
     remote[0].addr = args.remote
-    for i in range(args.more_spans):
+    for i in range(args.more_sge):
         local[i + 1].iov_base = args.more[i].local
         local[i + 1].iov_len = remote[i + 1].len = args.more[i].length
         remote[i + 1].addr = args.more[i].remote
-    for i in range(1 + args.more_spans):
+    for i in range(1 + args.more_sge):
         remote[i].key = args.key
         desc[i] = <void*> args.desc
     rma.msg_iov = local
     rma.desc = desc
-    rma.iov_count = rma.rma_iov_count = 1 + args.more_spans
+    rma.iov_count = rma.rma_iov_count = 1 + args.more_sge
     rma.addr = self.peer
     rma.rma_iov = remote
     rma.context = wr
@@ -272,15 +272,15 @@ operations.shut = shut
 operations.release = release
 
 
-cdef int spans_of(const fi_info* info) noexcept:
-    """Return how many spans a write may have: more than one where an immediate has room for what it counts for.
+cdef int sge_limit_of(const fi_info* info) noexcept:
+    """Return how many SGEs a write may have: more than one where an immediate has room for what it counts for.
 
     Of both limits the smaller counts: rxm has its own `rma_iov_limit`, and only its `iov_limit` is the core provider's.
     efa says 4 for each and would emulate it; its immediates have 4 bytes.
     """
     if info.domain_attr.cq_data_size < 8:
         return 1
-    return <int> min(info.tx_attr.iov_limit, info.tx_attr.rma_iov_limit, MAX_SPANS)
+    return <int> min(info.tx_attr.iov_limit, info.tx_attr.rma_iov_limit, MAX_SGE)
 
 
 @cython.no_gc_clear
@@ -310,8 +310,8 @@ cdef class Endpoint(NativeEndpoint):
         self.ops = &operations
         self.largest = device.info.ep_attr.max_msg_size
         self.depth = device.info.tx_attr.size
-        self.spans = spans_of(device.info)
-        self.impl.counts = self.spans > 1
+        self.max_sge = sge_limit_of(device.info)
+        self.impl.counts = self.max_sge > 1
         self.gathers_from = 0 if waits else SHM_INJECTED + 1
         try:
             self.mark = b"fi_shm://" + mark.encode()

@@ -1,7 +1,7 @@
 # A simulated network: what happens in it at which time, who is on it, and what is remembered of it.
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 
-from aiote_native.structs cimport Completion, MAX_SPANS, Span, WorkRequest
+from aiote_native.structs cimport Completion, MAX_SGE, Sge, WorkRequest
 
 cdef extern from "<pthread.h>" nogil:
     ctypedef struct pthread_mutex_t:
@@ -59,7 +59,7 @@ cdef struct Model:
     uint32_t receives    # posted receives of an endpoint
     uint32_t events      # arrivals that lie untaken before those behind them wait
     uint32_t pieces      # the most pieces that a payload is placed in
-    uint32_t spans       # the most places of either memory that one operation is for
+    uint32_t max_sge     # of one operation
     uint32_t refusals    # of 65536 posts, drawn, that are refused for now
     bint lingers         # what has left a NIC arrives, though its endpoint was closed meanwhile
     uint64_t largest
@@ -100,11 +100,11 @@ cdef struct Work:
     bint with_imm
     uint32_t imm
     uint32_t counts_for  # so many immediates
-    Span spans[MAX_SPANS]
-    int span_count
-    uint8_t* copy        # of all spans, one after the other
+    Sge sges[MAX_SGE]
+    int sge_count
+    uint8_t* copy        # of all SGEs, one after the other
     uint64_t local_key
-    uint64_t length      # of all spans
+    uint64_t length      # of all SGEs
     uint64_t key
     int stage
     int status

@@ -48,7 +48,7 @@ cdef inline bint earlier(const Item* a, const Item* b) noexcept nogil:
     return a.time < b.time or (a.time == b.time and a.order < b.order)
 
 
-cdef inline void settle_at(Net* net, Item* item, uint32_t place) noexcept nogil:
+cdef inline void store_at(Net* net, Item* item, uint32_t place) noexcept nogil:
     net.heap[place] = item
     item.place = place
 
@@ -56,9 +56,9 @@ cdef inline void settle_at(Net* net, Item* item, uint32_t place) noexcept nogil:
 cdef void rise(Net* net, Item* item) noexcept nogil:
     cdef uint32_t place = item.place
     while place > 1 and earlier(item, net.heap[place // 2]):
-        settle_at(net, net.heap[place // 2], place)
+        store_at(net, net.heap[place // 2], place)
         place //= 2
-    settle_at(net, item, place)
+    store_at(net, item, place)
 
 
 cdef void sink(Net* net, Item* item) noexcept nogil:
@@ -70,9 +70,9 @@ cdef void sink(Net* net, Item* item) noexcept nogil:
             child += 1
         if not earlier(net.heap[child], item):
             break
-        settle_at(net, net.heap[child], place)
+        store_at(net, net.heap[child], place)
         place = child
-    settle_at(net, item, place)
+    store_at(net, item, place)
 
 
 cdef int put(Net* net, Item* item, uint64_t time) noexcept nogil:
@@ -103,7 +103,7 @@ cdef void take_out(Net* net, Item* item) noexcept nogil:
     net.heap_count -= 1
     item.place = 0
     if last != item:
-        settle_at(net, last, place)
+        store_at(net, last, place)
         rise(net, last)
         sink(net, last)
 

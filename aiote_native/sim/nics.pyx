@@ -10,7 +10,7 @@ from aiote_native.forks cimport fork_epoch, own
 from aiote_native.sim.net cimport (
     BUCKETS, MOST_PIECES, Model, Net, NIC_BROKEN, NIC_SILENT, NIC_UP, find_memory, pthread_mutex_lock,
     pthread_mutex_unlock)
-from aiote_native.structs cimport MAX_SPANS, MAY_ALL
+from aiote_native.structs cimport MAX_SGE, MAY_ALL
 
 
 cdef int read_model(dict given, Model* model) except -1:
@@ -25,14 +25,14 @@ cdef int read_model(dict given, Model* model) except -1:
     model.receives = given.get("receives", 4100)
     model.events = given.get("events", 256)
     model.pieces = given.get("pieces", 1)
-    model.spans = given.get("spans", 1)
+    model.max_sge = given.get("max_sge", 1)
     model.refusals = given.get("refusals", 0)
     model.lingers = given.get("lingers", False)
     model.largest = given.get("largest", 1 << 30)
     if not (model.depth and model.receives and model.events and model.largest and 1 <= model.pieces <= MOST_PIECES):
         raise ValueError(f"depth, receives, events and largest are at least 1, pieces at most {MOST_PIECES}")
-    if not 1 <= model.spans <= MAX_SPANS:
-        raise ValueError(f"spans are from 1 to {MAX_SPANS}")
+    if not 1 <= model.max_sge <= MAX_SGE:
+        raise ValueError(f"max_sge is from 1 to {MAX_SGE}")
     return 0
 
 
@@ -157,18 +157,18 @@ cdef class SimMemory(Registration):
         self.drop()
 
     cdef void drop(self) noexcept:
-        cdef Memory** place
+        cdef Memory** link
         cdef Net* net
         if self.memory == NULL or self.device is None or self.device.epoch != fork_epoch():
             return
         net = self.device.world.net
         with nogil:
             pthread_mutex_lock(&net.lock)
-            place = &net.memory_table[self.memory.key % BUCKETS]
-            while place[0] != NULL and place[0] != self.memory:
-                place = &place[0].next
-            if place[0] != NULL:
-                place[0] = self.memory.next
+            link = &net.memory_table[self.memory.key % BUCKETS]
+            while link[0] != NULL and link[0] != self.memory:
+                link = &link[0].next
+            if link[0] != NULL:
+                link[0] = self.memory.next
             pthread_mutex_unlock(&net.lock)
         free(self.memory)
         self.memory = NULL

@@ -63,10 +63,10 @@ cdef bint registered(SimEndpoint* self, const Work* work, const Memory* memory) 
         return True
     if memory == NULL or memory.nic != self.nic or (work.opcode == OP_READ and not memory.writable):
         return False
-    for i in range(work.span_count):
-        address = <uint64_t> work.spans[i].local
+    for i in range(work.sge_count):
+        address = <uint64_t> work.sges[i].local
         if (address < memory.address or address - memory.address > memory.length
-                or work.spans[i].length > memory.length - (address - memory.address)):
+                or work.sges[i].length > memory.length - (address - memory.address)):
             return False
     return True
 
@@ -108,18 +108,18 @@ cdef int post_work(SimEndpoint* self, const Post* args, WorkRequest* wr) noexcep
 
 
 cdef void describe(Work* work, const Post* args) noexcept nogil:
-    """Take what is asked for; messages have one place, and none at the target."""
+    """Take what is asked for; messages have one SGE, and none at the target."""
     cdef int i
     work.opcode = args.opcode
-    work.spans[0].local = <uint8_t*> args.local
-    work.spans[0].length = work.length = args.length
-    work.span_count = 1
+    work.sges[0].local = <uint8_t*> args.local
+    work.sges[0].length = work.length = args.length
+    work.sge_count = 1
     if args.opcode <= OP_READ:
-        work.spans[0].remote = args.remote
-        for i in range(args.more_spans):
-            work.spans[i + 1] = args.more[i]
+        work.sges[0].remote = args.remote
+        for i in range(args.more_sge):
+            work.sges[i + 1] = args.more[i]
             work.length += args.more[i].length
-        work.span_count += args.more_spans
+        work.sge_count += args.more_sge
         work.counts_for = <uint32_t> args.parts
         work.key = args.key
         work.with_imm = args.with_imm
@@ -193,15 +193,15 @@ cdef bint cut(void* impl) noexcept nogil:
 
 cdef void shut(void* impl) noexcept nogil:
     cdef SimEndpoint* self = <SimEndpoint*> impl
-    cdef SimEndpoint** place
+    cdef SimEndpoint** link
     if self.closed:
         return
     pthread_mutex_lock(&self.net.lock)
     self.closed = True
-    place = &self.net.endpoint_table[self.number % BUCKETS]
-    while place[0] != self:
-        place = &place[0].next
-    place[0] = self.next
+    link = &self.net.endpoint_table[self.number % BUCKETS]
+    while link[0] != self:
+        link = &link[0].next
+    link[0] = self.next
     close_works(self.net, self)
     saw(self.net, SAW_CLOSE, self.nic, self.number, 0, 0)
     set_alarm_clock(self.net)
@@ -263,7 +263,7 @@ cdef class Endpoint(NativeEndpoint):
         self.ops = &operations
         self.largest = device.nic.model.largest
         self.depth = device.nic.model.depth
-        self.spans = device.nic.model.spans
+        self.max_sge = device.nic.model.max_sge
         device.children += 1
         self.impl.net = net
         self.impl.nic = device.nic

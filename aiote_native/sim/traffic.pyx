@@ -24,7 +24,7 @@ from aiote_native.sim.net cimport (
     Alarm, BUCKETS, Entry, Fault, ITEM_ALARM, ITEM_FAULT, Item, MOST_PIECES, Memory, Model, NIC_BROKEN, NIC_SILENT,
     NIC_UP, Receive, SAW_COMPLETE, SAW_DELIVER, SAW_FAIL, SAW_FAULT, SAW_PLACE, STAGE_COMPLETE, STAGE_DELIVER,
     STAGE_PLACE, draw, find_endpoint, find_memory, net_now, put, saw, set_alarm_clock, take_out)
-from aiote_native.structs cimport Completion, MAY_READ, MAY_WRITE, OP_READ, OP_SEND, Span, WorkRequest
+from aiote_native.structs cimport Completion, MAY_READ, MAY_WRITE, OP_READ, OP_SEND, Sge, WorkRequest
 
 
 cdef uint64_t service(const Model* model, uint64_t length) noexcept nogil:
@@ -144,7 +144,7 @@ cdef void enter(SimEndpoint* endpoint, const Completion* completion, bint own) n
 cdef const Memory* granted(Net* net, const Work* work, const SimEndpoint* target) noexcept nogil:
     """Return the memory that a work may use at its target, NULL where it has no right to."""
     cdef const Memory* memory = find_memory(net, work.key)
-    cdef const Span* span
+    cdef const Sge* sge
     cdef int i
     if memory == NULL or memory.nic != target.nic:
         return NULL
@@ -152,10 +152,10 @@ cdef const Memory* granted(Net* net, const Work* work, const SimEndpoint* target
         return NULL
     if work.opcode != OP_READ and not memory.writable:
         return NULL
-    for i in range(work.span_count):
-        span = &work.spans[i]
-        if (span.remote < memory.base or span.remote - memory.base > memory.length
-                or span.length > memory.length - (span.remote - memory.base)):
+    for i in range(work.sge_count):
+        sge = &work.sges[i]
+        if (sge.remote < memory.base or sge.remote - memory.base > memory.length
+                or sge.length > memory.length - (sge.remote - memory.base)):
             return NULL
     return memory
 
@@ -167,25 +167,25 @@ cdef void count_moved(Work* work, SimEndpoint* target, uint64_t bytes_) noexcept
 
 
 cdef void move(const Work* work, const Memory* memory, uint64_t low, uint64_t high) noexcept nogil:
-    """Copy the bytes from `low` to `high` of a payload, which is that of all its spans one after the other."""
-    cdef const Span* span
+    """Copy the bytes from `low` to `high` of a payload, which is that of all its SGEs one after the other."""
+    cdef const Sge* sge
     cdef uint8_t* near
     cdef uint8_t* there
     cdef uint64_t start = 0
     cdef uint64_t first, last
     cdef int i
-    for i in range(work.span_count):
-        span = &work.spans[i]
+    for i in range(work.sge_count):
+        sge = &work.sges[i]
         first = later(low, start) - start
-        last = (high if high < start + span.length else start + span.length) - start
-        if low < start + span.length and start < high:
-            near = (work.copy + start if work.copy != NULL else span.local) + first
-            there = <uint8_t*> (memory.address + (span.remote - memory.base)) + first
+        last = (high if high < start + sge.length else start + sge.length) - start
+        if low < start + sge.length and start < high:
+            near = (work.copy + start if work.copy != NULL else sge.local) + first
+            there = <uint8_t*> (memory.address + (sge.remote - memory.base)) + first
             if work.opcode == OP_READ:
                 memcpy(near, there, last - first)
             else:
                 memcpy(there, near, last - first)
-        start += span.length
+        start += sge.length
 
 
 cdef void place(Net* net, Work* work, SimEndpoint* target) noexcept nogil:
@@ -229,7 +229,7 @@ cdef bint deliver(Net* net, Work* work, SimEndpoint* target) noexcept nogil:
             push_entry(target, receive.wr, -EMSGSIZE, 0, False)
             fail(net, work, -EMSGSIZE)
             return True
-        memcpy(receive.memory, work.copy if work.copy != NULL else work.spans[0].local, work.length)
+        memcpy(receive.memory, work.copy if work.copy != NULL else work.sges[0].local, work.length)
         push_entry(target, receive.wr, 0, work.length, False)
     else:
         push_immediate(target, work)
@@ -350,9 +350,9 @@ cdef bint lingers(Net* net, Work* work) noexcept nogil:
     work.copy = <uint8_t*> malloc(work.length + 1)
     if work.copy == NULL:
         return False
-    for i in range(work.span_count):
-        memcpy(work.copy + done, work.spans[i].local, work.spans[i].length)
-        done += work.spans[i].length
+    for i in range(work.sge_count):
+        memcpy(work.copy + done, work.sges[i].local, work.sges[i].length)
+        done += work.sges[i].length
     unlink(work)
     work.wr = NULL
     return True

@@ -12,7 +12,7 @@ from aiote_native.streams.receiving cimport stream_poll
 from aiote_native.streams.sending cimport stream_flush, stream_post
 from aiote_native.streams.stream cimport (
     BUCKETS, NAME_BYTES, STREAM_DEPTH, find_memory, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock)
-from aiote_native.structs cimport MAX_SPANS, MAY_ALL
+from aiote_native.structs cimport MAX_SGE, MAY_ALL
 
 cdef enum:
     # Bytes on their way at once, which have to be copied before a cancellation is confirmed: with 4 MiB half a
@@ -120,18 +120,18 @@ cdef class StreamMemory(Registration):
 
     cdef void drop(self) noexcept:
         cdef Registry* registry
-        cdef Memory** place
+        cdef Memory** link
         if self.memory == NULL or self.device is None or self.device.epoch != fork_epoch():
             return
         registry = self.device.registry
         # A native thread holds the lock for as long as one call copies, some twenty microseconds.
         with nogil:
             pthread_mutex_lock(&registry.lock)
-            place = &registry.table[self.memory.key % BUCKETS]
-            while place[0] != NULL and place[0] != self.memory:
-                place = &place[0].next
-            if place[0] != NULL:
-                place[0] = self.memory.next
+            link = &registry.table[self.memory.key % BUCKETS]
+            while link[0] != NULL and link[0] != self.memory:
+                link = &link[0].next
+            if link[0] != NULL:
+                link[0] = self.memory.next
                 registry.epoch += 1
             pthread_mutex_unlock(&registry.lock)
         free(self.memory)
@@ -179,7 +179,7 @@ cdef class StreamEndpoint(NativeEndpoint):
         self.largest = LARGEST
         self.depth = STREAM_DEPTH
         self.window = WINDOW
-        self.spans = MAX_SPANS
+        self.max_sge = MAX_SGE
         stream.wire = wire
         stream.registry = device.registry
 

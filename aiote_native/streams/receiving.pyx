@@ -13,7 +13,7 @@ from aiote_native.streams.stream cimport (
     FRAME_ANSWER, FRAME_ANSWERED, FRAME_DONE, FRAME_READ, FRAME_SEND, FRAME_WRITE, Frame, Memory, STREAM_DEPTH, Stream,
     Work, append, find_memory, free_work, iovec, is_open, new_work, pthread_mutex_lock, pthread_mutex_unlock,
     take_first)
-from aiote_native.structs cimport MAX_SPANS, MOST_PARTS
+from aiote_native.structs cimport MAX_SGE, MOST_PARTS
 
 cdef enum:
     # Bytes of one call: at 15 GB/s a fiftieth of a millisecond, after which the event loop may have its turn.
@@ -30,19 +30,19 @@ cdef bint is_frame(const Frame* frame) noexcept nogil:
     """Whether a header is one that a peer could have sent at any time."""
     cdef uint64_t sum = 0
     cdef uint16_t i
-    if not FRAME_WRITE <= frame.kind <= FRAME_DONE or frame.place_count > MAX_SPANS or frame.counts_for > MOST_PARTS:
+    if not FRAME_WRITE <= frame.kind <= FRAME_DONE or frame.iov_count > MAX_SGE or frame.counts_for > MOST_PARTS:
         return False
     if frame.kind > FRAME_READ:
         return True
-    for i in range(frame.place_count):
-        if frame.places[i].length > frame.length - sum:
+    for i in range(frame.iov_count):
+        if frame.iov[i].length > frame.length - sum:
             return False
-        sum += frame.places[i].length
+        sum += frame.iov[i].length
     return sum == frame.length
 
 
-cdef void place(Stream* self, const Frame* frame) noexcept nogil:
-    """Have what follows go to the places of a write; dropped where they are not open to the peer."""
+cdef void open_write(Stream* self, const Frame* frame) noexcept nogil:
+    """Have what follows go to the iov of a write; dropped where they are not open to the peer."""
     cdef const Memory* memory
     cdef uint16_t i
     self.epoch = self.registry.epoch
@@ -52,10 +52,10 @@ cdef void place(Stream* self, const Frame* frame) noexcept nogil:
         return
     memory = find_memory(self.registry, frame.key)
     self.cached = memory != NULL and memory.length <= CACHED
-    for i in range(frame.place_count):
-        self.into[i].iov_base = <void*> frame.places[i].address
-        self.into[i].iov_len = frame.places[i].length
-    self.into_count = frame.place_count
+    for i in range(frame.iov_count):
+        self.into[i].iov_base = <void*> frame.iov[i].address
+        self.into[i].iov_len = frame.iov[i].length
+    self.into_count = frame.iov_count
 
 
 cdef int open_answer(Stream* self, const Frame* frame) noexcept nogil:
@@ -63,10 +63,10 @@ cdef int open_answer(Stream* self, const Frame* frame) noexcept nogil:
     cdef uint16_t i
     if asked == NULL or asked.frame.length != frame.length:
         return -EPROTO
-    for i in range(asked.frame.place_count):
+    for i in range(asked.frame.iov_count):
         self.into[i].iov_base = asked.local[i]
-        self.into[i].iov_len = asked.frame.places[i].length
-    self.into_count = asked.frame.place_count
+        self.into[i].iov_len = asked.frame.iov[i].length
+    self.into_count = asked.frame.iov_count
     return 0
 
 
@@ -97,7 +97,7 @@ cdef int open_frame(Stream* self) noexcept nogil:
     self.into_first = self.into_count = 0
     self.left = frame.length if frame.kind in (FRAME_WRITE, FRAME_SEND, FRAME_ANSWER) else 0
     if frame.kind == FRAME_WRITE:
-        place(self, frame)
+        open_write(self, frame)
     elif frame.kind == FRAME_SEND:
         code = open_message(self, frame)
     elif frame.kind == FRAME_ANSWER:
@@ -146,8 +146,8 @@ cdef int answer(Stream* self, const Frame* frame) noexcept nogil:
         work.frame = frame[0]
         work.frame.kind = FRAME_ANSWER
         work.frame.counts_for = 0
-        for i in range(frame.place_count):
-            work.local[i] = <uint8_t*> frame.places[i].address
+        for i in range(frame.iov_count):
+            work.local[i] = <uint8_t*> frame.iov[i].address
         work.trailer = trailer
         work.epoch = self.registry.epoch
         append(&self.queue, work)
@@ -166,7 +166,7 @@ cdef void end_read(Stream* self, int status, Completion* out) noexcept nogil:
 
 
 cdef int finish_bytes(Stream* self, const Frame* frame, Completion* out, int* got) noexcept nogil:
-    """End a write or a message of the peer's, whose bytes are all in their places or were dropped."""
+    """End a write or a message of the peer's, whose bytes are all in memory or were dropped."""
     self.received += 1
     out.status = self.status
     out.provider_errno = 0
@@ -226,7 +226,7 @@ cdef int tell(Stream* self, Completion* out, int capacity) noexcept nogil:
     return got
 
 
-cdef int list_places(Stream* self, iovec* vectors) noexcept nogil:
+cdef int list_iov(Stream* self, iovec* vectors) noexcept nogil:
     """List where what comes next goes: the rest of the header; or the rest of its bytes, and the header after that."""
     cdef Frame* head = &self.heads[self.head]
     cdef int count = 0
@@ -253,7 +253,7 @@ cdef int list_places(Stream* self, iovec* vectors) noexcept nogil:
 
 
 cdef void came(Stream* self, uint64_t bytes) noexcept nogil:
-    """Note what the wire has brought to the places that were listed."""
+    """Note what the wire has brought to the iov that was listed."""
     cdef uint64_t part
     if not self.opened:
         self.head_got += <uint32_t> bytes
@@ -272,7 +272,7 @@ cdef void came(Stream* self, uint64_t bytes) noexcept nogil:
 
 cdef int step(Stream* self, Completion* out, int* got, uint64_t* moved) noexcept nogil:
     """Do the next thing: 1, 0 where there is nothing to be done now, or -errno."""
-    cdef iovec vectors[MAX_SPANS + 1]
+    cdef iovec vectors[MAX_SGE + 1]
     cdef long bytes
     cdef int code
     if self.opened and self.left == 0:
@@ -283,7 +283,7 @@ cdef int step(Stream* self, Completion* out, int* got, uint64_t* moved) noexcept
         return 1 - code if code >= 0 else code
     if moved[0] >= BUDGET:
         return 0
-    bytes = self.wire.receive(self, vectors, list_places(self, vectors))
+    bytes = self.wire.receive(self, vectors, list_iov(self, vectors))
     if bytes <= 0:
         return <int> bytes
     came(self, <uint64_t> bytes)

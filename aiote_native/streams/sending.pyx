@@ -94,12 +94,12 @@ cdef int line_up_one(Stream* self, Work* work, iovec* vectors, bint* whole) noex
         vectors[count].iov_len = min(<uint64_t> NOTHING, payload_of(work) - at)
         whole[0] = vectors[count].iov_len == payload_of(work) - at
         return count + 1
-    for i in range(work.frame.place_count):
-        skipped = min(at, work.frame.places[i].length)
+    for i in range(work.frame.iov_count):
+        skipped = min(at, work.frame.iov[i].length)
         at -= skipped
-        if skipped < work.frame.places[i].length:
+        if skipped < work.frame.iov[i].length:
             vectors[count].iov_base = work.local[i] + skipped
-            vectors[count].iov_len = work.frame.places[i].length - skipped
+            vectors[count].iov_len = work.frame.iov[i].length - skipped
             count += 1
     return count
 
@@ -151,7 +151,7 @@ cdef bint has_more(const Stream* self) noexcept nogil:
 
 
 cdef int trim(iovec* vectors, int count, uint64_t* total, uint64_t most) noexcept nogil:
-    """Keep the first `most` bytes of those that were listed; return how many places that are."""
+    """Keep the first `most` bytes of those that were listed; return how many vectors that are."""
     cdef int kept = 0
     if total[0] <= most:
         return count
@@ -194,20 +194,20 @@ cdef void describe(Work* work, const Post* args, WorkRequest* wr) noexcept nogil
     cdef int i
     work.wr = wr
     frame.kind = FRAME_SEND if args.opcode == OP_SEND else FRAME_READ if args.opcode == OP_READ else FRAME_WRITE
-    frame.place_count = 1
+    frame.iov_count = 1
     frame.length = args.length
     work.local[0] = <uint8_t*> args.local
-    frame.places[0].length = args.length
+    frame.iov[0].length = args.length
     if args.opcode == OP_SEND:
         return
     frame.key = args.key
-    frame.places[0].address = args.remote
-    for i in range(args.more_spans):
+    frame.iov[0].address = args.remote
+    for i in range(args.more_sge):
         work.local[i + 1] = args.more[i].local
-        frame.places[i + 1].address = args.more[i].remote
-        frame.places[i + 1].length = args.more[i].length
+        frame.iov[i + 1].address = args.more[i].remote
+        frame.iov[i + 1].length = args.more[i].length
         frame.length += args.more[i].length
-    frame.place_count += args.more_spans
+    frame.iov_count += args.more_sge
     if args.with_imm:
         frame.imm = args.imm
         frame.counts_for = <unsigned int> args.parts

@@ -3,8 +3,8 @@
 Each endpoint listens on a port of its own. Of a pair the one with the greater address connects, and says the other's
 token first, which it knows from the control connection; whoever says anything else, or nothing, is not let in. The
 other one answers with the token of the first, and nothing is sent before that: a port may be somebody else's by then,
-who would get the keys of memory with the frames. Places of several frames are handed over in one system call, and bytes
-are received into their places, together with the header that follows them.
+who would get the keys of memory with the frames. The iov of several frames is handed over in one system call, and bytes
+are received into place, together with the header that follows them.
 """
 
 from libc.errno cimport EAGAIN, ECONNRESET, EINPROGRESS, EINTR, EPROTO, errno
@@ -224,7 +224,7 @@ cdef long unstage(SocketStream* self, const iovec* vectors, int count) noexcept 
 
 
 cdef long take(SocketStream* self, const iovec* vectors, int count) noexcept nogil:
-    """Receive into the places; of small ones as much as is there, so that many frames cost one call."""
+    """Receive into the vectors; of small ones as much as is there, so that many frames cost one call."""
     cdef uint64_t asked = 0
     cdef long moved
     cdef int i

@@ -2,9 +2,9 @@
 #
 # Frames follow each other in both directions, each a header of 104 bytes and, for some, as many bytes as it says:
 #
-#   FRAME_WRITE     bytes for `places` of the receiver's memory under `key`; counts `counts_for` times for `imm`, if any
+#   FRAME_WRITE     bytes for `iov` of the receiver's memory under `key`; counts `counts_for` times for `imm`, if any
 #   FRAME_SEND      a message, for the oldest receive that was posted; it waits for one
-#   FRAME_READ      asks for the bytes of `places` of the receiver's memory under `key`
+#   FRAME_READ      asks for the bytes of `iov` of the receiver's memory under `key`
 #   FRAME_ANSWER    bytes for the oldest read that was not answered
 #   FRAME_ANSWERED  that read is over, with `status`
 #   FRAME_DONE      of the requests with bytes `done` are over, the last one of them with `status`
@@ -13,7 +13,7 @@
 # FRAME_DONE has said otherwise: an acknowledgement of its own is sent only by who has nothing else to say.
 from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t, uint64_t
 
-from aiote_native.structs cimport Completion, MAX_SPANS, Post, WorkRequest
+from aiote_native.structs cimport Completion, MAX_SGE, Post, WorkRequest
 
 cdef extern from "<pthread.h>" nogil:
     ctypedef struct pthread_mutex_t:
@@ -40,32 +40,32 @@ cdef enum:
     NAME_BYTES = 24      # of an engine: its identity and incarnation
     STREAM_DEPTH = 1024  # requests of one side that are not over
     FRAMES_BEGUN = 8     # frames that are handed over together
-    MOST_VECTORS = FRAMES_BEGUN * (1 + MAX_SPANS)
+    MOST_VECTORS = FRAMES_BEGUN * (1 + MAX_SGE)
 
-cdef struct Place:
+cdef struct RmaIov:
     uint64_t address
     uint64_t length
 
 cdef struct Frame:
     uint16_t kind
-    uint16_t place_count
+    uint16_t iov_count
     uint32_t imm
     uint32_t counts_for  # 0: without an immediate
     int32_t status
     uint64_t done
     uint64_t key
-    uint64_t length      # of all places; of FRAME_READ what is asked for
-    Place places[MAX_SPANS]
+    uint64_t length      # of all of the iov; of FRAME_READ what is asked for
+    RmaIov iov[MAX_SGE]
 
 # A frame to be sent, and what was asked for by one that was.
 cdef struct Work:
     Frame frame
     Work* next
     WorkRequest* wr
-    uint8_t* local[MAX_SPANS]
-    uint64_t moved       # bytes of header and places that the wire has taken
+    uint8_t* local[MAX_SGE]
+    uint64_t moved       # bytes of header and payload that the wire has taken
     Work* trailer        # the FRAME_ANSWERED of a FRAME_ANSWER
-    uint64_t epoch       # of the registry in which an answer's places were good
+    uint64_t epoch       # of the registry in which an answer's iov was good
 
 cdef struct WorkList:
     Work* head
@@ -129,7 +129,7 @@ cdef struct Stream:
     bint cached          # its bytes go to memory that a processor's caches may hold
     int status
     uint64_t left
-    iovec into[MAX_SPANS]
+    iovec into[MAX_SGE]
     int into_count
     int into_first
     uint64_t epoch       # of the registry in which `into` was good

@@ -14,12 +14,12 @@ cdef Memory* find_memory(const Registry* registry, uint64_t key) noexcept nogil:
 
 
 cdef bint is_open(const Stream* self, const Frame* frame, bint writes) noexcept nogil:
-    """Whether the places of a peer's frame all lie in memory that its key opens to it; a frame of no bytes needs none.
+    """Whether the iov of a peer's frame lies in memory that its key opens to it; a frame of no bytes needs none.
 
     Compared, never added up: the numbers come from outside, and a sum could overflow.
     """
     cdef const Memory* memory
-    cdef const Place* place
+    cdef const RmaIov* iov
     cdef uint16_t i
     if frame.length == 0:
         return True
@@ -28,10 +28,10 @@ cdef bint is_open(const Stream* self, const Frame* frame, bint writes) noexcept 
         return False
     if memory.bound and not (self.named and memcmp(memory.holder, self.peer, NAME_BYTES) == 0):
         return False
-    for i in range(frame.place_count):
-        place = &frame.places[i]
-        if (place.address < memory.address or place.address - memory.address > memory.length
-                or place.length > memory.length - (place.address - memory.address)):
+    for i in range(frame.iov_count):
+        iov = &frame.iov[i]
+        if (iov.address < memory.address or iov.address - memory.address > memory.length
+                or iov.length > memory.length - (iov.address - memory.address)):
             return False
     return True
 

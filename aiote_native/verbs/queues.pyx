@@ -121,14 +121,14 @@ cdef void describe(VerbsEndpoint* self, Sends* sends, const Post* args, WorkRequ
 cdef int post_receive(VerbsEndpoint* self, const Post* args, WorkRequest* wr) noexcept nogil:
     cdef ibv_recv_wr one
     cdef ibv_recv_wr* bad = NULL
-    cdef ibv_sge place
+    cdef ibv_sge sge
     cdef int code
-    place.addr = <uintptr_t> args.local
-    place.length = <uint32_t> args.length
-    place.lkey = <uint32_t> (<uintptr_t> args.desc & LKEY_MASK)
+    sge.addr = <uintptr_t> args.local
+    sge.length = <uint32_t> args.length
+    sge.lkey = <uint32_t> (<uintptr_t> args.desc & LKEY_MASK)
     one.wr_id = <uintptr_t> wr
     one.next = NULL
-    one.sg_list = &place
+    one.sg_list = &sge
     one.num_sge = 1
     code = ibv_post_recv(self.text.qp, &one, &bad)
     return 0 if code == 0 else -EAGAIN if code == ENOBUFS or code == ENOMEM else -code

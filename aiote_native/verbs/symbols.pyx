@@ -49,7 +49,7 @@ cdef int failed(str operation, int code=0) except -1:
 def load(str path="libibverbs.so.1") -> None:
     """Open the library for the life of the process; once is enough. Raises ImportError with the linker's reason."""
     global handle
-    cdef void** place = <void**> &verbs
+    cdef void** function = <void**> &verbs
     cdef bytes version
     cdef int i
     if handle != NULL:
@@ -59,8 +59,8 @@ def load(str path="libibverbs.so.1") -> None:
         raise ImportError((<bytes> dlerror()).decode("utf-8", "replace"))
     for i in range(FUNCTIONS):
         version = b"IBVERBS_" + aiote_verbs_names[i][1]
-        place[i] = dlvsym(library, aiote_verbs_names[i][0], version)
-        if place[i] == NULL and i < FUNCTIONS - OPTIONAL:
+        function[i] = dlvsym(library, aiote_verbs_names[i][0], version)
+        if function[i] == NULL and i < FUNCTIONS - OPTIONAL:
             dlclose(library)
             raise ImportError(f"{path} has no {aiote_verbs_names[i][0].decode()}@{version.decode()}: not a libibverbs "
                               "of rdma-core")

@@ -18,10 +18,10 @@ small = st.integers(0, 50)
 
 
 @given(indices, st.integers(1, 20), small, small)
-def test_spans_are_what_slicing_gives(numbers: list[int], page_bytes: int, stride: int, offset: int) -> None:
+def test_ranges_are_what_slicing_gives(numbers: list[int], page_bytes: int, stride: int, offset: int) -> None:
     region = range(offset + 40 * stride + page_bytes)
-    spans = PageList(numbers, page_bytes, stride, offset).spans()
-    assert [region[start : start + length] for start, length in spans] == [
+    ranges = PageList(numbers, page_bytes, stride, offset).ranges()
+    assert [region[start : start + length] for start, length in ranges] == [
         region[offset:][number * stride :][:page_bytes] for number in numbers
     ]
 
@@ -33,7 +33,7 @@ def test_check_agrees_with_the_bytes_themselves(
     pages = PageList(numbers, page_bytes, stride, offset)
     outside = [
         position
-        for position, (start, size) in enumerate(pages.spans())
+        for position, (start, size) in enumerate(pages.ranges())
         if not all(0 <= byte < length for byte in range(start, start + size))
     ]
     if not outside:
@@ -72,20 +72,20 @@ def test_check_says_what_is_wrong_with_the_first_bad_page() -> None:
 
 def test_pages_beyond_4_gib() -> None:
     pages = PageList([2**20], page_bytes=32768, stride=32768, offset=5)
-    assert pages.spans() == [(2**35 + 5, 32768)]
+    assert pages.ranges() == [(2**35 + 5, 32768)]
     with pytest.raises(UsageError, match=f"covers bytes {2**35 + 5} to {2**35 + 32773}"):
         pages.check(2**32)
 
 
 def test_overlap_repetition_and_stride_zero_are_legal() -> None:
-    assert PageList([0, 1, 1], page_bytes=8, stride=4, offset=0).spans() == [(0, 8), (4, 8), (4, 8)]
-    assert PageList([0, 99], page_bytes=8, stride=0, offset=3).spans() == [(3, 8), (3, 8)]
+    assert PageList([0, 1, 1], page_bytes=8, stride=4, offset=0).ranges() == [(0, 8), (4, 8), (4, 8)]
+    assert PageList([0, 99], page_bytes=8, stride=0, offset=3).ranges() == [(3, 8), (3, 8)]
 
 
 def test_an_empty_list_is_legal() -> None:
     pages = PageList([], page_bytes=8, stride=8, offset=1000)
     pages.check(0)
-    assert (len(pages), pages.spans(), pair_pages(pages, pages)) == (0, [], [])
+    assert (len(pages), pages.ranges(), pair_pages(pages, pages)) == (0, [], [])
 
 
 @pytest.mark.parametrize(

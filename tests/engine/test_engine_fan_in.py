@@ -64,5 +64,5 @@ async def test_a_dozen_write_to_one(provider):
 @pytest.mark.blocking_allowed("sixty-four engines in one process")
 def test_sixty_four_write_to_one():
     """In virtual time, over simulated NICs with short queues that refuse, delay and reorder."""
-    model = dataclasses.replace(aiote.testing.UNRULY, queue=32, events=32, spans=4)
+    model = dataclasses.replace(aiote.testing.UNRULY, queue=32, events=32, max_sge=4)
     aiote.testing.run(lambda fabric: many_to_one(lambda: fabric.open_engine(message_pool=4), 64), 5, model=model)

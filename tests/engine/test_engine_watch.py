@@ -19,7 +19,7 @@ pytestmark = pytest.mark.libfabric
 
 @pytest.mark.anyio
 @each_progress
-async def test_a_word_that_a_thread_bumps(progress):
+async def test_a_value_that_a_thread_bumps(progress):
     """Values in between may be missed, none is invented, the last one is seen."""
     value = np.zeros(1, np.uint64)
     last = 2000

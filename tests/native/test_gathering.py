@@ -23,7 +23,7 @@ IMM = 3
 
 
 @st.composite
-def places(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+def offsets(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     """Places of pages on both sides, in pages, with runs of neighbours on either side or on both."""
     local, remote = [], []
     for _ in range(draw(st.integers(1, 12))):
@@ -33,36 +33,36 @@ def places(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return local, remote
 
 
-@given(places(), st.integers(1, 5000), st.integers(1, 4), st.integers(1, 40), st.integers(0, 50_000))
+@given(offsets(), st.integers(1, 5000), st.integers(1, 4), st.integers(1, 40), st.integers(0, 50_000))
 @example(([0, 1, 2], [0, 1, 2]), 4096, 4, 32, 1 << 18)
 @example(([0, 2, 4, 6, 8], [0, 2, 4, 6, 8]), 4096, 4, 32, 1 << 18)
-def test_every_page_is_in_one_request(where, page, spans, most, bytes_most):
-    """Cut at the pages' ends, the spans of all requests are the pages, in their order."""
+def test_every_page_is_in_one_request(where, page, max_sge, most, bytes_most):
+    """Cut at the pages' ends, the SGEs of all requests are the pages, in their order."""
     local, remote = ([page * number for number in side] for side in where)
-    requests = plan(page, local, remote, spans, most, bytes_most)
+    requests = plan(page, local, remote, max_sge, most, bytes_most)
     pages = [
         (near + at, far + at) for request in requests for near, far, length in request for at in range(0, length, page)
     ]
     assert pages == list(zip(local, remote, strict=True))
     for request in requests:
         lengths = [length for _, _, length in request]
-        assert len(request) <= spans
+        assert len(request) <= max_sge
         assert sum(lengths) == page or sum(lengths) <= min(bytes_most, most * page)
-        # What lies together on both sides is one span.
+        # What lies together on both sides is one SGE.
         for (near, far, length), following in itertools.pairwise(request):
             assert following[:2] != (near + length, far + length)
     event(f"{min(len(requests), 3)} requests")
 
 
-@given(places(), st.integers(1, 4))
-def test_no_request_ends_early(where, spans):
-    """One more page would have been one place too many, or one page too many."""
+@given(offsets(), st.integers(1, 4))
+def test_no_request_ends_early(where, max_sge):
+    """One more page would have been one SGE too many, or one page too many."""
     local, remote = ([4096 * number for number in side] for side in where)
-    requests = plan(4096, local, remote, spans, 32, 1 << 18)
+    requests = plan(4096, local, remote, max_sge, 32, 1 << 18)
     for request, following in itertools.pairwise(requests):
         near, far, length = request[-1]
         full = sum(length for _, _, length in request) == 32 * 4096
-        assert full or (len(request) == spans and following[0][:2] != (near + length, far + length))
+        assert full or (len(request) == max_sge and following[0][:2] != (near + length, far + length))
 
 
 async def scattered(left: aiote.Engine, right: aiote.Engine, page: int = PAGE) -> int:
@@ -101,7 +101,7 @@ async def test_small_pages_over_shm_are_messages_of_their_own():
         source, target = left.register(bytes(PAGES * 4096)), across(left, right, bytearray(PAGES * 4096))
         before = left.statistics().posted
         await left.write_pages(*(aiote.Pages(region, range(PAGES), 4096) for region in (source, target)))
-        # Neighbours are one place all the same.
+        # Neighbours are one SGE all the same.
         assert left.statistics().posted - before <= PAGES // 32 + 8
 
 
@@ -117,24 +117,24 @@ def on_a_fabric(model: NicModel, **settings: object) -> int:
 
 
 @pytest.mark.blocking_allowed("there is no loop whose clock runs on")
-@pytest.mark.parametrize("spans", [1, 2, 3, 4])
-def test_as_many_as_a_rail_takes(spans):
-    posted = on_a_fabric(dataclasses.replace(UNRULY, spans=spans, refusals=0))
-    assert -(-PAGES // spans) <= posted <= -(-PAGES // spans) + PAGES // 32 + 4
+@pytest.mark.parametrize("max_sge", [1, 2, 3, 4])
+def test_as_many_as_a_rail_takes(max_sge):
+    posted = on_a_fabric(dataclasses.replace(UNRULY, max_sge=max_sge, refusals=0))
+    assert -(-PAGES // max_sge) <= posted <= -(-PAGES // max_sge) + PAGES // 32 + 4
 
 
 @pytest.mark.blocking_allowed("there is no loop whose clock runs on")
 def test_a_rail_in_its_turn_has_a_page():
-    assert on_a_fabric(dataclasses.replace(UNRULY, spans=4), schedule="round-robin") >= PAGES
+    assert on_a_fabric(dataclasses.replace(UNRULY, max_sge=4), schedule="round-robin") >= PAGES
 
 
-@pytest.mark.parametrize(("remote", "spans"), [([0], 4), ([0, 4096], 5), ([0, 4096], 0)])
-def test_a_plan_that_cannot_be_is_refused(remote, spans):
-    with pytest.raises(ValueError, match="places"):
-        plan(4096, [0, 8192], remote, spans, 32, 1 << 18)
+@pytest.mark.parametrize(("remote", "max_sge"), [([0], 4), ([0, 4096], 5), ([0, 4096], 0)])
+def test_a_plan_that_cannot_be_is_refused(remote, max_sge):
+    with pytest.raises(ValueError, match="offsets"):
+        plan(4096, [0, 8192], remote, max_sge, 32, 1 << 18)
 
 
-@pytest.mark.parametrize("spans", [0, 5])
-def test_a_nic_of_so_many_spans_is_refused(spans):
-    with pytest.raises(UsageError, match="from 1 to 4 spans"):
-        NicModel(name="wide", spans=spans)
+@pytest.mark.parametrize("max_sge", [0, 5])
+def test_a_nic_of_so_many_sges_is_refused(max_sge):
+    with pytest.raises(UsageError, match="from 1 to 4 SGEs"):
+        NicModel(name="wide", max_sge=max_sge)

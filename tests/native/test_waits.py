@@ -305,7 +305,7 @@ def test_a_changed_word_is_noticed(width, threaded):
     core.close()
 
 
-def test_a_word_that_differs_already_is_noticed_at_once():
+def test_a_value_that_differs_already_is_noticed_at_once():
     core, value = Core(spin_us=0), np.array([7], np.uint64)
     watched = Watch(acquire(value))
     core.watch(watched, 6)

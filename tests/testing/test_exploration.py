@@ -142,7 +142,7 @@ def test_random_traffic_under_random_faults():
             queue=draw.choice([4, 64]),
             events=draw.choice([4, 64]),
             lingers=draw.random() < 0.3,
-            spans=draw.choice([1, 2, 4]),
+            max_sge=draw.choice([1, 2, 4]),
         )
         try:
             run(lambda fabric, seed=seed: Chaos(fabric, seed).run(), seed, rails=draw.randint(1, 4), model=model)

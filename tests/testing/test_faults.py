@@ -239,4 +239,4 @@ def test_unruly_traffic_counts_and_copies_exactly():
             assert pair.pool == pair.content
 
     for seed in range(15):
-        run(main, seed, rails=3, model=dataclasses.replace(UNRULY, queue=8, events=8, spans=1 + seed % 4))
+        run(main, seed, rails=3, model=dataclasses.replace(UNRULY, queue=8, events=8, max_sge=1 + seed % 4))

@@ -126,7 +126,7 @@ def test_rails_that_die_one_after_another():
     for seed in range(SEEDS):
         draw = random.Random(seed)
         model = dataclasses.replace(
-            UNRULY, queue=draw.choice([8, 64]), events=draw.choice([8, 64]), spans=draw.choice([1, 2, 4])
+            UNRULY, queue=draw.choice([8, 64]), events=draw.choice([8, 64]), max_sge=draw.choice([1, 2, 4])
         )
         try:
             run(lambda fabric, seed=seed: Storm(fabric, seed).run(), seed, rails=draw.randint(2, 4), model=model)
