@@ -8,7 +8,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
 from aiote_native.gates cimport batch_drop, gate_leave, gate_shut, gate_wait
-from aiote_native.ledger cimport tally_free
+from aiote_native.tallies cimport tally_free
 from aiote_native.messages cimport CREDIT_SLOTS, mailbox_sent
 from aiote_native.moving cimport mailbox_detach
 from aiote_native.posting cimport give_back, op_completed, post_on

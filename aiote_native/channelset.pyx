@@ -10,7 +10,7 @@ from libc.string cimport memset
 
 from aiote_native.channels cimport shut_channel
 from aiote_native.kinds cimport NativeEndpoint
-from aiote_native.ledger cimport Tally, tally_add, tally_copy, tally_free, tally_items, tally_take
+from aiote_native.tallies cimport Tally, tally_add, tally_copy, tally_free, tally_items, tally_take
 from aiote_native.moving cimport mailbox_came, mailbox_holes, mailbox_unsure
 from aiote_native.posting cimport pump_peer
 from aiote_native.progress cimport alive, kick, lock, unlock
@@ -21,7 +21,7 @@ from aiote_native.workrequests cimport Operation
 
 
 # More than can be counted on one channel: at a hundred million a second it takes three centuries.
-cdef object MOST_SETTLED = 1 << 60
+cdef object MOST_ACKED = 1 << 60
 
 
 cdef class ChannelSet:
@@ -165,9 +165,7 @@ cdef class ChannelSet:
         return failed
 
     def notices(self) -> list[tuple[int, int]]:
-        """Return (channel, error number) of those that have something to be looked at since the last call; 0: it is
-        only to be settled.
-        """
+        """Return (channel, error number) of those to look at since the last call; 0: acknowledge its counts."""
         cdef int numbers[MAX_CHANNELS]
         cdef int errors[MAX_CHANNELS]
         cdef Channel* channel
@@ -312,7 +310,7 @@ cdef class ChannelSet:
         cdef array immediates, counts
         cdef Py_ssize_t i, n = len(items)
         cdef bint fits = True
-        if any(not 0 <= count <= MOST_SETTLED for _, count in items):
+        if any(not 0 <= count <= MOST_ACKED for _, count in items):
             return False
         immediates = array("I", [imm_data for imm_data, _ in items])
         counts = array("Q", [count for _, count in items])

@@ -18,7 +18,7 @@ from aiote_native.clocks cimport clock_ns, start_timer
 from aiote_native.counters cimport arrive, done_push, table_forget, table_greediest
 from aiote_native.forks cimport fork_epoch, own
 from aiote_native.gates cimport batch_flush, gate_poll
-from aiote_native.ledger cimport tally_again
+from aiote_native.tallies cimport tally_again
 from aiote_native.messages cimport mailbox_fail, mailbox_pump, mailbox_received, mailbox_sent
 from aiote_native.peer_wakeups cimport drain_wakeups, wake_peer
 from aiote_native.posting cimport give_back, op_completed, peer_fail, pump_peer

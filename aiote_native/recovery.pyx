@@ -17,7 +17,7 @@ from libc.errno cimport (
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
-from aiote_native.ledger cimport tally_add, tally_get
+from aiote_native.tallies cimport tally_add, tally_get
 from aiote_native.posting cimport describe_post, give_back, op_completed, op_start, peer_fail
 from aiote_native.structs cimport (
     BROKEN, Channel, ECANCELED, OP_WRITE, Op, PIECE, Post, RESENT, WorkRequest)

@@ -4,7 +4,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from posix.types cimport pid_t
 
-from aiote_native.ledger cimport Tally
+from aiote_native.tallies cimport Tally
 
 cdef enum:
     # What a registration opens to peers.
@@ -123,7 +123,7 @@ cdef struct Channel:
     bint paused          # nothing more is posted: it is suspected, or being brought up
     Fault fault
     int error            # the negative error number of the fault
-    bint noticed         # Python has still to hear of the fault, or that it is time to settle
+    bint noticed         # Python has still to hear of the fault, or that it is time to acknowledge
     uint32_t depth
     uint32_t outstanding
     uint64_t in_flight   # bytes of transfers that were posted and are not over
@@ -157,7 +157,7 @@ cdef struct Channel:
     # what was posted since the peer's last step into or out of its library, which its epoch tells
     uint32_t paced_epoch
     uint64_t paced_bytes
-    # what has ended well and what has come over it, by immediate (ledger.pyx); used where a peer has several channels
+    # what has ended well and what has come over it, by immediate (tallies.pyx); used where a peer has several channels
     Tally confirmed
     Tally arrived
     # how fast it is (schedule.pyx)

@@ -14,7 +14,7 @@ from .loops import EventLoop, Waiter
 __all__ = ["Over", "Signal", "finish", "insist", "poll_until", "sleep", "wake", "within"]
 
 
-SETTLE_S = 0.001
+POLL_S = 0.001
 
 
 class Over(Protocol):
@@ -53,7 +53,7 @@ async def finish(loop: EventLoop, item: Over, patience: float) -> bool:
 
 async def poll_until(loop: EventLoop, condition: Callable[[], bool], patience: float) -> bool:
     """Wait until something holds that nothing announces, whatever cancels us meanwhile; False after so many seconds."""
-    return await insist(loop, condition, lambda: anyio.sleep(SETTLE_S), patience)
+    return await insist(loop, condition, lambda: anyio.sleep(POLL_S), patience)
 
 
 async def insist(

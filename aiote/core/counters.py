@@ -110,7 +110,7 @@ class ImmCounters:
         imm, stripes = decode_immediate(imm_data)
         entry = self._entry(imm)
         entry.units += UNITS // stripes
-        return self._settle(imm, entry)
+        return self._commit(imm, entry)
 
     def value(self, imm: int) -> int:
         """Return how many whole writes were counted and not consumed."""
@@ -127,7 +127,7 @@ class ImmCounters:
         ticket = Ticket(check_immediate(imm), n)
         entry = self._entry(ticket.imm)
         entry.line.append(ticket)
-        self._settle(ticket.imm, entry)
+        self._commit(ticket.imm, entry)
         return ticket
 
     def deliver(self, ticket: Ticket) -> None:
@@ -140,7 +140,7 @@ class ImmCounters:
         ticket.state = TicketState.DELIVERED
         entry = self._entries[ticket.imm]
         entry.undelivered -= 1
-        self._settle(ticket.imm, entry)
+        self._commit(ticket.imm, entry)
 
     def cancel(self, ticket: Ticket) -> list[Ticket]:
         """End a wait and return the tickets that are satisfied by that; nothing happens to a ticket that is over."""
@@ -153,7 +153,7 @@ class ImmCounters:
             entry.undelivered -= 1
             entry.units += ticket.n * UNITS
         ticket.state = TicketState.CANCELLED
-        return self._settle(ticket.imm, entry)
+        return self._commit(ticket.imm, entry)
 
     def hold(self, imm: int) -> None:
         """Keep an immediate's entry until `free`, even at zero."""
@@ -171,13 +171,13 @@ class ImmCounters:
         entry.holders = max(0, entry.holders - 1)
         if entry.holders == 0 and not entry.open:
             entry.units = 0
-        self._settle(imm, entry)
+        self._commit(imm, entry)
 
     def _entry(self, imm: int) -> _Entry:
         return self._entries.setdefault(imm, _Entry())
 
-    def _settle(self, imm: int, entry: _Entry) -> list[Ticket]:
-        """Satisfy from the head of the line for as long as there is enough; drop an entry that says nothing."""
+    def _commit(self, imm: int, entry: _Entry) -> list[Ticket]:
+        """Satisfy from the head of the queue for as long as there is enough; drop an entry that says nothing."""
         satisfied = []
         while entry.line and entry.units >= entry.line[0].n * UNITS:
             ticket = entry.line.popleft()

@@ -13,8 +13,8 @@ the unconfirmed posts of an immediate exactly
     came = arrived at the receiver - confirmed at the sender        0 <= came <= unconfirmed
 
 have arrived. Which ones is unknown, and need not be known. To stay bounded, a sender that has confirmed more than
-LEDGER_LIMIT immediates takes them out of its table and sends them in an `AckCounts`; the receiver takes them out of its
-own. That keeps the difference. An AckCounts may overtake what it acknowledges, since completion queue and control
+CONFIRMED_LIMIT immediates takes them out of its table and sends them in an `AckCounts`; the receiver takes them out of
+its own. That keeps the difference. An AckCounts may overtake what it acknowledges, since completion queue and control
 connection are read in any order, so an entry may be below zero for a moment.
 
 **Frames**, over the ordered control connection, each with channel and generation:
@@ -50,7 +50,7 @@ What comes for an older generation is ignored, and so is `failed` of a channel t
 that is not JOINING, and a Reopen that crosses the failure of its generation. Anything else that the table does not have
 is the peer's violation (FailoverError: give it up) or, for `shut`, the caller's mistake.
 
-This module knows no clock, no random source of its own and no endpoint. `Ledger` is the reference for the native twin.
+This module knows no clock, no random source of its own and no endpoint. Tables like its own are in `tallies.pyx`.
 """
 
 from __future__ import annotations
@@ -71,17 +71,17 @@ __all__ = [
     "ARRIVED_LIMIT",
     "BACKOFF_FIRST",
     "BACKOFF_MOST",
-    "LEDGER_LIMIT",
+    "CONFIRMED_LIMIT",
     "OPENING_LIMIT",
     "WELL",
     "Account",
     "Action",
+    "ChannelCounts",
     "ChannelState",
     "ChannelStates",
     "FailoverError",
     "Items",
     "Join",
-    "Ledger",
     "Lose",
     "OpenAgain",
     "Received",
@@ -93,7 +93,7 @@ __all__ = [
     "reconcile",
 ]
 
-LEDGER_LIMIT: Final = 1024  # immediates: an AckCounts of them takes 12 KiB of a frame's 64
+CONFIRMED_LIMIT: Final = 1024  # immediates: an AckCounts of them takes 12 KiB of a frame's 64
 ARRIVED_LIMIT: Final = 1 << 20  # immediates of a peer that acknowledges none, or of AckCounts that nobody reads
 BACKOFF_FIRST: Final = 0.1  # seconds
 BACKOFF_MOST: Final = 30.0
@@ -108,12 +108,12 @@ class FailoverError(ControlError):
     """The peer said what cannot be: its counts cannot be trusted any more, and it has to be given up."""
 
 
-class Ledger:
+class ChannelCounts:
     """What one side knows of one generation of one channel: its own confirmed posts, and what came from the other."""
 
     __slots__ = ("_arrived", "_confirmed", "_limit")
 
-    def __init__(self, limit: int = LEDGER_LIMIT) -> None:
+    def __init__(self, limit: int = CONFIRMED_LIMIT) -> None:
         self._limit = limit
         self._confirmed: dict[int, int] = {}
         self._arrived: dict[int, int] = {}
@@ -255,7 +255,7 @@ class TellArrivals:
 
 @dataclass(frozen=True, slots=True)
 class Reconcile:
-    """Hand the unconfirmed posts of this channel to `recovery.take_over`, then begin a new ledger for it."""
+    """Hand the unconfirmed posts of this channel to `recovery.take_over`, then begin new counts for it."""
 
     channel: int
     arrivals: Account
@@ -411,7 +411,7 @@ class ChannelStates:
         return [Reconcile(k, arrivals)]
 
     def heard_ack_counts(self, k: int, generation: int) -> bool:
-        """Tell whether the peer's AckCounts is to be applied to the ledger of channel k."""
+        """Tell whether the peer's AckCounts is to be applied to the counts of channel k."""
         channel = self._theirs(k)
         if self._stale(channel, generation):
             return False

@@ -2,37 +2,37 @@
 
 A *post* is one work request: a stripe of a write, a read, an immediate alone, a message. (Natively one may be for
 several pages; it then stands for as many posts, which have the same fate.) A *work* is what waits for posts, a
-transfer. A post is *settled* when it was confirmed, when it was never posted and its work is cancelled, or when the
-recovery that took it over is over. A work is over when all its posts are settled.
+transfer. A post is *resolved* when it was confirmed, when it was never posted and its work is cancelled, or when the
+recovery that took it over is over. A work is over when all its posts are resolved.
 
-`take_over` gets the unconfirmed posts of a channel that is shut on both sides, with the ledger's confirmed counts and
+`take_over` gets the unconfirmed posts of a channel that is shut on both sides, with the confirmed counts and
 what the other side says arrived. Never before: an old byte could land after the work was over.
 
 | post                     | what becomes of it                                                          |
 |--------------------------|-----------------------------------------------------------------------------|
-| message that arrived     | settled                                                                     |
+| message that arrived     | resolved                                                                    |
 | message that did not     | posted again with its number, cancelled or not, for a gap would never close |
-| of a cancelled work      | settled: nothing more is done for it                                        |
+| of a cancelled work      | resolved: nothing more is done for it                                       |
 | read, or write uncounted | posted again                                                                |
-| counted, and all came    | settled ("all": all of its immediate on this channel)                       |
+| counted, and all came    | resolved ("all": all of its immediate on this channel)                      |
 | counted, and not all     | taken over by a recovery of its immediate                                   |
 
 A **recovery** is about one immediate of one dead channel, of whose posts `came` arrived, nobody knows which:
 
-| stage     | it has posted                                          | left when all of those are settled      |
+| stage     | it has posted                                          | left when all of those are resolved     |
 |-----------|--------------------------------------------------------|-----------------------------------------|
 | REWRITING | the bytes of all its posts, as uncounted posts         | to COUNTING                             |
-| COUNTING  | max(0, live - came) immediates alone, as counted posts | to OVER: its posts are settled          |
+| COUNTING  | max(0, live - came) immediates alone, as counted posts | to OVER: its posts are resolved         |
 | OVER      |                                                        |                                         |
 
 Not one immediate before the last rewrite: it might be taken for the one of another write whose bytes are not there yet.
 What a recovery posts are posts like any other, whose work is the recovery. So recoveries nest: an immediate that is
-unconfirmed on another dead channel is taken over by a second recovery (without bytes to rewrite), which settles it when
+unconfirmed on another dead channel is taken over by a second recovery (without bytes to rewrite). That resolves it when
 it is over, and until then the first is not over. A rewrite is uncounted, and is posted again.
 
-When a work is cancelled, its posts that are in a recovery are settled at once, unless they are being rewritten: then as
-soon as that is settled. A recovery that has no posts left is cancelled in its turn. How many immediates are missing is
-counted when they are posted, by what is live then.
+When a work is cancelled, its posts in a recovery are resolved at once, except those that are being rewritten: these are
+resolved with their rewrite. A recovery that has no posts left is cancelled in its turn. How many immediates are missing
+is counted when they are posted, by what is live then.
 
 This module knows neither channels nor time. What it returns is to be posted on any live channel, in any order.
 """
@@ -46,13 +46,13 @@ from typing import Final
 
 from .failover import Account, FailoverError, Received, reconcile
 
-__all__ = ["GAPS_LIMIT", "MessageNumbers", "Post", "Recovery", "Stage", "Work", "cancel", "settled", "take_over"]
+__all__ = ["GAPS_LIMIT", "MessageNumbers", "Post", "Recovery", "Stage", "Work", "cancel", "resolved", "take_over"]
 
 GAPS_LIMIT: Final = 1024  # a gap is a message under way, and a peer has few credits for those
 
 
 class Work:
-    """Whatever posts belong to: how many of them are not settled, and whether it was cancelled."""
+    """Whatever posts belong to: how many of them are not resolved, and whether it was cancelled."""
 
     __slots__ = ("cancelled", "open", "taken")
 
@@ -96,7 +96,7 @@ class Post:
 
     @property
     def live(self) -> bool:
-        """Whether it is to be posted; one that waits to be and is not live any more is to be given to `settled`."""
+        """Whether it is to be posted; one that waits to be and is not live any more is to be given to `resolved`."""
         return self.number is not None or (self.work.live if self.origin is None else self.origin.live)
 
 
@@ -133,7 +133,7 @@ class Recovery(Work):
         return again
 
     def advance(self) -> tuple[list[Post], list[Post]]:
-        """Go on when nothing is open; return what to post, and what is settled by this."""
+        """Go on when nothing is open; return what to post, and what is resolved by this."""
         again: list[Post] = []
         if self.open == 0 and self.stage is Stage.REWRITING:
             self.stage = Stage.COUNTING
@@ -148,7 +148,7 @@ class Recovery(Work):
         return again, []
 
     def release(self, post: Post) -> None:
-        """Let a post go; it is to be settled."""
+        """Let a post go; it is to be resolved."""
         del self.posts[post]
         del post.work.taken[post]
         post.recovery = None
@@ -179,22 +179,22 @@ def take_over(posts: Iterable[Post], confirmed: Mapping[int, int], arrivals: Acc
             more, done = recovery.advance()
             again += more
             over += done
-    return again + _settle(over)
+    return again + _resolve(over)
 
 
-def settled(post: Post) -> list[Post]:
+def resolved(post: Post) -> list[Post]:
     """Take note that a post was confirmed, or is not live and was not posted; return what may be posted now."""
-    return _settle([post])
+    return _resolve([post])
 
 
 def cancel(work: Work) -> list[Post]:
-    """Cancel a work; return what may be posted now. What of it is posted drains, what is queued is to be settled."""
+    """Cancel a work; return what may be posted now. What of it is posted drains, what is queued is to be resolved."""
     work.cancelled = True
-    return _settle(_let_go(list(work.taken)))
+    return _resolve(_let_go(list(work.taken)))
 
 
 def _let_go(posts: list[Post]) -> list[Post]:
-    """Take posts that nobody wants out of their recoveries, unless they are being rewritten; return what is settled.
+    """Take posts that nobody wants out of their recoveries, unless they are being rewritten; return what is resolved.
 
     A recovery that has none left is cancelled itself, and so on with the immediates that it has in others.
     """
@@ -212,8 +212,8 @@ def _let_go(posts: list[Post]) -> list[Post]:
     return over
 
 
-def _settle(over: list[Post]) -> list[Post]:
-    """AckCounts posts and whatever follows from that."""
+def _resolve(over: list[Post]) -> list[Post]:
+    """Resolve posts and whatever follows from that."""
     again: list[Post] = []
     while over:
         post = over.pop()

@@ -64,23 +64,23 @@ async def test_any_exception_loses_the_peer(kind, broken, monkeypatch):
             await served_on(left, other)
 
 
-async def test_more_words_than_a_frame_holds():
-    """A busy engine settles late; when a channel fails then, what came is told in several frames."""
-    words = 5000
+async def test_more_immediates_than_a_frame_holds():
+    """A busy engine acknowledges late; when a channel fails then, what came is told in several frames."""
+    many = 5000
     with anyio.fail_after(PATIENCE_S):
         async with linked("socket", TWO_RAILS, **OFTEN) as (left, right):
             there = left._links.find(right.address)
             seen: list[str] = []
             left.listen_events(lambda event: seen.append(event.name))
             channels = there.session.channels
-            settles, channels.notice = channels.notice, lambda number, errnum: None
-            for imm in range(words):
+            notice, channels.notice = channels.notice, lambda number, errnum: None
+            for imm in range(many):
                 await left.write_imm(None, there.peer, imm, rail=0)
-            channels.notice = settles
+            channels.notice = notice
             channels.fail(0, "on purpose")
             await until(lambda: "rail.back" in seen)
             assert seen == ["rail.failed", "rail.back"]
-            for imm in range(words):
+            for imm in range(many):
                 with right.counter(imm) as counter:
                     assert counter.value == 1
             await served_on(left, right)

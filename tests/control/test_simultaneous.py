@@ -47,7 +47,7 @@ async def connect(one: aiote.Engine, target: aiote.Address | str, pause: int) ->
     await one.send(peer, bytes(one.address))
 
 
-async def settled(engines: list[aiote.Engine]) -> None:
+async def assert_all_connected(engines: list[aiote.Engine]) -> None:
     """Check that all are connected with all, once, and that what they sent each other came."""
     for engine in engines:
         others = {bytes(other.address) for other in engines if other is not engine}
@@ -76,7 +76,7 @@ async def test_two_at_once(provider, way, way_back):
             async with anyio.create_task_group() as group:
                 group.start_soon(connect, left, way(right.address), random.randrange(12))
                 group.start_soon(connect, right, way_back(left.address), random.randrange(12))
-            await settled([left, right])
+            await assert_all_connected([left, right])
 
 
 @each_provider
@@ -95,7 +95,7 @@ async def test_five_at_once(provider, way, way_back):
                 for one, other in itertools.combinations(engines, 2):
                     group.start_soon(connect, one, way(other.address), random.randrange(30))
                     group.start_soon(connect, other, way_back(one.address), random.randrange(30))
-            await settled(engines)
+            await assert_all_connected(engines)
 
 
 @real_provider

@@ -1,4 +1,4 @@
-"""The agreement about a dead channel: ledgers, the difference of two of them, and every state with every event."""
+"""The agreement about a dead channel: counts, the difference of two sides', and every state with every event."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from aiote.core.control import ControlError, Role
 from aiote.core.failover import (
     BACKOFF_FIRST,
     BACKOFF_MOST,
-    LEDGER_LIMIT,
+    CONFIRMED_LIMIT,
     OPENING_LIMIT,
     WELL,
     Account,
     Action,
+    ChannelCounts,
     ChannelState,
     ChannelStates,
     FailoverError,
     Join,
-    Ledger,
     Lose,
     OpenAgain,
     Received,
@@ -42,52 +42,52 @@ INITIATOR, ACCEPTOR = Role.INITIATOR, Role.ACCEPTOR
 CAME = Account(((5, 2),), Received(3, ((5, 6),)))
 
 
-def test_a_ledger_counts_immediates() -> None:
-    ledger = Ledger()
+def test_a_channel_counts_immediates() -> None:
+    counts = ChannelCounts()
     for imm_data in (7, 5, 7):
-        ledger.confirm(imm_data)
-        ledger.arrive(imm_data + 1)
-    assert dict(ledger.confirmed) == {5: 1, 7: 2}
-    assert ledger.arrivals() == ((6, 1), (8, 2))
-    assert len(ledger) == 2
+        counts.confirm(imm_data)
+        counts.arrive(imm_data + 1)
+    assert dict(counts.confirmed) == {5: 1, 7: 2}
+    assert counts.arrivals() == ((6, 1), (8, 2))
+    assert len(counts) == 2
 
 
-def test_a_sender_settles_what_is_over_the_limit() -> None:
-    ledger = Ledger()
-    for imm_data in range(LEDGER_LIMIT):
-        ledger.confirm(imm_data)
-        ledger.confirm(imm_data)
-        assert ledger.counts_to_ack() is None
-    ledger.confirm(LEDGER_LIMIT)
-    assert ledger.counts_to_ack() == (*((imm_data, 2) for imm_data in range(LEDGER_LIMIT)), (LEDGER_LIMIT, 1))
-    assert not ledger.confirmed
-    assert ledger.counts_to_ack() is None
+def test_a_sender_acknowledges_what_is_over_the_limit() -> None:
+    counts = ChannelCounts()
+    for imm_data in range(CONFIRMED_LIMIT):
+        counts.confirm(imm_data)
+        counts.confirm(imm_data)
+        assert counts.counts_to_ack() is None
+    counts.confirm(CONFIRMED_LIMIT)
+    assert counts.counts_to_ack() == (*((imm_data, 2) for imm_data in range(CONFIRMED_LIMIT)), (CONFIRMED_LIMIT, 1))
+    assert not counts.confirmed
+    assert counts.counts_to_ack() is None
 
 
-def test_a_settlement_may_come_before_what_it_settles() -> None:
-    ledger = Ledger()
-    ledger.arrive(5)
-    ledger.ack_counts([(5, 3)])
+def test_an_acknowledgement_may_come_before_what_it_acknowledges() -> None:
+    counts = ChannelCounts()
+    counts.arrive(5)
+    counts.ack_counts([(5, 3)])
     with pytest.raises(FailoverError, match="acknowledged 2 posts of the immediate 0x5 more than came"):
-        ledger.arrivals()
-    ledger.arrive(5)
-    ledger.arrive(5)
-    assert (ledger.arrivals(), len(ledger)) == ((), 0)
+        counts.arrivals()
+    counts.arrive(5)
+    counts.arrive(5)
+    assert (counts.arrivals(), len(counts)) == ((), 0)
 
 
 @pytest.mark.parametrize("n", [0, -1])
-def test_a_settlement_of_nothing_is_refused(n: int) -> None:
+def test_an_acknowledgement_of_nothing_is_refused(n: int) -> None:
     with pytest.raises(FailoverError, match="at least 1"):
-        Ledger().ack_counts([(5, n)])
+        ChannelCounts().ack_counts([(5, n)])
 
 
-def test_a_peer_that_never_settles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_never_acknowledges_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failover, "ARRIVED_LIMIT", 3)
-    ledger = Ledger()
+    counts = ChannelCounts()
     for imm_data in range(3):
-        ledger.arrive(imm_data)
-    with pytest.raises(FailoverError, match="did not settle"):
-        ledger.arrive(3)
+        counts.arrive(imm_data)
+    with pytest.raises(FailoverError, match="did not acknowledge"):
+        counts.arrive(3)
 
 
 @given(
@@ -95,11 +95,11 @@ def test_a_peer_that_never_settles_is_given_up(monkeypatch: pytest.MonkeyPatch) 
     st.randoms(use_true_random=False),
     st.integers(0, 4),
 )
-def test_settling_never_changes_the_difference(
+def test_acknowledging_never_changes_the_difference(
     posts: list[tuple[int, bool, bool]], source: random.Random, limit: int
 ) -> None:
     """Whenever arrivals, completions and AckCounts are read, what is left says how many of the unconfirmed came."""
-    sender, receiver = Ledger(limit), Ledger(limit)
+    sender, receiver = ChannelCounts(limit), ChannelCounts(limit)
     unread: list[tuple[str, object]] = []
     unconfirmed: Counter[int] = Counter()
     came: Counter[int] = Counter()
@@ -110,14 +110,14 @@ def test_settling_never_changes_the_difference(
             sender.confirm(imm_data)
             items = sender.counts_to_ack()
             if items is not None:
-                unread.append(("settle", items))
+                unread.append(("ack", items))
             assert len(sender.confirmed) <= limit
         else:
             unconfirmed[imm_data] += 1
             came[imm_data] += arrived
     source.shuffle(unread)
     for kind, what in unread:
-        if kind == "settle":
+        if kind == "ack":
             receiver.ack_counts(what)
         else:
             receiver.arrive(what)
@@ -261,7 +261,7 @@ def test_what_is_about_the_past_is_ignored(role: Role, state: ChannelState, even
 
 
 @pytest.mark.parametrize(("role", "state"), ROADS, ids=str)
-def test_settlements_are_taken_until_the_peer_is_known_to_settle_no_more(role: Role, state: ChannelState) -> None:
+def test_acknowledgements_are_taken_until_the_peer_is_down(role: Role, state: ChannelState) -> None:
     one, generation = at(role, state)
     if state is LOST:
         assert not one.heard_ack_counts(1, generation)

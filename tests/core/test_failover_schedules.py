@@ -42,7 +42,7 @@ def test_thousands_of_schedules() -> None:
         except BaseException as error:
             error.add_note(f"to repeat: World({seed}).run()")
             raise
-    assert all(tally[what] > SCHEDULES // 10 for what in ("deaths", "noticed by both", "cancelled", "settlements"))
+    assert all(tally[what] > SCHEDULES // 10 for what in ("deaths", "noticed by both", "cancelled", "acknowledgements"))
     assert tally["posts taken over"] > SCHEDULES
     assert tally["immediates and rewrites"] > SCHEDULES // 2
     assert tally["opened"] > SCHEDULES
@@ -123,7 +123,7 @@ def nested_recoveries_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
             if isinstance(post.work, Recovery) and any(isinstance(one.work, Recovery) for one in post.work.posts):
                 post.work.stage = Stage.COUNTING
                 again.remove(post)
-                again += recovery.settled(post)
+                again += recovery.resolved(post)
         return again
 
     monkeypatch.setattr("failover_world.take_over", take_over)

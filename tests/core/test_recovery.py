@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from aiote.core import recovery
 from aiote.core.failover import Account, FailoverError, Received
-from aiote.core.recovery import MessageNumbers, Post, Recovery, Work, cancel, settled, take_over
+from aiote.core.recovery import MessageNumbers, Post, Recovery, Work, cancel, resolved, take_over
 
 IMM_DATA = 5
 
@@ -31,8 +31,8 @@ def immediates(posts: list[Post]) -> list[Post]:
 def test_confirmed_posts_end_their_work() -> None:
     work = Work()
     first, second = Post(work, "a"), Post(work, "b")
-    assert (settled(first), work.open) == ([], 1)
-    assert (settled(second), work.open) == ([], 0)
+    assert (resolved(first), work.open) == ([], 1)
+    assert (resolved(second), work.open) == ([], 0)
 
 
 def test_what_came_altogether_is_over() -> None:
@@ -53,12 +53,12 @@ def test_the_missing_count_waits_for_the_last_rewrite() -> None:
     works = [Work(), Work(), Work()]
     rewrites = take_over(counted(*works), {IMM_DATA: 1}, came(2))
     assert [(post.what, post.imm_data) for post in rewrites] == [(f"bytes {at}", None) for at in range(3)]
-    assert settled(rewrites[2]) == settled(rewrites[0]) == []
-    missing = immediates(settled(rewrites[1]))
+    assert resolved(rewrites[2]) == resolved(rewrites[0]) == []
+    missing = immediates(resolved(rewrites[1]))
     assert len(missing) == 2
-    assert settled(missing[0]) == []
+    assert resolved(missing[0]) == []
     assert [work.open for work in works] == [1, 1, 1]
-    assert settled(missing[1]) == []
+    assert resolved(missing[1]) == []
     assert [work.open for work in works] == [0, 0, 0]
 
 
@@ -66,8 +66,8 @@ def test_a_lost_rewrite_is_posted_again() -> None:
     work = Work()
     (rewrite,) = take_over(counted(work), {}, came(0))
     assert take_over([rewrite], {}, Account()) == [rewrite]
-    (missing,) = settled(rewrite)
-    settled(missing)
+    (missing,) = resolved(rewrite)
+    resolved(missing)
     assert work.open == 0
 
 
@@ -75,26 +75,26 @@ def test_a_lost_immediate_is_recovered_in_its_turn() -> None:
     """Along with a write of the same immediate: its bytes come first, and the outer recovery waits for the inner."""
     old, new = Work(), Work()
     (rewrite,) = take_over(counted(old), {}, came(0))
-    (lost,) = immediates(settled(rewrite))
+    (lost,) = immediates(resolved(rewrite))
     (again,) = take_over([lost, *counted(new)], {}, came(1))
     assert (again.what, again.imm_data) == ("bytes 0", None)
-    (missing,) = immediates(settled(again))
+    (missing,) = immediates(resolved(again))
     assert (old.open, new.open) == (1, 1)
-    settled(missing)
+    resolved(missing)
     assert (old.open, new.open) == (0, 0)
 
 
 def test_a_lost_immediate_that_came_is_over() -> None:
     work = Work()
     (rewrite,) = take_over(counted(work), {}, came(0))
-    assert take_over(settled(rewrite), {IMM_DATA: 4}, came(5)) == []
+    assert take_over(resolved(rewrite), {IMM_DATA: 4}, came(5)) == []
     assert work.open == 0
 
 
 def test_an_immediate_alone_has_nothing_to_rewrite() -> None:
     work = Work()
     (missing,) = immediates(take_over([Post(work, None, imm_data=IMM_DATA)], {}, came(0)))
-    settled(missing)
+    resolved(missing)
     assert work.open == 0
 
 
@@ -104,7 +104,7 @@ def test_many_recoveries_in_one_another() -> None:
     posts = immediates(take_over([Post(work, None, imm_data=IMM_DATA)], {}, came(0)))
     for _ in range(5000):
         posts = immediates(take_over(posts, {}, came(0)))
-    settled(posts[0])
+    resolved(posts[0])
     assert work.open == 0
 
 
@@ -114,7 +114,7 @@ def test_what_was_cancelled_before_ends_at_once() -> None:
     cancel(gone)
     (rewrite,) = take_over(posts, {}, came(1))
     assert (rewrite.origin, gone.open) == (posts[0], 0)
-    assert settled(rewrite) == []
+    assert resolved(rewrite) == []
     assert live.open == 0
 
 
@@ -123,28 +123,28 @@ def test_what_is_cancelled_while_it_is_rewritten_ends_with_that() -> None:
     first, second = take_over(counted(live, gone), {}, came(0))
     assert cancel(gone) == []
     assert (gone.open, second.live, first.live) == (1, False, True)
-    assert settled(second) == []
+    assert resolved(second) == []
     assert gone.open == 0
-    assert len(immediates(settled(first))) == 1
+    assert len(immediates(resolved(first))) == 1
 
 
 def test_what_is_cancelled_after_its_rewrite_does_not_wait_for_the_others() -> None:
     live, gone = Work(), Work()
     first, second = take_over(counted(live, gone), {}, came(0))
-    assert settled(second) == []
+    assert resolved(second) == []
     assert cancel(gone) == []
     assert (gone.open, live.open) == (0, 1)
-    assert len(immediates(settled(first))) == 1
+    assert len(immediates(resolved(first))) == 1
 
 
 def test_a_count_that_nobody_wants_any_more_is_not_posted() -> None:
     work = Work()
     (rewrite,) = take_over(counted(work), {}, came(0))
-    (missing,) = settled(rewrite)
+    (missing,) = resolved(rewrite)
     assert missing.live
     cancel(work)
     assert (missing.live, work.open) == (False, 0)
-    assert settled(missing) == []
+    assert resolved(missing) == []
 
 
 def test_numbers_that_cannot_be_change_nothing() -> None:
@@ -176,17 +176,17 @@ def test_counts_are_exact_whatever_is_lost(wanted: list[bool], source: random.Ra
         unconfirmed = [post for post in flying if post not in confirmed]
         if doomed and source.random() < 0.5:
             flying += cancel(doomed.pop())
-        new = [again for post in confirmed for again in settled(post)]
+        new = [again for post in confirmed for again in resolved(post)]
         counts += sum(post.imm_data is not None for post in arrived)
         told = sum(post.imm_data is not None for post in arrived), sum(post.imm_data is not None for post in confirmed)
         flying = new + take_over(unconfirmed, {IMM_DATA: told[1]}, came(told[0]))
         for post in [post for post in flying if not post.live]:
             flying.remove(post)
-            flying += settled(post)
+            flying += resolved(post)
     while flying:
         post = flying.pop()
         counts += post.imm_data is not None and post.live
-        flying += settled(post)
+        flying += resolved(post)
     assert sum(wanted) <= counts <= len(wanted)
     assert all(work.open == 0 for work, live in zip(works, wanted, strict=True) if live)
 
@@ -195,9 +195,9 @@ def test_a_recovery_says_where_it_stands() -> None:
     (rewrite,) = take_over(counted(Work()), {}, came(0))
     assert isinstance(rewrite.work, Recovery)
     assert rewrite.work.stage is recovery.Stage.REWRITING
-    (missing,) = settled(rewrite)
+    (missing,) = resolved(rewrite)
     assert missing.work.stage is recovery.Stage.COUNTING
-    settled(missing)
+    resolved(missing)
     assert missing.work.stage is recovery.Stage.OVER
 
 

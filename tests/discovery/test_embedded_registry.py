@@ -393,7 +393,7 @@ def test_a_name_has_one_seat_also_while_the_old_one_leaves():
     in_town(story)
 
 
-def test_the_ledger_takes_no_announcement_behind_its_leave():
+def test_the_lease_table_takes_no_announcement_behind_its_leave():
     table = LeaseTable(roster := Roster(), limit=2)
 
     def announce(number: int, name: str = "a", session: int = 1) -> str | None:
@@ -416,7 +416,7 @@ def test_the_ledger_takes_no_announcement_behind_its_leave():
     assert announce(9, session=2) == ""
 
 
-def test_the_ledger_takes_nothing_late():
+def test_the_lease_table_takes_nothing_late():
     table = LeaseTable(roster := Roster(), limit=2)
     announce = registry_wire.Announce(1, 5, 1000, member("a", 2, load=5))
     assert table.announce(announce, 0.0) == ""

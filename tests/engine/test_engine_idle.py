@@ -18,7 +18,7 @@ import pytest
 import aiote
 from crowd import Crowd
 from engines import PATIENCE_S, across, each_progress, each_provider, opened, real_provider, until
-from idleness import MOST_ROUNDS, assert_idle, settle
+from idleness import MOST_ROUNDS, assert_idle, come_to_rest
 from strangers import Stranger, refusals, stranger
 
 pytestmark = pytest.mark.libfabric
@@ -195,7 +195,7 @@ async def test_after_trouble(provider, progress, crowd):
         async with opened(provider, progress=progress, connect_timeout=2.0) as engine:
             for trouble in TROUBLES:
                 await trouble(engine, crowd, provider)
-                await settle(engine)
+                await come_to_rest(engine)
             await assert_idle(engine)
             async with opened(provider) as other:
                 await other.send(engine.address, b"still well")

@@ -25,7 +25,7 @@ SIZE = 2 << 20 if SLOWER == 1 else 1 << 20
 PAGE = 8192  # more than what goes through shared memory over shm: several in one message
 TURNS = [0, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233]
 """Turns of the loop before the cancellation: at first nothing is posted, in the end the transfer may be over."""
-SETTLED_S = 0.003
+LATE_S = 0.003
 
 Make = Callable[[], aiote.Transfer]
 Way = Callable[[Make, int], Awaitable[None]]
@@ -147,7 +147,7 @@ async def test_nothing_is_written_after_the_engine_was_closed(provider, verb, en
                 await transfer
             before = zlib.crc32(target) if verb == "read" or end == "close" else None
             source[:] = 0xFF
-            await asyncio.sleep(SETTLED_S)
+            await asyncio.sleep(LATE_S)
             if before is not None:
                 assert zlib.crc32(target) == before
             if transfer.exception() is None or getattr(transfer.exception(), "confirmed", True):

@@ -9,7 +9,7 @@ import pytest
 
 import aiote
 from engines import across, each_progress, each_provider, fabric, linked, opened, pair, until
-from idleness import settle
+from idleness import come_to_rest
 
 pytestmark = pytest.mark.libfabric
 
@@ -47,7 +47,7 @@ async def test_idle_is_idle(provider, progress):
         async with anyio.create_task_group() as group:
             group.start_soon(right.recv)
             group.start_soon(right.counter(1).wait, 1)
-            await settle(left, right)
+            await come_to_rest(left, right)
             before = left.statistics().rounds, right.statistics().rounds
             await anyio.sleep(0.2)
             assert (left.statistics().rounds, right.statistics().rounds) == before

@@ -20,7 +20,7 @@ NEVER_S = 1000.0
 SOON = {"drain_timeout": 0.2, **LOST_SOON}
 
 
-async def settled(child) -> list[int]:
+async def left_behind(child) -> list[int]:
     """Let a child go on, wait until it has seen that it was left, and return which bytes it has."""
     child.resume()
     while (await child.ask("peers"))["peers"]:
@@ -50,7 +50,7 @@ async def test_a_write_to_a_stopped_peer(provider, child):
             assert scope.cancelled_caught
             assert transfer.done()
             memory[:] = b"\2" * BIG
-            assert set(await settled(stopped)) <= {0, 1}
+            assert set(await left_behind(stopped)) <= {0, 1}
 
             error = transfer.exception()
             assert isinstance(error, aiote.TransferError)
@@ -80,7 +80,7 @@ async def test_a_read_from_a_stopped_peer(child):
                 await transfer
             assert scope.cancelled_caught
             memory[:] = b"\2" * BIG
-            await settled(stopped)
+            await left_behind(stopped)
             assert memory == b"\2" * BIG
             assert transfer.exception().confirmed is False
 

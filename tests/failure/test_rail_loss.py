@@ -120,7 +120,7 @@ async def test_memory_that_its_owner_has_closed_does_not_lose_the_peer():
         assert right.counter(IMM + 1).value == 0
 
 
-async def test_many_values_are_settled():
+async def test_many_values_are_acknowledged():
     """More values than a tally holds, before and after a rail is lost."""
     async with railed(2) as (left, right, _):
         target = across(left, right, bytearray(8))

@@ -133,7 +133,7 @@ class Scene:
             finally:
                 await target.aclose()
 
-    async def settled(self, before: dict[str, int]) -> None:
+    async def nothing_left(self, before: dict[str, int]) -> None:
         """Wait until nothing is left of a cycle."""
         while (now := self.held()) != before:
             gc.collect()
@@ -200,7 +200,7 @@ async def main(given: argparse.Namespace) -> None:
         calls = injector.calls()
         await anyio.sleep(0.2)
         before = scene.held()
-        await scene.settled(before)
+        await scene.nothing_left(before)
         for name in given.only or injector.names:
             places = list(range(1, calls[name] + 1))
             if len(places) > given.most:
@@ -210,7 +210,7 @@ async def main(given: argparse.Namespace) -> None:
                 try:
                     await tried(scene, injector, name, nth, tally)
                     with anyio.fail_after(PATIENCE_S):
-                        await scene.settled(before)
+                        await scene.nothing_left(before)
                 except BaseException as error:
                     injector.disarm()
                     sys.excepthook = sys.__excepthook__

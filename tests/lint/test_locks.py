@@ -117,7 +117,7 @@ def test_nobody_pins_with_the_gil():
 
 
 GOOD = """
-def settle(self, items):
+def ack_counts(self, items):
     usable(self.engine)
     with nogil:
         lock(self.engine)
@@ -138,7 +138,7 @@ def settle(self, items):
         ("unlock(self.engine)", "unlock(other)", "not given back"),
         ("                break", "                return", "not given back"),
         ("        for i in range(n):\n", "        if n:\n", "not given back"),
-        ("def settle(self, items):", "cdef int settle(self) nogil:", "may raise"),
+        ("def ack_counts(self, items):", "cdef int ack_counts(self) nogil:", "may raise"),
         ("lock(self.engine)\n        for", "pthread_mutex_lock(&it)\n        for", "not given back"),
     ],
 )

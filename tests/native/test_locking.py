@@ -16,7 +16,7 @@ START = """
     from rail_pair import Kind, Pair, opened
 """
 
-SETTLED = (
+ACKNOWLEDGED = (
     START
     + """
     with opened(Kind("local")) as rails:
@@ -61,7 +61,7 @@ COLLECTED = (
             "lost_keys": (link.lost_keys, 0),
             "notices": (link.notices,),
             "counts_to_ack": (link.counts_to_ack, 0),
-            "settle": (link.ack_counts, 0, [(7, 1)]),
+            "acknowledge": (link.ack_counts, 0, [(7, 1)]),
             "reconcile": (link.reconcile, 0, [], 0, [], []),
             "under_way": (link.under_way,),
             "holding": (link.holding, pair.b.operation()),
@@ -126,9 +126,9 @@ COMPUTES = (
 )
 
 
-@pytest.mark.parametrize("script", [SETTLED, COLLECTED], ids=["settled", "collected"])
+@pytest.mark.parametrize("script", [ACKNOWLEDGED, COLLECTED], ids=["acknowledged", "collected"])
 def test_the_lock_is_given_back(script):
-    """Whatever number a peer settles, and wherever the collector runs."""
+    """Whatever number a peer acknowledges, and wherever the collector runs."""
     done = run_script(script, SUPPORT)
     assert done.stdout.splitlines()[-1:] == ["done"], done.stdout + done.stderr
 

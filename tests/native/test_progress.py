@@ -42,7 +42,7 @@ class Interleaving:
         """Let one side have a round, if its loop would give it one."""
         side.turn(not side.awake and bool(readable(side.core.fd)))
 
-    def settled(self) -> bool:
+    def all_arrived(self) -> bool:
         return all(
             len(here.ended) == self.posted[id(here)] == self.handles[id(there)].value for here, _, there in self.sides
         )
@@ -55,8 +55,8 @@ class Interleaving:
             else:
                 self.step(here)
             if self.draw.random() < 0.02:
-                self.pair.rails.drive(self.settled)
-        self.pair.rails.drive(self.settled)
+                self.pair.rails.drive(self.all_arrived)
+        self.pair.rails.drive(self.all_arrived)
 
 
 @pytest.mark.libfabric

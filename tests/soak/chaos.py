@@ -347,7 +347,7 @@ class Chaos:
             self._findings.violation(f"process {member.pid} did not end within {ANSWER_S} s")
             raise GoneError from None
 
-    async def settle(self) -> None:
+    async def finish(self) -> None:
         """Let the mishaps under way come to their end, and then all that the crew does; everyone goes home."""
         while self._tasks:
             await asyncio.wait(set(self._tasks))

@@ -126,7 +126,7 @@ class Soak:
     async def _work(self) -> None:
         await self._chaos.assemble()
         await self._chaos.run(self._seconds, self._share, self._needed)
-        await self._chaos.settle()
+        await self._chaos.finish()
         for name in (*self._needed, *(f"processes on {loop}" for loop in LOOPS)):
             if not self._chaos.tally[name]:
                 self.verdict.failure(f"nothing was tested: {name} is 0")

@@ -7,18 +7,18 @@ from collections import Counter, deque
 
 from aiote.core.control import Role
 from aiote.core.counters import ImmCounters
-from aiote.core.failover import Account, ChannelStates, Ledger
+from aiote.core.failover import Account, ChannelCounts, ChannelStates
 from aiote.core.recovery import MessageNumbers, Post, Work
 from aiote.core.striping import decode_immediate
 
 FAULTS = {
     "arrivals as of the own shut": "the peer says",
     "posted again too early": "a byte landed for a transfer that is over",
-    "settlements not applied": "the peer says",
-    "settlements not taken out": "the peer says",
-    "no settlements": "the sender's ledger is over its limit",
+    "acknowledgements not applied": "the peer says",
+    "acknowledgements not taken out": "the peer says",
+    "no acknowledgements": "the sender's table is over its limit",
     "queue not drained": "the peer says",
-    "ledger kept": "the peer says",
+    "counts kept": "the peer says",
     "messages not looked up": "came twice",
     "tail with head": "is counted before its bytes are there",
 }
@@ -45,7 +45,7 @@ class Stripe:
 
 
 class Transfer(Work):
-    """One write, read or message; `heads` and `tails` are posts, the tails for when the heads are settled."""
+    """One write, read or message; `heads` and `tails` are posts, the tails for when the heads are resolved."""
 
     __slots__ = ("credited", "heads", "imm_data", "message", "over", "side", "stripes", "tails")
 
@@ -88,7 +88,7 @@ class Side:
         self.index = index
         self.states = ChannelStates(channels, Role.ACCEPTOR if index else Role.INITIATOR, seed)
         self.limit = limit
-        self.ledgers = [Ledger(limit) for _ in range(channels)]
+        self.channel_counts = [ChannelCounts(limit) for _ in range(channels)]
         self.open = [True] * channels
         self.control: deque[tuple] = deque()  # what the other side has to read
         self.queue: list[Post] = []
@@ -127,16 +127,16 @@ def check_counts(side: Side, other: Side) -> None:
         check(imm in unsure or other.counters.value(imm) == writes, f"the value {imm} is not {writes}")
 
 
-def check_ledger(side: Side, other: Side, k: int, limit: int) -> None:
-    """See that the receiver's ledger holds nothing but what is under way."""
-    arrived = side.ledgers[k]._arrived
+def check_tables(side: Side, other: Side, k: int, limit: int) -> None:
+    """See that the receiver's table holds nothing but what is under way."""
+    arrived = side.channel_counts[k]._arrived
     if len(arrived) <= limit:
         return
     posts = len(other.posted[k]) + len(other.unconfirmed[k])
-    unread = sum(len(rest[0]) for kind, at, _, *rest in other.control if kind == "settle" and at == k)
+    unread = sum(len(rest[0]) for kind, at, _, *rest in other.control if kind == "ack" and at == k)
     above = sum(n > 0 for n in arrived.values())
-    check(above <= len(other.ledgers[k].confirmed) + posts + unread, "the receiver's ledger grows")
-    check(len(arrived) - above <= len(side.completions), "the receiver's ledger is below zero for no reason")
+    check(above <= len(other.channel_counts[k].confirmed) + posts + unread, "the receiver's table grows")
+    check(len(arrived) - above <= len(side.completions), "the receiver's table is below zero for no reason")
 
 
 def check_uncounted(transfer: Transfer, side: Side, other: Side) -> None:

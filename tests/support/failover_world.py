@@ -24,9 +24,9 @@ from collections.abc import Callable
 from aiote.core.failover import (
     Account,
     Action,
+    ChannelCounts,
     ChannelState,
     Join,
-    Ledger,
     Lose,
     OpenAgain,
     Reconcile,
@@ -34,9 +34,9 @@ from aiote.core.failover import (
     TellArrivals,
     TellDown,
 )
-from aiote.core.recovery import Post, Recovery, cancel, settled, take_over
+from aiote.core.recovery import Post, Recovery, cancel, resolved, take_over
 from aiote.core.striping import decode_immediate, encode_immediate
-from failover_parts import Broken, Flight, Side, Stripe, Transfer, check, check_counts, check_ledger, check_uncounted
+from failover_parts import Broken, Flight, Side, Stripe, Transfer, check, check_counts, check_tables, check_uncounted
 
 MARK = Account().messages
 STEPS = 300
@@ -50,8 +50,8 @@ class World:
         self.rng = rng = random.Random(seed)
         self.fault = fault
         self.channels = rng.choice((1, 2, 2, 3, 3, 4, 4, 4))
-        limit = 1 << 20 if fault == "no settlements" else rng.choice((1, 2, 3))
-        self.limit = rng.choice((1, 2, 3)) if fault == "no settlements" else limit
+        limit = 1 << 20 if fault == "no acknowledgements" else rng.choice((1, 2, 3))
+        self.limit = rng.choice((1, 2, 3)) if fault == "no acknowledgements" else limit
         self.sides = [Side(index, self.channels, limit, rng) for index in (0, 1)]
         self.alive = [True] * self.channels
         self.flights: list[list[Flight]] = [[] for _ in range(self.channels)]
@@ -238,7 +238,7 @@ class World:
         side.queue[at] = side.queue[-1]
         side.queue.pop()
         if not post.live:
-            self.settle(side, settled(post))
+            self.go_on(side, resolved(post))
             return True
         k = live[int(self.rng.random() * len(live))]
         target = post.what.into if isinstance(post.what, Stripe) else 1 - side.index
@@ -259,25 +259,25 @@ class World:
         return True
 
     def complete(self, side: Side, k: int, imm_data: int | None, post: Post | None) -> None:
-        ledger = side.ledgers[k]
+        counts = side.channel_counts[k]
         if post is not None:
             del side.posted[k][post]
             if post.imm_data is not None:
-                ledger.confirm(post.imm_data)
-                kept = dict(ledger.confirmed)
-                items = ledger.counts_to_ack()
+                counts.confirm(post.imm_data)
+                kept = dict(counts.confirmed)
+                items = counts.counts_to_ack()
                 if items is not None:
-                    self.tally["settlements"] += 1
-                    side.control.append(("settle", k, side.states.generation(k), items))
-                    if self.fault == "settlements not taken out":
-                        ledger._confirmed.update(kept)
-                    check(not ledger.confirmed or bool(self.fault), "a counts_to_ack left something")
-                check(len(ledger.confirmed) <= self.limit or bool(items), "the sender's ledger is over its limit")
-            self.settle(side, settled(post))
+                    self.tally["acknowledgements"] += 1
+                    side.control.append(("ack", k, side.states.generation(k), items))
+                    if self.fault == "acknowledgements not taken out":
+                        counts._confirmed.update(kept)
+                    check(not counts.confirmed or bool(self.fault), "a counts_to_ack left something")
+                check(len(counts.confirmed) <= self.limit or bool(items), "the sender's table is over its limit")
+            self.go_on(side, resolved(post))
         elif imm_data is not None and imm_data >= 0:
-            ledger.arrive(imm_data)
+            counts.arrive(imm_data)
             if not self.fault:
-                check_ledger(side, self.sides[1 - side.index], k, self.limit)
+                check_tables(side, self.sides[1 - side.index], k, self.limit)
             side.counters.arrive(imm_data)
             side.counted[imm_data] += 1
             check(
@@ -288,7 +288,7 @@ class World:
             side.inbox[-imm_data] += 1
             check(side.inbox[-imm_data] == 1, f"message {-imm_data} came twice")
 
-    def settle(self, side: Side, again: list[Post]) -> None:
+    def go_on(self, side: Side, again: list[Post]) -> None:
         """Queue what is to be posted, and see which transfers are over."""
         self.queue(side, *again)
         for transfer in side.transfers:
@@ -322,7 +322,7 @@ class World:
             return False
         self.cancels_left -= 1
         self.tally["cancelled"] += 1
-        self.settle(side, cancel(self.rng.choice(going)))
+        self.go_on(side, cancel(self.rng.choice(going)))
         return True
 
     def tick(self) -> bool:
@@ -353,7 +353,7 @@ class World:
                 case TellDown(k, generation, reason):
                     side.control.append(("down", k, generation, reason))
                 case TellArrivals(k, generation):
-                    told = Account(side.ledgers[k].arrivals(), side.numbers.mark())
+                    told = Account(side.channel_counts[k].arrivals(), side.numbers.mark())
                     if self.fault == "arrivals as of the own shut":
                         told = side.early[k]
                     side.control.append(("arrivals", k, generation, told))
@@ -368,13 +368,13 @@ class World:
             arrivals = Account(arrivals.counts, MARK)
         self.tally["posts taken over"] += len(posts)
         self.tally["nested"] += sum(post.imm_data is not None and isinstance(post.work, Recovery) for post in posts)
-        again = take_over(posts, side.ledgers[k].confirmed, arrivals)
+        again = take_over(posts, side.channel_counts[k].confirmed, arrivals)
         self.tally["immediates and rewrites"] += sum(
             post.imm_data is not None or post.origin is not None for post in again
         )
-        if self.fault != "ledger kept":
-            side.ledgers[k] = Ledger(side.limit)
-        self.settle(side, again)
+        if self.fault != "counts kept":
+            side.channel_counts[k] = ChannelCounts(side.limit)
+        self.go_on(side, again)
 
     def work_on(self) -> bool:
         """Finish one of the things that take a while: shutting, opening, joining."""
@@ -397,13 +397,13 @@ class World:
         side.open[k] = False
         self.flights[k] = [flight for flight in self.flights[k] if self.moves_on(flight, k)]
         if self.fault == "queue not drained":
-            side.early[k] = Account(tuple(sorted(side.ledgers[k]._arrived.items())), side.numbers.mark())
+            side.early[k] = Account(tuple(sorted(side.channel_counts[k]._arrived.items())), side.numbers.mark())
         for entry in [entry for entry in side.completions if entry[0] == k]:
             side.completions.remove(entry)
             if self.fault != "queue not drained" or entry[2] is not None:
                 self.complete(side, *entry)
         if self.fault == "arrivals as of the own shut":
-            side.early[k] = Account(tuple(sorted(side.ledgers[k]._arrived.items())), side.numbers.mark())
+            side.early[k] = Account(tuple(sorted(side.channel_counts[k]._arrived.items())), side.numbers.mark())
         side.unconfirmed[k] = list(side.posted[k])
         side.posted[k] = {}
         if self.fault == "posted again too early":
@@ -437,11 +437,11 @@ class World:
             return False
         kind, k, generation, *rest = other.control.popleft()
         states = side.states
-        if kind == "settle":
-            if states.heard_ack_counts(k, generation) and self.fault != "settlements not applied":
-                side.ledgers[k].ack_counts(rest[0])
+        if kind == "ack":
+            if states.heard_ack_counts(k, generation) and self.fault != "acknowledgements not applied":
+                side.channel_counts[k].ack_counts(rest[0])
                 if not self.fault:
-                    check_ledger(side, other, k, self.limit)
+                    check_tables(side, other, k, self.limit)
         elif kind == "down":
             self.act(side, states.heard_down(k, generation, rest[0], self.now))
         elif kind == "arrivals":
@@ -490,9 +490,9 @@ class World:
             for k in range(self.channels):
                 check(side.states.state(k) is ChannelState.LIVE, f"channel {k} did not come back")
                 check(side.states.generation(k) == other.states.generation(k), f"channel {k} has two generations")
-                check(len(side.ledgers[k].confirmed) <= self.limit, "the sender's ledger is over its limit")
-                left = dict(other.ledgers[k].arrivals())
-                check(left == dict(side.ledgers[k].confirmed) or bool(self.fault), "the two ledgers differ")
+                check(len(side.channel_counts[k].confirmed) <= self.limit, "the sender's table is over its limit")
+                left = dict(other.channel_counts[k].arrivals())
+                check(left == dict(side.channel_counts[k].confirmed) or bool(self.fault), "the two tables differ")
             check(all(transfer.over for transfer in side.transfers), "a transfer hangs")
             check(set(other.inbox) == set(range(1, side.sent + 1)), "a message was lost")
             check_counts(side, other)

@@ -65,7 +65,7 @@ def waited_for_a_core() -> float:
     return waited
 
 
-async def settle(*engines: aiote.Engine) -> None:
+async def come_to_rest(*engines: aiote.Engine) -> None:
     """Wait until no engine does a round any more: what was under way is over, and what spins never gets here."""
     with anyio.fail_after(PATIENCE_S):
         before = None
@@ -75,7 +75,7 @@ async def settle(*engines: aiote.Engine) -> None:
 
 async def assert_idle(*engines: aiote.Engine, rounds: int = MOST_ROUNDS, windows: int = WINDOWS) -> None:
     """Find one window in which nothing was done, but for heartbeats; each engine may do so many rounds in it."""
-    await settle(*engines)
+    await come_to_rest(*engines)
     most = Used(rounds * len(engines), MOST_SLEEPS, MOST_CPU_S, MOST_WANTED_S)
     seen: list[Used] = []
     for _ in range(windows):

@@ -1,8 +1,8 @@
 """Tallies of immediates: what each side of a channel keeps so that a lost channel loses no count.
 
-The sender tallies the counted work requests that have ended well, the receiver the immediates that came, each by the
-32-bit immediate. When a channel is lost, the difference of the two tells how many of those that never ended did arrive.
-The protocol, and why the tables stay small, is `aiote.core.failover`, whose `Ledger` is the plain reference.
+The sender tallies the counted work requests that have ended well, the receiver what came, each by all 32 bits of the
+immediate. When a channel is lost, the difference of the two tells how many of those that never ended did arrive.
+The protocol, and why the tables stay small, is `aiote.core.failover`, whose `ChannelCounts` is the plain reference.
 """
 
 from libc.errno cimport ENOMEM, ENOSPC
@@ -77,7 +77,7 @@ cdef int tally_add(Tally* self, uint32_t imm_data, int64_t n) noexcept nogil:
         self.imm_data[at] = imm_data
         self.counts[at] = 0
         self.used += 1
-    # Without sign: what a peer has settled may be anything, and a sum of signed numbers may not overflow.
+    # Without sign: what a peer acknowledges may be anything, and a sum of signed numbers may not overflow.
     self.counts[at] = <int64_t> (<uint64_t> self.counts[at] + <uint64_t> n)
     self.last = at
     return 0

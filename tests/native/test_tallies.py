@@ -1,4 +1,4 @@
-"""The native tally of immediates is a dictionary of numbers: the twin of `aiote.core.failover.Ledger`'s tables."""
+"""The native tally of immediates is a dictionary of numbers: the twin of a table of `aiote.core.failover`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote.core.failover import Ledger
-from aiote_native.ledger import ImmTally
+from aiote.core.failover import ChannelCounts
+from aiote_native.tallies import ImmTally
 
 MOST_ENTRIES = 16384
 IMM_DATA = st.one_of(st.integers(0, 20), st.sampled_from([0, 2**28, 2**32 - 1, 2**31]), st.integers(0, 2**32 - 1))
@@ -27,22 +27,20 @@ def test_it_adds_as_a_dictionary_does(changes):
 
 @given(
     st.lists(
-        st.one_of(
-            IMM_DATA.map(lambda imm_data: ("arrive", imm_data)), IMM_DATA.map(lambda imm_data: ("settle", imm_data))
-        )
+        st.one_of(IMM_DATA.map(lambda imm_data: ("arrive", imm_data)), IMM_DATA.map(lambda imm_data: ("ack", imm_data)))
     )
 )
-def test_it_is_the_ledgers_twin(steps):
-    """What came, less what was settled, in any order: it may be below zero for a while."""
-    tally, ledger = ImmTally(), Ledger()
+def test_it_is_the_twin_of_channel_counts(steps):
+    """What came, less what was acknowledged, in any order: it may be below zero for a while."""
+    tally, counts = ImmTally(), ChannelCounts()
     for step, imm_data in steps:
         tally.add(imm_data, 1 if step == "arrive" else -1)
         if step == "arrive":
-            ledger.arrive(imm_data)
+            counts.arrive(imm_data)
         else:
-            ledger.ack_counts([(imm_data, 1)])
+            counts.ack_counts([(imm_data, 1)])
     if all(n >= 0 for _, n in tally.items()):
-        assert tuple(sorted(tally.items())) == ledger.arrivals()
+        assert tuple(sorted(tally.items())) == counts.arrivals()
 
 
 def test_words_at_zero_take_no_room():
