@@ -8,13 +8,13 @@ from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
 from aiote_native.gates cimport batch_drop, gate_leave, gate_shut, gate_wait
-from aiote_native.tallies cimport tally_free
+from aiote_native.mailbox_failover cimport mailbox_detach
 from aiote_native.messages cimport CREDIT_SLOTS, mailbox_sent
-from aiote_native.moving cimport mailbox_detach
 from aiote_native.posting cimport give_back, op_completed, post_on
 from aiote_native.progress cimport drain, request_over, unwatch_descriptor
 from aiote_native.recovery cimport lose_request
 from aiote_native.structs cimport Completion, ECANCELED, Mailbox, OP_WRITE, Op, Post, Slot, WorkRequest
+from aiote_native.tallies cimport tally_free
 
 cdef enum:
     # Work requests that the channels of one peer hold together at most, and one of many at least: enough to fill its

@@ -9,14 +9,14 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memset
 
 from aiote_native.channels cimport shut_channel
-from aiote_native.kinds cimport NativeEndpoint
-from aiote_native.tallies cimport Tally, tally_add, tally_copy, tally_free, tally_items, tally_take
-from aiote_native.moving cimport mailbox_came, mailbox_holes, mailbox_unsure
+from aiote_native.mailbox_failover cimport mailbox_arrivals, mailbox_holes, mailbox_resolve
 from aiote_native.posting cimport pump_peer
 from aiote_native.progress cimport alive, kick, lock, unlock
-from aiote_native.recovery cimport Account, impossible, lost_keys, redo_all, works_for
-from aiote_native.schedule cimport fade
+from aiote_native.provider cimport NativeEndpoint
+from aiote_native.recovery cimport Account, contradiction, is_part_of, lost_keys, redo_all
+from aiote_native.schedule cimport decay_costs
 from aiote_native.structs cimport Channel, MAX_CHANNELS, Mailbox, OP_SEND, Op, PeerState, SOUND, WorkRequest
+from aiote_native.tallies cimport Tally, tally_add, tally_copy, tally_free, tally_items, tally_take
 from aiote_native.workrequests cimport Operation
 
 
@@ -227,7 +227,7 @@ cdef class ChannelSet:
             raise MemoryError
         with nogil:
             lock(self.engine)
-            top = mailbox_came(self.state.mailbox, seen)
+            top = mailbox_arrivals(self.state.mailbox, seen)
             code = tally_copy(&channel.arrived, &arrived)
             unlock(self.engine)
         try:
@@ -274,12 +274,12 @@ cdef class ChannelSet:
         account.unknown_count = len(unknown)
         with nogil:
             lock(self.engine)
-            honest = impossible(channel, &account) < 0
+            honest = contradiction(channel, &account) < 0
             # What the peer said of its messages for another channel may be older than what came over this one.
             if honest and self.mail_lost_with == number:
                 self.mail_lost_with = -1
-                honest = mailbox_unsure(&self.engine.state, self.state.mailbox, top,
-                                        <uint64_t*> lost.data.as_ulonglongs, missing)
+                honest = mailbox_resolve(&self.engine.state, self.state.mailbox, top,
+                                         <uint64_t*> lost.data.as_ulonglongs, missing)
             if honest:
                 redo_all(&self.engine.state, channel, &account)
                 # The next generation begins with empty tallies, also one that comes to nothing before it has a channel.
@@ -322,17 +322,17 @@ cdef class ChannelSet:
             unlock(self.engine)
         return fits
 
-    def fade(self) -> None:
+    def decay_costs(self) -> None:
         """Let go of what is known of the speed of idle channels, by and by."""
         if self.closed or not alive(self.engine):
             return
         with nogil:
             lock(self.engine)
-            fade(&self.state)
+            decay_costs(&self.state)
             unlock(self.engine)
 
     @property
-    def mail_waits(self) -> bool:
+    def mailbox_waits(self) -> bool:
         """Whether messages are to go over another channel: theirs has failed, and what it has lost is known."""
         return self.state.mailbox != NULL and self.state.mailbox.channel == NULL and self.mail_lost_with < 0
 
@@ -355,6 +355,6 @@ cdef class ChannelSet:
         if not channel.open:
             return False
         for i in range(channel.depth):
-            if channel.requests[i].busy and works_for(<const Op*> channel.requests[i].owner, op):
+            if channel.requests[i].busy and is_part_of(<const Op*> channel.requests[i].owner, op):
                 return True
         return op.opcode == OP_SEND and self.state.mailbox != NULL and self.state.mailbox.channel == channel

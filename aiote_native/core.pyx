@@ -20,8 +20,8 @@ from aiote_native.peer_wakeups cimport WakeupEvent
 from aiote_native.peers cimport PeerLink, open_peer
 from aiote_native.posting cimport State, cut_op, op_cancel, op_start
 from aiote_native.progress cimport (
-    ROUNDS, Watched, alive, call, kick, lock, new_epoch, progress_once, progress_until, pthread_join,
-    pthread_mutex_init, slice_end, start_thread, unlock, usable, watch_descriptor, watch_unlink)
+    ROUNDS, Watched, alive, kick, lock, new_epoch, progress_once, progress_until, pthread_join,
+    pthread_mutex_init, signal_wake, slice_end, start_thread, unlock, usable, watch_descriptor, watch_unlink)
 from aiote_native.status cimport check
 from aiote_native.structs cimport MAX_RAILS, Done, OP_READ, OP_SEND, OP_WRITE, Op
 from aiote_native.waiters cimport wake_all
@@ -182,7 +182,7 @@ cdef class Core:
             # The descriptor's number may be somebody else's by now.
             return
         usable(&self.engine)
-        call(&self.engine)
+        signal_wake(&self.engine)
 
     def reap(self, bint direct=False, on_round=None) -> list[PeerLink]:
         """Finish everything that is over and wake who waits for it; return the peers that failed since the last call.
@@ -215,7 +215,7 @@ cdef class Core:
             item = following
         if failures:
             failed = self.failed_peers()
-        raised = self.tell(failed, on_round)
+        raised = self.report_failures(failed, on_round)
         if woken:
             self.woke = True
             raised = self.run_woken(woken, direct) or raised
@@ -238,7 +238,7 @@ cdef class Core:
                 unlock(&self.engine)
         return raised
 
-    cdef object tell(self, list failed, on_round):
+    cdef object report_failures(self, list failed, on_round):
         """Let those act who make room and care for peers; return what interrupted one of them."""
         cdef PeerLink link
         cdef list rooms = self.rooms
@@ -453,7 +453,7 @@ cdef class Core:
             lock(&self.engine)
             self.engine.stop = True
             unlock(&self.engine)
-        call(&self.engine)
+        signal_wake(&self.engine)
         with nogil:
             pthread_join(self.engine.thread, NULL)
         self.engine.threaded = False

@@ -24,7 +24,7 @@ cdef uint64_t fork_epoch() noexcept nogil:
     return forks
 
 
-cdef int own(uint64_t epoch) except -1:
+cdef int check_process(uint64_t epoch) except -1:
     """Raise ForkError for what was made before a fork."""
     if epoch != forks:
         raise ForkError("this engine belongs to the parent process: open one of its own after a fork")

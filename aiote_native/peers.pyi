@@ -2,8 +2,8 @@ from collections.abc import Callable
 from typing import Any
 
 from aiote_native.channelset import ChannelSet
-from aiote_native.kinds import NativeEndpoint
 from aiote_native.peer_wakeups import PeerWakeup
+from aiote_native.provider import NativeEndpoint
 from aiote_native.workrequests import LocalMemory
 
 class PeerLink(ChannelSet):

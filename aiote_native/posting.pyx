@@ -17,7 +17,7 @@ from aiote_native.counters cimport done_push
 from aiote_native.gates cimport gate_leave, gate_paced, gate_post
 from aiote_native.gathering cimport gather
 from aiote_native.peer_wakeups cimport wake_peer
-from aiote_native.recovery cimport breaks, channel_fault, given_up, redone
+from aiote_native.recovery cimport channel_fault, is_abandoned, is_disconnect, redone
 from aiote_native.schedule cimport STREAK_BYTES, begin_measure, next_channel, usable
 from aiote_native.structs cimport BROKEN, ECANCELED, MAX_STRIPES, MOST_PARTS, PIECE, PLAIN, Queue, RESENT
 
@@ -353,7 +353,7 @@ cdef int post_next(State* state, PeerState* peer, Op* op, uint64_t* parts) noexc
             code = -EAGAIN
         else:
             code = post_on(state, channel, &args, op)
-            if code != 0 and code != -EAGAIN and peer.survivable and breaks(code):
+            if code != 0 and code != -EAGAIN and peer.survivable and is_disconnect(code):
                 channel_fault(state, channel, BROKEN, code)
                 code = -EAGAIN
         if code != -EAGAIN:
@@ -384,7 +384,7 @@ cdef int post_turn(State* state, PeerState* peer, Op* op) noexcept nogil:
     cdef int64_t budget = TURN
     cdef uint64_t parts = 1
     cdef int code
-    if op.kind == PIECE and given_up(op):
+    if op.kind == PIECE and is_abandoned(op):
         op_fail(state, op, -ECANCELED, -1)
         return 0
     while budget > 0:

@@ -77,7 +77,7 @@ cdef void lock(Progress* self) noexcept nogil
 cdef void unlock(Progress* self) noexcept nogil
 cdef int watch_descriptor(int epoll_fd, int fd) except -1
 cdef void unwatch_descriptor(int epoll_fd, int fd) noexcept nogil
-cdef void call(Progress* self) noexcept nogil
+cdef void signal_wake(Progress* self) noexcept nogil
 cdef void kick(Progress* self) noexcept nogil
 cdef int usable(Progress* self) except -1
 cdef bint alive(Progress* self) noexcept nogil

@@ -16,17 +16,17 @@ from posix.unistd cimport read, write
 
 from aiote_native.clocks cimport clock_ns, start_timer
 from aiote_native.counters cimport arrive, done_push, table_forget, table_greediest
-from aiote_native.forks cimport fork_epoch, own
+from aiote_native.forks cimport check_process, fork_epoch
 from aiote_native.gates cimport batch_flush, gate_poll
-from aiote_native.tallies cimport tally_again
 from aiote_native.messages cimport mailbox_fail, mailbox_pump, mailbox_received, mailbox_sent
 from aiote_native.peer_wakeups cimport drain_wakeups, wake_peer
 from aiote_native.posting cimport give_back, op_completed, peer_fail, pump_peer
-from aiote_native.recovery cimport came, channel_fault, confirm, lose_request, queue_failed
+from aiote_native.recovery cimport channel_fault, confirm, count_arrival, lose_request, queue_failed
 from aiote_native.schedule cimport measure
 from aiote_native.status cimport check
 from aiote_native.structs cimport (
     BROKEN, Completion, OP_RECV, OP_SEND, Op, POLL_BATCH, PeerState, SUSPECT, Slot, WorkRequest)
+from aiote_native.tallies cimport tally_again
 
 cdef extern from *:
     """
@@ -125,7 +125,7 @@ cdef void unwatch_descriptor(int epoll_fd, int fd) noexcept nogil:
     epoll_ctl(epoll_fd, EPOLL_CTL_DEL, fd, NULL)
 
 
-cdef void call(Progress* self) noexcept nogil:
+cdef void signal_wake(Progress* self) noexcept nogil:
     """Make the wake descriptor readable; from any thread."""
     cdef uint64_t one = 1
     write(self.wake_fd, &one, sizeof(one))
@@ -138,7 +138,7 @@ cdef void kick(Progress* self) noexcept nogil:
     self.fresh = True
     if self.threaded and self.asleep:
         self.asleep = False
-        call(self)
+        signal_wake(self)
 
 
 cdef void new_epoch(Progress* self) noexcept nogil:
@@ -151,7 +151,7 @@ cdef bint alive(Progress* self) noexcept nogil:
 
 
 cdef int usable(Progress* self) except -1:
-    own(self.epoch)
+    check_process(self.epoch)
     if self.closed:
         raise RuntimeError("the engine is closed")
     return 0
@@ -216,7 +216,7 @@ cdef void handle(State* state, Channel* channel, const Completion* completion) n
             return
         state.immediates += completion.times
         if channel.peer.survivable and not tally_again(&channel.arrived, completion.imm, completion.times):
-            came(state, channel, completion.imm, completion.times)
+            count_arrival(state, channel, completion.imm, completion.times)
         code = count(state, channel.peer, completion)
         if code != 0:
             peer_fail(state, channel.peer, code, channel.rail)
@@ -249,7 +249,7 @@ cdef int drain(State* state, Channel* channel) noexcept nogil:
     return total
 
 
-cdef void look(Progress* self) noexcept nogil:
+cdef void check_watches(Progress* self) noexcept nogil:
     """Compare each watched value with what it was."""
     cdef Watched* watched = self.watches
     cdef Watched* following
@@ -318,7 +318,7 @@ cdef void one_round(Progress* self, bint every) noexcept nogil:
             mailbox_fail(state, peer.mailbox, peer.error, peer.error_rail)
         peer = peer.next_peer
     if self.watches != NULL:
-        look(self)
+        check_watches(self)
 
 
 cdef bint active(Progress* self) noexcept nogil:
@@ -389,7 +389,7 @@ cdef void announce_awake(Progress* self) noexcept nogil:
         aiote_store_word(&self.wakeup_page.asleep, self.wakeup_page.asleep + 1)
 
 
-cdef bint happened(Progress* self) noexcept nogil:
+cdef bint made_progress(Progress* self) noexcept nogil:
     if self.state.events == self.seen_events:
         return False
     self.seen_events = self.state.events
@@ -398,7 +398,7 @@ cdef bint happened(Progress* self) noexcept nogil:
     return True
 
 
-cdef bint spins(Progress* self) noexcept nogil:
+cdef bint may_spin(Progress* self) noexcept nogil:
     """Whether it is too early to sleep. The clock is looked at in every eighth idle round: it costs as much as one."""
     cdef uint64_t now
     if self.spin_ns == 0 or not active(self):
@@ -417,20 +417,20 @@ cdef int progress_once(Progress* self) noexcept nogil:
     """One round. 1: call again soon; 0: it is safe to sleep on the epoll descriptor. The lock is held."""
     announce_awake(self)
     one_round(self, False)
-    if happened(self):
+    if made_progress(self):
         return 1
-    if spins(self):
+    if may_spin(self):
         return 1
     clear_wakeups(self)
     announce_sleep(self)
     one_round(self, True)
-    if happened(self):
+    if made_progress(self):
         announce_awake(self)
         return 1
     if not all_armed(self):
         # What came just before is looked for at once: another turn of the event loop costs more.
         one_round(self, True)
-        if happened(self) or not all_armed(self):
+        if made_progress(self) or not all_armed(self):
             announce_awake(self)
             return 1
     set_timer(self)
@@ -438,7 +438,7 @@ cdef int progress_once(Progress* self) noexcept nogil:
     return 0
 
 
-cdef bint news(Progress* self) noexcept nogil:
+cdef bint has_news(Progress* self) noexcept nogil:
     """Whether there is something that the event loop wants to hear of."""
     return self.state.done.head != NULL or self.state.failures or (self.state.inbox and self.receivers)
 
@@ -456,7 +456,7 @@ cdef int progress_until(Progress* self, uint64_t deadline) noexcept nogil:
     """Do one round, or more until there is news or the deadline has come, under the lock; return as `progress_once`."""
     cdef int again = progress_once(self)
     # Where no NIC does it a round may copy for a third of a millisecond; of what is not counted only the clock tells.
-    while again and deadline and not news(self) and self.wanted == 0 and clock_ns() < deadline:
+    while again and deadline and not has_news(self) and self.wanted == 0 and clock_ns() < deadline:
         again = progress_once(self)
     return again
 
@@ -464,7 +464,7 @@ cdef int progress_until(Progress* self, uint64_t deadline) noexcept nogil:
 cdef void notify(Progress* self) noexcept nogil:
     """Tell the event loop, once for all that it has not collected yet."""
     cdef uint64_t one = 1
-    if not self.notified and news(self):
+    if not self.notified and has_news(self):
         self.notified = True
         write(self.notify_fd, &one, sizeof(one))
 

@@ -11,15 +11,15 @@ cdef struct Account:
     uint64_t* unknown
     uint64_t unknown_count
 
-cdef bint breaks(int code) noexcept nogil
+cdef bint is_disconnect(int code) noexcept nogil
 cdef void channel_fault(State* state, Channel* channel, Fault fault, int error) noexcept nogil
 cdef void queue_failed(State* state, Channel* channel, int status) noexcept nogil
 cdef void lose_request(State* state, WorkRequest* wr, int status, int provider_errno) noexcept nogil
 cdef void confirm(State* state, Channel* channel, WorkRequest* wr) noexcept nogil
-cdef void came(State* state, Channel* channel, uint32_t imm_data, uint32_t times) noexcept nogil
+cdef void count_arrival(State* state, Channel* channel, uint32_t imm_data, uint32_t times) noexcept nogil
 cdef void redone(State* state, Op* op) noexcept nogil
-cdef bint given_up(const Op* op) noexcept nogil
-cdef bint works_for(const Op* op, const Op* whole) noexcept nogil
+cdef bint is_abandoned(const Op* op) noexcept nogil
+cdef bint is_part_of(const Op* op, const Op* whole) noexcept nogil
 cdef uint32_t lost_keys(const Channel* channel, uint64_t* keys) noexcept nogil
-cdef int64_t impossible(Channel* channel, const Account* account) noexcept nogil
+cdef int64_t contradiction(Channel* channel, const Account* account) noexcept nogil
 cdef int redo_all(State* state, Channel* channel, const Account* account) noexcept nogil

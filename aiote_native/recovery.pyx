@@ -17,10 +17,10 @@ from libc.errno cimport (
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
-from aiote_native.tallies cimport tally_add, tally_get
 from aiote_native.posting cimport describe_post, give_back, op_completed, op_start, peer_fail
 from aiote_native.structs cimport (
     BROKEN, Channel, ECANCELED, OP_WRITE, Op, PIECE, Post, RESENT, WorkRequest)
+from aiote_native.tallies cimport tally_add, tally_get
 
 cdef extern from "<errno.h>" nogil:
     const int ESHUTDOWN
@@ -44,7 +44,7 @@ cdef struct Piece:
     Piece* next
 
 
-cdef bint breaks(int code) noexcept nogil:
+cdef bint is_disconnect(int code) noexcept nogil:
     """Whether a refused post says that the channel is broken, not that the request was wrong."""
     return (code == -ENOTCONN or code == -ECONNRESET or code == -ECONNABORTED or code == -ECONNREFUSED or code == -EPIPE
             or code == -EIO or code == -ETIMEDOUT or code == -ECANCELED or code == -ESHUTDOWN or code == -ENETDOWN
@@ -91,19 +91,19 @@ cdef void confirm(State* state, Channel* channel, WorkRequest* wr) noexcept nogi
         notice(state, channel)
 
 
-cdef void came(State* state, Channel* channel, uint32_t imm_data, uint32_t times) noexcept nogil:
+cdef void count_arrival(State* state, Channel* channel, uint32_t imm_data, uint32_t times) noexcept nogil:
     """Tally an immediate that has come, for so many of its kind."""
     if tally_add(&channel.arrived, imm_data, times) != 0:
         peer_fail(state, channel.peer, -ENOMEM, channel.rail)
 
 
-cdef bint given_up(const Op* op) noexcept nogil:
+cdef bint is_abandoned(const Op* op) noexcept nogil:
     """Whether the transfer of a piece is not to go on: it was cancelled, or failed elsewhere."""
     cdef const Op* origin = (<const Piece*> op).origin
     return origin.cancelled or origin.status != 0
 
 
-cdef bint works_for(const Op* op, const Op* whole) noexcept nogil:
+cdef bint is_part_of(const Op* op, const Op* whole) noexcept nogil:
     """Whether a transfer is another one, or does a part of it: a target, a piece, or immediates sent again."""
     cdef const Piece* piece
     while op != NULL and op != whole:
@@ -112,7 +112,7 @@ cdef bint works_for(const Op* op, const Op* whole) noexcept nogil:
         elif op.kind == RESENT:
             piece = (<const Recovery*> op).pieces
             while piece != NULL:
-                if works_for(piece.origin, whole):
+                if is_part_of(piece.origin, whole):
                     return True
                 piece = piece.next
             return False
@@ -135,7 +135,7 @@ cdef uint64_t key_of(const Channel* channel, const WorkRequest* wr) noexcept nog
     return op.remote_key[channel.remote_rail] if op != NULL and op.remote_key != NULL and wr.length else 0
 
 
-cdef bint for_nobody(const Channel* channel, const WorkRequest* wr, const Account* account) noexcept nogil:
+cdef bint memory_is_gone(const Channel* channel, const WorkRequest* wr, const Account* account) noexcept nogil:
     """Whether the peer does not have the memory any more: then the request has failed by its own fault."""
     cdef uint64_t key = key_of(channel, wr)
     cdef uint64_t i
@@ -182,7 +182,7 @@ cdef bint first_of(Channel* channel, uint32_t at) noexcept nogil:
     return True
 
 
-cdef int64_t impossible(Channel* channel, const Account* account) noexcept nogil:
+cdef int64_t contradiction(Channel* channel, const Account* account) noexcept nogil:
     """Return an immediate of which the peer says that fewer came than ended well, or more than were sent; -1: none."""
     cdef WorkRequest* wr
     cdef int64_t came_now
@@ -276,7 +276,7 @@ cdef int redo(State* state, Channel* channel, WorkRequest* wr, Recovery* recover
     """Start a piece in the place of one lost request."""
     cdef Op* origin = <Op*> wr.owner
     cdef Piece* piece
-    if origin == NULL or origin.cancelled or origin.status != 0 or for_nobody(channel, wr, account):
+    if origin == NULL or origin.cancelled or origin.status != 0 or memory_is_gone(channel, wr, account):
         end_request(state, channel, wr, wr.status)
         return 0
     piece = <Piece*> calloc(1, sizeof(Piece))
@@ -375,7 +375,7 @@ cdef void resend(State* state, Recovery* recovery) noexcept nogil:
     cdef Piece* piece = recovery.pieces
     cdef uint64_t live = 0
     while piece != NULL:
-        if piece.op.status == 0 and not given_up(&piece.op):
+        if piece.op.status == 0 and not is_abandoned(&piece.op):
             live += piece.op.parts
             op.carried |= piece.op.carried
         piece = piece.next

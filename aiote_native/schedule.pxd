@@ -10,4 +10,4 @@ cdef uint64_t cost_of(uint64_t mbps) noexcept nogil
 cdef int usable(const PeerState* peer) noexcept nogil
 cdef void begin_measure(Channel* channel) noexcept nogil
 cdef void measure(Channel* channel) noexcept nogil
-cdef void fade(PeerState* peer) noexcept nogil
+cdef void decay_costs(PeerState* peer) noexcept nogil

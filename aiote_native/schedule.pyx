@@ -148,8 +148,8 @@ cdef void measure(Channel* channel) noexcept nogil:
     channel.rate_bytes = 0
 
 
-cdef void fade(PeerState* peer) noexcept nogil:
-    """Let the costs that nothing confirms now fade."""
+cdef void decay_costs(PeerState* peer) noexcept nogil:
+    """Lower the costs that no measurement confirms now, by and by."""
     cdef uint64_t least = least_cost(peer)
     cdef uint64_t least_here
     cdef Channel* channel

@@ -2,7 +2,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 from aiote_native.buffers import Buffer
-from aiote_native.kinds import NativeDevice
+from aiote_native.provider import NativeDevice
 
 class Waitable:
     is_over: bool

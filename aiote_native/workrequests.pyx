@@ -14,7 +14,7 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset, strcmp
 
 from aiote_native.buffers cimport Buffer
-from aiote_native.kinds cimport NativeDevice, Registration
+from aiote_native.provider cimport NativeDevice, Registration
 from aiote_native.structs cimport MAY_ALL, MAY_WRITE
 from aiote_native.waiters cimport wake
 

@@ -30,21 +30,21 @@ arrivals and yet be taken out of the sender's table, and posts would count as ar
 
 **Channels.** From the view of one side:
 
-| from                | on                                  | to        | actions                             |
-|---------------------|-------------------------------------|-----------|-------------------------------------|
-| LIVE OPENING JOINING| `failed`, `due` (opens too long)    | SHUTTING  | Shut                                |
-| LIVE OPENING JOINING| `heard_down`                        | LEAVING   | Shut                                |
-| SHUTTING            | `heard_down`                        | LEAVING   |                                     |
-| SHUTTING            | `shut`                              | SHUT      | TellDown                            |
-| LEAVING             | `shut`                              | TOLD      | TellDown, TellArrivals              |
-| SHUT                | `heard_down`                        | TOLD      | TellArrivals                        |
-| TOLD                | `heard_arrivals`                    | DOWN      | Reconcile                           |
-| DOWN (initiator)    | `due` (after the back-off)          | OPENING   | OpenAgain of the next generation    |
-| OPENING (initiator) | `heard_reopen`, the answer          | JOINING   | Join                                |
-| DOWN (acceptor)     | `heard_reopen`, next generation     | JOINING   | OpenAgain of that generation        |
-| DOWN (acceptor)     | `heard_down`, next generation       | LEAVING   | Shut: it came to nothing over there |
-| JOINING             | `joined`                            | LIVE      |                                     |
-| any                 | no channel was LIVE for `grace`     | all LOST  | Lose, instead of the other actions  |
+| from                 | on                               | to         | actions                                |
+|----------------------|----------------------------------|------------|----------------------------------------|
+| LIVE OPENING JOINING | `failed`, `due` (opens too long) | SHUTTING   | Shut                                   |
+| LIVE OPENING JOINING | `on_rail_down`                   | LEAVING    | Shut                                   |
+| SHUTTING             | `on_rail_down`                   | LEAVING    |                                        |
+| SHUTTING             | `shut`                           | SHUT       | SendRailDown                           |
+| LEAVING              | `shut`                           | EXCHANGING | SendRailDown, SendArrivals             |
+| SHUT                 | `on_rail_down`                   | EXCHANGING | SendArrivals                           |
+| EXCHANGING           | `on_arrivals`                    | DOWN       | Reconcile                              |
+| DOWN (initiator)     | `due` (after the back-off)       | OPENING    | OpenAgain of the next generation       |
+| OPENING (initiator)  | `on_reopen`, the answer          | JOINING    | Join                                   |
+| DOWN (acceptor)      | `on_reopen`, next generation     | JOINING    | OpenAgain of that generation           |
+| DOWN (acceptor)      | `on_rail_down`, next generation  | LEAVING    | Shut: it came to nothing over there    |
+| JOINING              | `joined`                         | LIVE       |                                        |
+| any                  | no channel was LIVE for `grace`  | all LOST   | LosePeer, instead of the other actions |
 
 What comes for an older generation is ignored, and so is `failed` of a channel that is on its way down, `joined` of one
 that is not JOINING, and a Reopen that crosses the failure of its generation. Anything else that the table does not have
@@ -70,10 +70,10 @@ from .frames import ControlError
 __all__ = [
     "ARRIVED_LIMIT",
     "BACKOFF_FIRST",
-    "BACKOFF_MOST",
+    "BACKOFF_MAX",
     "CONFIRMED_LIMIT",
     "OPENING_LIMIT",
-    "WELL",
+    "STABLE_S",
     "Account",
     "Action",
     "ChannelCounts",
@@ -82,13 +82,13 @@ __all__ = [
     "FailoverError",
     "Items",
     "Join",
-    "Lose",
+    "LosePeer",
     "OpenAgain",
     "Received",
     "Reconcile",
+    "SendArrivals",
+    "SendRailDown",
     "Shut",
-    "TellArrivals",
-    "TellDown",
     "Verdict",
     "reconcile",
 ]
@@ -96,8 +96,8 @@ __all__ = [
 CONFIRMED_LIMIT: Final = 1024  # immediates: an AckCounts of them takes 12 KiB of a frame's 64
 ARRIVED_LIMIT: Final = 1 << 20  # immediates of a peer that acknowledges none, or of AckCounts that nobody reads
 BACKOFF_FIRST: Final = 0.1  # seconds
-BACKOFF_MOST: Final = 30.0
-WELL: Final = 30.0  # seconds that a channel has to live for the back-off to begin anew
+BACKOFF_MAX: Final = 30.0
+STABLE_S: Final = 30.0  # seconds that a channel has to live for the back-off to begin anew
 OPENING_LIMIT: Final = 10.0  # seconds from OpenAgain to `joined`
 
 Items: TypeAlias = tuple[tuple[int, int], ...]
@@ -237,7 +237,7 @@ class Shut:
 
 
 @dataclass(frozen=True, slots=True)
-class TellDown:
+class SendRailDown:
     """Send RailDown."""
 
     channel: int
@@ -246,7 +246,7 @@ class TellDown:
 
 
 @dataclass(frozen=True, slots=True)
-class TellArrivals:
+class SendArrivals:
     """Take the arrivals now, and send them."""
 
     channel: int
@@ -281,13 +281,13 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class Lose:
+class LosePeer:
     """Give the peer up: nothing can reach it any more."""
 
     reason: str
 
 
-Action: TypeAlias = Shut | TellDown | TellArrivals | Reconcile | OpenAgain | Join | Lose
+Action: TypeAlias = Shut | SendRailDown | SendArrivals | Reconcile | OpenAgain | Join | LosePeer
 
 
 class ChannelState(enum.Enum):
@@ -297,14 +297,14 @@ class ChannelState(enum.Enum):
     SHUTTING = "being shut"
     LEAVING = "being shut, as the other side has"
     SHUT = "shut, waiting for the other side to do the same"
-    TOLD = "shut on both sides, waiting for the other's arrivals"
+    EXCHANGING = "shut on both sides, waiting for the other's arrivals"
     DOWN = "down"
     OPENING = "being opened, waiting for the answer"
     JOINING = "being joined"
     LOST = "lost with its peer"
 
 
-LIVE, SHUTTING, LEAVING, SHUT, TOLD, DOWN, OPENING, JOINING, LOST = ChannelState
+LIVE, SHUTTING, LEAVING, SHUT, EXCHANGING, DOWN, OPENING, JOINING, LOST = ChannelState
 UP: Final = (LIVE, OPENING, JOINING)
 
 
@@ -326,8 +326,8 @@ class ChannelStates:
     """The channels toward one peer; all are LIVE at first. Times are seconds of any steady clock.
 
     `grace` is for how long the peer may be without any channel before it is lost; what is to be posted waits meanwhile.
-    Every method returns what is to be done, in that order; the caller does it before it calls another. After Lose there
-    is nothing more to do. What a peer says may raise FailoverError.
+    Every method returns what is to be done, in that order; the caller does it before it calls another. After LosePeer
+    there is nothing more to do. What a peer says may raise FailoverError.
     """
 
     def __init__(self, count: int, role: Role, source: random.Random, grace: float = 0.0) -> None:
@@ -336,8 +336,8 @@ class ChannelStates:
         self.role = role
         self._source = source
         self._grace = grace
-        self._bare_until = math.inf
-        self._bare_reason = ""
+        self._grace_end = math.inf
+        self._grace_reason = ""
         self._channels = [_Channel() for _ in range(count)]
 
     @property
@@ -348,7 +348,7 @@ class ChannelStates:
     @property
     def deadline(self) -> float | None:
         """When to call `due` at the latest, or None."""
-        first = min(self._bare_until, *(channel.until for channel in self._channels))
+        first = min(self._grace_end, *(channel.until for channel in self._channels))
         return None if first == math.inf else first
 
     def state(self, k: int) -> ChannelState:
@@ -373,14 +373,14 @@ class ChannelStates:
             return []
         if channel.state not in (SHUTTING, LEAVING):
             raise UsageError(f"channel {k} is {channel.state.value}: it was not to be shut")
-        told: list[Action] = [TellDown(k, channel.generation, channel.reason)]
+        told: list[Action] = [SendRailDown(k, channel.generation, channel.reason)]
         if channel.state is SHUTTING:
             channel.state = SHUT
             return told
-        channel.state = TOLD
-        return [*told, TellArrivals(k, channel.generation)]
+        channel.state = EXCHANGING
+        return [*told, SendArrivals(k, channel.generation)]
 
-    def heard_down(self, k: int, generation: int, reason: str, now: float) -> list[Action]:
+    def on_rail_down(self, k: int, generation: int, reason: str, now: float) -> list[Action]:
         """Take the peer's RailDown."""
         channel = self._theirs(k)
         if self._stale(channel, generation):
@@ -393,24 +393,24 @@ class ChannelStates:
             channel.state = LEAVING
             return []
         if channel.state is SHUT:
-            channel.state = TOLD
-            return [TellArrivals(k, generation)]
+            channel.state = EXCHANGING
+            return [SendArrivals(k, generation)]
         return self._leave(k, LEAVING, reason, now)
 
-    def heard_arrivals(self, k: int, generation: int, arrivals: Account, now: float) -> list[Action]:
+    def on_arrivals(self, k: int, generation: int, arrivals: Account, now: float) -> list[Action]:
         """Take the peer's Arrivals."""
         channel = self._theirs(k)
         if self._stale(channel, generation):
             return []
-        self._current(k, generation, "Arrivals", (TOLD,))
+        self._current(k, generation, "Arrivals", (EXCHANGING,))
         channel.state = DOWN
         if self.role is Role.INITIATOR:
-            longest = min(BACKOFF_MOST, math.ldexp(BACKOFF_FIRST, min(channel.failures, 64)))
+            longest = min(BACKOFF_MAX, math.ldexp(BACKOFF_FIRST, min(channel.failures, 64)))
             channel.until = now + self._source.uniform(0.0, longest)
         channel.failures += 1
         return [Reconcile(k, arrivals)]
 
-    def heard_ack_counts(self, k: int, generation: int) -> bool:
+    def on_ack_counts(self, k: int, generation: int) -> bool:
         """Tell whether the peer's AckCounts is to be applied to the counts of channel k."""
         channel = self._theirs(k)
         if self._stale(channel, generation):
@@ -418,7 +418,7 @@ class ChannelStates:
         self._current(k, generation, "AckCounts", (LIVE, JOINING, SHUTTING, SHUT))
         return True
 
-    def heard_reopen(self, k: int, generation: int, now: float) -> list[Action]:
+    def on_reopen(self, k: int, generation: int, now: float) -> list[Action]:
         """Take the peer's Reopen: a wish where it is the initiator, its answer where it is the acceptor."""
         channel = self._theirs(k)
         if self._stale(channel, generation):
@@ -439,13 +439,13 @@ class ChannelStates:
         channel = self._own(k)
         if channel.state is JOINING:
             channel.state, channel.since, channel.until = LIVE, now, math.inf
-            self._bare_until = math.inf
+            self._grace_end = math.inf
         return []
 
     def due(self, now: float) -> list[Action]:
         """Open what has waited long enough; take for failed what was not joined in time."""
         actions: list[Action] = []
-        if now >= self._bare_until:
+        if now >= self._grace_end:
             return self._lose()
         for k, channel in enumerate(self._channels):
             if now < channel.until:
@@ -461,19 +461,19 @@ class ChannelStates:
     def _leave(self, k: int, state: ChannelState, reason: str, now: float) -> list[Action]:
         """Take a channel out of use; lose the peer where it was the last."""
         channel = self._channels[k]
-        if channel.state is LIVE and now - channel.since >= WELL:
+        if channel.state is LIVE and now - channel.since >= STABLE_S:
             channel.failures = 0
         channel.state, channel.reason, channel.until = state, reason, math.inf
-        if not self.live and self._bare_until == math.inf:
-            self._bare_until = now + self._grace
-            self._bare_reason = f"no channel is left, and the last, channel {k}, failed: {reason}"
-        return self._lose() if self._bare_until <= now else [Shut(k)]
+        if not self.live and self._grace_end == math.inf:
+            self._grace_end = now + self._grace
+            self._grace_reason = f"no channel is left, and the last, channel {k}, failed: {reason}"
+        return self._lose() if self._grace_end <= now else [Shut(k)]
 
     def _lose(self) -> list[Action]:
         for each in self._channels:
             each.state, each.until = LOST, math.inf
-        self._bare_until = math.inf
-        return [Lose(self._bare_reason)]
+        self._grace_end = math.inf
+        return [LosePeer(self._grace_reason)]
 
     def _own(self, k: int) -> _Channel:
         if not 0 <= k < len(self._channels):

@@ -1,8 +1,8 @@
 """When to send a heartbeat, and when a silent peer counts as dead.
 
 `HeartbeatClock` reads no clock: every method takes the present time, in seconds of any steady clock. It asks for a
-heartbeat as often as the peer wants to hear one (`told`), and calls the peer expired after `limit` of silence, whatever
-was heard counting as life; the peer is asked for a heartbeat every `interval`.
+heartbeat as often as the peer wants to hear one (`send_every`), and calls the peer expired after `limit` of silence,
+whatever was heard counting as life; the peer is asked for a heartbeat every `interval`.
 
 A side that was itself busy or stopped has heard nothing because it did not listen: the peer's heartbeats may lie in a
 socket's buffer. Hence the rule. When two calls are more than one interval apart, this side was *stalled*, and at the
@@ -29,18 +29,18 @@ __all__ = ["HeartbeatClock"]
 class HeartbeatClock:
     """Keeps the times of one connection; `interval` and `limit` in seconds, `limit` the larger.
 
-    `told` is how often the peer wants a heartbeat, the interval if it is not given. The peer counts as heard at the
-    first call, and the first heartbeat is due at once. A time before an earlier one is taken for the earlier one.
+    `send_every` is how often the peer wants a heartbeat, the interval if it is not given. The peer counts as heard at
+    the first call, and the first heartbeat is due at once. A time before an earlier one is taken for the earlier one.
     """
 
-    __slots__ = ("_grace_end", "_graces", "_heard", "_interval", "_limit", "_now", "_sent", "told")
+    __slots__ = ("_grace_end", "_graces", "_heard", "_interval", "_limit", "_now", "_sent", "send_every")
 
-    def __init__(self, interval: float, limit: float, told: float | None = None) -> None:
+    def __init__(self, interval: float, limit: float, send_every: float | None = None) -> None:
         if not (math.isfinite(interval) and math.isfinite(limit) and 0 < interval < limit):
             raise UsageError(f"0 < interval < limit expected, in seconds, got interval {interval} and limit {limit}")
         self._interval = interval
         self._limit = limit
-        self.told = interval if told is None else told
+        self.send_every = interval if send_every is None else send_every
         self._now = -math.inf
         self._sent = -math.inf
         self._heard = -math.inf
@@ -53,7 +53,7 @@ class HeartbeatClock:
         Who looks after many connections sends those that are due soon along with one that is due: then he wakes up a
         few times an interval, however many there are.
         """
-        return self._observe(now) >= self._sent + self.told * (1 - early)
+        return self._observe(now) >= self._sent + self.send_every * (1 - early)
 
     def sent(self, now: float) -> None:
         """Take note that a heartbeat was sent."""
@@ -71,7 +71,7 @@ class HeartbeatClock:
     def next_deadline(self, now: float) -> float:
         """Return when to call again at the latest: now, where a heartbeat is due or the peer expired."""
         present = self._observe(now)
-        return max(present, min(self._sent + self.told, self._expiry(), present + self._interval / 2))
+        return max(present, min(self._sent + self.send_every, self._expiry(), present + self._interval / 2))
 
     def _expiry(self) -> float:
         return max(self._heard + self._limit, self._grace_end)

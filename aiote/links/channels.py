@@ -17,13 +17,13 @@ from ..core.failover import (
     ChannelStates,
     FailoverError,
     Join,
-    Lose,
+    LosePeer,
     OpenAgain,
     Received,
     Reconcile,
+    SendArrivals,
+    SendRailDown,
     Shut,
-    TellArrivals,
-    TellDown,
 )
 from ..core.frames import (
     MAX_COUNTS,
@@ -77,12 +77,12 @@ class Channels:
         self._initiates = role.value == 0
         self._states = ChannelStates(len(pairs), role, random.Random(), grace=runtime.config.heartbeat_timeout)
         self._pending: dict[int, PendingChannel] = {}
-        self._told: dict[int, Channel] = {}
+        self._peer_endpoints: dict[int, Channel] = {}
         self._probes: dict[int, Transfer] = {}
         # What a RailDown asked of us, and what the peer's Arrivals said of ours, until the next step uses it.
         self._asked: dict[int, tuple[MemoryKey, ...]] = {}
         self._unknown: dict[int, list[int]] = {}
-        self._came: dict[int, list[tuple[int, int]]] = {}
+        self._partial_arrivals: dict[int, list[tuple[int, int]]] = {}
 
     @property
     def deadline(self) -> float | None:
@@ -120,7 +120,7 @@ class Channels:
 
     def tick(self, now: float) -> None:
         """Do what time alone asks for."""
-        self._link.fade()
+        self._link.decay_costs()
         self._do(self._states.due(now))
 
     def close(self) -> None:
@@ -130,12 +130,12 @@ class Channels:
 
     # What the peer says.
 
-    def hear(self, message: ChannelMessage) -> None:
+    def receive(self, message: ChannelMessage) -> None:
         """Take a message about a channel. Raises FailoverError for one that cannot be."""
         now = self._runtime.loop.time()
         match message:
             case AckCounts(number, generation, counts):
-                if self._states.heard_ack_counts(number, generation) and not self._link.ack_counts(
+                if self._states.on_ack_counts(number, generation) and not self._link.ack_counts(
                     number, [(item.imm_data, item.times) for item in counts]
                 ):
                     raise FailoverError("it has too many counts that it does not acknowledge")
@@ -144,35 +144,35 @@ class Channels:
                 if number in self._states.live:
                     rail = self._runtime.rail_name(self._pairs[number][0])
                     self._runtime.events.emit("rail.failed", peer=self._connection.name, rail=rail, reason=reason)
-                self._do(self._states.heard_down(number, generation, reason, now))
+                self._do(self._states.on_rail_down(number, generation, reason, now))
             case Arrivals():
-                self._hear_arrivals(message, now)
+                self._on_arrivals(message, now)
             case Channel():
-                self._hear_channel(message, now)
+                self._on_channel(message, now)
             case Joined(number, generation):
-                self._hear_joined(number, generation, now)
+                self._on_joined(number, generation, now)
             case MailMoved(number, generation):
-                self._hear_moved(number, generation)
+                self._on_mail_moved(number, generation)
 
-    def _hear_arrivals(self, message: Arrivals, now: float) -> None:
+    def _on_arrivals(self, message: Arrivals, now: float) -> None:
         number = message.channel
-        if self._came.keys() - {number}:
+        if self._partial_arrivals.keys() - {number}:
             raise FailoverError("it begins to tell what came over a channel before it has told it of another")
-        counts = self._came.setdefault(number, [])
+        counts = self._partial_arrivals.setdefault(number, [])
         counts += [(item.imm_data, item.times) for item in message.counts]
         if len(counts) > MOST_COUNTS:
             raise FailoverError(f"it counts over {MOST_COUNTS} immediates that came")
         if message.more:
             return
-        del self._came[number]
+        del self._partial_arrivals[number]
         self._unknown[number] = [item.key for item in message.unknown]
         mark = Received(message.high, tuple((item.first, item.last) for item in message.beyond))
-        self._do(self._states.heard_arrivals(number, message.generation, Account(tuple(counts), mark), now))
+        self._do(self._states.on_arrivals(number, message.generation, Account(tuple(counts), mark), now))
 
-    def _hear_channel(self, message: Channel, now: float) -> None:
+    def _on_channel(self, message: Channel, now: float) -> None:
         number = self._number_of(message)
-        self._told[number] = message
-        self._do(self._states.heard_reopen(number, message.generation, now))
+        self._peer_endpoints[number] = message
+        self._do(self._states.on_reopen(number, message.generation, now))
 
     def _number_of(self, message: Channel) -> int:
         """Return the channel that a Channel is about."""
@@ -181,13 +181,13 @@ class Channels:
             raise FailoverError(f"it opens a channel of rails {pair[0]} and {pair[1]}, which there is none of")
         return self._pairs.index(pair)
 
-    def _hear_joined(self, number: int, generation: int, now: float) -> None:
+    def _on_joined(self, number: int, generation: int, now: float) -> None:
         if number >= len(self._pairs) or generation != self._states.generation(number):
             return
         self._do(self._states.joined(number, now))
-        self._take_up(number)
+        self._resume(number)
 
-    def _hear_moved(self, number: int, generation: int) -> None:
+    def _on_mail_moved(self, number: int, generation: int) -> None:
         if number not in self._states.live or generation != self._states.generation(number):
             # It failed meanwhile; who initiated the connection hears of that, and chooses again.
             return
@@ -207,19 +207,19 @@ class Channels:
             match action:
                 case Shut(number):
                     self._shut(number)
-                case TellDown(number, generation, reason):
+                case SendRailDown(number, generation, reason):
                     keys = tuple(MemoryKey(key) for key in self._link.lost_keys(number))
                     self._send(RailDown(number, generation, reason[:500], keys))
-                case TellArrivals(number, generation):
-                    self._tell_arrivals(number, generation)
+                case SendArrivals(number, generation):
+                    self._send_arrivals(number, generation)
                 case Reconcile(number, arrivals):
                     self._reconcile(number, arrivals)
                 case OpenAgain(number, generation):
                     self._open(number, generation)
                 case Join(number):
                     self._join(number)
-                    self._runtime.spawn(self._prove, number, self._states.generation(number), name="aiote rail")
-                case Lose(reason):
+                    self._runtime.spawn(self._probe, number, self._states.generation(number), name="aiote rail")
+                case LosePeer(reason):
                     self._connection.lose(reason)
         if not actions:
             return
@@ -241,7 +241,7 @@ class Channels:
         if probe is not None:
             probe.cancel()
 
-    def _tell_arrivals(self, number: int, generation: int) -> None:
+    def _send_arrivals(self, number: int, generation: int) -> None:
         arrived, top, holes = self._link.arrivals(number)
         if any(times < 0 for _, times in arrived):
             raise FailoverError("it acknowledged more than came")
@@ -266,7 +266,7 @@ class Channels:
 
     def _move_mailbox(self) -> None:
         """Have messages go over a channel in use, if theirs has failed; who initiated the connection chooses."""
-        if self._initiates and self._link.mail_waits and self._states.live:
+        if self._initiates and self._link.mailbox_waits and self._states.live:
             chosen = self._states.live[0]
             self._link.move_mailbox(chosen)
             self._send(MailMoved(chosen, self._states.generation(chosen)))
@@ -285,15 +285,15 @@ class Channels:
             self._join(number)
 
     def _join(self, number: int) -> None:
-        told = self._told.pop(number)
+        theirs = self._peer_endpoints.pop(number)
         pending = self._pending.pop(number)
         try:
             self._runtime.fabric.join(
                 self._link,
                 pending,
-                told.address,
-                told.imm_key,
-                told.imm_base,
+                theirs.address,
+                theirs.imm_key,
+                theirs.imm_base,
                 number=number,
                 who=name_of(self._connection.key),
             )
@@ -301,7 +301,7 @@ class Channels:
             pending.close()
             self.fail(number, f"it cannot be joined again: {error}")
 
-    async def _prove(self, number: int, generation: int) -> None:
+    async def _probe(self, number: int, generation: int) -> None:
         """Write nothing over a channel that was opened again; when that has arrived, it is in use."""
         if not self._current(number, generation):
             return
@@ -316,12 +316,12 @@ class Channels:
             self._probes.pop(number, None)
             self._do(self._states.joined(number, self._runtime.loop.time()))
             self._send(Joined(number, generation))
-            self._take_up(number)
+            self._resume(number)
 
     def _current(self, number: int, generation: int) -> bool:
         return not self._connection.lost and self._states.generation(number) == generation
 
-    def _take_up(self, number: int) -> None:
+    def _resume(self, number: int) -> None:
         if number in self._states.live and not self._link.carries(number):
             self._link.admit(number)
             rail = self._runtime.rail_name(self._pairs[number][0])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..core.frames import Heartbeat
 from ..core.heartbeat import HeartbeatClock
-from ..core.standstill import Standstill
+from ..core.stall import StallDetector
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,7 @@ class Liveness:
         self._send = send
         interval, self._limit = runtime.config.heartbeat_interval, runtime.config.heartbeat_timeout
         self.clock = HeartbeatClock(interval, self._limit)
-        self._standstill = Standstill(interval, self._limit)
+        self._stalls = StallDetector(interval, self._limit)
 
     def look(self, now: float, connection: Connection, link: PeerLink | None, channels: Channels | None) -> float:
         """Tell the peer that we live where that is due, lose it where it has been silent; return when to look again."""
@@ -54,9 +54,9 @@ class Liveness:
 
     def _stands_still(self, now: float, link: PeerLink | None, channels: Channels | None) -> str:
         """Say so where what is under way does not move: the data connection may be cut and this one not."""
-        if link is None or not self._standstill.due(now):
+        if link is None or not self._stalls.due(now):
             return ""
-        stuck = self._standstill.look(now, link.under_way(), link.moved)
+        stuck = self._stalls.look(now, link.under_way(), link.moved)
         if stuck is None:
             return ""
         if channels is not None:

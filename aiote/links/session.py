@@ -183,7 +183,7 @@ class Session:
         return f"this engine failed: {type(error).__name__}: {error}"
 
     @contextmanager
-    def _answering(self) -> Iterator[None]:
+    def _losing_on_error(self) -> Iterator[None]:
         """Lose the peer for whatever is raised within: nobody else could, and half a peer would stay."""
         try:
             yield
@@ -218,7 +218,7 @@ class Session:
         self._joining.close()
         self._given_back.set()
 
-    async def _next(self, kind: type[T]) -> T:
+    async def _expect(self, kind: type[T]) -> T:
         """Wait for the next event or message of a kind."""
         while True:
             if self._verdict is not None:
@@ -228,13 +228,13 @@ class Session:
                 item = event.message if isinstance(event, MessageReceived) else event
                 if isinstance(item, kind):
                     return item
-                self._meanwhile(item)
+                self._dispatch(item)
             if self._control.ended:
                 unproven = kind is HelloReceived or kind is Authenticated
                 raise SessionOver(self._control.reason + (HINT if unproven else ""))
             await self._arrived.wait()
 
-    def _meanwhile(self, item: object) -> None:
+    def _dispatch(self, item: object) -> None:
         """Take what may come at any time."""
         match item:
             case Refusal():
@@ -246,7 +246,7 @@ class Session:
                     answer = partial(self._control.send, Revoked(lease))
                     self.connection.leases.revoke(low, high, lease, answer)
             case AckCounts() | RailDown() | Arrivals() | Channel() | Joined() | MailMoved():
-                self._hear_channels(item)
+                self._on_channel_message(item)
             case Revoked(lease):
                 self._revoking.discard(lease)
                 self._given_back.set()
@@ -257,17 +257,17 @@ class Session:
             case _:
                 pass
 
-    def _hear_channels(self, message: ChannelMessage) -> None:
+    def _on_channel_message(self, message: ChannelMessage) -> None:
         if self.channels is None:
             raise SessionOver("it spoke of channels that fail, where there is one that does not")
         try:
-            self.channels.hear(message)
+            self.channels.receive(message)
         except FailoverError as error:
             raise SessionOver(str(error)) from error
 
     def notice(self, link: PeerLink) -> None:
         """Look at the channels of a link that the native core has something to say about."""
-        with self._answering():
+        with self._losing_on_error():
             for number, errnum in link.notices():
                 if self.channels is not None and self.connection is not None and not self.connection.lost:
                     self.channels.notice(number, errnum)
@@ -278,17 +278,17 @@ class Session:
         """Give up what goes over one of our rails, or, where `queue` is the number of one, its channel alone."""
         if self.channels is None or self.connection is None or self.connection.lost:
             return
-        with self._answering():
+        with self._losing_on_error():
             for number in link.channels_on(rail) if queue < 0 else (link.channel_with(queue, rail),):
                 if number >= 0:
                     self.channels.fail(number, reason)
 
     async def _establish(self) -> None:
         if self._role is Role.ACCEPTOR:
-            await self._next(HelloReceived)
+            await self._expect(HelloReceived)
             self._protocol.accept()
             self._control.flush()
-        who = await self._next(Authenticated)
+        who = await self._expect(Authenticated)
         self.who = who.identity, who.incarnation
         offer = await self._exchange_offers()
         connection = self._host.admit(self, self.connection, offer.address, who.identity, who.incarnation, self._role)
@@ -314,7 +314,7 @@ class Session:
         self._control.send(
             Offer(runtime.host_id, config.message_bytes, config.message_pool, every, rails, runtime.address)
         )
-        offer = await self._next(Offer)
+        offer = await self._expect(Offer)
         for number, (least, most) in ((offer.message_bytes, MESSAGE_BYTES), (offer.pool, MESSAGE_POOL)):
             if not least <= number <= most:
                 raise SessionOver(f"it offers a pool of {offer.pool} messages of {offer.message_bytes} bytes")
@@ -325,7 +325,7 @@ class Session:
             )
         if not HEARTBEAT_MS[0] <= offer.heartbeat_ms <= HEARTBEAT_MS[1]:
             raise SessionOver(f"it asks for a heartbeat every {offer.heartbeat_ms} ms")
-        self._liveness.clock.told = offer.heartbeat_ms / 1000
+        self._liveness.clock.send_every = offer.heartbeat_ms / 1000
         return offer
 
     async def _join_channels(self, connection: Connection, offer: Offer) -> PeerLink:
@@ -345,19 +345,19 @@ class Session:
         survivable = (len(pairs) > 1 or traits[0].fragile) and not any(one.host_only for one in traits)
         link.expect(len(pairs), runtime.config.schedule == "round-robin", survivable)
         for pending in self._joining:
-            await self._joining.join(connection, link, pending, await self._next(Channel))
+            await self._joining.join(connection, link, pending, await self._expect(Channel))
         runtime.fabric.open_mailbox(
             link, runtime.config.message_pool, runtime.config.message_bytes, offer.pool, offer.message_bytes
         )
         self._control.send(Mapped())
-        await self._next(Mapped)
+        await self._expect(Mapped)
         for _ in range(2):
             runtime.core.progress()
         # That may leave the core awake, and peers send no wake-up to an engine that is awake.
         runtime.kick()
         self.committed = True
         self._control.send(Ready())
-        await self._next(Ready)
+        await self._expect(Ready)
         link.greeted()
         if survivable:
             self.channels = Channels(
@@ -419,13 +419,13 @@ class Session:
         connection = self.connection
         assert connection is not None
         try:
-            with self._answering():
+            with self._losing_on_error():
                 self._host.inbox.add(connection)
                 connection.established()
                 self._runtime.events.emit("peer.connected", peer=connection.name)
                 self._host.heartbeats.add(self._beat)
                 while not connection.lost:
-                    await self._hear()
+                    await self._receive()
         finally:
             connection.lose("its connection was not served any longer")
             self._host.heartbeats.remove(self._beat)
@@ -436,17 +436,17 @@ class Session:
     def _beat(self, now: float) -> float:
         """Return when to look again."""
         assert self.connection is not None
-        with self._answering():
+        with self._losing_on_error():
             return self._liveness.look(now, self.connection, self._link, self.channels)
         return math.inf
 
-    async def _hear(self) -> None:
+    async def _receive(self) -> None:
         """Take the messages that came; wait for one if there is none."""
         if not self._events and not self._control.ended:
             await self._arrived.wait()
         while self._events:
             event = self._events.popleft()
-            self._meanwhile(event.message if isinstance(event, MessageReceived) else event)
+            self._dispatch(event.message if isinstance(event, MessageReceived) else event)
         if self._control.ended:
             raise SessionOver(self._control.reason)
 

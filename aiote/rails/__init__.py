@@ -13,8 +13,8 @@ from aiote_native.peer_wakeups import guarded_socket, parse_address
 from aiote_native.peers import PeerLink
 from aiote_native.requests import LocalSlice, PageSet, RemoteSlice, Request, quick, quick_pages, quick_send
 from aiote_native.rows import CountRow
+from aiote_native.scatter import ScatterTargets, scatter
 from aiote_native.status import StatusError, error_text
-from aiote_native.targets import Targets, scatter
 from aiote_native.waiters import Waiter as NativeWaiter
 from aiote_native.waiters import wake
 from aiote_native.waits import CounterHandle, CounterWait, Watch, read_value
@@ -52,8 +52,8 @@ __all__ = [
     "RemoteMemory",
     "RemoteSlice",
     "Request",
+    "ScatterTargets",
     "StatusError",
-    "Targets",
     "Waitable",
     "Watch",
     "acquire",

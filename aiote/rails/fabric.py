@@ -10,19 +10,19 @@ from typing import Any, TypeGuard
 
 from aiote_native.buffers import Buffer, acquire
 from aiote_native.core import Core
-from aiote_native.kinds import NativeEndpoint
 from aiote_native.messages import CREDIT_MESSAGES
 from aiote_native.peer_wakeups import PeerWakeup, WakeupEvent
 from aiote_native.peers import PeerLink, pool_bytes
+from aiote_native.provider import NativeEndpoint
 from aiote_native.status import StatusError
 from aiote_native.workrequests import LocalMemory
 
 from ..errors import FabricError, UsageError
-from .choosing import Wanted, open_rails
 from .contract import Rail, RailInfo
-from .leftovers import remove_leftovers
 from .libfabric import fabric_error
 from .lock_reaper import DeadPeerLockReaper
+from .selection import RailRequest, open_rails
+from .stale_files import remove_stale_files
 
 __all__ = ["Fabric", "PendingChannel"]
 
@@ -121,9 +121,9 @@ class Fabric:
         self._scratch: LocalMemory | None = None
         self._memories: weakref.WeakSet[LocalMemory] = weakref.WeakSet()
         settings = {**(verbs or {}), "messages": messages + CREDIT_MESSAGES}
-        wanted = Wanted(provider, rails, host, library, settings, bool(core.get("threaded")))
+        request = RailRequest(provider, rails, host, library, settings, bool(core.get("threaded")))
         try:
-            found, clock = open_rails(wanted, self.rails)
+            found, clock = open_rails(request, self.rails)
             if clock is not None:
                 core["clock"] = clock
             if found is not None and found.version < (2, 0) and any(rail.provider == "shm" for rail in self.rails):
@@ -141,7 +141,7 @@ class Fabric:
         """Remove what killed processes left in shared memory; False where no rail of ours uses any."""
         if all(rail.traits.waits for rail in self.rails):
             return False
-        remove_leftovers()
+        remove_stale_files()
         return True
 
     @property

@@ -18,9 +18,9 @@ from typing import Literal
 from aiote_native.verbs.symbols import load as load_libibverbs
 
 from ..errors import FabricError
-from .leftovers import SHARED_MEMORY
 from .library import find
 from .ports import Port, read_ports
+from .stale_files import SHARED_MEMORY
 from .sysfs import read_topology
 from .topology import Nic, Topology
 from .tree import Tree

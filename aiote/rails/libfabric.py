@@ -13,8 +13,8 @@ from aiote_native.status import StatusError
 from ..errors import FabricError, UsageError
 from .contract import RailInfo, Traits, traits_of
 from .hosts import nearest, node_of, unknown
-from .leftovers import mark
 from .library import Found
+from .stale_files import mark
 
 if TYPE_CHECKING:
     from .topology import Nic, Place

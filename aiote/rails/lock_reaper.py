@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from aiote_native.libfabric.spinlocks import SpinLock
 from aiote_native.peers import PeerLink
 
-from .leftovers import SHARED_MEMORY, owner
+from .stale_files import SHARED_MEMORY, owner
 
 __all__ = ["DeadPeerLockReaper"]
 

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from aiote_native.kinds import NativeEndpoint
+from aiote_native.provider import NativeEndpoint
 from aiote_native.sim.nics import SimDevice
 from aiote_native.sim.ports import Endpoint
 from aiote_native.sim.world import World

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..core.address import Address
 from ..core.striping import check_immediate
 from ..errors import AioteError, FabricError, LeaseRevokedError, PeerError, QueueFull, TransferError, UsageError
-from ..rails import Targets, error_text, scatter
+from ..rails import ScatterTargets, error_text, scatter
 from .owner import Destination, drain
 from .peer import Peer
 from .regions import Region, RemoteRegion
@@ -183,7 +183,7 @@ def submit_scatter(
         raise UsageError("scatter: a PeerGroup of this engine is expected (await engine.peer_group([...]))")
     value = NO_IMMEDIATE if imm is None else check_immediate(imm)
     items = list(targets)
-    parts = Targets(len(items))
+    parts = ScatterTargets(len(items))
     peers: list[Destination] = []
     leases: dict[tuple[Destination, int], None] = {}
     for position, item in enumerate(items):
@@ -213,7 +213,7 @@ def submit_scatter(
 def _add(
     runtime: Runtime,
     group: PeerGroup,
-    parts: Targets,
+    parts: ScatterTargets,
     position: int,
     src: object,
     dst: RemoteRegion | Peer | Address | str,

@@ -1,5 +1,5 @@
-from aiote_native.kinds cimport NativeDevice, Registration
 from aiote_native.libfabric.fabric cimport fi_info, fid_domain, fid_fabric, fid_mr
+from aiote_native.provider cimport NativeDevice, Registration
 
 cdef class Device(NativeDevice):
     cdef fi_info* info

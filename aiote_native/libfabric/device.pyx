@@ -6,7 +6,7 @@ from libc.string cimport strdup
 
 import os
 
-from aiote_native.forks cimport fork_epoch, own
+from aiote_native.forks cimport check_process, fork_epoch
 from aiote_native.libfabric.fabric cimport (
     FI_BUS_PCI, FI_CONTEXT, FI_CONTEXT2, FI_EP_RDM, FI_ENOKEY, FI_LINK_DOWN, FI_MR_ALLOCATED, FI_MR_ENDPOINT,
     FI_MR_LOCAL, FI_MR_PROV_KEY, FI_MR_RMA_EVENT, FI_MR_VIRT_ADDR, FI_MSG, FI_READ, FI_RECV, FI_REMOTE_READ,
@@ -187,7 +187,7 @@ cdef class FabricMemory(Registration):
         cdef uint64_t mask = 0xFFFFFFFFFFFFFFFFULL
         cdef int code = -FI_ENOKEY
         cdef fid_domain* domain = device.domain
-        own(device.epoch)
+        check_process(device.epoch)
         if device.domain == NULL:
             raise RuntimeError("the device is closed")
         if device.info.domain_attr.mr_mode & FI_MR_ENDPOINT:

@@ -1,8 +1,8 @@
 from libc.stdint cimport uint64_t
 
-from aiote_native.kinds cimport NativeEndpoint
 from aiote_native.libfabric.device cimport Device
 from aiote_native.libfabric.fabric cimport fi_addr_t, fid_av, fid_cq, fid_ep, fid_fabric
+from aiote_native.provider cimport NativeEndpoint
 
 cdef enum:
     NAME_BYTES = 256

@@ -1,5 +1,5 @@
-from aiote_native.kinds import NativeEndpoint
 from aiote_native.libfabric.device import Device
+from aiote_native.provider import NativeEndpoint
 
 class Endpoint(NativeEndpoint):
     def __init__(self, device: Device, waits: bool = True, queue: int = 4096, mark: str = "") -> None: ...

@@ -18,8 +18,7 @@ from libc.string cimport memcmp, memcpy, memset, strdup
 
 import os
 
-from aiote_native.forks cimport own
-from aiote_native.kinds cimport NativeDevice
+from aiote_native.forks cimport check_process
 from aiote_native.libfabric.device cimport Device
 from aiote_native.libfabric.fabric cimport (
     FI_ADDR_STR, FI_ADDR_UNSPEC, FI_AV_TABLE, FI_COMPLETION, FI_CQ_FORMAT_DATA, FI_DELIVERY_COMPLETE, FI_EAGAIN,
@@ -29,6 +28,7 @@ from aiote_native.libfabric.fabric cimport (
     fi_readmsg, fi_recv, fi_rma_iov, fi_sendmsg, fi_trywait, fi_writemsg, fid, iovec)
 from aiote_native.libfabric.library cimport symbols
 from aiote_native.libfabric.sockets cimport aiote_close_accepted, aiote_moved, aiote_shutdown_sockets
+from aiote_native.provider cimport NativeDevice
 from aiote_native.status cimport check
 from aiote_native.structs cimport (
     Completion, MAX_SGE, OP_READ, OP_RECV, OP_SEND, POLL_BATCH, Post, RailOps, WorkRequest)
@@ -301,7 +301,7 @@ cdef class Endpoint(NativeEndpoint):
         """
         if self.impl != NULL or device.domain == NULL:
             raise RuntimeError("the endpoint is open already, or its device is closed")
-        own(device.epoch)
+        check_process(device.epoch)
         self.impl = <FabricEndpoint*> calloc(1, sizeof(FabricEndpoint))
         if self.impl == NULL:
             raise MemoryError
@@ -383,7 +383,7 @@ cdef class Endpoint(NativeEndpoint):
         """Name the one peer endpoint that this one talks to. Raises StatusError when the address is not accepted."""
         if self.impl == NULL:
             raise RuntimeError("the endpoint is closed or owned by a channel")
-        own(self.device.epoch)
+        check_process(self.device.epoch)
         if not self.impl.waits:
             find_twin(self.impl, <const char*> address, len(address))
             if self.impl.twin == NULL and address.startswith(self.mark):

@@ -1,4 +1,4 @@
-from aiote_native.kinds cimport NativeDevice, Registration
+from aiote_native.provider cimport NativeDevice, Registration
 from aiote_native.sim.net cimport Memory, Nic
 from aiote_native.sim.world cimport World
 

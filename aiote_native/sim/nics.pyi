@@ -1,4 +1,4 @@
-from aiote_native.kinds import NativeDevice, Registration
+from aiote_native.provider import NativeDevice, Registration
 from aiote_native.sim.world import World
 
 class SimDevice(NativeDevice):

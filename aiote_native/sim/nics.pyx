@@ -6,7 +6,7 @@ from libc.stdlib cimport calloc, free
 
 import os
 
-from aiote_native.forks cimport fork_epoch, own
+from aiote_native.forks cimport check_process, fork_epoch
 from aiote_native.sim.net cimport (
     BUCKETS, MOST_PIECES, Model, Net, NIC_BROKEN, NIC_SILENT, NIC_UP, find_memory, pthread_mutex_lock,
     pthread_mutex_unlock)
@@ -114,7 +114,7 @@ cdef class SimMemory(Registration):
         self.memory = NULL
 
     def __init__(self, SimDevice device, uint64_t address, size_t length, bint writable, int access):
-        own(device.epoch)
+        check_process(device.epoch)
         if not device.opened or self.memory != NULL:
             raise RuntimeError("the device is closed, or the memory registered already")
         self.memory = <Memory*> calloc(1, sizeof(Memory))

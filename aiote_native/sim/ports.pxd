@@ -1,6 +1,6 @@
-from aiote_native.kinds cimport NativeEndpoint
-from aiote_native.sim.nics cimport SimDevice
+from aiote_native.provider cimport NativeEndpoint
 from aiote_native.sim.net cimport SimEndpoint
+from aiote_native.sim.nics cimport SimDevice
 
 cdef class Endpoint(NativeEndpoint):
     cdef SimDevice device

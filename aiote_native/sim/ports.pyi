@@ -1,6 +1,6 @@
 from struct import Struct
 
-from aiote_native.kinds import NativeEndpoint
+from aiote_native.provider import NativeEndpoint
 from aiote_native.sim.nics import SimDevice
 
 ADDRESS: Struct

@@ -13,12 +13,12 @@ from posix.unistd cimport close, read
 
 import struct
 
-from aiote_native.forks cimport own
-from aiote_native.kinds cimport NativeDevice
-from aiote_native.sim.nics cimport SimDevice
+from aiote_native.forks cimport check_process
+from aiote_native.provider cimport NativeDevice
 from aiote_native.sim.net cimport (
     BUCKETS, Entry, ITEM_WORK, Memory, Model, NIC_BROKEN, Net, Receive, SAW_CLOSE, SAW_OPEN, SAW_POST, Work, draw,
     find_endpoint, net_now, pthread_mutex_lock, pthread_mutex_unlock, saw, set_alarm_clock)
+from aiote_native.sim.nics cimport SimDevice
 from aiote_native.sim.traffic cimport close_works, plan_work, run_due, serve_line
 from aiote_native.status cimport check
 from aiote_native.structs cimport Completion, OP_READ, OP_RECV, Post, RailOps, WorkRequest
@@ -252,7 +252,7 @@ cdef class Endpoint(NativeEndpoint):
         cdef Net* net = device.world.net
         if self.impl != NULL or device.closed:
             raise RuntimeError("the endpoint is open already, or its device is closed")
-        own(device.epoch)
+        check_process(device.epoch)
         check(-ENETDOWN if device.nic.state == NIC_BROKEN else 0, "open endpoint")
         self.impl = <SimEndpoint*> calloc(1, sizeof(SimEndpoint))
         if self.impl == NULL:
@@ -307,7 +307,7 @@ cdef class Endpoint(NativeEndpoint):
         """Name the one peer endpoint that this one talks to. Raises ValueError for what is no address."""
         if self.impl == NULL:
             raise RuntimeError("the endpoint is closed or owned by a channel")
-        own(self.device.epoch)
+        check_process(self.device.epoch)
         if len(address) != ADDRESS.size or not address.startswith(MARK):
             raise ValueError(f"{address!r} is no address of a simulated endpoint")
         self.impl.peer = ADDRESS.unpack(address)[1]

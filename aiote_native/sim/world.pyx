@@ -7,11 +7,11 @@ from posix.time cimport CLOCK_MONOTONIC
 from posix.unistd cimport close
 
 from aiote_native.clocks cimport Clock, ClockOps
-from aiote_native.forks cimport fork_epoch, own
-from aiote_native.sim.nics cimport SimDevice
+from aiote_native.forks cimport check_process, fork_epoch
 from aiote_native.sim.net cimport (
     Alarm, Fault, ITEM_ALARM, ITEM_FAULT, Item, Net, Nic, Seen, Work, net_now, pthread_mutex_destroy,
     pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock, put, set_alarm_clock, take_out)
+from aiote_native.sim.nics cimport SimDevice
 from aiote_native.sim.traffic cimport change_nic, free_work, run_due
 from aiote_native.status cimport check
 
@@ -98,7 +98,7 @@ cdef class World(Clock):
         self.closed = False
 
     cpdef int usable(self) except -1:
-        own(self.epoch)
+        check_process(self.epoch)
         if self.closed:
             raise RuntimeError("the network is closed")
         return 0

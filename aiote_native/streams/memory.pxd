@@ -1,4 +1,4 @@
-from aiote_native.kinds cimport NativeDevice, NativeEndpoint, Registration
+from aiote_native.provider cimport NativeDevice, NativeEndpoint, Registration
 from aiote_native.streams.stream cimport Memory, Registry, Stream, Wire
 from aiote_native.structs cimport RailOps
 

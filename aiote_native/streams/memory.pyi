@@ -1,4 +1,4 @@
-from aiote_native.kinds import NativeDevice, NativeEndpoint, Registration
+from aiote_native.provider import NativeDevice, NativeEndpoint, Registration
 
 class StreamDevice(NativeDevice):
     def __init__(self) -> None: ...

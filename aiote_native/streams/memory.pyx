@@ -7,7 +7,7 @@ from libc.string cimport memcpy
 
 import os
 
-from aiote_native.forks cimport fork_epoch, own
+from aiote_native.forks cimport check_process, fork_epoch
 from aiote_native.streams.receiving cimport stream_poll
 from aiote_native.streams.sending cimport stream_flush, stream_post
 from aiote_native.streams.stream cimport (
@@ -65,7 +65,7 @@ cdef class StreamMemory(Registration):
         self.memory = NULL
 
     def __init__(self, StreamDevice device, uint64_t address, size_t length, bint writable, int access):
-        own(device.epoch)
+        check_process(device.epoch)
         if device.registry == NULL or self.memory != NULL:
             raise RuntimeError("the device is closed, or the memory registered already")
         self.memory = <Memory*> calloc(1, sizeof(Memory))
@@ -169,7 +169,7 @@ cdef class StreamEndpoint(NativeEndpoint):
         """Check that one may be opened on a device."""
         if self.held()[0] != NULL or device.closed:
             raise RuntimeError("the endpoint is open already, or its device is closed")
-        return own(device.epoch)
+        return check_process(device.epoch)
 
     cdef void begin(self, StreamDevice device, Stream* stream, const Wire* wire, const RailOps* ops):
         """Be an endpoint of a device, over a wire."""

@@ -209,7 +209,7 @@ cdef int finish(Stream* self, Completion* out, int* got) noexcept nogil:
     return code
 
 
-cdef int tell(Stream* self, Completion* out, int capacity) noexcept nogil:
+cdef int report_confirmed(Stream* self, Completion* out, int capacity) noexcept nogil:
     """Report the writes and sends of which the peer has said that they are over."""
     cdef Work* work
     cdef int got = 0
@@ -252,7 +252,7 @@ cdef int list_iov(Stream* self, iovec* vectors) noexcept nogil:
     return count + 1
 
 
-cdef void came(Stream* self, uint64_t bytes) noexcept nogil:
+cdef void advance_received(Stream* self, uint64_t bytes) noexcept nogil:
     """Note what the wire has brought to the iov that was listed."""
     cdef uint64_t part
     if not self.opened:
@@ -286,7 +286,7 @@ cdef int step(Stream* self, Completion* out, int* got, uint64_t* moved) noexcept
     bytes = self.wire.receive(self, vectors, list_iov(self, vectors))
     if bytes <= 0:
         return <int> bytes
-    came(self, <uint64_t> bytes)
+    advance_received(self, <uint64_t> bytes)
     moved[0] += <uint64_t> bytes
     return 1
 
@@ -299,7 +299,7 @@ cdef int receive(Stream* self, Completion* out, int capacity) noexcept nogil:
         # Not after: who is told now may have something to say, which acknowledges in the same system call.
         push(self)
     while code > 0 and got < capacity and self.broken == 0 and not self.closed:
-        got += tell(self, out + got, capacity - got)
+        got += report_confirmed(self, out + got, capacity - got)
         if got < capacity:
             code = step(self, out + got, &got, &moved)
     if code < 0:

@@ -21,7 +21,7 @@ import fcntl
 import os
 
 from aiote_native.peer_wakeups import check_sealed
-from aiote_native.forks cimport fork_epoch, own
+from aiote_native.forks cimport check_process, fork_epoch
 from aiote_native.status cimport check
 from aiote_native.streams.copying cimport aiote_copy_in, aiote_copy_out
 from aiote_native.streams.memory cimport StreamDevice, StreamEndpoint, share_operations
@@ -216,7 +216,7 @@ cdef class RingEndpoint(StreamEndpoint):
         try:
             if self.impl == NULL or self.impl.peer != NULL:
                 raise RuntimeError("the endpoint has its peer's ring, or is closed or owned by a channel")
-            own(self.device.epoch)
+            check_process(self.device.epoch)
             check_sealed(memory_fd, DATA + RING_BYTES, "ring")
             self.impl.peer = map_ring(memory_fd)
         finally:
@@ -227,7 +227,7 @@ cdef class RingEndpoint(StreamEndpoint):
         cdef const Ring* peer
         if self.impl == NULL or self.impl.peer == NULL or self.impl.stream.connected:
             raise RuntimeError("the endpoint has no ring of its peer, or is connected, closed or owned by a channel")
-        own(self.device.epoch)
+        check_process(self.device.epoch)
         peer = self.impl.peer
         if peer.mark != RING_MARK or peer.size != RING_BYTES:
             check(-EINVAL, "connect to the peer's ring: it is of another layout")

@@ -63,7 +63,7 @@ cdef void begin(Stream* self) noexcept nogil:
         count += 1
 
 
-cdef bint is_void(Stream* self, Work* work) noexcept nogil:
+cdef bint is_revoked(Stream* self, Work* work) noexcept nogil:
     """Whether an answer's memory is gone: nothing of it is read any more, and its trailer says so."""
     if work.frame.kind != FRAME_ANSWER:
         return False
@@ -74,7 +74,7 @@ cdef bint is_void(Stream* self, Work* work) noexcept nogil:
     return work.trailer.frame.status != 0
 
 
-cdef int line_up_one(Stream* self, Work* work, iovec* vectors, bint* whole) noexcept nogil:
+cdef int gather_frame(Stream* self, Work* work, iovec* vectors, bint* whole) noexcept nogil:
     """List what is left of one frame; `whole` says whether that is all of it."""
     cdef uint64_t at = work.moved
     cdef uint64_t skipped
@@ -89,7 +89,7 @@ cdef int line_up_one(Stream* self, Work* work, iovec* vectors, bint* whole) noex
     at -= sizeof(Frame)
     if at == payload_of(work):
         return count
-    if is_void(self, work):
+    if is_revoked(self, work):
         vectors[count].iov_base = nothing
         vectors[count].iov_len = min(<uint64_t> NOTHING, payload_of(work) - at)
         whole[0] = vectors[count].iov_len == payload_of(work) - at
@@ -104,7 +104,7 @@ cdef int line_up_one(Stream* self, Work* work, iovec* vectors, bint* whole) noex
     return count
 
 
-cdef int line_up(Stream* self, iovec* vectors, uint64_t* total) noexcept nogil:
+cdef int gather_frames(Stream* self, iovec* vectors, uint64_t* total) noexcept nogil:
     """List the bytes that are to be sent next, and how many they are."""
     cdef Work* work
     cdef bint whole = True
@@ -114,14 +114,14 @@ cdef int line_up(Stream* self, iovec* vectors, uint64_t* total) noexcept nogil:
     begin(self)
     work = self.begun.head
     while work != NULL and whole:
-        count += line_up_one(self, work, vectors + count, &whole)
+        count += gather_frame(self, work, vectors + count, &whole)
         work = work.next
     for i in range(count):
         total[0] += vectors[i].iov_len
     return count
 
 
-cdef void sent(Stream* self, uint64_t bytes) noexcept nogil:
+cdef void advance_sent(Stream* self, uint64_t bytes) noexcept nogil:
     """Note what the wire has taken."""
     cdef Work* work
     cdef uint64_t part
@@ -172,7 +172,7 @@ cdef void push(Stream* self) noexcept nogil:
     cdef int count
     self.paused = False
     while self.broken == 0 and self.connected and not self.closed:
-        count = line_up(self, vectors, &total)
+        count = gather_frames(self, vectors, &total)
         if count == 0:
             return
         if left == 0:
@@ -183,7 +183,7 @@ cdef void push(Stream* self) noexcept nogil:
         if moved < 0:
             self.broken = <int> moved
             return
-        sent(self, <uint64_t> moved)
+        advance_sent(self, <uint64_t> moved)
         if <uint64_t> moved < total:
             return
         left -= <uint64_t> moved

@@ -16,7 +16,7 @@ from posix.unistd cimport close
 import os
 import socket
 
-from aiote_native.forks cimport own
+from aiote_native.forks cimport check_process
 from aiote_native.status cimport check
 from aiote_native.streams.memory cimport StreamDevice, StreamEndpoint, share_operations
 from aiote_native.streams.sending cimport has_more, push
@@ -126,13 +126,13 @@ cdef void adopt(SocketStream* self, int fd) noexcept nogil:
         shut_fd(self, &self.candidates[i])
 
 
-cdef int say(SocketStream* self) noexcept nogil:
+cdef int send_token(SocketStream* self) noexcept nogil:
     """Say the peer's token: 0, or -errno. A new connection has room for sixteen bytes."""
     cdef ssize_t sent = send(self.fd, self.peer_token, TOKEN_BYTES, MSG_NOSIGNAL | MSG_DONTWAIT)
     return 0 if sent == TOKEN_BYTES else -ECONNRESET
 
 
-cdef int hear(SocketStream* self, int fd, int i) noexcept nogil:
+cdef int receive_token(SocketStream* self, int fd, int i) noexcept nogil:
     """Hear who is there: 1 for one that says our token, 0 while it has not said all, -errno for others."""
     cdef ssize_t got = recv(fd, self.heard[i] + self.said[i], TOKEN_BYTES - self.said[i], MSG_DONTWAIT)
     if got < 0:
@@ -145,25 +145,25 @@ cdef int hear(SocketStream* self, int fd, int i) noexcept nogil:
     return 1 if memcmp(self.heard[i], self.own_token, TOKEN_BYTES) == 0 else -EPROTO
 
 
-cdef int connect_on(SocketStream* self) noexcept nogil:
+cdef int continue_connect(SocketStream* self) noexcept nogil:
     """Say who we are as soon as the connection is there, and hear whether it is the peer who listens: 0, or -errno."""
     cdef int code
     if not self.asked:
         code = aiote_connected(self.fd)
         if code:
             return 0 if code == EINPROGRESS else -code
-        code = say(self)
+        code = send_token(self)
         if code:
             return code
         self.asked = True
-    code = hear(self, self.fd, 0)
+    code = receive_token(self, self.fd, 0)
     if code > 0:
         adopt(self, self.fd)
         self.stream.connected = True
     return min(code, 0)
 
 
-cdef void welcome(SocketStream* self) noexcept nogil:
+cdef void accept_candidates(SocketStream* self) noexcept nogil:
     """Accept whoever comes, a few at a time: one who says nothing gives way to later ones."""
     cdef int code, fd, i
     for _turn in range(CANDIDATES):
@@ -179,22 +179,22 @@ cdef void welcome(SocketStream* self) noexcept nogil:
             shut_fd(self, &self.candidates[i])
     for i in range(CANDIDATES):
         if self.candidates[i] >= 0 and self.fd < 0:
-            code = hear(self, self.candidates[i], i)
+            code = receive_token(self, self.candidates[i], i)
             if code > 0:
                 adopt(self, self.candidates[i])
             elif code < 0:
                 shut_fd(self, &self.candidates[i])
 
 
-cdef int meet(SocketStream* self) noexcept nogil:
+cdef int handshake(SocketStream* self) noexcept nogil:
     cdef int code
     if self.fd >= 0:
-        return connect_on(self)
+        return continue_connect(self)
     if self.listener >= 0:
-        welcome(self)
+        accept_candidates(self)
     if self.fd < 0:
         return 0
-    code = say(self)
+    code = send_token(self)
     self.stream.connected = code == 0
     return code
 
@@ -249,7 +249,7 @@ cdef long socket_receive(void* stream, const iovec* vectors, int count) noexcept
     cdef long moved
     cdef int code
     if not self.stream.connected:
-        code = meet(self)
+        code = handshake(self)
         if code or not self.stream.connected:
             return code
     if self.unstaged < self.staged:
@@ -378,7 +378,7 @@ cdef class SocketEndpoint(StreamEndpoint):
         """Name the one peer endpoint that this one talks to. Raises ValueError and OSError."""
         if self.impl == NULL:
             raise RuntimeError("the endpoint is closed or owned by a channel")
-        own(self.device.epoch)
+        check_process(self.device.epoch)
         host, port, token = parse(address)
         memcpy(self.impl.peer_token, <const char*> (<bytes> token), TOKEN_BYTES)
         if self.address <= address:

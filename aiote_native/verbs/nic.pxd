@@ -1,6 +1,6 @@
 from libc.stdint cimport uint16_t, uint32_t, uint64_t, uint8_t
 
-from aiote_native.kinds cimport NativeDevice, Registration
+from aiote_native.provider cimport NativeDevice, Registration
 from aiote_native.verbs.ibverbs cimport (
     ibv_context, ibv_device_attr, ibv_gid, ibv_mr, ibv_pd, ibv_port_attr, ibv_recv_wr, ibv_srq, ibv_td)
 

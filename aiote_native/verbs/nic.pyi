@@ -1,6 +1,6 @@
 from typing import Any
 
-from aiote_native.kinds import NativeDevice, Registration
+from aiote_native.provider import NativeDevice, Registration
 
 SETTINGS: dict[str, int]
 

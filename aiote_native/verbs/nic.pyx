@@ -11,7 +11,7 @@ from libc.string cimport memset, strcmp
 
 import os
 
-from aiote_native.forks cimport fork_epoch, own
+from aiote_native.forks cimport check_process, fork_epoch
 from aiote_native.structs cimport MAY_ALL, MAY_READ, MAY_WRITE
 from aiote_native.verbs.ibverbs cimport (
     IBV_ACCESS_LOCAL_WRITE, IBV_ACCESS_RELAXED_ORDERING, IBV_ACCESS_REMOTE_READ, IBV_ACCESS_REMOTE_WRITE,
@@ -146,7 +146,7 @@ cdef class VerbsDevice(NativeDevice):
         return 0
 
     cdef ibv_context* opened(self) except NULL:
-        own(self.epoch)
+        check_process(self.epoch)
         if self.nic.context == NULL:
             raise RuntimeError("the device is closed")
         return self.nic.context

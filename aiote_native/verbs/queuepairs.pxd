@@ -1,6 +1,6 @@
 from libc.stdint cimport uint32_t
 
-from aiote_native.kinds cimport NativeEndpoint
+from aiote_native.provider cimport NativeEndpoint
 from aiote_native.verbs.nic cimport VerbsDevice
 from aiote_native.verbs.queues cimport Sends, VerbsEndpoint
 

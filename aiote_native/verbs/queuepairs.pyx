@@ -13,16 +13,16 @@ from libc.string cimport memcpy, memset
 import os
 import struct
 
-from aiote_native.forks cimport own
-from aiote_native.kinds cimport NativeDevice
+from aiote_native.forks cimport check_process
+from aiote_native.provider cimport NativeDevice
 from aiote_native.verbs.ibverbs cimport (
     IBV_ACCESS_REMOTE_READ, IBV_ACCESS_REMOTE_WRITE, IBV_LINK_LAYER_ETHERNET, IBV_QP_ACCESS_FLAGS, IBV_QP_AV,
     IBV_QP_DEST_QPN, IBV_QP_MAX_DEST_RD_ATOMIC, IBV_QP_MAX_QP_RD_ATOMIC, IBV_QP_MIN_RNR_TIMER, IBV_QP_PATH_MTU,
     IBV_QP_PKEY_INDEX, IBV_QP_PORT, IBV_QP_RETRY_CNT, IBV_QP_RNR_RETRY, IBV_QP_RQ_PSN, IBV_QP_SQ_PSN, IBV_QP_STATE,
     IBV_QP_TIMEOUT, IBV_QPS_INIT, IBV_QPS_RTR, IBV_QPS_RTS, IBV_QPT_RC, ibv_qp_attr, ibv_qp_init_attr)
-from aiote_native.verbs.symbols cimport failed, symbols
 from aiote_native.verbs.nic cimport Nic
 from aiote_native.verbs.queues cimport DATA_DEPTH, TEXT_DEPTH, operations
+from aiote_native.verbs.symbols cimport failed, symbols
 
 cdef object ADDRESS = struct.Struct("<BBBBH16sIIII")
 cdef int VERSION = 1
@@ -152,7 +152,7 @@ cdef class Endpoint(NativeEndpoint):
         """Bring the pairs up toward the peer's. Raises StatusError, and ValueError for an address that is none."""
         if self.impl == NULL:
             raise RuntimeError("the endpoint is closed or owned by a channel")
-        own(self.device.epoch)
+        check_process(self.device.epoch)
         peer = Peer(address)
         if peer.ethernet != (self.impl.nic.port.link_layer == IBV_LINK_LAYER_ETHERNET):
             raise ValueError("one of the two ports is InfiniBand's, the other Ethernet's")

@@ -4,7 +4,7 @@ from aiote_native.structs cimport Completion, Post, RailOps, WorkRequest
 from aiote_native.verbs.ibverbs cimport ibv_comp_channel, ibv_cq, ibv_qp, ibv_send_wr, ibv_sge, ibv_wc
 from aiote_native.verbs.nic cimport Nic
 
-from aiote_native.kinds cimport NativeEndpoint
+from aiote_native.provider cimport NativeEndpoint
 from aiote_native.structs cimport WorkRequest
 from aiote_native.verbs.ibverbs cimport ibv_comp_channel, ibv_cq, ibv_qp, ibv_send_wr, ibv_sge, ibv_wc
 from aiote_native.verbs.nic cimport Nic, VerbsDevice

@@ -18,8 +18,8 @@ from aiote_native.verbs.ibverbs cimport (
     IBV_WC_REM_OP_ERR, IBV_WC_RETRY_EXC_ERR, IBV_WC_RNR_RETRY_EXC_ERR, IBV_WC_SUCCESS, IBV_WC_WR_FLUSH_ERR,
     IBV_WR_RDMA_READ, IBV_WR_RDMA_WRITE, IBV_WR_RDMA_WRITE_WITH_IMM, IBV_WR_SEND, htonl, ibv_poll_cq, ibv_post_recv,
     ibv_post_send, ibv_qp_attr, ibv_recv_wr, ibv_req_notify_cq, ibv_sge, ntohl)
-from aiote_native.verbs.symbols cimport verbs
 from aiote_native.verbs.nic cimport NOT_INLINE, refill
+from aiote_native.verbs.symbols cimport verbs
 
 cdef extern from "<errno.h>" nogil:
     const int EREMOTEIO

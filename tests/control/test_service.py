@@ -20,7 +20,7 @@ OFTEN = {"heartbeat_interval": 0.1, "heartbeat_timeout": 10.0}
 
 
 def messages(session, far, monkeypatch, mistake):
-    monkeypatch.setattr(session.channels, "hear", mistake)
+    monkeypatch.setattr(session.channels, "receive", mistake)
     far.channels._send(RailDown(0, 0, "", ()))
 
 

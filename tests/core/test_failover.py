@@ -14,10 +14,10 @@ from aiote.core import failover
 from aiote.core.control import ControlError, Role
 from aiote.core.failover import (
     BACKOFF_FIRST,
-    BACKOFF_MOST,
+    BACKOFF_MAX,
     CONFIRMED_LIMIT,
     OPENING_LIMIT,
-    WELL,
+    STABLE_S,
     Account,
     Action,
     ChannelCounts,
@@ -25,19 +25,19 @@ from aiote.core.failover import (
     ChannelStates,
     FailoverError,
     Join,
-    Lose,
+    LosePeer,
     OpenAgain,
     Received,
     Reconcile,
+    SendArrivals,
+    SendRailDown,
     Shut,
-    TellArrivals,
-    TellDown,
     Verdict,
     reconcile,
 )
 from aiote.errors import UsageError
 
-LIVE, SHUTTING, LEAVING, SHUT, TOLD, DOWN, OPENING, JOINING, LOST = ChannelState
+LIVE, SHUTTING, LEAVING, SHUT, EXCHANGING, DOWN, OPENING, JOINING, LOST = ChannelState
 INITIATOR, ACCEPTOR = Role.INITIATOR, Role.ACCEPTOR
 CAME = Account(((5, 2),), Received(3, ((5, 6),)))
 
@@ -177,15 +177,15 @@ def states(role: Role, count: int = 2) -> ChannelStates:
 ROADS: dict[tuple[Role, ChannelState], list[Callable[[ChannelStates], list[Action]]]] = {
     (INITIATOR, LIVE): [],
     (INITIATOR, SHUTTING): [lambda one: one.failed(1, "why", 0.0)],
-    (INITIATOR, LEAVING): [lambda one: one.heard_down(1, 0, "why", 0.0)],
+    (INITIATOR, LEAVING): [lambda one: one.on_rail_down(1, 0, "why", 0.0)],
 }
 ROADS[INITIATOR, SHUT] = [*ROADS[INITIATOR, SHUTTING], lambda one: one.shut(1)]
-ROADS[INITIATOR, TOLD] = [*ROADS[INITIATOR, LEAVING], lambda one: one.shut(1)]
-ROADS[INITIATOR, DOWN] = [*ROADS[INITIATOR, TOLD], lambda one: one.heard_arrivals(1, 0, CAME, 0.0)]
+ROADS[INITIATOR, EXCHANGING] = [*ROADS[INITIATOR, LEAVING], lambda one: one.shut(1)]
+ROADS[INITIATOR, DOWN] = [*ROADS[INITIATOR, EXCHANGING], lambda one: one.on_arrivals(1, 0, CAME, 0.0)]
 ROADS |= {(ACCEPTOR, state): road for (_, state), road in ROADS.items()}
 ROADS[INITIATOR, OPENING] = [*ROADS[INITIATOR, DOWN], lambda one: one.due(1.0)]
-ROADS[INITIATOR, JOINING] = [*ROADS[INITIATOR, OPENING], lambda one: one.heard_reopen(1, 1, 1.0)]
-ROADS[ACCEPTOR, JOINING] = [*ROADS[ACCEPTOR, DOWN], lambda one: one.heard_reopen(1, 1, 1.0)]
+ROADS[INITIATOR, JOINING] = [*ROADS[INITIATOR, OPENING], lambda one: one.on_reopen(1, 1, 1.0)]
+ROADS[ACCEPTOR, JOINING] = [*ROADS[ACCEPTOR, DOWN], lambda one: one.on_reopen(1, 1, 1.0)]
 LAST = [lambda one: one.failed(0, "the last", 2.0)]
 ROADS |= {(role, LOST): [*ROADS[role, JOINING], *LAST] for role in Role}
 
@@ -204,11 +204,11 @@ LEADS: dict[tuple[ChannelState, str], tuple[ChannelState, list[type]]] = {
     **{(state, "failed"): (SHUTTING, [Shut]) for state in (LIVE, OPENING, JOINING)},
     **{(state, "down"): (LEAVING, [Shut]) for state in (LIVE, OPENING, JOINING)},
     **{(state, "due"): (SHUTTING, [Shut]) for state in (OPENING, JOINING)},
-    (SHUTTING, "shut"): (SHUT, [TellDown]),
+    (SHUTTING, "shut"): (SHUT, [SendRailDown]),
     (SHUTTING, "down"): (LEAVING, []),
-    (LEAVING, "shut"): (TOLD, [TellDown, TellArrivals]),
-    (SHUT, "down"): (TOLD, [TellArrivals]),
-    (TOLD, "arrivals"): (DOWN, [Reconcile]),
+    (LEAVING, "shut"): (EXCHANGING, [SendRailDown, SendArrivals]),
+    (SHUT, "down"): (EXCHANGING, [SendArrivals]),
+    (EXCHANGING, "arrivals"): (DOWN, [Reconcile]),
     (JOINING, "joined"): (LIVE, []),
 }
 OF_ONE_ROLE: dict[tuple[Role, ChannelState, str], tuple[ChannelState, list[type]]] = {
@@ -224,12 +224,12 @@ EVENTS: dict[str, Callable[[ChannelStates, int], list[Action]]] = {
     "shut": lambda one, _: one.shut(1),
     "joined": lambda one, _: one.joined(1, 2.0),
     "due": lambda one, _: one.due(100.0),
-    "down": lambda one, now: one.heard_down(1, now, "theirs", 2.0),
-    "arrivals": lambda one, now: one.heard_arrivals(1, now, CAME, 2.0),
-    "reopen": lambda one, now: one.heard_reopen(1, now, 2.0),
-    "next down": lambda one, now: one.heard_down(1, now + 1, "theirs", 2.0),
-    "next arrivals": lambda one, now: one.heard_arrivals(1, now + 1, CAME, 2.0),
-    "next reopen": lambda one, now: one.heard_reopen(1, now + 1, 2.0),
+    "down": lambda one, now: one.on_rail_down(1, now, "theirs", 2.0),
+    "arrivals": lambda one, now: one.on_arrivals(1, now, CAME, 2.0),
+    "reopen": lambda one, now: one.on_reopen(1, now, 2.0),
+    "next down": lambda one, now: one.on_rail_down(1, now + 1, "theirs", 2.0),
+    "next arrivals": lambda one, now: one.on_arrivals(1, now + 1, CAME, 2.0),
+    "next reopen": lambda one, now: one.on_reopen(1, now + 1, 2.0),
 }
 IGNORED = {"failed", "joined", "due"}
 
@@ -257,57 +257,57 @@ def test_what_is_about_the_past_is_ignored(role: Role, state: ChannelState, even
     one, generation = at(role, state)
     assert EVENTS[event](one, generation - 1) == []
     assert one.state(1) is state
-    assert not one.heard_ack_counts(1, generation - 1)
+    assert not one.on_ack_counts(1, generation - 1)
 
 
 @pytest.mark.parametrize(("role", "state"), ROADS, ids=str)
 def test_acknowledgements_are_taken_until_the_peer_is_down(role: Role, state: ChannelState) -> None:
     one, generation = at(role, state)
     if state is LOST:
-        assert not one.heard_ack_counts(1, generation)
+        assert not one.on_ack_counts(1, generation)
         return
     if state in (LIVE, JOINING, SHUTTING, SHUT):
-        assert one.heard_ack_counts(1, generation)
+        assert one.on_ack_counts(1, generation)
     else:
         with pytest.raises(FailoverError, match="AckCounts of channel 1"):
-            one.heard_ack_counts(1, generation)
+            one.on_ack_counts(1, generation)
     with pytest.raises(FailoverError):
-        one.heard_ack_counts(1, generation + 1)
+        one.on_ack_counts(1, generation + 1)
 
 
 def test_what_the_actions_say() -> None:
     one = states(INITIATOR, 3)
     assert one.failed(2, "no light", 5.0) == [Shut(2)]
     assert one.live == (0, 1)
-    assert one.shut(2) == [TellDown(2, 0, "no light")]
-    assert one.heard_down(2, 0, "theirs", 5.0) == [TellArrivals(2, 0)]
+    assert one.shut(2) == [SendRailDown(2, 0, "no light")]
+    assert one.on_rail_down(2, 0, "theirs", 5.0) == [SendArrivals(2, 0)]
     assert one.deadline is None
-    assert one.heard_arrivals(2, 0, CAME, 5.0) == [Reconcile(2, CAME)]
+    assert one.on_arrivals(2, 0, CAME, 5.0) == [Reconcile(2, CAME)]
     assert one.deadline is not None
     assert one.due(one.deadline) == [OpenAgain(2, 1)]
-    assert one.heard_reopen(2, 1, 6.0) == [Join(2, 1)]
+    assert one.on_reopen(2, 1, 6.0) == [Join(2, 1)]
     assert one.joined(2, 6.5) == []
     assert (one.live, one.deadline, one.generation(2)) == ((0, 1, 2), None, 1)
 
 
 def test_a_side_that_leaves_because_it_was_told_says_why() -> None:
     one = states(ACCEPTOR)
-    one.heard_down(0, 0, "theirs", 0.0)
-    assert one.shut(0) == [TellDown(0, 0, "theirs"), TellArrivals(0, 0)]
+    one.on_rail_down(0, 0, "theirs", 0.0)
+    assert one.shut(0) == [SendRailDown(0, 0, "theirs"), SendArrivals(0, 0)]
 
 
 @pytest.mark.parametrize("role", Role)
 def test_without_a_channel_the_peer_is_lost(role: Role) -> None:
     one = states(role)
     one.failed(0, "first", 0.0)
-    actions = one.heard_down(1, 0, "second", 0.0)
-    assert actions == [Lose("no channel is left, and the last, channel 1, failed: second")]
+    actions = one.on_rail_down(1, 0, "second", 0.0)
+    assert actions == [LosePeer("no channel is left, and the last, channel 1, failed: second")]
     assert (one.live, one.deadline) == ((), None)
     assert one.shut(0) == one.failed(1, "again", 1.0) == one.due(1e9) == []
 
 
 def test_a_single_channel_is_the_last() -> None:
-    assert [type(action) for action in states(INITIATOR, 1).failed(0, "why", 0.0)] == [Lose]
+    assert [type(action) for action in states(INITIATOR, 1).failed(0, "why", 0.0)] == [LosePeer]
 
 
 @pytest.mark.parametrize("k", [-1, 2])
@@ -317,10 +317,10 @@ def test_channels_that_are_not_there(k: int) -> None:
         with pytest.raises(UsageError):
             mistake()
     for violation in (
-        lambda: one.heard_down(k, 0, "", 0.0),
-        lambda: one.heard_arrivals(k, 0, CAME, 0.0),
-        lambda: one.heard_reopen(k, 1, 0.0),
-        lambda: one.heard_ack_counts(k, 0),
+        lambda: one.on_rail_down(k, 0, "", 0.0),
+        lambda: one.on_arrivals(k, 0, CAME, 0.0),
+        lambda: one.on_reopen(k, 1, 0.0),
+        lambda: one.on_ack_counts(k, 0),
     ):
         with pytest.raises(FailoverError, match="names channel"):
             violation()
@@ -336,8 +336,8 @@ def fail_and_come_down(one: ChannelStates, now: float) -> float:
     generation = one.generation(1)
     one.failed(1, "why", now)
     one.shut(1)
-    one.heard_down(1, generation, "why", now)
-    one.heard_arrivals(1, generation, CAME, now)
+    one.on_rail_down(1, generation, "why", now)
+    one.on_arrivals(1, generation, CAME, now)
     assert one.deadline is not None
     return one.deadline - now
 
@@ -348,7 +348,7 @@ def test_the_back_off_doubles_up_to_its_limit_with_full_jitter(seed: int) -> Non
     now = 0.0
     for failure in range(80):
         wait = fail_and_come_down(one, now)
-        assert 0 <= wait <= min(BACKOFF_MOST, BACKOFF_FIRST * 2**failure)
+        assert 0 <= wait <= min(BACKOFF_MAX, BACKOFF_FIRST * 2**failure)
         now += wait
         assert one.due(now) == [OpenAgain(1, failure + 1)]
 
@@ -366,7 +366,7 @@ def test_a_thousand_peers_do_not_come_back_at_once() -> None:
     assert all(60 < spread[tenth] < 140 for tenth in range(10))
 
 
-@pytest.mark.parametrize(("lived", "anew"), [(WELL + 1, True), (WELL - 1, False)])
+@pytest.mark.parametrize(("lived", "anew"), [(STABLE_S + 1, True), (STABLE_S - 1, False)])
 def test_the_back_off_begins_anew_after_a_while_without_failure(lived: float, anew: bool) -> None:
     longest = []
     for seed in range(200):
@@ -375,7 +375,7 @@ def test_the_back_off_begins_anew_after_a_while_without_failure(lived: float, an
         for _ in range(7):
             now += fail_and_come_down(one, now)
             one.due(now)
-        one.heard_reopen(1, 7, now)
+        one.on_reopen(1, 7, now)
         one.joined(1, now)
         longest.append(fail_and_come_down(one, now + lived))
     assert (max(longest) <= BACKOFF_FIRST) is anew
@@ -387,7 +387,7 @@ def test_what_opens_for_too_long_has_failed(role: Role) -> None:
     assert one.deadline == 1.0 + OPENING_LIMIT
     assert one.due(one.deadline - 0.001) == []
     assert one.due(one.deadline) == [Shut(1)]
-    assert one.shut(1) == [TellDown(1, generation, f"not joined within {OPENING_LIMIT:g} seconds")]
+    assert one.shut(1) == [SendRailDown(1, generation, f"not joined within {OPENING_LIMIT:g} seconds")]
 
 
 def test_the_acceptor_waits_to_be_asked() -> None:

@@ -17,8 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from aiote.rails.leftovers import SHARED_MEMORY, mark
 from aiote.rails.lock_reaper import SCHEME, DeadPeerLockReaper
+from aiote.rails.stale_files import SHARED_MEMORY, mark
 
 pytestmark = pytest.mark.libfabric
 

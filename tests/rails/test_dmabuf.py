@@ -20,7 +20,7 @@ from aiote.errors import FabricError, UsageError
 from aiote.rails import dmabuf
 from aiote.rails.dmabuf import DmaBuf, exported
 from aiote_native.buffers import acquire
-from aiote_native.kinds import NativeDevice, Registration
+from aiote_native.provider import NativeDevice, Registration
 from aiote_native.status import StatusError
 from aiote_native.workrequests import LocalMemory
 from leftovers import descriptors

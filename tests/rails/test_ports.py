@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import aiote
 from aiote import FabricError
-from aiote.rails import choosing, libfabric, ports
+from aiote.rails import libfabric, ports, selection
 from aiote.rails.ports import Gid, Port, choose_gid, choose_ports, hardware, read_ports
 
 V1, V2 = "IB/RoCE v1", "RoCE v2"
@@ -157,14 +157,14 @@ def test_what_is_taken_unasked():
 )
 def test_auto_takes_the_best_that_is_here(monkeypatch, fast, names, best):
     """Ports of hardware where every name is theirs, then what libfabric drives, TCP last."""
-    monkeypatch.setattr(choosing, "fast_provider", lambda: fast)
+    monkeypatch.setattr(selection, "fast_provider", lambda: fast)
     good = made("a", "10.0.0.1")
     soft = dataclasses.replace(good, device="rxe0", software=True)
     monkeypatch.setattr(ports, "read_ports", lambda: (soft, good))
-    monkeypatch.setattr(choosing.os.path, "isdir", lambda _: True)
+    monkeypatch.setattr(selection.os.path, "isdir", lambda _: True)
     # The one in software comes first, and is not taken for it.
-    assert choosing._hardware(names) == ((good,) if names is None else ())
-    assert choosing._best(choosing.Wanted("auto", names))[0] == best
+    assert selection._hardware(names) == ((good,) if names is None else ())
+    assert selection._best(selection.RailRequest("auto", names))[0] == best
 
 
 def test_without_a_library_auto_takes_sockets(monkeypatch):
@@ -173,23 +173,23 @@ def test_without_a_library_auto_takes_sockets(monkeypatch):
     def missing(explicit: str) -> None:
         raise FabricError(2, f"no libfabric {explicit}", operation="load libfabric")
 
-    monkeypatch.setattr(choosing, "load", missing)
-    monkeypatch.setattr(choosing.os.path, "isdir", lambda _: False)
-    assert choosing._best(choosing.Wanted("auto")) == ("socket", None)
+    monkeypatch.setattr(selection, "load", missing)
+    monkeypatch.setattr(selection.os.path, "isdir", lambda _: False)
+    assert selection._best(selection.RailRequest("auto")) == ("socket", None)
     with pytest.raises(FabricError, match="no libfabric /none"):
-        choosing._best(choosing.Wanted("auto", library="/none"))
+        selection._best(selection.RailRequest("auto", library="/none"))
 
 
 @pytest.mark.parametrize("provider", ["efa", "cxi"])
 def test_auto_never_takes_what_was_never_run(provider, monkeypatch):
     """Not even where nothing else is offered; named, it is opened, and a warning says so."""
     opened: list[str] = []
-    monkeypatch.setattr(choosing, "load", lambda _path: SimpleNamespace(version=(2, 5), path="here"))
+    monkeypatch.setattr(selection, "load", lambda _path: SimpleNamespace(version=(2, 5), path="here"))
     monkeypatch.setattr(libfabric, "_offers", lambda name: [{}] if name == provider else [])
-    monkeypatch.setattr(choosing, "_hardware", lambda _names: ())
-    monkeypatch.setattr(choosing, "choose", lambda *_: [(provider, "", "nic0")])
-    monkeypatch.setattr(choosing, "LibfabricRail", lambda *arguments: opened.append(arguments[1]))
-    assert choosing._best(choosing.Wanted("auto"))[0] == "socket"
+    monkeypatch.setattr(selection, "_hardware", lambda _names: ())
+    monkeypatch.setattr(selection, "choose", lambda *_: [(provider, "", "nic0")])
+    monkeypatch.setattr(selection, "LibfabricRail", lambda *arguments: opened.append(arguments[1]))
+    assert selection._best(selection.RailRequest("auto"))[0] == "socket"
     with pytest.warns(RuntimeWarning, match=f"provider='{provider}' was never run"):
-        choosing.open_rails(choosing.Wanted(provider), [])
+        selection.open_rails(selection.RailRequest(provider), [])
     assert opened == [provider]

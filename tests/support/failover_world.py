@@ -27,12 +27,12 @@ from aiote.core.failover import (
     ChannelCounts,
     ChannelState,
     Join,
-    Lose,
+    LosePeer,
     OpenAgain,
     Reconcile,
+    SendArrivals,
+    SendRailDown,
     Shut,
-    TellArrivals,
-    TellDown,
 )
 from aiote.core.recovery import Post, Recovery, cancel, resolved, take_over
 from aiote.core.striping import decode_immediate, encode_immediate
@@ -350,16 +350,16 @@ class World:
                     side.tasks[k, Shut] = 0
                 case OpenAgain(k, generation) | Join(k, generation):
                     side.tasks[k, type(action)] = generation
-                case TellDown(k, generation, reason):
+                case SendRailDown(k, generation, reason):
                     side.control.append(("down", k, generation, reason))
-                case TellArrivals(k, generation):
+                case SendArrivals(k, generation):
                     told = Account(side.channel_counts[k].arrivals(), side.numbers.mark())
                     if self.fault == "arrivals as of the own shut":
                         told = side.early[k]
                     side.control.append(("arrivals", k, generation, told))
                 case Reconcile(k, arrivals):
                     self.reconcile(side, k, arrivals)
-                case Lose():
+                case LosePeer():
                     self.lost = True
 
     def reconcile(self, side: Side, k: int, arrivals: Account) -> None:
@@ -438,16 +438,16 @@ class World:
         kind, k, generation, *rest = other.control.popleft()
         states = side.states
         if kind == "ack":
-            if states.heard_ack_counts(k, generation) and self.fault != "acknowledgements not applied":
+            if states.on_ack_counts(k, generation) and self.fault != "acknowledgements not applied":
                 side.channel_counts[k].ack_counts(rest[0])
                 if not self.fault:
                     check_tables(side, other, k, self.limit)
         elif kind == "down":
-            self.act(side, states.heard_down(k, generation, rest[0], self.now))
+            self.act(side, states.on_rail_down(k, generation, rest[0], self.now))
         elif kind == "arrivals":
-            self.act(side, states.heard_arrivals(k, generation, rest[0], self.now))
+            self.act(side, states.on_arrivals(k, generation, rest[0], self.now))
         else:
-            self.act(side, states.heard_reopen(k, generation, self.now))
+            self.act(side, states.on_reopen(k, generation, self.now))
         return True
 
     # The end: nothing dies any more, and everything that can happen does.

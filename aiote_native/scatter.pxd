@@ -2,7 +2,7 @@ from libc.stdint cimport uint32_t
 
 from aiote_native.structs cimport Op
 
-cdef class Targets:
+cdef class ScatterTargets:
     cdef Op* ops
     cdef readonly uint32_t count
     cdef uint32_t capacity

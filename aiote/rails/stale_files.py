@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 
-__all__ = ["SHARED_MEMORY", "mark", "owner", "remove_leftovers"]
+__all__ = ["SHARED_MEMORY", "mark", "owner", "remove_stale_files"]
 
 SHARED_MEMORY = "/dev/shm"
 NAME = re.compile(r"aiote-(\d+)-(\d+)-(\d+)-[0-9a-f]+")
@@ -28,7 +28,7 @@ def owner(name: str) -> int | None:
     return int(match[1]) if match is not None and int(match[3]) == _namespace() else None
 
 
-def remove_leftovers() -> int:
+def remove_stale_files() -> int:
     """Remove the files of processes that are dead; return how many. What may not be removed is left."""
     removed = 0
     namespace = _namespace()

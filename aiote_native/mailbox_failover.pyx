@@ -38,8 +38,8 @@ cdef void mailbox_detach(Mailbox* self) noexcept nogil:
     self.channel = NULL
 
 
-cdef bint mailbox_unsure(State* state, Mailbox* self, uint64_t top, const uint64_t* holes,
-                         uint64_t count) noexcept nogil:
+cdef bint mailbox_resolve(State* state, Mailbox* self, uint64_t top, const uint64_t* holes,
+                          uint64_t count) noexcept nogil:
     """Apply the peer's account of what came: the others are sent again. False where it claims what was never sent."""
     cdef Slot* slot
     cdef bint arrived
@@ -90,7 +90,7 @@ cdef void mailbox_release(State* state, Mailbox* self) noexcept nogil:
     mailbox_pump(state, self)
 
 
-cdef uint64_t mailbox_came(const Mailbox* self, uint64_t* seen) noexcept nogil:
+cdef uint64_t mailbox_arrivals(const Mailbox* self, uint64_t* seen) noexcept nogil:
     """Return the highest number of a message that came, and copy which did to `seen`, of as many words as slots."""
     if self == NULL:
         return 0

@@ -5,8 +5,8 @@ and then the provider reports nothing and the peer is heard all the same. So the
 work: how many of its requests have ended, and how many bytes its connection has moved. A channel on which neither
 changes for `patience` is stuck; one that is merely slow is not, for its bytes go on.
 
-`Standstill` knows no clock, as `Heartbeat`. A shell that was itself held up did not look, and its peer's answer may lie
-in a socket's buffer: the time between two looks counts as at most one `interval`.
+`StallDetector` knows no clock, as `HeartbeatClock`. A shell that was itself held up did not look, and its peer's answer
+may lie in a socket's buffer: the time between two looks counts as at most one `interval`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Standstill"]
+__all__ = ["StallDetector"]
 
 UNSEEN = -1
 
@@ -28,7 +28,7 @@ class LastLook:
     still: float = 0.0
 
 
-class Standstill:
+class StallDetector:
     """The channels of one peer; times in seconds.
 
     `limit` is the longest time that whoever waits is to wait: the patience is shorter by an interval, which the looks

@@ -19,14 +19,14 @@ from .sockets import SOCKET, SocketRail, choose_sockets
 if TYPE_CHECKING:
     from .ports import Port
 
-__all__ = ["Wanted", "open_rails"]
+__all__ = ["RailRequest", "open_rails"]
 
 AUTO = "auto"
 WITHOUT_LIBRARY = ("sim", "verbs", LOCAL, SOCKET)
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RailRequest:
     """What an engine asks for: a provider or "auto", names of NICs or their addresses, its own address, a library.
 
     `verbs` are settings of that kind's devices; `threaded`: progress is made in a native thread.
@@ -40,24 +40,24 @@ class Wanted:
     threaded: bool = False
 
 
-def open_rails(wanted: Wanted, rails: list[Rail]) -> tuple[Found | None, Any]:
+def open_rails(request: RailRequest, rails: list[Rail]) -> tuple[Found | None, Any]:
     """Add the rails to the list as they are opened; return the libfabric that is open, and the clock of virtual time.
 
     Raises FabricError, UsageError; who calls closes what was opened.
     """
-    provider, found, clock = wanted.provider, None, None
+    provider, found, clock = request.provider, None, None
     if provider == AUTO:
-        provider, found = _best(wanted)
+        provider, found = _best(request)
     elif provider not in WITHOUT_LIBRARY:
-        found = load(wanted.library)
+        found = load(request.library)
     if provider == "verbs":
-        _open_ports(wanted, rails)
+        _open_ports(request, rails)
     elif provider == LOCAL:
-        rails += [LocalRail(index) for index in range(choose_local(wanted.names))]
+        rails += [LocalRail(index) for index in range(choose_local(request.names))]
     elif provider == SOCKET:
-        rails += [SocketRail(index, *at) for index, at in enumerate(choose_sockets(wanted.names, wanted.host))]
+        rails += [SocketRail(index, *at) for index, at in enumerate(choose_sockets(request.names, request.host))]
     elif provider == "sim":
-        clock = _plug(wanted, rails)
+        clock = _plug(request, rails)
     else:
         assert found is not None
         if provider.partition(";")[0] in UNTRIED:
@@ -67,15 +67,15 @@ def open_rails(wanted: Wanted, rails: list[Rail]) -> tuple[Found | None, Any]:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        for index, place in enumerate(choose(provider, wanted.names, wanted.host, found)):
+        for index, place in enumerate(choose(provider, request.names, request.host, found)):
             rails.append(LibfabricRail(index, *place, found))
-    if wanted.provider == AUTO and may_make_rings():
+    if request.provider == AUTO and may_make_rings():
         # For peers on this host; the others are reached as if it were not there.
         rails.append(LocalRail(len(rails)))
     return found, clock
 
 
-def _best(wanted: Wanted) -> tuple[str, Found | None]:
+def _best(request: RailRequest) -> tuple[str, Found | None]:
     """Return the best provider that is here, and the libfabric that was opened to find out.
 
     RDMA devices come first, then TCP over the kernel's sockets, which is faster than libfabric's. What was never run is
@@ -83,12 +83,12 @@ def _best(wanted: Wanted) -> tuple[str, Found | None]:
     """
     found, fast = None, ""
     try:
-        found = load(wanted.library)
+        found = load(request.library)
         fast = fast_provider()
     except FabricError:
-        if wanted.library:
+        if request.library:
             raise
-    if _hardware(wanted.names):
+    if _hardware(request.names):
         return "verbs", found
     return fast or SOCKET, found
 
@@ -106,25 +106,25 @@ def _hardware(names: tuple[str, ...] | None) -> tuple[Port, ...]:
         return ()
 
 
-def _open_ports(wanted: Wanted, rails: list[Rail]) -> None:
+def _open_ports(request: RailRequest, rails: list[Rail]) -> None:
     """Open some ports of RDMA devices: of all for who asks for them, else of those that are hardware."""
     # Only who wants them needs libibverbs, and `import aiote` is to stay quick.
     from .ports import choose_gid, choose_ports, read_ports
     from .verbs import VerbsRail, load_verbs
 
-    ports = _hardware(wanted.names) if wanted.provider == AUTO else read_ports()
-    chosen = choose_ports(wanted.names, wanted.host, ports)
+    ports = _hardware(request.names) if request.provider == AUTO else read_ports()
+    chosen = choose_ports(request.names, request.host, ports)
     load_verbs()
-    settings = dict(wanted.verbs)
+    settings = dict(request.verbs)
     gid = settings.pop("gid_index", None)
     for index, port in enumerate(chosen):
         rails.append(VerbsRail(index, port, choose_gid(port, gid), settings))
 
 
-def _plug(wanted: Wanted, rails: list[Rail]) -> Any:
+def _plug(request: RailRequest, rails: list[Rail]) -> Any:
     """Open rails of the simulated network; return the clock that it is, where its time is virtual."""
     sim = network()
-    rails += sim.plug(wanted.names)
-    if sim.world.virtual and wanted.threaded:
+    rails += sim.plug(request.names)
+    if sim.world.virtual and request.threaded:
         raise UsageError("progress='thread' knows the system's time alone: in virtual time take 'adaptive'")
     return sim.world.clock

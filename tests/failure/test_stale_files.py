@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from aiote.rails.leftovers import mark, remove_leftovers
+from aiote.rails.stale_files import mark, remove_stale_files
 from engines import PATIENCE_S, opened, until
 from leftovers import shared_files
 
@@ -70,7 +70,7 @@ def kept(name: str) -> bool:
     path = Path("/dev/shm") / name
     path.touch()
     try:
-        remove_leftovers()
+        remove_stale_files()
         return path.exists()
     finally:
         path.unlink(missing_ok=True)

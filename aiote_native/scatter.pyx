@@ -17,7 +17,7 @@ from aiote_native.structs cimport OP_WRITE
 from aiote_native.workrequests cimport LocalMemory, RemoteMemory, fill
 
 
-cdef class Targets:
+cdef class ScatterTargets:
     """Up to `capacity` targets, each with its peer's link, a source and a destination of one length."""
 
     def __cinit__(self, uint32_t capacity):
@@ -86,7 +86,7 @@ cdef class Targets:
         return [i for i in range(self.count) if not self.ops[i].over]
 
 
-def scatter(Core core, Request request, Targets targets, int64_t imm) -> None:
+def scatter(Core core, Request request, ScatterTargets targets, int64_t imm) -> None:
     """Start a write to each target, all or none; the request is over when all of them are. `imm` below 0 means none.
 
     Raises ValueError, RuntimeError for a peer that is closed.
