@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from ..rails import Flight, Operation, PeerLink
     from ..runtime import Runtime
     from ..transfers import Counter, Inbox, Message
-    from .session import Session
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "ServingSession"]
 
 QUIET_S = 0.05
 """How long a peer in a call into its library is looked at through its gate; one that takes longer is asked."""
@@ -33,6 +32,21 @@ class ConnectionHost(Protocol):
     inbox: Inbox
 
     def peer_lost(self, connection: Connection) -> None: ...
+
+
+class ServingSession(Protocol):
+    """What a connection and the table need of the session that serves it."""
+
+    committed: bool
+
+    def supersede(self) -> None:
+        """Give way to another connection between the two engines."""
+
+    def release(self, transfer: Operation) -> bool:
+        """Take out the rails that do not let go of a cancelled transfer; False where there are no several."""
+
+    async def revoke(self, lease: int, low: int, high: int) -> None:
+        """Return when the peer starts nothing more through a lease and has nothing under way."""
 
 
 class Connection:
@@ -53,7 +67,7 @@ class Connection:
         self.deadline = runtime.loop.time() + runtime.config.connect_timeout
         self.initiator = b""
         self.reached: set[tuple[str, int]] = set()
-        self.session: Session | None = None
+        self.session: ServingSession | None = None
         self.successor: Connection | None = None
         self.link: PeerLink | None = None
         self.leases = HeldLeases()
@@ -227,9 +241,7 @@ class Connection:
 
     def release(self, transfer: Operation) -> bool:
         """Take out the rails that do not let go of a cancelled transfer; False where there are no several."""
-        return (
-            self.session is not None and self.session.channels is not None and self.session.channels.release(transfer)
-        )
+        return self.session is not None and self.session.release(transfer)
 
     def tear_down(self) -> None:
         """Lose the peer because a cancelled transfer did not leave the NIC in time."""

@@ -56,7 +56,7 @@ from .liveness import Liveness
 
 if TYPE_CHECKING:
     from ..core.address import Address
-    from ..rails import PeerLink
+    from ..rails import Operation, PeerLink
     from ..runtime import Runtime
     from ..transfers import Inbox
     from .connection import Connection
@@ -264,6 +264,10 @@ class Session:
             self.channels.receive(message)
         except FailoverError as error:
             raise SessionOver(str(error)) from error
+
+    def release(self, transfer: Operation) -> bool:
+        """Take out the rails that do not let go of a cancelled transfer; False where there are no several."""
+        return self.channels is not None and self.channels.release(transfer)
 
     def notice(self, link: PeerLink) -> None:
         """Look at the channels of a link that the native core has something to say about."""

@@ -12,7 +12,7 @@ from ..core.control import ControlProtocol, Role
 from ..core.handshake import HandshakeConfig
 from ..errors import ConnectTimeoutError, FabricError, PeerError, PeerRefusedError, UsageError
 from ..transfers import Inbox, Peer
-from .connection import Connection
+from .connection import Connection, ServingSession
 from .granted_leases import GrantedLeases
 from .heartbeats import HeartbeatTimer
 from .session import Session, SessionOver
@@ -315,7 +315,7 @@ class ConnectionTable:
 
     # The end.
 
-    def _session_of(self, key: tuple[bytes, int]) -> Session | None:
+    def _session_of(self, key: tuple[bytes, int]) -> ServingSession | None:
         """Return the conversation with an engine, however far it has got."""
         connection = self._connections.get(key)
         return None if connection is None else connection.session
