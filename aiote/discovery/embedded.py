@@ -27,7 +27,7 @@ from ..service import Mailroom
 from ..service.background import Bell, Crew, beside
 from ..service.reading import WireError
 from .membership import Member, MemberEvent, RegistryError, Roster, check_lease
-from .seats import HeldSeat, claim, give_up
+from .registrations import HeldRegistration, claim, give_up
 from .wire import (
     FROM_REGISTRY,
     MESSAGE_BYTES,
@@ -91,7 +91,7 @@ class EmbeddedRegistry:
         self._roster = Roster()
         self._leases: dict[str, float] = {}
         self._doubtful: dict[str, float] = {}
-        self._seats: dict[str, HeldSeat] = {}
+        self._registrations: dict[str, HeldRegistration] = {}
         self._server: aiote.Peer | None = None
         self._stream: _Stream | None = None
         self._run: int | None = None
@@ -137,23 +137,23 @@ class EmbeddedRegistry:
         return self._roster.watch()
 
     @asynccontextmanager
-    async def join(self, member: Member) -> AsyncIterator[HeldSeat]:
-        """Take a seat for the length of an `async with`. See `Registry.join`."""
+    async def join(self, member: Member) -> AsyncIterator[HeldRegistration]:
+        """Register a member for the length of an `async with`. See `Registry.join`."""
         self._require_open()
-        seat = HeldSeat(member, self._numbers, self._say_soon)
-        await claim(self._seats, seat)
+        registration = HeldRegistration(member, self._numbers, self._say_soon)
+        await claim(self._registrations, registration)
         try:
             self._require_open()
             self._say_soon()
-            await seat.resolved()
-            yield seat
+            await registration.resolved()
+            yield registration
         finally:
-            seat.leaving = True
+            registration.leaving = True
             try:
-                if not seat.lost:
-                    await self._leave(Leave(self._session, member.name, seat.number))
+                if not registration.lost:
+                    await self._leave(Leave(self._session, member.name, registration.number))
             finally:
-                give_up(self._seats, seat)
+                give_up(self._registrations, registration)
 
     def redirect(self, addresses: aiote.Address | Iterable[aiote.Address]) -> None:
         """Have these addresses from now on; the server that answers now is left only when it is lost."""
@@ -187,10 +187,10 @@ class EmbeddedRegistry:
             raise aiote.ClosedError("the registry is closed")
 
     def _end(self, reason: str) -> None:
-        """Seat nobody any more, and say nothing more of those who have seats."""
+        """Register nobody any more, and say nothing more of those who are registered."""
         self._open = False
-        for seat in self._seats.values():
-            seat.lose(reason)
+        for registration in self._registrations.values():
+            registration.lose(reason)
 
     def _close(self, reason: str) -> None:
         self._end(reason)
@@ -262,8 +262,8 @@ class EmbeddedRegistry:
         self._subscription += 1
         self._stream = None
         self._heard = anyio.current_time()
-        for seat in self._seats.values():
-            seat.told = 0
+        for registration in self._registrations.values():
+            registration.told = 0
 
     async def _poked_again(self) -> None:
         while not self._poked:
@@ -271,16 +271,16 @@ class EmbeddedRegistry:
 
     async def _say_all(self, peer: aiote.Peer) -> None:
         await self._say(peer, Subscribe(self._session, self._subscription, self._lease_ms))
-        for seat in self._seats.values():
-            seat.told = 0
+        for registration in self._registrations.values():
+            registration.told = 0
         await self._say_news(peer)
 
     async def _say_news(self, peer: aiote.Peer) -> None:
         self._poked = False
-        for seat in tuple(self._seats.values()):
-            if seat.told < seat.number and not (seat.lost or seat.leaving):
-                number, seat.told = seat.number, seat.number
-                await self._say(peer, Announce(self._session, number, self._lease_ms, seat.member))
+        for registration in tuple(self._registrations.values()):
+            if registration.told < registration.number and not (registration.lost or registration.leaving):
+                number, registration.told = registration.number, registration.number
+                await self._say(peer, Announce(self._session, number, self._lease_ms, registration.member))
 
     async def _say(self, peer: aiote.Peer, message: ToRegistry) -> None:
         with anyio.move_on_after(self._lease_s) as patience:
@@ -319,13 +319,13 @@ class EmbeddedRegistry:
         for entry in update.entries:
             self._enter(stream, entry)
         for answer in update.answers:
-            seat = self._seats.get(answer.name)
-            if seat is None or answer.number not in range(seat.first, seat.number + 1):
+            registration = self._registrations.get(answer.name)
+            if registration is None or answer.number not in range(registration.first, registration.number + 1):
                 continue
             if answer.refusal:
-                seat.lose(answer.refusal)
+                registration.lose(answer.refusal)
             else:
-                seat.take(answer.number)
+                registration.take(answer.number)
         if update.complete and not stream.complete:
             self._completed(stream)
 

@@ -4,8 +4,8 @@ A member is a key under a prefix, tied to a lease that its own process keeps ali
 The key is written by transactions only, which compare what was read before, so that of two incarnations the greater one
 has the name whatever the order. Members are read once, at a revision, and watched from the next one; where etcd has
 compacted what was missed, or tells more at once than is held here, they are read again. What cannot be reached
-withdraws nothing, and is tried again. What is refused for good is told to who waits, with etcd's words; who has a seat
-keeps it as long as etcd does.
+withdraws nothing, and is tried again. What is refused for good is raised to the caller that waits, with etcd's text; a
+member that is registered stays so as long as etcd keeps it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .etcd_gateway import (
     unpacked,
 )
 from .membership import Member, MemberEvent, RegistryError, Roster, check_lease
-from .seats import HeldSeat, claim, give_up
+from .registrations import HeldRegistration, claim, give_up
 from .wire import decode_member, encode_member
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ LEAVE_S = 2.0
 TRIES = 16
 
 
-class _EtcdSeat(HeldSeat):
-    """A seat, the lease that holds it (0: none), what wakes its keeper, and how often its key was missing."""
+class _EtcdRegistration(HeldRegistration):
+    """A registration, the lease that holds it (0: none), what wakes its keeper, and how often its key was missing."""
 
     def __init__(self, member: Member, numbers: Iterator[int], bell: Bell) -> None:
         super().__init__(member, numbers, bell.ring)
@@ -102,7 +102,7 @@ class EtcdRegistry:
         self._known = False
         self._refusal = ""
         self._open = False
-        self._seats: dict[str, _EtcdSeat] = {}
+        self._registrations: dict[str, _EtcdRegistration] = {}
         self._numbers = itertools.count(1)
         self._progress = Bell()
         self._stack = AsyncExitStack()
@@ -126,24 +126,24 @@ class EtcdRegistry:
         return self._roster.watch()
 
     @asynccontextmanager
-    async def join(self, member: Member) -> AsyncIterator[_EtcdSeat]:
-        """Take a seat for the length of an `async with`. See `Registry.join`."""
+    async def join(self, member: Member) -> AsyncIterator[_EtcdRegistration]:
+        """Register a member for the length of an `async with`. See `Registry.join`."""
         self._require_open()
-        seat = _EtcdSeat(member, self._numbers, Bell())
-        await claim(self._seats, seat)
+        registration = _EtcdRegistration(member, self._numbers, Bell())
+        await claim(self._registrations, registration)
         try:
             self._require_open()
-            async with beside(functools.partial(self._keep, seat)):
+            async with beside(functools.partial(self._keep, registration)):
                 try:
-                    await seat.resolved()
-                    yield seat
+                    await registration.resolved()
+                    yield registration
                 finally:
-                    seat.leaving = True
+                    registration.leaving = True
         finally:
             try:
-                await self._leave(seat)
+                await self._leave(registration)
             finally:
-                give_up(self._seats, seat)
+                give_up(self._registrations, registration)
 
     async def __aenter__(self) -> EtcdRegistry:
         if self._open or self._known:
@@ -159,8 +159,8 @@ class EtcdRegistry:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
         self._open = False
-        for seat in self._seats.values():
-            seat.lose("the registry's `async with` has ended")
+        for registration in self._registrations.values():
+            registration.lose("the registry's `async with` has ended")
         self._out_of_touch("closed")
         self._roster.close()
         return await self._stack.__aexit__(kind, error, traceback)
@@ -235,8 +235,8 @@ class EtcdRegistry:
     def _replace(self, found: Mapping[str, Member]) -> None:
         for name in self._roster.known.keys() - found.keys():
             self._roster.remove(name)
-        for name in self._seats.keys() - found.keys():
-            self._seats[name].put_again()
+        for name in self._registrations.keys() - found.keys():
+            self._registrations[name].put_again()
         for member in found.values():
             self._roster.put(member)
 
@@ -275,8 +275,8 @@ class EtcdRegistry:
             name, member = self._member(entry if isinstance(entry, Mapping) else {})
             if event.get("type") == "DELETE" or member is None:
                 self._roster.remove(name)
-                if name in self._seats:
-                    self._seats[name].put_again()
+                if name in self._registrations:
+                    self._registrations[name].put_again()
             elif name not in self._roster.known and len(self._roster.known) >= MEMBERS:
                 raise self._too_many()
             else:
@@ -300,80 +300,88 @@ class EtcdRegistry:
         return name, member
 
     def _lose_to(self, name: str, member: Member | None) -> None:
-        seat = self._seats.get(name)
-        if seat is not None and member is not None and member.incarnation > seat.member.incarnation:
-            seat.lose(f"incarnation {member.incarnation} has taken the name over")
+        registration = self._registrations.get(name)
+        if registration is not None and member is not None and member.incarnation > registration.member.incarnation:
+            registration.lose(f"incarnation {member.incarnation} has taken the name over")
 
     def _out_of_touch(self, reason: str) -> None:
         self.in_touch = False
         self.failure = reason
         self._progress.ring()
 
-    # Seats.
+    # Registrations.
 
-    async def _keep(self, seat: _EtcdSeat) -> None:
-        """Keep a seat until it is lost: its lease alive, its key written."""
+    async def _keep(self, registration: _EtcdRegistration) -> None:
+        """Keep a registration until it is lost: its lease alive, its key written."""
         pause = RETRY_LEAST_S
-        while not seat.lost:
+        while not registration.lost:
             try:
-                await self._renew(seat)
-                await self._write(seat)
+                await self._renew(registration)
+                await self._write(registration)
                 pause = RETRY_LEAST_S
-                with anyio.move_on_after(seat.ttl_s / 3):
-                    while seat.told == seat.number and not seat.lost:
-                        await seat.bell.wait()
+                with anyio.move_on_after(registration.ttl_s / 3):
+                    while registration.told == registration.number and not registration.lost:
+                        await registration.bell.wait()
             except EtcdError as error:
-                if error.permanent and not seat.taken:
-                    seat.lose(str(error))
+                if error.permanent and not registration.taken:
+                    registration.lose(str(error))
                     return
                 await anyio.sleep(pause * random.uniform(0.5, 1.0))
-                pause = min(pause * 2, RETRY_MOST_S, max(seat.ttl_s, 1.0) / 3)
+                pause = min(pause * 2, RETRY_MOST_S, max(registration.ttl_s, 1.0) / 3)
 
-    async def _renew(self, seat: _EtcdSeat) -> None:
+    async def _renew(self, registration: _EtcdRegistration) -> None:
         """Keep the lease alive; take a new one, under which nothing is written yet, where there is none any more."""
-        if seat.lease:
-            answer = await self._gateway.call("/v3/lease/keepalive", {"ID": str(seat.lease)}, seat.ttl_s)
+        if registration.lease:
+            answer = await self._gateway.call(
+                "/v3/lease/keepalive", {"ID": str(registration.lease)}, registration.ttl_s
+            )
             if number(answer, "TTL") > 0:
                 return
-            seat.lease = 0
+            registration.lease = 0
         answer = await self._gateway.call("/v3/lease/grant", {"TTL": str(self._ttl_s)}, self._ttl_s)
-        seat.lease, seat.ttl_s, seat.told = number(answer, "ID"), float(number(answer, "TTL")), 0
+        registration.lease, registration.ttl_s, registration.told = (
+            number(answer, "ID"),
+            float(number(answer, "TTL")),
+            0,
+        )
 
-    async def _write(self, seat: _EtcdSeat) -> None:
+    async def _write(self, registration: _EtcdRegistration) -> None:
         """Write what has changed, unless the name is another's by right."""
-        key = packed(self._prefix + seat.member.name.encode())
+        key = packed(self._prefix + registration.member.name.encode())
         for _ in range(TRIES):
-            if seat.told == seat.number:
+            if registration.told == registration.number:
                 return
-            answer = await self._gateway.call("/v3/kv/range", {"key": key}, seat.ttl_s)
+            answer = await self._gateway.call("/v3/kv/range", {"key": key}, registration.ttl_s)
             present = next(iter(records(answer, "kvs")), {})
             _, holder = self._member(present) if present else ("", None)
-            ours = holder is None or number(present, "lease") == seat.lease
-            if holder is not None and not ours and holder.incarnation >= seat.member.incarnation:
-                seat.lose(f"incarnation {holder.incarnation} of another engine holds the name")
+            ours = holder is None or number(present, "lease") == registration.lease
+            if holder is not None and not ours and holder.incarnation >= registration.member.incarnation:
+                registration.lose(f"incarnation {holder.incarnation} of another engine holds the name")
                 return
-            change, member, missing = seat.number, seat.member, seat.missing
+            change, member, missing = registration.number, registration.member, registration.missing
             compare = {
                 "key": key,
                 "target": "MOD",
                 "result": "EQUAL",
                 "mod_revision": str(number(present, "mod_revision")),
             }
-            put = {"key": key, "value": packed(encode_member(member)), "lease": str(seat.lease)}
+            put = {"key": key, "value": packed(encode_member(member)), "lease": str(registration.lease)}
             question = {"compare": [compare], "success": [{"request_put": put}]}
-            done = await self._gateway.call("/v3/kv/txn", question, seat.ttl_s)
+            done = await self._gateway.call("/v3/kv/txn", question, registration.ttl_s)
             if done.get("succeeded"):
-                seat.take(change)
-                if seat.missing == missing:  # else it may be missing again: news of it may be faster than answers
-                    seat.told = change
+                registration.take(change)
+                if (
+                    registration.missing == missing
+                ):  # else it may be missing again: news of it may be faster than answers
+                    registration.told = change
                     return
-        raise EtcdError(f"{seat.member.name}: the key changed {TRIES} times while it was to be written")
+        raise EtcdError(f"{registration.member.name}: the key changed {TRIES} times while it was to be written")
 
-    async def _leave(self, seat: _EtcdSeat) -> None:
+    async def _leave(self, registration: _EtcdRegistration) -> None:
         """Give the lease back, and the key with it, within two seconds; what cannot be reached drops it in time."""
-        if seat.lease:
+        if registration.lease:
             with anyio.move_on_after(LEAVE_S, shield=True):
                 try:
-                    await self._gateway.call("/v3/lease/revoke", {"ID": str(seat.lease)})
+                    await self._gateway.call("/v3/lease/revoke", {"ID": str(registration.lease)})
                 except aiote.AioteError:
                     pass

@@ -1,10 +1,10 @@
 """Who holds which name, and until when: the table of the embedded registry's server.
 
-Pure: time is an argument, in seconds of whatever clock the caller has. A seat belongs to the session that announced it.
-It is taken from it by a greater incarnation, by its end of lease, or by its own leave.
+Pure: time is an argument, in seconds of whatever clock the caller has. A registration belongs to the session that
+announced it. It is taken from it by a greater incarnation, by its end of lease, or by its own leave.
 
 Messages overtake each other, so the numbers of a session's announcements and leaves say which of them is the later one.
-Of those that left last the number is kept: an announcement that comes behind its own leave would seat a ghost.
+Of those that left last the number is kept: an announcement that comes behind its own leave would register a ghost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Held:
 
 
 class LeaseTable:
-    """The seats, of which there are `limit` at most; what they amount to is kept in `roster`."""
+    """The registrations, of which there are `limit` at most; what they amount to is kept in `roster`."""
 
     def __init__(self, roster: Roster, limit: int) -> None:
         self._roster = roster
@@ -43,7 +43,7 @@ class LeaseTable:
         return len(self._held)
 
     def announce(self, message: Announce, now: float) -> str | None:
-        """Seat a member, or renew its lease; return why not, an empty text, or None for one that came too late."""
+        """Register a member, or renew its lease; return why not, an empty text, or None for one that came too late."""
         member, held = message.member, self._held.get(message.member.name)
         if any(message.number <= self._left.get((message.session, name), -1) for name in (member.name, "")):
             return None
@@ -60,24 +60,24 @@ class LeaseTable:
         return ""
 
     def keep(self, member: Member, session: int, number: int, now: float) -> str | None:
-        """Seat a member without a lease, as `announce`."""
+        """Register a member without a lease, as `announce`."""
         refusal = self.announce(Announce(session, number, LOCAL_LEASE_MS, member), now)
         if refusal == "":
             self._held[member.name].deadline = math.inf
         return refusal
 
     def holds(self, name: str, session: int) -> bool:
-        """Whether a session has that seat."""
+        """Whether a session has that registration."""
         held = self._held.get(name)
         return held is not None and held.session == session
 
     def lease_ms(self, name: str) -> int:
-        """Return the length of a seat's lease."""
+        """Return the length of a registration's lease."""
         held = self._held.get(name)
         return LOCAL_LEASE_MS if held is None else held.lease_ms
 
     def leave(self, message: Leave) -> None:
-        """Give back a session's seat, or, without a name, all of them."""
+        """Withdraw a session's registration, or, without a name, all of them."""
         names = [message.name] if message.name else list(self._held)
         for name in names:
             held = self._held.get(name)
@@ -89,7 +89,7 @@ class LeaseTable:
             del self._left[next(iter(self._left))]
 
     def expire(self, now: float) -> None:
-        """Give back the seats whose leases have run out."""
+        """Withdraw the registrations whose leases have run out."""
         for name in [name for name, held in self._held.items() if held.deadline <= now]:
             self._drop(name)
 

@@ -44,7 +44,7 @@ _INTEGERS = (-(1 << 63), (1 << 63) - 1)
 
 
 class RegistryError(aiote.AioteError):
-    """The registry refused a member, or another took its seat: the message says why."""
+    """The registry refused a member, or another took its name: the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class Roster:
 
 
 class Seat(Protocol):
-    """A member's place in a registry, for as long as its `async with` lasts and its lease is renewed."""
+    """A member's registration, for as long as its `async with` lasts and its lease is renewed."""
 
     @property
     def member(self) -> Member:
@@ -238,14 +238,15 @@ class Seat(Protocol):
 
     @property
     def lost(self) -> str:
-        """Why another has the seat, or an empty text; a seat that is lost stays so."""
+        """Why another has the name, or an empty text; a registration that is lost stays so."""
         ...
 
     async def update(self, attributes: Mapping[str, Attribute]) -> None:
         """Replace the attributes; return when the registry has them.
 
         Where the registry cannot be reached this waits, and the caller's deadline ends it; the attributes are told
-        nevertheless as soon as can be, and the last ones win. Raises RegistryError when the seat is lost, UsageError.
+        nevertheless as soon as can be, and the last ones win. Raises RegistryError when the registration is lost,
+        UsageError.
         """
         ...
 
@@ -273,7 +274,7 @@ class Registry(Protocol):
         ...
 
     def join(self, member: Member) -> AbstractAsyncContextManager[Seat]:
-        """Take a seat for the length of an `async with`, which begins when the registry has it.
+        """Register a member for the length of an `async with`, which begins when the registry has it.
 
         Its lease is renewed meanwhile; the member leaves at the end, also when cancelled. Where the registry cannot be
         reached this waits, and the caller's deadline ends it. Raises RegistryError where it is refused, ClosedError.

@@ -115,8 +115,8 @@ class _Client:
         return Entry(name, leases.lease_ms(name), None if event.kind == "left" else event.member)
 
 
-class _LocalSeat:
-    """A seat of the server's own process."""
+class _LocalRegistration:
+    """A registration by the server's own process."""
 
     def __init__(self, server: RegistryServer, leases: LeaseTable, member: Member) -> None:
         self.member = member
@@ -127,13 +127,13 @@ class _LocalSeat:
 
     @property
     def lost(self) -> str:
-        """Why another has the seat."""
+        """Why another has the name."""
         if self._leases.holds(self.member.name, self.session):
             return ""
         return "another engine has taken the name over"
 
     def announce(self) -> None:
-        """Seat the member as it is. Raises RegistryError."""
+        """Register the member as it is. Raises RegistryError."""
         self.number += 1
         refusal = self._leases.keep(self.member, self.session, self.number, self._server.now())
         if refusal:
@@ -190,7 +190,7 @@ class RegistryServer:
         self._require_open()
 
     def members(self) -> tuple[Member, ...]:
-        """Return the members that have a seat."""
+        """Return the members that are registered."""
         return self._roster.members()
 
     def watch(self) -> AsyncIterator[MemberEvent]:
@@ -198,15 +198,15 @@ class RegistryServer:
         return self._roster.watch()
 
     @asynccontextmanager
-    async def join(self, member: Member) -> AsyncIterator[_LocalSeat]:
-        """Take a seat for a member of this process, which needs no lease. See `Registry.join`."""
+    async def join(self, member: Member) -> AsyncIterator[_LocalRegistration]:
+        """Register a member of this process, which needs no lease. See `Registry.join`."""
         self._require_open()
-        seat = _LocalSeat(self, self._leases, member)
-        seat.announce()
+        registration = _LocalRegistration(self, self._leases, member)
+        registration.announce()
         try:
-            yield seat
+            yield registration
         finally:
-            self._leases.leave(Leave(seat.session, member.name, seat.number))
+            self._leases.leave(Leave(registration.session, member.name, registration.number))
 
     async def __aenter__(self) -> RegistryServer:
         if self._running is not None:

@@ -195,7 +195,7 @@ def test_a_thousand_joins_leave_nothing_behind():
                 pass
         await until(lambda: not there.members() and not server.members(), 1)
         assert len(server._leases) == 0
-        kept = (here._seats, there._leases, there._doubtful, slow._pending)
+        kept = (here._registrations, there._leases, there._doubtful, slow._pending)
         assert sum(map(len, kept)) == 0
         assert all(not client._answers and not client.watch._told for client in server._clients.values())
         gc.collect()
@@ -359,36 +359,36 @@ def test_a_name_has_one_seat_also_while_the_old_one_leaves():
         async def sit(name: str) -> None:
             with scopes[name]:
                 async with here.join(member("a", load=int(name))):
-                    seated.append(name)
+                    registered.append(name)
                     await asyncio.sleep(1e6)
 
         server = await town.server()
         here = await town.client(server.address)
-        scopes, seated = {name: anyio.CancelScope() for name in "123"}, []
+        scopes, registered = {name: anyio.CancelScope() for name in "123"}, []
         async with anyio.create_task_group() as group:
             group.start_soon(sit, "1")
-            with pytest.raises(aiote.UsageError, match="has a seat here already"):
+            with pytest.raises(aiote.UsageError, match="is registered here already"):
                 await asyncio.sleep(0)
                 async with here.join(member("a")):
                     pass
-            await until(lambda: seated == ["1"], 1)
+            await until(lambda: registered == ["1"], 1)
             town.fabric.partition(server._mailroom.engine)
             scopes["1"].cancel()
             await asyncio.sleep(embedded.LEAVE_S / 2)  # it is leaving
             group.start_soon(sit, "2")
             await asyncio.sleep(embedded.LEAVE_S / 4)
-            assert here._seats["a"].member.attributes["load"] == 1
+            assert here._registrations["a"].member.attributes["load"] == 1
             scopes["3"].cancel()
             await sit("3")  # one that does not wait for its turn changes nothing
             await asyncio.sleep(embedded.LEAVE_S)
-            with pytest.raises(aiote.UsageError, match="has a seat here already"):
+            with pytest.raises(aiote.UsageError, match="is registered here already"):
                 async with here.join(member("a")):
                     pass
             town.fabric.heal(server._mailroom.engine)
-            await until(lambda: seated == ["1", "2"], GRACE_S)
+            await until(lambda: registered == ["1", "2"], GRACE_S)
             await until(lambda: server.members() and server.members()[0].attributes["load"] == 2, LEASE_S)
             scopes["2"].cancel()
-        await until(lambda: not server.members() and not here._seats, LEASE_S)
+        await until(lambda: not server.members() and not here._registrations, LEASE_S)
 
     in_town(story)
 

@@ -114,7 +114,7 @@ async def test_what_is_refused_for_good_is_told_at_once(status, more, text, path
             with pytest.raises(RegistryError, match=f"member a: {path}: {text}"):
                 async with here.join(member("a")):
                     pass
-            assert not here._seats
+            assert not here._registrations
             if path == "/v3/kv/range":
                 with pytest.raises(RegistryError, match=text):
                     await here.ready()

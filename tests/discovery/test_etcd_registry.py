@@ -151,7 +151,7 @@ async def test_a_name_that_is_being_left_is_taken_once_it_is_free(etcd):
                 scope, joined, leaves = anyio.CancelScope(), anyio.Event(), anyio.Event()
                 group.start_soon(sit, scope, joined, leaves)
                 await joined.wait()
-                with pytest.raises(aiote.UsageError, match="has a seat here already"):
+                with pytest.raises(aiote.UsageError, match="is registered here already"):
                     async with here.join(member("a")):
                         pass
                 scope.cancel()

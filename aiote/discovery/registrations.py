@@ -1,4 +1,4 @@
-"""A member's seat, as the program sees it that takes it: what is to be told, and what the registry has taken of it."""
+"""A member's registration, as its own program sees it: what is to be told, and what the registry has confirmed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import aiote
 from ..service.background import Bell
 from .membership import Attribute, Member, RegistryError
 
-__all__ = ["HeldSeat", "claim", "give_up"]
+__all__ = ["HeldRegistration", "claim", "give_up"]
 
 
-class HeldSeat:
-    """A seat whose registry is elsewhere. Each change has a number, of `numbers`, which grow; `changed` is called when
-    there is one to be told.
+class HeldRegistration:
+    """A registration with a registry that is elsewhere. Each change has a number, of `numbers`, which grow; `changed`
+    is called when there is one to be told.
 
     `told` is the number that was last sent: for whoever sends.
     """
@@ -46,14 +46,14 @@ class HeldSeat:
         await self.resolved()
 
     async def resolved(self) -> None:
-        """Wait until the registry has what there is to be told. Raises RegistryError when the seat is lost."""
+        """Wait until the registry has what there is to be told. Raises RegistryError when the registration is lost."""
         number = self.number
         while self.taken < number and not self.lost:
             await self._bell.wait()
         self.require_held()
 
     def require_held(self) -> None:
-        """Raise RegistryError when the seat is lost."""
+        """Raise RegistryError when the registration is lost."""
         if self.lost:
             raise RegistryError(f"member {self.member.name}: {self.lost}")
 
@@ -63,29 +63,29 @@ class HeldSeat:
         self._bell.ring()
 
     def lose(self, reason: str) -> None:
-        """Take note that the seat is another's, or that nobody keeps it any more."""
+        """Take note that another has the name, or that nobody keeps it any more."""
         self.lost = self.lost or reason
         self._bell.ring()
 
 
-AnySeat = TypeVar("AnySeat", bound=HeldSeat)
+AnyRegistration = TypeVar("AnyRegistration", bound=HeldRegistration)
 
 
-async def claim(seats: dict[str, AnySeat], seat: AnySeat) -> None:
-    """Enter a seat under its name, once one of that name that is leaving has left.
+async def claim(registrations: dict[str, AnyRegistration], registration: AnyRegistration) -> None:
+    """Enter a registration under its name, once one of that name that is leaving has left.
 
     Its leave must not be taken for the new one's, nor its lease for another's. Raises UsageError where the name has a
-    seat that is not leaving. When it returns the seat is entered, without a moment in between.
+    registration that is not leaving. When it returns the registration is entered, without a moment in between.
     """
-    name = seat.member.name
-    while (present := seats.get(name)) is not None:
+    name = registration.member.name
+    while (present := registrations.get(name)) is not None:
         if not present.leaving:
-            raise aiote.UsageError(f"join: member {name} has a seat here already")
+            raise aiote.UsageError(f"join: member {name} is registered here already")
         await present.gone.wait()
-    seats[name] = seat
+    registrations[name] = registration
 
 
-def give_up(seats: dict[str, AnySeat], seat: AnySeat) -> None:
-    """Take a seat out that has left."""
-    del seats[seat.member.name]
-    seat.gone.set()
+def give_up(registrations: dict[str, AnyRegistration], registration: AnyRegistration) -> None:
+    """Take a registration out that has left."""
+    del registrations[registration.member.name]
+    registration.gone.set()
