@@ -7,4 +7,4 @@ cdef class Flight:
     cdef readonly uint64_t landed
     cdef readonly uint64_t landed_bytes
     cdef int leave(self, object request, bint failed, uint64_t nbytes) except -1
-    cdef int tell(self, object request) except -1
+    cdef int notify(self, object request) except -1

@@ -35,7 +35,7 @@ cdef class Flight:
         """Forget a request, which never started, or whose end is not for this flight to judge."""
         self.pending.pop(request, None)
         if not self.pending:
-            self.tell(None)
+            self.notify(None)
 
     cdef int leave(self, object request, bint failed, uint64_t nbytes) except -1:
         """Take note that a request is over."""
@@ -45,12 +45,12 @@ cdef class Flight:
             self.landed += 1
             self.landed_bytes += nbytes
         if failed:
-            self.tell(request)
+            self.notify(request)
         elif not self.pending:
-            self.tell(None)
+            self.notify(None)
         return 0
 
-    cdef int tell(self, object request) except -1:
+    cdef int notify(self, object request) except -1:
         if self.changed is None:
             return 0
         # It is its owner's: a mistake in it must not keep others from hearing of this end.

@@ -34,7 +34,7 @@ cdef void mailbox_detach(Mailbox* self) noexcept nogil:
                 self.unsure = slot
     self.credits_in_flight = 0
     # What was told of our consumption may be lost; it is a running total, so telling it again does no harm.
-    self.advertised = self.told_floor = 0
+    self.advertised = self.advertised_floor = 0
     self.channel = NULL
 
 

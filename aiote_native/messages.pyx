@@ -173,7 +173,7 @@ cdef int post_slot(State* state, Mailbox* self, Slot* slot) noexcept nogil:
         state.refused += 1
         return code
     self.advertised = self.consumed
-    self.told_floor = self.floor
+    self.advertised_floor = self.floor
     self.channel.outstanding += 1
     if self.channel.waiting != NULL:
         self.channel.waiting[0] = self.channel.outstanding
@@ -217,7 +217,7 @@ cdef void send_queued(State* state, Mailbox* self) noexcept nogil:
 cdef void send_credits(State* state, Mailbox* self) noexcept nogil:
     cdef uint64_t owed = self.consumed - self.advertised
     cdef int code
-    if (owed * 2 < self.slots and (self.floor - self.told_floor) * 2 < self.slots
+    if (owed * 2 < self.slots and (self.floor - self.advertised_floor) * 2 < self.slots
             or self.credits_in_flight >= CREDIT_SLOTS):
         return
     code = post_message(state, self, CREDITS, NULL, 0, NULL)
@@ -245,7 +245,7 @@ cdef void mailbox_pump(State* state, Mailbox* self) noexcept nogil:
         send_again(state, self)
     if self.head != NULL:
         send_queued(state, self)
-    if self.consumed != self.advertised or self.floor != self.told_floor:
+    if self.consumed != self.advertised or self.floor != self.advertised_floor:
         send_credits(state, self)
 
 

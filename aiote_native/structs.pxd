@@ -299,7 +299,7 @@ cdef struct Mailbox:
     uint64_t numbered
     uint64_t top
     uint64_t floor       # all up to this one have come
-    uint64_t told_floor  # and the peer was told so up to this one
+    uint64_t advertised_floor  # and the peer was told so up to this one
     uint64_t peer_floor  # what the peer has told of ours
     uint64_t* seen       # seen[n % slots] is n when message n has come
     Slot* unsure         # sent, and not known to have arrived

@@ -133,14 +133,14 @@ class ControlConnection:
         try:
             while not self.protocol.over:
                 data = await self._stream.receive(READ_BYTES)
-                self._tell(self.protocol.receive(data))
+                self._emit(self.protocol.receive(data))
                 self.flush()
                 if self.protocol.over:
                     self.end("it ended the connection")
         except anyio.EndOfStream:
             self._eof()
         except ControlError as error:
-            self._tell(error.events)
+            self._emit(error.events)
             self.flush()
             self.end(f"it broke the protocol: {error}")
         except (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError, ssl.SSLError) as error:
@@ -149,7 +149,7 @@ class ControlConnection:
             self._deaf = True
             self._changed.set()
 
-    def _tell(self, events: Iterable[Event]) -> None:
+    def _emit(self, events: Iterable[Event]) -> None:
         for event in events:
             self._farewell = self._farewell or (isinstance(event, MessageReceived) and isinstance(event.message, Bye))
             if self.on_event is not None:

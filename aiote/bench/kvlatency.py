@@ -161,11 +161,11 @@ def _lose(pair: Pair, job: Job, number: int) -> float:
     """Cancel one request whose prefiller is sent a signal; return the milliseconds, less than 0 where it was over."""
     line = job.line("lost", 1, signal=number)
     for side in (pair.target, pair.initiator):
-        side.tell(line)
-        side.hear()
+        side.send(line)
+        side.receive()
     for side in (pair.target, pair.initiator):
-        side.tell("go")
-    return float(pair.initiator.hear()["max_us"]) / 1000
+        side.send("go")
+    return float(pair.initiator.receive()["max_us"]) / 1000
 
 
 def lost_pages(

@@ -167,7 +167,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _say(answer: dict[str, Any]) -> None:
+def _write_answer(answer: dict[str, Any]) -> None:
     print(json.dumps(answer), flush=True)
 
 
@@ -181,16 +181,16 @@ def _obey(runner: Runner, line: str) -> None:
     word, _, rest = line.partition(" ")
     if word == "peer":
         runner.peer = rest.strip()
-        _say({"ready": True})
+        _write_answer({"ready": True})
     elif word == "run":
         try:
             runner.prepare(Work.parse(line))
         except WorkerError as refusal:
-            _say({"unsupported": str(refusal)})
+            _write_answer({"unsupported": str(refusal)})
         else:
-            _say({"prepared": True})
+            _write_answer({"prepared": True})
     elif word == "go":
-        _say(runner.go())
+        _write_answer(runner.go())
 
 
 def main() -> int:
@@ -205,13 +205,13 @@ def main() -> int:
     runner = None
     try:
         runner = Runner(arguments)
-        _say({"address": f"127.0.0.1:{runner.tcp_port}", "library": _version()})
+        _write_answer({"address": f"127.0.0.1:{runner.tcp_port}", "library": _version()})
         for line in sys.stdin:
             if line.strip() == "quit":
                 break
             _obey(runner, line.strip())
     except (WorkerError, BenchError, subprocess.TimeoutExpired, OSError, ValueError) as error:
-        _say({"error": f"{type(error).__name__}: {error}"})
+        _write_answer({"error": f"{type(error).__name__}: {error}"})
         return 1
     finally:
         if runner is not None:

@@ -22,7 +22,7 @@ from aiote.bench.sides import PATIENCE_S, BenchError, Lines, LocalSide
 if TYPE_CHECKING:
     from aiote.bench.contestants import Setting
 
-__all__ = ["PORT", "Listener", "RemoteSide", "WorkerConnection", "parse_place", "serve_one", "told"]
+__all__ = ["PORT", "Listener", "RemoteSide", "WorkerConnection", "parse_place", "parse_request", "serve_one"]
 
 PORT = 18515
 LINE_BYTES = 1 << 16
@@ -55,14 +55,14 @@ class RemoteSide:
         self._sock = sock
         self._lines = Lines(name, sock)
 
-    def tell(self, line: str) -> None:
+    def send(self, line: str) -> None:
         """Send a line. Raises BenchError when the connection is gone."""
         try:
             self._sock.sendall(f"{line}\n".encode())
         except OSError as error:
             raise BenchError(f"{self.name}: {error}") from error
 
-    def hear(self, patience: float = PATIENCE_S) -> dict[str, Any]:
+    def receive(self, patience: float = PATIENCE_S) -> dict[str, Any]:
         """Return its next answer."""
         return self._lines.next(patience)
 
@@ -99,11 +99,11 @@ class WorkerConnection:
         # A library's path here says nothing about the other machine: it takes its own.
         fields = {**dataclasses.asdict(setting), "kind": kind}
         del fields["library"]
-        side.tell(json.dumps(fields))
+        side.send(json.dumps(fields))
         return side
 
 
-def told(line: bytes) -> tuple[str, dict[str, Any]]:
+def parse_request(line: bytes) -> tuple[str, dict[str, Any]]:
     """Read what the other machine asks for: the kind of worker and its setting. Raises BenchError for anything else."""
     try:
         fields = json.loads(line)
@@ -157,7 +157,7 @@ def serve_one(sock: socket.socket, command: Command) -> str:
     if not line:
         return ""
     try:
-        kind, fields = told(line)
+        kind, fields = parse_request(line)
         words = command(kind, fields, sock.getsockname()[0])
     except BenchError as error:
         with contextlib.suppress(OSError):

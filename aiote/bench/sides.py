@@ -33,8 +33,8 @@ class Side(Protocol):
 
     name: str
 
-    def tell(self, line: str) -> None: ...
-    def hear(self, patience: float = PATIENCE_S) -> dict[str, Any]: ...
+    def send(self, line: str) -> None: ...
+    def receive(self, patience: float = PATIENCE_S) -> dict[str, Any]: ...
     def close(self) -> None: ...
 
 
@@ -91,7 +91,7 @@ class LocalSide:
         assert self._process.stdout is not None
         self._lines = Lines(name, self._process.stdout)
 
-    def tell(self, line: str) -> None:
+    def send(self, line: str) -> None:
         """Send a line. Raises BenchError when the worker is gone."""
         assert self._process.stdin is not None
         try:
@@ -102,7 +102,7 @@ class LocalSide:
             self._lines.next(1.0)
             raise BenchError(f"{self.name}: ended") from None
 
-    def hear(self, patience: float = PATIENCE_S) -> dict[str, Any]:
+    def receive(self, patience: float = PATIENCE_S) -> dict[str, Any]:
         """Return its next answer."""
         return self._lines.next(patience)
 
@@ -160,31 +160,31 @@ class Pair:
 
     def meet(self) -> None:
         """Have them connect."""
-        cards = {side: side.hear() for side in (self.target, self.initiator)}
+        cards = {side: side.receive() for side in (self.target, self.initiator)}
         self.library = str(cards[self.initiator].get("library", ""))
-        self.target.tell(f"peer {cards[self.initiator]['address']}")
-        self.initiator.tell(f"peer {cards[self.target]['address']}")
+        self.target.send(f"peer {cards[self.initiator]['address']}")
+        self.initiator.send(f"peer {cards[self.target]['address']}")
         for side in (self.target, self.initiator):
-            side.hear()
+            side.receive()
 
     def run(self, line: str) -> tuple[dict[str, Any], dict[str, Any]]:
         """Do one run and return the results of initiator and target. Raises BenchError, Unsupported."""
         sides = self.target, self.initiator
         for side in sides:
-            side.tell(line)
+            side.send(line)
         refusals: list[Unsupported] = []
         for side in sides:
             # Both are heard, so that what the second says is not taken for the answer to the next line.
             try:
-                side.hear()
+                side.receive()
             except Unsupported as refusal:
                 refusals.append(refusal)
         if refusals:
             raise refusals[0]
         for side in sides:
-            side.tell("go")
-        result = self.initiator.hear()
-        return result, self.target.hear()
+            side.send("go")
+        result = self.initiator.receive()
+        return result, self.target.receive()
 
     def close(self) -> None:
         """End both."""

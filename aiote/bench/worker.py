@@ -25,7 +25,7 @@ HEARTBEAT_LIMIT_S = 30.0
 """Filling and comparing a quarter of a gigabyte holds the loop, for seconds where others use the processors."""
 
 
-def say(answer: dict[str, Any]) -> None:
+def write_answer(answer: dict[str, Any]) -> None:
     """Print one line of the protocol."""
     print(json.dumps(answer), flush=True)
 
@@ -55,19 +55,19 @@ class Side:
         descriptor = bytes.fromhex(text)
         self.arena.meet(descriptor)
         await self.arena.engine.connect(self.arena.there.owner)
-        say({"ready": True})
+        write_answer({"ready": True})
 
     def prepare(self, work: Work) -> None:
         """Get ready for a run."""
         self.arena.prepare(work, fills=self.is_target == (work.op == "read"))
         self.work = work
         gc.collect()
-        say({"prepared": True})
+        write_answer({"prepared": True})
 
     async def go(self) -> None:
         """Do the run that was prepared."""
         assert self.work is not None
-        say(await (serve if self.is_target else initiate)(self.arena, self.work))
+        write_answer(await (serve if self.is_target else initiate)(self.arena, self.work))
 
     async def obey(self, line: str) -> bool:
         """Do what a line says; False when it is to end."""
@@ -88,7 +88,7 @@ async def drive(arguments: argparse.Namespace) -> None:
     lines = anyio.wrap_file(sys.stdin)
     async with aiote.open_engine(arguments.provider, rails=rails, config=settings(arguments)) as engine:
         side = Side(arguments, Arena(engine, arguments.arena))
-        say({"address": side.arena.region.descriptor.hex(), "library": engine.rails[0].library})
+        write_answer({"address": side.arena.region.descriptor.hex(), "library": engine.rails[0].library})
         while (line := (await lines.readline()).strip()) and await side.obey(line):
             pass
 
@@ -134,7 +134,7 @@ def main() -> int:
         # The coroutines of a window fail together, and alike.
         while isinstance(error, ExceptionGroup):
             error = error.exceptions[0]
-        say({"error": f"{type(error).__name__}: {error}"})
+        write_answer({"error": f"{type(error).__name__}: {error}"})
         return 1
     return 0
 

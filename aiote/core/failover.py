@@ -373,12 +373,12 @@ class ChannelStates:
             return []
         if channel.state not in (SHUTTING, LEAVING):
             raise UsageError(f"channel {k} is {channel.state.value}: it was not to be shut")
-        told: list[Action] = [SendRailDown(k, channel.generation, channel.reason)]
+        actions: list[Action] = [SendRailDown(k, channel.generation, channel.reason)]
         if channel.state is SHUTTING:
             channel.state = SHUT
-            return told
+            return actions
         channel.state = EXCHANGING
-        return [*told, SendArrivals(k, channel.generation)]
+        return [*actions, SendArrivals(k, channel.generation)]
 
     def on_rail_down(self, k: int, generation: int, reason: str, now: float) -> list[Action]:
         """Take the peer's RailDown."""

@@ -62,7 +62,7 @@ class _Stream:
         self.stream, self.run = update.stream, update.run
         self.expected = 0
         self.complete = False
-        self.told: set[str] = set()
+        self.listed: set[str] = set()
 
 
 class EmbeddedRegistry:
@@ -140,11 +140,11 @@ class EmbeddedRegistry:
     async def join(self, member: Member) -> AsyncIterator[HeldRegistration]:
         """Register a member for the length of an `async with`. See `Registry.join`."""
         self._require_open()
-        registration = HeldRegistration(member, self._numbers, self._say_soon)
+        registration = HeldRegistration(member, self._numbers, self._announce_soon)
         await claim(self._registrations, registration)
         try:
             self._require_open()
-            self._say_soon()
+            self._announce_soon()
             await registration.resolved()
             yield registration
         finally:
@@ -200,7 +200,7 @@ class EmbeddedRegistry:
 
     # What is said to the server.
 
-    def _say_soon(self) -> None:
+    def _announce_soon(self) -> None:
         self._poked = True
         self._poke.ring()
 
@@ -245,12 +245,12 @@ class EmbeddedRegistry:
         self._begin()
         while True:
             self._gap = False
-            await self._say_all(peer)
+            await self._announce_all(peer)
             until = anyio.current_time() + self._lease_s / RENEWALS
             while (left := until - anyio.current_time()) > 0:
                 with anyio.move_on_after(left):
                     await self._poked_again()
-                    await self._say_news(peer)
+                    await self._announce_changes(peer)
             self._forget_doubtful()
             if anyio.current_time() - self._heard > self._lease_s:
                 raise RegistryError(f"nothing was heard of the registry at {address} for {self._lease_s} s")
@@ -263,26 +263,26 @@ class EmbeddedRegistry:
         self._stream = None
         self._heard = anyio.current_time()
         for registration in self._registrations.values():
-            registration.told = 0
+            registration.sent = 0
 
     async def _poked_again(self) -> None:
         while not self._poked:
             await self._poke.wait()
 
-    async def _say_all(self, peer: aiote.Peer) -> None:
-        await self._say(peer, Subscribe(self._session, self._subscription, self._lease_ms))
+    async def _announce_all(self, peer: aiote.Peer) -> None:
+        await self._send(peer, Subscribe(self._session, self._subscription, self._lease_ms))
         for registration in self._registrations.values():
-            registration.told = 0
-        await self._say_news(peer)
+            registration.sent = 0
+        await self._announce_changes(peer)
 
-    async def _say_news(self, peer: aiote.Peer) -> None:
+    async def _announce_changes(self, peer: aiote.Peer) -> None:
         self._poked = False
         for registration in tuple(self._registrations.values()):
-            if registration.told < registration.number and not (registration.lost or registration.leaving):
-                number, registration.told = registration.number, registration.number
-                await self._say(peer, Announce(self._session, number, self._lease_ms, registration.member))
+            if registration.sent < registration.number and not (registration.lost or registration.leaving):
+                number, registration.sent = registration.number, registration.number
+                await self._send(peer, Announce(self._session, number, self._lease_ms, registration.member))
 
-    async def _say(self, peer: aiote.Peer, message: ToRegistry) -> None:
+    async def _send(self, peer: aiote.Peer, message: ToRegistry) -> None:
         with anyio.move_on_after(self._lease_s) as patience:
             await self._mailroom.engine.send(peer, encode(message))
         if patience.cancelled_caught:
@@ -331,7 +331,7 @@ class EmbeddedRegistry:
 
     def _enter(self, stream: _Stream, entry: Entry) -> None:
         if not stream.complete:
-            stream.told.add(entry.name)
+            stream.listed.add(entry.name)
         self._doubtful.pop(entry.name, None)
         if entry.member is None:
             self._drop(entry.name)
@@ -342,13 +342,13 @@ class EmbeddedRegistry:
     def _completed(self, stream: _Stream) -> None:
         """Everything was told. What was not is gone if it is the same server, and in doubt if it is a new one."""
         now = anyio.current_time()
-        for name in self._roster.known.keys() - stream.told:
+        for name in self._roster.known.keys() - stream.listed:
             if stream.run != self._run:
                 self._doubtful.setdefault(name, now + self._leases[name] + RETRY_MOST_S)
             elif name not in self._doubtful:
                 self._drop(name)
         stream.complete = True
-        stream.told.clear()
+        stream.listed.clear()
         self._run = stream.run
         self._progress.ring()
 

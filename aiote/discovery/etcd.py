@@ -33,8 +33,8 @@ from .etcd_gateway import (
     number,
     packed,
     prefix_end,
+    printable,
     records,
-    told,
     unpacked,
 )
 from .membership import Member, MemberEvent, RegistryError, Roster, check_lease
@@ -69,7 +69,7 @@ class _EtcdRegistration(HeldRegistration):
 
     def put_again(self) -> None:
         """Have its key written once more: it is not there, as where somebody has deleted it, though the lease lives."""
-        self.told = 0
+        self.sent = 0
         self.missing += 1
         self.bell.ring()
 
@@ -250,17 +250,17 @@ class EtcdRegistry:
         with anyio.move_on_after(WATCH_S):
             async with aclosing(self._gateway.stream("/v3/watch", {"create_request": create})) as answers:
                 async for answer in answers:
-                    self._hear(answer, revision)
+                    self._apply_watch(answer, revision)
             raise EtcdError(f"{self._gateway.endpoint} has ended the watch")
         if not self.in_touch:
             raise EtcdError(f"{self._gateway.endpoint} has not begun to watch within {WATCH_S} s")
 
-    def _hear(self, answer: Mapping[str, Any], begun_after: int) -> None:
+    def _apply_watch(self, answer: Mapping[str, Any], begun_after: int) -> None:
         revision = number(answer, "header", "revision")
         if answer.get("canceled"):
             compacted = number(answer, "compact_revision")
             raise EtcdError(
-                f"the watch was cancelled: {told(answer.get('cancel_reason'))}", OUT_OF_RANGE if compacted else 14
+                f"the watch was cancelled: {printable(answer.get('cancel_reason'))}", OUT_OF_RANGE if compacted else 14
             )
         if answer.get("created"):
             if revision < begun_after:
@@ -320,7 +320,7 @@ class EtcdRegistry:
                 await self._write(registration)
                 pause = RETRY_LEAST_S
                 with anyio.move_on_after(registration.ttl_s / 3):
-                    while registration.told == registration.number and not registration.lost:
+                    while registration.sent == registration.number and not registration.lost:
                         await registration.bell.wait()
             except EtcdError as error:
                 if error.permanent and not registration.taken:
@@ -339,7 +339,7 @@ class EtcdRegistry:
                 return
             registration.lease = 0
         answer = await self._gateway.call("/v3/lease/grant", {"TTL": str(self._ttl_s)}, self._ttl_s)
-        registration.lease, registration.ttl_s, registration.told = (
+        registration.lease, registration.ttl_s, registration.sent = (
             number(answer, "ID"),
             float(number(answer, "TTL")),
             0,
@@ -349,7 +349,7 @@ class EtcdRegistry:
         """Write what has changed, unless the name is another's by right."""
         key = packed(self._prefix + registration.member.name.encode())
         for _ in range(TRIES):
-            if registration.told == registration.number:
+            if registration.sent == registration.number:
                 return
             answer = await self._gateway.call("/v3/kv/range", {"key": key}, registration.ttl_s)
             present = next(iter(records(answer, "kvs")), {})
@@ -373,7 +373,7 @@ class EtcdRegistry:
                 if (
                     registration.missing == missing
                 ):  # else it may be missing again: news of it may be faster than answers
-                    registration.told = change
+                    registration.sent = change
                     return
         raise EtcdError(f"{registration.member.name}: the key changed {TRIES} times while it was to be written")
 

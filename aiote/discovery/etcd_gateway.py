@@ -24,7 +24,18 @@ from .membership import RegistryError
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["EtcdError", "Gateway", "Lines", "checked", "number", "packed", "prefix_end", "records", "told", "unpacked"]
+__all__ = [
+    "EtcdError",
+    "Gateway",
+    "Lines",
+    "checked",
+    "number",
+    "packed",
+    "prefix_end",
+    "printable",
+    "records",
+    "unpacked",
+]
 
 REQUEST_S = 3.0
 ANSWER_BYTES = 4 << 20
@@ -241,7 +252,7 @@ def checked(path: str, status: int, content: bytes) -> dict[str, Any]:
         details = trouble if isinstance(trouble, dict) else answer
         likely = OF_STATUS.get(status, UNKNOWN if status < 500 else 14)
         code = details.get("code", details.get("grpc_code", likely))
-        said = told(details.get("message") or trouble)
+        said = printable(details.get("message") or trouble)
         raise EtcdError(f"{path}: {said}", code if isinstance(code, int) else UNKNOWN)
     result = answer.get("result", answer)
     return result if isinstance(result, dict) else {}
@@ -257,7 +268,7 @@ def number(answer: Mapping[str, Any], *path: str) -> int:
         if not _INTEGERS[0] <= found <= _INTEGERS[1]:
             raise ValueError("more than 64 bits")
     except (TypeError, ValueError, OverflowError) as error:
-        raise EtcdError(f"{'.'.join(path)}: an integer expected, got {told(value)}") from error
+        raise EtcdError(f"{'.'.join(path)}: an integer expected, got {printable(value)}") from error
     return found
 
 
@@ -265,11 +276,11 @@ def records(answer: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
     """Return the list of objects under a key; what is left out of an answer is empty. Raises EtcdError."""
     found = answer.get(key) or []
     if not isinstance(found, list) or not all(isinstance(one, Mapping) for one in found):
-        raise EtcdError(f"{key}: a list of objects expected, got {told(found)}")
+        raise EtcdError(f"{key}: a list of objects expected, got {printable(found)}")
     return found
 
 
-def told(value: object) -> str:
+def printable(value: object) -> str:
     """Return what an error says of a value: of what is nested only that, for it may be so without end."""
     return str(value)[:TEXT] if isinstance(value, str | int | float | None) else type(value).__name__
 
@@ -283,7 +294,7 @@ def unpacked(text: object) -> bytes:
     """Return the bytes that the gateway wrote. Raises EtcdError."""
     try:
         if not isinstance(text, str):
-            raise ValueError(told(text))
+            raise ValueError(printable(text))
         return base64.b64decode(text, validate=True)
     except ValueError as error:
         raise EtcdError(f"no base64: {error}") from error

@@ -4,8 +4,8 @@ A member is one engine that takes part, under a name. Its *incarnation* tells th
 takes the name over, and watchers are told that the old one has left and the new one has joined.
 
 `Roster` is what one program knows of the members. It knows neither where that comes from nor any clock. Those who watch
-it are told differences between what they were told and what is so: one who is slow misses what came and went in the
-meantime, and costs one entry for each name, never a backlog.
+it get the differences between what was reported to them and what is so: one who is slow misses what came and went in
+the meantime, and costs one entry for each name, never a backlog.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _is_integer(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MemberEvent:
-    """What happened to a member; with "left" it is as it was last told."""
+    """What happened to a member; with "left" it is as it was last reported."""
 
     kind: EventKind
     member: Member
@@ -132,13 +132,13 @@ class Watch(AsyncIterator[MemberEvent]):
 
     def __init__(self, roster: Roster, bell: Bell) -> None:
         self._roster = roster
-        self._told: dict[str, Member] = {}
+        self._reported: dict[str, Member] = {}
         self._pending: dict[str, None] = dict.fromkeys(roster.known)
         self._bell = bell
 
     def note(self, name: str) -> None:
         """Take note that something may have changed about a name."""
-        if name in self._told or name in self._roster.known:
+        if name in self._reported or name in self._roster.known:
             self._pending[name] = None
         else:
             self._pending.pop(name, None)
@@ -152,16 +152,16 @@ class Watch(AsyncIterator[MemberEvent]):
         """Return what there is to tell next, or None."""
         while self._pending:
             name = next(iter(self._pending))
-            told, known = self._told.get(name), self._roster.known.get(name)
-            if told is not None and (known is None or known.incarnation != told.incarnation):
-                del self._told[name]
+            reported, known = self._reported.get(name), self._roster.known.get(name)
+            if reported is not None and (known is None or known.incarnation != reported.incarnation):
+                del self._reported[name]
                 if known is None:
                     del self._pending[name]
-                return MemberEvent("left", told)
+                return MemberEvent("left", reported)
             del self._pending[name]
-            if known is not None and known != told:
-                self._told[name] = known
-                return MemberEvent("joined" if told is None else "changed", known)
+            if known is not None and known != reported:
+                self._reported[name] = known
+                return MemberEvent("joined" if reported is None else "changed", known)
         return None
 
     async def wait(self) -> None:
@@ -218,7 +218,7 @@ class Roster:
         return tuple(replace(member, stale=True) for member in self.known.values())
 
     def close(self) -> None:
-        """End every watch, once it has told what there is to tell."""
+        """End every watch, once it has reported what there is to tell."""
         self.closed = True
         for watch in tuple(self._watches.values()):
             watch.wake()

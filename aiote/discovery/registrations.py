@@ -20,14 +20,14 @@ class HeldRegistration:
     """A registration with a registry that is elsewhere. Each change has a number, of `numbers`, which grow; `changed`
     is called when there is one to be told.
 
-    `told` is the number that was last sent: for whoever sends.
+    `sent` is the number that was last sent: for whoever sends.
     """
 
     def __init__(self, member: Member, numbers: Iterator[int], changed: Callable[[], object]) -> None:
         self.member = member
         self.lost = ""
         self.first = self.number = next(numbers)
-        self.told = 0
+        self.sent = 0
         self._numbers = numbers
         self.taken = 0
         self.leaving = False

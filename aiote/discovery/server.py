@@ -60,7 +60,7 @@ class _Client:
         self.session, self.subscription = message.session, message.subscription
         self.lease_s = message.lease_ms / 1000
         self.peer = peer
-        self.heard = now
+        self.last_heard = now
         self.asked = True
         self.bell = Bell()
         self.watch = roster.watch(self.bell)
@@ -262,7 +262,7 @@ class RegistryServer:
     def _subscribed(self, message: Subscribe, peer: aiote.Peer) -> None:
         client = self._clients.get(message.session)
         if client is not None and message.subscription == client.subscription:
-            client.heard = self.now()
+            client.last_heard = self.now()
             client.asked = True
             client.bell.ring()
             return
@@ -300,7 +300,7 @@ class RegistryServer:
                     await client.bell.wait()
                 else:
                     await self._mailroom.engine.send(client.peer, encode(update))
-            silent = self.now() - client.heard >= client.lease_s * SILENT_LEASES
+            silent = self.now() - client.last_heard >= client.lease_s * SILENT_LEASES
             if silent or (patience.cancelled_caught and update is not None):
                 return
 

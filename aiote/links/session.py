@@ -91,7 +91,7 @@ class SessionHost(Protocol):
         self,
         session: Session,
         connection: Connection | None,
-        told: Address,
+        claimed: Address,
         identity: bytes,
         incarnation: int,
         role: Role,
@@ -131,7 +131,7 @@ class Session:
         self.who: tuple[bytes, int] | None = None
         self._verdict: SessionOver | None = None
         self._probing = False
-        self._told_void = False
+        self._void_leases_sent = False
         self._revoking: set[int] = set()
         self._given_back = aio.Signal(runtime.loop)
         self._joining = Joining(runtime, self._control, self._arrived)
@@ -337,7 +337,7 @@ class Session:
         runtime = self._runtime
         pairs = pair(runtime, connection, offer, self._role)
         # From here on a revocation has to be told by itself.
-        self._told_void = True
+        self._void_leases_sent = True
         for low, high in self._host.void_leases(connection.key):
             self._control.send(Revoke(0, low, high))
         for mine, remote in pairs:
@@ -373,7 +373,7 @@ class Session:
 
     async def revoke(self, lease: int, low: int, high: int) -> None:
         """Return when the peer has nothing under way through a lease and starts nothing, or its channels are closed."""
-        if not self._told_void:
+        if not self._void_leases_sent:
             # It is told with all that is void before the first channel is opened.
             return
         limit = self._runtime.config.drain_timeout

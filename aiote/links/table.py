@@ -169,7 +169,7 @@ class ConnectionTable:
         name, left = f"to {address.host}:{address.port}", connection.deadline - self._runtime.loop.time()
         session = Session(self._runtime, self, stream[0], protocol, connection, name, left)
         try:
-            await self._hear_out(session)
+            await self._run_session(session)
         except SessionOver as over:
             known = self._connections.get(session.who) if session.who is not None else None
             if over.busy and known is not None and known is not connection and known.connected:
@@ -178,7 +178,7 @@ class ConnectionTable:
             raise
 
     async def _on_connection(self, stream: ByteStream, pending: PendingConnection) -> None:
-        """Hear out whoever connects to us."""
+        """Serve whoever connects to us."""
         if self._ending:
             await stream.aclose()
             return
@@ -189,14 +189,14 @@ class ConnectionTable:
         pending.end = session.end
         self._pending[session] = pending
         try:
-            await self._hear_out(session)
+            await self._run_session(session)
         except SessionOver as over:
             if not over.busy:
                 self._refused(str(over))
         finally:
             self._pending.pop(session, None)
 
-    async def _hear_out(self, session: Session) -> None:
+    async def _run_session(self, session: Session) -> None:
         self._sessions[session] = None
         reason, busy, kind = "its engine was closed", False, PeerError
         try:
@@ -222,7 +222,7 @@ class ConnectionTable:
         self,
         session: Session,
         connection: Connection | None,
-        told: Address,
+        claimed: Address,
         identity: bytes,
         incarnation: int,
         role: Role,
@@ -234,7 +234,7 @@ class ConnectionTable:
         pending = self._pending.pop(session, None)
         if pending is not None:
             self._listener.proven(pending)
-        address = Address(told.host, told.port, identity, incarnation)
+        address = Address(claimed.host, claimed.port, identity, incarnation)
         initiator = self._runtime.address.identity if role is Role.INITIATOR else identity
         if any(other.connected and other.newer_than(identity, incarnation) for other in self._connections.values()):
             raise PeerRefusedError(str(address), "it was restarted: a newer incarnation of it is connected")

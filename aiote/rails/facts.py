@@ -296,13 +296,13 @@ def _exempt(status: str, uid_map: str) -> bool:
 
 def _shm_bytes() -> int | None:
     try:
-        told = os.statvfs(SHARED_MEMORY)
+        status = os.statvfs(SHARED_MEMORY)
     except FileNotFoundError:
         return 0
     except OSError:
         return None
     # A file system without a limit says 0.
-    return told.f_blocks * told.f_frsize or None
+    return status.f_blocks * status.f_frsize or None
 
 
 def _libfabric_error(library: str) -> str:

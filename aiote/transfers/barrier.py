@@ -45,13 +45,13 @@ async def barrier(counters: Counters, group: PeerGroup, imm: int) -> None:
     try:
         await group_room(group)
         await submit_scatter(group.runtime, group, targets, imm_of_round)
-        await _hear_all(counter, group.connections)
+        await _wait_for_all(counter, group.connections)
     finally:
         counter.release()
     group.rounds[value] = turn + 1
 
 
-async def _hear_all(counter: Counter, peers: tuple[Destination, ...]) -> None:
+async def _wait_for_all(counter: Counter, peers: tuple[Destination, ...]) -> None:
     """Wait for an immediate of each peer. Raises PeerError when one is lost before all have come."""
 
     def lost() -> PeerError | None:

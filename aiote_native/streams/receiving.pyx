@@ -122,7 +122,7 @@ cdef int refuse(Stream* self, int status) noexcept nogil:
     self.refusals += 1
     work.frame.kind = FRAME_DONE
     work.frame.status = status
-    work.frame.done = self.told = self.received
+    work.frame.done = self.acknowledged = self.received
     append(&self.urgent, work)
     return 0
 
@@ -310,7 +310,7 @@ cdef int receive(Stream* self, Completion* out, int capacity) noexcept nogil:
     # has closed, or has given way to another connection of ours.
     if got or self.broken == 0:
         return got
-    self.told_broken = True
+    self.reported_broken = True
     return self.broken if self.broken == -EPROTO or self.outstanding else 0
 
 

@@ -133,7 +133,7 @@ cdef long ring_receive(void* stream, const iovec* vectors, int count) noexcept n
 cdef int ring_arm(void* impl) noexcept nogil:
     """Wake-ups tell of what comes and of room; nothing tells of what was only put off, or broke a push."""
     cdef const Stream* stream = &(<RingStream*> impl).stream
-    return 1 if stream.paused or (stream.broken and not stream.told_broken) else 0
+    return 1 if stream.paused or (stream.broken and not stream.reported_broken) else 0
 
 
 cdef void unmap(Ring** ring) noexcept nogil:

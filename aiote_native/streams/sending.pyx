@@ -39,13 +39,13 @@ cdef Work* next_work(Stream* self) noexcept nogil:
         return work
     work = take_first(&self.queue)
     if work == NULL:
-        if self.received == self.told:
+        if self.received == self.acknowledged:
             return NULL
         work = new_work(self)
         if work == NULL:
             return NULL
         work.frame.kind = FRAME_DONE
-    work.frame.done = self.told = self.received
+    work.frame.done = self.acknowledged = self.received
     return work
 
 
@@ -147,7 +147,7 @@ cdef void advance_sent(Stream* self, uint64_t bytes) noexcept nogil:
 cdef bint has_more(const Stream* self) noexcept nogil:
     """Whether there is something for the wire to take."""
     return (self.begun.head != NULL or self.queue.head != NULL or self.urgent.head != NULL
-            or self.received != self.told)
+            or self.received != self.acknowledged)
 
 
 cdef int trim(iovec* vectors, int count, uint64_t* total, uint64_t most) noexcept nogil:

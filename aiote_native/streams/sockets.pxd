@@ -20,8 +20,8 @@ cdef struct SocketStream:
     int unstaged           # of these those that were taken out
     unsigned int watched   # what epoll looks for on `fd`
     int candidates[CANDIDATES]
-    int said[CANDIDATES]   # bytes of the token that each has sent
-    char heard[CANDIDATES][TOKEN_BYTES]
+    int token_bytes[CANDIDATES]  # that each has sent of its token
+    char tokens[CANDIDATES][TOKEN_BYTES]
     int next_candidate
     char own_token[TOKEN_BYTES]
     char peer_token[TOKEN_BYTES]

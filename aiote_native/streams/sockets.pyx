@@ -134,15 +134,15 @@ cdef int send_token(SocketStream* self) noexcept nogil:
 
 cdef int receive_token(SocketStream* self, int fd, int i) noexcept nogil:
     """Hear who is there: 1 for one that says our token, 0 while it has not said all, -errno for others."""
-    cdef ssize_t got = recv(fd, self.heard[i] + self.said[i], TOKEN_BYTES - self.said[i], MSG_DONTWAIT)
+    cdef ssize_t got = recv(fd, self.tokens[i] + self.token_bytes[i], TOKEN_BYTES - self.token_bytes[i], MSG_DONTWAIT)
     if got < 0:
         return 0 if errno in (EAGAIN, EINTR) else -errno
     if got == 0:
         return -ECONNRESET
-    self.said[i] += <int> got
-    if self.said[i] < TOKEN_BYTES:
+    self.token_bytes[i] += <int> got
+    if self.token_bytes[i] < TOKEN_BYTES:
         return 0
-    return 1 if memcmp(self.heard[i], self.own_token, TOKEN_BYTES) == 0 else -EPROTO
+    return 1 if memcmp(self.tokens[i], self.own_token, TOKEN_BYTES) == 0 else -EPROTO
 
 
 cdef int continue_connect(SocketStream* self) noexcept nogil:
@@ -174,7 +174,7 @@ cdef void accept_candidates(SocketStream* self) noexcept nogil:
         self.next_candidate = (i + 1) % CANDIDATES
         shut_fd(self, &self.candidates[i])
         self.candidates[i] = fd
-        self.said[i] = 0
+        self.token_bytes[i] = 0
         if watch(self, EPOLL_CTL_ADD, fd, EPOLLIN) < 0:
             shut_fd(self, &self.candidates[i])
     for i in range(CANDIDATES):
@@ -283,7 +283,7 @@ cdef int socket_arm(void* impl) noexcept nogil:
     elif self.stream.broken:
         # A connection that is over would wake who waits for good. What broke in a push a poll has to tell of.
         shut_fd(self, &self.fd)
-        code = not self.stream.told_broken
+        code = not self.stream.reported_broken
     pthread_mutex_unlock(&self.stream.registry.lock)
     return 1 if code else 0
 

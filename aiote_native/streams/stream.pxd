@@ -102,7 +102,7 @@ cdef struct Stream:
     bint connected
     bint closed
     int broken           # the -errno for which nothing moves any more
-    bint told_broken     # a poll has come by it
+    bint reported_broken  # by a poll
     # sending: not begun (what is urgent before the rest), begun, sent and not over
     WorkList urgent
     WorkList queue
@@ -111,11 +111,11 @@ cdef struct Stream:
     WorkList unread
     Work* spare
     uint32_t outstanding
-    uint32_t refusals    # requests of the peer's that were refused, which it was not told yet
+    uint32_t refusals    # requests of the peer's that were refused, which it does not know yet
     bint paused          # the last push ended for its budget, not for the wire
     uint64_t sent        # writes and sends that the wire has taken whole
     uint64_t confirmed   # of them those of which the peer has said that they are over
-    uint64_t ended       # of these those that were told to whoever polls
+    uint64_t ended       # of these those that a poll has reported
     uint64_t bad         # the one of them that did not end well, counted from 1
     int bad_status
     # receiving: the header, and where its bytes go
@@ -137,7 +137,7 @@ cdef struct Stream:
     WorkList receives
     uint32_t answers     # reads of the peer that are not answered yet
     uint64_t received    # writes and sends of the peer's that are over
-    uint64_t told        # of these those that it was told of
+    uint64_t acknowledged  # of these, as the peer was told
 
 cdef Memory* find_memory(const Registry* registry, uint64_t key) noexcept nogil
 cdef bint is_open(const Stream* self, const Frame* frame, bint writes) noexcept nogil

@@ -13,7 +13,7 @@ import pytest
 
 from aiote.bench.contestants import Contestant, Setting
 from aiote.bench.measure import Entry, Plan, arena_for, measure
-from aiote.bench.remote import Listener, WorkerConnection, parse_place, told
+from aiote.bench.remote import Listener, WorkerConnection, parse_place, parse_request
 from aiote.bench.sides import BenchError, LocalSide, Pair, Unsupported
 from aiote.bench.statistics import Spread
 from aiote.bench.work import Work
@@ -69,7 +69,7 @@ def test_what_is_no_answer(program, why):
     worker = side(program)
     try:
         with pytest.raises(BenchError, match=why):
-            worker.hear(0.3 if "sleep" in program else 20)
+            worker.receive(0.3 if "sleep" in program else 20)
     finally:
         worker.close()
 
@@ -78,7 +78,7 @@ def test_a_worker_that_does_not_end_is_killed():
     worker = side(
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('{}', flush=True)\ntime.sleep(60)"
     )
-    worker.hear()
+    worker.receive()
     before = time.monotonic()
     worker.close()
     assert time.monotonic() - before < 30
@@ -91,7 +91,7 @@ def test_telling_a_worker_that_is_gone_says_what_it_said_last():
     try:
         with pytest.raises(BenchError, match="out of luck"):
             for _ in range(3):
-                worker.tell("run")
+                worker.send("run")
     finally:
         worker.close()
 
@@ -196,7 +196,7 @@ def asked(**changes) -> bytes:
 
 
 def test_a_request_for_a_worker():
-    kind, fields = told(asked())
+    kind, fields = parse_request(asked())
     assert kind == "raw"
     assert Setting(**fields) == Setting("tcp", arena=4096)
 
@@ -222,7 +222,7 @@ def test_a_request_for_a_worker():
 )
 def test_what_a_listener_does_not_start(line):
     with pytest.raises(BenchError):
-        told(line)
+        parse_request(line)
 
 
 @pytest.fixture
@@ -266,7 +266,7 @@ def test_a_stranger_is_told_why_and_the_listener_goes_on(listener):
 def test_the_worker_ends_with_its_connection(listener):
     connection = WorkerConnection(*listener.server_address)
     target = connection.spawn("raw", "raw", Setting("tcp"))
-    target.hear()
+    target.receive()
     target.close()
     deadline = time.monotonic() + 60
     while "127.0.0.1: raw over tcp" not in listener.heard and time.monotonic() < deadline:

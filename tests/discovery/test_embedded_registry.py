@@ -197,7 +197,7 @@ def test_a_thousand_joins_leave_nothing_behind():
         assert len(server._leases) == 0
         kept = (here._registrations, there._leases, there._doubtful, slow._pending)
         assert sum(map(len, kept)) == 0
-        assert all(not client._answers and not client.watch._told for client in server._clients.values())
+        assert all(not client._answers and not client.watch._reported for client in server._clients.values())
         gc.collect()
         assert server._roster.watchers == 2
 

@@ -121,7 +121,7 @@ def etcd(data: bytes) -> None:
         except EtcdError as error:
             assert len(str(error)) < 1000
             continue
-        for take in (lambda answer: here._take_page(answer, {}, 0), lambda answer: here._hear(answer, 7)):
+        for take in (lambda answer: here._take_page(answer, {}, 0), lambda answer: here._apply_watch(answer, 7)):
             try:
                 take(answer)
             except EtcdError as error:
