@@ -103,11 +103,11 @@ class EngineConfig:
     silence they are lost. connect_timeout: how long making a connection may take, from the first packet until transfers
     may flow, on either side. drain_timeout: how long a cancelled transfer may take to leave the NIC before its
     connection is torn down. stripe_bytes: no stripe is made smaller than this for the sake of spreading over rails.
-    largest_message: transfers are cut in pieces of at most this, so that a cancelled one has little to wait for (0: the
-    provider's own limit). max_transfers: unfinished transfers toward one peer; beyond, awaited verbs wait for room and
-    `submit_` forms raise QueueFull. max_counters: immediates in use at once. schedule: which rail gets the next stripe
-    or page: "earliest-finish" (the one expected to carry it first) or "round-robin". verbs: settings of rails that
-    libibverbs drives. libfabric: path of libfabric.so.1.
+    largest_message: transfers are split in pieces of at most this, so that a cancelled one has little to wait for (0:
+    the provider's own limit). max_transfers: unfinished transfers toward one peer; beyond, awaited verbs wait for room
+    and `submit_` forms raise QueueFull. max_counters: immediates in use at once. schedule: which rail gets the next
+    stripe or page: "earliest-finish" (the one expected to carry it first) or "round-robin". verbs: settings of rails
+    that libibverbs drives. libfabric: path of libfabric.so.1.
     """
 
     cluster_key: bytes | None = _setting("cluster_key", None, str.encode, repr=False)

@@ -21,9 +21,9 @@ cdef enum:
     # wires, few enough to drain soon, and 40 KB for a peer however many rails there are.
     DEPTH = 256
     LEAST_DEPTH = 16
-    CUT_ROUNDS = 20_000            # polls that a cut wire is given to end what was under way, some tens of milliseconds
+    DISCONNECT_ROUNDS = 20_000     # polls in which what was under way ends after it, some tens of milliseconds
     LAST_TURNS = 64                # times that a queue is drained before its endpoint is shut
-    CUT_QUIET = 64                 # empty polls in a row that tell that nothing more comes
+    DISCONNECT_QUIET = 64          # empty polls in a row that tell that nothing more comes
 
 
 cdef Channel* new_channel(uint64_t depth, int channels) except NULL:
@@ -95,10 +95,10 @@ cdef void shut_endpoint(Progress* self, Channel* channel) noexcept nogil:
         gate_shut(channel)
     if channel.peer.greeting:
         gate_wait(channel)
-    if channel.ops.cut(channel.impl):
-        for _turn in range(CUT_ROUNDS):
+    if channel.ops.disconnect(channel.impl):
+        for _turn in range(DISCONNECT_ROUNDS):
             quiet = 0 if drain(&self.state, channel) else quiet + 1
-            if quiet >= CUT_QUIET and channel.outstanding == 0:
+            if quiet >= DISCONNECT_QUIET and channel.outstanding == 0:
                 break
     channel.open = False
     self.state.channels -= 1

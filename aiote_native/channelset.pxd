@@ -15,7 +15,7 @@ cdef class ChannelSet:
     cdef int widest(self) noexcept nogil
     cdef Channel* channel_of(self, int number) except NULL
     cdef void drop_notice(self, Channel* channel) noexcept nogil
-    cdef uint32_t moving(self, uint64_t* ended) noexcept nogil
+    cdef uint32_t in_flight_channels(self, uint64_t* ended) noexcept nogil
     cdef bint holds(self, const Channel* channel, const Op* op) noexcept nogil
     cdef bint is_noticed(self) noexcept
     cdef bint take_failure(self) noexcept

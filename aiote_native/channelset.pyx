@@ -21,7 +21,7 @@ from aiote_native.workrequests cimport Operation
 
 
 # More than can be counted on one channel: at a hundred million a second it takes three centuries.
-cdef object MOST_ACKED = 1 << 60
+cdef object MAX_ACKED = 1 << 60
 
 
 cdef class ChannelSet:
@@ -57,34 +57,34 @@ cdef class ChannelSet:
         idle though something is queued, for they refuse it; or it is the one that a queued probe is for.
         """
         cdef uint64_t ended[MAX_CHANNELS]
-        cdef uint32_t moving
+        cdef uint32_t in_flight_channels
         cdef int i
         if self.closed or not alive(self.engine):
             return {}
         with nogil:
             lock(self.engine)
-            moving = self.moving(ended)
+            in_flight_channels = self.in_flight_channels(ended)
             unlock(self.engine)
-        return {i: ended[i] for i in range(MAX_CHANNELS) if moving >> i & 1}
+        return {i: ended[i] for i in range(MAX_CHANNELS) if in_flight_channels >> i & 1}
 
-    cdef uint32_t moving(self, uint64_t* ended) noexcept nogil:
+    cdef uint32_t in_flight_channels(self, uint64_t* ended) noexcept nogil:
         """Return a bit for each channel that is to move, and copy how many requests have ended on each."""
         cdef Mailbox* mailbox = self.state.mailbox
         cdef Op* op = self.state.probes.head
-        cdef uint32_t moving = 0, opened = 0
+        cdef uint32_t in_flight_channels = 0, opened = 0
         cdef bint refused = self.state.queue.head != NULL or (
             mailbox != NULL and mailbox.head != NULL and mailbox.sent - mailbox.granted < mailbox.peer_slots)
         cdef int i
         while op != NULL:
-            moving |= <uint32_t> 1 << (op.proof - 1)
+            in_flight_channels |= <uint32_t> 1 << (op.proof - 1)
             op = op.next
         for i in range(self.state.channel_count):
             ended[i] = self.state.channels[i].ended
             opened |= <uint32_t> self.state.channels[i].open << i
             if self.state.channels[i].outstanding:
-                moving |= <uint32_t> 1 << i
+                in_flight_channels |= <uint32_t> 1 << i
                 refused = False
-        return opened if refused else moving & opened
+        return opened if refused else in_flight_channels & opened
 
     def ended(self) -> list[int]:
         """Return how many work requests have ended on each channel since it was opened."""
@@ -212,7 +212,7 @@ cdef class ChannelSet:
             unlock(self.engine)
         endpoint, self.endpoints[number] = self.endpoints[number], None
         if endpoint is not None:
-            (<NativeEndpoint> endpoint).taken_back()
+            (<NativeEndpoint> endpoint).channel_closed()
 
     def arrivals(self, int number) -> tuple[list[tuple[int, int]], int, list[int]]:
         """Return what came over a channel that was shut, as (immediate, times), less what was acknowledged; and, of the
@@ -310,7 +310,7 @@ cdef class ChannelSet:
         cdef array immediates, counts
         cdef Py_ssize_t i, n = len(items)
         cdef bint fits = True
-        if any(not 0 <= count <= MOST_ACKED for _, count in items):
+        if any(not 0 <= count <= MAX_ACKED for _, count in items):
             return False
         immediates = array("I", [imm_data for imm_data, _ in items])
         counts = array("Q", [count for _, count in items])

@@ -18,7 +18,7 @@ from aiote_native.gates cimport batch_end
 from aiote_native.messages cimport mailbox_cancel, mailbox_start
 from aiote_native.peer_wakeups cimport WakeupEvent
 from aiote_native.peers cimport PeerLink, open_peer
-from aiote_native.posting cimport State, cut_op, op_cancel, op_start
+from aiote_native.posting cimport State, split_op, op_cancel, op_start
 from aiote_native.progress cimport (
     ROUNDS, Watched, alive, kick, lock, new_epoch, progress_once, progress_until, pthread_join,
     pthread_mutex_init, signal_wake, slice_end, start_thread, unlock, usable, watch_descriptor, watch_unlink)
@@ -48,7 +48,7 @@ cdef class Core:
     """An engine's native half.
 
     `spin_us` bounds spinning after the last thing that happened, `threaded` moves progress to a native thread
-    (pinned to `processor` if that is not negative), `smallest` is the least size of a stripe that is cut for the
+    (pinned to `processor` if that is not negative), `smallest` is the least size of a stripe that is split for the
     sake of spreading, `counters` the limit of live immediates, `wakeup_event` is needed by rails without a wait
     descriptor. With a `clock` time is somebody else's: nothing spins, and timers are set there.
     """
@@ -332,7 +332,7 @@ cdef class Core:
         op.counted = imm >= 0
         op.imm = <uint32_t> imm if imm >= 0 else 0
         op.total = op.part_bytes * op.parts
-        cut_op(op, &peer.state, peer.largest(), self.smallest)
+        split_op(op, &peer.state, peer.largest(), self.smallest)
         self.launch(peer, operation)
         return 0
 

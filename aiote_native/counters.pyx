@@ -1,6 +1,6 @@
 """Counts of immediates.
 
-A write that was cut in k stripes arrives as k immediates of 1/k each; kept as integers over the least common multiple
+A write that was split in k stripes arrives as k immediates of 1/k each; kept as integers over the least common multiple
 of 1..16, so the sum is exact in any order. A counter exists while it has counts, handles or waiters: an absent one is
 zero, so what arrives before anyone asked is kept, and what nobody needs takes no room. A full table is the fault of
 whoever filled it: a counter knows the peer whose immediate made it. The caller holds the engine's lock around every
@@ -18,7 +18,7 @@ from aiote_native.structs cimport PeerState
 
 
 # Half of what a word holds: above it there is room for what waits give back.
-cdef uint64_t MOST_UNITS = 1ULL << 63
+cdef uint64_t MAX_UNITS = 1ULL << 63
 
 
 cdef void done_push(DoneList* done, Done* item) noexcept nogil:
@@ -154,7 +154,7 @@ cdef int arrive(Table* table, uint32_t imm_data, uint32_t times, PeerState* make
     if table.used != before and maker != NULL:
         counter.maker = maker
         maker.counted = True
-    if counter.units > MOST_UNITS - units:
+    if counter.units > MAX_UNITS - units:
         return -EOVERFLOW
     counter.units += units
     commit(counter, done)

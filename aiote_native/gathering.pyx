@@ -22,7 +22,7 @@ cdef inline uint64_t index_of(const int64_t* index, uint64_t part) noexcept nogi
 
 cdef inline bint gathers(const Op* op) noexcept nogil:
     """Whether each part is one stripe, of bytes that lie somewhere."""
-    return (op.parts > 1 and op.cut.head_count + op.cut.tail_count == 1 and op.part_bytes > 0
+    return (op.parts > 1 and op.split.head_count + op.split.tail_count == 1 and op.part_bytes > 0
             and op.local_address != 0 and op.remote_base != NULL)
 
 
@@ -79,7 +79,7 @@ def plan(uint64_t page, list local, list remote, int max_sge, uint64_t most, uin
     memset(&channel, 0, sizeof(channel))
     memset(&op, 0, sizeof(op))
     channel.max_sge = max_sge
-    op.parts, op.part_bytes, op.cut.tail_count = count, page, 1
+    op.parts, op.part_bytes, op.split.tail_count = count, page, 1
     # The first byte of the local memory is the second one of all, for 0 says that there is none.
     op.local_address = op.local_stride = op.remote_stride = 1
     op.local_index = <const int64_t*> local_index.data.as_voidptr

@@ -63,7 +63,7 @@ cdef enum:
     SECRET_WORDS = SECRET_BYTES // 4
     SO_PASSRIGHTS = 83
     F_SEAL_FUTURE_WRITE = 0x10  # of Linux 5.1, and of Python 3.13
-    MOST_RINGS = 64  # that are taken at once; a queue has about ten by default (net.unix.max_dgram_qlen)
+    MAX_WAKEUPS = 64  # that are taken at once; a queue has about ten by default (net.unix.max_dgram_qlen)
 
 cdef bytes NAME = b"\0aiote-"
 
@@ -147,7 +147,7 @@ cdef int wake_peer(Channel* channel, bint polled) noexcept nogil:
 cdef void drain_wakeups(int fd) noexcept nogil:
     """Take the wake-ups that came to a socket."""
     cdef char[SECRET_BYTES] taken
-    for _i in range(MOST_RINGS):
+    for _i in range(MAX_WAKEUPS):
         if recv(fd, taken, SECRET_BYTES, MSG_DONTWAIT) < 0:
             return
 

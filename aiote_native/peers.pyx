@@ -105,7 +105,7 @@ cdef class PeerLink(ChannelSet):
             if endpoint.wait_fd >= 0:
                 watch_descriptor(self.engine.epoll_fd, endpoint.wait_fd)
                 watched = True
-            channel.impl = endpoint.give()
+            channel.impl = endpoint.release_to_channel()
         except BaseException:
             if watched:
                 unwatch_descriptor(self.engine.epoll_fd, endpoint.wait_fd)
@@ -260,7 +260,7 @@ cdef class PeerLink(ChannelSet):
             self.keep_messages(mailbox)
         for endpoint in self.endpoints:
             if endpoint is not None:
-                (<NativeEndpoint> endpoint).taken_back()
+                (<NativeEndpoint> endpoint).channel_closed()
         for wakeup, _slot in self.peer_wakeups:
             wakeup.close_socket()
         for slot in self.slots:

@@ -1,7 +1,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from aiote_native.counters cimport Table
-from aiote_native.structs cimport MAX_RAILS, Batch, Channel, Cut, DoneList, Op, PeerState, Post, WorkRequest
+from aiote_native.structs cimport MAX_RAILS, Batch, Channel, DoneList, Op, PeerState, Post, Split, WorkRequest
 
 # What all channels of an engine share. Guarded by the engine's lock.
 cdef struct State:
@@ -23,10 +23,10 @@ cdef struct State:
     uint64_t wakeups
     uint64_t carried[MAX_RAILS]  # bytes of our own requests that a rail carried
 
-cdef int cut_part(uint64_t length, uint32_t lanes, uint64_t largest, uint64_t smallest, bint counted,
-                  Cut* out) noexcept nogil
-cdef void cut_op(Op* op, const PeerState* peer, uint64_t largest, uint64_t smallest) noexcept nogil
-cdef void cut_piece(uint64_t length, uint64_t pieces, uint64_t j, uint64_t* offset, uint64_t* size) noexcept nogil
+cdef int split_part(uint64_t length, uint32_t lanes, uint64_t largest, uint64_t smallest, bint counted,
+                    Split* out) noexcept nogil
+cdef void split_op(Op* op, const PeerState* peer, uint64_t largest, uint64_t smallest) noexcept nogil
+cdef void piece_of(uint64_t length, uint64_t pieces, uint64_t j, uint64_t* offset, uint64_t* size) noexcept nogil
 
 cdef int post_on(State* state, Channel* channel, const Post* args, void* owner) noexcept nogil
 cdef void give_back(Channel* channel, WorkRequest* wr) noexcept nogil

@@ -1,13 +1,13 @@
-"""Transfers: cut in stripes, posted, retried and ended without the GIL.
+"""Transfers: split in stripes, posted, retried and ended without the GIL.
 
-A transfer is `parts` parts of equal length (one for a plain write, one a page for paged ones), each cut alike. It
+A transfer is `parts` parts of equal length (one for a plain write, one a page for paged ones), each split alike. It
 moves through the queue of its peer: about TURN parts or stripes a turn, then the next transfer of that peer has its
 turn, so a small write never waits behind a million pages. A refused post (-EAGAIN: queue full, still connecting) is
 tried on the peer's other channels, then left for the next round. A transfer that failed or was cancelled posts
 nothing more and is over when the last of its work requests is: not before, because until then a NIC may use the
 memory.
 
-The caller holds the engine's lock. The plain Python reference of the cut is `aiote.core.striping`.
+The caller holds the engine's lock. The plain Python reference of the split is `aiote.core.striping`.
 """
 
 from libc.errno cimport EAGAIN, EBUSY
@@ -19,7 +19,7 @@ from aiote_native.gathering cimport gather
 from aiote_native.peer_wakeups cimport wake_peer
 from aiote_native.recovery cimport channel_fault, is_abandoned, is_disconnect, redone
 from aiote_native.schedule cimport STREAK_BYTES, begin_measure, next_channel, usable
-from aiote_native.structs cimport BROKEN, ECANCELED, MAX_STRIPES, MOST_PARTS, PIECE, PLAIN, Queue, RESENT
+from aiote_native.structs cimport BROKEN, ECANCELED, MAX_STRIPES, MAX_PARTS, PIECE, PLAIN, Queue, RESENT
 
 cdef enum:
     # Parts or stripes of one transfer before the next one's turn; TransferEngine found that more work requests lower
@@ -28,11 +28,11 @@ cdef enum:
     PACE = 1 << 20  # bytes posted within one call of the peer into its library (gates.pyx): it copies them meanwhile
     STRIPES_A_LANE = 4
     GATHER_BYTES = 1 << 18  # of parts in one message: what that costs beside its bytes is a tenth of them then
-    GRAIN = 1 << 19  # bytes of a stripe that is cut beyond one for each rail
+    GRAIN = 1 << 19  # bytes of a stripe that is split beyond one for each rail
 
 
-cdef int cut_part(uint64_t length, uint32_t lanes, uint64_t largest, uint64_t smallest, bint counted,
-                  Cut* out) noexcept nogil:
+cdef int split_part(uint64_t length, uint32_t lanes, uint64_t largest, uint64_t smallest, bint counted,
+                    Split* out) noexcept nogil:
     cdef uint64_t needed = length // largest + (1 if length % largest else 0)
     cdef uint64_t spread = length // smallest if smallest else length
     if spread < 1:
@@ -62,8 +62,8 @@ cdef int cut_part(uint64_t length, uint32_t lanes, uint64_t largest, uint64_t sm
     return 0
 
 
-cdef void cut_op(Op* op, const PeerState* peer, uint64_t largest, uint64_t smallest) noexcept nogil:
-    """Cut the parts of a transfer for the channels that its peer has now; a pinned one is not cut to be spread."""
+cdef void split_op(Op* op, const PeerState* peer, uint64_t largest, uint64_t smallest) noexcept nogil:
+    """Split the parts of a transfer for the channels that its peer has now; a pinned one is not split to be spread."""
     cdef uint64_t lanes = usable(peer)
     cdef uint64_t grains = op.part_bytes // GRAIN
     if lanes <= 1 or op.pin >= 0:
@@ -71,14 +71,14 @@ cdef void cut_op(Op* op, const PeerState* peer, uint64_t largest, uint64_t small
     elif grains > lanes:
         # Several stripes for each rail, so that unequal rails can share a large write as they are able to.
         lanes = grains if grains < lanes * STRIPES_A_LANE else lanes * STRIPES_A_LANE
-    cut_part(op.part_bytes, <uint32_t> lanes, largest, smallest, op.counted, &op.cut)
-    if op.cut.tail_count:
-        op.stripe_bytes = op.cut.tail_bytes // op.cut.tail_count
+    split_part(op.part_bytes, <uint32_t> lanes, largest, smallest, op.counted, &op.split)
+    if op.split.tail_count:
+        op.stripe_bytes = op.split.tail_bytes // op.split.tail_count
     else:
-        op.stripe_bytes = op.cut.head_bytes // op.cut.head_count
+        op.stripe_bytes = op.split.head_bytes // op.split.head_count
 
 
-cdef void cut_piece(uint64_t length, uint64_t pieces, uint64_t j, uint64_t* offset, uint64_t* size) noexcept nogil:
+cdef void piece_of(uint64_t length, uint64_t pieces, uint64_t j, uint64_t* offset, uint64_t* size) noexcept nogil:
     cdef uint64_t quotient = length // pieces
     cdef uint64_t remainder = length % pieces
     offset[0] = j * quotient + (j if j < remainder else remainder)
@@ -86,17 +86,17 @@ cdef void cut_piece(uint64_t length, uint64_t pieces, uint64_t j, uint64_t* offs
 
 
 def plan(uint64_t length, uint32_t lanes, uint64_t largest, uint64_t smallest, bint counted) -> tuple[list, list]:
-    """Return the (offset, length) of the plain and of the last stripes of one write, as transfers are cut."""
-    cdef Cut cut
+    """Return the (offset, length) of the plain and of the last stripes of one write, as transfers are split."""
+    cdef Split split
     cdef uint64_t offset = 0, size = 0, j
-    cut_part(length, lanes, largest, smallest, counted, &cut)
+    split_part(length, lanes, largest, smallest, counted, &split)
     head, tail = [], []
-    for j in range(cut.head_count):
-        cut_piece(cut.head_bytes, cut.head_count, j, &offset, &size)
+    for j in range(split.head_count):
+        piece_of(split.head_bytes, split.head_count, j, &offset, &size)
         head.append((offset, size))
-    for j in range(cut.tail_count):
-        cut_piece(cut.tail_bytes, cut.tail_count, j, &offset, &size)
-        tail.append((cut.head_bytes + offset, size))
+    for j in range(split.tail_count):
+        piece_of(split.tail_bytes, split.tail_count, j, &offset, &size)
+        tail.append((split.head_bytes + offset, size))
     return head, tail
 
 
@@ -265,10 +265,10 @@ cdef void describe_post(Op* op, Channel* channel, Post* args) noexcept nogil:
     cdef uint64_t size = 0
     cdef uint64_t local, remote
     if op.phase == 0:
-        cut_piece(op.cut.head_bytes, op.cut.head_count, op.stripe, &offset, &size)
+        piece_of(op.split.head_bytes, op.split.head_count, op.stripe, &offset, &size)
     else:
-        cut_piece(op.cut.tail_bytes, op.cut.tail_count, op.stripe, &offset, &size)
-        offset += op.cut.head_bytes
+        piece_of(op.split.tail_bytes, op.split.tail_count, op.stripe, &offset, &size)
+        offset += op.split.head_bytes
     local = op.part if op.local_index == NULL else <uint64_t> op.local_index[op.part]
     remote = op.part if op.remote_index == NULL else <uint64_t> op.remote_index[op.part]
     args.opcode = op.opcode
@@ -280,7 +280,7 @@ cdef void describe_post(Op* op, Channel* channel, Post* args) noexcept nogil:
     args.phase = op.phase
     if args.with_imm:
         # Immediates that are sent again have all their 32 bits already.
-        args.imm = op.imm if op.kind == RESENT else op.imm | ((op.cut.tail_count - 1) << 28)
+        args.imm = op.imm if op.kind == RESENT else op.imm | ((op.split.tail_count - 1) << 28)
     else:
         args.imm = 0
     args.length = args.payload = size
@@ -302,7 +302,7 @@ cdef void describe_post(Op* op, Channel* channel, Post* args) noexcept nogil:
 
 cdef bint advance(Op* op, uint64_t parts) noexcept nogil:
     """Step to the next stripe, which is behind so many parts where they were gathered; False: the phase has no more."""
-    cdef uint64_t count = op.cut.head_count if op.phase == 0 else op.cut.tail_count
+    cdef uint64_t count = op.split.head_count if op.phase == 0 else op.split.tail_count
     op.stripe += 1
     if op.stripe < count:
         return True
@@ -348,7 +348,7 @@ cdef int post_next(State* state, PeerState* peer, Op* op, uint64_t* parts) noexc
             # It will be first all the same: what is posted elsewhere now would be over later.
             return -EBUSY if code == -EBUSY else -EAGAIN
         if channel.max_sge > 1:
-            gather(op, channel, MOST_PARTS, gathered_most(peer, channel, op), &args)
+            gather(op, channel, MAX_PARTS, gathered_most(peer, channel, op), &args)
         if gate_paced(channel, args.payload, PACE):
             code = -EAGAIN
         else:
@@ -399,7 +399,7 @@ cdef int post_turn(State* state, PeerState* peer, Op* op) noexcept nogil:
         if not advance(op, parts):
             unlink(state, peer, op)
             # After the plain stripes the transfer rests until they have arrived, unless there are no others to come.
-            op.posted_all = op.phase == 1 or op.cut.tail_count == 0
+            op.posted_all = op.phase == 1 or op.split.tail_count == 0
             return 0
     return 1
 
@@ -457,7 +457,7 @@ cdef void pump_peer(State* state, PeerState* peer) noexcept nogil:
 cdef void op_start(State* state, PeerState* peer, Op* op) noexcept nogil:
     """Queue a transfer and post what can be posted at once."""
     op.peer = peer
-    op.phase = 0 if op.cut.head_count else 1
+    op.phase = 0 if op.split.head_count else 1
     if peer.failed:
         op.status = peer.error
         op.rail = peer.error_rail

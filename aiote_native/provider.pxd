@@ -23,8 +23,8 @@ cdef class NativeEndpoint:
     cdef readonly uint64_t window
     cdef readonly int max_sge
     cdef readonly uint64_t gathers_from
-    cdef void** held(self) noexcept
-    cdef NativeDevice home(self)
-    cdef void* give(self) except NULL
-    cdef void taken_back(self)
+    cdef void** impl_slot(self) noexcept
+    cdef NativeDevice device_of(self)
+    cdef void* release_to_channel(self) except NULL
+    cdef void channel_closed(self)
     cdef void drop(self, NativeDevice home) noexcept

@@ -89,35 +89,35 @@ cdef class NativeEndpoint:
         """Return how many bytes its connection has moved either way; -1 where nobody can tell."""
         return -1
 
-    cdef void** held(self) noexcept:
+    cdef void** impl_slot(self) noexcept:
         """Where the native half stands that is not handed to a channel yet; a kind has to say."""
         return NULL
 
-    cdef NativeDevice home(self):
+    cdef NativeDevice device_of(self):
         """The device that it was opened on; a kind has to say."""
         raise NotImplementedError
 
-    cdef void* give(self) except NULL:
+    cdef void* release_to_channel(self) except NULL:
         """Hand the endpoint to a channel, which releases it."""
-        cdef void** held = self.held()
+        cdef void** held = self.impl_slot()
         cdef void* impl = held[0]
         if impl == NULL:
             raise RuntimeError("the endpoint is closed or owned by a channel already")
         held[0] = NULL
         return impl
 
-    cdef void taken_back(self):
+    cdef void channel_closed(self):
         """Note that the channel released what was handed to it."""
-        cdef NativeDevice home = self.home()
+        cdef NativeDevice home = self.device_of()
         home.children -= 1
 
     def close(self) -> None:
         """Close what is not handed to a channel. Idempotent; nothing in a child of a fork."""
-        self.drop(self.home())
+        self.drop(self.device_of())
 
     cdef void drop(self, NativeDevice home) noexcept:
         """Close; what a kind's own `__dealloc__` calls, too, for one that nobody has closed."""
-        cdef void** held = self.held()
+        cdef void** held = self.impl_slot()
         if held[0] != NULL and home is not None and home.epoch == fork_epoch():
             self.ops.release(held[0])
             held[0] = NULL

@@ -307,9 +307,9 @@ cdef void describe_piece(Piece* piece, Op* origin, WorkRequest* wr, Channel* cha
     op.pin = -1
     op.total = wr.length
     op.parts = wr.parts
-    op.part_bytes = op.stripe_bytes = op.cut.head_bytes = wr.length // wr.parts
+    op.part_bytes = op.stripe_bytes = op.split.head_bytes = wr.length // wr.parts
     op.ranks = origin.ranks
-    op.cut.head_count = 1
+    op.split.head_count = 1
     if wr.length:
         op.local_desc = origin.local_desc
         op.remote_base = origin.remote_base
@@ -386,7 +386,7 @@ cdef void resend(State* state, Recovery* recovery) noexcept nogil:
     op.counted = True
     op.rail = op.pin = -1
     op.parts = live - recovery.came
-    op.cut.tail_count = 1
+    op.split.tail_count = 1
     # Over each NIC that has carried bytes again, as far as there are as many immediates (schedule.pyx, next_channel).
     op.owed = op.carried
     op_start(state, op.peer, op)

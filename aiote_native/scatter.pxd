@@ -8,4 +8,4 @@ cdef class ScatterTargets:
     cdef uint32_t capacity
     cdef list links
     cdef list memories
-    cdef int enter(self) except -1
+    cdef int retain(self) except -1

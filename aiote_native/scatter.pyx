@@ -10,7 +10,7 @@ from libc.stdlib cimport calloc, free
 
 from aiote_native.core cimport Core
 from aiote_native.peers cimport PeerLink
-from aiote_native.posting cimport cut_op, ops_start
+from aiote_native.posting cimport split_op, ops_start
 from aiote_native.progress cimport kick, lock, unlock, usable
 from aiote_native.requests cimport Request, leave_link
 from aiote_native.structs cimport OP_WRITE
@@ -56,7 +56,7 @@ cdef class ScatterTargets:
         self.memories.append((local, remote))
         self.count += 1
 
-    cdef int enter(self) except -1:
+    cdef int retain(self) except -1:
         """Count as under way with every link and memory."""
         cdef PeerLink link
         cdef LocalMemory local
@@ -108,7 +108,7 @@ def scatter(Core core, Request request, ScatterTargets targets, int64_t imm) -> 
         op.parent = &request.op
         op.counted = imm >= 0
         op.imm = <uint32_t> imm if imm >= 0 else 0
-        cut_op(op, &link.state, link.largest(), core.smallest)
+        split_op(op, &link.state, link.largest(), core.smallest)
         request.op.total += op.total
     request.op.opcode = OP_WRITE
     request.op.counted = imm >= 0
@@ -116,7 +116,7 @@ def scatter(Core core, Request request, ScatterTargets targets, int64_t imm) -> 
     request.op.child_count = targets.count
     request.targets = targets
     request.submitted = True
-    targets.enter()
+    targets.retain()
     Py_INCREF(request)
     with nogil:
         lock(&core.engine)

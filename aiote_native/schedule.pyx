@@ -17,8 +17,8 @@ from aiote_native.structs cimport SOUND
 cdef enum:
     MEASURE_BYTES = 1 << 18        # what has to end, and for how long, before a measurement counts
     MEASURE_NS = 2_000_000
-    MOST_COST = 1 << 34            # a KiB in 17 ms: a rail below 64 KiB/s counts as one of 64 KiB/s
-    MOST_BYTES = 1 << 25           # so that no product leaves 64 bits, nor the sum of two with 8 ranks
+    MAX_COST = 1 << 34            # a KiB in 17 ms: a rail below 64 KiB/s counts as one of 64 KiB/s
+    MAX_BYTES = 1 << 25           # so that no product leaves 64 bits, nor the sum of two with 8 ranks
     # One choice holds for about so many pages of one request: a look at eight rails costs as much as a page otherwise.
     STREAK = 16
     MESSAGE_BYTES = 256            # what a message costs beside its bytes, so that those without any are spread, too
@@ -61,7 +61,7 @@ cdef Channel* choose(PeerState* peer, const Op* op, uint32_t refused) noexcept n
     cdef Channel* channel
     cdef Channel* best = NULL
     cdef uint64_t unknown, queued, end, least = 0
-    cdef uint64_t bytes = MESSAGE_BYTES + (op.stripe_bytes if op.stripe_bytes < MOST_BYTES else MOST_BYTES)
+    cdef uint64_t bytes = MESSAGE_BYTES + (op.stripe_bytes if op.stripe_bytes < MAX_BYTES else MAX_BYTES)
     cdef int i, at
     if op.proof:
         peer.choice = op.proof - 1
@@ -85,7 +85,7 @@ cdef Channel* choose(PeerState* peer, const Op* op, uint32_t refused) noexcept n
         if peer.in_turn:
             peer.choice = at
             return channel
-        queued = channel.in_flight if channel.in_flight < MOST_BYTES else MOST_BYTES
+        queued = channel.in_flight if channel.in_flight < MAX_BYTES else MAX_BYTES
         end = (queued + bytes) * (channel.cost if channel.cost else unknown)
         if op.ranks != NULL:
             # A far rail counts as so much slower, and is still used when the near ones have a queue.
@@ -121,7 +121,7 @@ cdef Channel* next_channel(PeerState* peer, Op* op, uint32_t refused) noexcept n
 cdef uint64_t cost_of(uint64_t mbps) noexcept nogil:
     """Return the cost of a link of so many Mbit/s: picoseconds for 8192 bits; 0 where nothing is known."""
     cdef uint64_t cost = <uint64_t> 8192 * 1_000_000 // mbps if mbps else 0
-    return cost if cost < MOST_COST else MOST_COST
+    return cost if cost < MAX_COST else MAX_COST
 
 
 cdef void begin_measure(Channel* channel) noexcept nogil:
@@ -141,8 +141,8 @@ cdef void measure(Channel* channel) noexcept nogil:
     sample = (now - channel.rate_since) * 1000 // (channel.rate_bytes >> 10)
     if sample < 1:
         sample = 1
-    if sample > MOST_COST:
-        sample = MOST_COST
+    if sample > MAX_COST:
+        sample = MAX_COST
     channel.cost = sample if channel.cost == 0 else (channel.cost * 3 + sample) // 4
     channel.rate_since = now
     channel.rate_bytes = 0

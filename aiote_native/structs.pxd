@@ -21,10 +21,10 @@ cdef enum Opcode:
 cdef enum:
     MAX_RAILS = 8        # rails of one engine
     MAX_CHANNELS = 16    # endpoint pairs of one peer
-    MAX_STRIPES = 16     # stripes that one immediate can be cut in
+    MAX_STRIPES = 16     # stripes that one immediate can be split in
     MAX_SGE = 4          # of one work request
     POLL_BATCH = 64
-    MOST_PARTS = 32      # of a transfer in one work request, for which an immediate counts
+    MAX_PARTS = 32       # of a transfer in one work request, for which an immediate counts
 
 # What a provider owns from post to completion. `context` comes first: libfabric's FI_CONTEXT2 wants 64 bytes of its
 # own there.
@@ -86,15 +86,15 @@ cdef struct Completion:
 # the `more_sge` that its `max_sge` allows, with one immediate that counts for `parts`; the other side's `poll` reports
 # them in `times`, 1 where nothing was gathered. flush (or NULL): hands over what a kind keeps until the end of a turn;
 # `poll` reports what comes of it. poll: number of completions, or -errno. arm: 0 when it is safe to sleep on the
-# descriptor, 1 when there is more to drain. cut: disconnects the endpoint where that has to come before the close, so
-# that what is under way ends by itself; whether it did. shut: closes the endpoint; when it returns no byte moves
-# through it any more. release: frees impl.
+# descriptor, 1 when there is more to drain. disconnect: ends the endpoint's connection where that has to come before
+# the close, so that what is under way ends by itself; whether it did. shut: closes the endpoint; when it returns no
+# byte moves through it any more. release: frees impl.
 cdef struct RailOps:
     int (*post)(void* impl, const Post* args, WorkRequest* wr) noexcept nogil
     int (*flush)(void* impl) noexcept nogil
     int (*poll)(void* impl, Completion* out, int capacity) noexcept nogil
     int (*arm)(void* impl) noexcept nogil
-    bint (*cut)(void* impl) noexcept nogil
+    bint (*disconnect)(void* impl) noexcept nogil
     void (*shut)(void* impl) noexcept nogil
     void (*release)(void* impl) noexcept nogil
 
@@ -206,9 +206,9 @@ cdef struct PeerState:
     bint greeting  # the peer may not have looked at our endpoint yet
     PyObject* owner
 
-# One cut of a part (a page, or the whole of a single write): `head` plain stripes first, then, when they are over,
+# How a part is split (a page, or the whole of a single write): `head` plain stripes first, then, when they are over,
 # `tail` ones.
-cdef struct Cut:
+cdef struct Split:
     uint64_t head_bytes
     uint64_t head_count
     uint64_t tail_bytes
@@ -220,7 +220,7 @@ cdef enum OpKind:
     PIECE = 1
     RESENT = 2
 
-# A transfer: `parts` parts of `part_bytes`, each cut in the same way.
+# A transfer: `parts` parts of `part_bytes`, each split in the same way.
 cdef struct Op:
     Done done
     Op* prev
@@ -248,7 +248,7 @@ cdef struct Op:
     const int64_t* remote_index
     uint64_t part_bytes
     uint64_t parts
-    Cut cut
+    Split split
     uint64_t stripe_bytes  # about the size of each stripe
     uint64_t part
     uint64_t stripe

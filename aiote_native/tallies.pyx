@@ -14,7 +14,7 @@ cdef enum:
     FIRST_SIZE = 16
     # The sender acknowledges at a thousand immediates, and a few thousand may be on their way; a peer with more of them
     # never acknowledges.
-    MOST_ENTRIES = 16384
+    MAX_ENTRIES = 16384
 
 
 cdef uint32_t slot_of(Tally* self, uint32_t imm_data) noexcept nogil:
@@ -31,7 +31,7 @@ cdef int resize(Tally* self) noexcept nogil:
     cdef uint32_t i, at, live = 0
     for i in range(old.size):
         live += old.taken[i] and old.counts[i] != 0
-    if live >= MOST_ENTRIES:
+    if live >= MAX_ENTRIES:
         return -ENOSPC
     self.size = FIRST_SIZE
     while self.size < 2 * (live + 1):

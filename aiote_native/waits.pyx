@@ -15,7 +15,7 @@ from aiote_native.progress cimport alive, kick, lock, unlock, usable, watch_link
 from aiote_native.workrequests cimport Waitable, finish
 
 
-cdef object MOST_COUNTS = 1 << 40
+cdef object MAX_COUNTS = 1 << 40
 
 
 cdef CounterHandle open_counter(object core, Progress* engine, uint32_t imm):
@@ -60,7 +60,7 @@ cdef class CounterHandle:
         usable(self.engine)
         if self.counter == NULL:
             raise RuntimeError("the counter is closed")
-        if n > <uint64_t> MOST_COUNTS:
+        if n > <uint64_t> MAX_COUNTS:
             raise ValueError(f"a wait for {n} counts is over the limit of 2**40")
         if waiting.handle is not None:
             raise RuntimeError("a wait is queued once")
@@ -78,7 +78,7 @@ cdef class CounterHandle:
     def begin(self, n) -> CounterWait | None:
         """Make and queue a wait in one step. None: something needs a closer look, and nothing was done."""
         cdef CounterWait waiting
-        if type(n) is not int or not 0 <= n <= MOST_COUNTS or self.counter == NULL or self.core.closing:
+        if type(n) is not int or not 0 <= n <= MAX_COUNTS or self.counter == NULL or self.core.closing:
             return None
         if not alive(self.engine):
             return None

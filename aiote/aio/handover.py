@@ -23,8 +23,8 @@ from .loops import EventLoop, Task
 
 __all__ = ["Handover", "hand_over"]
 
-MOST_BYTES = 128
-MOST_DESCRIPTORS = 8
+MAX_BYTES = 128
+MAX_DESCRIPTORS = 8
 
 
 def hand_over(address: bytes, descriptors: Sequence[int], data: bytes) -> None:
@@ -98,7 +98,7 @@ class Handover:
     def _receive(self) -> tuple[list[int], bytes]:
         # Not socket.recv_fds, which forgets its flags (seen in CPython 3.11 to 3.13).
         data, ancillary, flags, _sender = self._socket.recvmsg(
-            MOST_BYTES, socket.CMSG_SPACE(MOST_DESCRIPTORS * array("i").itemsize), socket.MSG_CMSG_CLOEXEC
+            MAX_BYTES, socket.CMSG_SPACE(MAX_DESCRIPTORS * array("i").itemsize), socket.MSG_CMSG_CLOEXEC
         )
         descriptors = array("i")
         for level, kind, rights in ancillary:
@@ -107,7 +107,7 @@ class Handover:
         if flags & socket.MSG_CTRUNC:
             # Those that came are here all the same.
             _close_aside(list(descriptors))
-            raise OSError(errno.EMFILE, f"not all of it came: over {MOST_DESCRIPTORS}, or more than may be open here")
+            raise OSError(errno.EMFILE, f"not all of it came: over {MAX_DESCRIPTORS}, or more than may be open here")
         if not all(map(_is_memory, descriptors)):
             _close_aside(list(descriptors))
             raise OSError(errno.EINVAL, "something that is no memory")

@@ -89,7 +89,7 @@ sleep = anyio.sleep
 
 
 class Signal:
-    """A condition that tasks wait for: `set` wakes everyone that waits now, `wake_one` the first in line."""
+    """A condition that tasks wait for: `set` wakes everyone that waits now, `wake_one` the first in the queue."""
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
@@ -99,7 +99,7 @@ class Signal:
         return len(self._waiters)
 
     async def wait(self) -> None:
-        """Sleep until woken; a wake-up that meets a cancellation goes on to the next in line."""
+        """Sleep until woken; a wake-up that meets a cancellation goes on to the next in the queue."""
         waiter = self._loop.waiter()
         self._waiters.append(waiter)
         try:

@@ -30,7 +30,7 @@ __all__ = ["WorkerError", "available", "command_of", "main", "result_of"]
 BANDWIDTH = {"write": "ib_write_bw", "rate": "ib_write_bw", "read": "ib_read_bw", "send": "ib_send_bw"}
 LEAST = 5
 """Iterations below which the programs refuse."""
-MOST_READS = 16
+MAX_READS = 16
 LISTEN_S = 10.0
 RUN_S = 100.0
 
@@ -56,7 +56,7 @@ def command_of(work: Work, mode: str, place: str) -> list[str]:
         return ["ib_send_lat", "-e", *common] if mode == "event" else ["ib_write_lat", *common]
     if work.op not in BANDWIDTH:
         raise WorkerError(f"perftest measures no {work.op}")
-    outstanding = min(work.window, MOST_READS) if work.op == "read" else work.window
+    outstanding = min(work.window, MAX_READS) if work.op == "read" else work.window
     events = ["-e"] if mode == "event" and work.op == "send" else []
     return [BANDWIDTH[work.op], *events, *common, "-t", str(outstanding)]
 

@@ -38,7 +38,7 @@ from .frames import (
     Heartbeat,
     Hello,
     Joined,
-    MailMoved,
+    MailboxMoved,
     Mapped,
     Message,
     Offer,
@@ -136,7 +136,7 @@ SESSION: Mapping[State, Mapping[type[Message], State]] = {
         RailDown: State.READY,
         Arrivals: State.READY,
         Joined: State.READY,
-        MailMoved: State.READY,
+        MailboxMoved: State.READY,
         Revoke: State.READY,
         Revoked: State.READY,
         Heartbeat: State.READY,
@@ -289,11 +289,11 @@ class ControlProtocol:
         """Take the end of the stream; raises ControlError where the peer had more to say than it said."""
         if self._terminal:
             return
-        awaited, cut = self._state, self._reader.pending
+        awaited, pending = self._state, self._reader.pending
         self._state = State.BROKEN
         self._reader.clear()
-        if cut:
-            raise ControlError(f"the connection ended within a frame, after {cut} bytes of it")
+        if pending:
+            raise ControlError(f"the connection ended within a frame, after {pending} bytes of it")
         if awaited is not State.ENDED:
             raise ControlError(f"the connection ended without a last message, where it was waiting for {awaited.value}")
 

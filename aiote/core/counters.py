@@ -1,16 +1,16 @@
 """Counting immediates: how stripes add up to writes, and who is told when.
 
-**Units.** A write cut in k stripes adds 1/k for each of them. To add exactly, the count is kept in units of
+**Units.** A write split in k stripes adds 1/k for each of them. To add exactly, the count is kept in units of
 
     UNITS = lcm(1, ..., 16) = 720720
 
 so a stripe of a write of k stripes adds UNITS // k, an integer for every k that the wire can say, and the k of them
-make UNITS. Addition commutes: neither the order of arrival, nor the mixing of writes that were cut differently, nor
+make UNITS. Addition commutes: neither the order of arrival, nor the mixing of writes that were split differently, nor
 the rails that they came by can change the sum. `value` counts whole writes, units // UNITS; with several writes under
 way their parts may make a whole before any single one is complete, which is why `wait(n)` means "all of them" where n
 writes are in flight on that value.
 
-**Waiters** stand in one line for each immediate, and only its head is looked at: when units >= n * UNITS it is
+**Waiters** stand in one queue for each immediate, and only its head is looked at: when units >= n * UNITS it is
 satisfied, n * UNITS are consumed, and the next is looked at. A waiter further back that would need less waits all the
 same, so that nobody starves. No waiter needs to be there before the arrivals: what comes early is kept.
 
@@ -20,9 +20,9 @@ same, so that nobody starves. No waiter needs to be there before the arrivals: w
 |-----------|-----------------------------------------|-----------|---------------------------------------------|
 |           | `wait`                                  | PENDING   | unchanged                                   |
 | PENDING   | it is the head, and there are enough    | SATISFIED | n * UNITS consumed                          |
-| PENDING   | `cancel`                                | CANCELLED | unchanged; the line is looked at again      |
+| PENDING   | `cancel`                                | CANCELLED | unchanged; the queue is looked at again      |
 | SATISFIED | `deliver`: its waiter was told          | DELIVERED | unchanged                                   |
-| SATISFIED | `cancel`: its waiter left before that   | CANCELLED | n * UNITS given back; the line is looked at |
+| SATISFIED | `cancel`: its waiter left before that   | CANCELLED | n * UNITS given back; the queue is looked at |
 
 The last two states are final. SATISFIED is the turn of the event loop in which a task that is cancelled would
 otherwise take its counts with it.
@@ -79,20 +79,20 @@ class Ticket:
 
 
 class _Entry:
-    """One immediate: units not consumed, holders, the line, and how many tickets are satisfied but not delivered."""
+    """One immediate: units not consumed, holders, the queue, and how many tickets are satisfied but not delivered."""
 
-    __slots__ = ("holders", "line", "undelivered", "units")
+    __slots__ = ("holders", "queue", "undelivered", "units")
 
     def __init__(self) -> None:
         self.units = 0
         self.holders = 0
-        self.line: deque[Ticket] = deque()
+        self.queue: deque[Ticket] = deque()
         self.undelivered = 0
 
     @property
     def open(self) -> bool:
         """Whether a ticket may still take counts from here or give some back."""
-        return bool(self.line) or self.undelivered > 0
+        return bool(self.queue) or self.undelivered > 0
 
 
 class ImmCounters:
@@ -118,7 +118,7 @@ class ImmCounters:
         return entry.units // UNITS if entry else 0
 
     def wait(self, imm: int, n: int) -> Ticket:
-        """Stand in line for `n` writes; the ticket may be satisfied at once (n = 0 is, if nobody waits before it).
+        """Queue for `n` writes; the ticket may be satisfied at once (n = 0 is, if nobody waits before it).
 
         Raises UsageError for a negative n and for one over MAX_WAIT.
         """
@@ -126,7 +126,7 @@ class ImmCounters:
             raise UsageError(f"a wait for {n} counts, expected 0 to {MAX_WAIT}")
         ticket = Ticket(check_immediate(imm), n)
         entry = self._entry(ticket.imm)
-        entry.line.append(ticket)
+        entry.queue.append(ticket)
         self._commit(ticket.imm, entry)
         return ticket
 
@@ -148,7 +148,7 @@ class ImmCounters:
             return []
         entry = self._entries[ticket.imm]
         if ticket.state is TicketState.PENDING:
-            entry.line.remove(ticket)
+            entry.queue.remove(ticket)
         else:
             entry.undelivered -= 1
             entry.units += ticket.n * UNITS
@@ -179,8 +179,8 @@ class ImmCounters:
     def _commit(self, imm: int, entry: _Entry) -> list[Ticket]:
         """Satisfy from the head of the queue for as long as there is enough; drop an entry that says nothing."""
         satisfied = []
-        while entry.line and entry.units >= entry.line[0].n * UNITS:
-            ticket = entry.line.popleft()
+        while entry.queue and entry.units >= entry.queue[0].n * UNITS:
+            ticket = entry.queue.popleft()
             entry.units -= ticket.n * UNITS
             entry.undelivered += 1
             ticket.state = TicketState.SATISFIED

@@ -4,7 +4,7 @@ A descriptor names the owner, down to its incarnation, the region by a random nu
 registered the memory, the range of virtual addresses, and for each of the owner's rails the key and the base: the
 remote address that denotes the descriptor's first byte on that rail, a virtual address or an offset as the rail's
 provider has it. A slice advances the address and every base together and keeps region and keys, so that the owner can
-tell which registration is meant whatever was cut from it.
+tell which registration is meant whatever slice of it was taken.
 
 The descriptor of a lease names the lease and its holder, the one engine that may use it.
 

@@ -1,9 +1,9 @@
 """The frames of the control plane: its messages, their bytes, and the tag that seals them.
 
 A frame is a 4-byte big-endian length of what follows, one byte of type, the payload and, once both sides have proven
-themselves, a tag of 16 bytes: HMAC-SHA256, cut, over the direction, the frame's number in that direction (64 bits,
-never sent), the type and the payload, under the session's key. A frame that was changed, dropped, repeated, moved or
-sent back therefore does not verify. Without a cluster key the tags are made all the same; they then guard against
+themselves, a tag of 16 bytes: HMAC-SHA256, truncated, over the direction, the frame's number in that direction (64
+bits, never sent), the type and the payload, under the session's key. A frame that was changed, dropped, repeated, moved
+or sent back therefore does not verify. Without a cluster key the tags are made all the same; they then guard against
 mistakes only. Nothing is encrypted: who needs secrecy runs the connection under TLS.
 
 Before authentication a frame is at most 1 KiB, afterwards 64 KiB, and a length beyond that is refused as soon as its
@@ -62,7 +62,7 @@ __all__ = [
     "Hello",
     "ImmCount",
     "Joined",
-    "MailMoved",
+    "MailboxMoved",
     "Mapped",
     "MemoryKey",
     "Message",
@@ -283,7 +283,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class MailMoved:
+class MailboxMoved:
     """The sender receives messages over this channel from now on."""
 
     channel: Annotated[int, U8]
@@ -328,7 +328,7 @@ class Failed:
     text: Annotated[str, Sentence(1024)]
 
 
-ChannelMessage: TypeAlias = Channel | AckCounts | RailDown | Arrivals | Joined | MailMoved
+ChannelMessage: TypeAlias = Channel | AckCounts | RailDown | Arrivals | Joined | MailboxMoved
 SessionMessage: TypeAlias = ChannelMessage | Offer | Mapped | Ready | Heartbeat | Revoke | Revoked | Bye | Failed
 Message: TypeAlias = Hello | Challenge | Proof | Welcome | Refused | SessionMessage
 
@@ -351,7 +351,7 @@ _TYPES: dict[int, type[Message]] = {
     27: RailDown,
     28: Arrivals,
     29: Joined,
-    30: MailMoved,
+    30: MailboxMoved,
 }
 _RECORDS = {kind: Record(kind) for kind in _TYPES.values()}
 _NUMBERS = {kind: number for number, kind in _TYPES.items()}

@@ -13,9 +13,9 @@ from collections.abc import Hashable, Iterator
 
 from ..errors import UsageError
 
-__all__ = ["MOST_RANGES", "Grants", "Revocations"]
+__all__ = ["MAX_RANGES", "Grants", "Revocations"]
 
-MOST_RANGES = 1 << 16
+MAX_RANGES = 1 << 16
 
 
 class Grants:
@@ -80,8 +80,8 @@ class Revocations:
         if first < last:
             low = min(low, self._lows[first])
             high = max(high, self._highs[last - 1])
-        if first == last and len(self._lows) >= MOST_RANGES:
-            raise UsageError(f"over {MOST_RANGES} ranges of leases are void")
+        if first == last and len(self._lows) >= MAX_RANGES:
+            raise UsageError(f"over {MAX_RANGES} ranges of leases are void")
         self._lows[first:last] = [low]
         self._highs[first:last] = [high]
 

@@ -1,6 +1,6 @@
 """When work that is under way toward a live peer counts as stuck.
 
-Heartbeats go over the control connection. A data connection can be cut on its own (a firewall, one NIC of several),
+Heartbeats go over the control connection. A data connection can be lost on its own (a firewall, one NIC of several),
 and then the provider reports nothing and the peer is heard all the same. So the shell looks at each channel that has
 work: how many of its requests have ended, and how many bytes its connection has moved. A channel on which neither
 changes for `patience` is stuck; one that is merely slow is not, for its bytes go on.

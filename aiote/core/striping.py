@@ -1,4 +1,4 @@
-"""How one write is cut in stripes, and what its immediate looks like on the wire.
+"""How one write is split in stripes, and what its immediate looks like on the wire.
 
 A *stripe* is a part of a write that one rail carries as one message. Cutting has two reasons: a provider has a largest
 message, and several rails together are faster than one. With
@@ -7,7 +7,7 @@ message, and several rails together are faster than one. With
     lanes     the number of rails that can be used now
     smallest  bytes below which a stripe is not worth another rail
 
-a write of `length` bytes is cut in
+a write of `length` bytes is split in
 
     n = max(ceil(length / largest), min(lanes, max(1, length // smallest)))
 
@@ -96,7 +96,7 @@ class Plan(NamedTuple):
 
 
 def plan(length: int, lanes: int, largest: int, smallest: int, counted: bool) -> Plan:
-    """Cut a write of `length` bytes in stripes; `largest` and `smallest` are bytes, `lanes` the number of usable rails.
+    """Split a write of `length` bytes in stripes; `largest` and `smallest` are bytes, `lanes` the usable rails.
 
     An uncounted write is all head, a counted one is all tail unless it needs more than 16 stripes.
     Raises UsageError for a negative length, or less than one lane or byte.
@@ -107,13 +107,13 @@ def plan(length: int, lanes: int, largest: int, smallest: int, counted: bool) ->
             raise UsageError(f"{name} is {value}, expected at least {least}")
     needed = _ceil(length, largest)
     if not counted:
-        return Plan(_cut(0, length, max(needed, min(lanes, max(1, length // smallest))), 0, lanes, False), ())
+        return Plan(_split(0, length, max(needed, min(lanes, max(1, length // smallest))), 0, lanes, False), ())
     if needed <= MAX_COUNTED:
         spread = min(lanes, MAX_COUNTED, max(1, length // smallest))
-        return Plan((), _cut(0, length, max(needed, spread), 0, lanes, True))
+        return Plan((), _split(0, length, max(needed, spread), 0, lanes, True))
     split = length - MAX_COUNTED * largest
-    head = _cut(0, split, _ceil(split, largest), 0, lanes, False)
-    return Plan(head, _cut(split, length - split, MAX_COUNTED, len(head), lanes, True))
+    head = _split(0, split, _ceil(split, largest), 0, lanes, False)
+    return Plan(head, _split(split, length - split, MAX_COUNTED, len(head), lanes, True))
 
 
 def _ceil(length: int, largest: int) -> int:
@@ -121,7 +121,7 @@ def _ceil(length: int, largest: int) -> int:
     return -(-length // largest)
 
 
-def _cut(start: int, length: int, pieces: int, number: int, lanes: int, counted: bool) -> tuple[Stripe, ...]:
+def _split(start: int, length: int, pieces: int, number: int, lanes: int, counted: bool) -> tuple[Stripe, ...]:
     """Return `pieces` stripes that cover [start, start + length), numbered from `number` for their lanes."""
     size, longer = divmod(length, pieces)
     return tuple(

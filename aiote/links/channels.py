@@ -33,7 +33,7 @@ from ..core.frames import (
     ChannelMessage,
     ImmCount,
     Joined,
-    MailMoved,
+    MailboxMoved,
     MemoryKey,
     RailDown,
     Range,
@@ -151,8 +151,8 @@ class Channels:
                 self._on_channel(message, now)
             case Joined(number, generation):
                 self._on_joined(number, generation, now)
-            case MailMoved(number, generation):
-                self._on_mail_moved(number, generation)
+            case MailboxMoved(number, generation):
+                self._on_mailbox_moved(number, generation)
 
     def _on_arrivals(self, message: Arrivals, now: float) -> None:
         number = message.channel
@@ -160,8 +160,8 @@ class Channels:
             raise FailoverError("it begins to tell what came over a channel before it has told it of another")
         counts = self._partial_arrivals.setdefault(number, [])
         counts += [(item.imm_data, item.times) for item in message.counts]
-        if len(counts) > MOST_COUNTS:
-            raise FailoverError(f"it counts over {MOST_COUNTS} immediates that came")
+        if len(counts) > MAX_ARRIVALS:
+            raise FailoverError(f"it counts over {MAX_ARRIVALS} immediates that came")
         if message.more:
             return
         del self._partial_arrivals[number]
@@ -187,13 +187,13 @@ class Channels:
         self._do(self._states.joined(number, now))
         self._resume(number)
 
-    def _on_mail_moved(self, number: int, generation: int) -> None:
+    def _on_mailbox_moved(self, number: int, generation: int) -> None:
         if number not in self._states.live or generation != self._states.generation(number):
             # It failed meanwhile; who initiated the connection hears of that, and chooses again.
             return
         if not self._initiates:
             self._link.move_mailbox(number)
-            self._send(MailMoved(number, generation))
+            self._send(MailboxMoved(number, generation))
         if self._link.mailbox_channel == number:
             self._link.release_mailbox()
 
@@ -269,7 +269,7 @@ class Channels:
         if self._initiates and self._link.mailbox_waits and self._states.live:
             chosen = self._states.live[0]
             self._link.move_mailbox(chosen)
-            self._send(MailMoved(chosen, self._states.generation(chosen)))
+            self._send(MailboxMoved(chosen, self._states.generation(chosen)))
 
     def _open(self, number: int, generation: int) -> None:
         """Open our endpoint and tell it; who was asked to joins the other's at once."""
@@ -343,12 +343,12 @@ def unmarked(mark: Received) -> tuple[int, list[int]]:
     holes: list[int] = []
     top = mark.high
     for low, high in mark.beyond:
-        if not top < low <= high or low - top > MOST_HOLES:
+        if not top < low <= high or low - top > MAX_HOLES:
             raise FailoverError("its account of the messages that came is none")
         holes.extend(range(top + 1, low))
         top = high
     return top, holes
 
 
-MOST_HOLES = 4096  # messages of a pool
-MOST_COUNTS = 1 << 15  # more than a tally of the native core holds
+MAX_HOLES = 4096  # messages of a pool
+MAX_ARRIVALS = 1 << 15  # more than a tally of the native core holds

@@ -53,7 +53,7 @@ class Liveness:
         return min(self.clock.next_deadline(now), math.inf if soon is None else soon)
 
     def _stands_still(self, now: float, link: PeerLink | None, channels: Channels | None) -> str:
-        """Say so where what is under way does not move: the data connection may be cut and this one not."""
+        """Say so where what is under way does not move: the data connection may be lost and this one not."""
         if link is None or not self._stalls.due(now):
             return ""
         stuck = self._stalls.look(now, link.under_way(), link.moved)

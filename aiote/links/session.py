@@ -31,7 +31,7 @@ from ..core.frames import (
     Failed,
     Heartbeat,
     Joined,
-    MailMoved,
+    MailboxMoved,
     Mapped,
     Offer,
     RailDown,
@@ -245,7 +245,7 @@ class Session:
                 if self.connection is not None:
                     answer = partial(self._control.send, Revoked(lease))
                     self.connection.leases.revoke(low, high, lease, answer)
-            case AckCounts() | RailDown() | Arrivals() | Channel() | Joined() | MailMoved():
+            case AckCounts() | RailDown() | Arrivals() | Channel() | Joined() | MailboxMoved():
                 self._on_channel_message(item)
             case Revoked(lease):
                 self._revoking.discard(lease)

@@ -25,23 +25,23 @@ SCHEME = "fi_shm://"
 
 
 @dataclass(eq=False)
-class Bond:
+class WatchedPeer:
     """A link over shm: the process at its other end, and the locks of both endpoints' memory."""
 
     link: PeerLink
     pidfd: int
     locks: tuple[SpinLock, SpinLock]
 
-    def dissolve(self) -> None:
+    def close(self) -> None:
         os.close(self.pidfd)
 
 
 class DeadPeerLockReaper:
-    """The bonds of one engine, and the thread that waits for their ends; it begins with the first bond."""
+    """The peers over shm of one engine, and the thread that waits for their ends; it begins with the first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._bonds: list[Bond] = []
+        self._watched: list[WatchedPeer] = []
         self._wake = -1
         self._thread: threading.Thread | None = None
 
@@ -60,10 +60,10 @@ class DeadPeerLockReaper:
             # Another layout, another namespace, an old kernel, or dead already: the control connection tells of that.
             return
         with self._lock:
-            for bond in [bond for bond in self._bonds if bond.link.closed]:
-                self._bonds.remove(bond)
-                bond.dissolve()
-            self._bonds.append(Bond(link, pidfd, (locks[0], locks[1])))
+            for watched in [watched for watched in self._watched if watched.link.closed]:
+                self._watched.remove(watched)
+                watched.close()
+            self._watched.append(WatchedPeer(link, pidfd, (locks[0], locks[1])))
             if self._thread is None:
                 self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
                 self._thread = threading.Thread(target=self._watch, name="aiote lock reaper", daemon=True)
@@ -78,24 +78,24 @@ class DeadPeerLockReaper:
             os.eventfd_write(self._wake, 1)
             thread.join()
             os.close(self._wake)
-        for bond in self._bonds:
-            bond.dissolve()
-        self._bonds.clear()
+        for watched in self._watched:
+            watched.close()
+        self._watched.clear()
 
     def _watch(self) -> None:
         while True:
             with self._lock:
                 if self._thread is None:
                     return
-                bonds = {bond.pidfd: bond for bond in self._bonds}
+                by_fd = {watched.pidfd: watched for watched in self._watched}
             poll = select.poll()
-            for fd in (self._wake, *bonds):
+            for fd in (self._wake, *by_fd):
                 poll.register(fd, select.POLLIN)
             for fd, _event in poll.poll():
                 if fd == self._wake:
                     self._drain()
                 else:
-                    self._free(bonds[fd])
+                    self._free(by_fd[fd])
 
     def _drain(self) -> None:
         try:
@@ -103,10 +103,10 @@ class DeadPeerLockReaper:
         except BlockingIOError:
             pass
 
-    def _free(self, bond: Bond) -> None:
-        for lock in bond.locks:
+    def _free(self, watched: WatchedPeer) -> None:
+        for lock in watched.locks:
             lock.release()
         with self._lock:
-            if bond in self._bonds:
-                self._bonds.remove(bond)
-                bond.dissolve()
+            if watched in self._watched:
+                self._watched.remove(watched)
+                watched.close()

@@ -15,8 +15,8 @@ from .tree import Tree
 
 __all__ = ["Gid", "Port", "choose_gid", "choose_ports", "hardware", "read_ports"]
 
-MOST_GIDS = 256
-MOST_PORTS = 16
+MAX_GIDS = 256
+MAX_PORTS = 16
 NONE = bytes(16)
 UNUSED = ":".join(["0000"] * 8)
 OTHERS = ("efa", "hfi1", "mana", "usnic_verbs")
@@ -74,7 +74,7 @@ def read_ports(root: str = "/sys") -> tuple[Port, ...]:
     return tuple(
         _port(tree, device, int(number))
         for device in tree.devices("class/infiniband")
-        for number in tree.names(f"class/infiniband/{device}/ports")[:MOST_PORTS]
+        for number in tree.names(f"class/infiniband/{device}/ports")[:MAX_PORTS]
         if number.isascii() and number.isdigit() and 0 < int(number) < 256
     )
 
@@ -83,7 +83,7 @@ def _port(tree: Tree, device: str, number: int) -> Port:
     folder = f"class/infiniband/{device}"
     port = f"{folder}/ports/{number}"
     ethernet = tree.text(f"{port}/link_layer") == "Ethernet"
-    indices = sorted(int(name) for name in tree.names(f"{port}/gids")[:MOST_GIDS] if name.isascii() and name.isdigit())
+    indices = sorted(int(name) for name in tree.names(f"{port}/gids")[:MAX_GIDS] if name.isascii() and name.isdigit())
     return Port(
         device,
         number,

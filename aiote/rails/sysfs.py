@@ -18,8 +18,8 @@ from .tree import Tree
 
 __all__ = ["read_nic", "read_topology"]
 
-MOST_PORTS = 16
-MOST_SPEED = 100_000_000
+MAX_PORTS = 16
+MAX_SPEED = 100_000_000
 """Mbit/s; some drivers of links that are down say 2**32 - 1."""
 
 RDMA_CLASSES: tuple[Literal["infiniband", "cxi"], ...] = ("infiniband", "cxi")
@@ -77,7 +77,7 @@ def _net(tree: Tree, name: str) -> Nic:
         name,
         "net",
         tree.place(target),
-        tree.number(f"{folder}/speed", MOST_SPEED, 0),
+        tree.number(f"{folder}/speed", MAX_SPEED, 0),
         _net_state(tree, folder),
         tree.driver(f"{folder}/device"),
         "/devices/virtual/" in target,
@@ -96,7 +96,7 @@ def _net_state(tree: Tree, folder: str) -> State:
 def _rdma(tree: Tree, kind: Literal["infiniband", "cxi"], name: str, net_of: Callable[[str], Nic | None]) -> Nic:
     folder = f"class/{kind}/{name}"
     target = tree.link(folder)
-    ports = [_port(tree, f"{folder}/ports/{number}") for number in tree.names(f"{folder}/ports")[:MOST_PORTS]]
+    ports = [_port(tree, f"{folder}/ports/{number}") for number in tree.names(f"{folder}/ports")[:MAX_PORTS]]
     parent = tree.text(f"{folder}/parent")  # rxe has this file
     software = tree.software(folder)
     named = [parent] if parent else [port.net for port in ports if port.net]
@@ -129,7 +129,7 @@ def _port(tree: Tree, folder: str) -> _Port:
     state: State = "up" if text.endswith("ACTIVE") else "down" if re.match(r"\d: [A-Z]+", text) else "unknown"
     rate = _RATE.match(tree.text(f"{folder}/rate"))  # of a port that is down it means nothing
     speed = round(float(rate[1]) * 1000) if rate and state != "down" else 0
-    return _Port(state, speed if speed <= MOST_SPEED else 0, tree.net(f"{folder}/gid_attrs/ndevs/0"))
+    return _Port(state, speed if speed <= MAX_SPEED else 0, tree.net(f"{folder}/gid_attrs/ndevs/0"))
 
 
 def _gpus(tree: Tree) -> Iterator[Gpu]:

@@ -9,10 +9,10 @@ from .topology import Place
 
 __all__ = ["Tree"]
 
-MOST_ENTRIES = 4096
+MAX_ENTRIES = 4096
 """Entries of one folder that are looked at: a host of containers may have thousands of veth."""
-MOST_BYTES = 4096
-MOST_NODE = 65535
+MAX_BYTES = 4096
+MAX_NODE = 65535
 
 # A link's target is bounded by the kernel, and so are the numbers in it.
 _COMPLEX = r"pci[0-9a-f]{4,8}:[0-9a-f]{2}"
@@ -39,7 +39,7 @@ class Tree:
         except (OSError, ValueError):
             return ""
         try:
-            return os.read(file, MOST_BYTES).decode("ascii", "replace").strip()
+            return os.read(file, MAX_BYTES).decode("ascii", "replace").strip()
         except OSError:
             return ""
         finally:
@@ -59,7 +59,7 @@ class Tree:
         """Return the names in a folder, mlx5_2 before mlx5_10."""
         try:
             with os.scandir(os.path.join(self.root, path)) as entries:
-                found = [entry.name for entry, _ in zip(entries, range(MOST_ENTRIES), strict=False)]
+                found = [entry.name for entry, _ in zip(entries, range(MAX_ENTRIES), strict=False)]
         except (OSError, ValueError):
             return []
         return sorted(found, key=_counting)
@@ -93,7 +93,7 @@ class Tree:
         path = tuple(part for part in target.split("/") if _ELEMENT.fullmatch(part))
         if not path or not _ADDRESS.fullmatch(path[-1]):
             return Place()
-        return Place(self.number(f"bus/pci/devices/{path[-1]}/numa_node", MOST_NODE, -1), path)
+        return Place(self.number(f"bus/pci/devices/{path[-1]}/numa_node", MAX_NODE, -1), path)
 
 
 def _counting(name: str) -> list[tuple[int, str]]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Fabric", "Happened"]
 
-MOST_RAILS = 8
+MAX_RAILS = 8
 SECOND = 1_000_000_000
 
 
@@ -99,8 +99,8 @@ class Fabric:
     ) -> None:
         """Describe the network; it begins with the first engine. Raises UsageError."""
         models = [model] * (rails or 1) if isinstance(model, NicModel) else list(model)
-        if not 1 <= len(models) <= MOST_RAILS or rails not in (None, len(models)):
-            raise UsageError(f"rails={rails!r} with {len(models)} models: from 1 to {MOST_RAILS} rails, a model each")
+        if not 1 <= len(models) <= MAX_RAILS or rails not in (None, len(models)):
+            raise UsageError(f"rails={rails!r} with {len(models)} models: from 1 to {MAX_RAILS} rails, a model each")
         self.seed = seed
         self.network = SimNetwork(
             seed, [each.nic(i) for i, each in enumerate(models)], lambda: running_virtual_loop() is not None, remembered

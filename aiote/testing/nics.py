@@ -14,7 +14,7 @@ from ..rails.sim import SimNic
 
 __all__ = ["CONNECTX7_400G", "EFA_100G", "EFA_200G", "EFA_400G", "MODELS", "UNRULY", "NicModel"]
 
-MOST_PIECES = MOST_SGE = 4
+MAX_PIECES = MAX_SGE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +50,10 @@ class NicModel:
         times = (self.gbps, self.latency_us, self.answer_us, self.jitter_us, self.operation_us, self.overlap)
         if min(times) < 0 or not 0 <= self.refusals < 1:
             raise UsageError("a NIC's times and its bandwidth are not negative, refusals are from 0 to below 1")
-        if not 1 <= self.pieces <= MOST_PIECES or self.queue < 1 or self.events < 1:
-            raise UsageError(f"a NIC's queue and events are at least 1, its pieces from 1 to {MOST_PIECES}")
-        if not 1 <= self.max_sge <= MOST_SGE:
-            raise UsageError(f"an operation has from 1 to {MOST_SGE} SGEs, not {self.max_sge}")
+        if not 1 <= self.pieces <= MAX_PIECES or self.queue < 1 or self.events < 1:
+            raise UsageError(f"a NIC's queue and events are at least 1, its pieces from 1 to {MAX_PIECES}")
+        if not 1 <= self.max_sge <= MAX_SGE:
+            raise UsageError(f"an operation has from 1 to {MAX_SGE} SGEs, not {self.max_sge}")
 
     def nic(self, index: int) -> SimNic:
         """Return what the simulated network takes for NIC `index` of a host."""

@@ -18,7 +18,7 @@ __all__ = ["MemoryServer", "MemorySocket", "MemoryTransport", "Ports"]
 
 LATENCY_S = 25e-6
 RETRY_S = 1.0
-MOST_UNREAD = 1 << 18
+MAX_UNREAD = 1 << 18
 """Bytes that nobody has read, after which the writer is asked to pause."""
 FIRST_PORT = 40_000
 ANY = ("0.0.0.0", "::", "")
@@ -111,7 +111,7 @@ class MemoryTransport(asyncio.Transport):
             return
         self._send(bytes(data))
         self._unread += len(data)
-        if self._unread > MOST_UNREAD and not self._asked_to_pause:
+        if self._unread > MAX_UNREAD and not self._asked_to_pause:
             self._asked_to_pause = True
             self._protocol.pause_writing()
 
@@ -168,7 +168,7 @@ class MemoryTransport(asyncio.Transport):
 
     def _was_read(self, count: int) -> None:
         self._unread -= count
-        if self._asked_to_pause and self._unread <= MOST_UNREAD // 2 and not self._closing:
+        if self._asked_to_pause and self._unread <= MAX_UNREAD // 2 and not self._closing:
             self._asked_to_pause = False
             self._protocol.resume_writing()
 

@@ -128,7 +128,7 @@ class Counter(Counted):
         return int(n)
 
     def _withdraw(self, waiting: CounterWait) -> None:
-        """End a wait, and look soon: what it leaves may be enough for the next in line."""
+        """End a wait, and look soon: what it leaves may be enough for the next in the queue."""
         waiting.cancel()
         self._runtime.kick()
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Inbox", "Message"]
 
 
-MOST_DEPARTED = 256
+MAX_DEPARTED = 256
 """Lost peers whose messages are kept; the messages of the one lost first are dropped for one more."""
 DEPARTED_BYTES = 64 << 20
 """Bytes of messages that are kept of lost peers, all together."""
@@ -83,7 +83,7 @@ class Inbox:
             self._departed_bytes += len(data)
         if kept:
             self._departed.append(kept)
-        while len(self._departed) > MOST_DEPARTED or self._departed_bytes > DEPARTED_BYTES:
+        while len(self._departed) > MAX_DEPARTED or self._departed_bytes > DEPARTED_BYTES:
             oldest = self._departed.popleft()
             self._departed_bytes -= sum([len(message.data) for message in oldest])
             self.dropped += len(oldest)

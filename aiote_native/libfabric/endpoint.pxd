@@ -18,7 +18,7 @@ cdef struct FabricEndpoint:
     uint64_t write_flags
     uint64_t send_flags
     bint waits
-    bint cuts
+    bint disconnects
     bint counts  # its immediates have room for what they count for
     bytes_of_name name
     size_t name_length

@@ -220,7 +220,7 @@ cdef int arm(void* impl) noexcept nogil:
     return 0 if fi_trywait(self.fabric, &one, 1) == 0 else 1
 
 
-cdef bint cut(void* impl) noexcept nogil:
+cdef bint disconnect(void* impl) noexcept nogil:
     """Shut down the sockets of an rxm endpoint.
 
     Its close in 1.17 reads the completions that are left as if all were its own, and an immediate that arrived and was
@@ -228,7 +228,7 @@ cdef bint cut(void* impl) noexcept nogil:
     that are read in the ordinary way; then the close finds nothing.
     """
     cdef FabricEndpoint* self = <FabricEndpoint*> impl
-    if not self.cuts:
+    if not self.disconnects:
         return False
     aiote_shutdown_sockets(self.name, self.name_length, self.peer_name, self.peer_name_length)
     return True
@@ -267,7 +267,7 @@ cdef RailOps operations
 operations.post = post
 operations.poll = poll
 operations.arm = arm
-operations.cut = cut
+operations.disconnect = disconnect
 operations.shut = shut
 operations.release = release
 
@@ -351,7 +351,7 @@ cdef class Endpoint(NativeEndpoint):
             raise ValueError(f"the provider's address has {length} bytes, more than {NAME_BYTES}")
         memcpy(self.impl.name, name, length)
         self.impl.name_length = length
-        self.impl.cuts = self.device.info.fabric_attr.prov_name.startswith(b"tcp;ofi_rxm")
+        self.impl.disconnects = self.device.info.fabric_attr.prov_name.startswith(b"tcp;ofi_rxm")
         self.tcp = self.device.info.fabric_attr.prov_name.startswith(b"tcp")
         self.impl.send_flags = FI_COMPLETION | (FI_DELIVERY_COMPLETE if self.tcp else 0)
         if not waits:
@@ -405,8 +405,8 @@ cdef class Endpoint(NativeEndpoint):
         return aiote_moved(<const char*> self.address, len(self.address),
                            <const char*> self.peer_address, len(self.peer_address))
 
-    cdef void** held(self) noexcept:
+    cdef void** impl_slot(self) noexcept:
         return <void**> &self.impl
 
-    cdef NativeDevice home(self):
+    cdef NativeDevice device_of(self):
         return self.device

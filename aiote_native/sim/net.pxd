@@ -13,7 +13,7 @@ cdef extern from "<pthread.h>" nogil:
 
 cdef enum:
     BUCKETS = 1024
-    MOST_PIECES = 4
+    MAX_PIECES = 4
 
 cdef enum ItemKind:
     ITEM_WORK = 0
@@ -93,7 +93,7 @@ cdef struct Work:
     uint64_t target      # the number of the other endpoint
     Work* prev
     Work* next
-    Work* behind         # in the target's line
+    Work* behind         # in the target's queue
     WorkRequest* wr
     uint64_t number
     int opcode
@@ -109,12 +109,12 @@ cdef struct Work:
     int stage
     int status
     bint parked          # a silent NIC holds it
-    bint in_line         # it waits for the target to have room or a receive
+    bint queued          # it waits for the target to have room or a receive
     bint backwards
     int pieces
     int piece
     uint64_t sent
-    uint64_t times[MOST_PIECES]
+    uint64_t times[MAX_PIECES]
 
 cdef struct Entry:
     Completion completion
@@ -148,8 +148,8 @@ cdef struct SimEndpoint:
     Receive* receives
     uint32_t receive_first
     uint32_t receive_count
-    Work* line
-    Work* line_end
+    Work* queue
+    Work* queue_end
 
 cdef struct Fault:
     Item item

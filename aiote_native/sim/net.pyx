@@ -53,7 +53,7 @@ cdef inline void store_at(Net* net, Item* item, uint32_t place) noexcept nogil:
     item.place = place
 
 
-cdef void rise(Net* net, Item* item) noexcept nogil:
+cdef void sift_up(Net* net, Item* item) noexcept nogil:
     cdef uint32_t place = item.place
     while place > 1 and earlier(item, net.heap[place // 2]):
         store_at(net, net.heap[place // 2], place)
@@ -61,7 +61,7 @@ cdef void rise(Net* net, Item* item) noexcept nogil:
     store_at(net, item, place)
 
 
-cdef void sink(Net* net, Item* item) noexcept nogil:
+cdef void sift_down(Net* net, Item* item) noexcept nogil:
     cdef uint32_t place = item.place
     cdef uint32_t child
     while 2 * place <= net.heap_count:
@@ -89,7 +89,7 @@ cdef int put(Net* net, Item* item, uint64_t time) noexcept nogil:
     item.order = net.order
     net.heap_count += 1
     item.place = net.heap_count
-    rise(net, item)
+    sift_up(net, item)
     return 0
 
 
@@ -104,8 +104,8 @@ cdef void take_out(Net* net, Item* item) noexcept nogil:
     item.place = 0
     if last != item:
         store_at(net, last, place)
-        rise(net, last)
-        sink(net, last)
+        sift_up(net, last)
+        sift_down(net, last)
 
 
 cdef void set_alarm_clock(Net* net) noexcept nogil:
@@ -136,7 +136,7 @@ cdef Memory* find_memory(Net* net, uint64_t key) noexcept nogil:
     return found
 
 
-cdef inline void stir(Net* net, uint64_t value) noexcept nogil:
+cdef inline void mix(Net* net, uint64_t value) noexcept nogil:
     net.digest = (net.digest ^ value) * 0x100000001B3ULL
     net.digest ^= net.digest >> 29
 
@@ -145,10 +145,10 @@ cdef void saw(Net* net, Happening kind, const Nic* nic, uint64_t number, uint64_
     """Remember it: all in the digest, the first ones in full."""
     cdef Seen* entry
     cdef uint64_t now = net.now if net.is_virtual else 0
-    stir(net, now)
-    stir(net, (<uint64_t> nic.node << 32) | (nic.rail << 16) | <uint32_t> kind)
-    stir(net, number)
-    stir(net, length ^ (<uint64_t> <uint32_t> status << 40))
+    mix(net, now)
+    mix(net, (<uint64_t> nic.node << 32) | (nic.rail << 16) | <uint32_t> kind)
+    mix(net, number)
+    mix(net, length ^ (<uint64_t> <uint32_t> status << 40))
     if net.seen_count < net.seen_limit:
         entry = &net.seen[net.seen_count]
         entry.time = net_now(net)

@@ -8,7 +8,7 @@ import os
 
 from aiote_native.forks cimport check_process, fork_epoch
 from aiote_native.sim.net cimport (
-    BUCKETS, MOST_PIECES, Model, Net, NIC_BROKEN, NIC_SILENT, NIC_UP, find_memory, pthread_mutex_lock,
+    BUCKETS, MAX_PIECES, Model, Net, NIC_BROKEN, NIC_SILENT, NIC_UP, find_memory, pthread_mutex_lock,
     pthread_mutex_unlock)
 from aiote_native.structs cimport MAX_SGE, MAY_ALL
 
@@ -29,8 +29,8 @@ cdef int read_model(dict given, Model* model) except -1:
     model.refusals = given.get("refusals", 0)
     model.lingers = given.get("lingers", False)
     model.largest = given.get("largest", 1 << 30)
-    if not (model.depth and model.receives and model.events and model.largest and 1 <= model.pieces <= MOST_PIECES):
-        raise ValueError(f"depth, receives, events and largest are at least 1, pieces at most {MOST_PIECES}")
+    if not (model.depth and model.receives and model.events and model.largest and 1 <= model.pieces <= MAX_PIECES):
+        raise ValueError(f"depth, receives, events and largest are at least 1, pieces at most {MAX_PIECES}")
     if not 1 <= model.max_sge <= MAX_SGE:
         raise ValueError(f"max_sge is from 1 to {MAX_SGE}")
     return 0

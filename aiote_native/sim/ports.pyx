@@ -19,7 +19,7 @@ from aiote_native.sim.net cimport (
     BUCKETS, Entry, ITEM_WORK, Memory, Model, NIC_BROKEN, Net, Receive, SAW_CLOSE, SAW_OPEN, SAW_POST, Work, draw,
     find_endpoint, net_now, pthread_mutex_lock, pthread_mutex_unlock, saw, set_alarm_clock)
 from aiote_native.sim.nics cimport SimDevice
-from aiote_native.sim.traffic cimport close_works, plan_work, run_due, serve_line
+from aiote_native.sim.traffic cimport close_works, plan_work, run_due, serve_queue
 from aiote_native.status cimport check
 from aiote_native.structs cimport Completion, OP_READ, OP_RECV, Post, RailOps, WorkRequest
 
@@ -50,8 +50,8 @@ cdef int post_receive(SimEndpoint* self, const Post* args, WorkRequest* wr) noex
     receive.memory = <uint8_t*> args.local
     receive.length = args.length
     self.receive_count += 1
-    if self.line != NULL:
-        serve_line(self.net, self)
+    if self.queue != NULL:
+        serve_queue(self.net, self)
     return 0
 
 
@@ -166,8 +166,8 @@ cdef int poll(void* impl, Completion* out, int capacity) noexcept nogil:
         got += 1
     if self.ring_count == 0:
         self.ring_first = 0
-    if got and self.line != NULL:
-        serve_line(self.net, self)
+    if got and self.queue != NULL:
+        serve_queue(self.net, self)
         set_alarm_clock(self.net)
     pthread_mutex_unlock(&self.net.lock)
     return got
@@ -187,7 +187,7 @@ cdef int arm(void* impl) noexcept nogil:
     return 0 if armed else 1
 
 
-cdef bint cut(void* impl) noexcept nogil:
+cdef bint disconnect(void* impl) noexcept nogil:
     return False
 
 
@@ -224,7 +224,7 @@ cdef RailOps operations
 operations.post = post
 operations.poll = poll
 operations.arm = arm
-operations.cut = cut
+operations.disconnect = disconnect
 operations.shut = shut
 operations.release = release
 
@@ -312,19 +312,19 @@ cdef class Endpoint(NativeEndpoint):
             raise ValueError(f"{address!r} is no address of a simulated endpoint")
         self.impl.peer = ADDRESS.unpack(address)[1]
 
-    cdef void* give(self) except NULL:
-        self.lent = <SimEndpoint*> NativeEndpoint.give(self)
+    cdef void* release_to_channel(self) except NULL:
+        self.lent = <SimEndpoint*> NativeEndpoint.release_to_channel(self)
         return self.lent
 
     def moved(self) -> int:
         return self.lent.moved if self.lent != NULL else -1
 
-    cdef void taken_back(self):
+    cdef void channel_closed(self):
         self.lent = NULL
-        NativeEndpoint.taken_back(self)
+        NativeEndpoint.channel_closed(self)
 
-    cdef void** held(self) noexcept:
+    cdef void** impl_slot(self) noexcept:
         return <void**> &self.impl
 
-    cdef NativeDevice home(self):
+    cdef NativeDevice device_of(self):
         return self.device

@@ -3,7 +3,7 @@
 | stage    | what happens                                           | where the target cannot take it                |
 |----------|--------------------------------------------------------|------------------------------------------------|
 | place    | a piece of the payload goes into memory                | bad key or range: the initiator gets an error  |
-| deliver  | the immediate, or the message, is given to the target  | it waits in the target's line                  |
+| deliver  | the immediate, or the message, is given to the target  | it waits in the target's queue                  |
 | complete | the initiator is told                                  |                                                |
 
 All pieces are placed before the immediate is delivered, and that is before the completion. Nothing else is ordered. A
@@ -21,7 +21,7 @@ from libc.string cimport memcpy, memset
 from posix.unistd cimport write
 
 from aiote_native.sim.net cimport (
-    Alarm, BUCKETS, Entry, Fault, ITEM_ALARM, ITEM_FAULT, Item, MOST_PIECES, Memory, Model, NIC_BROKEN, NIC_SILENT,
+    Alarm, BUCKETS, Entry, Fault, ITEM_ALARM, ITEM_FAULT, Item, MAX_PIECES, Memory, Model, NIC_BROKEN, NIC_SILENT,
     NIC_UP, Receive, SAW_COMPLETE, SAW_DELIVER, SAW_FAIL, SAW_FAULT, SAW_PLACE, STAGE_COMPLETE, STAGE_DELIVER,
     STAGE_PLACE, draw, find_endpoint, find_memory, net_now, put, saw, set_alarm_clock, take_out)
 from aiote_native.structs cimport Completion, MAY_READ, MAY_WRITE, OP_READ, OP_SEND, Sge, WorkRequest
@@ -85,8 +85,8 @@ cdef void plan_pieces(Net* net, Work* work, uint64_t first, uint64_t last) noexc
     """Draw the times of the pieces between two times, in order; the last piece takes the last one."""
     cdef uint64_t time
     cdef int i, j
-    if work.pieces > MOST_PIECES:
-        work.pieces = MOST_PIECES
+    if work.pieces > MAX_PIECES:
+        work.pieces = MAX_PIECES
     work.times[work.pieces - 1] = last
     for i in range(work.pieces - 1):
         time = last - draw(net, last - first + 1)
@@ -240,42 +240,42 @@ cdef bint deliver(Net* net, Work* work, SimEndpoint* target) noexcept nogil:
     return True
 
 
-cdef void join_line(Work* work, SimEndpoint* target) noexcept nogil:
-    work.in_line = True
+cdef void enqueue(Work* work, SimEndpoint* target) noexcept nogil:
+    work.queued = True
     work.behind = NULL
-    if target.line_end == NULL:
-        target.line = work
+    if target.queue_end == NULL:
+        target.queue = work
     else:
-        target.line_end.behind = work
-    target.line_end = work
+        target.queue_end.behind = work
+    target.queue_end = work
 
 
-cdef void leave_line(Work* work, SimEndpoint* target) noexcept nogil:
+cdef void dequeue(Work* work, SimEndpoint* target) noexcept nogil:
     cdef Work* before = NULL
-    cdef Work* other = target.line
+    cdef Work* other = target.queue
     while other != NULL and other != work:
         before = other
         other = other.behind
     if other == NULL:
         return
     if before == NULL:
-        target.line = work.behind
+        target.queue = work.behind
     else:
         before.behind = work.behind
-    if target.line_end == work:
-        target.line_end = before
+    if target.queue_end == work:
+        target.queue_end = before
     work.behind = NULL
-    work.in_line = False
+    work.queued = False
 
 
-cdef void serve_line(Net* net, SimEndpoint* endpoint) noexcept nogil:
+cdef void serve_queue(Net* net, SimEndpoint* endpoint) noexcept nogil:
     """Deliver what waited for room, in the order of its coming; what waits for a receive keeps nobody else."""
-    cdef Work* work = endpoint.line
+    cdef Work* work = endpoint.queue
     cdef Work* following
     while work != NULL:
         following = work.behind
         if deliver(net, work, endpoint):
-            leave_line(work, endpoint)
+            dequeue(work, endpoint)
         work = following
 
 
@@ -305,7 +305,7 @@ cdef void step(Net* net, Work* work) noexcept nogil:
     elif work.stage == STAGE_PLACE:
         place(net, work, target)
     elif not deliver(net, work, target):
-        join_line(work, target)
+        enqueue(work, target)
 
 
 cdef void out_of_the_way(Net* net, Work* work) noexcept nogil:
@@ -313,10 +313,10 @@ cdef void out_of_the_way(Net* net, Work* work) noexcept nogil:
     cdef SimEndpoint* target
     take_out(net, &work.item)
     work.parked = False
-    if work.in_line:
+    if work.queued:
         target = find_endpoint(net, work.target)
         if target != NULL:
-            leave_line(work, target)
+            dequeue(work, target)
 
 
 cdef void unlink(Work* work) noexcept nogil:
@@ -343,7 +343,7 @@ cdef bint lingers(Net* net, Work* work) noexcept nogil:
     """Let what has left the NIC go on without its endpoint; False where nothing has."""
     cdef uint64_t done = 0
     cdef int i
-    if not work.nic.model.lingers or work.opcode == OP_READ or work.stage == STAGE_COMPLETE or work.in_line:
+    if not work.nic.model.lingers or work.opcode == OP_READ or work.stage == STAGE_COMPLETE or work.queued:
         return False
     if work.sent > net_now(net) or work.parked:
         return False
@@ -367,12 +367,12 @@ cdef void close_works(Net* net, SimEndpoint* endpoint) noexcept nogil:
         if not lingers(net, work):
             free_work(net, work)
         work = following
-    work = endpoint.line
-    endpoint.line = endpoint.line_end = NULL
+    work = endpoint.queue
+    endpoint.queue = endpoint.queue_end = NULL
     while work != NULL:
         following = work.behind
         work.behind = NULL
-        work.in_line = False
+        work.queued = False
         fail(net, work, -ECONNRESET)
         work = following
 

@@ -146,7 +146,7 @@ cdef int checked(bytes name) except -1:
     return 0
 
 
-cdef bint stream_cut(void* impl) noexcept nogil:
+cdef bint stream_disconnect(void* impl) noexcept nogil:
     return False
 
 
@@ -155,7 +155,7 @@ cdef void share_operations(RailOps* operations):
     operations.post = stream_post
     operations.flush = stream_flush
     operations.poll = stream_poll
-    operations.cut = stream_cut
+    operations.disconnect = stream_disconnect
 
 
 @cython.no_gc_clear
@@ -167,7 +167,7 @@ cdef class StreamEndpoint(NativeEndpoint):
 
     cdef int usable(self, StreamDevice device) except -1:
         """Check that one may be opened on a device."""
-        if self.held()[0] != NULL or device.closed:
+        if self.impl_slot()[0] != NULL or device.closed:
             raise RuntimeError("the endpoint is open already, or its device is closed")
         return check_process(device.epoch)
 
@@ -185,12 +185,12 @@ cdef class StreamEndpoint(NativeEndpoint):
 
     def name(self, bytes peer) -> None:
         """Say whose the other end is, before the endpoint is handed over. Raises ValueError for no name."""
-        cdef Stream* stream = <Stream*> self.held()[0]
+        cdef Stream* stream = <Stream*> self.impl_slot()[0]
         checked(peer)
         if stream == NULL:
             raise RuntimeError("the endpoint is closed or owned by a channel")
         memcpy(stream.peer, <const char*> peer, NAME_BYTES)
         stream.named = True
 
-    cdef NativeDevice home(self):
+    cdef NativeDevice device_of(self):
         return self.device

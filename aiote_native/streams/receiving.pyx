@@ -13,7 +13,7 @@ from aiote_native.streams.stream cimport (
     FRAME_ANSWER, FRAME_ANSWERED, FRAME_DONE, FRAME_READ, FRAME_SEND, FRAME_WRITE, Frame, Memory, STREAM_DEPTH, Stream,
     Work, append, find_memory, free_work, iovec, is_open, new_work, pthread_mutex_lock, pthread_mutex_unlock,
     take_first)
-from aiote_native.structs cimport MAX_SGE, MOST_PARTS
+from aiote_native.structs cimport MAX_SGE, MAX_PARTS
 
 cdef enum:
     # Bytes of one call: at 15 GB/s a fiftieth of a millisecond, after which the event loop may have its turn.
@@ -30,7 +30,7 @@ cdef bint is_frame(const Frame* frame) noexcept nogil:
     """Whether a header is one that a peer could have sent at any time."""
     cdef uint64_t sum = 0
     cdef uint16_t i
-    if not FRAME_WRITE <= frame.kind <= FRAME_DONE or frame.iov_count > MAX_SGE or frame.counts_for > MOST_PARTS:
+    if not FRAME_WRITE <= frame.kind <= FRAME_DONE or frame.iov_count > MAX_SGE or frame.counts_for > MAX_PARTS:
         return False
     if frame.kind > FRAME_READ:
         return True

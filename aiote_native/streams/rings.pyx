@@ -249,5 +249,5 @@ cdef class RingEndpoint(StreamEndpoint):
     def __dealloc__(self):
         self.forget()
 
-    cdef void** held(self) noexcept:
+    cdef void** impl_slot(self) noexcept:
         return <void**> &self.impl

@@ -8,7 +8,7 @@ from libc.errno cimport EACCES, EAGAIN, ENOMEM, ENOTCONN
 from libc.stdint cimport uint8_t, uint64_t
 
 from aiote_native.streams.stream cimport (
-    FRAME_ANSWER, FRAME_ANSWERED, FRAME_DONE, FRAME_READ, FRAME_SEND, FRAME_WRITE, FRAMES_BEGUN, Frame, MOST_VECTORS,
+    FRAME_ANSWER, FRAME_ANSWERED, FRAME_DONE, FRAME_READ, FRAME_SEND, FRAME_WRITE, FRAMES_BEGUN, Frame, MAX_VECTORS,
     STREAM_DEPTH, append, free_work, iovec, is_open, new_work, pthread_mutex_lock, pthread_mutex_unlock, take_first)
 from aiote_native.structs cimport OP_READ, OP_RECV, OP_SEND
 
@@ -165,7 +165,7 @@ cdef int trim(iovec* vectors, int count, uint64_t* total, uint64_t most) noexcep
 
 cdef void push(Stream* self) noexcept nogil:
     """Hand over as much as the wire takes, up to PUSH_BUDGET bytes. The registry's lock is held."""
-    cdef iovec vectors[MOST_VECTORS]
+    cdef iovec vectors[MAX_VECTORS]
     cdef uint64_t left = PUSH_BUDGET
     cdef uint64_t total = 0
     cdef long moved

@@ -393,17 +393,17 @@ cdef class SocketEndpoint(StreamEndpoint):
         self.impl.watched = EPOLLIN | EPOLLOUT
         check(watch(self.impl, EPOLL_CTL_ADD, self.impl.fd, self.impl.watched), "epoll_ctl")
 
-    cdef void* give(self) except NULL:
-        self.lent = <SocketStream*> StreamEndpoint.give(self)
+    cdef void* release_to_channel(self) except NULL:
+        self.lent = <SocketStream*> StreamEndpoint.release_to_channel(self)
         return self.lent
 
-    cdef void taken_back(self):
+    cdef void channel_closed(self):
         self.lent = NULL
-        StreamEndpoint.taken_back(self)
+        StreamEndpoint.channel_closed(self)
 
     def moved(self) -> int:
         """Return how many bytes the connection has received or seen acknowledged; -1 before there is one."""
         return aiote_moved_over(self.lent.fd) if self.lent != NULL and self.lent.stream.connected else -1
 
-    cdef void** held(self) noexcept:
+    cdef void** impl_slot(self) noexcept:
         return <void**> &self.impl

@@ -40,7 +40,7 @@ cdef enum:
     NAME_BYTES = 24      # of an engine: its identity and incarnation
     STREAM_DEPTH = 1024  # requests of one side that are not over
     FRAMES_BEGUN = 8     # frames that are handed over together
-    MOST_VECTORS = FRAMES_BEGUN * (1 + MAX_SGE)
+    MAX_VECTORS = FRAMES_BEGUN * (1 + MAX_SGE)
 
 cdef struct RmaIov:
     uint64_t address

@@ -29,7 +29,7 @@ cdef int VERSION = 1
 
 cdef enum:
     MTU_CODES = 5        # 256 bytes is 1, 4096 is 5
-    MOST_READS = 16      # that the peer may have outstanding toward us; each takes memory of the NIC's
+    MAX_READS = 16      # that the peer may have outstanding toward us; each takes memory of the NIC's
     INLINE_BYTES = 128
     RNR_TIMER = 12       # 0.64 ms until a sender that found no receive tries again
     FOR_EVER = 7         # so often: a peer without receives has not failed
@@ -105,7 +105,7 @@ cdef class Endpoint(NativeEndpoint):
         # Where a pair begins to count is drawn at random: what an earlier one of that number sent is not taken for its.
         self.psns = (int.from_bytes(os.urandom(3), "little"), int.from_bytes(os.urandom(3), "little"))
         self.address = ADDRESS.pack(
-            VERSION, self.path_mtu(), min(nic.attr.max_qp_rd_atom, MOST_READS, 255),
+            VERSION, self.path_mtu(), min(nic.attr.max_qp_rd_atom, MAX_READS, 255),
             nic.port.link_layer == IBV_LINK_LAYER_ETHERNET, nic.port.lid, bytes(nic.gid.raw[:16]),
             *self.numbers, *self.psns)
         return 0
@@ -169,7 +169,7 @@ cdef class Endpoint(NativeEndpoint):
         attr.path_mtu = min(self.path_mtu(), peer.mtu)
         attr.dest_qp_num = remote
         attr.rq_psn = remote_psn
-        attr.max_dest_rd_atomic = min(nic.attr.max_qp_rd_atom, MOST_READS)
+        attr.max_dest_rd_atomic = min(nic.attr.max_qp_rd_atom, MAX_READS)
         attr.min_rnr_timer = RNR_TIMER
         attr.ah_attr.dlid = peer.lid
         attr.ah_attr.sl = nic.settings.service_level
@@ -200,8 +200,8 @@ cdef class Endpoint(NativeEndpoint):
         """Whether a queue pair of that number is one of the two."""
         return queue in self.numbers
 
-    cdef void** held(self) noexcept:
+    cdef void** impl_slot(self) noexcept:
         return <void**> &self.impl
 
-    cdef NativeDevice home(self):
+    cdef NativeDevice device_of(self):
         return self.device

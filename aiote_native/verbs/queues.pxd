@@ -45,7 +45,7 @@ cdef struct VerbsEndpoint:
     int taken_count
     bint armed
     bint stirred         # something was taken since it was armed, so its event may have come
-    bint dying           # cut: its own receives end without a word
+    bint dying           # disconnected: its own receives end without being reported
     int broken           # negative error number: nothing more can be posted
 
 cdef RailOps operations

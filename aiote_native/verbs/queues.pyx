@@ -237,7 +237,7 @@ cdef int arm(void* impl) noexcept nogil:
     return 1
 
 
-cdef bint cut(void* impl) noexcept nogil:
+cdef bint disconnect(void* impl) noexcept nogil:
     """Put both pairs into the error state: nothing more comes or goes, and what was posted ends."""
     cdef VerbsEndpoint* self = <VerbsEndpoint*> impl
     cdef ibv_qp_attr attr
@@ -289,6 +289,6 @@ operations.post = post
 operations.flush = flush
 operations.poll = poll
 operations.arm = arm
-operations.cut = cut
+operations.disconnect = disconnect
 operations.shut = shut
 operations.release = release

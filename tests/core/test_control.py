@@ -26,7 +26,7 @@ from aiote.core.frames import (
     Heartbeat,
     Hello,
     Joined,
-    MailMoved,
+    MailboxMoved,
     Mapped,
     Offer,
     Proof,
@@ -233,7 +233,7 @@ def test_what_may_come_before_authentication(role: Role, state: State, kind: typ
 
 
 ANYTIME: set[type[Any]] = {Heartbeat, Bye, Failed}
-ABOUT_CHANNELS: set[type[Any]] = {AckCounts, RailDown, Arrivals, Joined, MailMoved}
+ABOUT_CHANNELS: set[type[Any]] = {AckCounts, RailDown, Arrivals, Joined, MailboxMoved}
 EXPECTED_AFTERWARDS: dict[State, set[type[Any]]] = {
     State.GREETED: ANYTIME | {Offer},
     State.OFFERED: ANYTIME | {Channel, Revoke, Revoked, Mapped},

@@ -18,7 +18,7 @@ from aiote.core.frames import (
     Failed,
     Heartbeat,
     Joined,
-    MailMoved,
+    MailboxMoved,
     Mapped,
     Offer,
     RailDown,
@@ -36,7 +36,7 @@ LAST_MESSAGES = (Bye, Failed)
 # A last message comes rarely, so that the states before it are seen for a while.
 KINDS = st.sampled_from([kind for kind in SESSION_KINDS if kind not in LAST_MESSAGES] * 4 + [*LAST_MESSAGES])
 OPENING = (Offer, Mapped, Ready)
-ABOUT_CHANNELS = (AckCounts, RailDown, Arrivals, Joined, MailMoved)
+ABOUT_CHANNELS = (AckCounts, RailDown, Arrivals, Joined, MailboxMoved)
 
 
 def may_follow(kind: type[Any], said: list[type[Any]]) -> bool:

@@ -22,7 +22,7 @@ from aiote.core.frames import (
     Hello,
     ImmCount,
     Joined,
-    MailMoved,
+    MailboxMoved,
     Mapped,
     MemoryKey,
     Offer,
@@ -101,7 +101,7 @@ def test_the_bytes_of_a_message_are_fixed() -> None:
         == "1c0100000002" + "0000" + f"{5:016x}" + "0001" + f"{7:016x}{9:016x}" + "0001" + f"{3:016x}" + "00"
     )
     assert encode(Joined(1, 2)).hex() == "1d" + "01" + "00000002"
-    assert encode(MailMoved(1, 2)).hex() == "1e" + "01" + "00000002"
+    assert encode(MailboxMoved(1, 2)).hex() == "1e" + "01" + "00000002"
     rail = "03" + "0001" + "70" + "0001" + "77" + "0001" + "6e" + f"{10:08x}"
     home = b"aioA".hex() + "01" + "001d" + "0001" + "68" + f"{4000:04x}" + "61" * 16 + f"{7:016x}"
     offer = Offer(b"h" * 32, 5, 6, 7, (RailOffer(3, "p", "w", "n", 10),), Address("h", 4000, b"a" * 16, 7))

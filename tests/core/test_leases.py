@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from aiote.core.leases import MOST_RANGES, Grants, Revocations
+from aiote.core.leases import MAX_RANGES, Grants, Revocations
 from aiote.errors import UsageError
 
 HOLDERS = "abc"
@@ -101,11 +101,11 @@ def test_a_lease_is_revoked_once() -> None:
 
 def test_a_granter_that_fragments_for_ever_is_stopped() -> None:
     void = Revocations()
-    for number in range(MOST_RANGES):
+    for number in range(MAX_RANGES):
         void.add(2 * number + 1, 2 * number + 1)
-    assert len(void) == MOST_RANGES
+    assert len(void) == MAX_RANGES
     with pytest.raises(UsageError, match="ranges of leases"):
-        void.add(2 * MOST_RANGES + 9, 2 * MOST_RANGES + 9)
+        void.add(2 * MAX_RANGES + 9, 2 * MAX_RANGES + 9)
     # What joins two ranges makes fewer of them.
     void.add(2, 2)
-    assert len(void) == MOST_RANGES - 1
+    assert len(void) == MAX_RANGES - 1

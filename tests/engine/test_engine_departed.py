@@ -14,7 +14,7 @@ from engines import each_provider, opened, until
 @each_provider
 async def test_messages_of_lost_peers_are_bounded(provider, monkeypatch):
     """They are kept of the last peers, in order, and the statistics tell of them and of the others."""
-    monkeypatch.setattr(inbox, "MOST_DEPARTED", 3)
+    monkeypatch.setattr(inbox, "MAX_DEPARTED", 3)
     async with opened(provider) as right:
         for number in range(5):
             async with opened(provider) as left:

@@ -18,7 +18,7 @@ from fuzz_targets import TARGETS, Step, Talk, control, message, program
 HERE = Path(__file__).parent
 SEEDS = seeds()
 INPUTS = sorted(path for kind in ("corpus", "crashes") for path in (HERE / kind).glob("*/*"))
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 """What no target needs for an input of a few hundred bytes, whatever lengths those announce."""
 
 
@@ -38,7 +38,7 @@ def test_an_input_breaks_nothing_and_costs_little(path):
     tracemalloc.start()
     try:
         TARGETS[path.parent.name](data)
-        assert tracemalloc.get_traced_memory()[1] < MOST_BYTES
+        assert tracemalloc.get_traced_memory()[1] < MAX_BYTES
     finally:
         tracemalloc.stop()
 
@@ -95,7 +95,7 @@ def test_a_length_field_reserves_nothing():
     for data in inputs:
         tracemalloc.start()
         control(data)
-        assert tracemalloc.get_traced_memory()[1] < MOST_BYTES // 4
+        assert tracemalloc.get_traced_memory()[1] < MAX_BYTES // 4
         tracemalloc.stop()
 
 

@@ -22,7 +22,7 @@ PATIENCE_S = 60
 GROWTH_BYTES = 96 << 20
 """How much resident memory may grow over all attacks: pools of peers that are not lost yet, and what is never given
 back to the system."""
-MOST_DESCRIPTORS = 256
+MAX_DESCRIPTORS = 256
 
 
 class Broken(AssertionError):
@@ -101,7 +101,7 @@ class Victim:
         self._descriptors = self._descriptors or count
         if resident > self._resident + GROWTH_BYTES:
             raise Broken(f"resident memory has grown from {self._resident} to {resident}")
-        if count > self._descriptors + MOST_DESCRIPTORS:
+        if count > self._descriptors + MAX_DESCRIPTORS:
             raise Broken(f"from {self._descriptors} descriptors to {count}")
 
 

@@ -17,7 +17,7 @@ from raw_ring import WRITE, Frame, raw_ring, write
 
 SUPPORT = str(Path(__file__).parents[1] / "support")
 IMM = 0x123
-MOST_PARTS = 32
+MAX_PARTS = 32
 PUSH_BUDGET = 2 << 20
 
 
@@ -44,7 +44,7 @@ def test_a_flood_of_refused_writes_is_bounded(rails, side):
         assert ring.link.failed == errno.EPROTO
 
 
-@pytest.mark.parametrize(("times", "counted"), [(MOST_PARTS, MOST_PARTS), (MOST_PARTS + 1, 0), ((1 << 32) - 1, 0)])
+@pytest.mark.parametrize(("times", "counted"), [(MAX_PARTS, MAX_PARTS), (MAX_PARTS + 1, 0), ((1 << 32) - 1, 0)])
 def test_an_immediate_counts_for_no_more_than_a_request_has_parts(rails, side, times, counted):
     handle = side.count(IMM)
     with raw_ring(side) as ring:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from aiote.core.failover import ChannelCounts
 from aiote_native.tallies import ImmTally
 
-MOST_ENTRIES = 16384
+MAX_ENTRIES = 16384
 IMM_DATA = st.one_of(st.integers(0, 20), st.sampled_from([0, 2**28, 2**32 - 1, 2**31]), st.integers(0, 2**32 - 1))
 CHANGES = st.lists(st.tuples(IMM_DATA, st.integers(-3, 3)), max_size=200)
 
@@ -55,8 +55,8 @@ def test_words_at_zero_take_no_room():
 def test_it_is_bounded():
     tally = ImmTally()
     with pytest.raises(MemoryError):
-        for imm_data in range(10 * MOST_ENTRIES):
+        for imm_data in range(10 * MAX_ENTRIES):
             tally.add(imm_data, 1)
-    assert MOST_ENTRIES <= len(tally) <= 2 * MOST_ENTRIES
+    assert MAX_ENTRIES <= len(tally) <= 2 * MAX_ENTRIES
     # What it has is kept.
-    assert tally.get(0) == tally.get(MOST_ENTRIES - 1) == 1
+    assert tally.get(0) == tally.get(MAX_ENTRIES - 1) == 1

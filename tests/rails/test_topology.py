@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import sysfs_trees
 from aiote.rails.sysfs import read_nic, read_topology
 from aiote.rails.topology import Distance, Nic, Topology, distance, nearest
-from aiote.rails.tree import MOST_ENTRIES, _counting
+from aiote.rails.tree import MAX_ENTRIES, _counting
 
 
 @pytest.fixture
@@ -195,6 +195,6 @@ def test_names_are_sorted_by_the_numbers_in_them(names):
 def test_a_folder_without_end_is_read_in_part(tmp_path):
     folder = tmp_path / "class" / "net"
     folder.mkdir(parents=True)
-    for number in range(MOST_ENTRIES + 50):
+    for number in range(MAX_ENTRIES + 50):
         (folder / f"veth{number}").symlink_to(f"../../devices/virtual/net/veth{number}")
-    assert len(read_topology(str(tmp_path)).nics) == MOST_ENTRIES
+    assert len(read_topology(str(tmp_path)).nics) == MAX_ENTRIES

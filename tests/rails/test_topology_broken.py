@@ -15,9 +15,9 @@ from rich.console import Console
 
 import sysfs_trees
 from aiote.cli.info import Machine, as_dict, picture
-from aiote.rails.sysfs import MOST_SPEED, read_nic, read_topology
+from aiote.rails.sysfs import MAX_SPEED, read_nic, read_topology
 from aiote.rails.topology import Topology, nearest
-from aiote.rails.tree import MOST_NODE
+from aiote.rails.tree import MAX_NODE
 from sysfs_trees import Entry
 
 # Removing a tree of a hundred folders from a disk takes longer than all the rest.
@@ -60,9 +60,9 @@ def damaged(name: str, damage: dict[int, tuple[str, str]]) -> list[Entry]:
 
 def check(topology: Topology) -> None:
     for device in (*topology.gpus, *topology.nics):
-        assert -1 <= device.place.numa_node <= MOST_NODE
+        assert -1 <= device.place.numa_node <= MAX_NODE
     for nic in topology.nics:
-        assert 0 <= nic.speed_mbps <= MOST_SPEED
+        assert 0 <= nic.speed_mbps <= MAX_SPEED
         assert nic.state in ("up", "down", "unknown")
         assert all(topology.nic(name) for name in nic.partners)
     for gpu in topology.gpus:

@@ -97,7 +97,7 @@ TALK: list[frames.SessionMessage] = [
     frames.RailDown(0, 1, "pulled", (frames.MemoryKey(5),)),
     frames.Arrivals(0, 1, (frames.ImmCount(7, 2),), 3, (frames.Range(5, 6),), (frames.MemoryKey(5),)),
     frames.Joined(0, 2),
-    frames.MailMoved(1, 0),
+    frames.MailboxMoved(1, 0),
     frames.Heartbeat(),
     frames.Bye("done"),
 ]

@@ -77,7 +77,7 @@ cdef enum:
     LENGTH = 64      # entries of a queue; more are never under way
     DEPTH = 8        # work requests of a side
     MOST_POSTS = 3   # of a side in one schedule
-    MOST_PIECES = 3
+    MAX_PIECES = 3
 
 cdef enum Kind:
     PIECE = 1        # of a message: asks for the next one, or is the last
@@ -148,7 +148,7 @@ cdef void put(Side* to, Kind kind, WorkRequest* wr, uint32_t imm, int pieces) no
 cdef int rail_post(void* impl, const Post* args, WorkRequest* wr) noexcept nogil:
     cdef Side* here = <Side*> impl
     step()
-    put(here.other, PIECE, wr, args.imm, <int> draw(MOST_PIECES))
+    put(here.other, PIECE, wr, args.imm, <int> draw(MAX_PIECES))
     step()
     return 0
 
@@ -191,7 +191,7 @@ cdef int rail_arm(void* impl) noexcept nogil:
     return more and not lies
 
 
-cdef bint rail_cut(void* impl) noexcept nogil:
+cdef bint rail_disconnect(void* impl) noexcept nogil:
     return False
 
 
@@ -203,7 +203,7 @@ cdef RailOps operations
 operations.post = rail_post
 operations.poll = rail_poll
 operations.arm = rail_arm
-operations.cut = rail_cut
+operations.disconnect = rail_disconnect
 operations.shut = rail_end
 operations.release = rail_end
 
@@ -215,7 +215,7 @@ cdef void submit(Side* here) noexcept nogil:
     op.counted = True
     op.imm = 1
     op.parts = 1
-    op.cut.tail_count = 1
+    op.split.tail_count = 1
     here.to_post -= 1
     here.posted += 1
     op_start(&here.engine.state, &here.peer, op)
