@@ -143,7 +143,7 @@ class EngineConfig:
             "messages": self.message_pool,
             "spin_us": self.spin_us,
             "threaded": self.progress == "thread",
-            "processor": self.thread_cpu,
+            "cpu": self.thread_cpu,
             "smallest": self.stripe_bytes,
             "counters": self.max_counters,
         }

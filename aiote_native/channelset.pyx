@@ -110,13 +110,13 @@ cdef class ChannelSet:
         """Return our rail under a channel."""
         return self.state.channels[channel].rail if 0 <= channel < self.state.channel_count else -1
 
-    def expect(self, int channels, bint in_turn, bint survivable) -> None:
+    def expect(self, int channels, bint round_robin, bint survivable) -> None:
         """Say, before the first is added, how many channels there will be, whether they take turns instead of each
         getting what it is able to carry, and whether the peer survives the loss of one.
         """
         self.channels = channels
         self.state.survivable = survivable
-        self.state.in_turn = in_turn
+        self.state.round_robin = round_robin
 
     @property
     def nbytes(self) -> int:

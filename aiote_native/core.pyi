@@ -18,7 +18,7 @@ class Core:
         self,
         spin_us: int = 50,
         threaded: bool = False,
-        processor: int = -1,
+        cpu: int = -1,
         smallest: int = 16384,
         counters: int = 1048576,
         wakeup_event: bool = False,

@@ -48,7 +48,7 @@ cdef class Core:
     """An engine's native half.
 
     `spin_us` bounds spinning after the last thing that happened, `threaded` moves progress to a native thread
-    (pinned to `processor` if that is not negative), `smallest` is the least size of a stripe that is split for the
+    (pinned to `cpu` if that is not negative), `smallest` is the least size of a stripe that is split for the
     sake of spreading, `counters` the limit of live immediates, `wakeup_event` is needed by rails without a wait
     descriptor. With a `clock` time is somebody else's: nothing spins, and timers are set there.
     """
@@ -58,7 +58,7 @@ cdef class Core:
         self.engine.epoll_fd = self.engine.wake_fd = self.engine.timer_fd = self.engine.notify_fd = -1
         self.engine.closed = True
 
-    def __init__(self, uint64_t spin_us=50, bint threaded=False, int processor=-1, uint64_t smallest=16384,
+    def __init__(self, uint64_t spin_us=50, bint threaded=False, int cpu=-1, uint64_t smallest=16384,
                  uint64_t counters=1 << 20, bint wakeup_event=False, Clock clock=None):
         if not self.engine.closed:
             raise RuntimeError("the core is open already")
@@ -73,13 +73,13 @@ cdef class Core:
             self.engine.clock = clock.clock_ops
             self.engine.clock_context = clock.clock_context
         self.engine.threaded = threaded
-        self.engine.processor = processor
+        self.engine.cpu = cpu
         pthread_mutex_init(&self.engine.lock, NULL)
         try:
             table_init(&self.engine.state.counters, counters)
             self.open_descriptors(wakeup_event)
             if threaded:
-                where = f" on processor {processor}, which thread_cpu asks for" if processor >= 0 else ""
+                where = f" on processor {cpu}, which thread_cpu asks for" if cpu >= 0 else ""
                 check(-start_thread(&self.engine), f"start the native thread{where}")
         except BaseException:
             self.engine.threaded = False

@@ -316,7 +316,7 @@ cdef bint advance(Op* op, uint64_t parts) noexcept nogil:
 cdef uint64_t gathered_most(const PeerState* peer, const Channel* channel, const Op* op) noexcept nogil:
     """Return how many bytes of several parts may go in one work request of a channel now."""
     cdef uint64_t most = GATHER_BYTES
-    if peer.in_turn or channel.in_flight >= channel.window:
+    if peer.round_robin or channel.in_flight >= channel.window:
         return 0
     # Where there are others, no more than is left of what one choice of a channel is good for.
     if peer.channel_count > 1:
@@ -328,7 +328,7 @@ cdef uint64_t gathered_most(const PeerState* peer, const Channel* channel, const
 
 
 cdef int post_next(State* state, PeerState* peer, Op* op, uint64_t* parts) noexcept nogil:
-    """Post the next stripe, or several parts in one, on the channel that will have carried it first.
+    """Post the next stripe, or several parts in one, on the channel expected to finish it earliest.
 
     -EAGAIN: the provider refused, or a channel has just failed; -EBUSY: wait for completions.
     """

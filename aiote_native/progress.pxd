@@ -56,7 +56,7 @@ cdef struct Progress:
     bint stop
     bint notified
     int wanted
-    int processor
+    int cpu
     bint closed
     uint64_t epoch
     pthread_t thread

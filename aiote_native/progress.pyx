@@ -45,14 +45,14 @@ cdef extern from *:
         }
     }
     /* Start a thread that runs on one processor from its first instruction; a negative one is any. */
-    static int aiote_start(pthread_t* thread, int processor, void* (*function)(void*), void* argument) {
+    static int aiote_start(pthread_t* thread, int cpu, void* (*function)(void*), void* argument) {
         pthread_attr_t attributes;
         cpu_set_t set;
         int status = pthread_attr_init(&attributes);
         if (status != 0) return status;
         CPU_ZERO(&set);
-        if (processor >= 0) {
-            if (processor < CPU_SETSIZE) CPU_SET(processor, &set);
+        if (cpu >= 0) {
+            if (cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
             status = pthread_attr_setaffinity_np(&attributes, sizeof(set), &set);
         }
         if (status == 0) status = pthread_create(thread, &attributes, function, argument);
@@ -495,4 +495,4 @@ cdef void* run_thread(void* argument) noexcept nogil:
 
 cdef int start_thread(Progress* self) noexcept nogil:
     """Start the native thread; return 0 or an error number (EINVAL where it may not run on the processor asked for)."""
-    return aiote_start(&self.thread, self.processor, run_thread, self)
+    return aiote_start(&self.thread, self.cpu, run_thread, self)

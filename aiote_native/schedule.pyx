@@ -1,4 +1,4 @@
-"""Which channel carries the next stripe or page: the one that will have carried it first.
+"""Which channel carries the next stripe or page: the one expected to finish it earliest.
 
 A channel's *cost* is how many picoseconds a KiB takes, measured while it is busy; n bytes on a channel with q bytes in
 flight are over after (q + n) * cost. Taking the least of these gives each channel what it can carry, so that unequal
@@ -82,7 +82,7 @@ cdef Channel* choose(PeerState* peer, const Op* op, uint32_t refused) noexcept n
         channel = peer.channels[at]
         if refused >> at & 1 or not takes(channel) or pinned_away(peer, op, channel):
             continue
-        if peer.in_turn:
+        if peer.round_robin:
             peer.choice = at
             return channel
         queued = channel.in_flight if channel.in_flight < MAX_BYTES else MAX_BYTES

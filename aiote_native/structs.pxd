@@ -202,7 +202,7 @@ cdef struct PeerState:
     uint64_t streak_bytes
     int choice       # the channel that the last post was made on
     bint timed       # channels are measured by the clock, which there is none of in virtual time
-    bint in_turn     # channels take turns, whatever they are able to carry
+    bint round_robin  # channels take turns, whatever they are able to carry
     bint greeting  # the peer may not have looked at our endpoint yet
     PyObject* owner
 

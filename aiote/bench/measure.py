@@ -111,7 +111,7 @@ def _note(entry: Entry, error: BenchError) -> None:
     entry.runs.clear()
 
 
-def _in_turn(entries: Sequence[Entry], work: Work, plan: Plan, *, spins: bool) -> int:
+def _alternate(entries: Sequence[Entry], work: Work, plan: Plan, *, spins: bool) -> int:
     """Do the runs, one of each contestant in turn, every other round in the opposite order; return how many rounds were
     thrown away because a spinning process of the engine or the baseline had to share its core.
     """
@@ -152,7 +152,7 @@ def measure(
             _note(entry, error)
     # On a machine with one processor there is no run that nothing disturbed.
     spins = setting.mode == "spin" and len(set(processors())) > 1
-    disturbed = _in_turn(able, work, plan, spins=spins) if able else 0
+    disturbed = _alternate(able, work, plan, spins=spins) if able else 0
     raw = next((entry for entry in able if entry.pair.name == "raw"), None)
     return [_record(entry, work, setting, raw, disturbed) for entry in entries]
 

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
 SILENT = f"it has been silent for {LOST_SOON['heartbeat_timeout']} s"
 NEVER_S = 1000.0
-"""A heartbeat limit that no test waits for: what ends sooner did not end by it."""
+"""A heartbeat timeout that no test waits for: what ends sooner did not end by it."""
 
 
 @pytest.mark.anyio

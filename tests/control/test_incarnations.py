@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
 NAME = bytes(range(16))
 NEVER_S = 1000.0
-"""A heartbeat limit that no test waits for: what ends sooner did not end by it."""
+"""A heartbeat timeout that no test waits for: what ends sooner did not end by it."""
 
 
 def named(provider: str, port: int = 0):

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.libfabric
 
 BIG = 8 << 20
 NEVER_S = 1000.0
-"""A heartbeat limit that no test waits for: what ends sooner did not end by it."""
+"""A heartbeat timeout that no test waits for: what ends sooner did not end by it."""
 
 
 def stuck_with(engine: aiote.Engine, peer: aiote.Peer, descriptor: bytes) -> dict[str, aiote.Transfer]:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.libfabric
 
 BIG = 16 << 20 if SLOWER == 1 else 4 << 20
 NEVER_S = 1000.0
-"""A heartbeat limit that no test waits for: what ends sooner did not end by it."""
+"""A heartbeat timeout that no test waits for: what ends sooner did not end by it."""
 SOON = {"drain_timeout": 0.2, "heartbeat_timeout": NEVER_S}
 
 

@@ -29,7 +29,7 @@ SIZE = 1 << 18
 POOL = 16
 NAME = bytes(range(16))
 NEVER_S = 1000.0
-"""A heartbeat limit that no test waits for: what ends sooner did not end by it."""
+"""A heartbeat timeout that no test waits for: what ends sooner did not end by it."""
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from leftovers import SHARED_MEMORY, shared_files
 from links import SHARED, enter
 
 BOUND_S = 2 * HEARTBEATS["heartbeat_timeout"] + HEARTBEATS["drain_timeout"] + 15
-"""An await ends within the heartbeat limit, the drain limit, once more the limit for the last message, and a margin."""
+"""An await ends within the heartbeat timeout, the drain timeout, once more that for the last message, and a margin."""
 PROVIDERS = ("tcp", "shm", "socket", "local")
 WHAT: dict[str, tuple[type[Chaos], tuple[str, ...]]] = {
     "engine": (Chaos, ("verified grants", "cancelled transfers", "notes received")),
