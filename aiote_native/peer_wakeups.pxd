@@ -25,8 +25,6 @@ cdef class WakeupEvent:
     cdef readonly bytes address
     cdef object socket
     cdef object free_slots
-    cdef void sleep(self) noexcept nogil
-    cdef void wake(self) noexcept nogil
 
 cdef class PeerWakeup:
     cdef const WakeupPage* page

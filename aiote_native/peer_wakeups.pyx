@@ -183,14 +183,6 @@ cdef class WakeupEvent:
             self.close()
             raise
 
-    cdef void sleep(self) noexcept nogil:
-        aiote_store(&self.page.asleep, self.page.asleep | 1)
-        aiote_fence()
-
-    cdef void wake(self) noexcept nogil:
-        if self.page.asleep & 1:
-            aiote_store(&self.page.asleep, self.page.asleep + 1)
-
     def take_slot(self) -> tuple[int, int]:
         """Take a free slot for one peer and open its gate; return it with its generation.
 
