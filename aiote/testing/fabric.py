@@ -193,13 +193,13 @@ class Fabric:
         return None if at is None else round(at * SECOND)
 
     def crash(self, engine: aiote.Engine) -> None:
-        """Let an engine's process die: its NICs fall silent, its connections are cut, and nobody is told more."""
+        """Let an engine's process die: its NICs fall silent, its connections are reset, and nobody is told more."""
         for rail in engine._runtime.fabric.rails:
             self.kill_rail(engine, rail.index, silently=True)
         engine.abort()
 
     def partition(self, engine: aiote.Engine) -> None:
-        """Cut an engine's host off: its NICs are silent, and its connections carry nothing; nobody is told.
+        """Partition an engine's host: its NICs are silent, and its connections carry nothing; nobody is told.
 
         In virtual time alone. Both sides live on, and hear no more of each other. Raises UsageError.
         """
@@ -222,7 +222,7 @@ class Fabric:
             near = stream.extra(SocketAttribute.raw_socket).transport  # type: ignore[attr-defined]
             for transport in (near, near.other):
                 if held:
-                    transport.cut()
+                    transport.partition()
                 else:
                     transport.heal()
 

@@ -67,7 +67,7 @@ class MemoryTransport(asyncio.Transport):
         self._unread = 0
         self._written_eof = False
         self._closing = False
-        self._cut = False
+        self._partitioned = False
         self._held = 0
 
     def begin(self, protocol: Any) -> None:
@@ -136,7 +136,7 @@ class MemoryTransport(asyncio.Transport):
         self._loop.call_later(LATENCY_S, self._carry)
 
     def _carry(self) -> None:
-        if self._cut:
+        if self._partitioned:
             self._held += 1
             return
         data = self._wire.popleft()
@@ -146,13 +146,13 @@ class MemoryTransport(asyncio.Transport):
         elif data is not None and not self._closing:
             self._end(ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)))
 
-    def cut(self) -> None:
+    def partition(self) -> None:
         """Hold what is written from here on, as a network does that is partitioned."""
-        self._cut = True
+        self._partitioned = True
 
     def heal(self) -> None:
         """Let it go on."""
-        self._cut = False
+        self._partitioned = False
         held, self._held = self._held, 0
         for _ in range(held):
             self._loop.call_later(LATENCY_S, self._carry)
@@ -184,7 +184,7 @@ class Listener:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, address: Any) -> None:
         self.address = address
-        self.cut = False
+        self.partitioned = False
         self._loop = loop
         self._fresh: deque[MemoryTransport] = deque()
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -276,7 +276,7 @@ class Ports:
         """Let nobody connect to a port, or let those go on who try to."""
         for _, listener in self._listeners.values():
             if listener.address[1] == port:
-                listener.cut = held
+                listener.partitioned = held
 
     def forget(self, listener: Listener) -> None:
         """Listen there no longer."""
@@ -305,7 +305,7 @@ class Ports:
             raise ConnectionRefusedError(
                 errno.ECONNREFUSED, f"nobody on this event loop listens at {host} port {port}, and time is virtual"
             )
-        while listener.cut:  # noqa: ASYNC110 - a SYN that nobody answers is sent again
+        while listener.partitioned:  # noqa: ASYNC110 - a SYN that nobody answers is sent again
             await asyncio.sleep(RETRY_S)
         own = (host, self._fresh_port())
         near = MemoryTransport(self._loop, own, listener.address)
