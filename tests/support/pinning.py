@@ -6,8 +6,9 @@ import errno
 import threading
 from typing import Any
 
-import aiote
 from aiote_native.kinds import NativeDevice, Registration
+
+import aiote
 from aiote_native.status import StatusError
 from engines import PATIENCE_S
 
