@@ -1,5 +1,36 @@
-"""What services on engines share: tasks beside a body, one reader of an engine's messages, and reading bytes safely."""
+"""Services of coroutines: calls between engines, with deadlines, cancellation that arrives, and arrays one-sided.
 
+See docs/services.md.
+"""
+
+from .client import Members, client
+from .definition import Out, Service, method
+from .endpoint import Limits
+from .errors import BusyError, CallError, CallLostError, DrainingError, NotServedError, RemoteError
+from .interceptors import CallInfo, Interceptor
 from .mailroom import Mailroom
+from .server import Health, HealthStatus, Server, serve
+from .stream import Stream
 
-__all__ = ["Mailroom"]
+__all__ = [
+    "BusyError",
+    "CallError",
+    "CallInfo",
+    "CallLostError",
+    "DrainingError",
+    "Health",
+    "HealthStatus",
+    "Interceptor",
+    "Limits",
+    "Mailroom",
+    "Members",
+    "NotServedError",
+    "Out",
+    "RemoteError",
+    "Server",
+    "Service",
+    "Stream",
+    "client",
+    "method",
+    "serve",
+]

@@ -19,6 +19,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 import aiote
 
 from .background import Crew, beside, report
+from .endpoint import Endpoint
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -84,6 +85,7 @@ class Mailroom:
         self._held_since: float | None = None
         self._closed = False
         self._running: AbstractAsyncContextManager[Crew] | None = None
+        self._endpoint: Endpoint
 
     def handle(self, kind: int, function: Callable[[aiote.Message], object]) -> Callable[[], None]:
         """Call a function with each message of a kind (0 to 255); what is returned stops that.
@@ -135,6 +137,10 @@ class Mailroom:
     async def __aenter__(self) -> Mailroom:
         if self._running is not None or self._closed:
             raise aiote.UsageError("a mailroom is entered once")
+        self._endpoint = endpoint = Endpoint.of(self.engine)
+        if endpoint.other is not None:
+            raise aiote.UsageError("the engine's messages go to another mailroom already")
+        endpoint.other = self._deliver
         self._running = beside(self._read)
         await self._running.__aenter__()
         return self
@@ -149,15 +155,16 @@ class Mailroom:
             self._close()
 
     async def _read(self) -> None:
+        """Live as long as the reader of the engine's messages, which hands over those that are no calls."""
         try:
-            async for message in self.engine.messages():
-                await self._deliver(message)
-                # `recv` does not yield to the loop while there are messages; the takers' tasks have their turn here.
-                await anyio.lowlevel.checkpoint()
+            await self._endpoint.ended.wait()
         finally:
+            self._endpoint.other = None
             self._close()
 
     async def _deliver(self, message: aiote.Message) -> None:
+        # The reader does not yield while there are messages; the takers' tasks have their turn here.
+        await anyio.lowlevel.checkpoint()
         taker = self._takers.get(message.data[0]) if message.data else None
         if taker is None:
             self.unknown += 1

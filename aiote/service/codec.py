@@ -1,0 +1,149 @@
+"""Values as bytes: msgspec's MessagePack, in which arrays may stand anywhere.
+
+A small array lies in the bytes. A larger one travels one-sided: in the bytes stands its number in the list of *pieces*,
+which say where in the receiver's memory it is. Nothing of what arrives is executed, and nothing is believed: types,
+dtypes, shapes and lengths are checked.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, get_args, get_origin
+
+import msgspec
+import numpy
+from numpy.typing import NDArray
+
+from ..errors import UsageError
+
+__all__ = ["INLINE_BYTES", "array_of", "decode", "decoder", "describe_array", "encode"]
+
+INLINE_BYTES = 8192
+"""Arrays of up to so many bytes lie in the message itself: below, one message is quicker than a write and one."""
+MOST_DIMENSIONS = 32
+KINDS = "biufc"
+
+
+class _Arrays(threading.local):
+    """What the hooks below need beside the value, for the one that is being read or written in this thread."""
+
+    gathered: list[NDArray[Any]] | None = None
+    take: Callable[[int, int], memoryview] | None = None
+    copied = False
+
+
+_arrays = _Arrays()
+
+
+def describe_array(array: NDArray[Any]) -> str:
+    """Return the text that stands for a dtype. Raises UsageError for one that cannot travel."""
+    dtype = array.dtype
+    if dtype.kind not in KINDS or not dtype.isnative:
+        raise UsageError(
+            f"an array of {dtype}: booleans, integers, floats and complex numbers in this machine's byte order can "
+            "travel"
+        )
+    return dtype.str
+
+
+def array_of(text: object, shape: object) -> tuple[numpy.dtype[Any], tuple[int, ...], int]:
+    """Return dtype, shape and bytes of an array as another process describes it. Raises ValueError."""
+    if not isinstance(text, str) or len(text) > 8 or not isinstance(shape, list | tuple):
+        raise ValueError("no array")
+    if len(shape) > MOST_DIMENSIONS or not all(type(length) is int and 0 <= length < 1 << 48 for length in shape):
+        raise ValueError("no shape of an array")
+    try:
+        dtype = numpy.dtype(text)
+    except TypeError:
+        raise ValueError(f"no dtype: {text!r}") from None
+    if dtype.kind not in KINDS or dtype.str != text:
+        raise ValueError(f"no dtype that travels: {text!r}")
+    return dtype, tuple(shape), _extent(dtype, shape)
+
+
+def _extent(dtype: numpy.dtype[Any], shape: Sequence[int]) -> int:
+    """Return the length of an array in bytes. Raises ValueError for one beyond 2**48."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes >= 1 << 48:
+        raise ValueError(f"an array of {nbytes} bytes")
+    return nbytes
+
+
+def _encode_array(value: object) -> object:
+    if not isinstance(value, numpy.ndarray):
+        raise NotImplementedError(f"{type(value).__name__} cannot travel: msgspec's types and numpy's arrays can")
+    text = describe_array(value)
+    if value.nbytes <= INLINE_BYTES or _arrays.gathered is None:
+        return text, value.shape, value.tobytes()
+    _arrays.gathered.append(value)
+    return text, value.shape, len(_arrays.gathered) - 1
+
+
+def _decode_array(kind: type, value: object) -> object:
+    origin = get_origin(kind) or kind
+    if origin is not numpy.ndarray or not isinstance(value, list) or len(value) != 3:
+        raise ValueError("an array is expected")
+    dtype, shape, nbytes = array_of(value[0], value[1])
+    _check_dtype(kind, dtype)
+    where = value[2]
+    if isinstance(where, bytes):
+        if len(where) != nbytes:
+            raise ValueError(f"an array of {nbytes} bytes in {len(where)}")
+        memory: bytes | memoryview = where
+    elif type(where) is int and _arrays.take is not None:
+        memory = _arrays.take(where, nbytes)
+    else:
+        raise ValueError("an array is nowhere")
+    found = numpy.frombuffer(memory, dtype).reshape(shape)
+    return found.copy() if _arrays.copied else found
+
+
+def _check_dtype(kind: type, dtype: numpy.dtype[Any]) -> None:
+    """Compare with what the annotation says: `NDArray[numpy.float32]`."""
+    arguments = get_args(kind)
+    wanted = get_args(arguments[1]) if len(arguments) == 2 else ()
+    scalar = wanted[0] if wanted and isinstance(wanted[0], type) else numpy.generic
+    if issubclass(scalar, numpy.generic) and not issubclass(dtype.type, scalar):
+        raise ValueError(f"an array of {scalar.__name__} is expected, got {dtype.name}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+
+
+def encode(value: object) -> tuple[bytes, list[NDArray[Any]]]:
+    """Return a value as bytes, and the arrays that travel on their own. Raises UsageError."""
+    gathered: list[NDArray[Any]] = []
+    _arrays.gathered = gathered
+    try:
+        return _encoder.encode(value), gathered
+    except (TypeError, NotImplementedError, ValueError, OverflowError) as error:
+        raise error if isinstance(error, UsageError) else UsageError(str(error)) from error
+    finally:
+        _arrays.gathered = None
+
+
+def decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """Return a decoder of one type; for `decode`."""
+    return msgspec.msgpack.Decoder(kind, dec_hook=_decode_array)
+
+
+def decode(
+    decoder: msgspec.msgpack.Decoder[Any],
+    body: bytes,
+    take: Callable[[int, int], memoryview] | None = None,
+    *,
+    copied: bool = False,
+) -> Any:
+    """Return a value. `take(number, nbytes)` returns the memory of a piece; arrays are views of it, or copies.
+
+    Raises msgspec.ValidationError, which is a ValueError, for what is no such value.
+    """
+    _arrays.take, _arrays.copied = take, copied
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise msgspec.ValidationError(str(error)) from error
+    finally:
+        _arrays.take = None

@@ -1,0 +1,149 @@
+"""What a service is: a class whose methods are marked, and what their annotations say of the messages."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar, get_args, get_origin, get_type_hints, overload
+
+import msgspec
+import numpy
+
+from ..errors import UsageError
+from .codec import decoder
+from .frames import OutSpec
+
+__all__ = ["Method", "Out", "Service", "method", "methods_of"]
+
+T = TypeVar("T", bound=numpy.generic)
+F = TypeVar("F", bound=Callable[..., Any])
+STREAMS = (AsyncIterator, AsyncGenerator, AsyncIterable)
+MOST_NAME = 200
+_OUT = "aiote.Out"
+_MARK = "_aiote_method"
+
+Out: TypeAlias = Annotated[numpy.ndarray[Any, numpy.dtype[T]], _OUT]
+"""An array of the caller's that the method fills, `Out[numpy.float32]`: contiguous and writable. The method gets an
+array of the same shape and type, and what it has written there is in the caller's when the call returns. A call that
+fails or is cancelled leaves the caller's array as it was, or written in part; nothing of it lands once the await has
+ended.
+"""
+
+
+class Service:
+    """Base of a service: a class whose methods marked by `method` can be called from other engines.
+
+    The name on the wire is the class's, or `name`; `version` is a part of it, so that two versions of a service are two
+    services, which one engine may serve side by side.
+    """
+
+    name: ClassVar[str] = ""
+    version: ClassVar[int] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    idempotent: bool
+    raises: tuple[type[Exception], ...]
+
+
+@overload
+def method(function: F, /) -> F: ...
+@overload
+def method(*, idempotent: bool = ..., raises: Sequence[type[Exception]] = ...) -> Callable[[F], F]: ...
+def method(
+    function: F | None = None, /, *, idempotent: bool = False, raises: Sequence[type[Exception]] = ()
+) -> F | Callable[[F], F]:
+    """Mark a method of a Service as one that can be called from other engines.
+
+    Every parameter and the result are annotated with types that msgspec knows, or numpy arrays anywhere in them
+    (`numpy.typing.NDArray[numpy.float32]`). A parameter `Out[...]` is an array of the caller's that the method fills.
+    A method that returns an `AsyncIterator` is a stream. The arrays of the arguments are the method's until it ends,
+    read-only. `idempotent` allows the client to call once more when it cannot know whether the method ran. Exceptions
+    of the classes in `raises` arrive as such, made from their text; others as RemoteError.
+    """
+
+    def mark(function: F) -> F:
+        setattr(function, _MARK, _Mark(idempotent, tuple(raises)))
+        return function
+
+    return mark if function is None else mark(function)
+
+
+class Method:
+    """A method as both sides see it: its name on the wire, and how its messages are read."""
+
+    def __init__(self, service: type[Service], attribute: str, function: Callable[..., Any], mark: _Mark) -> None:
+        self.attribute = attribute
+        self.name = f"{service.name or service.__name__}/{service.version}.{attribute}"
+        if len(self.name) > MOST_NAME:
+            raise UsageError(f"{self.name}: the name of a method has at most {MOST_NAME} characters")
+        self.idempotent = mark.idempotent
+        self.raises = {kind.__name__: kind for kind in mark.raises}
+        try:
+            hints = get_type_hints(function, include_extras=True)
+        except NameError as error:
+            raise UsageError(f"{self.name}: {error}, in an annotation") from error
+        self.arguments, self.outs = self._arguments(function, hints)
+        result = self._hint(hints, "return", "its result")
+        self.stream = get_origin(result) in STREAMS
+        if self.stream:
+            result = get_args(result)[0]
+        # Small arrays that were filled come behind the result.
+        kind = tuple[result, list[numpy.ndarray]] if self.outs else result  # type: ignore[type-arg,valid-type]
+        if self.stream and self.outs:
+            raise UsageError(f"{self.name}: a stream fills no arrays of its caller's; yield them")
+        try:
+            self.read_arguments = decoder(self.arguments)
+            self.read_result = decoder(kind)
+        except TypeError as error:
+            raise UsageError(f"{self.name}: {error}") from error
+
+    def _hint(self, hints: dict[str, Any], name: str, what: str) -> Any:
+        if name not in hints:
+            raise UsageError(f"{self.name}: {what} has no annotation, which says what may arrive")
+        return hints[name]
+
+    def _arguments(
+        self, function: Callable[..., Any], hints: dict[str, Any]
+    ) -> tuple[type[msgspec.Struct], tuple[str, ...]]:
+        """Return a struct of the parameters, and the names of those that are the caller's arrays."""
+        fields: list[Any] = []
+        outs = []
+        for parameter in list(inspect.signature(function).parameters.values())[1:]:
+            name = parameter.name
+            if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+                raise UsageError(f"{self.name}: {parameter} is not an ordinary parameter, which may be given by name")
+            hint = self._hint(hints, name, f"parameter {name}")
+            if get_origin(hint) is Annotated and _OUT in get_args(hint):
+                outs.append(name)
+                fields.append((name, OutSpec))
+            elif parameter.default is parameter.empty:
+                fields.append((name, hint))
+            else:
+                fields.append((name, hint, parameter.default))
+        try:
+            return msgspec.defstruct(self.attribute, fields, array_like=True), tuple(outs)
+        except TypeError as error:
+            raise UsageError(f"{self.name}: {error}") from error
+
+    def __repr__(self) -> str:
+        return f"<Method {self.name}>"
+
+
+@functools.cache
+def methods_of(service: type[Service]) -> tuple[Method, ...]:
+    """Return the marked methods of a service. Raises UsageError for one that cannot be called from elsewhere."""
+    if not isinstance(service, type) or not issubclass(service, Service):
+        raise UsageError(f"a subclass of aiote.service.Service is expected, got {service!r}")
+    found = []
+    for attribute in dir(service):
+        function = inspect.getattr_static(service, attribute)
+        mark = getattr(function, _MARK, None)
+        if mark is not None:
+            found.append(Method(service, attribute, function, mark))
+    if not found:
+        raise UsageError(f"{service.__name__} has no method that is marked by aiote.service.method")
+    return tuple(found)

@@ -1,0 +1,241 @@
+"""Calls on one engine: one reader of its messages, and a link to each peer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Protocol
+
+import anyio
+import anyio.lowlevel
+import numpy
+from numpy.typing import NDArray
+
+import aiote
+
+from ..aio import EventLoop, Task, current_loop
+from .background import report
+from .frames import MAGIC, Ask, Call, Cancel, Credit, End, Frame, Free, Grant, Hello, Items, Status, unpack
+from .link import FRAME_BYTES, Link
+from .memory import Budget, Registrations
+
+__all__ = ["Endpoint", "Limits", "Server"]
+
+TURN = 32
+"""After so many messages the tasks that they woke have their turn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one engine spends on calls.
+
+    slots: calls of one peer that are under way, running or waiting; a caller with more waits. calls: calls that run
+    here at a time. queue: how many more wait for one of these to end; beyond, callers get BusyError. message_bytes: the
+    largest message, arrays not counted. peer_bytes, total_bytes: memory for arrays under way, for one peer in one
+    direction, and in all. stream_items, stream_bytes: what a stream is ahead of its reader. kept_bytes: arrays of
+    callers that stay registered for their next call.
+    """
+
+    slots: int = 1024
+    calls: int = 4096
+    queue: int = 4096
+    message_bytes: int = 4 << 20
+    peer_bytes: int = 256 << 20
+    total_bytes: int = 2 << 30
+    stream_items: int = 256
+    stream_bytes: int = 1 << 20
+    kept_bytes: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name in ("queue", "kept_bytes") else 1
+            most = 1 << 16 if field.name == "slots" else 1 << 48
+            if type(value) is not int or not least <= value <= most:
+                raise aiote.UsageError(f"{field.name}={value!r}: expected an integer from {least} to {most}")
+
+
+class Server(Protocol):
+    """What answers calls."""
+
+    def call(self, link: Link, frame: Call) -> None: ...
+    def forget(self, link: Link) -> None: ...
+
+
+class Endpoint:
+    """Calls on one engine, in both directions. Found by `Endpoint.of`; it ends with the engine."""
+
+    _known: ClassVar[weakref.WeakKeyDictionary[aiote.Engine, Endpoint]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, engine: aiote.Engine, limits: Limits) -> None:
+        self.engine, self.limits = engine, limits
+        self.loop: EventLoop = current_loop()
+        self.server: Server | None = None
+        self.budget = Budget(limits.total_bytes, limits.peer_bytes)
+        self.registrations = Registrations(engine, limits.kept_bytes, self._close_region)
+        self.messages = self.message_bytes = self.array_bytes = self.unknown = 0
+        self.other: Callable[[aiote.Message], Coroutine[Any, Any, None]] | None = None
+        self.ended = anyio.Event()
+        self._links: dict[aiote.Peer, Link] = {}
+        self._forget = engine.listen_events(self._on_event)
+        self.spawn(self._read, name="aiote service: messages")
+
+    @classmethod
+    def of(cls, engine: aiote.Engine, limits: Limits | None = None) -> Endpoint:
+        """Return the endpoint of an engine, made the first time. Raises UsageError for other limits than it has."""
+        if not isinstance(engine, aiote.Engine):
+            raise aiote.UsageError(f"an Engine is expected, got {type(engine).__name__}")
+        if engine.closed:
+            raise aiote.ClosedError("the engine is closed")
+        found = cls._known.get(engine)
+        if found is None:
+            found = cls._known[engine] = cls(engine, limits or Limits())
+        elif limits is not None and limits != found.limits:
+            raise aiote.UsageError("the limits of calls on this engine were set before, to others")
+        return found
+
+    def spawn(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any, name: str) -> Task:
+        """Run a coroutine function beside everything else."""
+        return self.loop.spawn(function, *args, name=name)
+
+    def link_to(self, peer: aiote.Peer) -> Link:
+        """Return the link to a peer."""
+        link = self._links.get(peer)
+        if link is None:
+            link = Link(self, peer)
+            if peer.lost:
+                link.end(peer.reason)
+            else:
+                self._links[peer] = link
+        return link
+
+    def contiguous(self, data: NDArray[Any] | bytes) -> NDArray[Any]:
+        """Return bytes or an array as an array in one stretch."""
+        if isinstance(data, bytes):
+            return numpy.frombuffer(data, numpy.uint8)
+        return data if data.flags.c_contiguous else numpy.ascontiguousarray(data)
+
+    def check_message(self, nbytes: int) -> None:
+        """Raise UsageError for a message that is too long; arrays in it do not count."""
+        if nbytes > self.limits.message_bytes:
+            raise aiote.UsageError(
+                f"a message of {nbytes} bytes, arrays not counted; at most {self.limits.message_bytes} are expected"
+            )
+
+    # Messages.
+
+    async def _read(self) -> None:
+        count = 0
+        try:
+            async for message in self.engine.messages():
+                if message.data[:1] == MAGIC:
+                    self._take(self.link_to(message.source), message.data)
+                elif self.other is not None:
+                    await self.other(message)
+                else:
+                    self.unknown += 1
+                count += 1
+                if count % TURN == 0:
+                    await anyio.lowlevel.checkpoint()
+        finally:
+            self._close()
+
+    def _take(self, link: Link, data: bytes) -> None:
+        try:
+            for frame in unpack(data):
+                self._dispatch(link, frame)
+        except (ValueError, KeyError, IndexError) as error:
+            link.peer.disconnect(f"what it says of its calls cannot be: {error}"[:200])
+        except Exception as error:
+            # Ours, then; the peer hears no more of it than that it is gone.
+            report(error)
+            link.peer.disconnect("this side failed")
+
+    def _dispatch(self, link: Link, frame: Frame) -> None:
+        match frame:
+            case Call():
+                self._call(link, frame)
+            case End():
+                link.on_end(frame)
+            case Items():
+                link.on_items(frame)
+            case Credit():
+                running = link.running.get(frame.slot)
+                if running is not None and running.generation == frame.generation:
+                    running.credit(frame.taken)
+            case Cancel():
+                self._cancel(link, frame)
+            case Ask():
+                link.on_ask(frame)
+            case Grant():
+                link.borrowed.granted(frame.number, frame.nbytes, frame.descriptor, frame.reason)
+            case Free():
+                link.on_free(frame)
+            case Hello():
+                link.greeted(frame)
+
+    def _call(self, link: Link, frame: Call) -> None:
+        if link.hello is None or frame.slot >= self.limits.slots or frame.slot in link.running:
+            raise ValueError(f"a call in slot {frame.slot}, which it may not use now")
+        if frame.generation <= link.arrived.get(frame.slot, 0):
+            raise ValueError(f"call {frame.generation} in slot {frame.slot} once more")
+        link.arrived[frame.slot] = frame.generation
+        if link.early.pop(frame.slot, 0) == frame.generation:
+            self.refuse(link, frame, Status.CANCELLED)
+        elif self.server is None:
+            self.refuse(link, frame, Status.NOT_SERVED)
+        else:
+            self.server.call(link, frame)
+
+    def refuse(self, link: Link, frame: Call, status: int, text: str = "") -> None:
+        """End a call that did not run."""
+        body = text.encode()[:500]
+        link.post(End(frame.slot, frame.generation, status, body, []), FRAME_BYTES + len(body))
+
+    def _cancel(self, link: Link, frame: Cancel) -> None:
+        """Cancel a call; one that has not come yet is answered when it comes."""
+        running = link.running.get(frame.slot)
+        if running is None or frame.generation > running.generation:
+            if frame.slot >= self.limits.slots:
+                raise ValueError(f"slot {frame.slot}")
+            if frame.generation > link.arrived.get(frame.slot, 0):
+                link.early[frame.slot] = frame.generation
+        elif running.generation == frame.generation:
+            running.cancel()
+
+    # The end.
+
+    def _on_event(self, event: aiote.Event) -> None:
+        if event.name != "peer.lost":
+            return
+        for peer, link in tuple(self._links.items()):
+            if peer.lost and not link.lost and not link.ending:
+                link.ending = True
+                self.spawn(self._end, link, name="aiote service: a peer was lost")
+
+    async def _end(self, link: Link) -> None:
+        """Read what a lost peer had still said, then end its link."""
+        async for message in link.peer.messages():
+            if message.data[:1] == MAGIC:
+                self._take(link, message.data)
+        self._links.pop(link.peer, None)
+        link.end(link.peer.reason)
+        if self.server is not None:
+            self.server.forget(link)
+        await link.lent.close()
+        await link.staging.close()
+
+    def _close_region(self, region: aiote.Region) -> None:
+        self.spawn(region.aclose, name="aiote service: close a registration")
+
+    def _close(self) -> None:
+        """Take note that the engine is closed."""
+        self.ended.set()
+        self._forget()
+        self._known.pop(self.engine, None)
+        for link in tuple(self._links.values()):
+            link.end("the engine is closed")
+            if self.server is not None:
+                self.server.forget(link)
+        self._links.clear()

@@ -1,0 +1,144 @@
+"""One call at the side that makes it: its beginning, its end, and the items in between."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import anyio
+import msgspec
+
+import aiote
+
+from .definition import Method
+from .errors import BusyError, CallError, CallLostError, DrainingError, NotServedError, RemoteError
+from .frames import Call, End, Items, Piece, Status
+from .link import FRAME_BYTES, PIECE_BYTES, Link
+
+__all__ = ["Pending", "UnderWay", "begin", "failure", "result_of"]
+
+REFUSALS: dict[int, tuple[type[CallError], str]] = {
+    Status.BUSY: (BusyError, "the server has no room for it"),
+    Status.DRAINING: (DrainingError, "the server is draining, it takes no new calls"),
+    Status.NOT_SERVED: (NotServedError, "the peer serves no such method"),
+}
+_failure = msgspec.msgpack.Decoder(tuple[list[str], str])
+
+
+class UnderWay:
+    """A call that is under way, as its slot has it."""
+
+    __slots__ = ("abandoned", "arrived", "end", "generation", "link", "pieces", "reason", "slot", "timed")
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.slot, self.generation, self.arrived = -1, 0, 0
+        self.pieces: list[Piece] = []
+        self.end: End | None = None
+        self.reason = ""
+        self.abandoned = self.timed = False
+
+    def abandon(self) -> None:
+        """Have the peer cancel it: nobody waits any more. Its slot and its arguments' memory are free when it ends."""
+        if self.abandoned:
+            return
+        self.abandoned = True
+        if self.end is not None:
+            self.link.free(self.end.pieces)
+        elif self.slot >= 0 and not self.reason:
+            self.link.cancel(self.slot, self.generation)
+
+
+class Pending(UnderWay):
+    """A call with one result."""
+
+    __slots__ = ("waiter",)
+
+    def __init__(self, link: Link) -> None:
+        super().__init__(link)
+        self.waiter = link.endpoint.loop.waiter()
+
+    def ended(self, end: End | None, reason: str) -> None:
+        """Take the end; where nobody waits any more, only its memory matters."""
+        self.end, self.reason = end, reason
+        if self.abandoned:
+            if end is not None:
+                self.link.free(end.pieces)
+        elif not self.waiter.done():
+            self.waiter.set_result(None)
+
+    def items(self, frame: Items) -> None:
+        """Refuse items, for this is no stream."""
+        raise ValueError("items of a call that is no stream")
+
+
+async def begin(pending: UnderWay, method: Method, bound: Any, *, wait: bool) -> None:
+    """Send a call, once there is a slot for it. Raises CallError for what did not run; UsageError.
+
+    With a result the time that is left to the caller travels. A stream may outlive the scope in which its first item
+    was awaited: of that the server hears by a Cancel.
+    """
+    link = pending.link
+    if not (link.has_slot or wait):
+        raise BusyError(method.name, f"{len(link.calls)} calls of this engine are under way there, as many as it takes")
+    slot = await link.take_slot(pending)
+    if slot < 0:
+        raise CallLostError(method.name, link.lost, "no")
+    try:
+        parcel = await link.parcel(bound, kept=True)
+    except BaseException as error:
+        link.give_slot(slot)
+        _explain(method, error)
+    if link.lost:
+        raise CallLostError(method.name, link.lost, "no")
+    pending.slot, pending.pieces = slot, parcel.pieces
+    deadline, left = anyio.current_effective_deadline(), 0.0
+    if deadline < float("inf") and not method.stream:
+        left, pending.timed = max(deadline - anyio.current_time(), 1e-6), True
+    size = FRAME_BYTES + len(method.name) + len(parcel.body) + PIECE_BYTES * len(parcel.pieces)
+    frame = Call(slot, pending.generation, method.name, left, parcel.body, parcel.pieces, parcel.outside)
+    # A call that is alone does not wait for others that could travel with it.
+    link.post(frame, size, now=len(link.calls) == 1)
+
+
+def _explain(method: Method, error: BaseException) -> NoReturn:
+    if isinstance(error, BlockingIOError):
+        raise BusyError(method.name, str(error)) from error
+    if isinstance(error, aiote.TransferError | aiote.PeerError):
+        raise CallLostError(method.name, str(error), "no") from error
+    raise error
+
+
+def result_of(pending: Pending, method: Method) -> Any:
+    """Return the result of a call that has ended. Raises CallError, TimeoutError, UsageError, what the method says."""
+    end, link = pending.end, pending.link
+    if end is None:
+        raise CallLostError(method.name, pending.reason, "perhaps")
+    try:
+        if end.status != Status.DONE:
+            raise failure(method, end, timed=pending.timed)
+        return link.read(method.read_result, end, end.body, copied=True)
+    except msgspec.ValidationError as error:
+        raise RemoteError(method.name, "ValidationError", f"of its result: {error}") from error
+    finally:
+        link.free(end.pieces)
+
+
+def failure(method: Method, end: End, *, timed: bool) -> Exception:
+    """Return the error that a call ended with."""
+    if end.status in REFUSALS:
+        kind, reason = REFUSALS[end.status]
+        return kind(method.name, end.body.decode(errors="replace") or reason)
+    if end.status == Status.CANCELLED:
+        return TimeoutError(f"{method.name}: its time is up") if timed else RemoteError(method.name, "Cancelled", "")
+    if end.status == Status.INVALID:
+        return aiote.UsageError(f"{method.name}: {end.body.decode(errors='replace')}")
+    if end.status == Status.STOPPED:
+        return CallLostError(method.name, "its server was stopped", "perhaps")
+    try:
+        names, text = _failure.decode(end.body)
+    except msgspec.DecodeError:
+        names, text = [], ""
+    for name in names:
+        if name in method.raises:
+            return method.raises[name](text)
+    return RemoteError(method.name, names[0] if names else "Exception", text)

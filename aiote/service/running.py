@@ -1,0 +1,301 @@
+"""One call at the side that runs it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import msgspec
+import numpy
+from numpy.typing import NDArray
+
+import aiote
+
+from ..aio import Signal, Task
+from .codec import array_of
+from .definition import Method
+from .frames import Call, End, Items, OutSpec, Status
+from .interceptors import CallInfo, intercepted
+from .link import FRAME_BYTES, PIECE_BYTES, Link, Parcel
+from .memory import LEND_BYTES
+
+if TYPE_CHECKING:
+    from .server import Server
+
+__all__ = ["Running"]
+
+MOST_TEXT = 4096
+BATCH_ITEMS = 64
+
+
+class _Invalid(Exception):
+    """The arguments do not fit the method."""
+
+
+class _NoRoom(Exception):
+    """There is no memory for the arrays that the method would fill."""
+
+
+class Running:
+    """A call of another engine's, from its arrival to its end."""
+
+    def __init__(self, server: Server, link: Link, frame: Call, method: Method, function: Callable[..., Any]) -> None:
+        self.link, self.frame = link, frame
+        self.generation = frame.generation
+        self._server, self._method, self._function = server, method, function
+        self._task: Task | None = None
+        self._status_if_cancelled = Status.CANCELLED
+        self.queued = self._ended = False
+        self._outgoing: _Outgoing | None = None
+
+    # Its life.
+
+    def start(self) -> None:
+        """Run it as a task."""
+        endpoint = self.link.endpoint
+        self._task = endpoint.loop.spawn(self._run, name=self._method.name, after=self._after)
+
+    def cancel(self) -> None:
+        """Cancel it: the caller wants no more of it, or is lost."""
+        if self._task is not None:
+            self._task.cancel()
+        else:
+            self._after()
+
+    def stop(self) -> None:
+        """Cancel it: the server ends."""
+        self._status_if_cancelled = Status.STOPPED
+        self.cancel()
+
+    def credit(self, taken: int) -> None:
+        """Take note that the caller has taken so many items."""
+        if self._outgoing is not None:
+            self._outgoing.credit(taken)
+
+    def _after(self) -> None:
+        """Take note that its task has ended, even if that never began."""
+        if not self._ended:
+            self._end(self._status_if_cancelled)
+        self._server.over(self)
+
+    def _end(self, status: int, parcel: Parcel | None = None) -> None:
+        self._ended = True
+        link, parcel = self.link, parcel or Parcel(b"", [], False)
+        link.running.pop(self.frame.slot, None)
+        items = self._outgoing.sent if self._outgoing is not None else 0
+        link.hand_over(parcel.pieces)
+        size = FRAME_BYTES + len(parcel.body) + PIECE_BYTES * len(parcel.pieces)
+        end = End(self.frame.slot, self.generation, status, parcel.body, parcel.pieces, parcel.outside, items)
+        # The last one of its peer does not wait for others that could travel with it.
+        link.post(end, size, now=not link.running)
+
+    async def _run(self) -> None:
+        link = self.link
+        try:
+            parcel = await self._within_deadline()
+        except anyio.get_cancelled_exc_class():
+            # By nobody but us: what is to be told is told by `_after`.
+            return
+        except _Invalid as error:
+            self._end(Status.INVALID, Parcel(str(error).encode()[:500], [], False))
+        except _NoRoom as error:
+            self._end(Status.BUSY, Parcel(str(error).encode()[:500], [], False))
+        except Exception as error:
+            self._end(Status.FAILED, Parcel(_described(error, link.room), [], False))
+        else:
+            if parcel is not None:
+                self._end(Status.DONE, parcel)
+
+    async def _within_deadline(self) -> Parcel | None:
+        """Return the result on its way; None where the caller's time was up before."""
+        if not self.frame.left:
+            return await self._call()
+        with anyio.move_on_after(self.frame.left):
+            return await self._call()
+        return None
+
+    async def _call(self) -> Parcel:
+        interceptors = self._server.interceptors
+        if not interceptors:
+            return await self._proceed()
+        result: list[Parcel] = []
+
+        async def proceed() -> Any:
+            # What an interceptor sees of the result is that there is one: it is on its way by then.
+            result[:] = [await self._proceed()]
+
+        await intercepted(interceptors, CallInfo(self._method.name, self.link.peer), proceed)
+        if not result:
+            raise _Invalid("an interceptor has answered without the method")
+        return result[0]
+
+    async def _proceed(self) -> Parcel:
+        method, frame, link = self._method, self.frame, self.link
+        try:
+            bound = link.read(method.read_arguments, frame, frame.body, copied=False)
+        except ValueError as error:
+            raise _Invalid(str(error)) from error
+        arguments = [getattr(bound, name) for name in bound.__struct_fields__]
+        if method.stream:
+            return await self._stream(self._function(*arguments))
+        if not method.outs:
+            return await link.parcel(await self._function(*arguments))
+        return await self._fill(bound, arguments)
+
+    # Arrays of the caller's.
+
+    async def _fill(self, bound: Any, arguments: list[Any]) -> Parcel:
+        fields = bound.__struct_fields__
+        outs = [_Filled(self.link, arguments[fields.index(name)]) for name in self._method.outs]
+        try:
+            for name, out in zip(self._method.outs, outs, strict=True):
+                arguments[fields.index(name)] = out.open()
+            result = await self._function(*arguments)
+            for out in outs:
+                await out.write()
+            return await self.link.parcel((result, [out.array for out in outs if out.remote is None]))
+        finally:
+            for out in outs:
+                out.close()
+
+    # Items of a stream.
+
+    async def _stream(self, items: AsyncIterator[Any]) -> Parcel:
+        outgoing = self._outgoing = _Outgoing(self)
+        if not hasattr(items, "__anext__"):
+            items = await items  # type: ignore[misc]
+        try:
+            async for item in items:
+                await outgoing.send(item)
+        finally:
+            close = getattr(items, "aclose", None)
+            if close is not None:
+                await close()
+        outgoing.flush()
+        return Parcel(b"", [], False)
+
+
+def _described(error: Exception, room: int) -> bytes:
+    """Return what the caller is told of an exception: the names of its classes, so that one may be known, its text."""
+    names = [kind.__name__[:200] for kind in type(error).__mro__ if kind not in (Exception, BaseException, object)][:8]
+    text = str(error)[: min(MOST_TEXT, room // 8)]
+    return msgspec.msgpack.encode((names, text.encode("utf-8", "replace").decode()))
+
+
+class _Filled:
+    """An array of the caller's that the method fills: in memory of ours, from where it is written."""
+
+    def __init__(self, link: Link, spec: OutSpec) -> None:
+        self._link = link
+        self.remote: aiote.RemoteRegion | None = None
+        self._place: tuple[int, int, int] | None = None
+        try:
+            self._dtype, self._shape, self._nbytes = array_of(spec.dtype, spec.shape)
+            if spec.descriptor:
+                self.remote = link.endpoint.engine.attach(spec.descriptor)
+                if not self.remote.lease or self.remote.owner.identity != link.peer.address.identity:
+                    raise ValueError("memory that is to be filled must be lent by the caller")
+                if self.remote.nbytes != self._nbytes:
+                    raise ValueError(f"{self.remote.nbytes} bytes are lent for an array of {self._nbytes}")
+        except ValueError as error:
+            raise _Invalid(str(error)) from error
+        self.array: NDArray[Any]
+
+    def open(self) -> NDArray[Any]:
+        """Return the array for the method. Raises for one that is too large."""
+        if self.remote is None:
+            if self._nbytes >= LEND_BYTES:
+                raise _Invalid(f"an array of {self._nbytes} bytes is to be filled, and not lent")
+            self.array = numpy.zeros(self._shape, self._dtype)
+        else:
+            try:
+                number, offset, memory, self._region = self._link.staging.take(self._nbytes)
+            except BlockingIOError as error:
+                raise _NoRoom(str(error)) from error
+            self._place = (number, offset, self._nbytes)
+            self.array = memory.view(self._dtype).reshape(self._shape)
+        return self.array
+
+    async def write(self) -> None:
+        """Write it to the caller, if it is lent."""
+        if self.remote is not None:
+            endpoint = self._link.endpoint
+            await endpoint.engine.write(self._region, self.remote)
+            endpoint.array_bytes += self._nbytes
+
+    def close(self) -> None:
+        """Give its memory back."""
+        if self._place is not None:
+            self._link.staging.give(*self._place)
+            self._place = None
+
+
+class _Outgoing:
+    """The items of a stream on their way, as many ahead of their reader as both sides allow."""
+
+    def __init__(self, running: Running) -> None:
+        self._running, self._link = running, running.link
+        endpoint, hello = self._link.endpoint, self._link.hello
+        assert hello is not None
+        self._most_items = max(1, min(endpoint.limits.stream_items, hello.stream_items))
+        self._most_bytes = min(endpoint.limits.stream_bytes, hello.stream_bytes)
+        self._sizes: deque[int] = deque()
+        self._unread_bytes = 0
+        self._taken = 0
+        self._batch: list[bytes] = []
+        self._batch_bytes = 0
+        self._credit = Signal(endpoint.loop)
+        self._scheduled = False
+        self.sent = 0
+
+    async def send(self, item: object) -> None:
+        """Send an item, once the reader is near enough."""
+        link = self._link
+        while self._sizes and (len(self._sizes) >= self._most_items or self._unread_bytes >= self._most_bytes):
+            self.flush()
+            await self._credit.wait()
+        parcel = await link.parcel(item)
+        size = len(parcel.body) + sum(piece[2] for piece in parcel.pieces)
+        if parcel.pieces or self._batch_bytes + size + 8 > link.room:
+            self.flush()
+        self.sent += 1
+        self._sizes.append(size)
+        self._unread_bytes += size
+        self._batch.append(parcel.body)
+        self._batch_bytes += size + 8
+        if parcel.pieces:
+            self._post(parcel)
+        elif len(self._batch) >= BATCH_ITEMS:
+            self.flush()
+        elif not self._scheduled:
+            self._scheduled = True
+            link.endpoint.loop.call_soon(self._flush_later)
+
+    def _flush_later(self) -> None:
+        self._scheduled = False
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what has been gathered."""
+        if self._batch:
+            self._post(Parcel(b"", [], False))
+
+    def _post(self, parcel: Parcel) -> None:
+        bodies, self._batch, self._batch_bytes = self._batch, [], 0
+        self._link.hand_over(parcel.pieces)
+        frame = self._running.frame
+        first = self.sent - len(bodies)
+        items = Items(frame.slot, frame.generation, first, bodies, parcel.pieces, parcel.outside)
+        size = FRAME_BYTES + sum(map(len, bodies)) + 8 * len(bodies) + PIECE_BYTES * len(parcel.pieces)
+        self._link.post(items, size)
+
+    def credit(self, taken: int) -> None:
+        """Take note of what the reader has taken."""
+        if taken > self.sent:
+            raise ValueError(f"{taken} items of a stream are taken, of {self.sent}")
+        while self._taken < taken:
+            self._taken += 1
+            self._unread_bytes -= self._sizes.popleft()
+        self._credit.set()

@@ -1,0 +1,165 @@
+"""Serving: calls of other engines, run as tasks of this one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+import aiote
+
+from ..aio import Signal
+from .background import to_the_end
+from .definition import Method, Service, method, methods_of
+from .endpoint import Endpoint, Limits
+from .frames import Call, Status
+from .interceptors import Interceptor
+from .link import Link
+from .running import Running
+
+__all__ = ["Health", "HealthStatus", "Server", "serve"]
+
+
+class HealthStatus(msgspec.Struct, frozen=True):
+    """How a server does: whether it takes new calls, how many run, and how many wait."""
+
+    serving: bool
+    running: int
+    queued: int
+
+
+class Health(Service):
+    """Every server answers this one, too."""
+
+    @method(idempotent=True)
+    async def check(self) -> HealthStatus:
+        """Return how the server does."""
+        raise NotImplementedError
+
+
+class _Health(Health):
+    name = "Health"
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    @method(idempotent=True)
+    async def check(self) -> HealthStatus:
+        server = self._server
+        # Not this very call.
+        return HealthStatus(not server.draining, server.running - 1, server.queued)
+
+
+class Server:
+    """What `serve` runs. `calls` counts what was started, `refused` what did not run."""
+
+    def __init__(self, endpoint: Endpoint, services: Sequence[Service], interceptors: Sequence[Interceptor]) -> None:
+        self.endpoint = endpoint
+        self.interceptors = tuple(interceptors)
+        self.draining = self._closed = False
+        self.calls = self.refused = 0
+        self._methods: dict[str, tuple[Method, Callable[..., Any]]] = {}
+        for service in (_Health(self), *services):
+            for one in methods_of(type(service)):
+                if one.name in self._methods:
+                    raise aiote.UsageError(f"{one.name} is served twice: give one of the services another name")
+                self._methods[one.name] = (one, getattr(service, one.attribute))
+        self._running: set[Running] = set()
+        self._queue: deque[Running] = deque()
+        self._changed = Signal(endpoint.loop)
+
+    @property
+    def running(self) -> int:
+        """How many calls run now."""
+        return len(self._running)
+
+    @property
+    def queued(self) -> int:
+        """How many calls wait for others to end."""
+        return len(self._queue)
+
+    def call(self, link: Link, frame: Call) -> None:
+        """Start a call, queue it or refuse it."""
+        limits = self.endpoint.limits
+        known = self._methods.get(frame.method)
+        if known is None:
+            self._refuse(link, frame, Status.NOT_SERVED, f"it serves {', '.join(sorted(self._methods))}"[:400])
+        elif self.draining and not isinstance(known[1].__self__, _Health):  # type: ignore[attr-defined]
+            self._refuse(link, frame, Status.DRAINING)
+        elif len(self._running) < limits.calls:
+            self._start(Running(self, link, frame, *known))
+        elif len(self._queue) < limits.queue:
+            running = Running(self, link, frame, *known)
+            link.running[frame.slot] = running
+            running.queued = True
+            self._queue.append(running)
+        else:
+            self._refuse(link, frame, Status.BUSY, f"{limits.calls} calls run, {limits.queue} wait")
+
+    def _refuse(self, link: Link, frame: Call, status: int, text: str = "") -> None:
+        self.refused += 1
+        self.endpoint.refuse(link, frame, status, text)
+
+    def _start(self, running: Running) -> None:
+        self.calls += 1
+        running.queued = False
+        self._running.add(running)
+        running.link.running[running.frame.slot] = running
+        running.start()
+
+    def over(self, running: Running) -> None:
+        """Take note that a call has ended, and start the next; called once for each."""
+        if running.queued:
+            self._queue.remove(running)
+        self._running.discard(running)
+        while self._queue and len(self._running) < self.endpoint.limits.calls and not self._closed:
+            self._start(self._queue.popleft())
+        if not self._running:
+            self._changed.set()
+
+    def forget(self, link: Link) -> None:
+        """End the calls of a lost peer."""
+        for running in tuple(link.running.values()):
+            running.cancel()
+
+    async def drain(self) -> None:
+        """Take no new calls, and wait until those that run or wait have ended; the caller's scope bounds it.
+
+        Callers of new ones get DrainingError; those of a registry's members go elsewhere.
+        """
+        self.draining = True
+        while self._running or self._queue:
+            await self._changed.wait()
+
+    async def close(self) -> None:
+        """Cancel every call and wait until all have ended; their callers get CallLostError."""
+        self.draining = self._closed = True
+        for running in (*self._queue, *self._running):
+            running.stop()
+        while self._running:
+            await self._changed.wait()
+
+
+@asynccontextmanager
+async def serve(
+    engine: aiote.Engine, *services: Service, interceptors: Sequence[Interceptor] = (), limits: Limits | None = None
+) -> AsyncIterator[Server]:
+    """Serve objects to other engines for the length of an `async with`; calls run as tasks beside the body.
+
+    `limits` bound what is spent on calls; they are the engine's, for its own calls, too, and are set once.
+    `interceptors` run around each call, the first outermost. At the end running calls are cancelled: `await
+    server.drain()` before lets them end. One engine has one server, of any number of services. Raises UsageError for a
+    service whose annotations do not do.
+    """
+    endpoint = Endpoint.of(engine, limits)
+    if endpoint.server is not None:
+        raise aiote.UsageError("the engine serves already; give all services to one `serve`")
+    server = endpoint.server = Server(endpoint, services, interceptors)
+    try:
+        yield server
+    finally:
+        endpoint.server = None
+        await to_the_end(server.close)

@@ -1,0 +1,148 @@
+"""The items of a stream at the side that reads them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from ..aio import Waiter
+from .definition import Method
+from .errors import CallLostError, RemoteError
+from .exchange import UnderWay, failure
+from .frames import Credit, End, Items, Status
+from .link import FRAME_BYTES, Link
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["Incoming", "Stream"]
+
+
+class Incoming(UnderWay):
+    """A stream that is under way: what has come of it, in whatever order, and how far it was read."""
+
+    __slots__ = ("_frames", "_method", "_ready", "_received", "_taken", "_told", "_waiter")
+
+    def __init__(self, link: Link, method: Method) -> None:
+        super().__init__(link)
+        self._method = method
+        self._frames: dict[int, Items] = {}
+        self._ready: deque[Any] = deque()
+        self._received = self._taken = self._told = 0
+        self._waiter: Waiter | None = None
+
+    def ended(self, end: End | None, reason: str) -> None:
+        """Take the end; every item before it has come."""
+        self.end, self.reason = end, reason
+        self._wake()
+
+    def items(self, frame: Items) -> None:
+        """Take items. Raises ValueError for what cannot be."""
+        ahead = self.link.endpoint.limits.stream_items
+        last = frame.first + len(frame.bodies)
+        # Of one that is left nobody counts what is read; the server hears of that soon.
+        most = (self.arrived if self.abandoned else self._taken) + ahead
+        if not frame.bodies or frame.first < self._received or last > most or frame.first in self._frames:
+            raise ValueError(f"items {frame.first} to {last} of a stream that was read up to {self._taken}")
+        if frame.pieces and len(frame.bodies) > 1:
+            raise ValueError("an item with pieces that does not come alone")
+        self.arrived += len(frame.bodies)
+        if self.abandoned:
+            self.link.free(frame.pieces)
+        else:
+            self._frames[frame.first] = frame
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def next(self) -> Any:
+        """Return the next item. Raises StopAsyncIteration, CallError, what the method says."""
+        while not self._ready:
+            frame = self._frames.pop(self._received, None)
+            if frame is not None:
+                self._read(frame)
+            elif self.end is not None or self.reason:
+                self._raise_end()
+            else:
+                self._waiter = self.link.endpoint.loop.waiter()
+                await self._waiter
+        self._taken += 1
+        # Half of what the server may be ahead, or all that there is: it may be ahead by less.
+        if self.end is None and (self._taken - self._told >= self._half or len(self._ready) == 1):
+            self._told = self._taken
+            self.link.post(Credit(self.slot, self.generation, self._taken), FRAME_BYTES)
+        return self._ready.popleft()
+
+    @property
+    def _half(self) -> int:
+        return self.link.endpoint.limits.stream_items // 2
+
+    def _read(self, frame: Items) -> None:
+        try:
+            read = self._method.read_result
+            self._ready += [self.link.read(read, frame, body, copied=True) for body in frame.bodies]
+        except ValueError as error:
+            raise RemoteError(self._method.name, "ValidationError", f"of an item: {error}") from error
+        finally:
+            self.link.free(frame.pieces)
+        self._received += len(frame.bodies)
+
+    def _raise_end(self) -> None:
+        if self.end is None:
+            raise CallLostError(self._method.name, self.reason, "perhaps")
+        if self.end.status != Status.DONE:
+            raise failure(self._method, self.end, timed=self.timed)
+        raise StopAsyncIteration
+
+    def abandon(self) -> None:
+        """Have the peer cancel it, and drop what has come."""
+        super().abandon()
+        for frame in self._frames.values():
+            self.link.free(frame.pieces)
+        self._frames.clear()
+        self._ready.clear()
+
+
+class Stream(AsyncIterator[Any]):
+    """The items of a stream, for one reader: `async for item in client.tokens(...)`.
+
+    It begins with the first item that is awaited. The server is ahead of the reader by no more than `stream_items` and
+    `stream_bytes`. A stream that is left is cancelled at the server: by `close`, at the end of an `async with`, when
+    nobody has it any more, and when a wait for an item is cancelled or raises.
+    """
+
+    def __init__(self, start: Callable[[], Awaitable[Incoming]]) -> None:
+        self._start = start
+        self._incoming: Incoming | None = None
+        self._over = False
+
+    async def __anext__(self) -> Any:
+        if self._over:
+            raise StopAsyncIteration
+        try:
+            if self._incoming is None:
+                self._incoming = await self._start()
+            return await self._incoming.next()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Have no more of it. Idempotent; waits for nothing."""
+        self._over = True
+        if self._incoming is not None:
+            self._incoming.abandon()
+
+    def __del__(self) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

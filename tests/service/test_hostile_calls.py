@@ -1,0 +1,270 @@
+"""A peer that has the key and says what it likes of calls: it is disconnected or answered, and harms nobody else."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import anyio
+import msgspec
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import aiote
+from aiote import service
+from aiote.service.codec import array_of, decode, decoder
+from aiote.service.frames import (
+    MAGIC,
+    Ask,
+    Call,
+    Cancel,
+    Credit,
+    End,
+    Free,
+    Grant,
+    Hello,
+    Items,
+    pack,
+    unpack,
+)
+from aiote.service.memory import MOST_SEGMENTS
+from engines import opened, pair, until
+
+HELLO = Hello(1, True, 16384, 8, 16, 1000)
+
+
+class Plain(service.Service):
+    @service.method
+    async def add(self, left: NDArray[numpy.int32], right: int) -> NDArray[numpy.int32]:
+        return left + right
+
+    @service.method
+    async def fill(self, out: service.Out[numpy.uint8]) -> None:
+        out[...] = 1
+
+    @service.method
+    async def wait(self) -> None:
+        await anyio.sleep_forever()
+
+
+async def say(engine: aiote.Engine, peer: aiote.Peer, *frames: Any) -> None:
+    await engine.send(peer, pack(list(frames)))
+
+
+async def answers(engine: aiote.Engine, count: int) -> list[End]:
+    """Read so many ends."""
+    found: list[End] = []
+    async for message in engine.messages():
+        found += [frame for frame in unpack(message.data) if isinstance(frame, End)]
+        if len(found) >= count:
+            return found
+    raise AssertionError
+
+
+LIES: dict[str, list[Any]] = {
+    "a call before the greeting": [Call(0, 1, "Plain/1.wait", 0.0, b"\x90", [])],
+    "another version": [Hello(2, True, 16384, 8, 16, 1000)],
+    "messages too short for anything": [Hello(1, True, 64, 8, 16, 1000)],
+    "no slots": [Hello(1, True, 16384, 0, 16, 1000)],
+    "a slot that there is not": [HELLO, Call(60_000, 1, "Plain/1.wait", 0.0, b"\x90", [])],
+    "a slot that is in use": [HELLO, *[Call(1, 1 + n, "Plain/1.wait", 0.0, b"\x90", []) for n in range(2)]],
+    "a call once more": [HELLO, *[Call(1, 1, "Plain/1.nothing", 0.0, b"\x90", []) for _ in range(2)]],
+    "the end of no call": [HELLO, End(0, 1, 0, b"", [])],
+    "items of no call": [HELLO, Items(0, 1, 0, [b"\x01"], [])],
+    "memory that nobody asked for": [HELLO, Grant(0, 1 << 20, b"x" * 100)],
+    "pieces that nobody gave": [HELLO, Free([(0, 0, 64)])],
+    "a cancellation in no slot": [HELLO, Cancel(50_000, 1)],
+    "credit for what was not sent": [HELLO, Call(1, 1, "Plain/1.wait", 0.0, b"\x90", []), Credit(1, 1, 1 << 40)],
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("lie", LIES)
+async def test_a_lie_ends_in_an_answer_or_a_disconnection(lie):
+    async with pair("sim") as (liar, there), opened("sim") as honest, service.serve(there, Plain()) as server:
+        peer = await liar.connect(there.address)
+        await say(liar, peer, *LIES[lie])
+        if not lie.startswith("credit"):
+            assert "what it says of its calls cannot be" in await peer.wait_closed()
+        client = service.client(honest, there.address, Plain)
+        numpy.testing.assert_array_equal(await client.add(numpy.arange(9, dtype="i4"), 1), numpy.arange(1, 10))
+        if lie.startswith("credit"):
+            peer.disconnect()
+        await until(lambda: not server.running and len(server.endpoint._links) == 1)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("method", "body", "pieces", "text"),
+    [
+        ("Plain/1.add", b"", [], "truncated"),
+        ("Plain/1.add", b"\x92\x01\x02", [], "an array is expected"),
+        ("Plain/1.add", msgspec.msgpack.encode((("<i4", (2,), b"1234"), 1)), [], "an array of 8 bytes in 4"),
+        ("Plain/1.add", msgspec.msgpack.encode((("<i4", (2,), 0), 1)), [], "is not piece 0"),
+        ("Plain/1.add", msgspec.msgpack.encode((("<i4", (2,), 0), 1)), [(0, 0, 8)], "no lent memory 0"),
+        ("Plain/1.add", msgspec.msgpack.encode((("<f8", (2,), b"1" * 16), 1)), [], "an array of int32 is expected"),
+        ("Plain/1.add", msgspec.msgpack.encode((("|O", (1,), b"1" * 8), 1)), [], "no dtype"),
+        ("Plain/1.fill", msgspec.msgpack.encode((("|u1", (1 << 40,), b""),)), [], "is to be filled, and not lent"),
+        ("Plain/1.fill", msgspec.msgpack.encode((("|u1", (1 << 21,), b"x" * 90),)), [], "descriptor"),
+    ],
+)
+async def test_arguments_that_are_none_are_refused(method, body, pieces, text):
+    async with pair("sim") as (liar, there), service.serve(there, Plain()) as server:
+        peer = await liar.connect(there.address)
+        await say(liar, peer, HELLO, Call(0, 1, method, 0.0, body, pieces))
+        (end,) = await answers(liar, 1)
+        assert (end.slot, end.status) == (0, 6)
+        assert text in end.body.decode()
+        assert not server.endpoint.budget.used
+
+
+@pytest.mark.anyio
+async def test_memory_of_a_third_engine_is_not_filled():
+    """A server must not be made to write where only the server may."""
+    async with pair("sim") as (liar, there), opened("sim") as third, service.serve(there, Plain()):
+        await there.connect(third.address)
+        memory = numpy.zeros(1 << 20, numpy.uint8)
+        lease = third.register(memory, access="local").lease(slice(0, 1 << 20), there.address)
+        peer = await liar.connect(there.address)
+        body = msgspec.msgpack.encode((("|u1", (1 << 20,), lease.descriptor),))
+        await say(liar, peer, HELLO, Call(0, 1, "Plain/1.fill", 0.0, body, []))
+        (end,) = await answers(liar, 1)
+        assert (end.status, end.body) == (6, b"memory that is to be filled must be lent by the caller")
+        assert not memory.any()
+        await lease.revoke()
+
+
+@pytest.mark.anyio
+async def test_a_peer_that_wants_all_memory_gets_its_share():
+    async with pair("sim") as (liar, there), service.serve(there, Plain()) as server:
+        peer = await liar.connect(there.address)
+        await say(liar, peer, HELLO)
+        grants = 0
+        for _ in range(20):
+            await say(liar, peer, *[Ask(1) for _ in range(20)])
+        async for message in liar.messages():
+            grants += sum(isinstance(frame, Grant) for frame in unpack(message.data))
+            if grants == 400:
+                break
+        (link,) = server.endpoint._links.values()
+        assert len(link.lent._segments) <= MOST_SEGMENTS
+        assert server.endpoint.budget.used <= server.endpoint.limits.peer_bytes
+        peer.disconnect()
+        await until(lambda: not server.endpoint.budget.used)
+
+
+@pytest.mark.anyio
+async def test_a_peer_that_takes_no_answers_is_disconnected():
+    limits = service.Limits(slots=8)
+    async with pair("sim", message_pool=4, max_transfers=4) as (liar, there):
+        async with service.serve(there, Plain(), limits=limits) as server:
+            reasons: list[object] = []
+            there.listen_events(lambda event: reasons.append(event.details.get("reason")))
+            peer = await liar.connect(there.address)
+            await say(liar, peer, HELLO)
+            generation = 0
+            with pytest.raises(aiote.AioteError):
+                while True:
+                    generation += 1
+                    await say(liar, peer, *[Call(0, generation, "no", 0.0, b"", [])])
+            await until(lambda: "it does not take the answers to its calls" in reasons)
+            assert generation < 1000
+            assert not server.running
+
+
+frames = st.one_of(
+    st.builds(
+        Hello, st.integers(0, 2), st.booleans(), st.integers(0, 1 << 31), st.integers(0, 99), st.just(9), st.just(9)
+    ),
+    st.builds(
+        Call, st.integers(0, 3), st.integers(1, 4), st.just("Plain/1.add"), st.floats(), st.binary(), st.just([])
+    ),
+    st.builds(End, st.integers(0, 3), st.integers(1, 4), st.integers(0, 9), st.binary(), st.just([(0, 0, 1)])),
+    st.builds(Items, st.integers(0, 3), st.integers(1, 4), st.integers(0, 9), st.lists(st.binary()), st.just([])),
+    st.builds(Credit, st.integers(0, 3), st.integers(1, 4), st.integers(0, 1 << 40)),
+    st.builds(Cancel, st.integers(0, 3), st.integers(1, 4)),
+    st.builds(Ask, st.integers(0, 1 << 61)),
+    st.builds(Grant, st.integers(0, 3), st.integers(0, 1 << 61), st.binary(), st.text(max_size=9)),
+    st.builds(Free, st.lists(st.tuples(st.integers(0, 3), st.integers(0, 99), st.integers(0, 99)), max_size=3)),
+)
+
+
+@given(st.lists(frames, max_size=20))
+def test_frames_survive_their_way(found):
+    data = pack(found)
+    assert data[:1] == MAGIC
+    assert msgspec.msgpack.encode(unpack(data)) == data[1:]
+
+
+@given(st.binary(max_size=200))
+def test_bytes_are_frames_or_a_value_error(data):
+    try:
+        unpack(MAGIC + data)
+    except ValueError:
+        pass
+
+
+@given(st.text(max_size=9), st.lists(st.one_of(st.integers(), st.text(max_size=2)), max_size=40))
+def test_a_description_is_an_array_s_or_a_value_error(text, shape):
+    try:
+        dtype, lengths, nbytes = array_of(text, shape)
+    except ValueError:
+        return
+    assert dtype.kind in "biufc"
+    assert numpy.prod(lengths, dtype=object) * dtype.itemsize == nbytes
+
+
+@given(st.binary(max_size=100), st.integers(0, 3))
+def test_a_value_is_read_or_a_value_error(data, lent):
+    memory = memoryview(bytes(1000))
+
+    def take(number: int, nbytes: int) -> memoryview:
+        if number >= lent:
+            raise ValueError("no such piece")
+        return memory[:nbytes]
+
+    kind = decoder(tuple[NDArray[numpy.float32], list[NDArray[numpy.int8]], str])
+    try:
+        decode(kind, data, take)
+    except ValueError:
+        pass
+
+
+@pytest.mark.anyio
+async def test_a_storm_of_frames_harms_nobody_else():
+    """Frames at random, in slots and generations that sometimes fit; each disconnection is followed by another start."""
+    rng = random.Random(3)
+    async with pair("sim") as (liar, there), opened("sim") as honest, service.serve(there, Plain()) as server:
+        client = service.client(honest, there.address, Plain)
+        for turn in range(60):
+            peer = await liar.connect(there.address)
+            try:
+                await say(liar, peer, HELLO)
+                for _ in range(30):
+                    await say(liar, peer, *[at_random(rng) for _ in range(rng.randrange(4))])
+            except aiote.AioteError:
+                pass
+            if turn % 10 == 0:
+                assert (await client.add(numpy.arange(5000, dtype="i4"), 1)).sum() == sum(range(1, 5001))
+        for peer in liar.peers:
+            peer.disconnect()
+        await until(lambda: not server.running and len(server.endpoint._links) == 1)
+
+
+def at_random(rng: random.Random) -> Any:
+    slot, generation = rng.randrange(3), rng.randrange(1, 200)
+    body = rng.choice((b"\x90", b"", rng.randbytes(9), msgspec.msgpack.encode((("<i4", (2,), b"12345678"), 1))))
+    return rng.choice(
+        (
+            Call(slot, generation, rng.choice(("Plain/1.add", "Plain/1.wait", "x")), rng.random() / 100, body, []),
+            Cancel(slot, generation),
+            Ask(rng.randrange(1 << 22)),
+            *([Credit(slot, generation, 0)] * 3),
+            rng.choice(
+                (Free([(0, 0, 9)]), End(slot, generation, 0, b"", []), Items(slot, generation, 0, [b""], []), HELLO)
+            ),
+        )
+    )

@@ -1,0 +1,177 @@
+"""Places in lent memory: never two at one place, first come, first served, within the budget, and all given back."""
+
+from __future__ import annotations
+
+import random
+
+import anyio
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiote.aio import current_loop
+from aiote.service.memory import (
+    ALIGNMENT,
+    MOST_SEGMENTS,
+    SEGMENT_BYTES,
+    Allocator,
+    Borrowed,
+    Budget,
+    Lent,
+    Registrations,
+)
+from engines import linked, until
+
+actions = st.lists(st.one_of(st.integers(1, 5000), st.integers(-50, -1)), max_size=200)
+
+
+@given(actions, st.integers(1, 100))
+def test_places_never_overlap_and_make_one_again(actions, units):
+    allocator = Allocator(units * ALIGNMENT)
+    taken: list[tuple[int, int]] = []
+    for action in actions:
+        if action > 0:
+            offset = allocator.take(action)
+            if offset is None:
+                gaps = free_stretches(units * ALIGNMENT, taken)
+                assert all(gap < action for gap in gaps)
+                continue
+            assert offset % ALIGNMENT == 0
+            assert offset + action <= units * ALIGNMENT
+            assert all(offset + action <= start or start + length <= offset for start, length in taken)
+            taken.append((offset, action))
+        elif taken:
+            allocator.give(*taken.pop(action % len(taken)))
+    for place in taken:
+        allocator.give(*place)
+    assert allocator.take(units * ALIGNMENT) == 0
+
+
+def free_stretches(nbytes: int, taken: list[tuple[int, int]]) -> list[int]:
+    end, gaps = 0, []
+    for start, length in sorted(taken):
+        gaps.append(start - end)
+        end = start + -(-length // ALIGNMENT) * ALIGNMENT
+    return [*gaps, nbytes - end]
+
+
+def test_a_budget_bounds_one_peer_and_all():
+    budget = Budget(total=5 * SEGMENT_BYTES, peer=2 * SEGMENT_BYTES + 1000)
+    assert budget.take(1, 0, 0) == SEGMENT_BYTES
+    assert budget.take(SEGMENT_BYTES + 1, 0, 0) == SEGMENT_BYTES + ALIGNMENT
+    # Near its limit a peer gets no more than it needs.
+    assert budget.take(100, 2 * SEGMENT_BYTES, 2) == 128
+    with pytest.raises(BlockingIOError, match="one peer has at most"):
+        budget.take(1001, 2 * SEGMENT_BYTES, 3)
+    with pytest.raises(BlockingIOError, match="one peer has at most"):
+        budget.take(1, 0, MOST_SEGMENTS)
+    budget.take(2 * SEGMENT_BYTES, 0, 0)
+    with pytest.raises(BlockingIOError, match="are in use"):
+        budget.take(1, 0, 0)
+
+
+@pytest.mark.anyio
+async def test_places_are_given_in_line_and_a_cancelled_wait_passes_on():
+    async with linked("sim") as (user, owner):
+        budget = Budget(SEGMENT_BYTES, SEGMENT_BYTES)
+        lent = Lent(owner, next(iter(owner.peers)), budget)
+        asked: list[int] = []
+        borrowed = Borrowed(user, current_loop(), asked.append)
+        served: list[int] = []
+        places = {}
+
+        async def wait(number: int, nbytes: int) -> None:
+            places[number] = await borrowed.place(nbytes)
+            served.append(number)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(wait, 0, SEGMENT_BYTES - 100)
+            await until(lambda: asked)
+            borrowed.granted(*lent.lend(asked.pop()), "")
+            await until(lambda: served == [0])
+            with anyio.CancelScope() as scope:
+                async with anyio.create_task_group() as inner:
+                    inner.start_soon(wait, 1, 5000)
+                    await until(lambda: asked)
+                    group.start_soon(wait, 2, 4000)
+                    group.start_soon(wait, 3, 50)
+                    await anyio.sleep(0.01)
+                    with pytest.raises(BlockingIOError):
+                        lent.lend(asked.pop())
+                    borrowed.granted(0, 0, b"", "no more")
+                    await anyio.sleep(0.01)
+                    # Though there would be a place for the last one.
+                    assert served == [0]
+                    scope.cancel()
+            borrowed.give(places[0][0])
+            await until(lambda: len(served) == 3)
+            assert served == [0, 2, 3]
+        with pytest.raises(KeyError):
+            borrowed.give(places[0][0])
+        assert borrowed.taken_bytes == 4050
+        await lent.close()
+        assert budget.used == 0
+
+
+@pytest.mark.anyio
+async def test_what_is_lent_is_what_was_asked_for():
+    async with linked("sim") as (user, owner):
+        lent = Lent(owner, next(iter(owner.peers)), Budget(1 << 30, 1 << 30))
+        number, nbytes, descriptor = lent.lend(100)
+        borrowed = Borrowed(user, current_loop(), lambda nbytes: None)
+        with pytest.raises(ValueError, match="nobody has asked"):
+            borrowed.granted(number, nbytes, descriptor, "")
+        async with anyio.create_task_group() as group:
+            group.start_soon(borrowed.place, nbytes + 1)
+            await anyio.sleep(0.01)
+            with pytest.raises(ValueError, match="not what was asked for"):
+                borrowed.granted(number, nbytes, descriptor, "")
+            with pytest.raises(ValueError, match="not what was asked for"):
+                borrowed.granted(number, nbytes - 1, descriptor, "")
+            group.cancel_scope.cancel()
+        for piece in ((1, 0, 1), (0, nbytes, 1), (0, 1 << 61, 1 << 61), (0, 0, nbytes + 1)):
+            with pytest.raises(ValueError, match="lent memory"):
+                lent.view(piece)
+        assert len(lent.view((0, nbytes - 5, 5))) == 5
+        await lent.close()
+
+
+@pytest.mark.anyio
+async def test_registrations_are_kept_for_those_used_last():
+    async with linked("sim") as (engine, _):
+        closed = []
+        kept = Registrations(engine, 10_000, closed.append)
+        arrays = [numpy.zeros(3000, numpy.uint8) for _ in range(5)]
+        regions = []
+        for array in arrays:
+            regions.append(kept.take(array))
+            kept.give(array)
+        assert closed == regions[:2]
+        assert kept.take(arrays[2]) is regions[2]
+        # One that is in use stays, whatever comes.
+        for _ in range(5):
+            another = numpy.zeros(9000, numpy.uint8)
+            kept.take(another)
+            kept.give(another)
+        assert regions[2] not in closed
+        assert regions[3] in closed
+        kept.give(arrays[2])
+        assert kept._nbytes <= 10_000
+        read_only = numpy.zeros(3000, numpy.uint8)
+        first = kept.take(read_only)
+        read_only.flags.writeable = False
+        assert kept.take(read_only) is not first
+
+
+def test_random_places_of_a_large_segment_are_all_found_again():
+    rng, allocator = random.Random(5), Allocator(SEGMENT_BYTES)
+    taken = []
+    for _ in range(5000):
+        if taken and rng.random() < 0.5:
+            allocator.give(*taken.pop(rng.randrange(len(taken))))
+        elif (offset := allocator.take(nbytes := rng.randrange(1, 300_000))) is not None:
+            taken.append((offset, nbytes))
+    for place in taken:
+        allocator.give(*place)
+    assert (allocator._starts, allocator._lengths) == ([0], [SEGMENT_BYTES])

@@ -1,0 +1,165 @@
+"""Streams: items in order, back-pressure for their own writer alone, and what ends them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import numpy
+import pytest
+from numpy.typing import NDArray
+
+from aiote import service
+from aiote.service.endpoint import Endpoint
+from engines import each_provider, go_round, pair, until
+
+pytestmark = pytest.mark.anyio
+
+
+class Tokens(service.Service):
+    def __init__(self) -> None:
+        self.sent = 0
+        self.left: list[str] = []
+
+    @service.method
+    async def count(self, items: int) -> AsyncIterator[int]:
+        try:
+            for number in range(items):
+                self.sent = number
+                yield number
+        finally:
+            self.left.append("count")
+
+    @service.method
+    async def arrays(self, sizes: list[int]) -> AsyncIterator[NDArray[numpy.int32]]:
+        for size in sizes:
+            yield numpy.arange(size, dtype=numpy.int32)
+
+    @service.method
+    async def breaks(self, after: int) -> AsyncIterator[str]:
+        for number in range(after):
+            yield str(number)
+        raise RuntimeError("it broke")
+
+    @service.method
+    async def ping(self) -> int:
+        return 1
+
+
+@asynccontextmanager
+async def served(provider: str = "sim", **limits: int) -> AsyncIterator[tuple[Tokens, Tokens, service.Server]]:
+    async with pair(provider) as (here, there):
+        tokens = Tokens()
+        async with service.serve(there, tokens, limits=service.Limits(**limits)) as server:
+            yield tokens, service.client(here, there.address, Tokens), server
+            await until(lambda: not server.running)
+            for endpoint in (client_endpoint(here), server.endpoint):
+                for link in tuple(endpoint._links.values()):
+                    await until(lambda link=link: not (link.calls or link.borrowed.taken_bytes or link._unread))
+
+
+def client_endpoint(engine: Any) -> Any:
+    return Endpoint.of(engine)
+
+
+@each_provider
+async def test_items_come_in_order_and_whole(provider):
+    async with served(provider) as (_, client, _):
+        assert [number async for number in client.count(3000)] == list(range(3000))
+        sizes = [0, 1, 5000, 3, 3_000_000, 2]
+        found = [len(array) async for array in client.arrays(sizes)]
+        assert found == sizes
+        assert [number async for number in client.count(0)] == []
+
+
+async def test_a_slow_reader_holds_its_writer_and_nobody_else():
+    async with served(stream_items=16) as (tokens, client, _):
+        async with client.count(1000) as slow:
+            assert await anext(slow) == 0
+            await go_round(200)
+            # What was taken, what may be ahead, and the one in the writer's hand.
+            assert tokens.sent <= 1 + 16 + 1
+            for _ in range(20):
+                assert await client.ping() == 1
+            assert [number async for number in client.count(100)] == list(range(100))
+            assert [await anext(slow) for _ in range(500)] == list(range(1, 501))
+        await until(lambda: tokens.left == ["count", "count"])
+
+
+async def test_a_stream_is_ahead_by_no_more_bytes_than_allowed():
+    async with served(stream_bytes=100_000) as (_, client, server):
+        async with client.arrays([10_000] * 20) as stream:
+            await anext(stream)
+            await go_round(200)
+            (link,) = server.endpoint._links.values()
+            assert link.borrowed.taken_bytes <= 100_000 + 2 * 40_000
+            assert len([array async for array in stream]) == 19
+
+
+async def test_what_the_method_raises_comes_behind_its_items():
+    async with served() as (_, client, _):
+        found = []
+        with pytest.raises(service.RemoteError, match="RuntimeError: it broke"):
+            async for item in client.breaks(300):
+                found.append(item)
+        assert found == [str(number) for number in range(300)]
+
+
+@pytest.mark.parametrize("way", ["break", "close", "cancel", "drop"])
+async def test_a_stream_that_is_left_is_cancelled_there(way):
+    async with served() as (tokens, client, server):
+        if way == "break":
+            async for number in client.count(10**9):
+                if number == 300:
+                    break
+        elif way == "cancel":
+            async with anyio.create_task_group() as group:
+
+                async def read() -> None:
+                    async for _ in client.count(10**9):
+                        await anyio.sleep(0)
+
+                group.start_soon(read)
+                await until(lambda: tokens.sent > 300)
+                group.cancel_scope.cancel()
+        else:
+            stream = client.count(10**9)
+            assert await anext(stream) == 0
+            if way == "close":
+                stream.close()
+                with pytest.raises(StopAsyncIteration):
+                    await anext(stream)
+            del stream
+        gc.collect()
+        await until(lambda: tokens.left == ["count"])
+        await until(lambda: not server.running)
+        assert await client.ping() == 1
+
+
+async def test_a_stream_ends_with_its_server():
+    async with pair("sim") as (here, there):
+        client = service.client(here, there.address, Tokens)
+        async with service.serve(there, Tokens()):
+            stream = client.count(10**9)
+            await anext(stream)
+        with pytest.raises(service.CallLostError, match="its server was stopped"):
+            async for _ in stream:
+                pass
+        async with service.serve(there, Tokens()):
+            stream = client.count(10**9)
+            await anext(stream)
+            here.find_peer(there.address).disconnect("the test wants it so")
+            with pytest.raises(service.CallLostError, match="the test wants it so"):
+                async for _ in stream:
+                    pass
+
+
+async def test_a_stream_that_nobody_reads_never_begins():
+    async with served() as (tokens, client, server):
+        client.count(5)
+        await go_round()
+        assert server.calls == 0
+        assert tokens.left == []
