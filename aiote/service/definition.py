@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar, get_args, get_origin, get_type_hints, overload
@@ -92,7 +92,7 @@ class Method:
         if self.stream:
             result = get_args(result)[0]
         # Small arrays that were filled come behind the result.
-        kind = tuple[result, list[numpy.ndarray]] if self.outs else result  # type: ignore[type-arg,valid-type]
+        kind = tuple[result, list[numpy.ndarray[Any, Any]]] if self.outs else result  # type: ignore[valid-type]
         if self.stream and self.outs:
             raise UsageError(f"{self.name}: a stream fills no arrays of its caller's; yield them")
         try:
@@ -133,9 +133,13 @@ class Method:
         return f"<Method {self.name}>"
 
 
-@functools.cache
+_known: weakref.WeakKeyDictionary[type, tuple[Method, ...]] = weakref.WeakKeyDictionary()
+
+
 def methods_of(service: type[Service]) -> tuple[Method, ...]:
     """Return the marked methods of a service. Raises UsageError for one that cannot be called from elsewhere."""
+    if service in _known:
+        return _known[service]
     if not isinstance(service, type) or not issubclass(service, Service):
         raise UsageError(f"a subclass of aiote.service.Service is expected, got {service!r}")
     found = []
@@ -146,4 +150,5 @@ def methods_of(service: type[Service]) -> tuple[Method, ...]:
             found.append(Method(service, attribute, function, mark))
     if not found:
         raise UsageError(f"{service.__name__} has no method that is marked by aiote.service.method")
-    return tuple(found)
+    _known[service] = tuple(found)
+    return _known[service]

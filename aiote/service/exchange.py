@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, NoReturn
 
 import anyio
@@ -24,7 +25,7 @@ REFUSALS: dict[int, tuple[type[CallError], str]] = {
 _failure = msgspec.msgpack.Decoder(tuple[list[str], str])
 
 
-class UnderWay:
+class UnderWay(ABC):
     """A call that is under way, as its slot has it."""
 
     __slots__ = ("abandoned", "arrived", "end", "generation", "link", "pieces", "reason", "slot", "timed")
@@ -36,6 +37,14 @@ class UnderWay:
         self.end: End | None = None
         self.reason = ""
         self.abandoned = self.timed = False
+
+    @abstractmethod
+    def ended(self, end: End | None, reason: str) -> None:
+        """Take its end, or None and why there will be none."""
+
+    @abstractmethod
+    def items(self, frame: Items) -> None:
+        """Take items of a stream. Raises ValueError for what cannot be."""
 
     def abandon(self) -> None:
         """Have the peer cancel it: nobody waits any more. Its slot and its arguments' memory are free when it ends."""

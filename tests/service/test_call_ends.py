@@ -1,4 +1,4 @@
-"""How calls end before their time: cancelled, past a deadline, their peer lost, their server stopped. Nothing is left."""
+"""How calls end before their time: cancelled, past a deadline, peer lost, server stopped. Nothing is left."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ async def test_a_thousand_at_a_time_share_messages():
 
 
 async def test_an_exception_arrives_as_its_name_and_text():
-    async with served("sim") as (embed, client, _):
+    async with served("sim") as (_, client, _):
         with pytest.raises(service.RemoteError, match="Embed/1.fail: KeyError: 'mine'") as caught:
             await client.fail("mine")
         assert (caught.value.kind, caught.value.message, caught.value.ran) == ("KeyError", "'mine'", "yes")
