@@ -1,126 +1,77 @@
-"""A service: requests come as messages, results are written into memory of the client's own.
+"""An embedding service: calls of many clients make batches, and the vectors are written into the callers' arrays.
 
-Both sides in one process:
+    python examples/service.py                               # prints its address, and the command that calls it
+    python examples/client.py 'aiote://...' embed my words
 
-    python examples/service.py
-    python examples/service.py --text "count my bytes"
-
-Two processes (on two machines with the same AIOTE_CLUSTER_KEY on both, 16 bytes or more):
-
-    python examples/service.py --listen                      # prints its address
-    python examples/service.py --connect 'aiote://...' --text "count my bytes"
-
-The service counts how often each byte occurs in a text. A request names where the result goes and what is counted up
-when it is there; the service answers many clients at a time and outlives those that fail.
+On two machines it needs the same AIOTE_CLUSTER_KEY on both (16 bytes or more) and `--host` with this machine's address.
+The model is a random matrix: each word is a row of it, chosen by a hash, and a text is the mean of its words.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import struct
 import sys
+import zlib
 
 import numpy
 
 import aiote
+from aiote import service
 
-REQUEST = struct.Struct("!IH")  # the immediate to count on, the length of the descriptor that follows; then the text
-
-
-async def serve(engine: aiote.Engine) -> None:
-    """Answer requests, 64 at a time; meanwhile others stay in their pools, and then their senders wait."""
-    room = asyncio.Semaphore(64)
-    async with asyncio.TaskGroup() as group:
-        async for message in engine.messages():
-            await room.acquire()
-            group.create_task(answer(engine, message)).add_done_callback(lambda _: room.release())
+WIDTH, ROWS, BATCH = 256, 4096, 64
+Waiting = tuple[list[str], asyncio.Future[numpy.ndarray]]
 
 
-async def answer(engine: aiote.Engine, message: aiote.Message) -> None:
-    """Do the work of one request and write the result into the client's memory."""
-    try:
-        imm, length = REQUEST.unpack_from(message.data)
-        target = engine.attach(message.data[REQUEST.size : REQUEST.size + length])
-        text = numpy.frombuffer(message.data, numpy.uint8, offset=REQUEST.size + length)
-        result = engine.register(numpy.bincount(text, minlength=256))
-        try:
-            await engine.write_imm(result, target, imm)
-        finally:
-            await result.aclose()
-    except (aiote.AioteError, struct.error, ValueError) as error:
-        print(f"service.py: a request failed: {error}", file=sys.stderr)
+class Embed(service.Service):
+    def __init__(self) -> None:
+        self.rows = numpy.random.default_rng(0).standard_normal((ROWS, WIDTH), numpy.float32)
+        self.waiting: asyncio.Queue[Waiting] = asyncio.Queue()
 
+    @service.method(idempotent=True, raises=[ValueError])
+    async def embed(self, texts: list[str], out: service.Out[numpy.float32]) -> int:
+        """Fill one row of `out` for each text, and return the width of a row."""
+        if out.shape != (len(texts), WIDTH):
+            raise ValueError(f"{len(texts)} texts need an array of {(len(texts), WIDTH)}, got one of {out.shape}")
+        vectors = asyncio.get_running_loop().create_future()
+        await self.waiting.put((texts, vectors))
+        out[:] = await vectors
+        return WIDTH
 
-async def ask(engine: aiote.Engine, service: aiote.Peer, text: bytes) -> numpy.ndarray:
-    """Send one request and wait until its result is in our memory."""
-    result = numpy.empty(256, numpy.int64)
-    region = engine.register(result)
-    try:
-        with engine.counter() as done:
-            await engine.send(service, REQUEST.pack(done.imm, len(region.descriptor)) + region.descriptor + text)
-            await unless_lost(service, done)
-    finally:
-        await region.aclose()
-    return result
+    async def run(self) -> None:
+        """Compute what waits, a batch at a time; a call that was cancelled meanwhile is left out."""
+        while True:
+            batch = [await self.waiting.get()]
+            while not self.waiting.empty() and len(batch) < BATCH:
+                batch.append(self.waiting.get_nowait())
+            batch = [(texts, vectors) for texts, vectors in batch if not vectors.done()]
+            found = await asyncio.to_thread(self.compute, [text for texts, _ in batch for text in texts])
+            for texts, vectors in batch:
+                if not vectors.done():
+                    vectors.set_result(found[: len(texts)])
+                found = found[len(texts) :]
 
-
-async def unless_lost(peer: aiote.Peer, counter: aiote.Counter) -> None:
-    """Wait for one count, or fail when the peer is lost: a counter does not know whose writes it counts."""
-    counting, losing = asyncio.ensure_future(counter.wait(1)), asyncio.ensure_future(peer.wait_closed())
-    try:
-        await asyncio.wait({counting, losing}, return_when=asyncio.FIRST_COMPLETED)
-        if not counting.done():
-            raise aiote.PeerError(str(peer.address), losing.result())
-        counting.result()
-    finally:
-        counting.cancel()
-        losing.cancel()
-        await asyncio.gather(counting, losing, return_exceptions=True)
-
-
-async def show(engine: aiote.Engine, address: aiote.Address | str, text: str) -> None:
-    counts = await ask(engine, await engine.connect(address), text.encode())
-    most = sorted(range(256), key=lambda byte: (-counts[byte], byte))[:3]
-    print(f"{counts.sum()} bytes; most often:", ", ".join(f"{chr(byte)!r} {counts[byte]}" for byte in most))
+    def compute(self, texts: list[str]) -> numpy.ndarray:
+        rows = [[zlib.crc32(word.encode()) % ROWS for word in text.split()] or [0] for text in texts]
+        return numpy.array([self.rows[row].mean(axis=0) for row in rows], numpy.float32).reshape(len(texts), WIDTH)
 
 
 async def main(args: argparse.Namespace) -> None:
-    async with aiote.open_engine(args.provider, config=aiote.EngineConfig(host=args.listen or None)) as engine:
-        if args.listen is not None:
-            print(engine.address, flush=True)
-            await serve(engine)
-        elif args.connect is not None:
-            await show(engine, args.connect, args.text)
-        else:
-            async with aiote.open_engine(args.provider) as service:
-                serving = asyncio.create_task(serve(service))
-                try:
-                    await show(engine, service.address, args.text)
-                finally:
-                    serving.cancel()
-                    await asyncio.gather(serving, return_exceptions=True)
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Count bytes, as a service; without a role, both sides run here.")
-    parser.add_argument(
-        "--provider", default="auto", help="auto (the default), local, socket, tcp or shm; the same on both sides"
-    )
-    parser.add_argument("--listen", nargs="?", const="", metavar="HOST", help="serve; HOST is this machine's address")
-    parser.add_argument("--connect", metavar="ADDRESS", help="ask the service at ADDRESS")
-    parser.add_argument("--text", default="one-sided writes, awaited", help="what to have counted")
-    args = parser.parse_args()
-    if args.connect is not None and args.listen is not None:
-        parser.error("--listen and --connect are the two sides: give one, or none to run both here")
-    return args
+    embed = Embed()
+    async with aiote.open_engine(args.provider, host=args.host) as engine, asyncio.TaskGroup() as group:
+        group.create_task(embed.run())
+        async with service.serve(engine, embed):
+            print(f"{sys.executable} examples/client.py '{engine.address}' embed my words", flush=True)
+            await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Serve embeddings.")
+    parser.add_argument("--provider", default="auto", help="auto (the default), local, socket, tcp or shm")
+    parser.add_argument("--host", help="this machine's address, for clients on others")
     try:
-        asyncio.run(main(arguments()))
+        asyncio.run(main(parser.parse_args()))
     except aiote.AioteError as error:
         raise SystemExit(f"service.py: {error}") from None
     except KeyboardInterrupt:
-        print("service.py: interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit("service.py: interrupted") from None

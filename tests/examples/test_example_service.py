@@ -1,7 +1,8 @@
-"""The service answers over every provider, and outlives requests that make no sense."""
+"""The service answers many clients over every provider, cancels what they cancel, and outlives those that fail."""
 
 from __future__ import annotations
 
+import re
 import signal
 
 import pytest
@@ -9,46 +10,43 @@ import pytest
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
 
-def test_both_sides_in_one_process(start, provider):
-    program = start("service.py", "--provider", provider, "--text", "aabbbc")
-    assert program.end() == 0
-    assert program.out == "6 bytes; most often: 'b' 3, 'a' 2, 'c' 1\n"
-    assert program.err == ""
+def address(program) -> str:
+    program.until(lambda: "examples/client.py" in program.out, "address")
+    return re.search(r"'(aiote://[^']*)'", program.out)[1]
 
 
-def test_many_clients_and_one_that_makes_no_sense(start):
-    service = start("service.py", "--listen")
-    # Its first message is taken for a request, whose text and descriptor are nonsense; it never gets an answer.
-    stranger = start("ping.py", "--connect", service.address())
-    service.until(lambda: "a request failed" in service.err, "complaint")
-    texts = ["x", "xx"]
-    clients = [start("service.py", "--connect", service.address(), "--text", text) for text in texts]
-    for client, text in zip(clients, texts, strict=True):
+def test_clients_are_answered_and_one_changes_its_mind(start, provider):
+    service = start("service.py", "--provider", provider)
+    where = address(service)
+    impatient = start("client.py", where, "--provider", provider, "--patience", "0", "one", "two")
+    assert impatient.end() == 0
+    assert impatient.out == "not within 0.0 s; 0 of 512 numbers have come\n"
+    clients = [start("client.py", where, "--provider", provider, "one", "two") for _ in range(2)]
+    for client in clients:
         assert client.end() == 0
-        assert client.out.startswith(f"{len(text)} bytes; most often: 'x' {len(text)}, ")
+        assert client.err == ""
+        lines = client.out.splitlines()
+        assert [line.split(":")[0] for line in lines] == ["one", "two"]
+        assert all(line.endswith("... (256 numbers)") for line in lines)
+    assert clients[0].out == clients[1].out
     service.send(signal.SIGINT)
-    assert service.end() == 130
-    assert stranger.end() == 1
+    assert service.end() == 1
+    assert service.err == "service.py: interrupted\n"
 
 
 def test_a_client_of_a_killed_service_says_so(start):
-    # A program that takes requests and never answers.
-    service = start("ping.py", "--listen")
-    client = start("service.py", "--connect", service.address())
-    service.until(lambda: "a client failed" in service.err, "request")
+    service = start("service.py")
+    where = address(service)
     service.send(signal.SIGKILL)
+    service.end()
+    client = start("client.py", where, "word")
     assert client.end() == 1
-    assert client.err.startswith("service.py: peer aiote://127.0.0.1")
-    assert client.out == ""
+    assert client.err.startswith("client.py: peer aiote://127.0.0.1")
 
 
-def test_a_text_longer_than_a_message_is_refused(start):
-    program = start("service.py", "--text", "x" * 20000)
-    assert program.end() == 1
-    assert "the peer takes at most 16384" in program.err
-
-
-def test_two_roles_at_once_are_refused(start):
-    program = start("service.py", "--listen", "--connect", "aiote://127.0.0.1:1")
-    assert program.end() == 2
-    assert "--listen and --connect" in program.err
+def test_a_peer_that_serves_nothing_is_named(start):
+    # It takes messages and answers none of these.
+    other = start("ping.py", "--listen")
+    client = start("client.py", other.address(), "word", AIOTE_CONNECT_TIMEOUT="3")
+    assert client.end() == 1
+    assert "answered nothing within connect_timeout; does it run aiote.service.serve?" in client.err
