@@ -175,7 +175,7 @@ async def test_what_is_not_served_is_said():
         @service.method
         async def go(self) -> None: ...
 
-    async with pair("sim", connect_timeout=1.0) as (here, there):
+    async with pair("sim", connect_timeout=3.0) as (here, there):
         client = service.client(here, there.address, Other)
         with pytest.raises(service.NotServedError, match="answered nothing within connect_timeout"):
             await client.go()

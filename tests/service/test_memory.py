@@ -21,7 +21,7 @@ from aiote.service.memory import (
     Lent,
     Registrations,
 )
-from engines import linked, until
+from engines import go_round, linked, until
 
 actions = st.lists(st.one_of(st.integers(1, 5000), st.integers(-50, -1)), max_size=200)
 
@@ -94,13 +94,13 @@ async def test_places_are_given_in_line_and_a_cancelled_wait_passes_on():
                 async with anyio.create_task_group() as inner:
                     inner.start_soon(wait, 1, 5000)
                     await until(lambda: asked)
-                    group.start_soon(wait, 2, 4000)
-                    group.start_soon(wait, 3, 50)
-                    await anyio.sleep(0.01)
+                    for number, nbytes in ((2, 4000), (3, 50)):
+                        group.start_soon(wait, number, nbytes)
+                        await until(lambda number=number: len(borrowed._line) == number)
                     with pytest.raises(BlockingIOError):
                         lent.lend(asked.pop())
                     borrowed.granted(0, 0, b"", "no more")
-                    await anyio.sleep(0.01)
+                    await go_round()
                     # Though there would be a place for the last one.
                     assert served == [0]
                     scope.cancel()
@@ -124,7 +124,7 @@ async def test_what_is_lent_is_what_was_asked_for():
             borrowed.granted(number, nbytes, descriptor, "")
         async with anyio.create_task_group() as group:
             group.start_soon(borrowed.place, nbytes + 1)
-            await anyio.sleep(0.01)
+            await until(lambda: borrowed._asked)
             with pytest.raises(ValueError, match="not what was asked for"):
                 borrowed.granted(number, nbytes, descriptor, "")
             with pytest.raises(ValueError, match="not what was asked for"):
