@@ -31,8 +31,8 @@ def complaints(text: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names if ours(name.name) and name.name not in PUBLIC)
         elif isinstance(node, ast.ImportFrom) and ours(node.module or ""):
-            names = PUBLIC.get(node.module, set())
-            yield from (f"{node.module}.{name.name}" for name in node.names if name.name not in names)
+            known = PUBLIC.get(node.module, set()) | {package.removeprefix(f"{node.module}.") for package in PUBLIC}
+            yield from (f"{node.module}.{name.name}" for name in node.names if name.name not in known)
         elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "aiote":
             known = node.attr in PUBLIC["aiote"] or f"aiote.{node.attr}" in PUBLIC
             yield from () if known else (f"aiote.{node.attr}",)
