@@ -39,7 +39,8 @@ from aiote_native.sim.world import World
 
 TAKING = replace(UNRULY, refusals=0)
 """Some expectations are of senders that do nothing more, which a refused post needs them to."""
-LIMIT_S = 20.0
+LIMIT_S = 60.0
+"""ThreadSanitizer alone takes 4 s for a MiB of which it has to be told, cell by cell, that it is no race."""
 SLICE_S = 0.001  # how often conditions are looked at that a native thread announces to nobody
 
 
