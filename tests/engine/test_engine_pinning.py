@@ -10,9 +10,9 @@ from pathlib import Path
 import anyio
 import numpy as np
 import pytest
-from aiote_native.kinds import NativeDevice
 
 import aiote
+from aiote_native.provider import NativeDevice
 from engines import PATIENCE_S, go_round, linked, opened, round_trips, run_script, until
 from pinning import PinningDevice, pinning
 

@@ -6,9 +6,8 @@ import errno
 import threading
 from typing import Any
 
-from aiote_native.kinds import NativeDevice, Registration
-
 import aiote
+from aiote_native.provider import NativeDevice, Registration
 from aiote_native.status import StatusError
 from engines import PATIENCE_S
 
