@@ -10,7 +10,7 @@ WITH := PATH="$(abspath $(BIN)):$$PATH"
 READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo check test test-all soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel mutants idle bench bench-peers bench-kvcache bench-rails test-guest lint format wheel venv develop system test-system clean distclean help
+.PHONY: demo check test test-all soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel mutants idle bench bench-peers bench-kvcache bench-service bench-rails test-guest lint format wheel venv develop system test-system clean distclean help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
@@ -89,6 +89,11 @@ bench-kvcache: system  ## measure a KV-cache service beside NIXL, ucxx, pyzmq an
 	@$(READY) bench --install
 	$(BIN)/python tools/bench_peers.py install nixl ucxx pyzmq sockets
 	$(BIN)/python tools/bench_kvcache.py $(ARGS)
+
+bench-service: system  ## measure calls beside grpc.aio, pyzmq, sockets, FastAPI and Ray, which it installs
+	@$(READY) bench --install
+	$(BIN)/python tools/bench_peers.py install pyzmq sockets grpc http ray
+	$(BIN)/python tools/bench_service.py $(ARGS)
 
 lint: system  ## ruff, mypy --strict and cython-lint
 	@$(READY) dev

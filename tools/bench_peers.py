@@ -1,7 +1,7 @@
 """Install the libraries that `make bench-peers` measures, each in an environment of its own, and list what there is.
 
 usage: bench_peers.py install [NAME...] [--folder .venv-peers]
-       bench_peers.py list [--job transfers|kvcache] [--folder .venv-peers]
+       bench_peers.py list [--job transfers|kvcache|service] [--folder .venv-peers]
 
 An environment is stamped with what was asked of it once its library has been imported there; a second run starts no
 pip. What cannot be had is reported at the end and does not hold up the others: `install` fails only if it has nothing.
@@ -56,6 +56,7 @@ class Peer:
     alone: tuple[str, ...] = ()  # requirements without theirs: NIXL asks for torch and both CUDAs, and needs neither
     libraries: tuple[tuple[str, str], ...] = ()  # what is loaded from the system, and Debian's packages of it
     kvcache: str = ""  # the worker of the KV-cache service, where it has one
+    service: str = ""  # the worker of the service of calls, where it has one
     driver: bool = False  # is linked to the NVIDIA driver's library
 
 
@@ -96,15 +97,31 @@ PEERS = {
         libraries=(("libibverbs.so.1", "libibverbs1"), ("libnuma.so.1", "libnuma1"), ("libcurl.so.4", "libcurl4")),
     ),
     "pyzmq": Peer(
-        "pyzmq_peer.py", "import zmq", (Way("pyzmq", BOTH),), (NUMPY, "pyzmq>=26.4"), kvcache="kvcache_pyzmq.py"
+        "pyzmq_peer.py",
+        "import zmq, msgspec",
+        (Way("pyzmq", BOTH),),
+        (NUMPY, "pyzmq>=26.4", "msgspec>=0.19"),
+        kvcache="kvcache_pyzmq.py",
+        service="service_pyzmq.py",
     ),
     "sockets": Peer(
         "sockets_peer.py",
-        "import uvloop",
+        "import uvloop, msgspec",
         (Way("sockets-uvloop", BOTH, "uvloop"), Way("sockets-asyncio", BOTH, "asyncio")),
-        (NUMPY, "uvloop>=0.20"),
+        (NUMPY, "uvloop>=0.20", "msgspec>=0.19"),
         kvcache="kvcache_sockets.py",
+        service="service_sockets.py",
     ),
+    # These three move no bytes of their own: they take part in `make bench-service` alone.
+    "grpc": Peer("", "import grpc.aio", (Way("grpc.aio", BOTH),), (NUMPY, "grpcio>=1.66"), service="service_grpc.py"),
+    "http": Peer(
+        "",
+        "import fastapi, httpx, uvicorn",
+        (Way("fastapi-httpx", BOTH),),
+        (NUMPY, "fastapi>=0.115", "httpx>=0.27", "uvicorn>=0.32"),
+        service="service_http.py",
+    ),
+    "ray": Peer("", "import ray", (Way("ray", ("shm",)),), (NUMPY, "ray>=2.40"), service="service_ray.py"),
 }
 
 
@@ -220,13 +237,14 @@ def install_all(names: list[str], folder: Path) -> int:
 
 def show_all(folder: Path, job: str) -> int:
     for name, peer in PEERS.items():
-        worker = peer.kvcache if job == "kvcache" else peer.worker
+        worker = {"kvcache": peer.kvcache, "service": peer.service}.get(job, peer.worker)
         if not worker:
             continue
         if not installed(name, folder):
             print(f"not installed: {name} (python tools/bench_peers.py install {name})", file=sys.stderr)
             continue
-        for way in peer.ways:
+        # The service over sockets is for one loop, the quicker.
+        for way in peer.ways[:1] if job == "service" else peer.ways:
             line = {
                 "name": way.name,
                 "python": str(folder / name / "bin" / "python"),
@@ -243,7 +261,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for command in (commands.add_parser("install"), commands.add_parser("list")):
         command.add_argument("--folder", type=Path, default=ROOT / ".venv-peers", help="of the environments")
-    commands.choices["list"].add_argument("--job", choices=("transfers", "kvcache"), default="transfers")
+    commands.choices["list"].add_argument("--job", choices=("transfers", "kvcache", "service"), default="transfers")
     commands.choices["install"].add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PEERS)}; or all")
     arguments = parser.parse_args()
     folder = arguments.folder.absolute()

@@ -162,7 +162,7 @@ def main(
     call: Callable[[str, str, Callable[[Calls], Awaitable[None]]], Awaitable[None]],
     run: Callable[[Any], object] = asyncio.run,
 ) -> None:
-    """Be one side: `serve(transport)` prints its address, `call(transport, address, body)` calls `body` with a client."""
+    """Be one side: `serve(transport)` prints its address, `call(transport, address, body)` calls `body` on a client."""
     parser = argparse.ArgumentParser()
     parser.add_argument("role", choices=("serve", "call"))
     parser.add_argument("address", nargs="?", default="")
