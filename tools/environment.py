@@ -32,7 +32,9 @@ def say(text: str) -> None:
 def run(venv: Path, *command: str) -> None:
     """Run a command with the environment's own tools first on the path; end with its status if it fails."""
     path = f"{venv / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}, check=False)
+    # Meson keeps this name of Cython: an editable install compiles in processes that have another path.
+    environment = {**os.environ, "PATH": path, "CYTHON": str((venv / "bin" / "cython").absolute())}
+    done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
     if done.returncode:
         raise SystemExit(f"error: {' '.join(command)} ended with status {done.returncode}")
 
