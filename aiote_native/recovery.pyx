@@ -162,7 +162,7 @@ cdef bint lost_counted(const WorkRequest* wr, uint32_t imm_data) noexcept nogil:
 
 
 cdef uint64_t lost_of(Channel* channel, uint32_t imm_data) noexcept nogil:
-    """Return how many immediates of an immediate were lost, as the receiver counts them."""
+    """Return how many writes with an immediate were lost, as the receiver counts them."""
     cdef uint64_t total = 0
     cdef uint32_t i
     for i in range(channel.depth):
@@ -351,7 +351,7 @@ cdef void place_parts(Op* op, const Op* origin, uint64_t first) noexcept nogil:
 
 
 cdef void redone(State* state, Op* op) noexcept nogil:
-    """Go on where a piece or the resent immediates of an immediate are over. What `op` points to is freed."""
+    """Go on where a piece or the resent counts of an immediate are over. What `op` points to is freed."""
     cdef Piece* piece
     if op.kind == RESENT:
         end_recovery(state, <Recovery*> op)

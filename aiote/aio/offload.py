@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import anyio
 
-from .loops import EventLoop
+from .loops import EventLoop, report
 from .waiting import Signal, insist
 
 __all__ = ["ThreadCall"]
@@ -54,7 +54,11 @@ class ThreadCall(Generic[T]):
     def _undone(self) -> None:
         # Whoever takes the result out of the list has it: the thread, or one that gave up only when this was over.
         while self._results:
-            self._undo(self._results.pop())
+            try:
+                self._undo(self._results.pop())
+            except Exception as error:
+                # Nobody waits for this any more.
+                report(error)
 
     async def join(self) -> None:
         """Wait until the function has returned, whatever cancels us meanwhile: then what it returned is undone."""

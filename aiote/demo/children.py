@@ -110,7 +110,10 @@ class Child:
         if not self.ready:
             # It is starting, where an interrupt would be shown as a traceback.
             number = signal.SIGTERM
-        for signal_number, patience in ((number, limit), (signal.SIGINT, _END_S), (signal.SIGKILL, _END_S)):
+        steps = [(number, limit), (signal.SIGINT, _END_S), (signal.SIGKILL, _END_S)]
+        if number == signal.SIGINT:
+            del steps[1]
+        for signal_number, patience in steps:
             self.send(signal_number)
             with anyio.move_on_after(patience):
                 await self.process.wait()

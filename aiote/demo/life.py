@@ -6,6 +6,7 @@ SIGINT, or a second SIGTERM, ends it at once with status 130; the engine still s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -137,7 +138,9 @@ def leave_with_parent(pipe: int, heard: Callable[[bytes], object] = lambda line:
         while part := os.read(pipe, 65536):
             *lines, rest = (rest + part).split(b"\n")
             for line in lines:
-                heard(line)
+                # An event loop that has ended hears nothing any more, and this thread has still to see the end.
+                with contextlib.suppress(RuntimeError):
+                    heard(line)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_GRACE_S)
         os._exit(1)

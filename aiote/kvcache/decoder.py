@@ -104,6 +104,7 @@ class Decoder:
         self._assembler = Assembler()
         self._slots: dict[Slot, None] = {}
         self._open = False
+        self._entered = False
         self._running: AbstractAsyncContextManager[Crew] | None = None
         check_message_bytes(self.engine)
 
@@ -237,8 +238,9 @@ class Decoder:
             raise aiote.ClosedError("the decoder is closed")
 
     async def __aenter__(self) -> Decoder:
-        if self._running is not None:
+        if self._entered:
             raise aiote.UsageError("a decoder is entered once")
+        self._entered = True
         self._region = await self.engine.register_async(self._memory)
         try:
             self._tails = np.zeros((self._slots_limit, self._tail_bytes), np.uint8)

@@ -123,6 +123,7 @@ class Prefiller:
         self._earliest_moved = math.inf
         self._move = Bell()
         self._draining = ""
+        self._entered = False
         self._running: AbstractAsyncContextManager[Crew] | None = None
         check_message_bytes(self.engine)
 
@@ -179,8 +180,9 @@ class Prefiller:
     # Its life.
 
     async def __aenter__(self) -> Prefiller:
-        if self._running is not None:
+        if self._entered:
             raise aiote.UsageError("a prefiller is entered once")
+        self._entered = True
         region = await self.engine.register_async(self._memory)
         try:
             pages = pages_in(region, self.layout, self._ranks)

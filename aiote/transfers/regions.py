@@ -355,8 +355,12 @@ class Regions:
 
     def close(self) -> None:
         """End every registration, whatever uses it: the links are closed."""
-        while self._calls:
-            self._calls.pop().give_up()
+        for call in self._calls:
+            call.abandon()
+        # Each is forgotten once it is over: an interrupt in between leaves the others to the next close.
+        for call in tuple(self._calls):
+            call.give_up()
+            self._calls.discard(call)
         for memory in self._memories:
             memory.close()
         self._memories.clear()

@@ -10,7 +10,7 @@ from aiote_native.forks cimport check_process, fork_epoch
 from aiote_native.libfabric.fabric cimport (
     FI_BUS_PCI, FI_CONTEXT, FI_CONTEXT2, FI_EP_RDM, FI_ENOKEY, FI_LINK_DOWN, FI_MR_ALLOCATED, FI_MR_ENDPOINT,
     FI_MR_LOCAL, FI_MR_PROV_KEY, FI_MR_RMA_EVENT, FI_MR_VIRT_ADDR, FI_MSG, FI_READ, FI_RECV, FI_REMOTE_READ,
-    FI_REMOTE_WRITE, FI_RMA, FI_SEND, FI_SOCKADDR_IN, FI_SOURCE, FI_THREAD_DOMAIN, FI_THREAD_SAFE, FI_VERSION, FI_WRITE,
+    FI_REMOTE_WRITE, FI_RMA, FI_SEND, FI_SOCKADDR_IN, FI_SOURCE, FI_THREAD_SAFE, FI_VERSION, FI_WRITE,
     fi_close, fi_domain, fi_info, fi_mr_desc, fi_mr_key, fi_mr_reg)
 from aiote_native.libfabric.library cimport symbols
 from aiote_native.status cimport check
@@ -38,9 +38,9 @@ cdef fi_info* query(str provider, str node, str domain) except? NULL:
         hints.ep_attr.type = FI_EP_RDM
         hints.domain_attr.mr_mode = (FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT
                                      | FI_MR_RMA_EVENT)
-        # One lock of ours guards a domain and all that is under it, so the provider's own are not needed; but where
-        # registering takes long it must not be held.
-        hints.domain_attr.threading = FI_THREAD_SAFE if pins(provider) else FI_THREAD_DOMAIN
+        # Our lock guards posting and polling. Memory is registered, and endpoints are opened and closed, without it: that
+        # takes long, or the garbage collector does it, while a native thread polls the same domain.
+        hints.domain_attr.threading = FI_THREAD_SAFE
         if provider:
             hints.fabric_attr.prov_name = strdup(provider.encode())
         if provider.startswith("tcp") or provider.startswith("verbs"):
@@ -199,19 +199,20 @@ cdef class FabricMemory(Registration):
         if device.info.domain_attr.mr_key_size < 8:
             mask = (1ULL << (8 * device.info.domain_attr.mr_key_size)) - 1
         self.device = device
-        # Keys of our choice are drawn at random, so that no one can guess another region's; a taken one is drawn anew.
-        for _attempt in range(8):
-            wanted = int.from_bytes(os.urandom(8), "little") & mask
-            # Before the GIL is let go: nobody closes the domain under a call.
-            device.children += 1
-            with nogil:
-                code = fi_mr_reg(domain, <const void*> address, length, flags, 0, wanted, 0, &self.mr, NULL)
-            if code == 0:
-                break
+        # Before the GIL is let go: nobody closes the domain under a call.
+        device.children += 1
+        try:
+            # Keys of our choice are drawn at random, so that no one can guess another region's; a taken one anew.
+            for _attempt in range(8):
+                wanted = int.from_bytes(os.urandom(8), "little") & mask
+                with nogil:
+                    code = fi_mr_reg(domain, <const void*> address, length, flags, 0, wanted, 0, &self.mr, NULL)
+                if code != -FI_ENOKEY:
+                    break
+            check(code, "fi_mr_reg")
+        except BaseException:
             device.children -= 1
-            if code != -FI_ENOKEY:
-                break
-        check(code, "fi_mr_reg")
+            raise
         self.desc = fi_mr_desc(self.mr)
         self.key = fi_mr_key(self.mr)
         self.base = address if device.info.domain_attr.mr_mode & FI_MR_VIRT_ADDR else 0

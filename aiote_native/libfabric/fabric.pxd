@@ -35,7 +35,6 @@ cdef extern from "<rdma/fabric.h>" nogil:
         FI_AV_TABLE
     enum fi_threading:
         FI_THREAD_SAFE
-        FI_THREAD_DOMAIN
     enum: FI_ADDR_STR, FI_SOCKADDR_IN
     const int FI_MR_LOCAL
     const int FI_MR_VIRT_ADDR

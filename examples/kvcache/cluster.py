@@ -57,6 +57,7 @@ class Cluster:
         token = os.environ.get(serving.TOKEN) or secrets.token_urlsafe(16)
         self._environment = {**os.environ, serving.TOKEN: token}
         self._changed = anyio.Event()
+        self._ending = False
         self._scaling = anyio.Lock()  # two at a time would both start what is missing
 
     async def run(self) -> None:
@@ -83,6 +84,8 @@ class Cluster:
         """Have other numbers of servers: start those that are missing, drain the newest of those that are too many."""
         self.wanted.update(wanted)
         async with self._scaling:
+            if self._ending:
+                return
             for role, count in self.wanted.items():
                 here = [child for child in self.children if child.role == role and not child.draining]
                 for child in here[count:]:
@@ -145,6 +148,7 @@ class Cluster:
         await self._end({"router"}, signal.SIGINT)
 
     async def _end(self, roles: set[str], number: signal.Signals, *limit: float) -> None:
+        self._ending = True
         for child in self.children:
             child.draining = True
         async with anyio.create_task_group() as group:

@@ -8,6 +8,7 @@ nursery in a cancel scope of its own, so `cancel` holds for every await in it.
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
@@ -230,3 +231,5 @@ async def tasks_of(loop: str) -> AsyncIterator[Tasks]:
     async with trio.open_nursery() as nursery:
         yield TrioTasks(trio, nursery)
         nursery.cancel_scope.cancel()
+    # What a task has raised and nobody asked for is told when it goes, and its traceback refers to it.
+    gc.collect()
