@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import selectors
+import socket
 import time
 
 import anyio
@@ -11,6 +13,7 @@ import pytest
 
 from aiote.errors import UsageError
 from aiote.testing import StandstillError, VirtualLoop, run
+from aiote.testing.virtual import VirtualSelector
 
 
 def virtual(main):
@@ -46,6 +49,26 @@ def test_deadlines_are_virtual():
         return asyncio.get_running_loop().time()
 
     assert virtual(main()) == pytest.approx(1500)
+
+
+def test_what_is_ready_is_told_in_the_order_of_registration():
+    """Neither in that in which it became ready, as epoll tells it, nor in that of the descriptors' numbers."""
+    selector = VirtualSelector(lambda _timeout: True)
+    pairs = [socket.socketpair() for _ in range(8)]
+    order = [3, 7, 1, 0, 6, 2, 5, 4]
+    try:
+        for number in order:
+            selector.register(pairs[number][0], selectors.EVENT_READ, number)
+        for _, there in pairs:
+            there.send(b"x")
+        assert [key.data for key, _ in selector.select(0)] == order
+        selector.unregister(pairs[3][0])
+        selector.register(pairs[3][0], selectors.EVENT_READ, 3)
+        assert [key.data for key, _ in selector.select(0)] == [*order[1:], 3]
+    finally:
+        selector.close()
+        for one in (end for pair in pairs for end in pair):
+            one.close()
 
 
 def test_what_would_hang_is_an_error():
