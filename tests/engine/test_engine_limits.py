@@ -76,6 +76,21 @@ async def test_room_comes_with_each_transfer_that_ends(provider):
         await right.counter(2).wait(50)
 
 
+@each_provider
+async def test_room_that_is_kept_is_not_taken_by_what_could_start_in_one_call(provider):
+    async with linked(provider, max_transfers=1) as (left, right):
+        local, remote = left.register(b"12345678"), across(left, right, bytearray(8))
+        await left.write(local, remote)  # the next ones need not look their peer up
+        use, give_up = await (await left.connect(right.address))._connection.reserve_room()
+        with pytest.raises(aiote.QueueFull):
+            left.submit_write(local, remote)
+        use()
+        transfer = left.submit_write(local, remote)
+        give_up()
+        await transfer
+        await left.write(local, remote)
+
+
 async def test_transfers_that_wait_for_the_connection_count_as_well():
     async with pair("tcp", max_transfers=2) as (left, right):
         remote = across(left, right, bytearray(8))
