@@ -204,15 +204,20 @@ def test_a_rail_may_die_at_any_event(side, silently):
     assert len(outcomes) > 1
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["connection", "engine"])
 @pytest.mark.parametrize("model", [CALM, LINGERING], ids=["gone", "on the wire"])
-def test_what_a_closed_endpoint_had_sent(model):
-    """It is gone, or, where the model says so, what was on the wire arrives."""
+def test_what_a_closed_endpoint_had_sent(model, whole):
+    """It is gone, even while the memory that it was sent from is there, or, where the model says so, it arrives."""
 
     async def main(fabric: Fabric) -> bool:
         async with two(fabric) as pair:
+            peer = await pair.left.connect(pair.right.address)
             writing = asyncio.ensure_future(pair.write(None))
             await asyncio.sleep(5e-6)
-            pair.left.abort()
+            if whole:
+                pair.left.abort()
+            else:
+                peer._connection.lose("for a test")
             assert await writing != "done"
             await asyncio.sleep(6e-6)
             return any(pair.pool)
