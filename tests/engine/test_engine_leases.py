@@ -11,7 +11,7 @@ import pytest
 import aiote
 from aiote.core.address import ANYONE
 from aiote.core.descriptor import RegionDescriptor
-from engines import each_progress, each_provider, go_round, linked, opened, pair, round_trips, until
+from engines import each_progress, each_provider, fabric, go_round, linked, opened, pair, round_trips, until
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.anyio]
 
@@ -102,6 +102,22 @@ async def test_revoking_in_the_middle_of_a_write(provider, progress):
             assert isinstance(transfers[-1].exception(), aiote.TransferError)
             source[:] = 1
         assert not peer.lost
+
+
+async def test_a_holder_answers_when_what_was_posted_is_over():
+    """A silent NIC keeps the write until it is back; its holder does not say before that nothing is under way."""
+    async with linked("sim") as (owner, holder):
+        lease = owner.register(bytearray(64)).lease(slice(0, 64), holder.address)
+        connection = (await holder.connect(owner.address))._connection
+        fabric().kill_rail(owner, 0, silently=True)
+        transfer = holder.submit_write(holder.register(b"x" * 64), holder.attach(lease.descriptor))
+        await until(lambda: holder.statistics().outstanding)
+        over: list[bool] = []
+        connection.leases.revoke(lease.number, lease.number, lease.number, lambda: over.append(transfer.done()))
+        assert not over
+        fabric().restore_rail(owner, 0)
+        await until(lambda: over)
+        assert over == [True]
 
 
 @each_provider
