@@ -6,7 +6,7 @@ times a second used to cost 7 us, most of it in a dozen Python calls that found 
 """
 
 cimport cython
-from cpython.ref cimport PyObject
+from cpython.ref cimport Py_DECREF, Py_INCREF, PyObject
 from libc.stdint cimport int64_t, uint64_t
 
 from aiote_native.buffers cimport Buffer
@@ -45,12 +45,19 @@ cdef class LocalSlice:
         self.nbytes = nbytes
 
     def __getbuffer__(self, Py_buffer* view, int flags):
+        cdef Buffer buffer = self.memory.buffer
         if self.memory.closing or len(self.memory.registrations) == 0:
             raise BufferError("the region is closed")
-        (<Buffer> self.memory.buffer).lend(view, self, self.start, self.nbytes, flags)
+        buffer.lend(view, self, self.start, self.nbytes, flags)
+        # The collector may clear this object before a view that is garbage, too: a view has the buffer by itself.
+        Py_INCREF(buffer)
+        view.internal = <void*> buffer
 
     def __releasebuffer__(self, Py_buffer* view):
-        (<Buffer> self.memory.buffer).take_back()
+        cdef Buffer buffer = <Buffer> view.internal
+        view.internal = NULL
+        buffer.take_back()
+        Py_DECREF(buffer)
 
 
 cdef class RemoteSlice:

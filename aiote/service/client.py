@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
@@ -12,22 +13,26 @@ from numpy.typing import NDArray
 
 import aiote
 
+from ..aio import Signal
 from .background import to_the_end
 from .codec import describe_array
 from .definition import Method, Service, methods_of
 from .endpoint import Endpoint, Limits
-from .errors import CallError, CallLostError, NotServedError
+from .errors import CallError, CallLostError, NotServedError, RemoteError
 from .exchange import Pending, begin, result_of
-from .frames import OutSpec
+from .frames import OutSpec, Status
 from .interceptors import CallInfo, Interceptor, intercepted
 from .link import Link
-from .memory import LEND_BYTES
+from .memory import LEND_BYTES, Kept
 from .stream import Incoming, Stream
 
 __all__ = ["Members", "client"]
 
 S = TypeVar("S", bound=Service)
 ATTEMPTS = 3
+LATE_S = 1.0
+AGAIN_S = 5.0
+"""So long a member that could not be reached is left alone."""
 
 
 class Members(Protocol):
@@ -54,11 +59,15 @@ class Caller:
         self._target = target
         self._link: Link | None = None
         self._links: dict[aiote.Address, Link] = {}
+        self._connecting: set[aiote.Address] = set()
+        self._again_at: dict[aiote.Address, float] = {}
+        self._failure: Exception | None = None
+        self._changed = Signal(self.endpoint.loop)
 
     # Where to.
 
     async def link(self, method: Method, avoid: Sequence[aiote.Address] = ()) -> Link:
-        """Return the link for the next call, greeted. Raises PeerError, NotServedError, CallLostError."""
+        """Return the link for the next call, greeted. Raises CallError for what cannot be reached."""
         link = self._link
         if link is not None and not link.lost:
             return link
@@ -68,27 +77,44 @@ class Caller:
         return await self._choose(self._target, method, avoid)
 
     async def _choose(self, members: Members, method: Method, avoid: Sequence[aiote.Address]) -> Link:
-        """Return the link to the member with the fewest calls of ours, one to avoid where there is no other."""
-        addresses = await members.addresses()
-        self._links = {one: link for one, link in self._links.items() if one in addresses and not link.lost}
+        """Return the link to the member with the fewest calls of ours, one to avoid where there is no other.
 
-        def rank(address: aiote.Address) -> tuple[bool, int]:
-            link = self._links.get(address)
-            return address in avoid, len(link.calls) if link is not None else 0
+        Members are connected beside the calls: one that does not answer holds up none that has another to go to.
+        """
+        while True:
+            addresses = set(await members.addresses())
+            self._links = {one: link for one, link in self._links.items() if one in addresses and not link.lost}
+            now = anyio.current_time()
+            for address in addresses - self._links.keys() - self._connecting:
+                if self._again_at.get(address, 0.0) <= now:
+                    self._connecting.add(address)
+                    self.endpoint.spawn(self._connect, address, method, name="aiote service: connect a member")
+            wanted = [link for address, link in self._links.items() if address not in avoid]
+            if not wanted and not self._connecting:
+                wanted = list(self._links.values())
+            if wanted:
+                return min(wanted, key=lambda link: len(link.calls))
+            if not self._connecting:
+                raise self._failure or NotServedError(method.name, "there are no members")
+            await self._changed.wait()
 
-        failure: Exception = NotServedError(method.name, "there are no members")
-        for address in sorted(addresses, key=rank):
-            try:
-                if address not in self._links:
-                    self._links[address] = await self._reach(address, method)
-                return self._links[address]
-            except (aiote.PeerError, CallError) as error:
-                failure = error
-        raise failure
+    async def _connect(self, address: aiote.Address, method: Method) -> None:
+        try:
+            self._links[address] = await self._reach(address, method)
+        except (CallError, aiote.ClosedError, aiote.UsageError) as error:
+            self._failure = error
+            self._again_at = {one: at for one, at in self._again_at.items() if at > anyio.current_time()}
+            self._again_at[address] = anyio.current_time() + AGAIN_S
+        finally:
+            self._connecting.discard(address)
+            self._changed.set()
 
     async def _reach(self, target: aiote.Address | str | aiote.Peer, method: Method) -> Link:
         engine = self.endpoint.engine
-        peer = target if isinstance(target, aiote.Peer) else await engine.connect(target)
+        try:
+            peer = target if isinstance(target, aiote.Peer) else await engine.connect(target)
+        except aiote.PeerError as error:
+            raise CallLostError(method.name, str(error), "no") from error
         link = self.endpoint.link_to(peer)
         with anyio.move_on_after(engine.config.connect_timeout) as scope:
             await link.greet()
@@ -107,8 +133,9 @@ class Caller:
         bound = _bound(method, arguments, named)
         avoid: list[aiote.Address] = []
         for attempt in range(ATTEMPTS):
-            link = await self.link(method, avoid)
+            link: Link | None = None
             try:
+                link = await self.link(method, avoid)
                 if not self._interceptors:
                     return await self._once(link, method, bound)
                 proceed = functools.partial(self._once, link, method, bound)
@@ -116,7 +143,8 @@ class Caller:
             except CallError as error:
                 if attempt == ATTEMPTS - 1 or not self._again(method, error):
                     raise
-                avoid.append(link.peer.address)
+                if link is not None:
+                    avoid.append(link.peer.address)
         raise AssertionError
 
     def _again(self, method: Method, error: CallError) -> bool:
@@ -129,7 +157,7 @@ class Caller:
         if not method.outs:
             return await self._exchange(link, method, bound)
         outs = [_check_out(method, name, getattr(bound, name)) for name in method.outs]
-        leases: list[tuple[NDArray[Any], aiote.Lease]] = []
+        leases: list[tuple[Kept, aiote.Lease]] = []
         try:
             specs = [self._lend(link, array, leases) for array in outs]
             fields = {name: getattr(bound, name) for name in bound.__struct_fields__}
@@ -141,31 +169,31 @@ class Caller:
                 await to_the_end(functools.partial(self._revoke, leases))
         small = [array for array in outs if array.nbytes < LEND_BYTES]
         if [(array.shape, array.dtype) for array in small] != [(array.shape, array.dtype) for array in filled]:
-            raise CallError(method.name, "the arrays that it has filled are not those that it was given")
+            raise RemoteError(method.name, "ValueError", "it has filled other arrays than it was given")
         for array, values in zip(small, filled, strict=True):
             array[...] = values
         return result
 
-    def _lend(self, link: Link, array: NDArray[Any], leases: list[tuple[NDArray[Any], aiote.Lease]]) -> OutSpec:
-        descriptor = b""
+    def _lend(self, link: Link, array: NDArray[Any], leases: list[tuple[Kept, aiote.Lease]]) -> OutSpec:
+        text, descriptor = describe_array(array), b""
         if array.nbytes >= LEND_BYTES:
-            region = self.endpoint.registrations.take(array)
+            region, key = self.endpoint.registrations.take(array, filled=True)
             try:
-                leases.append((array, region.lease(slice(0, array.nbytes), link.peer)))
+                leases.append((key, region.lease(slice(0, array.nbytes), link.peer)))
             except BaseException:
-                self.endpoint.registrations.give(array)
+                self.endpoint.registrations.give(key)
                 raise
             descriptor = leases[-1][1].descriptor
-        return OutSpec(describe_array(array), list(array.shape), descriptor)
+        return OutSpec(text, list(array.shape), descriptor)
 
-    async def _revoke(self, leases: list[tuple[NDArray[Any], aiote.Lease]]) -> None:
+    async def _revoke(self, leases: list[tuple[Kept, aiote.Lease]]) -> None:
         for _, lease in leases:
             lease.begin_revoking()
         while leases:
-            array, lease = leases[-1]
+            key, lease = leases[-1]
             await lease.revoke()
             leases.pop()
-            self.endpoint.registrations.give(array)
+            self.endpoint.registrations.give(key)
 
     async def _exchange(self, link: Link, method: Method, bound: Any) -> Any:
         """Send a call and return its result; a cancelled one is told to the peer."""
@@ -176,6 +204,9 @@ class Caller:
         except BaseException:
             pending.abandon()
             raise
+        if pending.end is not None and pending.end.status == Status.CANCELLED and pending.deadline < math.inf:
+            # The server's clock was first. The caller's own scope ends this now, if it is still there.
+            await anyio.sleep_until(pending.deadline + LATE_S)
         return result_of(pending, method)
 
     def stream(self, method: Method, arguments: tuple[Any, ...], named: dict[str, Any]) -> Stream:
@@ -184,13 +215,23 @@ class Caller:
 
         async def start() -> Incoming:
             link = await self.link(method)
-            incoming = Incoming(link, method)
+            begun: list[Incoming] = []
 
             async def proceed() -> None:
-                await begin(incoming, method, bound, wait=self.wait)
+                if begun:
+                    raise RuntimeError(f"{method.name}: an interceptor proceeds once")
+                begun.append(Incoming(link, method))
+                await begin(begun[0], method, bound, wait=self.wait)
 
-            await intercepted(self._interceptors, CallInfo(method.name, link.peer), proceed)
-            return incoming
+            try:
+                await intercepted(self._interceptors, CallInfo(method.name, link.peer), proceed)
+            except BaseException:
+                for incoming in begun:
+                    incoming.abandon()
+                raise
+            if not begun:
+                raise RuntimeError(f"{method.name}: an interceptor has not proceeded, and a stream has no other items")
+            return begun[0]
 
         return Stream(start)
 

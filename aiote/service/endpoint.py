@@ -17,8 +17,9 @@ import aiote
 from ..aio import EventLoop, Task, current_loop
 from .background import report
 from .frames import MAGIC, Ask, Call, Cancel, Credit, End, Frame, Free, Grant, Hello, Items, Status, unpack
-from .link import FRAME_BYTES, Link
+from .link import FRAME_BYTES, LEAST_MESSAGE, Link
 from .memory import Budget, Registrations
+from .readers import claim, release
 
 __all__ = ["Endpoint", "Limits", "Server"]
 
@@ -51,7 +52,7 @@ class Limits:
         for field in fields(self):
             value = getattr(self, field.name)
             least = 0 if field.name in ("queue", "kept_bytes") else 1
-            most = 1 << 16 if field.name == "slots" else 1 << 48
+            most = {"slots": 1 << 16, "stream_items": 1 << 24}.get(field.name, 1 << 48)
             if type(value) is not int or not least <= value <= most:
                 raise aiote.UsageError(f"{field.name}={value!r}: expected an integer from {least} to {most}")
 
@@ -75,9 +76,8 @@ class Endpoint:
         self.budget = Budget(limits.total_bytes, limits.peer_bytes)
         self.registrations = Registrations(engine, limits.kept_bytes, self._close_region)
         self.messages = self.message_bytes = self.array_bytes = self.unknown = 0
-        self.other: Callable[[aiote.Message], Coroutine[Any, Any, None]] | None = None
-        self.ended = anyio.Event()
         self._links: dict[aiote.Peer, Link] = {}
+        claim(engine, self)
         self._forget = engine.listen_events(self._on_event)
         self.spawn(self._read, name="aiote service: messages")
 
@@ -90,6 +90,9 @@ class Endpoint:
             raise aiote.ClosedError("the engine is closed")
         found = cls._known.get(engine)
         if found is None:
+            least = engine.config.message_bytes
+            if least < LEAST_MESSAGE:
+                raise aiote.UsageError(f"calls need message_bytes of at least {LEAST_MESSAGE}, the engine has {least}")
             found = cls._known[engine] = cls(engine, limits or Limits())
         elif limits is not None and limits != found.limits:
             raise aiote.UsageError("the limits of calls on this engine were set before, to others")
@@ -129,10 +132,9 @@ class Endpoint:
         count = 0
         try:
             async for message in self.engine.messages():
-                if message.data[:1] == MAGIC:
+                # A lost peer without a link has said nothing before that it would have to be told of.
+                if message.data[:1] == MAGIC and (message.source in self._links or not message.source.lost):
                     self._take(self.link_to(message.source), message.data)
-                elif self.other is not None:
-                    await self.other(message)
                 else:
                     self.unknown += 1
                 count += 1
@@ -145,7 +147,7 @@ class Endpoint:
         try:
             for frame in unpack(data):
                 self._dispatch(link, frame)
-        except (ValueError, KeyError, IndexError) as error:
+        except (ValueError, KeyError, aiote.UsageError) as error:
             link.peer.disconnect(f"what it says of its calls cannot be: {error}"[:200])
         except Exception as error:
             # Ours, then; the peer hears no more of it than that it is gone.
@@ -157,8 +159,10 @@ class Endpoint:
             case Call():
                 self._call(link, frame)
             case End():
+                link.hold(frame.pieces)
                 link.on_end(frame)
             case Items():
+                link.hold(frame.pieces)
                 link.on_items(frame)
             case Credit():
                 running = link.running.get(frame.slot)
@@ -167,20 +171,30 @@ class Endpoint:
             case Cancel():
                 self._cancel(link, frame)
             case Ask():
-                link.on_ask(frame)
+                self.spawn(link.on_ask, frame.nbytes, name="aiote service: lend memory")
             case Grant():
                 link.borrowed.granted(frame.number, frame.nbytes, frame.descriptor, frame.reason)
             case Free():
                 link.on_free(frame)
             case Hello():
                 link.greeted(frame)
+                parked, link.parked = link.parked, []
+                for call in parked:
+                    self._call(link, call)
 
     def _call(self, link: Link, frame: Call) -> None:
-        if link.hello is None or frame.slot >= self.limits.slots or frame.slot in link.running:
+        if link.ending:
+            return
+        if link.hello is None and len(link.parked) < self.limits.slots:
+            # What it says of itself has been overtaken.
+            link.parked.append(frame)
+            return
+        if frame.slot >= self.limits.slots or frame.slot in link.running:
             raise ValueError(f"a call in slot {frame.slot}, which it may not use now")
         if frame.generation <= link.arrived.get(frame.slot, 0):
             raise ValueError(f"call {frame.generation} in slot {frame.slot} once more")
         link.arrived[frame.slot] = frame.generation
+        link.hold(frame.pieces)
         if link.early.pop(frame.slot, 0) == frame.generation:
             self.refuse(link, frame, Status.CANCELLED)
         elif self.server is None:
@@ -190,6 +204,7 @@ class Endpoint:
 
     def refuse(self, link: Link, frame: Call, status: int, text: str = "") -> None:
         """End a call that did not run."""
+        link.release(frame.pieces)
         body = text.encode()[:500]
         link.post(End(frame.slot, frame.generation, status, body, []), FRAME_BYTES + len(body))
 
@@ -231,7 +246,7 @@ class Endpoint:
 
     def _close(self) -> None:
         """Take note that the engine is closed."""
-        self.ended.set()
+        release(self.engine, self)
         self._forget()
         self._known.pop(self.engine, None)
         for link in tuple(self._links.values()):

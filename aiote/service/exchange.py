@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any, NoReturn
 
@@ -28,7 +29,7 @@ _failure = msgspec.msgpack.Decoder(tuple[list[str], str])
 class UnderWay(ABC):
     """A call that is under way, as its slot has it."""
 
-    __slots__ = ("abandoned", "arrived", "end", "generation", "link", "pieces", "reason", "slot", "timed")
+    __slots__ = ("abandoned", "arrived", "deadline", "end", "generation", "link", "pieces", "reason", "slot")
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -36,7 +37,8 @@ class UnderWay(ABC):
         self.pieces: list[Piece] = []
         self.end: End | None = None
         self.reason = ""
-        self.abandoned = self.timed = False
+        self.abandoned = False
+        self.deadline = math.inf
 
     @abstractmethod
     def ended(self, end: End | None, reason: str) -> None:
@@ -93,17 +95,17 @@ async def begin(pending: UnderWay, method: Method, bound: Any, *, wait: bool) ->
     if slot < 0:
         raise CallLostError(method.name, link.lost, "no")
     try:
-        parcel = await link.parcel(bound, kept=True)
+        parcel = await link.parcel(bound, 2 * len(method.name), kept=True)
     except BaseException as error:
-        link.give_slot(slot)
+        link.give_slot(slot, pending)
         _explain(method, error)
     if link.lost:
         raise CallLostError(method.name, link.lost, "no")
     pending.slot, pending.pieces = slot, parcel.pieces
-    deadline, left = anyio.current_effective_deadline(), 0.0
-    if deadline < float("inf") and not method.stream:
-        left, pending.timed = max(deadline - anyio.current_time(), 1e-6), True
-    size = FRAME_BYTES + len(method.name) + len(parcel.body) + PIECE_BYTES * len(parcel.pieces)
+    left = 0.0
+    if not method.stream and (deadline := anyio.current_effective_deadline()) < math.inf:
+        left, pending.deadline = max(deadline - anyio.current_time(), 1e-6), deadline
+    size = FRAME_BYTES + 2 * len(method.name) + len(parcel.body) + PIECE_BYTES * len(parcel.pieces)
     frame = Call(slot, pending.generation, method.name, left, parcel.body, parcel.pieces, parcel.outside)
     # A call that is alone does not wait for others that could travel with it.
     link.post(frame, size, now=len(link.calls) == 1)
@@ -124,9 +126,11 @@ def result_of(pending: Pending, method: Method) -> Any:
         raise CallLostError(method.name, pending.reason, "perhaps")
     try:
         if end.status != Status.DONE:
-            raise failure(method, end, timed=pending.timed)
-        return link.read(method.read_result, end, end.body, copied=True)
-    except msgspec.ValidationError as error:
+            raise failure(method, end, timed=pending.deadline < math.inf)
+        return link.read(method.read_result, end, end.body)
+    except ValueError as error:
+        if end.status != Status.DONE:
+            raise
         raise RemoteError(method.name, "ValidationError", f"of its result: {error}") from error
     finally:
         link.free(end.pieces)

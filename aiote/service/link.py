@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 import aiote
 
 from ..aio import Signal
+from .background import report
 from .codec import decode, encode
 from .frames import VERSION, Ask, Call, Cancel, End, Frame, Free, Grant, Hello, Items, Piece, pack
 from .memory import Borrowed, Lent, Staging
@@ -23,10 +24,14 @@ __all__ = ["Caller", "Link", "Parcel"]
 FRAME_BYTES = 96
 """More than a frame takes beside its body, its pieces and the name of its method."""
 PIECE_BYTES = 27
+MAX_PIECES = 256
 LEAST_MESSAGE = 4096
 """What `config.message_bytes` has to be for calls: a lease's descriptor and a method's name fit in it."""
-UNSENT_FRAMES = 4
+MAX_UNSENT = 4
 """A peer that takes no messages is lost when so many frames for each slot wait for it."""
+MAX_SENDING = 256
+"""Messages to one peer that it has not taken yet; what comes behind them waits as frames."""
+BATCH_FRAMES = 256
 
 
 class Parcel:
@@ -42,6 +47,8 @@ class Caller(Protocol):
     """A call of ours that is under way, as its slot has it."""
 
     generation: int
+    slot: int
+    """Its slot, once it was sent; -1 before."""
     pieces: list[Piece]
     """Where its arguments are, in the peer's memory."""
     arrived: int
@@ -74,8 +81,8 @@ class Link:
         engine, loop = endpoint.engine, endpoint.loop
         self.lost = ""
         self.lent = Lent(engine, peer, endpoint.budget)
-        self.staging = Staging(engine, endpoint.budget)
-        self.borrowed = Borrowed(engine, loop, lambda nbytes: self.post(Ask(nbytes), FRAME_BYTES))
+        self.staging = Staging(engine, loop, endpoint.budget)
+        self.borrowed = Borrowed(engine, loop, peer.address, lambda nbytes: self.post(Ask(nbytes), FRAME_BYTES))
         self.hello: Hello | None = None
         self.calls: dict[int, Caller] = {}
         self.running: dict[int, Served] = {}
@@ -90,7 +97,10 @@ class Link:
         self._greeted = False
         self._frames: list[Frame] = []
         self._sizes: list[int] = []
-        self._scheduled = self._waiting = False
+        self._sending: deque[aiote.Transfer] = deque()
+        self._scheduled = self._waiting = self._flushing = False
+        self._held_bytes = 0
+        self.parked: list[Call] = []
         self.room = 0  # for the body of a frame that goes alone
 
     # Greeting.
@@ -118,7 +128,8 @@ class Link:
             raise ValueError(f"it takes messages of {hello.message_bytes} bytes and {hello.slots} calls")
         if self.hello is None:
             self.hello = hello
-            self.room = hello.message_bytes - 2 * FRAME_BYTES
+            # What it truly takes the engine knows; a peer that says more is disconnected by the first frame.
+            self.room = min(hello.message_bytes, 1 << 20) - 2 * FRAME_BYTES
             self._generations = [0] * hello.slots
             self._free.extend(range(hello.slots))
             self._changed.set()
@@ -144,9 +155,10 @@ class Link:
         self.calls[slot] = caller
         return slot
 
-    def give_slot(self, slot: int) -> None:
+    def give_slot(self, slot: int, caller: Caller) -> None:
         """Give a slot back: the call is over, or never began."""
-        if self.calls.pop(slot, None) is not None:
+        if self.calls.get(slot) is caller:
+            del self.calls[slot]
             self._free.append(slot)
             self._changed.wake_one()
 
@@ -156,7 +168,7 @@ class Link:
         if frame.items > caller.arrived:
             self._early_ends[frame.slot] = frame
             return
-        self.give_slot(frame.slot)
+        self.give_slot(frame.slot, caller)
         self.take_back(caller.pieces)
         caller.ended(frame, "")
 
@@ -170,37 +182,62 @@ class Link:
 
     def _caller(self, frame: End | Items) -> Caller:
         caller = self.calls.get(frame.slot)
-        if caller is None or caller.generation != frame.generation:
+        # One that has a slot and was not sent yet has no end.
+        if caller is None or caller.generation != frame.generation or caller.slot < 0:
             raise ValueError(f"{type(frame).__name__} of a call that there is not, in slot {frame.slot}")
         return caller
 
-    def on_ask(self, frame: Ask) -> None:
+    async def on_ask(self, nbytes: int) -> None:
         """Lend memory, or say why not."""
         try:
-            number, nbytes, descriptor = self.lent.lend(frame.nbytes)
-            grant = Grant(number, nbytes, descriptor)
+            grant = Grant(*await self.lent.lend(nbytes))
         except (BlockingIOError, aiote.AioteError) as error:
             grant = Grant(0, 0, b"", str(error)[:500])
         self.post(grant, FRAME_BYTES + len(grant.descriptor) + len(grant.reason.encode()))
 
+    # What the peer has placed in our memory.
+
+    def hold(self, pieces: list[Piece]) -> None:
+        """Take note of what a frame has placed here, until `release`. Raises ValueError where it is more than is lent:
+        then places overlap, and one place would be read again and again.
+        """
+        if pieces:
+            self._held_bytes += sum([piece[2] for piece in pieces])
+            if self._held_bytes > self.lent.nbytes:
+                raise ValueError("more is placed in lent memory than there is of it")
+
+    def release(self, pieces: list[Piece]) -> None:
+        """Take note that these pieces were read."""
+        self._held_bytes -= sum([piece[2] for piece in pieces])
+
+    def free(self, pieces: list[Piece]) -> None:
+        """Tell the peer that these pieces were read."""
+        if pieces:
+            self.release(pieces)
+            self.post(Free(pieces), FRAME_BYTES + PIECE_BYTES * len(pieces))
+
     # Values.
 
-    async def parcel(self, value: object, *, kept: bool = False) -> Parcel:
+    async def parcel(self, value: object, fixed: int = 0, *, kept: bool = False) -> Parcel:
         """Bring a value on its way: what is long of it is in the peer's memory when this returns.
 
-        `kept` keeps the registrations of its arrays for the next call. Raises UsageError for what cannot travel,
-        BlockingIOError where the peer lends no memory, TransferError, PeerError. Cancelled, it has taken nothing.
+        `fixed` are bytes that its frame has beside it. `kept` keeps the registrations of its arrays for the next call.
+        Raises UsageError for what cannot travel, BlockingIOError where the peer lends no memory, TransferError,
+        PeerError. Cancelled, it has taken nothing.
         """
         body, arrays = encode(value)
-        if not arrays and len(body) <= self.room:
+        room = self.room - fixed
+        self.endpoint.check_message(len(body))
+        if not arrays and len(body) <= room:
             return Parcel(body, [], False)
+        if len(arrays) >= MAX_PIECES or PIECE_BYTES * (len(arrays) + 1) > room:
+            raise aiote.UsageError(f"{len(arrays)} large arrays in one value: put them together")
         pieces: list[Piece] = []
         try:
             for array in arrays:
                 pieces.append(await self._push(array, kept))
-            outside = len(body) + PIECE_BYTES * len(pieces) > self.room
+            outside = len(body) + PIECE_BYTES * len(pieces) > room
             if outside:
-                self.endpoint.check_message(len(body))
                 pieces.append(await self._push(body, False))
                 body = b""
         except BaseException:
@@ -212,15 +249,14 @@ class Link:
         """Write bytes into memory that the peer lends us."""
         endpoint = self.endpoint
         array = endpoint.contiguous(data)
-        kept = kept and array is data
         piece, remote = await self.borrowed.place(array.nbytes)
         try:
-            if kept:
-                region = endpoint.registrations.take(array)
+            if kept and array is data:
+                region, key = endpoint.registrations.take(array)
                 try:
                     await endpoint.engine.write(region, remote)
                 finally:
-                    endpoint.registrations.give(array)
+                    endpoint.registrations.give(key)
             else:
                 async with endpoint.engine.register(array, access="local") as region:
                     await endpoint.engine.write(region, remote)
@@ -245,29 +281,24 @@ class Link:
             self._unread.remove(piece)
             self.borrowed.give(piece)
 
-    def free(self, pieces: list[Piece]) -> None:
-        """Tell the peer that these pieces were read."""
-        if pieces:
-            self.post(Free(pieces), FRAME_BYTES + PIECE_BYTES * len(pieces))
-
-    def read(
-        self, decoder: msgspec.msgpack.Decoder[Any], frame: Call | End | Items, body: bytes, *, copied: bool
-    ) -> Any:
-        """Return the value of a body, its arrays as views of our memory, or as copies. Raises ValueError."""
-        pieces = frame.pieces
+    def read(self, decoder: msgspec.msgpack.Decoder[Any], frame: Call | End | Items, body: bytes) -> Any:
+        """Return the value of a body; its arrays are its own. Raises ValueError."""
+        unread = dict(enumerate(frame.pieces))
 
         def take(number: int, nbytes: int) -> memoryview:
-            if not 0 <= number < len(pieces) or pieces[number][2] != nbytes:
+            piece = unread.pop(number, None)
+            if piece is None or piece[2] != nbytes:
                 raise ValueError(f"an array of {nbytes} bytes is not piece {number}")
-            return self.lent.view(pieces[number])
+            return self.lent.view(piece)
 
         if frame.outside:
-            if not pieces:
+            if not unread:
                 raise ValueError("a body is nowhere")
-            self.endpoint.check_message(pieces[-1][2])
+            _, piece = unread.popitem()
+            self.endpoint.check_message(piece[2])
             # A copy: the peer may write there while it is being read.
-            body = bytes(self.lent.view(pieces[-1]))
-        return decode(decoder, body, take, copied=copied)
+            body = bytes(self.lent.view(piece))
+        return decode(decoder, body, take)
 
     # Frames.
 
@@ -277,37 +308,56 @@ class Link:
             return
         self._frames.append(frame)
         self._sizes.append(nbytes)
-        if len(self._frames) > UNSENT_FRAMES * (self.endpoint.limits.slots + 64):
-            self.peer.disconnect("it does not take the answers to its calls")
-        elif now and not self._waiting:
+        if (now or len(self._frames) >= BATCH_FRAMES) and not self._waiting:
             self._flush()
         elif not self._scheduled:
             self._scheduled = True
             self.endpoint.loop.call_soon(self._flush)
+        slots = max(self.endpoint.limits.slots, self.hello.slots if self.hello is not None else 0)
+        if len(self._frames) > MAX_UNSENT * (slots + 64):
+            self.peer.disconnect("it does not take the answers to its calls")
 
     def _flush(self) -> None:
         self._scheduled = False
+        if self._flushing:
+            return
+        self._flushing = True
+        try:
+            while self._frames and not self._waiting and not self.lost:
+                self._send_some()
+        except (aiote.PeerError, aiote.ClosedError):
+            return  # of which the endpoint hears
+        except aiote.AioteError as error:
+            report(error)
+            self.peer.disconnect("what this side has to say cannot be sent")
+        finally:
+            self._flushing = False
+
+    def _send_some(self) -> None:
         limit = self.room or LEAST_MESSAGE - 2 * FRAME_BYTES
-        while self._frames and not self._waiting and not self.lost:
-            count, total = 1, self._sizes[0]
-            while count < len(self._frames) and total + self._sizes[count] <= limit:
-                total += self._sizes[count]
-                count += 1
-            data = pack(self._frames[:count])
-            try:
-                self.endpoint.engine.submit_send(self.peer, data)
-            except aiote.QueueFull:
-                self._waiting = True
-                self.endpoint.spawn(self._wait_for_room, name="aiote service: wait for room")
-                return
-            except aiote.AioteError:
-                return  # it is lost, of which the endpoint hears
-            self.endpoint.messages += 1
-            self.endpoint.message_bytes += len(data)
-            del self._frames[:count], self._sizes[:count]
+        count, total = 1, self._sizes[0]
+        while count < len(self._frames) and total + self._sizes[count] <= limit:
+            total += self._sizes[count]
+            count += 1
+        data = pack(self._frames[:count])
+        while self._sending and self._sending[0].done():
+            self._sending.popleft()
+        try:
+            if len(self._sending) >= MAX_SENDING:
+                raise aiote.QueueFull("as many messages are on their way as may be")
+            self._sending.append(self.endpoint.engine.submit_send(self.peer, data))
+        except aiote.QueueFull:
+            self._waiting = True
+            self.endpoint.spawn(self._wait_for_room, name="aiote service: wait for room")
+            return
+        self.endpoint.messages += 1
+        self.endpoint.message_bytes += len(data)
+        del self._frames[:count], self._sizes[:count]
 
     async def _wait_for_room(self) -> None:
         try:
+            if self._sending:
+                await self._sending[0]
             await self.peer.room()
         except aiote.AioteError:
             return

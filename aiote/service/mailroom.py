@@ -19,7 +19,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 import aiote
 
 from .background import Crew, beside, report
-from .endpoint import Endpoint
+from .readers import claim, release
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -85,7 +85,6 @@ class Mailroom:
         self._held_since: float | None = None
         self._closed = False
         self._running: AbstractAsyncContextManager[Crew] | None = None
-        self._endpoint: Endpoint
 
     def handle(self, kind: int, function: Callable[[aiote.Message], object]) -> Callable[[], None]:
         """Call a function with each message of a kind (0 to 255); what is returned stops that.
@@ -137,10 +136,7 @@ class Mailroom:
     async def __aenter__(self) -> Mailroom:
         if self._running is not None or self._closed:
             raise aiote.UsageError("a mailroom is entered once")
-        self._endpoint = endpoint = Endpoint.of(self.engine)
-        if endpoint.other is not None:
-            raise aiote.UsageError("the engine's messages go to another mailroom already")
-        endpoint.other = self._deliver
+        claim(self.engine, self)
         self._running = beside(self._read)
         await self._running.__aenter__()
         return self
@@ -155,16 +151,15 @@ class Mailroom:
             self._close()
 
     async def _read(self) -> None:
-        """Live as long as the reader of the engine's messages, which hands over those that are no calls."""
         try:
-            await self._endpoint.ended.wait()
+            async for message in self.engine.messages():
+                await self._deliver(message)
+                # `recv` does not yield to the loop while there are messages; the takers' tasks have their turn here.
+                await anyio.lowlevel.checkpoint()
         finally:
-            self._endpoint.other = None
             self._close()
 
     async def _deliver(self, message: aiote.Message) -> None:
-        # The reader does not yield while there are messages; the takers' tasks have their turn here.
-        await anyio.lowlevel.checkpoint()
         taker = self._takers.get(message.data[0]) if message.data else None
         if taker is None:
             self.unknown += 1
@@ -195,6 +190,7 @@ class Mailroom:
 
     def _close(self) -> None:
         self._closed = True
+        release(self.engine, self)
         for taker in self._takers.values():
             if isinstance(taker, MemoryObjectSendStream):
                 taker.close()

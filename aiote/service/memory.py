@@ -8,8 +8,11 @@ so nothing has to be asked for a single call, and a caller that is cancelled nee
 from __future__ import annotations
 
 import bisect
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy
@@ -23,12 +26,17 @@ from .frames import Piece
 __all__ = ["LEND_BYTES", "Allocator", "Borrowed", "Budget", "Lent", "Registrations", "Staging"]
 
 ALIGNMENT = 64
+FIRST_BYTES = 1 << 20
 SEGMENT_BYTES = 16 << 20
-"""A segment has at least so many bytes, and as many as are asked for in one piece."""
-LEND_BYTES = 1 << 20
+"""A segment has as many bytes as are asked for in one piece, and at least as many as all before it, within these two:
+a peer that sends little costs little.
+"""
+LEND_BYTES = 256 << 10
 """Arrays to be filled, from this size on, are lent for the call and written in place; a lease costs 0.3 ms."""
-MOST_SEGMENTS = 64
+MAX_SEGMENTS = 64
 """Of one peer, in one direction: each is a registration."""
+SLOW_BYTES = 4 << 20
+"""More than so many bytes are registered beside the event loop: to pin them may take long."""
 
 
 class Allocator:
@@ -54,10 +62,9 @@ class Allocator:
 
     def give(self, offset: int, nbytes: int) -> None:
         """Give a place back that was taken."""
-        need = _aligned(nbytes)
         index = bisect.bisect_left(self._starts, offset)
         self._starts.insert(index, offset)
-        self._lengths.insert(index, need)
+        self._lengths.insert(index, _aligned(nbytes))
         # With its neighbours it makes one.
         for left in (index, index - 1):
             if 0 <= left < len(self._starts) - 1 and self._end(left) == self._starts[left + 1]:
@@ -86,8 +93,10 @@ class Budget:
         Raises BlockingIOError with the reason where there are none.
         """
         least = _aligned(nbytes)
-        size = max(SEGMENT_BYTES, least) if held + SEGMENT_BYTES <= self.peer else least
-        if held + size > self.peer or segments >= MOST_SEGMENTS:
+        size = max(least, min(SEGMENT_BYTES, max(FIRST_BYTES, held)))
+        if held + size > self.peer:
+            size = least
+        if held + size > self.peer or segments >= MAX_SEGMENTS:
             raise BlockingIOError(
                 f"no room for {nbytes} bytes of arrays: one peer has at most {self.peer} under way (peer_bytes)"
             )
@@ -100,28 +109,45 @@ class Budget:
 
 
 class Lent:
-    """The segments that one peer may write to. `close` takes them back."""
+    """The segments that one peer may write to. `close` takes them back; what is in them can still be read."""
 
     def __init__(self, engine: aiote.Engine, peer: aiote.Peer, budget: Budget) -> None:
         self._engine, self._peer, self._budget = engine, peer, budget
         self._segments: dict[int, tuple[memoryview, aiote.Region]] = {}
+        self._count = self._taken = 0
+        self._closed = False
         self.nbytes = 0
 
-    def lend(self, nbytes: int) -> tuple[int, int, bytes]:
+    async def lend(self, nbytes: int) -> tuple[int, int, bytes]:
         """Lend one more segment, of at least so many bytes; return its number, length and descriptor.
 
-        Raises BlockingIOError with the reason where there is no memory for it, FabricError.
+        Raises BlockingIOError with the reason where there is no memory for it, ClosedError, FabricError.
         """
-        size = self._budget.take(nbytes, self.nbytes, len(self._segments))
+        if self._closed:
+            raise aiote.ClosedError("the peer is lost")
+        size = self._budget.take(nbytes, self._taken, self._count)
+        self._taken += size
+        self._count += 1
+        region: aiote.Region | None = None
         try:
-            region = self._engine.register(numpy.zeros(size, numpy.uint8), access="local")
+            memory = numpy.zeros(size, numpy.uint8)
+            slow = size > SLOW_BYTES
+            region = (
+                await self._engine.register_async(memory, "local") if slow else self._engine.register(memory, "local")
+            )
+            if self._closed:
+                raise aiote.ClosedError("the peer is lost")
             descriptor = region.lease(slice(0, size), self._peer).descriptor
         except BaseException:
+            self._taken -= size
+            self._count -= 1
             self._budget.used -= size
+            if region is not None:
+                await region.aclose()
             raise
-        self.nbytes += size
         number = len(self._segments)
-        self._segments[number] = (memoryview(region), region)
+        self._segments[number] = (memoryview(region).toreadonly(), region)
+        self.nbytes += size
         return number, size, descriptor
 
     def view(self, piece: Piece) -> memoryview:
@@ -132,18 +158,16 @@ class Lent:
         memory = self._segments[number][0]
         if offset + nbytes > len(memory):
             raise ValueError(f"bytes {offset} to {offset + nbytes} leave the {len(memory)} of lent memory {number}")
-        return memory[offset : offset + nbytes].toreadonly()
+        return memory[offset : offset + nbytes]
 
     async def close(self) -> None:
         """Take all segments back: nobody writes there any more when this returns."""
-        segments, self._segments = self._segments, {}
-        try:
-            # Arrays that a method still has are views of the memory, which lives as long as they do.
-            for _, region in segments.values():
-                await region.aclose()
-        finally:
-            self._budget.used -= self.nbytes
-            self.nbytes = 0
+        self._closed = True
+        for _, region in tuple(self._segments.values()):
+            await region.aclose()
+        self._budget.used -= self.nbytes
+        self._taken -= self.nbytes
+        self.nbytes = 0
 
 
 class _Turn:
@@ -158,8 +182,10 @@ class _Turn:
 class Borrowed:
     """The segments that a peer has lent to us, and who waits for a place in them, first come, first served."""
 
-    def __init__(self, engine: aiote.Engine, loop: EventLoop, ask: Callable[[int], object]) -> None:
-        self._engine, self._loop, self._ask = engine, loop, ask
+    def __init__(
+        self, engine: aiote.Engine, loop: EventLoop, owner: aiote.Address, ask: Callable[[int], object]
+    ) -> None:
+        self._engine, self._loop, self._owner, self._ask = engine, loop, owner, ask
         self._segments: dict[int, tuple[Allocator, aiote.RemoteRegion]] = {}
         self._taken: set[Piece] = set()
         self._line: deque[_Turn] = deque()
@@ -206,18 +232,19 @@ class Borrowed:
 
     def _grow(self, nbytes: int) -> None:
         """Ask for one more segment, once; where that is refused, wait for places, if they may ever suffice."""
+        if self._refused and nbytes < self._asked:
+            self._asked, self._refused = 0, ""
         if not self._asked:
             self._asked = nbytes
-            self._refused = ""
             self._ask(nbytes)
         elif self._refused:
             largest = max((allocator.nbytes for allocator, _ in self._segments.values()), default=0)
             if _aligned(nbytes) > largest:
-                reason, self._asked = self._refused, 0
+                reason, self._asked, self._refused = self._refused, 0, ""
                 raise BlockingIOError(reason)
 
     def granted(self, number: int, nbytes: int, descriptor: bytes, reason: str) -> None:
-        """Take note of the answer to what was asked. Raises ValueError for one to nothing, UsageError."""
+        """Take note of the answer to what was asked. Raises ValueError for what was not asked for, or is not its."""
         if not self._asked or self._refused:
             raise ValueError("memory is lent that nobody has asked for")
         if not descriptor:
@@ -226,6 +253,7 @@ class Borrowed:
             remote = self._engine.attach(descriptor)
             if number in self._segments or remote.nbytes != nbytes or nbytes < self._asked:
                 raise ValueError("the memory that is lent is not what was asked for")
+            check_lent(remote, self._owner)
             self._segments[number] = (Allocator(nbytes), remote)
             self._asked = 0
         self._wake()
@@ -251,89 +279,104 @@ class Borrowed:
         self._wake()
 
 
+def check_lent(remote: aiote.RemoteRegion, owner: aiote.Address) -> None:
+    """Raise ValueError unless the memory is lent by this very engine: nobody may send us to another's."""
+    its = remote.owner
+    same = (its.identity, its.incarnation) == (owner.identity, owner.incarnation)
+    if not (same and remote.lease and remote.writable):
+        raise ValueError("memory that is to be written must be lent by the peer itself")
+
+
+Kept = tuple[int, int, bool, str]
+
+
 class Registrations:
     """The registrations of arrays that callers passed last, kept for the next call with the same memory.
 
-    They keep the arrays alive, up to `nbytes` in all and MOST of them; those not used for longest go first.
+    They keep the arrays alive, up to `nbytes` in all and MAX of them; those not used for longest go first.
     """
 
-    MOST = 32
+    MAX = 32
 
     def __init__(self, engine: aiote.Engine, nbytes: int, closing: Callable[[aiote.Region], object]) -> None:
         self._engine, self._limit, self._closing = engine, nbytes, closing
-        self._kept: OrderedDict[tuple[int, int, bool], tuple[aiote.Region, int]] = OrderedDict()
-        self._nbytes = 0
+        self._used: dict[Kept, tuple[aiote.Region, int]] = {}
+        self._idle: OrderedDict[Kept, aiote.Region] = OrderedDict()
+        self._idle_bytes = 0
 
-    def take(self, array: NDArray[Any]) -> aiote.Region:
-        """Return the registration of an array, of which `give` has to tell that it is not used any more."""
-        key = _key(array)
-        found = self._kept.get(key)
-        if found is not None:
-            self._kept[key] = (found[0], found[1] + 1)
-            return found[0]
-        region = self._engine.register(array, access="local")
-        self._kept[key] = (region, 1)
-        self._nbytes += region.nbytes
-        return region
+    def take(self, array: NDArray[Any], *, filled: bool = False) -> tuple[aiote.Region, Kept]:
+        """Return the registration of an array, and what `give` is to be told; one to be filled can be lent to be
+        written, and never read.
+        """
+        access = "write" if filled else "local"
+        key = (array.__array_interface__["data"][0], array.nbytes, array.flags.writeable, access)
+        region, users = self._used.get(key, (None, 0))
+        if region is None and (region := self._idle.pop(key, None)) is not None:
+            self._idle_bytes -= region.nbytes
+        if region is None:
+            region = self._engine.register(array, "write" if filled else "local")
+        self._used[key] = (region, users + 1)
+        return region, key
 
-    def give(self, array: NDArray[Any]) -> None:
-        """Take note that an array's registration was used; keep it, if there is room."""
-        key = _key(array)
-        region, users = self._kept[key]
-        self._kept[key] = (region, users - 1)
-        self._kept.move_to_end(key)
-        self._shrink()
-
-    def _shrink(self) -> None:
-        for key in tuple(self._kept):
-            if self._nbytes <= self._limit and len(self._kept) <= self.MOST:
-                return
-            region, users = self._kept[key]
-            if not users:
-                del self._kept[key]
-                self._nbytes -= region.nbytes
-                self._closing(region)
-
-
-def _key(array: NDArray[Any]) -> tuple[int, int, bool]:
-    return array.__array_interface__["data"][0], array.nbytes, array.flags.writeable
+    def give(self, key: Kept) -> None:
+        """Take note that a registration was used; keep it, if there is room."""
+        region, users = self._used.pop(key)
+        if users > 1:
+            self._used[key] = (region, users - 1)
+        elif region.nbytes > self._limit:
+            self._closing(region)
+        else:
+            self._idle[key] = region
+            self._idle_bytes += region.nbytes
+            while self._idle_bytes > self._limit or len(self._idle) > self.MAX:
+                _, oldest = self._idle.popitem(last=False)
+                self._idle_bytes -= oldest.nbytes
+                self._closing(oldest)
 
 
 class Staging:
-    """Memory of our own for arrays that a method fills for one peer, which never see another peer's bytes."""
+    """Memory of our own for arrays that a method fills for one peer, which never see another peer's bytes.
 
-    def __init__(self, engine: aiote.Engine, budget: Budget) -> None:
-        self._engine, self._budget = engine, budget
-        self._segments: list[tuple[Allocator, NDArray[numpy.uint8], aiote.Region]] = []
+    A place is free again when nobody has the array any more: a thread that goes on behind a cancelled call writes
+    into nothing else.
+    """
+
+    def __init__(self, engine: aiote.Engine, loop: EventLoop, budget: Budget) -> None:
+        self._engine, self._loop, self._budget = engine, loop, budget
+        self._segments: list[tuple[Allocator, memoryview, aiote.Region]] = []
         self._nbytes = 0
+        self._closed = False
 
-    def take(self, nbytes: int) -> tuple[int, int, NDArray[numpy.uint8], aiote.Region]:
-        """Return the number, offset, memory and registration of a place. Raises BlockingIOError with the reason."""
+    def take(self, nbytes: int) -> tuple[NDArray[numpy.uint8], aiote.Region]:
+        """Return zeros, and their registration. Raises BlockingIOError with the reason where there is no room."""
+        if self._closed:
+            raise BlockingIOError("the peer is lost")
         for number, (allocator, memory, region) in enumerate(self._segments):
             offset = allocator.take(nbytes)
             if offset is not None:
-                return number, offset, memory[offset : offset + nbytes], region[offset : offset + nbytes]
+                array = numpy.frombuffer(memory[offset : offset + nbytes], numpy.uint8)
+                array.fill(0)
+                weakref.finalize(array, self._let_go, number, offset, nbytes).atexit = False
+                return array, region[offset : offset + nbytes]
         size = self._budget.take(nbytes, self._nbytes, len(self._segments))
         try:
-            memory = numpy.zeros(size, numpy.uint8)
-            region = self._engine.register(memory, access="local")
+            region = self._engine.register(numpy.zeros(size, numpy.uint8), "local")
         except BaseException:
             self._budget.used -= size
             raise
         self._nbytes += size
-        self._segments.append((Allocator(size), memory, region))
+        self._segments.append((Allocator(size), memoryview(region), region))
         return self.take(nbytes)
 
-    def give(self, number: int, offset: int, nbytes: int) -> None:
-        """Give a place back."""
-        self._segments[number][0].give(offset, nbytes)
+    def _let_go(self, number: int, offset: int, nbytes: int) -> None:
+        # In whatever thread the last one had it. A loop that has ended needs no place.
+        with suppress(RuntimeError):
+            self._loop.call_from_thread(partial(self._segments[number][0].give, offset, nbytes))
 
     async def close(self) -> None:
-        """Let go of the memory, once no transfer uses it."""
-        segments, self._segments = self._segments, []
-        try:
-            for _, _, region in segments:
-                await region.aclose()
-        finally:
-            self._budget.used -= self._nbytes
-            self._nbytes = 0
+        """End the registrations, once no transfer uses them."""
+        self._closed = True
+        for _, _, region in tuple(self._segments):
+            await region.aclose()
+        self._budget.used -= self._nbytes
+        self._nbytes = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
@@ -19,15 +21,16 @@ from .definition import Method
 from .frames import Call, End, Items, OutSpec, Status
 from .interceptors import CallInfo, intercepted
 from .link import FRAME_BYTES, PIECE_BYTES, Link, Parcel
-from .memory import LEND_BYTES
+from .memory import LEND_BYTES, check_lent
 
 if TYPE_CHECKING:
     from .server import Server
 
 __all__ = ["Running"]
 
-MOST_TEXT = 4096
+MAX_TEXT = 4096
 BATCH_ITEMS = 64
+RESULT_S = 60.0
 
 
 class _Invalid(Exception):
@@ -46,7 +49,9 @@ class Running:
         self.generation = frame.generation
         self._server, self._method, self._function = server, method, function
         self._task: Task | None = None
-        self._status_if_cancelled = Status.CANCELLED
+        self._status_if_cancelled: int | None = None
+        self._deadline = anyio.current_time() + frame.left if frame.left else math.inf
+        self._parcels: list[Parcel] = []
         self.queued = self._ended = False
         self._outgoing: _Outgoing | None = None
 
@@ -54,20 +59,21 @@ class Running:
 
     def start(self) -> None:
         """Run it as a task."""
-        endpoint = self.link.endpoint
-        self._task = endpoint.loop.spawn(self._run, name=self._method.name, after=self._after)
+        spawn = functools.partial(self.link.endpoint.loop.spawn, self._run, name=self._method.name, after=self._after)
+        self._task = self._server.context.run(spawn)
 
     def cancel(self) -> None:
         """Cancel it: the caller wants no more of it, or is lost."""
+        self.stop(Status.CANCELLED)
+
+    def stop(self, status: int) -> None:
+        """Cancel it, and say so by this status."""
+        if self._status_if_cancelled is None:
+            self._status_if_cancelled = status
         if self._task is not None:
             self._task.cancel()
         else:
             self._after()
-
-    def stop(self) -> None:
-        """Cancel it: the server ends."""
-        self._status_if_cancelled = Status.STOPPED
-        self.cancel()
 
     def credit(self, taken: int) -> None:
         """Take note that the caller has taken so many items."""
@@ -77,13 +83,17 @@ class Running:
     def _after(self) -> None:
         """Take note that its task has ended, even if that never began."""
         if not self._ended:
-            self._end(self._status_if_cancelled)
+            self._end(Status.CANCELLED if self._status_if_cancelled is None else self._status_if_cancelled)
         self._server.over(self)
 
     def _end(self, status: int, parcel: Parcel | None = None) -> None:
         self._ended = True
         link, parcel = self.link, parcel or Parcel(b"", [], False)
         link.running.pop(self.frame.slot, None)
+        link.release(self.frame.pieces)
+        for other in self._parcels:
+            if other is not parcel:
+                link.take_back(other.pieces)
         items = self._outgoing.sent if self._outgoing is not None else 0
         link.hand_over(parcel.pieces)
         size = FRAME_BYTES + len(parcel.body) + PIECE_BYTES * len(parcel.pieces)
@@ -92,73 +102,82 @@ class Running:
         link.post(end, size, now=not link.running)
 
     async def _run(self) -> None:
-        link = self.link
         try:
             parcel = await self._within_deadline()
         except anyio.get_cancelled_exc_class():
-            # By nobody but us: what is to be told is told by `_after`.
-            return
+            # What we cancelled is told by `_after`; a method that cancels itself has failed.
+            if self._status_if_cancelled is None:
+                self._end(Status.FAILED, self._described(RuntimeError("it was cancelled")))
         except _Invalid as error:
             self._end(Status.INVALID, Parcel(str(error).encode()[:500], [], False))
         except _NoRoom as error:
             self._end(Status.BUSY, Parcel(str(error).encode()[:500], [], False))
         except Exception as error:
-            self._end(Status.FAILED, Parcel(_described(error, link.room), [], False))
+            self._end(Status.FAILED, self._described(error))
         else:
             if parcel is not None:
                 self._end(Status.DONE, parcel)
 
+    def _described(self, error: Exception) -> Parcel:
+        return Parcel(_described(error, self.link.room), [], False)
+
     async def _within_deadline(self) -> Parcel | None:
         """Return the result on its way; None where the caller's time was up before."""
-        if not self.frame.left:
+        if self._deadline == math.inf:
             return await self._call()
-        with anyio.move_on_after(self.frame.left):
+        with anyio.CancelScope(deadline=self._deadline):
             return await self._call()
+        self._status_if_cancelled = Status.CANCELLED
         return None
 
     async def _call(self) -> Parcel:
         interceptors = self._server.interceptors
         if not interceptors:
             return await self._proceed()
-        result: list[Parcel] = []
 
         async def proceed() -> Any:
             # What an interceptor sees of the result is that there is one: it is on its way by then.
-            result[:] = [await self._proceed()]
+            if self._parcels:
+                raise RuntimeError("an interceptor proceeds once")
+            self._parcels.append(await self._proceed())
 
         await intercepted(interceptors, CallInfo(self._method.name, self.link.peer), proceed)
-        if not result:
-            raise _Invalid("an interceptor has answered without the method")
-        return result[0]
+        if not self._parcels:
+            raise RuntimeError("an interceptor has answered without the method")
+        return self._parcels[0]
 
     async def _proceed(self) -> Parcel:
         method, frame, link = self._method, self.frame, self.link
         try:
-            bound = link.read(method.read_arguments, frame, frame.body, copied=False)
+            bound = link.read(method.read_arguments, frame, frame.body)
         except ValueError as error:
             raise _Invalid(str(error)) from error
         arguments = [getattr(bound, name) for name in bound.__struct_fields__]
         if method.stream:
             return await self._stream(self._function(*arguments))
         if not method.outs:
-            return await link.parcel(await self._function(*arguments))
+            return await self.place(await self._function(*arguments))
         return await self._fill(bound, arguments)
+
+    async def place(self, value: object) -> Parcel:
+        """Bring a result, or an item, on its way. A peer that gives it no place is lost: others wait for the room."""
+        with anyio.move_on_after(RESULT_S) as scope:
+            return await self.link.parcel(value)
+        if scope.cancelled_caught:
+            self.link.peer.disconnect(f"it took no results for {RESULT_S:.0f} s")
+        raise RuntimeError("the result could not be brought to the caller")
 
     # Arrays of the caller's.
 
     async def _fill(self, bound: Any, arguments: list[Any]) -> Parcel:
         fields = bound.__struct_fields__
         outs = [_Filled(self.link, arguments[fields.index(name)]) for name in self._method.outs]
-        try:
-            for name, out in zip(self._method.outs, outs, strict=True):
-                arguments[fields.index(name)] = out.open()
-            result = await self._function(*arguments)
-            for out in outs:
-                await out.write()
-            return await self.link.parcel((result, [out.array for out in outs if out.remote is None]))
-        finally:
-            for out in outs:
-                out.close()
+        for name, out in zip(self._method.outs, outs, strict=True):
+            arguments[fields.index(name)] = out.open()
+        result = await self._function(*arguments)
+        for out in outs:
+            await out.write()
+        return await self.place((result, [out.array for out in outs if out.remote is None]))
 
     # Items of a stream.
 
@@ -180,7 +199,7 @@ class Running:
 def _described(error: Exception, room: int) -> bytes:
     """Return what the caller is told of an exception: the names of its classes, so that one may be known, its text."""
     names = [kind.__name__[:200] for kind in type(error).__mro__ if kind not in (Exception, BaseException, object)][:8]
-    text = str(error)[: min(MOST_TEXT, room // 8)]
+    text = str(error)[: min(MAX_TEXT, room // 8)]
     return msgspec.msgpack.encode((names, text.encode("utf-8", "replace").decode()))
 
 
@@ -190,13 +209,11 @@ class _Filled:
     def __init__(self, link: Link, spec: OutSpec) -> None:
         self._link = link
         self.remote: aiote.RemoteRegion | None = None
-        self._place: tuple[int, int, int] | None = None
         try:
             self._dtype, self._shape, self._nbytes = array_of(spec.dtype, spec.shape)
             if spec.descriptor:
                 self.remote = link.endpoint.engine.attach(spec.descriptor)
-                if not self.remote.lease or self.remote.owner.identity != link.peer.address.identity:
-                    raise ValueError("memory that is to be filled must be lent by the caller")
+                check_lent(self.remote, link.peer.address)
                 if self.remote.nbytes != self._nbytes:
                     raise ValueError(f"{self.remote.nbytes} bytes are lent for an array of {self._nbytes}")
         except ValueError as error:
@@ -211,10 +228,9 @@ class _Filled:
             self.array = numpy.zeros(self._shape, self._dtype)
         else:
             try:
-                number, offset, memory, self._region = self._link.staging.take(self._nbytes)
+                memory, self._region = self._link.staging.take(self._nbytes)
             except BlockingIOError as error:
                 raise _NoRoom(str(error)) from error
-            self._place = (number, offset, self._nbytes)
             self.array = memory.view(self._dtype).reshape(self._shape)
         return self.array
 
@@ -224,12 +240,6 @@ class _Filled:
             endpoint = self._link.endpoint
             await endpoint.engine.write(self._region, self.remote)
             endpoint.array_bytes += self._nbytes
-
-    def close(self) -> None:
-        """Give its memory back."""
-        if self._place is not None:
-            self._link.staging.give(*self._place)
-            self._place = None
 
 
 class _Outgoing:
@@ -256,7 +266,7 @@ class _Outgoing:
         while self._sizes and (len(self._sizes) >= self._most_items or self._unread_bytes >= self._most_bytes):
             self.flush()
             await self._credit.wait()
-        parcel = await link.parcel(item)
+        parcel = await self._running.place(item)
         size = len(parcel.body) + sum(piece[2] for piece in parcel.pieces)
         if parcel.pieces or self._batch_bytes + size + 8 > link.room:
             self.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -70,6 +71,8 @@ class Server:
         self._running: set[Running] = set()
         self._queue: deque[Running] = deque()
         self._changed = Signal(endpoint.loop)
+        # Calls see what is set around `serve`, not what the first caller of this engine's clients had set.
+        self.context = contextvars.copy_context()
 
     @property
     def running(self) -> int:
@@ -137,8 +140,10 @@ class Server:
     async def close(self) -> None:
         """Cancel every call and wait until all have ended; their callers get CallLostError."""
         self.draining = self._closed = True
-        for running in (*self._queue, *self._running):
-            running.stop()
+        for running in tuple(self._queue):
+            running.stop(Status.DRAINING)
+        for running in tuple(self._running):
+            running.stop(Status.STOPPED)
         while self._running:
             await self._changed.wait()
 

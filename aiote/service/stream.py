@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..aio import Waiter
+from ..errors import UsageError
 from .definition import Method
 from .errors import CallLostError, RemoteError
 from .exchange import UnderWay, failure
@@ -20,16 +22,19 @@ __all__ = ["Incoming", "Stream"]
 
 
 class Incoming(UnderWay):
-    """A stream that is under way: what has come of it, in whatever order, and how far it was read."""
+    """A stream that is under way: what has come of it, in whatever order, and how far it was read.
 
-    __slots__ = ("_frames", "_method", "_ready", "_received", "_taken", "_told", "_waiter")
+    Items are read when they come, so that none keeps a place in memory that others of this peer wait for.
+    """
+
+    __slots__ = ("_frames", "_largest", "_method", "_ready", "_received", "_taken", "_told", "_unread", "_waiter")
 
     def __init__(self, link: Link, method: Method) -> None:
         super().__init__(link)
         self._method = method
-        self._frames: dict[int, Items] = {}
+        self._frames: dict[int, list[Any]] = {}
         self._ready: deque[Any] = deque()
-        self._received = self._taken = self._told = 0
+        self._received = self._taken = self._told = self._unread = self._largest = 0
         self._waiter: Waiter | None = None
 
     def ended(self, end: End | None, reason: str) -> None:
@@ -39,20 +44,38 @@ class Incoming(UnderWay):
 
     def items(self, frame: Items) -> None:
         """Take items. Raises ValueError for what cannot be."""
-        ahead = self.link.endpoint.limits.stream_items
+        limits = self.link.endpoint.limits
         last = frame.first + len(frame.bodies)
         # Of one that is left nobody counts what is read; the server hears of that soon.
-        most = (self.arrived if self.abandoned else self._taken) + ahead
+        most = (self.arrived if self.abandoned else self._taken) + limits.stream_items
         if not frame.bodies or frame.first < self._received or last > most or frame.first in self._frames:
             raise ValueError(f"items {frame.first} to {last} of a stream that was read up to {self._taken}")
         if frame.pieces and len(frame.bodies) > 1:
             raise ValueError("an item with pieces that does not come alone")
         self.arrived += len(frame.bodies)
-        if self.abandoned:
-            self.link.free(frame.pieces)
-        else:
-            self._frames[frame.first] = frame
-            self._wake()
+        if not self.abandoned:
+            self._keep(frame, limits.stream_bytes)
+        self.link.free(frame.pieces)
+
+    def _keep(self, frame: Items, limit: int) -> None:
+        pieces = sum([piece[2] for piece in frame.pieces])
+        sizes = [len(body) + pieces for body in frame.bodies]
+        self._unread += sum(sizes)
+        self._largest = max(self._largest, *sizes)
+        # The server sends one more while it is below the limit, however large that is.
+        if self._unread - self._largest > limit:
+            raise ValueError(f"{self._unread} bytes of a stream that nobody has read yet")
+        kept: list[Any] = []
+        for body, size in zip(frame.bodies, sizes, strict=True):
+            try:
+                kept.append((self.link.read(self._method.read_result, frame, body), size))
+            except ValueError as error:
+                kept.append((RemoteError(self._method.name, "ValidationError", f"of an item: {error}"), size))
+        self._frames[frame.first] = kept
+        while (found := self._frames.pop(self._received, None)) is not None:
+            self._received += len(found)
+            self._ready += found
+        self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -61,47 +84,35 @@ class Incoming(UnderWay):
     async def next(self) -> Any:
         """Return the next item. Raises StopAsyncIteration, CallError, what the method says."""
         while not self._ready:
-            frame = self._frames.pop(self._received, None)
-            if frame is not None:
-                self._read(frame)
-            elif self.end is not None or self.reason:
+            if self.end is not None or self.reason:
                 self._raise_end()
-            else:
-                self._waiter = self.link.endpoint.loop.waiter()
-                await self._waiter
+            self._waiter = self.link.endpoint.loop.waiter()
+            await self._waiter
+        item, size = self._ready.popleft()
         self._taken += 1
+        self._unread -= size
         # Half of what the server may be ahead, or all that there is: it may be ahead by less.
-        if self.end is None and (self._taken - self._told >= self._half or len(self._ready) == 1):
+        if self.end is None and (self._taken - self._told >= self._half or not self._ready):
             self._told = self._taken
             self.link.post(Credit(self.slot, self.generation, self._taken), FRAME_BYTES)
-        return self._ready.popleft()
+        if isinstance(item, RemoteError):
+            raise item
+        return item
 
     @property
     def _half(self) -> int:
         return self.link.endpoint.limits.stream_items // 2
 
-    def _read(self, frame: Items) -> None:
-        try:
-            read = self._method.read_result
-            self._ready += [self.link.read(read, frame, body, copied=True) for body in frame.bodies]
-        except ValueError as error:
-            raise RemoteError(self._method.name, "ValidationError", f"of an item: {error}") from error
-        finally:
-            self.link.free(frame.pieces)
-        self._received += len(frame.bodies)
-
     def _raise_end(self) -> None:
         if self.end is None:
             raise CallLostError(self._method.name, self.reason, "perhaps")
         if self.end.status != Status.DONE:
-            raise failure(self._method, self.end, timed=self.timed)
+            raise failure(self._method, self.end, timed=False)
         raise StopAsyncIteration
 
     def abandon(self) -> None:
         """Have the peer cancel it, and drop what has come."""
         super().abandon()
-        for frame in self._frames.values():
-            self.link.free(frame.pieces)
         self._frames.clear()
         self._ready.clear()
 
@@ -117,11 +128,14 @@ class Stream(AsyncIterator[Any]):
     def __init__(self, start: Callable[[], Awaitable[Incoming]]) -> None:
         self._start = start
         self._incoming: Incoming | None = None
-        self._over = False
+        self._over = self._reading = False
 
     async def __anext__(self) -> Any:
         if self._over:
             raise StopAsyncIteration
+        if self._reading:
+            raise UsageError("a stream has one reader at a time")
+        self._reading = True
         try:
             if self._incoming is None:
                 self._incoming = await self._start()
@@ -129,6 +143,8 @@ class Stream(AsyncIterator[Any]):
         except BaseException:
             self.close()
             raise
+        finally:
+            self._reading = False
 
     def close(self) -> None:
         """Have no more of it. Idempotent; waits for nothing."""
@@ -137,7 +153,10 @@ class Stream(AsyncIterator[Any]):
             self._incoming.abandon()
 
     def __del__(self) -> None:
-        self.close()
+        # In whatever thread, and in the midst of whatever: the loop does it when it comes round.
+        if self._incoming is not None and not self._over:
+            with suppress(RuntimeError):
+                self._incoming.link.endpoint.loop.call_from_thread(self._incoming.abandon)
 
     async def __aenter__(self) -> Stream:
         return self

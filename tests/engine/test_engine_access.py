@@ -11,7 +11,7 @@ import pytest
 
 import aiote
 from aiote.core.descriptor import RegionDescriptor
-from engines import PATIENCE_S, each_provider, opened, pair, until
+from engines import PATIENCE_S, each_provider, opened, pair, run_script, until
 
 pytestmark = pytest.mark.anyio
 BYTES = 4096
@@ -155,3 +155,30 @@ async def test_a_view_outlives_the_engine():
         view = memoryview(engine.register(bytearray(b"lent")))
     assert bytes(view) == b"lent"
     view.release()
+
+
+def test_a_view_of_a_region_may_be_garbage_together_with_it():
+    """The collector clears the region first; the view gives the buffer back after that."""
+    done = run_script(
+        """
+        import asyncio, gc
+        import aiote
+
+        class Holder:
+            pass
+
+        async def main():
+            async with aiote.open_engine("local") as engine:
+                gc.disable()
+                for _ in range(10):
+                    region = engine.register(bytearray(4096))
+                    holder = Holder()
+                    holder.itself, holder.region, holder.view = holder, region, memoryview(region)
+                    await region.aclose()
+                    del holder, region
+                    gc.collect()
+
+        asyncio.run(main())
+        """
+    )
+    assert (done.returncode, done.stderr) == (0, "")

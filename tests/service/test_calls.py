@@ -53,7 +53,6 @@ class Embed(service.Service):
     @service.method
     async def add(self, left: NDArray[numpy.float64], right: NDArray[Any]) -> NDArray[numpy.float64]:
         self.ran.append("add")
-        assert not left.flags.writeable
         return left + right
 
     @service.method
@@ -132,6 +131,8 @@ async def test_a_thousand_at_a_time_share_messages():
         async with anyio.create_task_group() as group:
             for number in range(1000):
                 group.start_soon(one, number)
+                if number % 100 == 0:
+                    await anyio.sleep(0)
         assert found == {number: str(number) for number in range(1000)}
         assert client._caller.endpoint.messages < 300
         assert server.endpoint.messages < 300

@@ -30,7 +30,7 @@ from aiote.service.frames import (
     pack,
     unpack,
 )
-from aiote.service.memory import MOST_SEGMENTS
+from aiote.service.memory import MAX_SEGMENTS
 from engines import opened, pair, until
 
 HELLO = Hello(1, True, 16384, 8, 16, 1000)
@@ -65,7 +65,6 @@ async def answers(engine: aiote.Engine, count: int) -> list[End]:
 
 
 LIES: dict[str, list[Any]] = {
-    "a call before the greeting": [Call(0, 1, "Plain/1.wait", 0.0, b"\x90", [])],
     "another version": [Hello(2, True, 16384, 8, 16, 1000)],
     "messages too short for anything": [Hello(1, True, 64, 8, 16, 1000)],
     "no slots": [Hello(1, True, 16384, 0, 16, 1000)],
@@ -106,7 +105,10 @@ async def test_a_lie_ends_in_an_answer_or_a_disconnection(lie):
         ("Plain/1.add", msgspec.msgpack.encode((("<i4", (2,), 0), 1)), [], "is not piece 0"),
         ("Plain/1.add", msgspec.msgpack.encode((("<i4", (2,), 0), 1)), [(0, 0, 8)], "no lent memory 0"),
         ("Plain/1.add", msgspec.msgpack.encode((("<f8", (2,), b"1" * 16), 1)), [], "an array of int32 is expected"),
-        ("Plain/1.add", msgspec.msgpack.encode((("|O", (1,), b"1" * 8), 1)), [], "no dtype"),
+        ("Plain/1.add", msgspec.msgpack.encode((("|O", (1,), b"1" * 8), 1)), [], "no dtype that travels"),
+        ("Plain/1.add", msgspec.msgpack.encode((("M8[s/0]", (1,), b"1" * 8), 1)), [], "no dtype that travels"),
+        ("Plain/1.add", msgspec.msgpack.encode(((",i4", (1,), b"1" * 8), 1)), [], "no dtype that travels"),
+        ("Plain/1.add", msgspec.msgpack.encode(((">i4", (1,), b"1234"), 1)), [], "no dtype that travels"),
         ("Plain/1.fill", msgspec.msgpack.encode((("|u1", (1 << 40,), b""),)), [], "is to be filled, and not lent"),
         ("Plain/1.fill", msgspec.msgpack.encode((("|u1", (1 << 21,), b"x" * 90),)), [], "descriptor"),
     ],
@@ -132,7 +134,7 @@ async def test_memory_of_a_third_engine_is_not_filled():
         body = msgspec.msgpack.encode((("|u1", (1 << 20,), lease.descriptor),))
         await say(liar, peer, HELLO, Call(0, 1, "Plain/1.fill", 0.0, body, []))
         (end,) = await answers(liar, 1)
-        assert (end.status, end.body) == (6, b"memory that is to be filled must be lent by the caller")
+        assert (end.status, end.body) == (6, b"memory that is to be written must be lent by the peer itself")
         assert not memory.any()
         await lease.revoke()
 
@@ -150,7 +152,7 @@ async def test_a_peer_that_wants_all_memory_gets_its_share():
             if grants == 400:
                 break
         (link,) = server.endpoint._links.values()
-        assert len(link.lent._segments) <= MOST_SEGMENTS
+        assert len(link.lent._segments) <= MAX_SEGMENTS
         assert server.endpoint.budget.used <= server.endpoint.limits.peer_bytes
         peer.disconnect()
         await until(lambda: not server.endpoint.budget.used)
@@ -266,3 +268,71 @@ def at_random(rng: random.Random) -> Any:
             HELLO,
         )
     )
+
+
+@pytest.mark.anyio
+async def test_a_place_is_not_read_again_and_again():
+    """What is placed in lent memory is never more than was lent: so a few bytes do not become many."""
+    async with pair("sim") as (liar, there), service.serve(there, Plain()) as server:
+        peer = await liar.connect(there.address)
+        await say(liar, peer, HELLO, Ask(1 << 20))
+        async for message in liar.messages():
+            grants = [frame for frame in unpack(message.data) if isinstance(frame, Grant)]
+            if grants:
+                break
+        nbytes = grants[0].nbytes
+        body = msgspec.msgpack.encode((("<i4", (nbytes // 4,), 0), 1))
+        twice = msgspec.msgpack.encode((("<i4", (64,), 0), ("<i4", (64,), 0)))
+        await say(liar, peer, Call(0, 1, "Plain/1.add", 0.0, twice, [(0, 0, 256)]))
+        assert (await answers(liar, 1))[0].status == 6
+        calls = [Call(slot, 1, "Plain/1.add", 0.0, body, [(0, 0, nbytes)]) for slot in range(1, 4)]
+        await say(liar, peer, *calls)
+        assert "more is placed in lent memory than there is of it" in await peer.wait_closed()
+        await until(lambda: not server.running and not server.endpoint.budget.used)
+
+
+@pytest.mark.anyio
+async def test_an_end_for_a_call_that_was_not_sent_is_a_lie():
+    async with pair("sim", connect_timeout=3.0) as (here, liar):
+        client = service.client(here, liar.address, Plain)
+        async with anyio.create_task_group() as group:
+            caught: list[service.CallError] = []
+
+            async def call() -> None:
+                try:
+                    await client.add(numpy.zeros(10_000, "i4"), 1)
+                except service.CallError as error:
+                    caught.append(error)
+
+            group.start_soon(call)
+            message = await liar.recv()
+            await say(liar, message.source, HELLO)
+            # It asks for memory, and has a slot, but has sent nothing.
+            await until(lambda: client._caller._link and client._caller._link.calls)
+            await say(liar, message.source, End(0, 1, 0, b"", []))
+            # It is called once more, which is not answered at all.
+            await until(lambda: caught)
+        assert caught[0].ran == "no"
+        assert "End of a call that there is not" in message.source.reason
+
+
+@pytest.mark.anyio
+async def test_a_call_may_overtake_the_greeting():
+    async with pair("sim") as (other, there), service.serve(there, Plain()):
+        peer = await other.connect(there.address)
+        await say(other, peer, Call(0, 1, "Health/1.check", 0.0, b"\x90", []))
+        await say(other, peer, HELLO)
+        assert (await answers(other, 1))[0].status == 0
+
+
+@pytest.mark.anyio
+async def test_a_peer_that_was_lost_before_it_was_heard_holds_nothing():
+    async with pair("sim") as (_, there):
+        async with opened("sim") as gone:
+            peer = await gone.connect(there.address)
+            await say(gone, peer, HELLO, *[Ask(1 << 20) for _ in range(5)])
+        await until(lambda: not there.peers)
+        async with service.serve(there, Plain()) as server:
+            await until(lambda: server.endpoint.unknown)
+            assert not server.endpoint.budget.used
+            assert not server.endpoint._links

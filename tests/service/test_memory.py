@@ -10,18 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import aiote
 from aiote.aio import current_loop
 from aiote.service.memory import (
     ALIGNMENT,
-    MOST_SEGMENTS,
+    FIRST_BYTES,
+    MAX_SEGMENTS,
     SEGMENT_BYTES,
     Allocator,
     Borrowed,
     Budget,
     Lent,
     Registrations,
+    Staging,
 )
-from engines import go_round, linked, until
+from engines import go_round, linked, opened, until
 
 actions = st.lists(st.one_of(st.integers(1, 5000), st.integers(-50, -1)), max_size=200)
 
@@ -58,26 +61,27 @@ def free_stretches(nbytes: int, taken: list[tuple[int, int]]) -> list[int]:
 
 def test_a_budget_bounds_one_peer_and_all():
     budget = Budget(total=5 * SEGMENT_BYTES, peer=2 * SEGMENT_BYTES + 1000)
-    assert budget.take(1, 0, 0) == SEGMENT_BYTES
+    assert budget.take(1, 0, 0) == FIRST_BYTES
+    assert budget.take(1, 4 * FIRST_BYTES, 3) == 4 * FIRST_BYTES
     assert budget.take(SEGMENT_BYTES + 1, 0, 0) == SEGMENT_BYTES + ALIGNMENT
     # Near its limit a peer gets no more than it needs.
     assert budget.take(100, 2 * SEGMENT_BYTES, 2) == 128
     with pytest.raises(BlockingIOError, match="one peer has at most"):
         budget.take(1001, 2 * SEGMENT_BYTES, 3)
     with pytest.raises(BlockingIOError, match="one peer has at most"):
-        budget.take(1, 0, MOST_SEGMENTS)
+        budget.take(1, 0, MAX_SEGMENTS)
     budget.take(2 * SEGMENT_BYTES, 0, 0)
     with pytest.raises(BlockingIOError, match="are in use"):
-        budget.take(1, 0, 0)
+        budget.take(2 * SEGMENT_BYTES, 0, 0)
 
 
 @pytest.mark.anyio
 async def test_places_are_given_in_line_and_a_cancelled_wait_passes_on():
     async with linked("sim") as (user, owner):
-        budget = Budget(SEGMENT_BYTES, SEGMENT_BYTES)
+        budget = Budget(FIRST_BYTES, FIRST_BYTES)
         lent = Lent(owner, next(iter(owner.peers)), budget)
         asked: list[int] = []
-        borrowed = Borrowed(user, current_loop(), asked.append)
+        borrowed = Borrowed(user, current_loop(), owner.address, asked.append)
         served: list[int] = []
         places = {}
 
@@ -86,9 +90,9 @@ async def test_places_are_given_in_line_and_a_cancelled_wait_passes_on():
             served.append(number)
 
         async with anyio.create_task_group() as group:
-            group.start_soon(wait, 0, SEGMENT_BYTES - 100)
+            group.start_soon(wait, 0, FIRST_BYTES - 100)
             await until(lambda: asked)
-            borrowed.granted(*lent.lend(asked.pop()), "")
+            borrowed.granted(*await lent.lend(asked.pop()), "")
             await until(lambda: served == [0])
             with anyio.CancelScope() as scope:
                 async with anyio.create_task_group() as inner:
@@ -98,7 +102,7 @@ async def test_places_are_given_in_line_and_a_cancelled_wait_passes_on():
                         group.start_soon(wait, number, nbytes)
                         await until(lambda number=number: len(borrowed._line) == number)
                     with pytest.raises(BlockingIOError):
-                        lent.lend(asked.pop())
+                        await lent.lend(asked.pop())
                     borrowed.granted(0, 0, b"", "no more")
                     await go_round()
                     # Though there would be a place for the last one.
@@ -112,16 +116,19 @@ async def test_places_are_given_in_line_and_a_cancelled_wait_passes_on():
         assert borrowed.taken_bytes == 4050
         await lent.close()
         assert budget.used == 0
+        with pytest.raises(aiote.ClosedError):
+            await lent.lend(1)
 
 
 @pytest.mark.anyio
 async def test_what_is_lent_is_what_was_asked_for():
-    async with linked("sim") as (user, owner):
+    async with linked("sim") as (user, owner), opened("sim") as third:
         lent = Lent(owner, next(iter(owner.peers)), Budget(1 << 30, 1 << 30))
-        number, nbytes, descriptor = lent.lend(100)
-        borrowed = Borrowed(user, current_loop(), lambda nbytes: None)
+        number, nbytes, descriptor = await lent.lend(100)
+        borrowed = Borrowed(user, current_loop(), owner.address, lambda nbytes: None)
         with pytest.raises(ValueError, match="nobody has asked"):
             borrowed.granted(number, nbytes, descriptor, "")
+        foreign = third.register(numpy.zeros(nbytes + 64, numpy.uint8))
         async with anyio.create_task_group() as group:
             group.start_soon(borrowed.place, nbytes + 1)
             await until(lambda: borrowed._asked)
@@ -129,12 +136,41 @@ async def test_what_is_lent_is_what_was_asked_for():
                 borrowed.granted(number, nbytes, descriptor, "")
             with pytest.raises(ValueError, match="not what was asked for"):
                 borrowed.granted(number, nbytes - 1, descriptor, "")
+            for elsewhere in (foreign.descriptor, foreign.lease(slice(0, nbytes + 64), user.address).descriptor):
+                with pytest.raises(ValueError, match="lent by the peer itself"):
+                    borrowed.granted(number, nbytes + 64, elsewhere, "")
             group.cancel_scope.cancel()
         for piece in ((1, 0, 1), (0, nbytes, 1), (0, 1 << 61, 1 << 61), (0, 0, nbytes + 1)):
             with pytest.raises(ValueError, match="lent memory"):
                 lent.view(piece)
         assert len(lent.view((0, nbytes - 5, 5))) == 5
         await lent.close()
+        # What had come before the end can still be read.
+        assert len(lent.view((0, nbytes - 5, 5))) == 5
+
+
+@pytest.mark.anyio
+async def test_staging_is_free_when_nobody_has_the_array():
+    async with linked("sim") as (engine, _):
+        budget = Budget(1 << 30, 1 << 30)
+        staging = Staging(engine, current_loop(), budget)
+        array, _ = staging.take(300_000)
+        address = array.__array_interface__["data"][0]
+        array.fill(7)
+        view = array[5:].view(numpy.int8)
+        del array
+        await go_round()
+        other, _ = staging.take(300_000)
+        assert other.__array_interface__["data"][0] != address
+        del view
+        await go_round()
+        again, _ = staging.take(300_000)
+        assert again.__array_interface__["data"][0] == address
+        assert not again.any()
+        await staging.close()
+        assert budget.used == 0
+        with pytest.raises(BlockingIOError):
+            staging.take(1)
 
 
 @pytest.mark.anyio
@@ -145,23 +181,27 @@ async def test_registrations_are_kept_for_those_used_last():
         arrays = [numpy.zeros(3000, numpy.uint8) for _ in range(5)]
         regions = []
         for array in arrays:
-            regions.append(kept.take(array))
-            kept.give(array)
+            region, key = kept.take(array)
+            regions.append(region)
+            kept.give(key)
         assert closed == regions[:2]
-        assert kept.take(arrays[2]) is regions[2]
+        region, used = kept.take(arrays[2])
+        assert region is regions[2]
         # One that is in use stays, whatever comes.
         for _ in range(5):
-            another = numpy.zeros(9000, numpy.uint8)
-            kept.take(another)
-            kept.give(another)
+            kept.give(kept.take(numpy.zeros(9000, numpy.uint8))[1])
         assert regions[2] not in closed
         assert regions[3] in closed
-        kept.give(arrays[2])
-        assert kept._nbytes <= 10_000
-        read_only = numpy.zeros(3000, numpy.uint8)
-        first = kept.take(read_only)
-        read_only.flags.writeable = False
-        assert kept.take(read_only) is not first
+        # What it was given is not asked about again.
+        arrays[2].setflags(write=False)
+        kept.give(used)
+        assert kept.take(arrays[2])[0] is not region
+        # One that is too large is not kept, and nothing goes for it.
+        before = len(closed)
+        huge, key = kept.take(numpy.zeros(20_000, numpy.uint8))
+        kept.give(key)
+        assert closed[before:] == [huge]
+        assert kept.take(arrays[4], filled=True)[0].access == "write"
 
 
 def test_random_places_of_a_large_segment_are_all_found_again():
