@@ -25,8 +25,8 @@ _OUT = "aiote.Out"
 _MARK = "_aiote_method"
 
 Out: TypeAlias = Annotated[numpy.ndarray[Any, numpy.dtype[T]], _OUT]
-"""An array of the caller's that the method fills, `Out[numpy.float32]`: contiguous and writable. The method gets an
-array of the same shape and type, and what it has written there is in the caller's when the call returns. A call that
+"""An array of the caller's that the method fills, `Out[numpy.float32]`: contiguous and writable. The method gets zeros of
+the same shape and type, and what it has written there is in the caller's when the call returns. A call that
 fails or is cancelled leaves the caller's array as it was, or written in part; nothing of it lands once the await has
 ended.
 """
@@ -60,8 +60,7 @@ def method(
 
     Every parameter and the result are annotated with types that msgspec knows, or numpy arrays anywhere in them
     (`numpy.typing.NDArray[numpy.float32]`). A parameter `Out[...]` is an array of the caller's that the method fills.
-    A method that returns an `AsyncIterator` is a stream. The arrays of the arguments are the method's until it ends,
-    read-only. `idempotent` allows the client to call once more when it cannot know whether the method ran. Exceptions
+    A method that returns an `AsyncIterator` is a stream. `idempotent` allows the client to call once more when it cannot know whether the method ran. Exceptions
     of the classes in `raises` arrive as such, made from their text; others as RemoteError.
     """
 
