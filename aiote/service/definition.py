@@ -20,7 +20,7 @@ __all__ = ["Method", "Out", "Service", "method", "methods_of"]
 T = TypeVar("T", bound=numpy.generic)
 F = TypeVar("F", bound=Callable[..., Any])
 STREAMS = (AsyncIterator, AsyncGenerator, AsyncIterable)
-MOST_NAME = 200
+MAX_NAME = 200
 _OUT = "aiote.Out"
 _MARK = "_aiote_method"
 
@@ -60,8 +60,9 @@ def method(
 
     Every parameter and the result are annotated with types that msgspec knows, or numpy arrays anywhere in them
     (`numpy.typing.NDArray[numpy.float32]`). A parameter `Out[...]` is an array of the caller's that the method fills.
-    A method that returns an `AsyncIterator` is a stream. `idempotent` allows the client to call once more when it cannot know whether the method ran. Exceptions
-    of the classes in `raises` arrive as such, made from their text; others as RemoteError.
+    A method that returns an `AsyncIterator` is a stream. `idempotent` allows the client to call once more when it cannot
+    know whether the method ran. Exceptions of the classes in `raises` arrive as such, made from their text; others as
+    RemoteError.
     """
 
     def mark(function: F) -> F:
@@ -77,8 +78,8 @@ class Method:
     def __init__(self, service: type[Service], attribute: str, function: Callable[..., Any], mark: _Mark) -> None:
         self.attribute = attribute
         self.name = f"{service.name or service.__name__}/{service.version}.{attribute}"
-        if len(self.name) > MOST_NAME:
-            raise UsageError(f"{self.name}: the name of a method has at most {MOST_NAME} characters")
+        if len(self.name) > MAX_NAME:
+            raise UsageError(f"{self.name}: the name of a method has at most {MAX_NAME} characters")
         self.idempotent = mark.idempotent
         self.raises = {kind.__name__: kind for kind in mark.raises}
         try:
