@@ -60,9 +60,9 @@ def method(
 
     Every parameter and the result are annotated with types that msgspec knows, or numpy arrays anywhere in them
     (`numpy.typing.NDArray[numpy.float32]`). A parameter `Out[...]` is an array of the caller's that the method fills.
-    A method that returns an `AsyncIterator` is a stream. `idempotent` allows the client to call once more when it cannot
-    know whether the method ran. Exceptions of the classes in `raises` arrive as such, made from their text; others as
-    RemoteError.
+    A method that returns an `AsyncIterator` is a stream. `idempotent` allows the client to call once more when it
+    cannot know whether the method ran. Exceptions of the classes in `raises` arrive as such, made from their text;
+    others as RemoteError.
     """
 
     def mark(function: F) -> F:
