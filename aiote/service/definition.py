@@ -25,10 +25,9 @@ _OUT = "aiote.Out"
 _MARK = "_aiote_method"
 
 Out: TypeAlias = Annotated[numpy.ndarray[Any, numpy.dtype[T]], _OUT]
-"""An array of the caller's that the method fills, `Out[numpy.float32]`: contiguous and writable. The method gets zeros of
-the same shape and type, and what it has written there is in the caller's when the call returns. A call that
-fails or is cancelled leaves the caller's array as it was, or written in part; nothing of it lands once the await has
-ended.
+"""An array of the caller's that the method fills, `Out[numpy.float32]`: contiguous and writable. The method gets zeros
+of the same shape and type, and what it has written there is in the caller's when the call returns. A call that fails or
+is cancelled leaves the caller's array as it was, or written in part; nothing of it lands once the await has ended.
 """
 
 
