@@ -4,6 +4,10 @@
 `await engine.counter(imm).wait(n)` on the other.
 """
 
+# First: where the sources are not compiled this says so, whatever else is missing there.
+from .rails import Flight, RailInfo
+
+# isort: split
 from .config import EngineConfig, VerbsConfig
 from .core.address import Address
 from .engine import Engine, open_engine
@@ -22,7 +26,6 @@ from .errors import (
     UsageError,
 )
 from .observe import EngineStatistics, Event
-from .rails import Flight, RailInfo
 from .transfers import (
     Counter,
     CounterRow,
