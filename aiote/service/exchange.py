@@ -11,6 +11,7 @@ import msgspec
 
 import aiote
 
+from .codec import encode
 from .definition import Method
 from .errors import BusyError, CallError, CallLostError, DrainingError, NotServedError, RemoteError
 from .frames import Call, End, Items, Piece, Status
@@ -95,7 +96,9 @@ async def begin(pending: UnderWay, method: Method, bound: Any, *, wait: bool) ->
     if slot < 0:
         raise CallLostError(method.name, link.lost, "no")
     try:
-        parcel = await link.parcel(bound, 2 * len(method.name), kept=True)
+        body, arrays = encode(bound)
+        fixed = 2 * len(method.name)
+        parcel = link.inline(body, arrays, fixed) or await link.bring(body, arrays, fixed, kept=True)
     except BaseException as error:
         link.give_slot(slot, pending)
         _explain(method, error)

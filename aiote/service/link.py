@@ -12,7 +12,7 @@ import aiote
 
 from ..aio import Signal
 from .background import report
-from .codec import decode, encode
+from .codec import decode
 from .frames import VERSION, Ask, Call, Cancel, End, Frame, Free, Grant, Hello, Items, Piece, pack
 from .memory import Borrowed, Lent, Staging
 
@@ -218,18 +218,21 @@ class Link:
 
     # Values.
 
-    async def parcel(self, value: object, fixed: int = 0, *, kept: bool = False) -> Parcel:
-        """Bring a value on its way: what is long of it is in the peer's memory when this returns.
+    def inline(self, body: bytes, arrays: list[NDArray[Any]], fixed: int = 0) -> Parcel | None:
+        """Return what lies in its frame as a whole, None for what does not. Raises UsageError for what is too long.
 
-        `fixed` are bytes that its frame has beside it. `kept` keeps the registrations of its arrays for the next call.
-        Raises UsageError for what cannot travel, BlockingIOError where the peer lends no memory, TransferError,
-        PeerError. Cancelled, it has taken nothing.
+        `fixed` are bytes that the frame has beside it.
         """
-        body, arrays = encode(value)
-        room = self.room - fixed
         self.endpoint.check_message(len(body))
-        if not arrays and len(body) <= room:
-            return Parcel(body, [], False)
+        return Parcel(body, [], False) if not arrays and len(body) <= self.room - fixed else None
+
+    async def bring(self, body: bytes, arrays: list[NDArray[Any]], fixed: int = 0, *, kept: bool = False) -> Parcel:
+        """Bring what is long into the peer's memory; it is there when this returns.
+
+        `kept` keeps the registrations of the arrays for the next call. Raises UsageError for too many arrays,
+        BlockingIOError where the peer lends no memory, TransferError, PeerError. Cancelled, it has taken nothing.
+        """
+        room = self.room - fixed
         if len(arrays) >= MAX_PIECES or PIECE_BYTES * (len(arrays) + 1) > room:
             raise aiote.UsageError(f"{len(arrays)} large arrays in one value: put them together")
         pieces: list[Piece] = []

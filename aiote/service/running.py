@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import aiote
 
 from ..aio import Signal, Task
-from .codec import array_of
+from .codec import array_of, encode
 from .definition import Method
 from .frames import Call, End, Items, OutSpec, Status
 from .interceptors import CallInfo, intercepted
@@ -161,8 +161,12 @@ class Running:
 
     async def place(self, value: object) -> Parcel:
         """Bring a result, or an item, on its way. A peer that gives it no place is lost: others wait for the room."""
+        body, arrays = encode(value)
+        parcel = self.link.inline(body, arrays)
+        if parcel is not None:
+            return parcel
         with anyio.move_on_after(RESULT_S) as scope:
-            return await self.link.parcel(value)
+            return await self.link.bring(body, arrays)
         if scope.cancelled_caught:
             self.link.peer.disconnect(f"it took no results for {RESULT_S:.0f} s")
         raise RuntimeError("the result could not be brought to the caller")
