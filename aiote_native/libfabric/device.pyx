@@ -10,7 +10,7 @@ from aiote_native.forks cimport check_process, fork_epoch
 from aiote_native.libfabric.fabric cimport (
     FI_BUS_PCI, FI_CONTEXT, FI_CONTEXT2, FI_EP_RDM, FI_ENOKEY, FI_LINK_DOWN, FI_MR_ALLOCATED, FI_MR_ENDPOINT,
     FI_MR_LOCAL, FI_MR_PROV_KEY, FI_MR_RMA_EVENT, FI_MR_VIRT_ADDR, FI_MSG, FI_READ, FI_RECV, FI_REMOTE_READ,
-    FI_REMOTE_WRITE, FI_RMA, FI_SEND, FI_SOCKADDR_IN, FI_SOURCE, FI_THREAD_SAFE, FI_VERSION, FI_WRITE,
+    FI_REMOTE_WRITE, FI_RMA, FI_SEND, FI_SOCKADDR_IN, FI_SOURCE, FI_THREAD_DOMAIN, FI_THREAD_SAFE, FI_VERSION, FI_WRITE,
     fi_close, fi_domain, fi_info, fi_mr_desc, fi_mr_key, fi_mr_reg)
 from aiote_native.libfabric.library cimport symbols
 from aiote_native.status cimport check
@@ -38,9 +38,10 @@ cdef fi_info* query(str provider, str node, str domain) except? NULL:
         hints.ep_attr.type = FI_EP_RDM
         hints.domain_attr.mr_mode = (FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT
                                      | FI_MR_RMA_EVENT)
-        # Our lock guards posting and polling. Memory is registered, and endpoints are opened and closed, without it: that
-        # takes long, or the garbage collector does it, while a native thread polls the same domain.
-        hints.domain_attr.threading = FI_THREAD_SAFE
+        # One lock of ours guards posting and polling. Where registering takes long it must not be held. Not so for all:
+        # with locks of its own the tcp of libfabric 2.5 takes two of them in one order where an endpoint is opened, in
+        # the other where it polls (ThreadSanitizer), and what its domain shares has a lock in either mode.
+        hints.domain_attr.threading = FI_THREAD_SAFE if pins(provider) else FI_THREAD_DOMAIN
         if provider:
             hints.fabric_attr.prov_name = strdup(provider.encode())
         if provider.startswith("tcp") or provider.startswith("verbs"):

@@ -34,6 +34,7 @@ cdef extern from "<rdma/fabric.h>" nogil:
     enum fi_av_type:
         FI_AV_TABLE
     enum fi_threading:
+        FI_THREAD_DOMAIN
         FI_THREAD_SAFE
     enum: FI_ADDR_STR, FI_SOCKADDR_IN
     const int FI_MR_LOCAL
