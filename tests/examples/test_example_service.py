@@ -41,7 +41,7 @@ def test_a_client_of_a_killed_service_says_so(start):
     service.end()
     client = start("client.py", where, "word")
     assert client.end() == 1
-    assert client.err.startswith("client.py: peer aiote://127.0.0.1")
+    assert client.err.startswith("client.py: Embed/1.embed: peer aiote://127.0.0.1")
 
 
 def test_a_peer_that_serves_nothing_is_named(start):

@@ -53,6 +53,7 @@ def make(folder: Path, package: str, fill: Fill, announce: str = "") -> None:
     lock = folder.with_name(f"{folder.name}.lock")
     with _locked(lock):
         if folder.is_dir():
+            lock.unlink(missing_ok=True)  # made anew, if who was first had removed it already
             return
         if announce:
             log.info("%s", announce)
