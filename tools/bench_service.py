@@ -34,7 +34,7 @@ LIMIT_S = 600.0
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Entrant:
     """A library, and the command of its worker."""
 
     name: str
@@ -43,21 +43,21 @@ class Contestant:
     transports: tuple[str, ...]
 
 
-def contestants(folder: str) -> list[Contestant]:
+def entrants(folder: str) -> list[Entrant]:
     """Return ours, and what is installed of the others."""
     ours = (sys.executable, str(WORKERS / "service_aiote.py"))
-    found = [Contestant("aiote", ours, (), tuple(TRANSPORTS))]
-    found.append(Contestant("aiote-uvloop", ours, ("--variant", "uvloop"), tuple(TRANSPORTS)))
+    found = [Entrant("aiote", ours, (), tuple(TRANSPORTS))]
+    found.append(Entrant("aiote-uvloop", ours, ("--variant", "uvloop"), tuple(TRANSPORTS)))
     tool = [sys.executable, str(ROOT / "tools" / "bench_peers.py"), "list", "--job", "service"]
     tool += ["--folder", folder] if folder else []
     for line in subprocess.run(tool, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines():
         peer = json.loads(line)
         transports = tuple(name for name, provider in TRANSPORTS.items() if provider in peer["providers"])
-        found.append(Contestant(peer["name"], (peer["python"], peer["worker"]), (), transports))
+        found.append(Entrant(peer["name"], (peer["python"], peer["worker"]), (), transports))
     return found
 
 
-def measure(one: Contestant, transport: str, cases: list[str], seconds: float) -> dict[str, dict[str, float]]:
+def measure(one: Entrant, transport: str, cases: list[str], seconds: float) -> dict[str, dict[str, float]]:
     """Start a server and a client, and return what the client has measured."""
     given = [*one.arguments, "--transport", transport]
     server = subprocess.Popen(
@@ -104,7 +104,7 @@ def show(transport: str, cases: list[str], medians: dict[str, dict[str, dict[str
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure calls in aiote and in what programs use today.")
     parser.add_argument("--transport", choices=tuple(TRANSPORTS), action="append", help="both unless given")
-    parser.add_argument("--only", default="", help="names of contestants, or the beginnings of some")
+    parser.add_argument("--only", default="", help="names of libraries, or the beginnings of some")
     parser.add_argument("--cases", default=",".join(COLUMNS), help=f"of {', '.join(COLUMNS)}")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each case in a run")
@@ -118,7 +118,7 @@ def main() -> int:
     if unknown := set(cases) - set(COLUMNS):
         raise SystemExit(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(COLUMNS)}")
     wanted = tuple(filter(None, arguments.only.split(",")))
-    chosen = [one for one in contestants(arguments.folder) if not wanted or one.name.startswith(wanted)]
+    chosen = [one for one in entrants(arguments.folder) if not wanted or one.name.startswith(wanted)]
     records: list[dict[str, Any]] = []
     for transport in arguments.transport or TRANSPORTS:
         rows: dict[str, list[dict[str, dict[str, float]]]] = {}

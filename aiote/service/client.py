@@ -31,6 +31,7 @@ __all__ = ["Members", "client"]
 S = TypeVar("S", bound=Service)
 ATTEMPTS = 3
 LATE_S = 1.0
+"""So long behind its deadline a caller is given to be cancelled by its own scope."""
 AGAIN_S = 5.0
 """So long a member that could not be reached is left alone."""
 

@@ -9,8 +9,6 @@ from typing import Any, ClassVar, Protocol
 
 import anyio
 import anyio.lowlevel
-import numpy
-from numpy.typing import NDArray
 
 import aiote
 
@@ -113,12 +111,6 @@ class Endpoint:
                 self._links[peer] = link
         return link
 
-    def contiguous(self, data: NDArray[Any] | bytes) -> NDArray[Any]:
-        """Return bytes or an array as an array in one stretch."""
-        if isinstance(data, bytes):
-            return numpy.frombuffer(data, numpy.uint8)
-        return data if data.flags.c_contiguous else numpy.ascontiguousarray(data)
-
     def check_message(self, nbytes: int) -> None:
         """Raise UsageError for a message that is too long; arrays in it do not count."""
         if nbytes > self.limits.message_bytes:
@@ -185,8 +177,10 @@ class Endpoint:
     def _call(self, link: Link, frame: Call) -> None:
         if link.ending:
             return
-        if link.hello is None and len(link.parked) < self.limits.slots:
-            # What it says of itself has been overtaken.
+        if link.hello is None:
+            if len(link.parked) >= self.limits.slots:
+                raise ValueError("more calls than there are slots, and no greeting")
+            # The greeting was overtaken.
             link.parked.append(frame)
             return
         if frame.slot >= self.limits.slots or frame.slot in link.running:

@@ -6,6 +6,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
+import numpy
 from numpy.typing import NDArray
 
 import aiote
@@ -251,7 +252,7 @@ class Link:
     async def _push(self, data: NDArray[Any] | bytes, kept: bool) -> Piece:
         """Write bytes into memory that the peer lends us."""
         endpoint = self.endpoint
-        array = endpoint.contiguous(data)
+        array = numpy.frombuffer(data, numpy.uint8) if isinstance(data, bytes) else numpy.ascontiguousarray(data)
         piece, remote = await self.borrowed.place(array.nbytes)
         try:
             if kept and array is data:
@@ -328,11 +329,8 @@ class Link:
         try:
             while self._frames and not self._waiting and not self.lost:
                 self._send_some()
-        except (aiote.PeerError, aiote.ClosedError):
-            return  # of which the endpoint hears
         except aiote.AioteError as error:
-            report(error)
-            self.peer.disconnect("what this side has to say cannot be sent")
+            self._give_up(error)
         finally:
             self._flushing = False
 
@@ -344,7 +342,8 @@ class Link:
             count += 1
         data = pack(self._frames[:count])
         while self._sending and self._sending[0].done():
-            self._sending.popleft()
+            # A message that did not arrive takes the ends of calls with it: who waits for those has to hear.
+            self._sending.popleft().raise_failure()
         try:
             if len(self._sending) >= MAX_SENDING:
                 raise aiote.QueueFull("as many messages are on their way as may be")
@@ -362,11 +361,18 @@ class Link:
             if self._sending:
                 await self._sending[0]
             await self.peer.room()
-        except aiote.AioteError:
+        except aiote.AioteError as error:
+            self._give_up(error)
             return
         finally:
             self._waiting = False
         self._flush()
+
+    def _give_up(self, error: aiote.AioteError) -> None:
+        """Lose a peer to which messages do not go any more; where it is lost already, the endpoint hears of it."""
+        if not (self.peer.lost or self.endpoint.engine.closed):
+            report(error)
+            self.peer.disconnect("what this side has to say cannot be sent")
 
     def cancel(self, slot: int, generation: int) -> None:
         """Tell the peer that nobody waits for a call any more."""

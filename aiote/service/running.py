@@ -31,6 +31,7 @@ __all__ = ["Running"]
 MAX_TEXT = 4096
 BATCH_ITEMS = 64
 RESULT_S = 60.0
+"""So long a result waits for a place in its caller's memory."""
 
 
 class _Invalid(Exception):

@@ -40,6 +40,8 @@ class Incoming(UnderWay):
     def ended(self, end: End | None, reason: str) -> None:
         """Take the end; every item before it has come."""
         self.end, self.reason = end, reason
+        if self.abandoned and end is not None:
+            self.link.free(end.pieces)
         self._wake()
 
     def items(self, frame: Items) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import sys
 import threading
@@ -60,6 +61,55 @@ class Calls(ABC):
     @abstractmethod
     async def cpu(self) -> float:
         """Return the CPU seconds of the server's process."""
+
+
+class Numbered(Calls):
+    """A client that pairs answers with requests by a number: a library has to `transmit`, and to call `answered`."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._waiting: dict[int, Any] = {}
+
+    @abstractmethod
+    async def transmit(self, head: tuple[Any, ...], array: Any) -> None:
+        """Send a request: its number, a name, arguments, and an array."""
+
+    def answered(self, number: int, result: Any, data: Any) -> None:
+        """Hand an answer to whoever waits for it."""
+        waiting = self._waiting[number]
+        if isinstance(waiting, asyncio.Queue):
+            waiting.put_nowait(result)
+        else:
+            del self._waiting[number]
+            waiting.set_result((result, data))
+
+    async def _call(self, name: str, *arguments: Any, array: Any = b"") -> tuple[Any, Any]:
+        number = next(self._numbers)
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        await self.transmit((number, name, *arguments), array)
+        found: tuple[Any, Any] = await future
+        return found
+
+    async def empty(self) -> None:
+        await self._call("empty")
+
+    async def send(self, array: Any) -> int:
+        return int((await self._call("send", array=array))[0])
+
+    async def fetch(self, nbytes: int, value: int) -> Any:
+        return np.frombuffer((await self._call("fetch", nbytes, value))[1], np.uint8)
+
+    async def count(self, items: int) -> AsyncIterator[int]:
+        number = next(self._numbers)
+        queue: asyncio.Queue[int | None] = asyncio.Queue()
+        self._waiting[number] = queue
+        await self.transmit((number, "count", items), b"")
+        while (item := await queue.get()) is not None:
+            yield item
+        del self._waiting[number]
+
+    async def cpu(self) -> float:
+        return float((await self._call("cpu"))[0])
 
 
 async def repeated(seconds: float, call: Callable[[], Awaitable[object]]) -> list[float]:

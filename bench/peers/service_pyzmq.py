@@ -6,18 +6,17 @@ Arrays are frames of their own, which pyzmq sends without one more copy.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 import zmq
 import zmq.asyncio
-from service import Calls, digest, filled, main, over_with_input
+from service import Calls, Numbered, digest, filled, main, over_with_input
 
 COPIED_BELOW = 1 << 16
 encode, decode = msgspec.msgpack.encode, msgspec.msgpack.decode
@@ -62,50 +61,18 @@ async def serve(transport: str) -> None:
         context.destroy(0)
 
 
-class Client(Calls):
+class Client(Numbered):
     def __init__(self, socket: Any) -> None:
+        super().__init__()
         self.socket = socket
-        self.numbers = itertools.count()
-        self.waiting: dict[int, Any] = {}
 
     async def read(self) -> None:
         while True:
             head, data = await self.socket.recv_multipart(copy=False)
-            number, result = decode(head.buffer)
-            waiting = self.waiting[number]
-            if isinstance(waiting, asyncio.Queue):
-                waiting.put_nowait(result)
-            else:
-                del self.waiting[number]
-                waiting.set_result((result, data))
+            self.answered(*decode(head.buffer), data.buffer)
 
-    async def _call(self, name: str, *arguments: Any, array: Any = b"") -> Any:
-        number = next(self.numbers)
-        future = self.waiting[number] = asyncio.get_running_loop().create_future()
-        copy = len(array) < COPIED_BELOW
-        await self.socket.send_multipart([encode((number, name, *arguments)), array], copy=copy)
-        return await future
-
-    async def empty(self) -> None:
-        await self._call("empty")
-
-    async def send(self, array: Any) -> int:
-        return int((await self._call("send", array=array))[0])
-
-    async def fetch(self, nbytes: int, value: int) -> Any:
-        return np.frombuffer((await self._call("fetch", nbytes, value))[1].buffer, np.uint8)
-
-    async def count(self, items: int) -> AsyncIterator[int]:
-        number = next(self.numbers)
-        queue: asyncio.Queue[int | None] = asyncio.Queue()
-        self.waiting[number] = queue
-        await self.socket.send_multipart([encode((number, "count", items)), b""])
-        while (item := await queue.get()) is not None:
-            yield item
-        del self.waiting[number]
-
-    async def cpu(self) -> float:
-        return float((await self._call("cpu"))[0])
+    async def transmit(self, head: tuple[Any, ...], array: Any) -> None:
+        await self.socket.send_multipart([encode(head), array], copy=len(array) < COPIED_BELOW)
 
 
 async def call(_transport: str, address: str, body: Callable[[Calls], Awaitable[None]]) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import struct
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 import uvloop
-from service import Calls, digest, filled, main, over_with_input
+from service import Calls, Numbered, digest, filled, main, over_with_input
 
 LENGTHS = struct.Struct("<IQ")
 LIMIT = 1 << 20
@@ -73,48 +72,18 @@ async def serve(transport: str) -> None:
         await over_with_input().wait()
 
 
-class Client(Calls):
+class Client(Numbered):
     def __init__(self, connection: Connection) -> None:
+        super().__init__()
         self.connection = connection
-        self.numbers = itertools.count()
-        self.waiting: dict[int, Any] = {}
 
     async def read(self) -> None:
         while True:
             (number, result), data = await self.connection.receive()
-            waiting = self.waiting[number]
-            if isinstance(waiting, asyncio.Queue):
-                waiting.put_nowait(result)
-            else:
-                del self.waiting[number]
-                waiting.set_result((result, data))
+            self.answered(number, result, data)
 
-    async def _call(self, name: str, *arguments: Any, array: Any = b"") -> Any:
-        number = next(self.numbers)
-        future = self.waiting[number] = asyncio.get_running_loop().create_future()
-        await self.connection.send((number, name, *arguments), array)
-        return await future
-
-    async def empty(self) -> None:
-        await self._call("empty")
-
-    async def send(self, array: Any) -> int:
-        return int((await self._call("send", array=array))[0])
-
-    async def fetch(self, nbytes: int, value: int) -> Any:
-        return np.frombuffer((await self._call("fetch", nbytes, value))[1], np.uint8)
-
-    async def count(self, items: int) -> AsyncIterator[int]:
-        number = next(self.numbers)
-        queue: asyncio.Queue[int | None] = asyncio.Queue()
-        self.waiting[number] = queue
-        await self.connection.send((number, "count", items))
-        while (item := await queue.get()) is not None:
-            yield item
-        del self.waiting[number]
-
-    async def cpu(self) -> float:
-        return float((await self._call("cpu"))[0])
+    async def transmit(self, head: tuple[Any, ...], array: Any) -> None:
+        await self.connection.send(head, array)
 
 
 async def call(transport: str, address: str, body: Callable[[Calls], Awaitable[None]]) -> None:
