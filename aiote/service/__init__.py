@@ -9,6 +9,7 @@ from .endpoint import Limits
 from .errors import BusyError, CallError, CallLostError, DrainingError, NotServedError, RemoteError
 from .interceptors import CallInfo, Interceptor
 from .mailroom import Mailroom
+from .running import current_call
 from .server import Health, HealthStatus, Server, serve
 from .stream import Stream
 
@@ -31,6 +32,7 @@ __all__ = [
     "Service",
     "Stream",
     "client",
+    "current_call",
     "method",
     "serve",
 ]

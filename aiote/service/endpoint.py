@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol
 
@@ -21,6 +21,8 @@ from .readers import claim, release
 
 __all__ = ["Endpoint", "Limits", "Server"]
 
+SHARED = frozenset({"Health/1.check"})
+"""Methods of every server, which the first one answers for all."""
 TURN = 32
 """After so many messages the tasks that they woke have their turn."""
 
@@ -56,10 +58,18 @@ class Limits:
 
 
 class Server(Protocol):
-    """What answers calls."""
+    """What answers the calls of some methods."""
 
+    @property
+    def methods(self) -> Collection[str]: ...
     def call(self, link: Link, frame: Call) -> None: ...
-    def forget(self, link: Link) -> None: ...
+
+
+class Mailroom(Protocol):
+    """What takes the messages that are no calls."""
+
+    async def deliver(self, message: aiote.Message) -> None: ...
+    def close(self) -> None: ...
 
 
 class Endpoint:
@@ -70,11 +80,13 @@ class Endpoint:
     def __init__(self, engine: aiote.Engine, limits: Limits) -> None:
         self.engine, self.limits = engine, limits
         self.loop: EventLoop = current_loop()
-        self.server: Server | None = None
+        self.servers: list[Server] = []
+        self.mailroom: Mailroom | None = None
         self.budget = Budget(limits.total_bytes, limits.peer_bytes)
         self.registrations = Registrations(engine, limits.kept_bytes, self._close_region)
         self.messages = self.message_bytes = self.array_bytes = self.unknown = 0
         self._links: dict[aiote.Peer, Link] = {}
+        self._served: dict[str, Server] = {}
         claim(engine, self)
         self._forget = engine.listen_events(self._on_event)
         self.spawn(self._read, name="aiote service: messages")
@@ -111,6 +123,22 @@ class Endpoint:
                 self._links[peer] = link
         return link
 
+    def add_server(self, server: Server) -> None:
+        """Have a server answer the calls of its methods. Raises UsageError for one that is served already."""
+        served = sorted(name for name in server.methods if name in self._served and name not in SHARED)
+        if served:
+            raise aiote.UsageError(f"{', '.join(served)}: the engine serves this already")
+        self.servers.append(server)
+        self._find_servers()
+
+    def remove_server(self, server: Server) -> None:
+        """Have its methods not served any more."""
+        self.servers.remove(server)
+        self._find_servers()
+
+    def _find_servers(self) -> None:
+        self._served = {name: server for server in reversed(self.servers) for name in server.methods}
+
     def check_message(self, nbytes: int) -> None:
         """Raise UsageError for a message that is too long; arrays in it do not count."""
         if nbytes > self.limits.message_bytes:
@@ -127,6 +155,8 @@ class Endpoint:
                 # A lost peer without a link has said nothing before that it would have to be told of.
                 if message.data[:1] == MAGIC and (message.source in self._links or not message.source.lost):
                     self._take(self.link_to(message.source), message.data)
+                elif self.mailroom is not None:
+                    await self.mailroom.deliver(message)
                 else:
                     self.unknown += 1
                 count += 1
@@ -191,10 +221,11 @@ class Endpoint:
         link.hold(frame.pieces)
         if link.early.pop(frame.slot, 0) == frame.generation:
             self.refuse(link, frame, Status.CANCELLED)
-        elif self.server is None:
-            self.refuse(link, frame, Status.NOT_SERVED)
+        elif (server := self._served.get(frame.method)) is None:
+            served = f"it serves {', '.join(sorted(self._served))}" if self._served else ""
+            self.refuse(link, frame, Status.NOT_SERVED, served[:400])
         else:
-            self.server.call(link, frame)
+            server.call(link, frame)
 
     def refuse(self, link: Link, frame: Call, status: int, text: str = "") -> None:
         """End a call that did not run."""
@@ -228,10 +259,10 @@ class Endpoint:
         async for message in link.peer.messages():
             if message.data[:1] == MAGIC:
                 self._take(link, message.data)
+            elif self.mailroom is not None:
+                await self.mailroom.deliver(message)
         self._links.pop(link.peer, None)
-        link.end(link.peer.reason)
-        if self.server is not None:
-            self.server.forget(link)
+        self._forget_link(link, link.peer.reason)
         await link.lent.close()
         await link.staging.close()
 
@@ -244,7 +275,12 @@ class Endpoint:
         self._forget()
         self._known.pop(self.engine, None)
         for link in tuple(self._links.values()):
-            link.end("the engine is closed")
-            if self.server is not None:
-                self.server.forget(link)
+            self._forget_link(link, "the engine is closed")
         self._links.clear()
+        if self.mailroom is not None:
+            self.mailroom.close()
+
+    def _forget_link(self, link: Link, reason: str) -> None:
+        link.end(reason)
+        for running in tuple(link.running.values()):
+            running.cancel()

@@ -9,17 +9,15 @@ that must not hold up the others is quick about its queue.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
 import anyio
-import anyio.lowlevel
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 import aiote
 
-from .background import Crew, beside, report
-from .readers import claim, release
+from .background import report
+from .endpoint import Endpoint
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -84,7 +82,7 @@ class Mailroom:
         self._held_up = 0.0
         self._held_since: float | None = None
         self._closed = False
-        self._running: AbstractAsyncContextManager[Crew] | None = None
+        self._endpoint: Endpoint | None = None
 
     def handle(self, kind: int, function: Callable[[aiote.Message], object]) -> Callable[[], None]:
         """Call a function with each message of a kind (0 to 255); what is returned stops that.
@@ -134,32 +132,22 @@ class Mailroom:
         return self._held_up + current
 
     async def __aenter__(self) -> Mailroom:
-        if self._running is not None or self._closed:
+        if self._endpoint is not None or self._closed:
             raise aiote.UsageError("a mailroom is entered once")
-        claim(self.engine, self)
-        self._running = beside(self._read)
-        await self._running.__aenter__()
+        endpoint = Endpoint.of(self.engine)
+        if endpoint.mailroom is not None:
+            raise aiote.UsageError("the engine's messages are read by a Mailroom already")
+        self._endpoint = endpoint
+        endpoint.mailroom = self
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        assert self._running is not None
-        try:
-            return await self._running.__aexit__(kind, error, traceback)
-        finally:
-            self._close()
+    ) -> None:
+        self.close()
 
-    async def _read(self) -> None:
-        try:
-            async for message in self.engine.messages():
-                await self._deliver(message)
-                # `recv` does not yield to the loop while there are messages; the takers' tasks have their turn here.
-                await anyio.lowlevel.checkpoint()
-        finally:
-            self._close()
-
-    async def _deliver(self, message: aiote.Message) -> None:
+    async def deliver(self, message: aiote.Message) -> None:
+        """Hand a message to its taker."""
         taker = self._takers.get(message.data[0]) if message.data else None
         if taker is None:
             self.unknown += 1
@@ -188,9 +176,11 @@ class Mailroom:
         finally:
             self._held_up, self._held_since = self.held_up_s, None
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Take no more messages. Idempotent."""
         self._closed = True
-        release(self.engine, self)
+        if self._endpoint is not None and self._endpoint.mailroom is self:
+            self._endpoint.mailroom = None
         for taker in self._takers.values():
             if isinstance(taker, MemoryObjectSendStream):
                 taker.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import math
 from collections import deque
@@ -26,12 +27,23 @@ from .memory import LEND_BYTES, check_lent
 if TYPE_CHECKING:
     from .server import Server
 
-__all__ = ["Running"]
+__all__ = ["Running", "current_call"]
 
 MAX_TEXT = 4096
 BATCH_ITEMS = 64
 RESULT_S = 60.0
 """So long a result waits for a place in its caller's memory."""
+
+
+_current: contextvars.ContextVar[Running] = contextvars.ContextVar("aiote service: current call")
+
+
+def current_call() -> CallInfo:
+    """Return the call that the current task runs: who calls, and what. Raises UsageError outside of a method."""
+    running = _current.get(None)
+    if running is None:
+        raise aiote.UsageError("current_call: this is no method that another engine has called")
+    return running.info
 
 
 class _Invalid(Exception):
@@ -55,6 +67,11 @@ class Running:
         self._parcels: list[Parcel] = []
         self.queued = self._ended = False
         self._outgoing: _Outgoing | None = None
+
+    @property
+    def info(self) -> CallInfo:
+        """Who calls, and what."""
+        return CallInfo(self._method.name, self.link.peer)
 
     # Its life.
 
@@ -103,6 +120,7 @@ class Running:
         link.post(end, size, now=not link.running)
 
     async def _run(self) -> None:
+        _current.set(self)
         try:
             parcel = await self._within_deadline()
         except anyio.get_cancelled_exc_class():
@@ -142,7 +160,7 @@ class Running:
                 raise RuntimeError("an interceptor proceeds once")
             self._parcels.append(await self._proceed())
 
-        await intercepted(interceptors, CallInfo(self._method.name, self.link.peer), proceed)
+        await intercepted(interceptors, self.info, proceed)
         if not self._parcels:
             raise RuntimeError("an interceptor has answered without the method")
         return self._parcels[0]

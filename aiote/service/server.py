@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ __all__ = ["Health", "HealthStatus", "Server", "serve"]
 
 
 class HealthStatus(msgspec.Struct, frozen=True):
-    """How a server does: whether it takes new calls, how many run, and how many wait."""
+    """How an engine's servers do: whether all take new calls, how many run, and how many wait."""
 
     serving: bool
     running: int
@@ -33,25 +33,26 @@ class HealthStatus(msgspec.Struct, frozen=True):
 
 
 class Health(Service):
-    """Every server answers this one, too."""
+    """Every engine that serves anything answers this one, too."""
 
     @method(idempotent=True)
     async def check(self) -> HealthStatus:
-        """Return how the server does."""
+        """Return how its servers do."""
         raise NotImplementedError
 
 
 class _Health(Health):
     name = "Health"
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
 
     @method(idempotent=True)
     async def check(self) -> HealthStatus:
-        server = self._server
+        servers = [server for server in self._endpoint.servers if isinstance(server, Server)]
+        serving = not any(server.draining for server in servers)
         # Not this very call.
-        return HealthStatus(not server.draining, server.running - 1, server.queued)
+        return HealthStatus(serving, sum(one.running for one in servers) - 1, sum(one.queued for one in servers))
 
 
 class Server:
@@ -63,7 +64,7 @@ class Server:
         self.draining = self._closed = False
         self.calls = self.refused = 0
         self._methods: dict[str, tuple[Method, Callable[..., Any]]] = {}
-        for service in (_Health(self), *services):
+        for service in (_Health(endpoint), *services):
             for one in methods_of(type(service)):
                 if one.name in self._methods:
                     raise aiote.UsageError(f"{one.name} is served twice: give one of the services another name")
@@ -73,6 +74,11 @@ class Server:
         self._changed = Signal(endpoint.loop)
         # Calls see what is set around `serve`, not what the first caller of this engine's clients had set.
         self.context = contextvars.copy_context()
+
+    @property
+    def methods(self) -> Collection[str]:
+        """The names of the methods that it serves."""
+        return self._methods.keys()
 
     @property
     def running(self) -> int:
@@ -87,10 +93,8 @@ class Server:
     def call(self, link: Link, frame: Call) -> None:
         """Start a call, queue it or refuse it."""
         limits = self.endpoint.limits
-        known = self._methods.get(frame.method)
-        if known is None:
-            self._refuse(link, frame, Status.NOT_SERVED, f"it serves {', '.join(sorted(self._methods))}"[:400])
-        elif self.draining and not isinstance(known[1].__self__, _Health):  # type: ignore[attr-defined]
+        known = self._methods[frame.method]
+        if self.draining and not isinstance(known[1].__self__, _Health):  # type: ignore[attr-defined]
             self._refuse(link, frame, Status.DRAINING)
         elif len(self._running) < limits.calls:
             self._start(Running(self, link, frame, *known))
@@ -123,11 +127,6 @@ class Server:
         if not self._running:
             self._changed.set()
 
-    def forget(self, link: Link) -> None:
-        """End the calls of a lost peer."""
-        for running in tuple(link.running.values()):
-            running.cancel()
-
     async def drain(self) -> None:
         """Take no new calls, and wait until those that run or wait have ended; the caller's scope bounds it.
 
@@ -156,15 +155,14 @@ async def serve(
 
     `limits` bound what is spent on calls; they are the engine's, for its own calls, too, and are set once.
     `interceptors` run around each call, the first outermost. At the end running calls are cancelled: `await
-    server.drain()` before lets them end. One engine has one server, of any number of services. Raises UsageError for a
-    service whose annotations do not do.
+    server.drain()` before lets them end. An engine may serve several times, each time other services. Raises UsageError
+    for a service whose annotations do not do, or that the engine serves already.
     """
     endpoint = Endpoint.of(engine, limits)
-    if endpoint.server is not None:
-        raise aiote.UsageError("the engine serves already; give all services to one `serve`")
-    server = endpoint.server = Server(endpoint, services, interceptors)
+    server = Server(endpoint, services, interceptors)
+    endpoint.add_server(server)
     try:
         yield server
     finally:
-        endpoint.server = None
+        endpoint.remove_server(server)
         await to_the_end(server.close)

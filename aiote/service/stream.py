@@ -105,6 +105,12 @@ class Incoming(UnderWay):
     def _half(self) -> int:
         return self.link.endpoint.limits.stream_items // 2
 
+    async def over(self) -> None:
+        """Wait until it has ended at the server, or its peer is lost."""
+        while self.end is None and not self.reason:
+            self._waiter = self.link.endpoint.loop.waiter()
+            await self._waiter
+
     def _raise_end(self) -> None:
         if self.end is None:
             raise CallLostError(self._method.name, self.reason, "perhaps")
@@ -124,7 +130,8 @@ class Stream(AsyncIterator[Any]):
 
     It begins with the first item that is awaited. The server is ahead of the reader by no more than `stream_items` and
     `stream_bytes`. A stream that is left is cancelled at the server: by `close`, at the end of an `async with`, when
-    nobody has it any more, and when a wait for an item is cancelled or raises.
+    nobody has it any more, and when a wait for an item is cancelled or raises. None of these waits; `aclose` does,
+    until the method has ended there.
     """
 
     def __init__(self, start: Callable[[], Awaitable[Incoming]]) -> None:
@@ -153,6 +160,15 @@ class Stream(AsyncIterator[Any]):
         self._over = True
         if self._incoming is not None:
             self._incoming.abandon()
+
+    async def aclose(self) -> None:
+        """Have no more of it, and return when its method has ended at the server, or the peer is lost.
+
+        Cancelling the wait loses nothing: the stream is cancelled there, and this can be called again. Idempotent.
+        """
+        self.close()
+        if self._incoming is not None:
+            await self._incoming.over()
 
     def __del__(self) -> None:
         # In whatever thread, and in the midst of whatever: the loop does it when it comes round.

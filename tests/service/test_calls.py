@@ -202,6 +202,30 @@ async def test_two_versions_stand_side_by_side():
         assert await service.client(here, there.address, Newer).echo("a") == "A"
 
 
+async def test_an_engine_serves_several_times_and_each_ends_alone():
+    class Who(service.Service):
+        @service.method
+        async def calls(self) -> tuple[str, bytes]:
+            call = service.current_call()
+            return call.method, call.peer.address.identity
+
+    async with pair("sim") as (here, there):
+        embed, who = (service.client(here, there.address, kind) for kind in (Embed, Who))
+        health = service.client(here, there.address, service.Health)
+        async with service.serve(there, Embed()):
+            async with service.serve(there, Who()) as second:
+                assert await embed.echo("a") == "a"
+                assert await who.calls() == ("Who/1.calls", here.address.identity)
+                await second.drain()
+                assert not (await health.check()).serving
+                assert await embed.echo("b") == "b"
+            with pytest.raises(service.NotServedError, match="it serves Embed/1.add"):
+                await who.calls()
+            assert await health.check() == service.HealthStatus(True, 0, 0)
+    with pytest.raises(aiote.UsageError, match="no method that another engine has called"):
+        service.current_call()
+
+
 async def test_health_is_answered_by_every_server():
     async with served("sim") as (embed, client, server), anyio.create_task_group() as group:
         health = service.client(client._caller.endpoint.engine, server.endpoint.engine.address, service.Health)
@@ -323,7 +347,7 @@ def test_services_that_cannot_be_called_are_explained():
 
 async def test_what_is_served_or_limited_twice_is_refused():
     async with pair("sim") as (_, there), service.serve(there, Embed()):
-        with pytest.raises(aiote.UsageError, match="serves already"):
+        with pytest.raises(aiote.UsageError, match="Embed/1.add.*: the engine serves this already"):
             async with service.serve(there, Embed()):
                 pass
         with pytest.raises(aiote.UsageError, match="were set before"):

@@ -23,6 +23,7 @@ class Tokens(service.Service):
     def __init__(self) -> None:
         self.sent = 0
         self.left: list[str] = []
+        self.may_end = anyio.Event()
 
     @service.method
     async def count(self, items: int) -> AsyncIterator[int]:
@@ -43,6 +44,16 @@ class Tokens(service.Service):
         for number in range(after):
             yield str(number)
         raise RuntimeError("it broke")
+
+    @service.method
+    async def lingers(self) -> AsyncIterator[int]:
+        try:
+            yield 1
+            await anyio.sleep_forever()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self.may_end.wait()
+            self.left.append("lingers")
 
     @service.method
     async def ping(self) -> int:
@@ -73,6 +84,31 @@ async def test_items_come_in_order_and_whole(provider):
         found = [len(array) async for array in client.arrays(sizes)]
         assert found == sizes
         assert [number async for number in client.count(0)] == []
+
+
+async def test_aclose_returns_when_the_method_has_ended_or_its_peer_is_lost():
+    async with served() as (tokens, client, _):
+        stream = client.lingers()
+        await stream.aclose()
+        stream = client.lingers()
+        assert await anext(stream) == 1
+        with anyio.move_on_after(0.05) as scope:
+            await stream.aclose()
+        assert scope.cancelled_caught
+        assert tokens.left == []
+        tokens.may_end.set()
+        await stream.aclose()
+        await stream.aclose()
+        assert tokens.left == ["lingers"]
+        assert [item async for item in stream] == []
+    async with served() as (tokens, client, server):
+        stream = client.lingers()
+        assert await anext(stream) == 1
+        async with anyio.create_task_group() as group:
+            group.start_soon(stream.aclose)
+            await go_round()
+            await server.endpoint.engine.aclose()
+            tokens.may_end.set()
 
 
 async def test_a_slow_reader_holds_its_writer_and_nobody_else():
