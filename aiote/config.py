@@ -146,6 +146,7 @@ class EngineConfig:
             "cpu": self.thread_cpu,
             "smallest": self.stripe_bytes,
             "counters": self.max_counters,
+            "silence": self.heartbeat_timeout,
         }
 
     def __post_init__(self) -> None:

@@ -195,8 +195,7 @@ cdef class Core:
         cdef Done* following
         cdef uint64_t value
         cdef bint failures
-        cdef list woken = []
-        cdef list failed = []
+        cdef list woken = [], failed = []
         if not alive(&self.engine):
             # In a child of a fork the lock may be held for good, and the descriptor is the parent's, too.
             return failed
@@ -375,12 +374,10 @@ cdef class Core:
             return
         with nogil:
             lock(&self.engine)
-            if op.over:
-                # Its peer may be gone before it is reaped.
-                pass
-            elif op.opcode == OP_SEND:
+            # The peer of one that is over may be gone before it is reaped.
+            if not op.over and op.opcode == OP_SEND:
                 mailbox_cancel(&self.engine.state, op.peer.mailbox, op)
-            else:
+            elif not op.over:
                 op_cancel(&self.engine.state, op)
             kick(&self.engine)
             unlock(&self.engine)
@@ -425,24 +422,27 @@ cdef class Core:
         """Messages that arrived and were not taken."""
         return self.engine.state.inbox
 
+    @property
+    def rounds(self) -> int:
+        """Rounds that were done, read without the lock: whether it does any."""
+        return self.engine.rounds
+
     def statistics(self) -> dict[str, Any]:
         """Return what was counted since the core was opened."""
-        cdef State state
-        cdef uint64_t sleeps, rounds
+        cdef Progress engine
         if not (self.engine.threaded and alive(&self.engine)):
-            state, sleeps, rounds = self.engine.state, self.engine.sleeps, self.engine.rounds
+            engine = self.engine
         else:
             with nogil:
                 lock(&self.engine)
-                state = self.engine.state
-                sleeps = self.engine.sleeps
-                rounds = self.engine.rounds
+                engine = self.engine
                 unlock(&self.engine)
+        cdef State* state = &engine.state
         return {
             "posted": state.posted, "completed": state.completed, "refused": state.refused,
             "immediates": state.immediates, "outstanding": state.outstanding, "queued": state.queued,
-            "peer_wakeups": state.wakeups, "sleeps": sleeps, "rounds": rounds, "counters": state.counters.used,
-            "inbox": state.inbox, "carried": tuple([state.carried[rail] for rail in range(MAX_RAILS)]),
+            "peer_wakeups": state.wakeups, "sleeps": engine.sleeps, "rounds": engine.rounds, "inbox": state.inbox,
+            "counters": state.counters.used, "carried": tuple([state.carried[rail] for rail in range(MAX_RAILS)]),
         }
 
     def stop_thread(self) -> None:

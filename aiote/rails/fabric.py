@@ -20,7 +20,7 @@ from aiote_native.workrequests import LocalMemory
 from ..errors import FabricError, UsageError
 from .contract import Rail, RailInfo
 from .libfabric import fabric_error
-from .lock_reaper import DeadPeerLockReaper
+from .lock_reaper import LockReaper
 from .selection import RailRequest, open_rails
 from .stale_files import remove_stale_files
 
@@ -98,7 +98,7 @@ class Fabric:
 
     `host` chooses the rail of an IP provider when `rails` does not name any; `largest` bounds a single message
     below what the provider takes (0: no bound); `verbs` are settings of that kind's devices, `messages` how
-    many of a peer's are held.
+    many of a peer's are held, `silence` after how many seconds a peer that stands in `shm` of libfabric 1 is given up.
     """
 
     def __init__(
@@ -111,13 +111,14 @@ class Fabric:
         largest: int = 0,
         verbs: Mapping[str, int] | None = None,
         messages: int = 16,
+        silence: float = 3.0,
         **core: Any,
     ) -> None:
         """Open everything, or nothing. Raises FabricError and UsageError."""
         self.largest = largest
         self.rails: list[Rail] = []
         self.core: Core | None = None
-        self._lock_reaper: DeadPeerLockReaper | None = None
+        self._lock_reaper: LockReaper | None = None
         self._scratch: LocalMemory | None = None
         self._memories: weakref.WeakSet[LocalMemory] = weakref.WeakSet()
         settings = {**(verbs or {}), "messages": messages + CREDIT_MESSAGES}
@@ -126,9 +127,9 @@ class Fabric:
             found, clock = open_rails(request, self.rails)
             if clock is not None:
                 core["clock"] = clock
+            opened = self.core = Core(wakeup_event=any(not rail.traits.waits for rail in self.rails), **core)
             if found is not None and found.version < (2, 0) and any(rail.provider == "shm" for rail in self.rails):
-                self._lock_reaper = DeadPeerLockReaper()
-            self.core = Core(wakeup_event=any(not rail.traits.waits for rail in self.rails), **core)
+                self._lock_reaper = LockReaper(lambda: opened.rounds, silence)
             self.tidy()
             self._scratch = self.register(acquire(bytearray(SCRATCH_BYTES)))
         except BaseException as error:

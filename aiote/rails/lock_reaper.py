@@ -1,27 +1,37 @@
-"""Freeing what a killed process held: for `shm` of libfabric before 2.0.
+"""Freeing what a killed or stopped process held: for `shm` of libfabric before 2.0.
 
-Both sides of a pair take a spin lock that lies in shared memory, and a process that is killed with -9 while it holds
-one never gives it back: the other side would spin within the library for ever, event loop and all. So a thread waits
-for the death of each peer's process (a pidfd), and then unlocks the two locks that this pair of endpoints has. From
-then on nobody but this process takes them; and where this process itself holds one just then, unlocking it twice does
-no harm.
+Both sides of a pair take a spin lock that lies in shared memory. A process that is killed with -9 while it holds one
+never gives it back, and one that is stopped (SIGSTOP, a frozen container) not before it goes on: the other side would
+spin within the library meanwhile, event loop and all. Of 1000 stops under load 28 met it.
+
+So a thread waits for the death of each peer's process (a pidfd), and then unlocks the two locks that this pair of
+endpoints has. From then on nobody but this process takes them; and where this process itself holds one just then,
+unlocking it twice does no harm.
+
+Nothing tells of a stop. So the thread looks at the locks now and then: one that was held at every look, while the
+peer's process used no processor and the engine did no round, is unlocked after `limit`, and the peer is given up.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import threading
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from aiote_native.libfabric.spinlocks import SpinLock
 from aiote_native.peers import PeerLink
 
-from .stale_files import SHARED_MEMORY, owner
+from .stale_files import SHARED_MEMORY, owner, processor_ticks
 
-__all__ = ["DeadPeerLockReaper"]
+__all__ = ["LockReaper"]
 
 SCHEME = "fi_shm://"
+LOOKS = 8
+"""How often a lock must be found held within the limit. A process that works takes them often, and holds none long."""
 
 
 @dataclass(eq=False)
@@ -29,17 +39,42 @@ class WatchedPeer:
     """A link over shm: the process at its other end, and the locks of both endpoints' memory."""
 
     link: PeerLink
+    process: int
     pidfd: int
     locks: tuple[SpinLock, SpinLock]
+    seen: tuple[bool, bool, int | None, int] = (False, False, None, 0)
+    """What the last look found: which locks were held, what processor time the peer had used, the engine's rounds."""
+    since: float = 0.0
+    looks: int = 0
+
+    def stands(self, now: float, rounds: int, limit: float) -> bool:
+        """Look at it; tell whether it has held a lock for `limit` seconds, in which nothing has moved."""
+        held = self.locks[0].held, self.locks[1].held
+        seen = (*held, processor_ticks(self.process) if any(held) else None, rounds)
+        if not any(held) or seen != self.seen:
+            self.seen, self.since, self.looks = seen, now, 0
+            return False
+        self.looks += 1
+        return self.looks >= LOOKS and now - self.since >= limit
+
+    def release(self) -> None:
+        """Unlock both locks."""
+        for lock in self.locks:
+            lock.release()
 
     def close(self) -> None:
         os.close(self.pidfd)
 
 
-class DeadPeerLockReaper:
-    """The peers over shm of one engine, and the thread that waits for their ends; it begins with the first."""
+class LockReaper:
+    """The peers over shm of one engine, and the thread that waits for their ends; it begins with the first.
 
-    def __init__(self) -> None:
+    `rounds` says how many rounds the engine has done, `limit` after how many seconds a peer that stands is given up.
+    """
+
+    def __init__(self, rounds: Callable[[], int], limit: float) -> None:
+        self._rounds = rounds
+        self._limit = limit
         self._lock = threading.Lock()
         self._watched: list[WatchedPeer] = []
         self._wake = -1
@@ -51,11 +86,12 @@ class DeadPeerLockReaper:
         processes = [owner(name) for name in names]
         if None in processes or processes[0] == processes[1]:
             return
+        process = int(processes[1] or 0)
         try:
             locks = [
                 SpinLock(f"{SHARED_MEMORY}/{name}", int(pid or 0)) for name, pid in zip(names, processes, strict=True)
             ]
-            pidfd = os.pidfd_open(int(processes[1] or 0))
+            pidfd = os.pidfd_open(process)
         except (OSError, ValueError):
             # Another layout, another namespace, an old kernel, or dead already: the control connection tells of that.
             return
@@ -63,7 +99,7 @@ class DeadPeerLockReaper:
             for watched in [watched for watched in self._watched if watched.link.closed]:
                 self._watched.remove(watched)
                 watched.close()
-            self._watched.append(WatchedPeer(link, pidfd, (locks[0], locks[1])))
+            self._watched.append(WatchedPeer(link, process, pidfd, (locks[0], locks[1])))
             if self._thread is None:
                 self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
                 self._thread = threading.Thread(target=self._watch, name="aiote lock reaper", daemon=True)
@@ -83,6 +119,7 @@ class DeadPeerLockReaper:
         self._watched.clear()
 
     def _watch(self) -> None:
+        pause = self._limit / LOOKS
         while True:
             with self._lock:
                 if self._thread is None:
@@ -91,11 +128,12 @@ class DeadPeerLockReaper:
             poll = select.poll()
             for fd in (self._wake, *by_fd):
                 poll.register(fd, select.POLLIN)
-            for fd, _event in poll.poll():
+            for fd, _event in poll.poll(pause * 1000 if by_fd else None):
                 if fd == self._wake:
                     self._drain()
                 else:
                     self._free(by_fd[fd])
+            self._look(by_fd.values())
 
     def _drain(self) -> None:
         try:
@@ -104,9 +142,17 @@ class DeadPeerLockReaper:
             pass
 
     def _free(self, watched: WatchedPeer) -> None:
-        for lock in watched.locks:
-            lock.release()
+        watched.release()
         with self._lock:
             if watched in self._watched:
                 self._watched.remove(watched)
                 watched.close()
+
+    def _look(self, peers: Iterable[WatchedPeer]) -> None:
+        now, rounds = time.monotonic(), self._rounds()
+        standing = [one for one in peers if not one.link.closed and one.stands(now, rounds, self._limit)]
+        for watched in standing:
+            watched.release()
+        for watched in standing:
+            # In a thread each: the engine's lock is perhaps held by a call that spins for another of these peers.
+            threading.Thread(target=watched.link.fail, args=(errno.ETIMEDOUT,), daemon=True).start()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 
-__all__ = ["SHARED_MEMORY", "mark", "owner", "remove_stale_files"]
+__all__ = ["SHARED_MEMORY", "mark", "owner", "processor_ticks", "remove_stale_files"]
 
 SHARED_MEMORY = "/dev/shm"
 NAME = re.compile(r"aiote-(\d+)-(\d+)-(\d+)-[0-9a-f]+")
@@ -64,11 +64,23 @@ def _namespace() -> int:
         return 0
 
 
-def _start(pid: int) -> int | None:
-    """Return when a process was started, in ticks since the boot; None for one that is dead, waited for or not."""
+def _fields(pid: int) -> list[bytes] | None:
+    """Return what the kernel says of a process, from its state on; None for one that is dead, waited for or not."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+    return None if fields[0] in (b"Z", b"X") else fields
+
+
+def _start(pid: int) -> int | None:
+    """Return when a process was started, in ticks since the boot; None for one that is dead, waited for or not."""
+    fields = _fields(pid)
+    return None if fields is None else int(fields[19])
+
+
+def processor_ticks(pid: int) -> int | None:
+    """Return how much processor time a process has used, in ticks; None for one that is dead, waited for or not."""
+    fields = _fields(pid)
+    return None if fields is None else int(fields[11]) + int(fields[12])

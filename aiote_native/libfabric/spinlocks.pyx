@@ -14,7 +14,9 @@ from aiote_native.status cimport check
 
 cdef extern from "<pthread.h>" nogil:
     ctypedef int pthread_spinlock_t
+    int pthread_spin_init(pthread_spinlock_t*, int)
     int pthread_spin_unlock(pthread_spinlock_t*)
+    int PTHREAD_PROCESS_SHARED
 
 cdef enum:
     MAPPED = 4096
@@ -44,6 +46,14 @@ cdef class SpinLock:
         self.memory = <uint8_t*> memory
         if self.memory[0] != VERSION or (<int32_t*> (self.memory + PROCESS_AT))[0] != process:
             raise ValueError(f"{path} is not the memory of process {process} in layout {VERSION}")
+
+    @property
+    def held(self) -> bool:
+        """Whether somebody holds it now."""
+        # What a free one looks like is the C library's own affair: 1 on x86-64, 0 on arm64.
+        cdef pthread_spinlock_t free
+        pthread_spin_init(&free, PTHREAD_PROCESS_SHARED)
+        return self.memory != NULL and (<int32_t*> (self.memory + LOCK_AT))[0] != <int32_t> free
 
     def release(self) -> None:
         """Unlock it, whoever holds it: to be called once nobody but this process can want it."""

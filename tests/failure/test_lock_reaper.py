@@ -1,4 +1,4 @@
-"""Locks in shared memory that a killed process held are freed, and only then.
+"""Locks in shared memory that a killed or stopped process held are freed, and only then.
 
 The memory is made here, laid out as libfabric 1.17 does, so that the library's own version does not matter.
 """
@@ -6,33 +6,44 @@ The memory is made here, laid out as libfabric 1.17 does, so that the library's 
 from __future__ import annotations
 
 import ctypes
+import errno
+import itertools
 import mmap
 import os
+import re
+import signal
 import subprocess
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from aiote.rails.lock_reaper import SCHEME, DeadPeerLockReaper
+import aiote
+from aiote.rails.lock_reaper import LOOKS, SCHEME, LockReaper
 from aiote.rails.stale_files import SHARED_MEMORY, mark
+from engines import LOST_SOON, opened, served_on
 
 pytestmark = pytest.mark.libfabric
 
 LIBC = ctypes.CDLL(None)
 VERSION, PROCESS_AT, LOCK_AT = 4, 4, 24
 PATIENCE_S = 60.0
+SIZE = 1 << 18
+NUMBERS = itertools.count(0xF00000)
 
 
 class Lock:
     """The lock of an endpoint's memory, through a mapping of its own."""
 
-    def __init__(self, memory: mmap.mmap) -> None:
+    def __init__(self, memory: mmap.mmap, *, fresh: bool = True) -> None:
         self._word = ctypes.c_int.from_buffer(memory, LOCK_AT)
-        LIBC.pthread_spin_init(ctypes.byref(self._word), 1)
+        if fresh:
+            LIBC.pthread_spin_init(ctypes.byref(self._word), 1)
 
     def taken(self) -> bool:
         """Take it, if it is free; tell whether it was not."""
@@ -55,7 +66,7 @@ class Lock:
 def endpoint(process: int, version: int = VERSION) -> Iterator[tuple[bytes, Lock]]:
     """Lay out an endpoint's memory; yield its address and its lock, which is taken."""
     started = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[19].decode()
-    name = f"aiote-{process}-{started}-{mark().split('-')[3]}-{process:x}"
+    name = f"aiote-{process}-{started}-{mark().split('-')[3]}-{next(NUMBERS):x}"
     path = Path(f"{SHARED_MEMORY}/{name}")
     try:
         with path.open("xb+") as file:
@@ -74,8 +85,8 @@ def endpoint(process: int, version: int = VERSION) -> Iterator[tuple[bytes, Lock
 
 
 @contextmanager
-def lock_reaper() -> Iterator[DeadPeerLockReaper]:
-    one = DeadPeerLockReaper()
+def lock_reaper(stands: float = 1000.0, rounds: Callable[[], int] = lambda: 0) -> Iterator[LockReaper]:
+    one = LockReaper(rounds, stands)
     try:
         yield one
     finally:
@@ -121,3 +132,94 @@ def test_memory_of_another_layout_is_left_alone():
         time.sleep(0.05)
         assert ours.taken()
         assert theirs.taken()
+
+
+class Link:
+    """A link that notes with what it was given up."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.given_up: list[int] = []
+        self.told = threading.Event()
+
+    def fail(self, errnum: int) -> None:
+        self.given_up.append(errnum)
+        self.told.set()
+
+
+def paired(stack: ExitStack, watch: LockReaper, *command: str) -> tuple[Any, Lock, Lock, Link]:
+    """Start a process, and watch a pair of endpoints of which it has one; both locks are taken."""
+    process = subprocess.Popen(command)
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    own, ours = stack.enter_context(endpoint(os.getpid()))
+    peer, theirs = stack.enter_context(endpoint(process.pid))
+    link = Link()
+    watch.add(link, own, peer)  # type: ignore[arg-type]
+    return process, ours, theirs, link
+
+
+def test_both_locks_are_freed_when_the_peer_is_stopped_and_not_when_it_works():
+    with ExitStack() as stack:
+        watch = stack.enter_context(lock_reaper(stands=0.5))
+        _, busy, _, other = paired(stack, watch, "sh", "-c", "while :; do :; done")
+        process, ours, theirs, link = paired(stack, watch, "sh", "-c", "while :; do :; done")
+        process.send_signal(signal.SIGSTOP)
+        assert ours.freed()
+        assert theirs.freed()
+        assert link.told.wait(PATIENCE_S)
+        assert link.given_up == [errno.ETIMEDOUT]
+        assert busy.taken(), "freed though its peer works"
+        assert other.given_up == []
+
+
+def test_locks_are_not_freed_while_the_engine_does_rounds():
+    rounds = itertools.count()
+    looked = threading.Event()
+
+    def count() -> int:
+        number = next(rounds)
+        if number == 10 * LOOKS:
+            looked.set()
+        return number
+
+    with ExitStack() as stack:
+        watch = stack.enter_context(lock_reaper(stands=0.1, rounds=count))
+        process, ours, theirs, link = paired(stack, watch, "sleep", "1000")
+        process.send_signal(signal.SIGSTOP)
+        assert looked.wait(PATIENCE_S)
+        assert ours.taken()
+        assert theirs.taken()
+        assert link.given_up == []
+
+
+@pytest.mark.anyio
+@pytest.mark.blocking_allowed("libfabric before 2.0 spins until its lock is freed")
+async def test_an_engine_goes_on_when_a_peer_is_stopped_with_the_lock_held(child):
+    """With libfabric before 2.0; later ones have no such lock, and the peer is only stopped."""
+    victim = child()
+    async with opened("shm", **LOST_SOON) as engine, opened("shm") as other:
+        await victim.open("shm", SIZE, heartbeat_timeout=1000.0)
+        await engine.connect(victim.address)
+        await engine.connect(other.address)
+        source = engine.register(bytearray(SIZE))
+        target = engine.attach(victim.descriptor)
+        await engine.write(source, target)
+        await victim.stop()
+        hold_locks(victim.pid)
+        with pytest.raises(aiote.AioteError, match=re.escape(str(victim.address))):
+            while True:
+                await engine.write(source, target)
+        await served_on(engine, other)
+
+
+def hold_locks(process: int) -> None:
+    """Take the lock of each of a process's endpoints, as if it were stopped in the midst of one."""
+    for path in Path(SHARED_MEMORY).glob(f"aiote-{process}-*"):
+        with path.open("rb+") as file, mmap.mmap(file.fileno(), mmap.PAGESIZE) as memory:
+            if memory[0] == VERSION:
+                lock = Lock(memory, fresh=False)
+                while lock.taken():
+                    time.sleep(0.001)
+                lock.forget()
