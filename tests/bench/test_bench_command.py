@@ -61,7 +61,7 @@ def test_everything_is_measured_beside_the_raw_loops(provider, mode, ops, tmp_pa
 @pytest.mark.libfabric
 @pytest.mark.one_library
 @pytest.mark.parametrize("loop", ["uvloop", "trio"])
-def test_on_the_other_loops_and_by_the_native_thread(loop):
+def test_benchmarks_run_on_other_loops_and_by_the_native_thread(loop):
     done = bench("latency", "--provider", "shm", "--loop", loop, "--progress", "thread", "--mode", "default", *QUICK)
     assert done.returncode == 0, done.stderr
     assert f"aiote ({loop})" in done.stdout
@@ -80,7 +80,7 @@ def test_runs_of_few_messages_after_others_are_verified():
 
 @pytest.mark.libfabric
 @pytest.mark.one_library
-def test_raw_alone_and_a_picture(tmp_path):
+def test_the_raw_loops_alone_are_measured_and_plotted(tmp_path):
     file = tmp_path / "picture.png"
     done = bench(
         "raw", "write", "--provider", "shm", "--sizes", "4K,64KiB", "--window", "3", *QUICK, "--plot", str(file)
@@ -93,7 +93,7 @@ def test_raw_alone_and_a_picture(tmp_path):
 @pytest.mark.libfabric
 @pytest.mark.one_library
 @pytest.mark.needs_namespaces
-def test_a_namespace_with_reno():
+def test_the_reno_option_measures_in_a_namespace_with_reno():
     done = bench("rate", "--reno", *QUICK)
     assert done.returncode == 0, done.stderr
     assert "TCP congestion control reno" in done.stdout
@@ -101,7 +101,7 @@ def test_a_namespace_with_reno():
 
 @pytest.mark.libfabric
 @pytest.mark.one_library
-def test_two_machines():
+def test_two_machines_measure_and_the_listener_says_what_it_served():
     with subprocess.Popen(
         [*AIOTE, "write", "--listen", "--host", "127.0.0.1:0"],
         stdout=subprocess.PIPE,
@@ -198,7 +198,7 @@ def kill_one(bench: subprocess.Popen[str], name: str) -> None:
         (("fly",), "No such command"),
     ],
 )
-def test_what_is_refused_before_anything_is_started(arguments, why, capfd):
+def test_wrong_options_are_refused_before_anything_is_started(arguments, why, capfd):
     assert main(["bench", *arguments]) == 2
     said = capfd.readouterr().err
     assert why in said
@@ -215,7 +215,7 @@ def test_what_is_refused_before_anything_is_started(arguments, why, capfd):
         (("send", "--provider", "shm", "--sizes", "128K", *QUICK), "65536"),
     ],
 )
-def test_what_fails_says_why(arguments, why, capfd):
+def test_a_benchmark_that_fails_says_why(arguments, why, capfd):
     assert main(["bench", *arguments]) == 1
     said = capfd.readouterr().err
     assert why in said

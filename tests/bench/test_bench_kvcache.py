@@ -63,7 +63,7 @@ def test_requests_fill_the_window(count, wanted):
     assert whole(SMALL, count) == wanted
 
 
-def test_what_a_run_says():
+def test_a_run_says_its_rate_and_cpu_use():
     served = Served.of(Job(1 << 20, 64, 1, 16), 2, {"seconds": 2, "p50_us": 5, "p99_us": 6, "cpu": 1}, {"cpu": 4})
     assert (served.gib_s, served.cpu_decode, served.cpu_prefill) == (1.0, 0.5, 2.0)
 
@@ -101,7 +101,7 @@ def test_wrong_data_name_the_side():
         do(FakePair("one", 1.0, verified=False), SMALL.line("service", 1))
 
 
-def test_what_cannot_be_hidden_of_the_first_token():
+def test_the_bound_of_the_first_token_is_what_computing_cannot_hide():
     one = Round(alone_us=80_000, together_us=81_500, trip_us=500, gib_s=2.0)
     assert one.added_us == 1500
     job, layer = Job(16384, 128), 1e6 / 1024
@@ -187,7 +187,7 @@ def test_pages_are_scattered_on_both_sides_and_no_two_alike(service):
 @pytest.mark.libfabric
 @pytest.mark.one_library
 @pytest.mark.blocking_allowed("the processes are the driver's")
-def test_a_whole_run_beside_sockets(tmp_path):
+def test_a_whole_run_beside_sockets_is_recorded(tmp_path):
     file, peers = tmp_path / "records.json", tmp_path / "peers.jsonl"
     worker = {"python": sys.executable, "worker": str(PEERS / "kvcache_sockets.py"), "args": ["--variant", "uvloop"]}
     peers.write_text(json.dumps({"name": "sockets", "providers": ["shm"], **worker}) + "\n")

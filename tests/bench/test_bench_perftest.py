@@ -66,7 +66,7 @@ def test_a_clock_that_does_not_run_is_told(row):
 
 
 @given(st.text(), st.sampled_from(["write", "latency", "rate"]))
-def test_whatever_it_says_is_a_result_or_an_error(said, op):
+def test_any_output_is_a_result_or_an_error(said, op):
     work = Work(op, 8, 1, 5)
     for text in (said, f" 8  5  {said}", f" 8 5 1 2 3 {said}"):
         try:
@@ -75,7 +75,7 @@ def test_whatever_it_says_is_a_result_or_an_error(said, op):
             continue
 
 
-def test_what_is_started():
+def test_the_command_of_perftest_is_that_of_the_work():
     place = "rxe0:1:3"
     write = command_of(Work("write", 65536, 16, 900), "spin", place)
     assert " ".join(write) == "ib_write_bw -d rxe0 -i 1 -x 3 -F -s 65536 -n 900 -t 16"
@@ -89,7 +89,7 @@ def test_what_is_started():
         command_of(Work("pages", 8, 1, 1, 5), "spin", place)
 
 
-def test_who_has_it_not_is_not_asked(monkeypatch, tmp_path):
+def test_a_machine_without_perftest_is_not_asked(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert contestants("") == []
     for name in {*perftest.BANDWIDTH.values(), "ib_write_lat", "ib_send_lat"}:
@@ -122,7 +122,7 @@ esac
         ("echo hello", "{listen}", "no figures in what it said: 'hello'"),
     ],
 )
-def test_what_fails_says_why(tmp_path, client, server, why):
+def test_a_perftest_that_fails_says_why(tmp_path, client, server, why):
     """With programs that fail in its place, on a tree that has a port."""
     serve = "import socket, sys, time; kept = socket.create_server((str(), int(sys.argv[1]))); time.sleep(9)"
     listen = f"exec {sys.executable} -P -c '{serve}' $last"

@@ -65,7 +65,7 @@ def pair(name="aiote", target=GOOD, initiator=GOOD, refuse="pass") -> Pair:
         ("import time; time.sleep(60)", "no answer in 0 s"),
     ],
 )
-def test_what_is_no_answer(program, why):
+def test_what_is_no_answer_is_an_error_with_the_reason(program, why):
     worker = side(program)
     try:
         with pytest.raises(BenchError, match=why):
@@ -176,12 +176,12 @@ def test_an_arena_holds_every_kind_of_work_in_whole_huge_pages():
         ("1.2.3.4:0", ("1.2.3.4", 0)),
     ],
 )
-def test_a_place(text, place):
+def test_a_place_without_host_or_port_has_the_defaults(text, place):
     assert parse_place(text, default_host="h") == place
 
 
 @pytest.mark.parametrize("text", ["far:x", "far:70000", "far:-1"])
-def test_no_place(text):
+def test_a_place_with_no_port_number_is_refused(text):
     with pytest.raises(ValueError):
         parse_place(text, default_host="h")
 
@@ -195,7 +195,7 @@ def asked(**changes) -> bytes:
     return json.dumps({**ASKED, "arena": 4096, **changes}).encode()
 
 
-def test_a_request_for_a_worker():
+def test_a_request_for_a_worker_is_parsed():
     kind, fields = parse_request(asked())
     assert kind == "raw"
     assert Setting(**fields) == Setting("tcp", arena=4096)
@@ -220,7 +220,7 @@ def test_a_request_for_a_worker():
         asked(provider=7),
     ],
 )
-def test_what_a_listener_does_not_start(line):
+def test_what_a_listener_does_not_start_is_refused(line):
     with pytest.raises(BenchError):
         parse_request(line)
 
@@ -245,7 +245,7 @@ def listener():
             thread.join()
 
 
-def test_a_target_on_another_machine(listener):
+def test_a_target_on_another_machine_is_started_and_run(listener):
     connection = WorkerConnection(*listener.server_address)
     assert connection.local_host == "127.0.0.1"
     target = connection.spawn("aiote", "aiote", Setting("tcp", library="/only/here.so"))
@@ -279,14 +279,14 @@ def test_other_libraries_are_not_started_elsewhere(listener):
         WorkerConnection(*listener.server_address).spawn("nixl", "other", Setting("tcp"))
 
 
-def test_nobody_listens():
+def test_connecting_where_nobody_listens_says_what_to_start():
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = server.getsockname()
     with pytest.raises(BenchError, match="--listen"):
         WorkerConnection(*place)
 
 
-def test_others_are_read_from_lines(tmp_path):
+def test_other_libraries_are_read_from_lines(tmp_path):
     file = tmp_path / "peers.jsonl"
     file.write_text('{"name": "n", "python": "p", "worker": "w", "args": ["-x"], "providers": ["tcp"]}\n')
     assert Contestant.others(file) == [Contestant("n", "other", ("p", "w", "-x"), ("tcp",))]

@@ -22,20 +22,20 @@ def test_a_percentile_is_the_smallest_value_that_so_many_do_not_exceed(values, p
     assert sum(value <= max(smaller, default=-1) for value in values) * 100 < percent * len(values)
 
 
-def test_percentiles_of_a_hundred():
+def test_percentiles_of_a_hundred_values_are_their_ranks():
     values = list(range(100, 0, -1))
     assert [percentile(values, p) for p in (1, 50, 99, 100)] == [1, 50, 99, 100]
     assert percentile([7.0], 1) == 7.0
 
 
 @pytest.mark.parametrize("percent", [0, -1, 100.1])
-def test_a_percentage_that_is_none(percent):
+def test_a_percentage_out_of_range_is_refused(percent):
     with pytest.raises(ValueError, match=str(percent)):
         percentile([1.0], percent)
 
 
 @given(VALUES)
-def test_a_spread_and_a_summary(values):
+def test_a_spread_and_a_summary_give_least_median_and_most(values):
     spread = Spread.of(values)
     assert (spread.least, spread.median, spread.most) == (min(values), statistics.median(values), max(values))
     summary = LatencySummary.of(values)
@@ -59,7 +59,7 @@ def test_what_drifts_cancels_in_a_paired_ratio_and_not_in_a_ratio_of_medians():
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [([1.0], [1.0, 2.0]), ([], []), ([1.0], [0.0]), ([1.0], [-1.0])])
-def test_what_cannot_be_paired(ours, theirs):
+def test_runs_that_cannot_be_paired_are_refused(ours, theirs):
     with pytest.raises(ValueError):
         paired_ratio(ours, theirs)
 

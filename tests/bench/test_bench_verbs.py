@@ -61,14 +61,14 @@ def test_devices_are_named_for_both_sides():
 
 
 @pytest.mark.needs_rdma
-def test_several_rails_of_the_raw_loops():
+def test_the_raw_loops_run_over_several_rails():
     names = ",".join(sorted({ports_of(role, "")[0][0].name for role in ("initiator", "target")}))
     done = bench("raw", "pages", "--provider", "verbs", "--rails", names, "--pages", "256", "--sizes", "4K", *QUICK)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.needs_rdma
-def test_a_device_that_is_not_there():
+def test_a_device_that_does_not_exist_is_refused():
     done = bench("raw", "write", "--provider", "verbs", "--rails", "mlx5_99", *QUICK)
     assert done.returncode == 2
     assert "'mlx5_99' is not here" in done.stderr
@@ -105,7 +105,7 @@ def port(folder: Path, name: str, address: str, state: str = "4: ACTIVE") -> Non
         ("target", "d0,a0", "", ["d0", "a0"]),
     ],
 )
-def test_which_ports_a_side_has(tmp_path, role, rails, host, names):
+def test_each_side_has_the_ports_of_its_role_and_host(tmp_path, role, rails, host, names):
     for number, name in enumerate(["a0", "b0", "c0", "d0"], 1):
         port(tmp_path, name, f"10.0.0.{number}", "1: DOWN" if name == "b0" else "4: ACTIVE")
     found = ports_of(role, rails, host, root=str(tmp_path))
@@ -117,7 +117,7 @@ def test_a_single_port_is_both_sides(tmp_path):
     assert ports_of("target", "", root=str(tmp_path)) == ports_of("initiator", "", root=str(tmp_path))
 
 
-def test_no_port_to_speak_from(tmp_path):
+def test_a_machine_whose_ports_are_down_is_refused(tmp_path):
     port(tmp_path, "a0", "10.0.0.1", "1: DOWN")
     with pytest.raises(BenchError, match="no port is up"):
         ports_of("target", "", root=str(tmp_path))
@@ -130,7 +130,7 @@ def test_no_port_to_speak_from(tmp_path):
         (("write", "--provider", "verbs", "--listen", "--host", "127.0.0.1:99999"), "99999"),
     ],
 )
-def test_what_is_refused(arguments, why):
+def test_wrong_options_are_refused_with_the_reason(arguments, why):
     done = bench(*arguments)
     assert done.returncode in (1, 2)
     assert why in done.stderr

@@ -38,7 +38,7 @@ def test_a_line_says_the_whole_work(work):
 
 
 @pytest.mark.parametrize("line", ["run", "run op=write", "run op=write size=x window=1 count=1", "run size=8", "run a"])
-def test_a_line_that_says_none(line):
+def test_a_line_that_says_no_work_is_refused(line):
     with pytest.raises(ValueError):
         Work.parse(line)
 
@@ -103,6 +103,6 @@ def test_messages_that_never_came_are_not_verified():
         (Work("write", 1 << 20, 1, 1), "the arena has"),
     ],
 )
-def test_work_that_does_not_fit(work, why):
+def test_work_that_does_not_fit_is_refused(work, why):
     with pytest.raises(ValueError, match=why):
         Arena(Engine(), 4096).prepare(work, fills=True)

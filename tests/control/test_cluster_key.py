@@ -72,7 +72,7 @@ async def test_the_same_key_connects(provider):
                 await talk(left, right)
 
 
-async def test_the_key_of_the_environment(monkeypatch):
+async def test_the_key_of_the_environment_counts_unless_one_is_given(monkeypatch):
     async with opened("tcp", cluster_key=KEY, host="127.0.0.1") as left:
         monkeypatch.setenv("AIOTE_CLUSTER_KEY", KEY.decode())
         async with opened("tcp", host="127.0.0.1") as right:
@@ -109,7 +109,7 @@ async def test_another_key_is_refused_on_both_sides_and_at_once(provider):
     ],
     ids=["a key is required", "a key is unexpected"],
 )
-async def test_a_key_on_one_side_only(left_key, right_key, said):
+async def test_a_key_on_one_side_only_is_refused(left_key, right_key, said):
     with anyio.fail_after(PATIENCE_S):
         async with (
             opened("tcp", cluster_key=left_key, host="127.0.0.1", connect_timeout=NEVER_S) as left,

@@ -70,7 +70,7 @@ async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, un
 
 @pytest.mark.parametrize("serve", [silent, silent_after_the_challenge, silent_after_the_welcome])
 @pytest.mark.parametrize("heartbeat_timeout", [1.5, 1000.0])
-async def test_an_attempt_at_what_falls_silent_ends_by_it(serve, heartbeat_timeout):
+async def test_an_attempt_at_a_silent_host_ends_by_the_connect_timeout(serve, heartbeat_timeout):
     with Fabric() as fabric:
         async with fabric.open_engine(config=limited(heartbeat_timeout=heartbeat_timeout)) as engine:
             async with await asyncio.start_server(serve, "127.0.0.1") as server:
@@ -82,7 +82,7 @@ async def test_an_attempt_at_what_falls_silent_ends_by_it(serve, heartbeat_timeo
                 await engine.connect(other.address)
 
 
-async def test_a_host_that_is_cut_off_is_given_up_by_it():
+async def test_a_partitioned_host_is_given_up_by_the_connect_timeout():
     with Fabric() as fabric:
         async with fabric.open_engine(config=limited()) as engine, fabric.open_engine() as other:
             await asyncio.sleep(1)  # it accepts by now
@@ -95,7 +95,7 @@ async def test_a_host_that_is_cut_off_is_given_up_by_it():
             await engine.connect(other.address)
 
 
-async def test_what_waits_for_a_connection_ends_by_it():
+async def test_a_send_that_waits_for_its_connection_ends_by_the_connect_timeout():
     with Fabric() as fabric:
         async with fabric.open_engine(config=limited()) as engine:
             async with await asyncio.start_server(silent, "127.0.0.1") as server:
@@ -130,11 +130,11 @@ async def proves_itself_and_offers_nothing(reader: asyncio.StreamReader, writer:
 
 
 @pytest.mark.parametrize("words", [says_nothing, says_half_a_hello, says_a_byte_at_a_time])
-async def test_a_connection_that_says_too_little_is_refused_by_it(words):
+async def test_a_connection_that_says_too_little_is_refused_by_the_connect_timeout(words):
     await two_hundred(lambda streams: words(streams[1]))
 
 
-async def test_a_connection_that_never_offers_is_refused_by_it():
+async def test_a_connection_that_never_offers_is_refused_by_the_connect_timeout():
     await two_hundred(lambda streams: proves_itself_and_offers_nothing(*streams))
 
 

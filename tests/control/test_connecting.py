@@ -35,7 +35,7 @@ NAMES: dict[str, Callable[[aiote.Address], aiote.Address | str]] = {
 
 @pytest.mark.anyio
 @each_provider
-async def test_every_way_to_name_an_engine(provider):
+async def test_every_way_to_name_an_engine_gives_the_same_peer(provider):
     async with pair(provider) as (left, right):
         for name in NAMES.values():
             peer = await left.connect(name(right.address))
@@ -51,7 +51,7 @@ async def test_every_way_to_name_an_engine(provider):
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, id=key) for key, name in NAMES.items()])
-async def test_each_way_is_good_for_the_first_connection(name):
+async def test_each_way_to_name_an_engine_makes_the_first_connection(name):
     async with pair("tcp") as (left, right):
         peer = await left.connect(name(right.address))
         assert peer.address.identity == right.address.identity
@@ -65,21 +65,21 @@ async def test_each_way_is_good_for_the_first_connection(name):
 @pytest.mark.parametrize(
     "wrong", ["", "nonsense", "127.0.0.1", "127.0.0.1:", "127.0.0.1:0", "http://h:1", None, 5, b"x"]
 )
-async def test_what_is_no_address(wrong):
+async def test_connecting_to_what_is_no_address_is_refused(wrong):
     async with opened("tcp") as engine:
         with pytest.raises(aiote.UsageError):
             await engine.connect(wrong)
 
 
 @pytest.mark.parametrize("name", [pytest.param(NAMES[key], id=key) for key in ("address", "text", "place")])
-async def test_to_itself(name):
+async def test_connecting_to_itself_is_refused(name):
     async with opened("tcp", connect_timeout=NEVER_S) as engine:
         with pytest.raises(aiote.UsageError, match="itself"):
             await engine.connect(name(engine.address))
 
 
 @pytest.mark.anyio
-async def test_to_a_closed_port():
+async def test_connecting_to_a_closed_port_fails():
     with anyio.fail_after(PATIENCE_S), socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound and not listening: refused, and nobody else's
         async with opened("tcp", connect_timeout=NEVER_S) as engine:
@@ -91,14 +91,14 @@ async def test_to_a_closed_port():
             assert engine.peers == ()
 
 
-async def test_to_a_name_that_is_not_there():
+async def test_connecting_to_an_unknown_name_fails():
     async with opened("tcp", connect_timeout=NEVER_S) as engine:
         with pytest.raises(aiote.PeerError, match=r"no-such-host\.invalid"):
             await engine.connect("no-such-host.invalid:4000")
 
 
 @pytest.mark.anyio
-async def test_to_a_port_that_accepts_and_says_nothing():
+async def test_connecting_to_a_silent_port_times_out():
     with anyio.fail_after(PATIENCE_S), socket.create_server(("127.0.0.1", 0)) as silent:
         async with opened("tcp", connect_timeout=SHORT_S) as engine:
             with pytest.raises(aiote.ConnectTimeoutError, match=r"no connection was made within 0\.3 s"):
@@ -106,7 +106,7 @@ async def test_to_a_port_that_accepts_and_says_nothing():
             assert engine.peers == ()
 
 
-async def test_to_a_port_that_does_not_accept():
+async def test_connecting_to_a_port_that_does_not_accept_times_out():
     """A full backlog drops what comes: not even TCP's own handshake is answered."""
     with anyio.fail_after(PATIENCE_S), socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         fillers = [socket.socket() for _ in range(4)]
@@ -151,7 +151,7 @@ GARBAGE = {
 
 @pytest.mark.parametrize("words", [pytest.param(words, id=name) for name, words in GARBAGE.items()])
 @pytest.mark.parametrize("hang_up", [False, True], ids=["and stays", "and hangs up"])
-async def test_to_a_port_that_speaks_garbage(words, hang_up):
+async def test_connecting_to_a_port_that_speaks_garbage_fails_with_the_reason(words, hang_up):
     with anyio.fail_after(PATIENCE_S):
         async with opened("tcp", connect_timeout=NEVER_S) as engine, impostor(saying(words, hang_up=hang_up)) as place:
             with pytest.raises(
@@ -162,7 +162,7 @@ async def test_to_a_port_that_speaks_garbage(words, hang_up):
 
 
 @pytest.mark.parametrize("words", [b"", b"\0", b"\0\0\0\x57\x02\0\1"], ids=["nothing", "a byte", "half a frame"])
-async def test_to_a_port_that_hangs_up(words):
+async def test_connecting_to_a_port_that_hangs_up_fails(words):
     with anyio.fail_after(PATIENCE_S):
         async with opened("tcp", connect_timeout=NEVER_S) as engine, impostor(saying(words, hang_up=True)) as place:
             with pytest.raises(aiote.PeerError, match="the connection (ended|broke)"):
@@ -170,7 +170,7 @@ async def test_to_a_port_that_hangs_up(words):
 
 
 @pytest.mark.parametrize("step", ["after its challenge", "after its welcome"])
-async def test_to_an_engine_that_falls_silent(step):
+async def test_connecting_to_an_engine_that_falls_silent_times_out(step):
     """It speaks the protocol well, up to a point."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -191,7 +191,7 @@ async def test_to_an_engine_that_falls_silent(step):
             assert engine.peers == ()
 
 
-async def test_to_another_engine_than_the_one_named():
+async def test_connecting_to_another_engine_than_the_one_named_fails():
     async with pair("tcp", connect_timeout=NEVER_S) as (left, right):
         host, port = right.address.host, right.address.port
         with pytest.raises(aiote.PeerError, match="another engine answers at this address"):
@@ -200,7 +200,7 @@ async def test_to_another_engine_than_the_one_named():
 
 
 @pytest.mark.anyio
-async def test_engines_without_a_rail_in_common():
+async def test_engines_without_a_rail_in_common_refuse_each_other():
     told: list[aiote.Event] = []
     with anyio.fail_after(PATIENCE_S):
         async with opened("tcp", connect_timeout=NEVER_S) as left, opened("shm", connect_timeout=NEVER_S) as right:
@@ -218,7 +218,7 @@ async def test_engines_without_a_rail_in_common():
 
 @pytest.mark.anyio
 @each_provider
-async def test_fifty_tasks_connect_at_once(provider):
+async def test_fifty_tasks_that_connect_at_once_get_the_same_peer(provider):
     async with pair(provider) as (left, right):
         found: list[aiote.Peer] = []
         names = list(NAMES.values())
@@ -240,7 +240,7 @@ async def test_fifty_tasks_connect_at_once(provider):
 
 
 @pytest.mark.anyio
-async def test_transfers_are_the_first_to_use_an_address():
+async def test_fifty_first_writes_to_an_address_connect_once():
     """The first use connects; fifty first uses connect once."""
     async with pair("tcp") as (left, right):
         memory = bytearray(50)
@@ -276,7 +276,7 @@ async def test_a_cancelled_connect_ends_at_once_and_harms_nobody():
 
 @pytest.mark.anyio
 @each_provider
-async def test_connects_that_are_cancelled_at_any_point(provider):
+async def test_connects_cancelled_at_any_point_leave_a_later_one_whole(provider):
     async with pair(provider) as (left, right):
         for turns in range(12):
             async with anyio.create_task_group() as group:
@@ -292,7 +292,7 @@ async def test_connects_that_are_cancelled_at_any_point(provider):
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("who", ["the one that connects", "the one that is connected to"])
-async def test_an_engine_closed_while_it_connects(who):
+async def test_closing_an_engine_while_it_connects_ends_the_attempt(who):
     for turns in range(0, 40, 4):
         ended: list[str] = []
         async with pair("tcp", connect_timeout=NEVER_S) as (left, right):

@@ -78,7 +78,7 @@ async def test_strangers_are_not_heard():
     here.end.close()
 
 
-async def test_one_that_nobody_comes_for_is_closed():
+async def test_a_handover_that_nobody_takes_is_closed():
     here = Hearing()
     here.end.close()
     here.end.close()
@@ -89,7 +89,7 @@ async def test_one_that_nobody_comes_for_is_closed():
 
 
 @pytest.mark.parametrize("address", [b"", b"x" * 16, bytes(16) + b"\0dbus", bytes(16) + b"/run/systemd/notify"])
-def test_nothing_is_sent_to_others(address):
+def test_nothing_is_sent_to_what_is_no_wakeup_socket(address):
     with pytest.raises(ValueError, match="no address of a wake-up socket"):
         hand_over(address, [], b"")
 
@@ -129,7 +129,7 @@ async def share(engine: aiote.Engine, descriptors: list[int], address: bytes, ow
 
 
 @pytest.mark.parametrize("case", SHARED)
-async def test_what_a_peer_shares_is_checked(case, capfd):
+async def test_memory_that_a_peer_shares_is_refused_where_it_is_not_what_it_says(case, capfd):
     """At once, with the reason; the engine keeps nothing of it and goes on."""
     make, expected = SHARED[case]
     with anyio.fail_after(PATIENCE_S):

@@ -143,7 +143,7 @@ async def test_idle_peers_stay_for_many_times_the_limit():
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("dials", ["quick", "slow"])
-async def test_engines_of_different_patience(dials):
+async def test_engines_of_different_patience_keep_each_other(dials):
     """Each speaks as often as the other wants to hear, however rarely it would by itself."""
     async with opened("sim", heartbeat_interval=0.05, heartbeat_timeout=0.4) as quick:
         async with opened("sim", heartbeat_interval=5, heartbeat_timeout=60) as slow:
@@ -207,7 +207,7 @@ async def test_one_lost_peer_harms_no_other(child):
             await left.write(source, target)
 
 
-async def test_a_peer_that_goes_without_a_word(child):
+async def test_a_killed_peer_is_lost_before_any_time_limit(child):
     """Killed: the kernel closes what it had, and that is noticed without waiting for any limit."""
     killed = child()
     with anyio.fail_after(PATIENCE_S):

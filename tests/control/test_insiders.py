@@ -104,14 +104,14 @@ COMES_TO_NOTHING = [
 
 
 @pytest.mark.parametrize("provider", ["tcp", "shm"])
-async def test_nonsense_that_only_time_tells(provider, capfd):
+async def test_nonsense_that_never_completes_is_given_up_by_the_connect_timeout(provider, capfd):
     """A connection that comes to nothing is given up by `connect_timeout` at the latest, all of them at once."""
     reasons = await nonsense(provider, 3.0, [(offer(), messages) for messages in COMES_TO_NOTHING])
     assert "no connection was made within 3.0 s" in reasons
     assert capfd.readouterr().err == ""
 
 
-async def test_a_rail_that_leads_nowhere(capfd):
+async def test_a_peer_whose_rail_leads_nowhere_is_lost(capfd):
     """It is taken for a peer, for all that it said was well-formed; its end is told as any peer's."""
     with anyio.fail_after(PATIENCE_S):
         async with opened("tcp", heartbeat_timeout=NEVER_S) as engine:

@@ -64,7 +64,7 @@ async def test_any_exception_loses_the_peer(kind, broken, monkeypatch):
             await served_on(left, other)
 
 
-async def test_more_immediates_than_a_frame_holds():
+async def test_more_immediates_than_a_frame_holds_are_told_in_several_frames():
     """A busy engine acknowledges late; when a channel fails then, what came is told in several frames."""
     many = 5000
     with anyio.fail_after(PATIENCE_S):

@@ -69,7 +69,7 @@ async def assert_all_connected(engines: list[aiote.Engine]) -> None:
 @pytest.mark.anyio
 @each_provider
 @pytest.mark.parametrize(("way", "way_back"), WAYS)
-async def test_two_at_once(provider, way, way_back):
+async def test_two_engines_that_connect_at_once_have_one_connection(provider, way, way_back):
     random.seed(7)
     for _ in range(3):
         async with pair(provider) as (left, right):
@@ -82,7 +82,7 @@ async def test_two_at_once(provider, way, way_back):
 @each_provider
 @pytest.mark.verbs_once("way", "way_back")
 @pytest.mark.parametrize(("way", "way_back"), WAYS)
-async def test_five_at_once(provider, way, way_back):
+async def test_five_engines_that_connect_at_once_have_one_connection_a_pair(provider, way, way_back):
     """Ten pairs, twenty attempts."""
     random.seed(8)
     with anyio.fail_after(PATIENCE_S):
@@ -99,7 +99,7 @@ async def test_five_at_once(provider, way, way_back):
 
 
 @real_provider
-async def test_two_processes_at_once(provider, child):
+async def test_two_processes_that_connect_at_once_have_one_connection(provider, child):
     """Two loops of their own, so that the moments are the machine's choice."""
     other = child()
     with anyio.fail_after(PATIENCE_S):

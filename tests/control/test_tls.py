@@ -149,7 +149,7 @@ async def test_the_wire_is_encrypted(papers):
     assert engine.address.identity not in data
 
 
-async def test_more_silent_connections_than_are_held(papers):
+async def test_silent_connections_beyond_the_limit_make_room_for_an_engine(papers):
     """Those that never begin their TLS handshake count, too: the oldest make room, and a real engine gets through."""
     config = {"ssl_server": serving(papers.here), "ssl_client": papers.ours.client(), "heartbeat_timeout": NEVER_S}
     with anyio.fail_after(PATIENCE_S), contextlib.ExitStack() as stack:
@@ -208,7 +208,7 @@ async def test_a_server_without_tls_is_refused(papers):
 
 
 @pytest.mark.parametrize("shown", ["a good one", "none", "a stranger's", "one that has expired"])
-async def test_client_certificates(papers, shown):
+async def test_only_a_client_with_a_good_certificate_connects(papers, shown):
     server = serving(papers.here)
     server.verify_mode = ssl.CERT_REQUIRED
     server.load_verify_locations(papers.ours.path("pem"))

@@ -61,7 +61,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("words", [pytest.param(words, id=name) for name, words in WRONG.items()])
-async def test_wrong_words_are_refused_at_once(words):
+async def test_wrong_bytes_are_refused_at_once(words):
     with anyio.fail_after(PATIENCE_S):
         async with pair("tcp", connect_timeout=NEVER_S) as (left, right):
             reasons = refusals(right)
@@ -82,7 +82,7 @@ async def test_a_refusal_is_told_to_the_stranger():
 
 
 @pytest.mark.parametrize("cut", [1, 4, 5, 60, -1])
-async def test_a_hello_that_breaks_off(cut):
+async def test_a_hello_that_breaks_off_is_refused(cut):
     with anyio.fail_after(PATIENCE_S):
         async with pair("tcp", connect_timeout=NEVER_S) as (left, right):
             reasons = refusals(right)
@@ -93,7 +93,7 @@ async def test_a_hello_that_breaks_off(cut):
             await left.connect(right.address)
 
 
-async def test_more_silent_connections_than_are_held():
+async def test_silent_connections_beyond_the_limit_make_room_for_an_engine():
     """They cannot fill the process: the oldest make room, and a real engine gets through."""
     with anyio.fail_after(PATIENCE_S):
         async with pair("tcp", connect_timeout=NEVER_S) as (left, right):
@@ -138,7 +138,7 @@ async def test_a_process_without_descriptors_accepts_later():
 @pytest.mark.parametrize(
     "trouble", [OSError(errno.ENETDOWN, "Network is down"), OSError(errno.EPROTO, "proto"), ValueError("?")]
 )
-async def test_accepting_fails_once(trouble, monkeypatch):
+async def test_an_accept_that_fails_once_refuses_nobody_later(trouble, monkeypatch):
     """Whatever it is: those who are connected stay, and those who come later are accepted."""
     with anyio.fail_after(PATIENCE_S):
         async with opened("socket") as engine, opened("socket") as early, opened("socket") as late:

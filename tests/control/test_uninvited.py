@@ -83,7 +83,7 @@ async def test_a_relay_that_changes_nothing_is_a_wire():
 
 
 @pytest.mark.parametrize("name", fields(Hello))
-async def test_a_hello_that_was_changed_on_the_way(name):
+async def test_a_hello_that_was_changed_on_the_way_is_refused_by_both(name):
     with anyio.fail_after(PATIENCE_S):
         async with keyed() as left, keyed() as right, relayed(right.address) as relay:
             relay.forth = once(Hello, other(Hello, name))
@@ -91,14 +91,14 @@ async def test_a_hello_that_was_changed_on_the_way(name):
 
 
 @pytest.mark.parametrize("name", fields(Challenge))
-async def test_a_challenge_that_was_changed_on_the_way(name):
+async def test_a_challenge_that_was_changed_on_the_way_is_refused_by_both(name):
     with anyio.fail_after(PATIENCE_S):
         async with keyed() as left, keyed() as right, relayed(right.address) as relay:
             relay.back = once(Challenge, other(Challenge, name))
             assert all(await fails(left, right, relay))
 
 
-async def test_no_talking_both_down_to_no_key():
+async def test_changed_flags_do_not_talk_both_sides_out_of_their_key():
     """Both have the key, and each is told that the other has none."""
     with anyio.fail_after(PATIENCE_S):
         async with keyed() as left, keyed() as right, relayed(right.address) as relay:
@@ -109,7 +109,7 @@ async def test_no_talking_both_down_to_no_key():
             assert "it refused" in at_initiator
 
 
-async def test_no_talking_an_engine_without_a_key_into_a_cluster():
+async def test_changed_flags_do_not_let_an_engine_without_a_key_in():
     """One side has none, and the flags say otherwise on the way: the proof is what counts."""
     with anyio.fail_after(PATIENCE_S):
         async with opened("tcp", connect_timeout=NEVER_S) as left, keyed() as right, relayed(right.address) as relay:
@@ -122,7 +122,7 @@ async def test_no_talking_an_engine_without_a_key_into_a_cluster():
 @pytest.mark.parametrize("way", ["forth", "back"])
 @pytest.mark.parametrize("number", [2, 3, 4])
 @pytest.mark.parametrize("what", ["changed", "repeated", "left out"])
-async def test_the_seal_covers_what_follows(way, number, what):
+async def test_a_frame_changed_repeated_or_left_out_after_the_proofs_is_noticed(way, number, what):
     """From the first frame after the proofs on."""
     seen: list[bytes] = []
 

@@ -32,7 +32,7 @@ def test_bytes_and_text_give_the_address_back(address: Address) -> None:
     assert hash(Address.parse(str(address))) == hash(address)
 
 
-def test_text_form() -> None:
+def test_the_text_of_an_address_names_host_port_identity_and_incarnation() -> None:
     assert str(ENGINE) == "aiote://node-7.example:4000/000102030405060708090a0b0c0d0e0f.0000000000000abc"
     assert str(Address("fe80::1%eth0", 1, b"\xff" * 16, 1)).startswith("aiote://[fe80::1%eth0]:1/ffff")
 

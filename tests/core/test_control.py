@@ -137,7 +137,7 @@ def test_a_false_welcome_is_refused_and_answered_with_nothing() -> None:
     assert not both.left.authenticated
 
 
-def test_the_shell_may_refuse() -> None:
+def test_a_refusal_by_the_shell_ends_both_sides() -> None:
     both = Pair()
     both.carry(both.left)
     both.right.refuse(RefusalCode.SIMULTANEOUS)
@@ -173,7 +173,7 @@ def test_messages_can_be_sent_from_the_proof_to_the_last_message() -> None:
     assert not both.right.authenticated
 
 
-def test_the_decision_is_taken_once_and_in_time() -> None:
+def test_a_decision_before_the_hello_or_taken_twice_is_refused() -> None:
     both = Pair()
     for protocol in (both.left, both.right):
         with pytest.raises(UsageError, match="HelloReceived"):
@@ -219,7 +219,7 @@ EXPECTED: dict[tuple[Role, State], set[type[Any]]] = {
 
 @pytest.mark.parametrize(("role", "state"), EXPECTED)
 @pytest.mark.parametrize("kind", HANDSHAKE_KINDS + SESSION_KINDS, ids=lambda kind: kind.__name__)
-def test_what_may_come_before_authentication(role: Role, state: State, kind: type[Any]) -> None:
+def test_only_the_expected_message_is_taken_before_authentication(role: Role, state: State, kind: type[Any]) -> None:
     protocol = at(role, state)
     data = frame(encode(SAMPLES[kind]))
     if kind in EXPECTED[role, state]:
@@ -252,7 +252,7 @@ WAY: dict[State, list[Any]] = {
 
 @pytest.mark.parametrize("state", WAY)
 @pytest.mark.parametrize("kind", SESSION_KINDS, ids=lambda kind: kind.__name__)
-def test_what_may_be_said_after_authentication(state: State, kind: type[Any]) -> None:
+def test_only_the_expected_messages_are_sent_after_authentication(state: State, kind: type[Any]) -> None:
     both = Pair().shake()
     for message in WAY[state]:
         both.left.send(message)
@@ -273,7 +273,7 @@ def test_what_may_be_said_after_authentication(state: State, kind: type[Any]) ->
     assert both.right.state is State.BROKEN
 
 
-def test_the_tables_are_whole() -> None:
+def test_the_tables_name_every_state_and_message() -> None:
     assert set(HANDSHAKE) == set(EXPECTED)
     reachable = {following for row in SESSION.values() for following in row.values()}
     assert reachable | {State.GREETED} == set(SESSION)

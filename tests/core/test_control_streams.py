@@ -48,7 +48,7 @@ def heard(protocol: ControlProtocol, data: bytes) -> tuple[list[Any], str | None
 
 
 @given(st.data())
-def test_the_cut_of_the_stream_does_not_matter(data: st.DataObject) -> None:
+def test_a_stream_split_anywhere_gives_the_same_events(data: st.DataObject) -> None:
     both = Pair(config(1, key=KEY), config(2, key=KEY))
 
     def trickle(sender: ControlProtocol) -> None:

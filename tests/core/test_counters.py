@@ -23,13 +23,13 @@ def stripe_immediates(imm: int, stripes: int) -> list[int]:
     return [encode_immediate(imm, stripes)] * stripes
 
 
-def test_units() -> None:
+def test_the_units_of_a_write_divide_by_any_number_of_stripes() -> None:
     assert UNITS == 720720
     assert all(UNITS % stripes == 0 for stripes in range(1, 17))
 
 
 @pytest.mark.parametrize("stripes", range(1, MAX_COUNTED + 1))
-def test_a_write_counts_one_whatever_it_was_cut_in(stripes: int) -> None:
+def test_a_write_counts_one_however_it_was_split(stripes: int) -> None:
     counters = ImmCounters()
     for imm_data in stripe_immediates(5, stripes)[1:]:
         counters.arrive(imm_data)
@@ -84,7 +84,7 @@ def test_the_last_arrival_names_its_waiters() -> None:
     assert counters.arrive(WHOLE) == [third]
 
 
-def test_a_wait_for_zero() -> None:
+def test_a_wait_for_zero_is_satisfied_unless_others_wait_ahead() -> None:
     counters = ImmCounters()
     assert counters.wait(5, 0).satisfied
     ahead, behind = counters.wait(5, 1), counters.wait(5, 0)
@@ -163,7 +163,7 @@ def test_an_entry_exists_only_while_it_says_something() -> None:
     assert len(counters) == 0
 
 
-def test_held_until_freed() -> None:
+def test_a_held_immediate_keeps_its_count_until_it_is_freed() -> None:
     counters = ImmCounters()
     counters.hold(5)
     counters.hold(5)
@@ -190,7 +190,7 @@ def test_freeing_drops_nothing_that_an_open_ticket_may_need(arrived: int) -> Non
     assert (counters.value(5), len(counters)) == (arrived, arrived)
 
 
-def test_limits() -> None:
+def test_immediates_and_waits_out_of_range_are_refused() -> None:
     counters = ImmCounters()
     assert MAX_WAIT * UNITS < 2**60
     assert not counters.wait(2**28 - 1, MAX_WAIT).satisfied

@@ -42,7 +42,7 @@ INITIATOR, ACCEPTOR = Role.INITIATOR, Role.ACCEPTOR
 CAME = Account(((5, 2),), Received(3, ((5, 6),)))
 
 
-def test_a_channel_counts_immediates() -> None:
+def test_a_channel_counts_confirmed_and_arrived_immediates_apart() -> None:
     counts = ChannelCounts()
     for imm_data in (7, 5, 7):
         counts.confirm(imm_data)
@@ -143,7 +143,9 @@ def test_acknowledging_never_changes_the_difference(
         ((0, 2), 0, 1, Verdict(False, 0, 1)),
     ],
 )
-def test_verdicts(unconfirmed: tuple[int, int], confirmed: int, arrived: int, verdict: Verdict) -> None:
+def test_a_verdict_says_what_came_and_what_is_missing(
+    unconfirmed: tuple[int, int], confirmed: int, arrived: int, verdict: Verdict
+) -> None:
     assert reconcile({9: unconfirmed}, {9: confirmed}, {9: arrived}) == {9: verdict}
 
 
@@ -236,7 +238,7 @@ IGNORED = {"failed", "joined", "due"}
 
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize(("role", "state"), ROADS, ids=str)
-def test_every_event_in_every_state(role: Role, state: ChannelState, event: str) -> None:
+def test_every_event_in_every_state_leads_where_the_table_says(role: Role, state: ChannelState, event: str) -> None:
     one, generation = at(role, state)
     expected = OF_ONE_ROLE.get((role, state, event)) or LEADS.get((state, event))
     if state is LOST or (expected is None and event in IGNORED):
@@ -253,7 +255,7 @@ def test_every_event_in_every_state(role: Role, state: ChannelState, event: str)
 
 @pytest.mark.parametrize("event", ["down", "arrivals", "reopen"])
 @pytest.mark.parametrize(("role", "state"), ROADS, ids=str)
-def test_what_is_about_the_past_is_ignored(role: Role, state: ChannelState, event: str) -> None:
+def test_events_of_a_past_generation_are_ignored(role: Role, state: ChannelState, event: str) -> None:
     one, generation = at(role, state)
     assert EVENTS[event](one, generation - 1) == []
     assert one.state(1) is state
@@ -275,7 +277,7 @@ def test_acknowledgements_are_taken_until_the_peer_is_down(role: Role, state: Ch
         one.on_ack_counts(1, generation + 1)
 
 
-def test_what_the_actions_say() -> None:
+def test_actions_name_the_channel_and_the_generation_they_are_for() -> None:
     one = states(INITIATOR, 3)
     assert one.failed(2, "no light", 5.0) == [Shut(2)]
     assert one.live == (0, 1)
@@ -306,12 +308,12 @@ def test_without_a_channel_the_peer_is_lost(role: Role) -> None:
     assert one.shut(0) == one.failed(1, "again", 1.0) == one.due(1e9) == []
 
 
-def test_a_single_channel_is_the_last() -> None:
+def test_failure_of_the_only_channel_loses_the_peer() -> None:
     assert [type(action) for action in states(INITIATOR, 1).failed(0, "why", 0.0)] == [LosePeer]
 
 
 @pytest.mark.parametrize("k", [-1, 2])
-def test_channels_that_are_not_there(k: int) -> None:
+def test_a_channel_that_does_not_exist_is_refused(k: int) -> None:
     one = states(ACCEPTOR)
     for mistake in (lambda: one.failed(k, "", 0.0), lambda: one.shut(k), lambda: one.joined(k, 0.0)):
         with pytest.raises(UsageError):
@@ -326,7 +328,7 @@ def test_channels_that_are_not_there(k: int) -> None:
             violation()
 
 
-def test_no_channels() -> None:
+def test_zero_channels_are_refused() -> None:
     with pytest.raises(UsageError, match="at least 1"):
         states(INITIATOR, 0)
 
@@ -382,7 +384,7 @@ def test_the_back_off_begins_anew_after_a_while_without_failure(lived: float, an
 
 
 @pytest.mark.parametrize("role", Role)
-def test_what_opens_for_too_long_has_failed(role: Role) -> None:
+def test_a_channel_that_is_not_joined_in_time_has_failed(role: Role) -> None:
     one, generation = at(role, JOINING)
     assert one.deadline == 1.0 + OPENING_LIMIT
     assert one.due(one.deadline - 0.001) == []
@@ -390,7 +392,7 @@ def test_what_opens_for_too_long_has_failed(role: Role) -> None:
     assert one.shut(1) == [SendRailDown(1, generation, f"not joined within {OPENING_LIMIT:g} seconds")]
 
 
-def test_the_acceptor_waits_to_be_asked() -> None:
+def test_an_acceptor_never_opens_a_channel_by_itself() -> None:
     one, _ = at(ACCEPTOR, DOWN)
     assert one.deadline is None
     assert one.due(1e9) == []

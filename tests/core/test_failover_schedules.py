@@ -34,7 +34,7 @@ def missed(text: str, fault: str = "") -> bool:
     return False
 
 
-def test_thousands_of_schedules() -> None:
+def test_counts_are_exact_in_thousands_of_random_schedules() -> None:
     tally: Counter[str] = Counter()
     for seed in range(SCHEDULES):
         try:
@@ -56,7 +56,7 @@ def test_a_schedule_replays_bit_for_bit() -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_the_engine_might_leave_out_is_missed(fault: str) -> None:
+def test_a_schedule_fails_when_the_engine_leaves_a_step_out(fault: str) -> None:
     assert missed(FAULTS[fault], fault)
 
 
@@ -176,7 +176,7 @@ MUTATIONS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
 
 
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
-def test_what_the_protocol_might_leave_out_is_missed(
+def test_a_schedule_fails_when_the_protocol_leaves_a_step_out(
     mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutate(monkeypatch)

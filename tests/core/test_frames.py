@@ -56,7 +56,7 @@ def test_every_message_comes_back(kind: type[Any]) -> None:
 
 
 @given(messages(*ALL), st.data())
-def test_a_cut_or_longer_body_is_malformed(message: Any, data: st.DataObject) -> None:
+def test_a_truncated_or_longer_body_is_malformed(message: Any, data: st.DataObject) -> None:
     body = encode(message)
     with pytest.raises(ControlError, match="too many"):
         decode(body + data.draw(st.binary(min_size=1, max_size=4)))
@@ -156,7 +156,7 @@ def test_a_sentence_for_people_always_fits(text: str) -> None:
 
 @pytest.mark.parametrize("letter", ["x", "é", "€", "😀"])
 @pytest.mark.parametrize("lead", range(4))
-def test_a_long_sentence_is_cut_between_letters(letter: str, lead: int) -> None:
+def test_a_long_sentence_is_truncated_between_letters(letter: str, lead: int) -> None:
     message = decode(encode(Bye("-" * lead + letter * 600)))
     assert isinstance(message, Bye)
     assert 506 <= len(message.reason.encode()) <= 512
@@ -203,7 +203,7 @@ def test_a_flag_has_one_encoding() -> None:
 
 
 @given(st.lists(messages(*SESSION_KINDS), max_size=6), st.data())
-def test_frames_come_out_as_they_went_in_however_they_are_cut(sent: list[Any], data: st.DataObject) -> None:
+def test_frames_come_out_as_they_went_in_however_the_stream_is_split(sent: list[Any], data: st.DataObject) -> None:
     stream = b"".join(frame(encode(message)) for message in sent if len(encode(message)) <= PLAIN_LIMIT)
     reader, found, at = FrameReader(), [], 0
     while at < len(stream):

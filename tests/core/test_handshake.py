@@ -47,7 +47,7 @@ def test_both_sides_agree_on_the_session(key: bytes | None) -> None:
     assert len({ours.key, proof.hmac, welcome.hmac}) == 3
 
 
-def test_the_proofs_are_what_is_written() -> None:
+def test_the_proofs_are_the_documented_hmacs() -> None:
     initiator, acceptor = pair()
     challenge = challenge_of(initiator, acceptor)
     digest = hashlib.sha256(b"aiote control transcript")
@@ -159,7 +159,7 @@ def test_a_proof_of_another_connection_is_refused() -> None:
     assert code_of(later.proven(proof)) == RefusalCode.WRONG_KEY
 
 
-def test_ourselves_and_our_own_nonce_are_refused() -> None:
+def test_our_own_identity_and_nonce_are_refused_when_they_come_back() -> None:
     initiator, acceptor = pair()
     hello, challenge = initiator.hello, challenge_of(initiator, acceptor)
     ours = Acceptor(config(1, key=KEY), nonces(9))
@@ -171,7 +171,7 @@ def test_ourselves_and_our_own_nonce_are_refused() -> None:
     assert code_of(initiator.challenged(replace(challenge, identity=hello.identity))) == RefusalCode.REFLECTED
 
 
-def test_an_engine_has_an_identity() -> None:
+def test_an_identity_of_zeros_is_refused() -> None:
     initiator, acceptor = pair()
     assert code_of(acceptor.greeted(replace(initiator.hello, identity=bytes(16)))) == RefusalCode.MALFORMED
     challenge = challenge_of(initiator, acceptor)

@@ -50,7 +50,9 @@ def test_check_agrees_with_the_bytes_themselves(
     st.integers(0, 2**63 - 1),
     st.data(),
 )
-def test_the_form_without_overflow_is_the_same(index: int, size: int, stride: int, offset: int, data: Any) -> None:
+def test_a_check_without_overflow_agrees_with_exact_arithmetic(
+    index: int, size: int, stride: int, offset: int, data: Any
+) -> None:
     edge = offset + index * stride + size
     length = data.draw(st.integers(max(0, edge - 2), edge + 2) | st.integers(0, 2**64 - 1))
     inside = size <= length and offset <= length - size and (stride == 0 or index <= (length - size - offset) // stride)
@@ -70,7 +72,7 @@ def test_check_says_what_is_wrong_with_the_first_bad_page() -> None:
     assert str(failure.value).startswith("page 2 (index 9) covers bytes 1168 to 1268, but the region has 1267")
 
 
-def test_pages_beyond_4_gib() -> None:
+def test_pages_beyond_4_gib_are_ranges_of_64_bits() -> None:
     pages = PageList([2**20], page_bytes=32768, stride=32768, offset=5)
     assert pages.ranges() == [(2**35 + 5, 32768)]
     with pytest.raises(UsageError, match=f"covers bytes {2**35 + 5} to {2**35 + 32773}"):
@@ -101,7 +103,7 @@ def test_an_empty_list_is_legal() -> None:
         (([0], 8.0, 8, 0), "page_bytes is 8.0, expected an integer"),
     ],
 )
-def test_bad_arguments(arguments: tuple[Any, ...], message: str) -> None:
+def test_bad_arguments_of_a_page_list_are_refused(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(UsageError) as failure:
         PageList(*arguments)
     assert message in str(failure.value)
@@ -110,7 +112,7 @@ def test_bad_arguments(arguments: tuple[Any, ...], message: str) -> None:
 @pytest.mark.parametrize(
     "numbers", [[3, 1], (3, 1), array.array("q", [3, 1]), np.array([3, 1], np.uint32), iter([3, 1])]
 )
-def test_any_iterable_of_integers(numbers: Any) -> None:
+def test_any_iterable_of_integers_is_taken_as_indices(numbers: Any) -> None:
     pages = PageList(numbers, 10, 10, 0)
     assert pages.indices == (3, 1)
     assert all(type(index) is int for index in pages.indices)
@@ -134,7 +136,7 @@ def test_pairs_keep_the_order_of_both_lists(
     ]
 
 
-def test_pairs_must_match() -> None:
+def test_pairs_of_different_numbers_or_sizes_are_refused() -> None:
     pages = PageList([1, 2], 8, 8, 0)
     with pytest.raises(UsageError, match="2 source pages for 1 target pages"):
         pair_pages(pages, PageList([1], 8, 8, 0))

@@ -93,5 +93,7 @@ def test_there_are_pairs_exactly_where_there_is_a_common_format(initiator: list[
         (["tcp"] * 15 + ["efa"], ["tcp"] + ["efa"] * 15, [(rail, 0) for rail in range(15)] + [(15, 1)]),
     ],
 )
-def test_examples(initiator: list[str], acceptor: list[str], pairs: list[tuple[int, int]]) -> None:
+def test_the_pairs_are_those_of_the_examples(
+    initiator: list[str], acceptor: list[str], pairs: list[tuple[int, int]]
+) -> None:
     assert pair_rails(initiator, acceptor) == pairs

@@ -98,7 +98,7 @@ def test_an_immediate_alone_has_nothing_to_rewrite() -> None:
     assert work.open == 0
 
 
-def test_many_recoveries_in_one_another() -> None:
+def test_thousands_of_nested_recoveries_end_their_work() -> None:
     """Deeper than any stack."""
     work = Work()
     posts = immediates(take_over([Post(work, None, imm_data=IMM_DATA)], {}, came(0)))
@@ -147,7 +147,7 @@ def test_a_count_that_nobody_wants_any_more_is_not_posted() -> None:
     assert resolved(missing) == []
 
 
-def test_numbers_that_cannot_be_change_nothing() -> None:
+def test_impossible_numbers_change_nothing() -> None:
     work = Work()
     posts = [Post(work, "plain"), *counted(work)]
     with pytest.raises(FailoverError):
@@ -215,13 +215,13 @@ def test_each_message_is_new_once(numbers: list[int], cut: int) -> None:
     assert taken.mark() == Received(29, ())
 
 
-def test_numbers_of_no_message() -> None:
+def test_message_numbers_below_one_are_refused() -> None:
     for number in (0, -1):
         with pytest.raises(FailoverError, match="at least 1"):
             MessageNumbers().arrive(number)
 
 
-def test_gaps_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_gaps_than_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "GAPS_LIMIT", 3)
     taken = MessageNumbers()
     taken.arrive(2)

@@ -32,7 +32,7 @@ def test_nothing_under_way_is_never_stuck():
     assert stuck_at(StallDetector(INTERVAL, LIMIT), {}, 1000) is None
 
 
-def test_where_nobody_can_tell_nothing_is_stuck():
+def test_nothing_is_stuck_where_the_bytes_are_unknown():
     assert stuck_at(StallDetector(INTERVAL, LIMIT), {0: 5}, -1) is None
 
 

@@ -120,15 +120,15 @@ def test_the_number_of_stripes_is_the_documents(cut: tuple[int, int, int, int], 
 # Lengths at which the striping of others loses bytes: nothing sent, 1 lost, 3 lost, lengths cut to 32 bits.
 
 
-def test_regression_one_byte_over_two_lanes() -> None:
+def test_regression_one_byte_over_two_lanes_is_one_stripe() -> None:
     assert plan(1, 2, GIB, 1, True) == Plan((), (Stripe(0, 1, 0, True),))
 
 
-def test_regression_16385_bytes_over_two_lanes() -> None:
+def test_regression_16385_bytes_over_two_lanes_are_all_covered() -> None:
     assert plan(16385, 2, GIB, 8192, True).tail == (Stripe(0, 8193, 0, True), Stripe(8193, 8192, 1, True))
 
 
-def test_regression_196611_bytes_over_four_lanes() -> None:
+def test_regression_196611_bytes_over_four_lanes_are_all_covered() -> None:
     done = plan(196611, 4, GIB, 16384, True)
     assert [stripe.length for stripe in done.tail] == [49153, 49153, 49153, 49152]
     assert covers(done, 196611)
@@ -136,25 +136,25 @@ def test_regression_196611_bytes_over_four_lanes() -> None:
 
 @pytest.mark.parametrize("length", [4 * GIB - 1, 4 * GIB, 4 * GIB + 1, 5 * GIB + 3])
 @pytest.mark.parametrize("usable", [1, 2, 3, 4])
-def test_regression_lengths_over_4_gib(length: int, usable: int) -> None:
+def test_regression_lengths_over_4_gib_are_all_covered(length: int, usable: int) -> None:
     done = plan(length, usable, GIB, 65536, True)
     assert covers(done, length)
     assert (done.head, done.counted) == ((), -(-length // GIB))
 
 
-def test_a_write_that_needs_more_than_sixteen_messages() -> None:
+def test_a_write_of_more_than_sixteen_messages_counts_the_last_sixteen() -> None:
     done = plan(100 * GIB + 1, 3, GIB, 65536, True)
     assert (len(done.head), done.counted) == (85, 16)
     assert done.tail[0] == Stripe(84 * GIB + 1, GIB, 85 % 3, True)
     assert covers(done, 100 * GIB + 1)
 
 
-def test_the_edge_between_one_part_and_two() -> None:
+def test_a_seventeenth_message_goes_ahead_uncounted() -> None:
     assert plan(160, 1, 10, 1, True).head == ()
     assert plan(161, 1, 10, 1, True).head == (Stripe(0, 1, 0, False),)
 
 
-def test_a_largest_message_of_all_64_bits() -> None:
+def test_a_largest_message_of_64_bits_is_no_overflow() -> None:
     assert plan(2**63, 2, 2**64 - 1, 1, True).tail == (Stripe(0, 2**62, 0, True), Stripe(2**62, 2**62, 1, True))
 
 
@@ -162,7 +162,7 @@ def test_a_largest_message_of_all_64_bits() -> None:
     ("arguments", "name"),
     [((-1, 1, 1, 1), "length"), ((1, 0, 1, 1), "lanes"), ((1, 1, 0, 1), "largest"), ((1, 1, 1, 0), "smal")],
 )
-def test_bad_arguments(arguments: tuple[int, int, int, int], name: str) -> None:
+def test_bad_arguments_of_a_plan_are_refused(arguments: tuple[int, int, int, int], name: str) -> None:
     with pytest.raises(UsageError, match=rf"^{name}.* is (-1|0), expected at least"):
         plan(*arguments, True)
 
@@ -171,7 +171,7 @@ def test_bad_arguments(arguments: tuple[int, int, int, int], name: str) -> None:
 
 
 @given(st.integers(0, IMM_LIMIT - 1), st.integers(1, MAX_COUNTED))
-def test_immediate_round_trip(imm: int, stripes: int) -> None:
+def test_an_immediate_and_its_stripes_survive_encoding(imm: int, stripes: int) -> None:
     imm_data = encode_immediate(imm, stripes)
     assert 0 <= imm_data < 2**32
     assert imm_data >> 28 == stripes - 1
@@ -179,7 +179,7 @@ def test_immediate_round_trip(imm: int, stripes: int) -> None:
 
 
 @given(st.integers(0, 2**32 - 1))
-def test_every_immediate_means_something(imm_data: int) -> None:
+def test_any_32_bits_decode_and_encode_to_themselves(imm_data: int) -> None:
     assert encode_immediate(*decode_immediate(imm_data)) == imm_data
 
 
@@ -198,12 +198,12 @@ def test_an_immediate_has_28_bits(imm: Any) -> None:
 
 
 @pytest.mark.parametrize("stripes", [0, 17, -1])
-def test_stripes_out_of_range(stripes: int) -> None:
+def test_stripes_out_of_range_are_refused(stripes: int) -> None:
     with pytest.raises(UsageError, match=f"^{stripes} stripes"):
         encode_immediate(0, stripes)
 
 
 @pytest.mark.parametrize("imm_data", [-1, 2**32])
-def test_immediates_out_of_range(imm_data: int) -> None:
+def test_immediates_out_of_range_are_refused(imm_data: int) -> None:
     with pytest.raises(UsageError, match="not 32 bits"):
         decode_immediate(imm_data)

@@ -72,7 +72,7 @@ class Holdings:
 
 
 @each_provider
-async def test_ten_thousand_writes_and_ten_thousand_counts_awaited_at_once(provider):
+async def test_ten_thousand_writes_and_counts_awaited_at_once_all_end(provider):
     plain_loop()
     async with linked(provider) as (left, right):
         memory = bytearray(8 * MANY)
@@ -89,7 +89,7 @@ async def test_ten_thousand_writes_and_ten_thousand_counts_awaited_at_once(provi
 
 
 @each_provider
-async def test_ten_thousand_waits_for_one_immediate(provider):
+async def test_ten_thousand_waits_for_one_immediate_all_end(provider):
     plain_loop()
     async with linked(provider) as (left, right):
         (peer,) = left.peers
@@ -103,7 +103,7 @@ async def test_ten_thousand_waits_for_one_immediate(provider):
 
 
 @each_provider
-async def test_ten_thousand_receivers(provider):
+async def test_ten_thousand_receivers_get_one_message_each(provider):
     """Each gets one message, nobody two, and none is lost."""
     plain_loop()
     async with linked(provider, message_pool=64) as (left, right):

@@ -39,7 +39,7 @@ async def test_defect_1_striping_drops_bytes(size, rails):
 
 @each_provider
 @pytest.mark.parametrize("size", [1, 16385, 196611])
-async def test_defect_1_on_one_rail_over_the_largest_message(provider, size):
+async def test_defect_1_writes_over_the_largest_message_drop_bytes(provider, size):
     """Defect 1, with stripes that a largest message asks for: sizes that no number of stripes divides."""
     async with linked(provider, largest_message=4096) as (left, right):
         source, target = noise(size), np.zeros(size, np.uint8)
@@ -258,7 +258,7 @@ async def test_defect_10_an_empty_page_list_never_completes(provider, progress):
 
 
 @each_provider
-async def test_defect_10_an_empty_scatter_and_an_empty_barrier(provider):
+async def test_defect_10_an_empty_scatter_or_barrier_crashes(provider):
     """Defect 10: an empty barrier crashed."""
     async with pair(provider) as (left, _):
         group = await left.peer_group([])
@@ -283,7 +283,7 @@ async def test_defect_10_a_larger_range_at_the_same_pointer_gives_the_old_regist
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(1, 3), (3, 1), (2, 4), (4, 3)])
-async def test_defect_12_peers_have_other_numbers_of_nics(ours, theirs):
+async def test_defect_12_peers_must_have_the_same_number_of_nics(ours, theirs):
     """Defect 12: peers had to have the same number of NICs. Every verb, both ways."""
     async with opened("sim", [f"sim{i}" for i in range(ours)], stripe_bytes=1) as left:
         async with opened("sim", [f"sim{i}" for i in range(theirs)], stripe_bytes=1) as right:

@@ -94,7 +94,7 @@ async def test_a_lease_grants_no_more_than_its_region():
 
 
 @pytest.mark.parametrize("wrong", ["", "rw", None, 3, "READ"])
-async def test_access_of_another_name(wrong):
+async def test_an_access_of_another_name_is_refused(wrong):
     async with opened("socket") as engine:
         with pytest.raises(aiote.UsageError, match="expected one of 'read-write', 'read', 'write', 'local'"):
             engine.register(bytearray(8), wrong)
@@ -157,7 +157,7 @@ async def test_a_view_outlives_the_engine():
     view.release()
 
 
-def test_a_view_of_a_region_may_be_garbage_together_with_it():
+def test_a_view_collected_with_its_region_gives_the_buffer_back():
     """The collector clears the region first; the view gives the buffer back after that."""
     done = run_script(
         """

@@ -27,7 +27,7 @@ async def circle(provider: str, members: int) -> AsyncIterator[list[tuple[aiote.
 
 
 @each_provider
-async def test_rounds_in_any_timing(provider):
+async def test_no_member_leaves_a_round_before_all_have_entered_it(provider):
     """Each member pauses at random; none may be a round ahead of another's entry."""
     rounds = 60
     draw = random.Random(4)
@@ -49,7 +49,7 @@ async def test_rounds_in_any_timing(provider):
 
 
 @each_provider
-async def test_an_empty_group_is_through_at_once(provider):
+async def test_a_barrier_of_an_empty_group_ends_at_once(provider):
     async with circle(provider, 1) as ((engine, group),):
         assert len(group) == 0
         await engine.barrier(group, 8)
@@ -71,7 +71,7 @@ async def test_a_member_that_is_lost_ends_the_wait(provider):
 
 
 @pytest.mark.anyio
-async def test_a_cancelled_one_says_so_from_then_on():
+async def test_a_cancelled_barrier_refuses_its_immediate_afterwards():
     async with circle("tcp", 2) as ((one, group), _):
         with anyio.move_on_after(0.02) as scope:
             await one.barrier(group, 8)
@@ -80,7 +80,7 @@ async def test_a_cancelled_one_says_so_from_then_on():
             await one.barrier(group, 8)
 
 
-async def test_the_engine_is_closed_meanwhile():
+async def test_closing_the_engine_ends_the_barrier_with_an_error():
     async with circle("tcp", 2) as ((one, group), _):
         wait = asyncio.create_task(one.barrier(group, 8))
         await go_round()

@@ -30,7 +30,7 @@ VERBS = {
 @each_provider
 @each_progress
 @pytest.mark.parametrize("verb", ["write_imm", "read"])
-async def test_a_task_cancelled_in_a_large_transfer(provider, progress, verb):
+async def test_a_task_cancelled_in_a_large_transfer_ends_when_nothing_moves_any_more(provider, progress, verb):
     await cancel_large(provider, progress, verb)
 
 
@@ -82,7 +82,7 @@ async def cancel_large(provider: str, progress: str, verb: str) -> None:
 
 
 @each_provider
-async def test_time_ran_out_by_asyncio(provider):
+async def test_a_timeout_of_asyncio_ends_every_await_with_its_error(provider):
     async with linked(provider, largest_message=STRIPE) as (left, right):
         local, remote = left.register(np.zeros(LARGE, np.uint8)), across(left, right, np.zeros(LARGE, np.uint8))
         with pytest.raises(TimeoutError):
@@ -99,7 +99,7 @@ async def test_time_ran_out_by_asyncio(provider):
 
 @pytest.mark.anyio
 @each_provider
-async def test_time_ran_out_by_anyio(provider):
+async def test_a_timeout_of_anyio_ends_every_await_with_its_error(provider):
     async with linked(provider, largest_message=STRIPE) as (left, right):
         local, remote = left.register(np.zeros(LARGE, np.uint8)), across(left, right, np.zeros(LARGE, np.uint8))
         with pytest.raises(TimeoutError), anyio.fail_after(0.001):
@@ -117,7 +117,7 @@ async def test_time_ran_out_by_anyio(provider):
 
 
 @pytest.mark.anyio
-async def test_cancelled_while_connecting():
+async def test_a_write_cancelled_while_connecting_never_starts():
     """The transfer never starts; the connection comes to be all the same."""
     async with pair("tcp") as (left, right):
         target = bytearray(8)
@@ -135,7 +135,7 @@ async def test_cancelled_while_connecting():
 
 
 @each_provider
-async def test_cancelled_once_more_while_it_drains(provider):
+async def test_further_cancellations_do_not_end_the_draining_early(provider):
     """A second and a third cancellation cannot make the await let go of the buffer early."""
     target = np.zeros(LARGE, np.uint8)
     async with linked(provider, largest_message=STRIPE) as (left, right):
@@ -173,7 +173,7 @@ async def test_one_awaiter_cancelled_cancels_the_transfer_for_all(provider):
 
 
 @each_provider
-async def test_shielded_it_goes_on(provider):
+async def test_a_shielded_transfer_goes_on_when_its_task_is_cancelled(provider):
     async with linked(provider, largest_message=STRIPE) as (left, right):
         target = np.zeros(LARGE, np.uint8)
         transfer = left.submit_write(left.register(np.full(LARGE, 1, np.uint8)), across(left, right, target))
@@ -215,7 +215,7 @@ async def test_a_cancellation_that_meets_the_completion_is_not_lost():
 
 
 @each_provider
-async def test_a_coroutine_that_is_thrown_away(provider):
+async def test_a_transfer_whose_coroutine_is_closed_is_cancelled(provider):
     """Nobody can wait for what it started: that is cancelled, and drains by itself."""
     async with linked(provider, largest_message=STRIPE) as (left, right):
         local, remote = left.register(np.full(LARGE, 1, np.uint8)), across(left, right, np.zeros(LARGE, np.uint8))
@@ -228,7 +228,7 @@ async def test_a_coroutine_that_is_thrown_away(provider):
         assert right.counter(1).value == 0
 
 
-async def test_cancelled_by_the_hundreds():
+async def test_of_hundreds_of_cancelled_writes_only_the_finished_ones_count():
     """Some finish, some do not; the count is that of the finished ones, and nothing is left behind."""
     size = 100_000
     async with linked("tcp", largest_message=STRIPE) as (left, right):

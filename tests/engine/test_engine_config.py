@@ -73,7 +73,7 @@ def test_defaults_are_valid_and_frozen():
         ({"libfabric": b"/a/path"}, "libfabric must be text, got bytes"),
     ],
 )
-def test_wrong_settings(settings, says):
+def test_wrong_settings_are_refused_with_the_reason(settings, says):
     with pytest.raises(aiote.UsageError, match=says):
         aiote.EngineConfig(**settings)
 
@@ -88,7 +88,7 @@ def test_a_key_opens_other_hosts_and_is_not_shown():
     assert KEY.decode() not in repr(config)
 
 
-def test_the_environment(monkeypatch):
+def test_settings_come_from_the_environment_unless_given(monkeypatch):
     for name, value in zip(VARIABLES, (KEY.decode(), "192.0.2.7", "4711", "0", "7.5", "8.5"), strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AIOTE_LIBFABRIC", "/somewhere/libfabric.so.1")
@@ -127,14 +127,14 @@ def test_the_environment(monkeypatch):
         ("AIOTE_HOST", "0.0.0.0", "without a cluster_key"),
     ],
 )
-def test_wrong_variables(monkeypatch, name, value, says):
+def test_wrong_variables_are_refused_with_the_reason(monkeypatch, name, value, says):
     monkeypatch.setenv(name, value)
     with pytest.raises(aiote.UsageError, match=says):
         aiote.EngineConfig()
 
 
 @pytest.mark.parametrize("name", VARIABLES)
-def test_empty_variables_are_none(monkeypatch, name):
+def test_empty_variables_count_as_unset(monkeypatch, name):
     before = aiote.EngineConfig()
     monkeypatch.setenv(name, "")
     assert aiote.EngineConfig() == before
@@ -173,7 +173,7 @@ async def test_loopback_is_there_where_no_nic_has_an_ipv4_address(monkeypatch):
 
 
 @pytest.mark.libfabric
-async def test_another_loopback_address():
+async def test_an_engine_on_another_loopback_address_is_reached():
     async with opened("tcp", host="127.0.0.2") as left, opened("tcp") as right:
         assert left.address.host == "127.0.0.2"
         await right.send(left.address, b"x")
@@ -201,7 +201,7 @@ async def test_an_address_that_no_rail_leads_to_is_refused(monkeypatch):
 
 @pytest.mark.libfabric
 @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.2", "::1", "localhost"])
-async def test_any_other_host_makes_do_with_loopback(monkeypatch, host):
+async def test_any_other_host_takes_the_loopback_rail_where_there_is_no_other(monkeypatch, host):
     with_loopback_alone(monkeypatch)
     async with opened("tcp", host=host, cluster_key=KEY) as engine:
         assert [rail.name for rail in engine.rails] == ["lo"]
@@ -254,7 +254,7 @@ async def test_a_processor_that_is_not_there_is_refused():
 
 
 @pytest.mark.libfabric
-async def test_one_library_a_process(tmp_path):
+async def test_a_second_libfabric_in_one_process_is_refused(tmp_path):
     async with opened("tcp"):
         with pytest.raises(aiote.UsageError, match=r"libfabric is open from .* use one library a process"):
             await opened("tcp", libfabric=str(tmp_path / "libfabric.so.1"))
@@ -276,12 +276,12 @@ async def test_one_library_a_process(tmp_path):
         ("srq_depth", "many"),
     ],
 )
-def test_verbs_settings_out_of_range(field, value):
+def test_verbs_settings_out_of_range_are_refused(field, value):
     with pytest.raises(aiote.UsageError, match=f"{field}={value!r}"):
         aiote.VerbsConfig(**{field: value})
 
 
-def test_verbs_settings_are_of_their_kind(monkeypatch):
+def test_verbs_settings_come_from_a_verbs_config_or_the_environment(monkeypatch):
     with pytest.raises(aiote.UsageError, match="verbs must be a VerbsConfig, got dict"):
         aiote.EngineConfig(verbs={"mtu": 1024})
     monkeypatch.setenv("AIOTE_VERBS_GID_INDEX", "3")
@@ -289,7 +289,7 @@ def test_verbs_settings_are_of_their_kind(monkeypatch):
     assert aiote.VerbsConfig(gid_index=1).gid_index == 1
 
 
-def test_none_is_what_is_not_given(monkeypatch):
+def test_a_setting_of_none_counts_as_not_given(monkeypatch):
     """A program hands its own options on, which are None where nobody gave them."""
     monkeypatch.setenv("AIOTE_HOST", "127.0.0.5")
     monkeypatch.setenv("AIOTE_SPIN_US", "7")

@@ -26,7 +26,7 @@ async def count(sender: aiote.Engine, receiver: aiote.Engine, imm: int, n: int) 
 @pytest.mark.anyio
 @each_provider
 @each_progress
-async def test_counts(provider, progress):
+async def test_every_arrival_counts_once_whether_it_is_awaited_or_not(provider, progress):
     """Before the counter is made, while nobody waits, while somebody does: each arrival counts once."""
     async with linked(provider, progress=progress) as (left, right):
         await count(left, right, 7, 3)
@@ -56,7 +56,7 @@ async def test_counters_of_one_immediate_share_one_count():
         await other.wait(1)
 
 
-async def test_immediates_do_not_mix():
+async def test_arrivals_of_one_immediate_count_for_no_other():
     async with linked("tcp") as (left, right):
         for imm in range(10):
             await count(left, right, imm, imm)
@@ -118,7 +118,7 @@ async def test_a_cancelled_wait_consumes_nothing_and_lets_the_next_one_go(progre
 @pytest.mark.anyio
 @each_progress
 @pytest.mark.parametrize("turns", [0, 1, 2])
-async def test_a_cancellation_that_meets_the_satisfaction(progress, turns):
+async def test_a_wait_cancelled_as_it_is_satisfied_consumes_what_it_tells(progress, turns):
     """Whichever wins: what was waited for is either consumed and told, or not consumed."""
     async with linked("tcp", progress=progress) as (left, right):
         counter = right.counter(7)
@@ -192,27 +192,27 @@ async def test_a_wait_that_ran_out_of_time_may_be_repeated():
         await counter.wait(2)
 
 
-async def test_waiting_for_nothing():
+async def test_a_wait_for_zero_ends_at_once():
     async with opened("tcp") as engine:
         await engine.counter(7).wait(0)
 
 
 @pytest.mark.parametrize("n", [-1, 1.0, "2", None, (1 << 40) + 1])
-async def test_a_bad_number_of_counts(n):
+async def test_a_bad_number_of_counts_is_refused(n):
     async with opened("tcp") as engine:
         with pytest.raises(aiote.UsageError, match="expected the number of writes to wait for, an integer from 0 to"):
             await engine.counter(7).wait(n)
 
 
 @pytest.mark.parametrize("imm", [-1, 1 << 28, 1.5, "x"])
-async def test_a_bad_immediate(imm):
+async def test_a_bad_immediate_is_refused(imm):
     async with opened("tcp") as engine:
         with pytest.raises(aiote.UsageError, match="the immediate is"):
             engine.counter(imm)
 
 
 @pytest.mark.anyio
-async def test_iterating_over_arrivals():
+async def test_iterating_yields_once_for_each_arrival():
     async with linked("tcp") as (left, right):
         counter = right.counter(7)
         await count(left, right, 7, 2)
@@ -305,7 +305,7 @@ async def test_automatic_counters_go_round_at_the_end():
 
 
 @pytest.mark.blocking_allowed("a hundred thousand counters are made without a pause")
-async def test_a_hundred_thousand_counters():
+async def test_a_hundred_thousand_counters_keep_counts_of_their_own():
     total = 100_000
     async with linked("tcp") as (left, right):
         counters = [right.counter(imm) for imm in range(total)]
@@ -319,7 +319,7 @@ async def test_a_hundred_thousand_counters():
         assert right.statistics().counters == 0
 
 
-async def test_the_limit_of_counters():
+async def test_a_counter_beyond_the_limit_is_refused_until_one_is_closed():
     async with linked("tcp", max_counters=3) as (_, right):
         counters = [right.counter(imm) for imm in range(3)]
         with pytest.raises(aiote.UsageError, match=r"counter: 3 immediates are in use.*raise config\.max_counters"):
@@ -344,7 +344,7 @@ async def test_arrivals_beyond_the_limit_end_the_connection(provider):
 
 
 @each_provider
-async def test_a_full_table_is_the_fault_of_who_filled_it(provider):
+async def test_a_full_table_loses_the_peer_that_filled_it(provider):
     """Of two peers the one that counts on many values nobody asked for is lost, though the other meets the limit."""
     async with linked(provider, max_counters=8) as (greedy, right), opened(provider) as modest:
         asked = right.counter(100)
@@ -362,7 +362,7 @@ async def test_a_full_table_is_the_fault_of_who_filled_it(provider):
 
 
 @each_provider
-async def test_a_peer_that_filled_the_table_and_left(provider):
+async def test_counts_of_a_peer_that_left_make_room_when_it_is_needed(provider):
     async with opened(provider, max_counters=8) as right, opened(provider) as modest:
         await modest.write_imm(None, right.address, 100)
         async with opened(provider) as greedy:

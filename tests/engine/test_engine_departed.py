@@ -53,7 +53,7 @@ async def test_bytes_of_lost_peers_are_bounded(monkeypatch):
         ((4096, 1 << 20), (4096, 1 << 20), True),
     ],
 )
-def test_what_an_offer_may_pin(own, offered, fits):
+def test_offered_pools_fit_up_to_the_limit_or_our_own_size(own, offered, fits):
     """Our own numbers may ask for more than a peer's."""
     assert pools_fit(*own, *offered) is fits
 

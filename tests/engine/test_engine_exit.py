@@ -37,7 +37,7 @@ def said(script: str, *arguments: str, warnings: int, **environment: str) -> str
 
 
 @two_kinds
-def test_left_open_in_a_variable(provider, progress):
+def test_an_engine_left_open_in_a_variable_warns_at_exit(provider, progress):
     said(
         """
     engines = asyncio.run(connected())
@@ -50,7 +50,7 @@ def test_left_open_in_a_variable(provider, progress):
 
 
 @two_kinds
-def test_left_open_and_dropped(provider, progress):
+def test_an_engine_dropped_while_open_warns(provider, progress):
     said(
         """
     async def main():
@@ -68,7 +68,7 @@ def test_left_open_and_dropped(provider, progress):
 
 
 @real_provider
-def test_left_open_with_somebody_waiting(provider):
+def test_an_engine_left_open_with_tasks_waiting_warns_at_exit(provider):
     """Tasks that wait, and a transfer that nobody takes, when the loop ends under them."""
     said(
         """
@@ -90,7 +90,7 @@ def test_left_open_with_somebody_waiting(provider):
     )
 
 
-def test_left_open_under_uvloop():
+def test_an_engine_left_open_under_uvloop_warns_at_exit():
     said(
         """
     import uvloop
@@ -104,7 +104,7 @@ def test_left_open_under_uvloop():
     )
 
 
-def test_left_open_under_trio():
+def test_an_engine_left_open_under_trio_warns_at_exit():
     said(
         """
     import trio
@@ -118,7 +118,7 @@ def test_left_open_under_trio():
 
 
 @two_kinds
-def test_left_open_on_a_loop_that_never_ended(provider, progress):
+def test_an_engine_left_open_on_a_loop_that_never_ended_warns_at_exit(provider, progress):
     """The loop is merely not run any more; its own warnings are its user's."""
     said(
         """
@@ -134,7 +134,7 @@ def test_left_open_on_a_loop_that_never_ended(provider, progress):
 
 
 @two_kinds
-def test_left_open_on_a_loop_that_was_closed_under_it(provider, progress):
+def test_an_engine_whose_loop_was_closed_under_it_aborts_all_the_same(provider, progress):
     """Pending tasks and all. asyncio complains about those; the engine lets go of everything all the same."""
     done = run_script(
         PAIR
@@ -158,7 +158,7 @@ def test_left_open_on_a_loop_that_was_closed_under_it(provider, progress):
     assert "in atexit callback" not in done.stderr, done.stderr
 
 
-def test_development_mode_says_where_it_was_opened():
+def test_development_mode_says_where_an_open_engine_was_made():
     text = said(
         """
     def the_place_to_look_at():
@@ -176,7 +176,7 @@ def test_development_mode_says_where_it_was_opened():
     assert "in connected" in text
 
 
-def test_closed_ones_say_nothing():
+def test_closed_engines_warn_of_nothing_at_exit():
     text = said(
         """
     async def main():
@@ -194,7 +194,7 @@ def test_closed_ones_say_nothing():
     assert text == ""
 
 
-def test_the_exit_status_is_the_user_s():
+def test_the_exit_status_with_engines_open_is_the_users():
     done = run_script(
         PAIR
         + """
@@ -208,7 +208,7 @@ def test_the_exit_status_is_the_user_s():
     assert done.stderr.count("was never closed") == 2
 
 
-def test_an_error_of_the_user_s_is_all_that_is_said():
+def test_an_error_of_the_users_is_all_that_is_printed():
     done = run_script(
         PAIR
         + """

@@ -56,13 +56,13 @@ async def many_to_one(open_engine: Callable[[], Any], writers: int) -> None:
 
 @pytest.mark.blocking_allowed("tcp of 1.17 takes 50 ms for each connection, and many are made in one turn")
 @pytest.mark.parametrize("provider", ["tcp", "shm"])
-async def test_a_dozen_write_to_one(provider):
+async def test_a_dozen_writers_to_one_engine_all_finish(provider):
     with anyio.fail_after(PATIENCE_S):
         await many_to_one(lambda: opened(provider, message_pool=4), 12)
 
 
 @pytest.mark.blocking_allowed("sixty-four engines in one process")
-def test_sixty_four_write_to_one():
+def test_sixty_four_writers_to_one_engine_all_finish():
     """In virtual time, over simulated NICs with short queues that refuse, delay and reorder."""
     model = dataclasses.replace(aiote.testing.UNRULY, queue=32, events=32, max_sge=4)
     aiote.testing.run(lambda fabric: many_to_one(lambda: fabric.open_engine(message_pool=4), 64), 5, model=model)

@@ -21,7 +21,7 @@ def told(flight: aiote.Flight) -> list[aiote.Transfer | None]:
 
 @each_provider
 @each_progress
-async def test_the_end_of_the_last_is_told_and_the_bytes_are_counted(provider, progress):
+async def test_a_flight_tells_the_end_of_its_last_transfer_and_counts_bytes(provider, progress):
     async with linked(provider, progress=progress) as (owner, writer):
         memory = bytearray(8 * PAGE)
         remote = writer.attach(owner.register(memory).descriptor)
@@ -39,7 +39,7 @@ async def test_the_end_of_the_last_is_told_and_the_bytes_are_counted(provider, p
         assert memory == (b"x" * PAGE + bytes(PAGE)) * 4
 
 
-async def test_each_one_that_fails_is_told():
+async def test_a_flight_tells_of_each_transfer_that_fails():
     async with linked("sim") as (owner, writer):
         remote = writer.attach(owner.register(bytearray(PAGE)).descriptor)
         source = writer.register(b"x" * PAGE)
@@ -60,7 +60,7 @@ async def test_each_one_that_fails_is_told():
         assert flight.landed == len(transfers) - len(failed)
 
 
-async def test_one_that_is_over_already_is_told_of_at_once():
+async def test_a_transfer_that_is_over_is_told_of_when_it_joins():
     async with linked("sim") as (owner, writer):
         remote = writer.attach(owner.register(bytearray(PAGE)).descriptor)
         transfer = writer.submit_write(writer.register(b"x" * PAGE), remote)
@@ -89,7 +89,7 @@ async def test_pages_at_another_offset_are_those_of_another_layer(provider):
 
 
 @each_provider
-async def test_what_starts_without_asking_is_known_when_its_lease_is_revoked(provider):
+async def test_a_write_that_starts_the_short_way_is_refused_once_its_lease_is_revoked(provider):
     """The second write through a lease takes the short way; a revocation ends it, and closes that way."""
     async with linked(provider) as (owner, holder):
         memory = bytearray(2 * PAGE)

@@ -168,7 +168,7 @@ def test_a_child_may_open_engines_of_its_own(provider):
 
 
 @pytest.mark.parametrize("progress", ["thread"])
-def test_the_fork_start_method(progress):
+def test_a_child_of_the_fork_start_method_gets_errors_and_the_parent_goes_on(progress):
     """The way of multiprocessing, in the middle of a running loop."""
     went_on(
         """

@@ -94,7 +94,7 @@ async def test_one_quiet_window_is_enough():
 
 @real_provider
 @each_progress
-async def test_ten_regions_and_ten_peers(provider, progress, crowd):
+async def test_an_engine_with_ten_regions_and_ten_peers_does_nothing_when_idle(provider, progress, crowd):
     """Nothing outstanding; then a wait for a count that nobody adds to, and one for a message that nobody sends."""
     with anyio.fail_after(PATIENCE_S):
         async with opened(provider, progress=progress) as engine:
@@ -113,7 +113,7 @@ async def test_ten_regions_and_ten_peers(provider, progress, crowd):
 
 @pytest.mark.anyio
 @each_provider
-async def test_after_traffic(provider):
+async def test_an_engine_does_nothing_after_traffic(provider):
     async with opened(provider) as left, opened(provider) as right:
         source, target = left.register(bytes(1 << 20)), across(left, right, bytearray(1 << 20))
         for _ in range(5):
@@ -189,7 +189,7 @@ TROUBLES: list[Callable[[aiote.Engine, Crowd, str], Awaitable[None]]] = [
 
 @real_provider
 @each_progress
-async def test_after_trouble(provider, progress, crowd):
+async def test_an_engine_does_nothing_after_failures(provider, progress, crowd):
     """One after the other, on one engine, which goes on serving."""
     with anyio.fail_after(PATIENCE_S):
         async with opened(provider, progress=progress, connect_timeout=2.0) as engine:

@@ -20,7 +20,7 @@ BIG = 16 << 20
 
 @each_provider
 @each_progress
-async def test_the_holder_writes_and_reads_through_it(provider, progress):
+async def test_the_holder_writes_and_reads_through_its_lease(provider, progress):
     async with linked(provider, progress=progress) as (owner, holder):
         memory = bytearray(b"-" * 4096)
         region = owner.register(memory)
@@ -76,7 +76,7 @@ async def test_a_revoked_lease_refuses_every_verb_with_an_error_that_says_so(pro
 
 @each_provider
 @each_progress
-async def test_revoking_in_the_middle_of_a_write(provider, progress):
+async def test_nothing_arrives_after_a_lease_is_revoked_in_the_middle_of_a_write(provider, progress):
     """Nothing arrives after the revocation, and the connection lives on."""
     async with linked(provider, progress=progress) as (owner, holder):
         memory = np.zeros(BIG, np.uint8)
@@ -121,7 +121,7 @@ async def test_a_holder_answers_when_what_was_posted_is_over():
 
 
 @each_provider
-async def test_other_leases_and_other_holders_go_on(provider):
+async def test_other_leases_go_on_when_one_is_revoked(provider):
     async with pair(provider) as (owner, holder), opened(provider) as third:
         memory = bytearray(300)
         region = owner.register(memory)
@@ -141,7 +141,7 @@ async def test_other_leases_and_other_holders_go_on(provider):
 
 
 @each_provider
-async def test_a_lease_revoked_before_its_holder_connects(provider):
+async def test_a_lease_revoked_before_its_holder_connects_is_void_from_then_on(provider):
     """It is void from the first connection on, and so it stays after the connection was lost."""
     async with pair(provider) as (owner, holder):
         memory = bytearray(64)
@@ -162,7 +162,7 @@ async def test_a_lease_revoked_before_its_holder_connects(provider):
         assert len(void._descriptor.keys) == 1
 
 
-async def test_what_waits_for_the_connection_is_refused_as_well():
+async def test_a_write_that_waits_for_the_connection_is_refused_once_its_lease_is_revoked():
     async with pair("tcp") as (owner, holder):
         region = owner.register(bytearray(64))
         lease = region.lease(slice(0, 64), holder.address)
@@ -172,7 +172,7 @@ async def test_what_waits_for_the_connection_is_refused_as_well():
             await waiting
 
 
-async def test_only_its_holder_may_use_it():
+async def test_attaching_anothers_lease_and_leasing_to_nobody_are_refused():
     async with linked("tcp") as (owner, holder), opened("tcp") as stranger:
         region = owner.register(bytearray(64))
         lease = region.lease(slice(0, 64), holder.address)
@@ -192,7 +192,7 @@ async def test_only_its_holder_may_use_it():
             region.lease(slice(5, 5), holder.address)
 
 
-async def test_its_keys_are_its_own():
+async def test_a_lease_has_keys_of_its_own():
     async with linked("tcp") as (owner, holder):
         region = owner.register(bytearray(64))
         keys = {holder.attach(region.descriptor)._descriptor.keys[0].key}
@@ -248,7 +248,7 @@ async def test_a_cancelled_revocation_goes_on():
 
 
 @pytest.mark.parametrize("provider", ["local", "socket"])
-async def test_a_lease_serves_its_holder_alone(provider):
+async def test_a_lease_with_a_forged_holder_is_refused_by_the_owners_nic(provider):
     """Another one that got hold of its descriptor and puts its own name there is refused by the owner's NIC."""
     memory = bytearray(4096)
     async with linked(provider) as (owner, holder), opened(provider) as thief:

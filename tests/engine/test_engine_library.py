@@ -21,7 +21,7 @@ MISSING = """
 """
 
 
-def test_a_libfabric_that_is_not_there():
+def test_a_missing_libfabric_is_an_error_that_says_how_to_install_one():
     """The error names what was looked for, and the command that installs one; importing and configuring work."""
     done = run_script(MISSING, AIOTE_LIBFABRIC="/nonexistent/libfabric.so.1")
     assert done.returncode == 0, done.stderr
@@ -32,7 +32,7 @@ def test_a_libfabric_that_is_not_there():
     assert done.stderr == ""
 
 
-def test_a_libfabric_that_is_none(tmp_path):
+def test_a_file_that_is_no_libfabric_is_named_in_the_error(tmp_path):
     """A file that is no library, and a library that is another."""
     text = tmp_path / "libfabric.so.1"
     text.write_text("not a library")

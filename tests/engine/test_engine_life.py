@@ -21,7 +21,7 @@ class MineError(Exception):
 @pytest.mark.anyio
 @each_provider
 @each_progress
-async def test_opens_and_closes(provider, progress):
+async def test_an_engine_is_open_within_its_block_and_closed_after_it(provider, progress):
     async with opened(provider, progress=progress) as engine:
         assert not engine.closed
         assert engine.address.host == "127.0.0.1"
@@ -39,7 +39,7 @@ async def test_opens_and_closes(provider, progress):
 
 @pytest.mark.anyio
 @each_provider
-async def test_awaited_instead_of_entered(provider):
+async def test_an_engine_that_is_awaited_stays_open_until_aclose(provider):
     engine = await opened(provider)
     assert not engine.closed
     await engine.aclose()
@@ -55,7 +55,7 @@ async def test_an_open_engine_may_be_entered_later():
 
 @pytest.mark.anyio
 @each_progress
-async def test_aclose_twice_and_at_once(progress):
+async def test_aclose_twice_and_by_several_tasks_ends_each_time(progress):
     async with linked("tcp", progress=progress) as (left, right):
         ended = []
 
@@ -75,7 +75,7 @@ async def test_aclose_twice_and_at_once(progress):
 @pytest.mark.anyio
 @each_provider
 @each_progress
-async def test_abort(provider, progress):
+async def test_abort_closes_at_once_and_the_peer_finds_out(provider, progress):
     async with linked(provider, progress=progress) as (left, right):
         left.abort()
         assert left.closed
@@ -103,7 +103,7 @@ async def test_an_exception_of_the_body_passes_unchanged(provider):
 
 
 @pytest.mark.anyio
-async def test_opened_in_one_task_closed_in_another():
+async def test_an_engine_opened_in_one_task_closes_in_another():
     engines = []
 
     async def open_one() -> None:
@@ -130,7 +130,7 @@ async def engine_of_a_fixture(anyio_backend):
 
 
 @pytest.mark.anyio
-async def test_opened_by_an_async_fixture(engine_of_a_fixture):
+async def test_an_engine_opened_by_an_async_fixture_works(engine_of_a_fixture):
     async with opened("tcp") as other:
         await other.send(engine_of_a_fixture.address, b"hello")
         assert (await engine_of_a_fixture.recv()).data == b"hello"
@@ -161,7 +161,7 @@ async def test_a_cancelled_aclose_leaves_nothing_half_closed():
         await until(lambda: not right.peers)
 
 
-def test_opened_without_a_loop():
+def test_opening_without_a_running_loop_is_refused():
     opening = opened("tcp").__await__()
     with pytest.raises(aiote.UsageError, match="no event loop is running"):
         opening.send(None)
@@ -177,7 +177,7 @@ def test_opened_without_a_loop():
         (("tcp", ["lo"] * 9), "from 1 to 8 names are expected, got 9"),
     ],
 )
-def test_bad_arguments(arguments, says):
+def test_bad_arguments_of_open_engine_are_refused(arguments, says):
     with pytest.raises(aiote.UsageError, match=says):
         aiote.open_engine(*arguments)
 

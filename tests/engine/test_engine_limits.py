@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.libfabric, pytest.mark.anyio]
 
 @each_provider
 @each_progress
-async def test_awaited_writes_beyond_the_limit_wait_in_line(provider, progress):
+async def test_awaited_writes_beyond_the_limit_wait_for_admission(provider, progress):
     async with linked(provider, progress=progress, max_transfers=4) as (left, right):
         remote = across(left, right, bytearray(1 << 16))
         local = left.register(bytearray(1 << 16))
@@ -110,7 +110,7 @@ async def test_transfers_that_wait_for_the_connection_count_as_well():
             await waiting[0]
 
 
-async def test_cancelling_in_line_ends_at_once():
+async def test_a_write_cancelled_while_it_waits_for_admission_ends_at_once():
     async with linked("tcp", max_transfers=1) as (left, right):
         # NumPy's zeros cost nothing before they are touched; a bytearray would hold the loop for that.
         remote = across(left, right, np.zeros(64 << 20, np.uint8))
@@ -139,7 +139,7 @@ async def test_cancelling_in_line_ends_at_once():
         assert right.counter(1).value == 0
 
 
-async def test_the_line_ends_with_its_peer_and_with_the_engine():
+async def test_waiting_for_admission_ends_with_the_peer_and_with_the_engine():
     async with opened("tcp", max_transfers=1) as left, opened("tcp") as right, opened("tcp", max_transfers=1) as other:
         remote = across(left, right, bytearray(8))
         local = left.register(b"12345678")

@@ -53,7 +53,7 @@ async def test_room_that_is_not_used_goes_to_the_next():
         await left.write(local, remote)
 
 
-async def test_room_at_a_peer_that_is_lost():
+async def test_a_wait_for_room_ends_when_its_peer_is_lost():
     """What keeps the place is a message that nobody takes."""
     async with opened("tcp", max_transfers=1) as left, opened("tcp", message_pool=2) as right:
         peer = await left.connect(right.address)
@@ -71,7 +71,7 @@ async def test_room_at_a_peer_that_is_lost():
 
 
 @each_provider
-async def test_hundreds_that_are_refused_in_line_are_all_told(provider):
+async def test_hundreds_of_waiting_transfers_that_are_refused_all_fail(provider):
     """The peer's limit is known once it is connected: each is refused then, one after the other."""
     async with opened(provider) as left, opened(provider) as right:
         payload = bytes(1 << 20)
@@ -84,7 +84,7 @@ async def test_hundreds_that_are_refused_in_line_are_all_told(provider):
         assert (await right.recv()).data == b"good"
 
 
-async def test_who_waited_for_an_address_without_a_name_goes_on_with_the_peer_that_it_turned_out_to_be():
+async def test_a_wait_for_an_address_without_identity_goes_on_with_the_peer_that_answers():
     async with opened("tcp") as left, opened("tcp") as right:
         nameless = aiote.Address(right.address.host, right.address.port)
         early = [left.submit_send(nameless, b"early") for _ in range(3)]

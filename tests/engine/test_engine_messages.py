@@ -19,7 +19,7 @@ pytestmark = pytest.mark.libfabric
 @pytest.mark.anyio
 @each_provider
 @each_progress
-async def test_both_ways(provider, progress):
+async def test_messages_go_both_ways_and_name_their_sender(provider, progress):
     async with pair(provider, progress=progress) as (left, right):
         await left.send(right.address, b"ping")
         message = await right.recv()
@@ -31,7 +31,7 @@ async def test_both_ways(provider, progress):
 
 
 @each_provider
-async def test_payloads_of_every_kind_and_size(provider):
+async def test_payloads_of_every_kind_and_size_arrive_whole(provider):
     async with linked(provider, message_bytes=1000) as (left, right):
         payloads = [
             b"",
@@ -59,7 +59,7 @@ async def test_the_payload_may_be_changed_at_once():
 
 
 @each_provider
-async def test_a_message_that_is_too_long(provider):
+async def test_a_message_that_is_too_long_for_its_receiver_is_refused(provider):
     """The receiver's limit counts; told at once if the peer is known, else when it is."""
     async with pair(provider, message_bytes=1000) as (left, right):
         says = "a message of 1001 bytes, but the peer takes at most 1000 .*write larger data with engine.write"
@@ -71,7 +71,7 @@ async def test_a_message_that_is_too_long(provider):
         assert (await right.recv()).data == bytes(1000)
 
 
-async def test_limits_differ():
+async def test_each_side_is_held_to_the_others_limit_of_a_message():
     async with opened("tcp", message_bytes=100) as small, opened("tcp", message_bytes=5000, message_pool=3) as large:
         await small.send(large.address, bytes(5000))
         assert len((await large.recv()).data) == 5000
@@ -119,7 +119,7 @@ async def test_writes_pass_where_messages_wait(provider):
 
 @pytest.mark.anyio
 @each_provider
-async def test_a_flood_both_ways_with_small_pools(provider):
+async def test_a_flood_both_ways_with_small_pools_arrives_whole(provider):
     """Neither side's messages wait for the other's: credits flow back beside them."""
     total = 120
     async with linked(provider, message_pool=2) as (left, right):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.libfabric
 
 @each_provider
 @each_progress
-async def test_statistics(provider, progress):
+async def test_statistics_count_requests_bytes_immediates_and_messages(provider, progress):
     async with linked(provider, progress=progress, largest_message=100) as (left, right):
         before = left.statistics()
         local, remote = left.register(bytearray(1000)), across(left, right, bytearray(1000))
@@ -40,7 +40,7 @@ async def test_statistics(provider, progress):
 @pytest.mark.anyio
 @each_provider
 @each_progress
-async def test_idle_is_idle(provider, progress):
+async def test_an_idle_connected_engine_makes_no_round(provider, progress):
     """Connected, with a wait and a receiver pending: nobody spins, the progress loop makes no round."""
     async with linked(provider, progress=progress) as (left, right):
         await left.write(left.register(bytearray(8)), across(left, right, bytearray(8)))
@@ -55,7 +55,7 @@ async def test_idle_is_idle(provider, progress):
 
 
 @each_provider
-async def test_events_of_a_peer(provider):
+async def test_listeners_hear_when_a_peer_connects_and_is_lost(provider):
     async with pair(provider) as (left, right):
         seen: dict[aiote.Engine, list[aiote.Event]] = {left: [], right: []}
         for engine, events in seen.items():
@@ -76,7 +76,7 @@ async def test_events_of_a_peer(provider):
             event.details["peer"] = "another"
 
 
-async def test_events_of_a_stranger():
+async def test_listeners_hear_of_a_stranger_that_is_refused():
     async with opened("tcp") as engine:
         events = []
         engine.listen_events(events.append)
@@ -88,7 +88,7 @@ async def test_events_of_a_stranger():
         assert engine.peers == ()
 
 
-async def test_a_listener_stops_to_listen():
+async def test_a_listener_that_was_stopped_hears_nothing_more():
     async with pair("tcp") as (left, right):
         kept, stopped = [], []
         left.listen_events(kept.append)
@@ -101,7 +101,7 @@ async def test_a_listener_stops_to_listen():
 
 
 @pytest.mark.anyio
-async def test_what_each_rail_has_carried():
+async def test_statistics_count_the_bytes_that_each_rail_has_carried():
     """Over simulated NICs of which one is pinned, then both; what fails is not counted."""
     network = fabric()
     async with network.open_engine(["sim0", "sim1"]) as left, network.open_engine(["sim0", "sim1"]) as right:

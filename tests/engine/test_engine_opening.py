@@ -40,7 +40,7 @@ def cancelled_at(step: int, coroutine: Coroutine[Any, Any, Any], scope: anyio.Ca
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("provider", ["socket", pytest.param("shm", marks=pytest.mark.libfabric)])
-async def test_cancelled_at_every_wait(provider):
+async def test_an_engine_cancelled_at_any_wait_of_its_life_leaves_nothing(provider):
     async def whole_life() -> None:
         async with opened(provider):
             pass
@@ -71,7 +71,7 @@ async def test_an_engine_that_was_aborted_is_not_watched_any_more():
 
 
 @pytest.mark.anyio
-async def test_a_control_port_that_comes_to_nothing(monkeypatch):
+async def test_a_control_port_that_cannot_listen_closes_its_sockets(monkeypatch):
     """The sockets that were bound are closed, which the leak check sees."""
     taken: list[object] = []
 
@@ -87,7 +87,7 @@ async def test_a_control_port_that_comes_to_nothing(monkeypatch):
 
 @pytest.mark.parametrize("provider", ["local", "socket", pytest.param("shm", marks=pytest.mark.libfabric)])
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EADDRNOTAVAIL])
-async def test_the_systems_errors_while_an_endpoint_opens(provider, number, monkeypatch):
+async def test_system_errors_while_an_endpoint_opens_are_fabric_errors(provider, number, monkeypatch):
     """They are FabricErrors, one that connects hears of them, and they use up no wake-up slot."""
 
     def fails(_rail: object) -> None:

@@ -52,7 +52,7 @@ async def test_pages_go_where_they_belong(provider, progress):
 
 @each_provider
 @pytest.mark.parametrize(("largest", "most"), [(1000, 3000), (1 << 21, 9000)], ids=["cut", "gathered"])
-async def test_any_pages(provider, largest, most):
+async def test_pages_of_random_sizes_strides_and_offsets_arrive_where_they_belong(provider, largest, most):
     """Sizes, strides and offsets at random, of slices too, several requests in flight."""
     random = np.random.default_rng(3)
     async with linked(provider, largest_message=largest) as (left, right):
@@ -95,7 +95,7 @@ INDICES = {
 
 
 @pytest.mark.parametrize("kind", INDICES)
-async def test_indices_of_every_kind(kind):
+async def test_indices_of_every_kind_are_taken(kind):
     async with linked("tcp") as (left, right):
         target = np.zeros(40, np.uint8)
         source = np.repeat(np.arange(4, dtype=np.uint8), 10)
@@ -153,7 +153,7 @@ async def test_no_pages_at_all_are_over_at_once(provider, progress):
 
 
 @each_provider
-async def test_one_page_to_many_places(provider):
+async def test_one_source_page_goes_to_a_hundred_target_pages(provider):
     async with linked(provider) as (left, right):
         target = np.zeros(5000, np.uint8)
         src = aiote.Pages(left.register(noise(50)), np.zeros(100, np.int64), 50)
@@ -163,7 +163,7 @@ async def test_one_page_to_many_places(provider):
 
 
 @each_provider
-async def test_many_pages_in_one_await(provider):
+async def test_twenty_thousand_pages_arrive_in_one_await(provider):
     """Far more than any queue holds: one request, one count a page."""
     count = 20_000
     async with linked(provider) as (left, right):
@@ -213,14 +213,14 @@ BAD_PAGES = [
 
 
 @pytest.mark.parametrize(("indices", "page_bytes", "stride", "offset", "says"), BAD_PAGES)
-async def test_bad_pages(indices, page_bytes, stride, offset, says):
+async def test_bad_pages_are_refused(indices, page_bytes, stride, offset, says):
     async with pair("tcp") as (left, right):
         for region in (left.register(bytearray(100)), across(left, right, bytearray(100))):
             with pytest.raises(aiote.UsageError, match=says):
                 aiote.Pages(region, indices, page_bytes, stride, offset)
 
 
-async def test_pages_that_do_not_match():
+async def test_pages_that_do_not_match_are_refused():
     async with linked("tcp") as (left, right):
         local, remote = left.register(bytearray(100)), across(left, right, bytearray(100))
         with pytest.raises(aiote.UsageError, match="2 source pages, but 3 target pages; page i goes to page i"):
@@ -235,7 +235,7 @@ async def test_pages_that_do_not_match():
             left.submit_write_pages(aiote.Pages(local, [0], 8), aiote.Pages(remote, [0], 8), -1)
 
 
-async def test_pages_of_what_is_no_region():
+async def test_pages_of_what_is_no_region_are_refused():
     async with pair("tcp") as (left, _):
         for thing in (bytearray(100), None, left.address):
             with pytest.raises(aiote.UsageError, match=r"Pages: region must be a Region or a RemoteRegion, got"):
@@ -252,14 +252,14 @@ async def test_pages_of_what_is_no_region():
         ((8, 8, "0"), "offset is '0', expected an integer"),
     ],
 )
-async def test_numbers_that_are_none(numbers, says):
+async def test_page_sizes_strides_and_offsets_that_are_no_integers_are_refused(numbers, says):
     async with pair("tcp") as (left, _):
         region = left.register(bytearray(100))
         with pytest.raises(aiote.UsageError, match=says):
             aiote.Pages(region, [0], *numbers)
 
 
-async def test_pages_of_a_region_that_was_closed():
+async def test_pages_of_a_region_that_was_closed_are_refused():
     async with linked("tcp") as (left, right):
         region = left.register(bytearray(100))
         src = aiote.Pages(region, [0], 8)

@@ -66,7 +66,7 @@ async def begun(group: anyio.abc.TaskGroup, device: PinningDevice, registering: 
 
 
 @each_pinned
-async def test_the_loop_goes_on_meanwhile(provider):
+async def test_the_loop_goes_on_while_memory_is_pinned(provider):
     memory = np.zeros(1000, np.uint8)
     async with linked(provider) as (left, right):
         device = pinning(right)
@@ -84,7 +84,7 @@ async def test_the_loop_goes_on_meanwhile(provider):
 
 @pytest.mark.parametrize("fails", [False, True])
 @each_pinned
-async def test_a_cancelled_one_ends_with_the_kernel_and_leaves_nothing(provider, fails):
+async def test_a_cancelled_registration_ends_with_the_kernel_and_leaves_nothing(provider, fails):
     memory = bytearray(1000)
     async with linked(provider) as (left, right):
         device = pinning(right)
@@ -103,7 +103,7 @@ async def test_a_cancelled_one_ends_with_the_kernel_and_leaves_nothing(provider,
         await right.register(bytearray(10)).aclose()
 
 
-def test_a_task_that_is_cancelled_again_and_again():
+def test_a_registration_cancelled_again_and_again_waits_for_the_kernel():
     async def main() -> None:
         memory = bytearray(1000)
         async with opened("socket") as engine:
@@ -123,7 +123,7 @@ def test_a_task_that_is_cancelled_again_and_again():
 
 
 @each_pinned
-async def test_a_close_waits_for_it(provider):
+async def test_closing_waits_for_a_registration_under_way(provider):
     memory = bytearray(1000)
     async with linked(provider) as (left, right):
         device = pinning(right)
@@ -141,7 +141,7 @@ async def test_a_close_waits_for_it(provider):
 
 
 @each_pinned
-async def test_an_abort_waits_for_it_too(provider):
+async def test_abort_waits_for_a_registration_under_way(provider):
     memory = bytearray(1000)
     async with opened(provider) as engine:
         device = pinning(engine)
@@ -163,7 +163,7 @@ async def test_an_abort_waits_for_it_too(provider):
         assert device.real.children == 0
 
 
-async def test_what_one_rail_refuses_is_let_go_by_the_others():
+async def test_memory_that_one_rail_refuses_is_let_go_by_the_others():
     memory = bytearray(1000)
     async with opened("sim", ["sim0", "sim1"]) as engine:
         first, device = devices(engine)[0], pinning(engine)
@@ -182,7 +182,7 @@ async def test_what_one_rail_refuses_is_let_go_by_the_others():
         await region.aclose()
 
 
-async def test_no_thread_where_nothing_is_pinned(monkeypatch):
+async def test_no_thread_starts_where_nothing_is_pinned(monkeypatch):
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:
@@ -203,7 +203,7 @@ async def test_no_thread_where_nothing_is_pinned(monkeypatch):
         assert free(memory)
 
 
-async def test_what_register_refuses_is_refused():
+async def test_register_async_refuses_what_register_refuses():
     async with opened("socket") as engine:
         pinning(engine)
         with pytest.raises(aiote.UsageError, match="has no memory to lend"):
@@ -214,7 +214,7 @@ async def test_what_register_refuses_is_refused():
         await engine.register_async(bytearray(1))
 
 
-def test_a_child_of_a_fork_leaves_it_to_its_parent():
+def test_a_child_of_a_fork_leaves_a_registration_to_its_parent():
     done = run_script(
         """
         import asyncio, os, sys

@@ -30,7 +30,7 @@ BAD_SLICES = [
 
 
 @pytest.mark.parametrize(("item", "says"), BAD_SLICES)
-async def test_bad_slices(item, says):
+async def test_bad_slices_are_refused(item, says):
     async with pair("tcp") as (left, right):
         local = left.register(bytearray(100))
         for region in (local, across(left, right, bytearray(100))):
@@ -149,7 +149,7 @@ async def test_what_a_peer_attached_is_refused_at_its_owner():
             await right.write(right.register(bytearray(8)), remote)
 
 
-async def test_a_closed_region():
+async def test_every_use_of_a_closed_region_is_refused():
     async with pair("tcp") as (left, right):
         region = left.register(bytearray(8))
         part = region[0:4]
@@ -204,7 +204,7 @@ async def test_aclose_waits_for_work_in_flight(provider, progress):
         assert (target == 7).all()
 
 
-async def test_a_cancelled_aclose_is_called_again():
+async def test_an_aclose_that_was_cancelled_may_be_called_again():
     memory = bytearray(4 << 20)
     async with linked("tcp", largest_message=65536) as (left, right):
         region = left.register(memory)

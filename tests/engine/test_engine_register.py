@@ -95,7 +95,7 @@ async def test_memory_of_every_kind_is_sent_and_filled(provider, kind):
         assert arrived == PATTERN[::-1]
 
 
-async def test_torch_if_present():
+async def test_torch_tensors_are_sent_and_filled():
     torch = pytest.importorskip("torch")
     async with linked("tcp") as (left, right):
         tensor = torch.arange(16, dtype=torch.bfloat16)
@@ -130,7 +130,7 @@ async def test_torch_if_present():
         pytest.param(lambda: OnCuda(np.zeros(4), (13, 0)), r"memory of device 'cuda_managed'", id="managed"),
     ],
 )
-async def test_refused_with_a_reason(provider, make, says):
+async def test_what_has_no_memory_to_lend_is_refused_with_the_reason(provider, make, says):
     async with opened(provider) as engine:
         lender = make()
         asked = provider == "verbs" and getattr(lender, "device", None) == (2, 0)
@@ -203,7 +203,7 @@ async def test_closing_the_engine_gives_buffers_back():
 
 
 @each_provider
-async def test_the_same_memory_twice(provider):
+async def test_memory_registered_twice_has_two_regions_with_their_own_keys(provider):
     """Two regions with their own keys: the longer one is not cut to the first, which may end before it."""
     memory = np.zeros(256, np.uint8)
     async with linked(provider) as (left, right):

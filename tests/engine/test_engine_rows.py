@@ -23,7 +23,7 @@ async def send(engine: aiote.Engine, to: aiote.Engine, *imms: int) -> None:
 
 @each_provider
 @each_progress
-async def test_it_goes_as_far_as_all_before_have_their_counts(provider, progress):
+async def test_a_row_goes_as_far_as_all_before_have_their_counts(provider, progress):
     with anyio.fail_after(PATIENCE_S):
         async with linked(provider, progress=progress) as (owner, writer):
             with owner.counters(FIRST, [2, 1, 0, 1]) as row:
@@ -38,7 +38,7 @@ async def test_it_goes_as_far_as_all_before_have_their_counts(provider, progress
             assert [owner.counter(FIRST + at).value for at in range(4)] == [0] * 4
 
 
-async def test_one_wake_up_is_for_all_that_are_waited_for():
+async def test_one_arrival_ends_every_wait_of_the_row_that_it_satisfies():
     async def wait(count: int) -> None:
         reached.append((count, await row.wait(count)))
 
@@ -67,7 +67,7 @@ async def test_a_wait_that_is_cancelled_loses_nothing():
                 assert await row.wait(2) == 2
 
 
-async def test_closing_ends_the_waits_and_drops_the_counts():
+async def test_closing_a_row_ends_its_waits_and_drops_its_counts():
     async with linked("sim") as (owner, writer):
         for end in ("row", "engine"):
             row = owner.counters(FIRST, [1, 2])
@@ -91,7 +91,7 @@ async def test_closing_ends_the_waits_and_drops_the_counts():
                 await row.wait(1)
 
 
-async def test_it_begins_empty_and_leaves_others_their_counts():
+async def test_a_row_begins_empty_and_leaves_others_their_counts():
     async with linked("sim") as (owner, writer):
         await send(writer, owner, FIRST)
         with owner.counters(FIRST, [1]) as row:
@@ -103,7 +103,7 @@ async def test_it_begins_empty_and_leaves_others_their_counts():
             assert counter.value == 1
 
 
-async def test_what_is_no_row_is_refused():
+async def test_bad_arguments_of_a_row_are_refused():
     async with opened("sim") as engine:
         for first, needs in ((-1, [1]), (1 << 28, [1]), ((1 << 28) - 1, [1, 1]), (0, [-1]), (0, [1.0])):
             with pytest.raises(aiote.UsageError):

@@ -34,7 +34,7 @@ async def test_on_one_host_auto_goes_through_shared_memory():
             assert await moved(left, right) == ["local"]
 
 
-async def test_where_files_may_not_be_as_large_as_rings_they_are_left_alone():
+async def test_auto_takes_sockets_where_files_may_not_be_as_large_as_rings():
     """A ring is a file to the kernel, which ends a process that goes over that limit."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, before[1]))
@@ -45,7 +45,7 @@ async def test_where_files_may_not_be_as_large_as_rings_they_are_left_alone():
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-async def test_between_hosts_it_does_not(monkeypatch):
+async def test_between_hosts_auto_goes_through_sockets(monkeypatch):
     hosts = iter((b"a" * 32, b"b" * 32))
     monkeypatch.setattr(aiote.runtime, "host_identity", lambda: next(hosts))
     with anyio.fail_after(PATIENCE_S):
@@ -56,13 +56,13 @@ async def test_between_hosts_it_does_not(monkeypatch):
 @pytest.mark.parametrize(
     ("one", "other"), [("auto", "socket"), ("socket", "auto"), ("auto", "local"), ("local", "auto")]
 )
-async def test_with_what_both_have(one, other):
+async def test_auto_goes_through_what_the_other_side_has(one, other):
     with anyio.fail_after(PATIENCE_S):
         async with opened(one) as left, opened(other) as right:
             assert await moved(left, right) == [({one, other} - {"auto"}).pop()]
 
 
-async def test_what_is_asked_for_is_all_there_is():
+async def test_a_provider_that_is_named_is_the_only_one_taken():
     with anyio.fail_after(PATIENCE_S):
         async with opened("tcp") as left, opened("tcp") as right:
             assert len(left.rails) == 1

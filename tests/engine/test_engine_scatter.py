@@ -60,7 +60,7 @@ async def test_every_target_gets_its_bytes_and_one_count(provider, progress):
 
 
 @each_provider
-async def test_nobody_to_write_to(provider):
+async def test_a_scatter_without_targets_ends_and_counts_nothing(provider):
     async with star(provider, 1) as (hub, others):
         group = await hub.peer_group([others[0].address])
         await hub.scatter(group, [], 5)
@@ -71,7 +71,7 @@ async def test_nobody_to_write_to(provider):
 
 
 @each_provider
-async def test_immediates_alone_and_several_targets_at_one_member(provider):
+async def test_immediates_alone_to_several_targets_at_one_member_all_count(provider):
     async with star(provider, 2) as (hub, others):
         group = await hub.peer_group([others[0].address, str(others[1].address)])
         peer = group[0]
@@ -82,7 +82,7 @@ async def test_immediates_alone_and_several_targets_at_one_member(provider):
 
 
 @pytest.mark.blocking_allowed("tcp of 1.17 takes 50 ms for each connection, and these are all made in one turn")
-async def test_a_group_of_many_in_one_request():
+async def test_one_scatter_to_256_targets_writes_and_counts_each():
     """256 targets, one Python object, and a count at each; eight engines stand for them."""
     async with star("tcp", 8, message_pool=2) as (hub, others):
         group = await hub.peer_group([other.address for other in others])
@@ -138,7 +138,7 @@ async def test_a_member_that_dies_under_way_is_the_error_and_the_others_are_serv
 
 @pytest.mark.anyio
 @each_provider
-async def test_cancelled_it_lets_go_of_all_memory(provider):
+async def test_a_cancelled_scatter_lets_go_of_all_memory(provider):
     size = 32 << 20
     async with star(provider, 2) as (hub, others):
         group = await hub.peer_group([other.address for other in others])
@@ -156,7 +156,7 @@ async def test_cancelled_it_lets_go_of_all_memory(provider):
 
 
 @each_provider
-async def test_a_lease_that_is_revoked_ends_it(provider):
+async def test_a_lease_that_is_revoked_ends_the_scatter(provider):
     async with star(provider, 2) as (hub, others):
         group = await hub.peer_group([other.address for other in others])
         memories = [others[0].register(bytearray(8)), others[1].register(bytearray(8))]
@@ -174,7 +174,7 @@ async def test_a_lease_that_is_revoked_ends_it(provider):
         assert others[1].counter(1).value == 0
 
 
-async def test_more_than_the_limit_of_unfinished_ones_waits_or_is_refused():
+async def test_scatters_beyond_the_limit_wait_or_are_refused():
     async with star("tcp", 1, max_transfers=4) as (hub, others):
         group = await hub.peer_group([others[0].address])
         targets = [ScatterTarget(None, group[0])]
@@ -215,7 +215,7 @@ async def test_bad_targets_are_refused_before_anything_is_posted():
         assert others[0].counter(1).value == 0
 
 
-async def test_who_waits_for_room_at_several_members_is_not_starved():
+async def test_a_wait_for_room_at_several_members_is_not_starved():
     """At each member somebody takes whatever room there is; the room at one is kept while the other is waited for."""
     async with opened("socket", max_transfers=2) as hub, opened("socket") as first, opened("socket") as second:
         group = await hub.peer_group([first.address, second.address])
@@ -241,7 +241,7 @@ async def test_who_waits_for_room_at_several_members_is_not_starved():
             await one.counter(119).wait(1)
 
 
-async def test_room_at_several_members_of_whom_one_is_lost():
+async def test_a_wait_for_room_at_several_members_fails_when_one_is_lost():
     async with opened("socket", max_transfers=1) as hub, opened("socket") as first:
         async with opened("socket") as second:
             group = await hub.peer_group([first.address, second.address])

@@ -51,7 +51,7 @@ async def test_a_pinned_transfer_stays_on_its_rail(rail):
         await right.counter(1).wait(66)
 
 
-async def test_pinned_ones_do_not_hold_up_the_others():
+async def test_pinned_transfers_do_not_hold_up_the_others():
     async with linked("tcp", LOOPBACK) as (left, right):
         source = left.register(np.ones(SIZE, np.uint8))
         remote = across(left, right, np.zeros(SIZE, np.uint8))
@@ -96,7 +96,7 @@ async def test_a_pinned_transfer_goes_on_when_its_rail_is_lost():
         assert shares(left)[1] > before[1], "the other rail carried what was left"
 
 
-async def test_rails_in_turn():
+async def test_round_robin_gives_each_rail_as_many_pages():
     async with linked("tcp", LOOPBACK, schedule="round-robin") as (left, right):
         source = left.register(np.ones(64 * 4096, np.uint8))
         remote = across(left, right, np.zeros(64 * 4096, np.uint8))
@@ -105,13 +105,13 @@ async def test_rails_in_turn():
 
 
 @pytest.mark.parametrize("rail", ["eth7", 2, -1, 1.5])
-async def test_a_rail_that_there_is_none_of(rail):
+async def test_a_rail_that_does_not_exist_is_refused(rail):
     async with linked("tcp", LOOPBACK) as (left, right):
         with pytest.raises(aiote.UsageError, match="rail="):
             await left.write(left.register(bytes(8)), across(left, right, bytearray(8)), rail=rail)
 
 
-def test_a_schedule_that_there_is_none_of():
+def test_a_schedule_that_does_not_exist_is_refused():
     with pytest.raises(aiote.UsageError, match="schedule"):
         aiote.EngineConfig(schedule="best")
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.libfabric
 
 @pytest.mark.anyio
 @each_provider
-async def test_four_engines_in_a_full_mesh(provider):
+async def test_four_engines_in_a_full_mesh_get_their_own_bytes_and_counts(provider):
     """Everybody connects to everybody at once and writes to everybody; nobody gets another's bytes or counts."""
     async with opened(provider) as a, opened(provider) as b, opened(provider) as c, opened(provider) as d:
         await mesh([a, b, c, d])
@@ -77,7 +77,7 @@ async def test_two_that_connect_to_each_other_at_once_have_one_connection(provid
             assert (await left.recv()).data == b"to the left"
 
 
-async def test_both_providers_in_one_process():
+async def test_engines_of_two_providers_work_in_one_process():
     async with pair("tcp") as (a, b), pair("shm") as (c, d):
         for left, right in ((a, b), (c, d)):
             target = bytearray(5)
@@ -85,7 +85,7 @@ async def test_both_providers_in_one_process():
             assert target == b"hello"
 
 
-async def test_engines_without_a_rail_in_common():
+async def test_engines_without_a_rail_in_common_cannot_connect():
     async with opened("tcp") as left, opened("shm") as right:
         with pytest.raises(aiote.PeerError, match=r"no rail in common: .*tcp.*shm") as caught:
             await left.connect(right.address)
@@ -95,7 +95,7 @@ async def test_engines_without_a_rail_in_common():
 
 
 @pytest.mark.anyio
-async def test_connecting_by_text_and_by_place():
+async def test_connecting_by_text_or_by_place_gives_the_same_peer():
     async with pair("tcp") as (left, right):
         peer = await left.connect(str(right.address))
         assert await left.connect(f"127.0.0.1:{right.address.port}") is peer
@@ -108,19 +108,19 @@ async def test_connecting_by_text_and_by_place():
 
 
 @pytest.mark.parametrize("target", ["nonsense", "http://127.0.0.1:80", 5, None, b"127.0.0.1:80"])
-async def test_connecting_to_what_is_no_address(target):
+async def test_connecting_to_what_is_no_address_is_refused(target):
     async with opened("tcp") as engine:
         with pytest.raises(aiote.UsageError):
             await engine.connect(target)
 
 
-async def test_connecting_to_oneself():
+async def test_connecting_to_oneself_is_refused():
     async with opened("tcp") as engine:
         with pytest.raises(aiote.UsageError, match="own address: an engine has no connection to itself"):
             await engine.connect(engine.address)
 
 
-async def test_connecting_to_where_nobody_listens():
+async def test_connecting_to_where_nobody_listens_fails():
     async with opened("tcp") as engine:
         async with opened("tcp") as other:
             address = other.address
@@ -163,7 +163,7 @@ def serve(provider: str, progress: str, addresses: queue.Queue, results: queue.Q
 @each_provider
 @each_progress
 @pytest.mark.blocking_allowed("another thread's loop is waited for")
-async def test_engines_on_the_loops_of_two_threads(provider, progress):
+async def test_engines_on_the_loops_of_two_threads_serve_each_other(provider, progress):
     addresses, results = queue.Queue(), queue.Queue()
     thread = threading.Thread(target=serve, args=(provider, progress, addresses, results))
     thread.start()
@@ -178,7 +178,7 @@ async def test_engines_on_the_loops_of_two_threads(provider, progress):
 
 
 @two_kinds
-def test_engines_in_spawned_processes(provider, progress):
+def test_engines_in_spawned_processes_write_and_read_each_others_memory(provider, progress):
     """Two processes find each other through queues, write to each other's memory, count, read back, and say goodbye."""
     context = multiprocessing.get_context("spawn")
     queues = context.Queue(), context.Queue()

@@ -56,7 +56,7 @@ async def check(left: aiote.Engine, right: aiote.Engine, size: int) -> int:
 
 @each_provider
 @each_progress
-async def test_over_the_largest_message(provider, progress):
+async def test_a_write_over_the_largest_message_arrives_and_counts_once(provider, progress):
     async with linked(provider, progress=progress, largest_message=LARGEST) as (left, right):
         for size in SIZES:
             assert await check(left, right, size) == -(-size // LARGEST)
@@ -65,7 +65,7 @@ async def test_over_the_largest_message(provider, progress):
 
 @pytest.mark.parametrize("rails", [2, 3])
 @each_progress
-async def test_over_several_rails(rails, progress):
+async def test_a_write_over_several_rails_arrives_and_counts_once(rails, progress):
     """Every write of at least two stripes' bytes is spread; the count is that of the writes."""
     async with linked("tcp", ["lo"] * rails, progress=progress, stripe_bytes=100) as (left, right):
         assert len(left.rails) == len(right.rails) == rails
@@ -73,14 +73,14 @@ async def test_over_several_rails(rails, progress):
             assert await check(left, right, size) == stripes
 
 
-async def test_over_several_rails_and_the_largest_message():
+async def test_a_write_over_several_rails_and_the_largest_message_counts_once():
     async with linked("tcp", ["lo", "lo"], largest_message=LARGEST, stripe_bytes=100) as (left, right):
         for size in SIZES:
             assert await check(left, right, size) == max(-(-size // LARGEST), min(2, size // 100 or 1))
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(1, 2), (2, 1), (3, 2), (4, 1)])
-async def test_sides_with_different_numbers_of_rails(ours, theirs):
+async def test_sides_with_different_numbers_of_rails_write_to_each_other(ours, theirs):
     """Neither side has to know how many NICs the other has: one write, one count, either way."""
     async with opened("tcp", ["lo"] * ours, stripe_bytes=100) as left:
         async with opened("tcp", ["127.0.0.1"] * theirs, stripe_bytes=100) as right:
@@ -91,14 +91,14 @@ async def test_sides_with_different_numbers_of_rails(ours, theirs):
             assert (await right.recv()).data == b"hello"
 
 
-async def test_different_largest_messages():
+async def test_each_side_splits_by_its_own_largest_message():
     async with opened("tcp", largest_message=100) as left, opened("tcp", largest_message=7777) as right:
         assert await check(left, right, 20_000) == 200
         assert await check(right, left, 20_000) == 3
 
 
 @each_provider
-async def test_striped_pages(provider):
+async def test_striped_pages_count_one_each(provider):
     """Each page is cut alike and counts one."""
     async with linked(provider, largest_message=100) as (left, right):
         for page in (99, 100, 101, 250, 1700):
@@ -114,7 +114,7 @@ async def test_striped_pages(provider):
 
 
 @each_provider
-async def test_many_striped_writes_on_one_immediate(provider):
+async def test_many_striped_writes_on_one_immediate_count_exactly(provider):
     """Whatever order the stripes of different writes come in, the sum is exact."""
     async with linked(provider, largest_message=64) as (left, right):
         source, target = noise(1000), np.zeros(1000, np.uint8)

@@ -21,7 +21,7 @@ STRIPE = 8192
 @pytest.mark.anyio
 @each_provider
 @each_progress
-async def test_awaited_by_many_and_again(provider, progress):
+async def test_a_transfer_is_awaited_by_many_and_again(provider, progress):
     async with linked(provider, progress=progress) as (left, right):
         target = bytearray(8)
         transfer = left.submit_write(left.register(b"12345678"), across(left, right, target))
@@ -40,7 +40,7 @@ async def test_awaited_by_many_and_again(provider, progress):
         assert transfer.exception() is None
 
 
-async def test_what_it_shows():
+async def test_the_repr_of_a_transfer_says_what_it_does_and_how_far_it_is():
     async with pair("tcp") as (left, right):
         region, remote = left.register(bytearray(8)), across(left, right, bytearray(8))
         transfer = left.submit_write_imm(region, remote, 1)
@@ -68,7 +68,7 @@ async def test_what_it_shows():
 
 @pytest.mark.anyio
 @each_provider
-async def test_cancelled_before_the_peer_is_connected(provider):
+async def test_a_transfer_cancelled_before_the_peer_is_connected_posts_nothing(provider):
     async with pair(provider) as (left, right):
         target = bytearray(8)
         transfer = left.submit_write_imm(left.register(b"12345678"), across(left, right, target), 1)
@@ -87,7 +87,7 @@ async def test_cancelled_before_the_peer_is_connected(provider):
 @pytest.mark.anyio
 @each_provider
 @each_progress
-async def test_cancelled_under_way(provider, progress):
+async def test_a_write_cancelled_under_way_moves_nothing_after_its_await(provider, progress):
     """What is not posted is dropped, what is drains; when the await ends nothing moves any more."""
     source, target = np.full(LARGE, 1, np.uint8), np.zeros(LARGE, np.uint8)
     async with linked(provider, progress=progress, largest_message=STRIPE) as (left, right):
@@ -123,7 +123,7 @@ async def test_cancelled_under_way(provider, progress):
 
 
 @each_provider
-async def test_a_read_cancelled_under_way(provider):
+async def test_a_read_cancelled_under_way_fills_nothing_after_its_await(provider):
     """After the await the local buffer is the caller's again: nothing writes to it."""
     target = np.zeros(LARGE, np.uint8)
     source = np.full(LARGE, 1, np.uint8)
@@ -139,7 +139,7 @@ async def test_a_read_cancelled_under_way(provider):
 
 
 @each_provider
-async def test_cancelled_in_the_queue(provider):
+async def test_a_transfer_cancelled_in_the_queue_leaves_the_others_whole(provider):
     """Of many transfers one is taken out; the others arrive, and each counts."""
     async with linked(provider, largest_message=STRIPE) as (left, right):
         target = np.zeros(LARGE + 30, np.uint8)
@@ -159,7 +159,7 @@ async def test_cancelled_in_the_queue(provider):
         assert right.counter(1).value == 0
 
 
-async def test_cancelled_when_it_is_over():
+async def test_cancelling_a_transfer_that_is_over_changes_nothing():
     async with linked("tcp") as (left, right):
         transfer = left.submit_send(right.address, b"x")
         await transfer
@@ -212,7 +212,7 @@ async def test_the_error_of_a_failed_transfer_names_peer_rail_and_operation():
         assert again.value is error
 
 
-async def test_never_awaited_and_dropped():
+async def test_a_transfer_that_is_never_awaited_arrives_all_the_same():
     """A transfer that nobody looks at goes its way."""
     async with linked("tcp") as (left, right):
         target = bytearray(8)
@@ -221,7 +221,7 @@ async def test_never_awaited_and_dropped():
         assert target == b"12345678"
 
 
-async def test_one_that_fails_before_it_is_awaited():
+async def test_a_transfer_that_failed_before_its_await_raises_there():
     async with opened("tcp") as left:
         transfer = left.submit_send(aiote.Address("127.0.0.1", 1, b"nobody is there!", 1), b"x")
         await until(transfer.done)

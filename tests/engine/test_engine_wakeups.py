@@ -147,7 +147,7 @@ async def test_a_transfer_is_awaited_by_everything_that_takes_awaitables(provide
 
 @pytest.mark.libfabric
 @each_provider
-async def test_quick_and_slow_ways_do_the_same(provider):
+async def test_the_quick_and_the_slow_way_to_start_a_transfer_do_the_same(provider):
     """The first transfer to a region looks its peer up, the others start in one call; both say what they are."""
     async with linked(provider) as (left, right):
         memory = bytearray(8)
@@ -170,7 +170,7 @@ async def test_quick_and_slow_ways_do_the_same(provider):
 
 @pytest.mark.libfabric
 @each_provider
-async def test_nobody_overtakes_who_waits_in_line(provider):
+async def test_no_transfer_overtakes_one_that_waits_for_admission(provider):
     """With room for one, the second waits; a third, which could start in one call, comes after it."""
     async with linked(provider, max_transfers=1) as (left, right):
         memory = bytearray(8 << 20)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.libfabric
 
 @pytest.mark.anyio
 @each_progress
-async def test_a_value_that_a_thread_bumps(progress):
+async def test_a_watch_sees_the_last_of_the_values_that_a_thread_writes(progress):
     """Values in between may be missed, none is invented, the last one is seen."""
     value = np.zeros(1, np.uint64)
     last = 2000
@@ -47,7 +47,7 @@ async def test_a_value_that_a_thread_bumps(progress):
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
-async def test_values_of_every_width(width):
+async def test_changes_of_values_of_every_width_are_seen(width):
     value = bytearray(width)
     async with opened("tcp") as engine:
         watching = engine.watch(value)
@@ -71,7 +71,7 @@ async def test_what_changed_before_the_first_step_is_seen():
 
 
 @each_provider
-async def test_a_value_that_a_peer_writes(provider):
+async def test_a_value_that_a_peer_writes_is_seen(provider):
     value = np.zeros(1, np.uint64)
     async with linked(provider) as (left, right):
         watching = right.watch(value)
@@ -84,7 +84,7 @@ async def test_a_value_that_a_peer_writes(provider):
 
 @pytest.mark.anyio
 @each_progress
-async def test_several_watchers_and_one_that_is_cancelled(progress):
+async def test_several_watchers_go_on_when_one_is_cancelled(progress):
     values = np.zeros(3, np.uint64)
     async with opened("tcp", progress=progress) as engine:
         seen = {}
@@ -108,7 +108,7 @@ async def test_several_watchers_and_one_that_is_cancelled(progress):
         assert seen == {1: (0, 9), 2: (0, 9)}
 
 
-async def test_a_watched_word_is_held_and_given_back():
+async def test_the_memory_of_a_watched_value_is_held_and_given_back():
     value = bytearray(8)
     async with opened("tcp") as engine:
         watching = engine.watch(value)
@@ -135,7 +135,7 @@ async def test_closing_the_engine_ends_the_watch():
         await anext(watching)
 
 
-async def test_a_step_under_way_keeps_the_word_though_the_watch_is_closed():
+async def test_a_step_under_way_keeps_the_memory_though_the_watch_is_closed():
     value = bytearray(8)
     async with opened("tcp") as engine:
         watching = engine.watch(value)
@@ -193,7 +193,7 @@ class OnGPU:
         (b"12345678", None),
     ],
 )
-async def test_which_values_are_watched(value, says):
+async def test_only_aligned_values_of_1_2_4_or_8_bytes_are_watched(value, says):
     async with opened("tcp") as engine:
         if says is None:
             await engine.watch(value).aclose()

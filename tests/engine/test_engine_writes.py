@@ -21,7 +21,7 @@ def noise(size: int, seed: int = 1) -> np.ndarray:
 @pytest.mark.anyio
 @each_provider
 @each_progress
-async def test_write_read_and_count(provider, progress):
+async def test_writes_and_reads_move_bytes_and_each_write_counts_once(provider, progress):
     """The first use connects; after `write` returns the bytes are there; each write counts one."""
     async with pair(provider, progress=progress) as (left, right):
         source, target, back = noise(100_000), np.zeros(100_000, np.uint8), np.zeros(100_000, np.uint8)
@@ -43,7 +43,7 @@ async def test_write_read_and_count(provider, progress):
 
 @each_provider
 @pytest.mark.parametrize("size", SIZES)
-async def test_every_size_exactly(provider, size):
+async def test_a_write_of_any_size_changes_exactly_its_bytes(provider, size):
     """Not a byte less, not a byte beside."""
     async with linked(provider) as (left, right):
         source = noise(size)
@@ -62,7 +62,7 @@ async def test_every_size_exactly(provider, size):
 
 
 @each_provider
-async def test_nothing_at_all_is_written_and_counted(provider):
+async def test_a_write_of_no_bytes_ends_and_counts(provider):
     """Empty slices are legal: a write of no bytes ends, and counts where it has an immediate."""
     target = bytearray(8)
     async with linked(provider) as (left, right):
@@ -76,7 +76,7 @@ async def test_nothing_at_all_is_written_and_counted(provider):
 
 @each_provider
 @each_progress
-async def test_the_submit_forms(provider, progress):
+async def test_every_submit_form_moves_its_bytes(provider, progress):
     async with pair(provider, progress=progress) as (left, right):
         target = np.zeros(400, np.uint8)
         remote = across(left, right, target)
@@ -104,7 +104,7 @@ async def test_the_submit_forms(provider, progress):
 
 @pytest.mark.anyio
 @each_provider
-async def test_many_at_once(provider):
+async def test_hundreds_of_transfers_both_ways_arrive_and_count_once(provider):
     """More than any queue holds, of all kinds, both ways; each arrives, each counts one."""
     async with linked(provider) as (left, right):
         count, size = 700, 300
@@ -127,7 +127,7 @@ async def test_many_at_once(provider):
         assert left.statistics().immediates == right.statistics().immediates == count
 
 
-async def test_the_same_source_to_many_places():
+async def test_one_source_is_written_to_many_places():
     async with linked("tcp") as (left, right):
         target = np.zeros(1000, np.uint8)
         local, remote = left.register(b"0123456789"), across(left, right, target)
@@ -137,7 +137,7 @@ async def test_the_same_source_to_many_places():
 
 
 @each_provider
-async def test_lengths_must_agree(provider):
+async def test_sources_and_targets_of_different_lengths_are_refused(provider):
     async with linked(provider) as (left, right):
         local, remote = left.register(bytearray(10)), across(left, right, bytearray(20))
         with pytest.raises(aiote.UsageError, match="write: src has 10 bytes, dst 20; slice the larger one"):
@@ -234,7 +234,7 @@ async def test_wrong_arguments_are_told_at_once(call, says):
 
 
 @each_provider
-async def test_the_largest_immediate(provider):
+async def test_the_smallest_and_the_largest_immediate_count(provider):
     async with linked(provider) as (left, right):
         region, remote = left.register(bytearray(8)), across(left, right, bytearray(8))
         for imm in (0, (1 << 28) - 1):

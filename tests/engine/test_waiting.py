@@ -27,7 +27,7 @@ class Item:
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("cancellations", [0, 1, 3])
-async def test_patience_ends_it_whatever_cancelled_it_before(cancellations):
+async def test_patience_ends_a_wait_however_often_it_was_cancelled(cancellations):
     """The caller has to hear that it is not over: what it does then is what makes it end."""
     for wait in (lambda: finish(current_loop(), Item(), 0.05), lambda: poll_until(current_loop(), lambda: False, 0.05)):
         task = asyncio.ensure_future(wait())
@@ -39,7 +39,7 @@ async def test_patience_ends_it_whatever_cancelled_it_before(cancellations):
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("cancellations", [0, 1, 3])
-async def test_a_cancellation_does_not_end_it(cancellations):
+async def test_a_cancellation_does_not_end_a_wait(cancellations):
     item = Item()
     task = asyncio.ensure_future(finish(current_loop(), item, NEVER_S))
     for _ in range(cancellations):
@@ -52,7 +52,7 @@ async def test_a_cancellation_does_not_end_it(cancellations):
 
 
 @pytest.mark.anyio
-async def test_scopes_do_not_end_it():
+async def test_cancelled_scopes_do_not_end_a_wait():
     item = Item()
     with anyio.move_on_after(0.01) as outer:
         assert await finish(current_loop(), item, 0.05) is False

@@ -7,7 +7,7 @@ import pytest
 pytestmark = pytest.mark.libfabric
 
 
-def test_the_bytes_arrive(start, provider):
+def test_the_bytes_arrive_over_every_provider(start, provider):
     program = start("first.py", "--provider", provider)
     assert program.end() == 0
     assert program.out.startswith(provider)
@@ -15,7 +15,7 @@ def test_the_bytes_arrive(start, provider):
     assert program.err == ""
 
 
-def test_without_arguments(start):
+def test_the_program_runs_without_arguments(start):
     assert start("first.py").end() == 0
 
 

@@ -23,7 +23,7 @@ def test_one_command_runs_both_sides(start, provider):
     assert program.err == ""
 
 
-def test_two_sides_with_a_key(start):
+def test_two_sides_with_a_key_measure_and_end(start):
     server = start("ping.py", "--listen", "--once", AIOTE_CLUSTER_KEY=KEY)
     client = start("ping.py", "--connect", server.address(), "--count", 5, AIOTE_CLUSTER_KEY=KEY)
     assert client.end() == 0
@@ -54,7 +54,7 @@ WRONG = [
 ]
 
 
-def test_wrong_arguments(start):
+def test_wrong_arguments_are_refused_with_the_reason(start):
     programs = [start("ping.py", *arguments, AIOTE_CLUSTER_KEY="") for arguments, _, _ in WRONG]
     for program, (_, status, said) in zip(programs, WRONG, strict=True):
         assert program.end() == status

@@ -92,7 +92,7 @@ WRONG = [
 ]
 
 
-def test_wrong_arguments(start):
+def test_wrong_arguments_are_refused_with_the_reason(start):
     programs = [start("send_file.py", *arguments, AIOTE_CLUSTER_KEY="") for arguments, _, _ in WRONG]
     for program, (_, status, said) in zip(programs, WRONG, strict=True):
         assert program.end() == status

@@ -56,7 +56,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("provider", "number", "status"), ENDS)
-def test_the_sender_ends(pair, folder, number, status):
+def test_the_receiver_fails_and_keeps_no_file_when_the_sender_ends(pair, folder, number, status):
     receiver, sender = pair
     sender.send(number)
     assert sender.end() == status
@@ -66,7 +66,7 @@ def test_the_sender_ends(pair, folder, number, status):
 
 
 @pytest.mark.parametrize(("provider", "number", "status"), ENDS)
-def test_the_receiver_ends(pair, folder, source, number, status):
+def test_the_sender_fails_when_the_receiver_ends(pair, folder, source, number, status):
     receiver, sender = pair
     receiver.send(number)
     assert receiver.end() == status

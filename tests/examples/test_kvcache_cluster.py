@@ -86,13 +86,13 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("body", "status", "says"), WRONG, ids=[str(number) for number in range(len(WRONG))])
-def test_what_is_wrong_is_said(cluster, body, status, says):
+def test_a_wrong_request_is_refused_with_the_reason(cluster, body, status, says):
     answer = cluster.client.post("/v1/completions", json=body)
     assert answer.status_code == status
     assert says in answer.text
 
 
-def test_bodies_that_are_none(cluster):
+def test_malformed_and_too_large_bodies_are_refused(cluster):
     def post(**given):
         return cluster.client.post("/v1/completions", **given).status_code
 
@@ -159,7 +159,7 @@ def test_a_client_that_leaves_cancels_all_the_way(cluster, stream):
     assert len(cluster.complete("the next one")) == 8
 
 
-def test_the_page_and_its_numbers(cluster):
+def test_the_page_and_its_numbers_are_served(cluster):
     page = cluster.client.get("/")
     assert page.status_code == 200
     assert "<title>aiote" in page.text
@@ -180,7 +180,7 @@ def test_the_page_and_its_numbers(cluster):
 
 
 @pytest.mark.needs_browser
-def test_the_page_in_a_browser(cluster, tmp_path):
+def test_the_page_in_a_browser_shows_members_and_requests(cluster, tmp_path):
     with Browser(tmp_path) as page:
         page.open(cluster.page)
         page.until("document.querySelectorAll('#members tr').length == 4")

@@ -80,7 +80,7 @@ def test_an_interrupt_ends_all_at_once(cluster):
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
-def test_the_smallest_program(start):
+def test_the_smallest_program_moves_every_page(start):
     program = start("kvcache/minimal.py")
     assert program.end() == 0
     assert program.out == "7 pages in 4 layers: True\n"

@@ -43,7 +43,7 @@ ASKED = [
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("method", "path", "headers", "host", "status"), ASKED)
-async def test_who_is_answered(serving, method, path, headers, host, status):
+async def test_only_requests_with_the_token_and_a_known_host_are_answered(serving, method, path, headers, host, status):
     app = serving.Guard(PlainTextResponse("well"), TOKEN, ("router.example",))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
         answer = await client.request(method, path, headers={**headers, "host": host})

@@ -64,7 +64,7 @@ async def still_served(provider: str, held: Child) -> AsyncIterator[tuple[aiote.
 @real_provider
 @pytest.mark.verbs_once("side")
 @pytest.mark.parametrize("side", SIDES)
-async def test_idle(provider, side, child):
+async def test_an_idle_connection_survives_a_busy_loop(provider, side, child):
     held = child()
     async with still_served(provider, held):
         await again_and_again(side, held)
@@ -72,7 +72,7 @@ async def test_idle(provider, side, child):
 
 @real_provider
 @pytest.mark.parametrize("side", SIDES)
-async def test_transferring(provider, side, child):
+async def test_transfers_survive_a_busy_loop(provider, side, child):
     held = child()
     async with still_served(provider, held) as (engine, peer):
         target = engine.register(bytearray(SIZE))
@@ -86,7 +86,7 @@ async def test_transferring(provider, side, child):
 
 
 @pytest.mark.parametrize("side", SIDES)
-async def test_a_second_with_the_default_times(side, child):
+async def test_the_default_times_survive_a_loop_that_is_busy_for_a_second(side, child):
     held = child()
     with anyio.fail_after(PATIENCE_S):
         await held.open("tcp", SIZE)

@@ -115,7 +115,7 @@ async def test_closing_ends_connects(child):
 
 @pytest.mark.anyio
 @each_provider
-async def test_a_peer_closes_in_the_middle(provider):
+async def test_transfers_end_when_the_peer_closes_in_the_middle(provider):
     """It says goodbye; whatever was under way to it ends with that."""
     with anyio.fail_after(PATIENCE_S):
         async with opened(provider, heartbeat_timeout=NEVER_S) as engine, opened(provider) as other:
@@ -209,7 +209,7 @@ async def test_who_connects_in_the_moment_of_a_close_is_hung_up_on(caplog):
 
 
 @real_provider
-def test_closing_after_a_write_that_was_refused(provider):
+def test_closing_after_a_write_that_was_refused_does_not_crash(provider):
     """In a process of its own: tcp of 2.5.1 crashed when it was polled after its endpoint was closed."""
     done = run_script(
         """

@@ -104,7 +104,7 @@ async def healed(link: Link) -> None:
 
 @each_cut
 @pytest.mark.parametrize("progress", ["adaptive", "thread"])
-async def test_everything_under_way_ends(cut, progress, network, processes):
+async def test_everything_under_way_ends_when_the_link_fails(cut, progress, network, processes):
     async with opened(network, processes, progress=progress) as link:
         await link.near.ask("connect", address=str(link.other.address))
         await link.far.ask("flood", descriptor=link.near.descriptor.hex(), imm=42)
@@ -124,7 +124,7 @@ async def test_everything_under_way_ends(cut, progress, network, processes):
 
 
 @each_cut
-async def test_connects_end(cut, network, processes):
+async def test_connecting_ends_when_the_link_fails(cut, network, processes):
     """Cut at a random moment: before, while or after it connects; idle it would notice nothing, so it writes."""
     async with opened(network, processes) as link:
         for longest in (0.01, 0.04):

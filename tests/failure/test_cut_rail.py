@@ -65,7 +65,7 @@ async def test_a_rail_is_lost_under_load_and_comes_back(network, processes, cut)
 
 
 @each_cut
-async def test_all_rails_are_lost(network, processes, cut):
+async def test_writes_fail_when_all_rails_are_lost_and_work_once_they_are_back(network, processes, cut):
     """What was under way ends with an error that says so; with the cables in again all is as before."""
     async with opened(network, processes, rails=2) as (network, near, far):
         await pour(near, far, 1)

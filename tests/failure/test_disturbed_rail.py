@@ -25,7 +25,7 @@ DISTURBANCES = {
 
 
 @pytest.mark.parametrize("netem", DISTURBANCES.values(), ids=DISTURBANCES)
-async def test_a_rail_that_is_disturbed(network, processes, netem):
+async def test_writes_over_a_disturbed_rail_arrive_and_count_once(network, processes, netem):
     """Whatever a wire does to packets: everything arrives and is counted once, with the other rail's help."""
     async with opened(network, processes, rails=2) as (network, near, far):
         await pour(near, far, 1, ONCE)

@@ -33,7 +33,7 @@ async def left_behind(child) -> list[int]:
 
 @pytest.mark.anyio
 @served_by_process
-async def test_a_write_to_a_stopped_peer(provider, child):
+async def test_a_cancelled_write_to_a_stopped_peer_never_arrives_late(provider, child):
     """No late writes: what the memory holds after the cancellation never arrives."""
     stopped = child()
     with anyio.fail_after(PATIENCE_S):
@@ -64,7 +64,7 @@ async def test_a_write_to_a_stopped_peer(provider, child):
             assert [one.address for one in engine.peers] == [other.address]
 
 
-async def test_a_read_from_a_stopped_peer(child):
+async def test_a_cancelled_read_from_a_stopped_peer_never_fills_late(child):
     """The local side of the same promise: nothing is written to it after the cancellation. Not over shm, where a read
     needs nobody's help.
     """
@@ -86,7 +86,7 @@ async def test_a_read_from_a_stopped_peer(child):
 
 
 @served_by_process
-async def test_a_deadline_and_a_bare_cancel(provider, child):
+async def test_a_deadline_and_a_bare_cancel_while_draining_are_not_swallowed(provider, child):
     """asyncio's own ways of cancelling, one of them in the middle of the draining: none is swallowed or wrapped."""
     stopped = child()
     with anyio.fail_after(PATIENCE_S):
@@ -196,7 +196,7 @@ async def test_what_ends_in_time_costs_no_connection(provider):
         assert memory == b"\1" * (1 << 20)
 
 
-async def test_cancelling_before_the_peer_is_connected(child):
+async def test_cancelling_before_the_peer_is_connected_drains_nothing(child):
     """Nothing was posted: the await ends without any draining."""
     stopped = child()
     with anyio.fail_after(PATIENCE_S):

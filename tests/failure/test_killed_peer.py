@@ -80,7 +80,7 @@ async def test_everything_under_way_ends_when_the_peer_is_killed(provider, child
 
 
 @real_provider
-async def test_killed_while_it_runs(provider, child):
+async def test_transfers_by_the_thousand_end_when_the_peer_is_killed(provider, child):
     """Writes and reads by the thousand toward it and from it, and a kill at no particular moment."""
     killed = child()
     ended: list[str] = []
@@ -127,7 +127,7 @@ async def test_killed_while_it_runs(provider, child):
 
 
 @real_provider
-async def test_killed_while_it_is_connected_to(provider, child):
+async def test_connecting_to_a_stopped_peer_ends_when_it_is_killed(provider, child):
     """Stopped before: its kernel accepts, and nobody speaks; then it dies."""
     killed = child()
     with anyio.fail_after(PATIENCE_S):
@@ -153,7 +153,7 @@ async def test_killed_while_it_is_connected_to(provider, child):
 
 
 @real_provider
-async def test_killed_in_the_midst_of_connecting(provider, child):
+async def test_connecting_ends_when_the_peer_is_killed_in_the_handshake(provider, child):
     """At some moment of the handshake, the channels, or just after."""
     with anyio.fail_after(PATIENCE_S):
         async with opened(provider, heartbeat_timeout=NEVER_S) as engine, opened(provider) as other:

@@ -37,7 +37,7 @@ async def failed(holder, count: int) -> list[str]:
 
 @real_provider
 @each_progress
-async def test_a_holder_stopped_in_the_middle_of_a_write(provider, progress, child):
+async def test_nothing_lands_after_the_revocation_from_a_holder_stopped_in_a_write(provider, progress, child):
     """The memory is another's at once: what the holder had under way does not land when it continues."""
     holder = child()
     moments = random.Random(7)
@@ -67,7 +67,7 @@ async def test_a_holder_stopped_in_the_middle_of_a_write(provider, progress, chi
 
 
 @real_provider
-async def test_a_holder_that_is_killed(provider, child):
+async def test_revoking_the_lease_of_a_killed_holder_ends(provider, child):
     holder = child()
     with anyio.fail_after(PATIENCE_S):
         await holder.open(provider, heartbeat_timeout=NEVER_S)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.libfabric
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_a_data_connection_is_cut_in_the_middle_of_everything(seed):
+async def test_traffic_is_exact_when_a_data_connection_fails_in_the_middle(seed):
     draw = random.Random(seed)
     async with railed(2 + seed % 3, progress=("adaptive", "thread")[seed % 2]) as (left, right, seen):
         traffic = Traffic(left, right, seed)
@@ -36,7 +36,7 @@ async def test_a_data_connection_is_cut_in_the_middle_of_everything(seed):
         again.check()
 
 
-async def test_cut_again_and_again():
+async def test_traffic_is_exact_when_data_connections_fail_again_and_again():
     draw = random.Random(3)
     async with railed(3) as (left, right, _):
         for turn in range(5):
@@ -51,7 +51,7 @@ async def test_cut_again_and_again():
             traffic.check()
 
 
-async def test_all_rails_are_cut_at_once():
+async def test_traffic_waits_and_is_exact_when_all_rails_fail_at_once():
     """For the time that a rail takes to come back everything waits, and is done exactly once all the same."""
     async with railed(2) as (left, right, seen):
         traffic = Traffic(left, right, 1)
@@ -66,7 +66,7 @@ async def test_all_rails_are_cut_at_once():
         assert "peer.lost" not in seen
 
 
-async def test_a_scatter_over_a_rail_that_fails():
+async def test_a_scatter_over_a_rail_that_fails_counts_exactly():
     async with railed(2) as (left, right, _):
         traffic = Traffic(left, right, 5)
         group = await left.peer_group([right.address])
@@ -81,7 +81,7 @@ async def test_a_scatter_over_a_rail_that_fails():
         assert np.array_equal(traffic.got, traffic.sent)
 
 
-async def test_cancelled_while_its_rail_is_gone():
+async def test_transfers_cancelled_while_their_rail_is_gone_let_go_and_others_complete():
     """The cancelled ones let go, the others complete, and the count is of those at least."""
     async with railed(2) as (left, right, _):
         traffic = Traffic(left, right, 6)
@@ -120,7 +120,7 @@ async def test_memory_that_its_owner_has_closed_does_not_lose_the_peer():
         assert right.counter(IMM + 1).value == 0
 
 
-async def test_many_values_are_acknowledged():
+async def test_more_immediates_than_a_tally_holds_count_exactly_when_a_rail_fails():
     """More values than a tally holds, before and after a rail is lost."""
     async with railed(2) as (left, right, _):
         target = across(left, right, bytearray(8))

@@ -91,7 +91,7 @@ async def opened_child(child: Child, provider: str, port: int = 0) -> Child:
 
 
 @real_provider
-async def test_killed(provider, child, moments):
+async def test_every_await_ends_when_the_peer_is_killed(provider, child, moments):
     async with survivor(provider, heartbeat_timeout=NEVER_S) as ours:
         victim = await opened_child(child(), provider)
         for _ in range(ROUNDS):
@@ -107,7 +107,7 @@ async def test_killed(provider, child, moments):
 
 
 @real_provider
-async def test_stopped(provider, child, moments):
+async def test_every_await_ends_when_the_peer_is_stopped(provider, child, moments):
     async with survivor(provider, **LOST_SOON) as ours:
         victim = await opened_child(child(), provider)
         for _ in range((ROUNDS + 3) // 4):  # each takes the whole limit
@@ -121,7 +121,7 @@ async def test_stopped(provider, child, moments):
 
 
 @real_provider
-async def test_closed(provider, child, moments):
+async def test_every_await_ends_when_the_peer_closes(provider, child, moments):
     async with survivor(provider, heartbeat_timeout=NEVER_S) as ours:
         victim = await opened_child(child(), provider)
         for _ in range(ROUNDS):
@@ -136,7 +136,7 @@ async def test_closed(provider, child, moments):
 
 
 @real_provider
-async def test_a_full_receiver(provider, child, moments):
+async def test_senders_to_a_full_receiver_wait_and_lose_nothing(provider, child, moments):
     """One that takes some messages and then no more: who sends waits, nothing is lost, all else goes on."""
     async with survivor(provider, heartbeat_timeout=NEVER_S, message_pool=POOL) as ours:
         slow = await opened_child(child(), provider)

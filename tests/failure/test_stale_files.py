@@ -17,7 +17,7 @@ from leftovers import shared_files
 pytestmark = pytest.mark.libfabric
 
 
-async def test_who_was_connected_removes_them(child):
+async def test_a_connected_peer_removes_the_files_of_a_killed_one(child):
     killed, living = child(), child()
     with anyio.fail_after(PATIENCE_S):
         await killed.open("shm", size=4096)
@@ -48,7 +48,7 @@ async def test_a_ring_has_no_name(child):
             assert (shared_files(killed.pid), shared_files()) == ([], before)
 
 
-async def test_who_comes_next_removes_them(child):
+async def test_the_next_engine_removes_the_files_of_killed_ones(child):
     """Nobody of those who knew them is left."""
     killed = [child(), child()]
     with anyio.fail_after(PATIENCE_S):

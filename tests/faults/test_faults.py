@@ -40,7 +40,7 @@ def inject(injector: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     ("provider", "progress", "loop"),
     [("local", "adaptive", "asyncio"), ("socket", "thread", "trio"), ("tcp", "adaptive", "asyncio")],
 )
-def test_whatever_fails_nothing_else_does(injector, provider, progress, loop):
+def test_whatever_system_call_fails_nothing_else_does(injector, provider, progress, loop):
     done = inject(injector, "--provider", provider, "--progress", progress, "--loop", loop, "--most", MOST)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     *_, told, count = done.stdout.splitlines()
@@ -50,7 +50,7 @@ def test_whatever_fails_nothing_else_does(injector, provider, progress, loop):
     assert "Traceback" not in done.stderr
 
 
-def test_what_nobody_expected_is_found(injector, tmp_path):
+def test_an_error_that_nobody_expected_is_found(injector, tmp_path):
     """Here an error that is no error of aiote's comes out of every opening."""
     source = (FOLDER / "scenario.py").read_text()
     planted = source.replace(

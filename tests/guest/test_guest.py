@@ -36,13 +36,13 @@ def guest(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complete
 # ------------------------------------------------------------------------------------------------------- options
 
 
-def test_what_is_not_given():
+def test_options_that_are_not_given_have_defaults_or_variables():
     plain = parsed()
     assert plain == options.Options(["true"], Path("/nowhere"))
     assert parsed(RDMA_VM_HOW="tcg", RDMA_VM_SOURCE="linux-source-6.12").how == "tcg"
 
 
-def test_what_is_given():
+def test_options_that_are_given_are_parsed():
     given = options.parse(
         ["--nics", "4", "--how", "uml", "--rw", "a", "--rw", "b", "-v", "--cache", "here", "--", "sh", "-c", "exit 7"],
         {},
@@ -61,7 +61,7 @@ def test_what_is_given():
         ({"XDG_CACHE_HOME": "/x", "RDMA_VM_CACHE": "/y"}, "/y"),
     ],
 )
-def test_where_kernels_are_kept(environment, folder):
+def test_kernels_are_kept_in_the_users_cache_folder(environment, folder):
     assert options.default_cache(environment) == folder
 
 
@@ -73,7 +73,7 @@ def test_where_kernels_are_kept(environment, folder):
         (["--how", "xen"], "invalid choice"),
     ],
 )
-def test_a_command_line_without_sense(arguments, says, capsys):
+def test_a_command_line_without_sense_is_refused(arguments, says, capsys):
     with pytest.raises(SystemExit, match="2"):
         options.parse(arguments, {})
     assert says in capsys.readouterr().err
@@ -146,7 +146,7 @@ def script(tmp_path: Path, *arguments: str, shares: dict[str, str] | None = None
     return job.script(asked, ways.choose(asked), tmp_path, place, "end-mark")
 
 
-def test_the_start_script(tmp_path):
+def test_the_start_script_prepares_folders_network_and_command(tmp_path):
     text = script(tmp_path, shares={"rw0": "/my work"})
     lines = text.splitlines()
     assert "env -i HOME=/h 'A=x y' RDMA_VM=uml printf '%s" in text
@@ -162,7 +162,7 @@ def test_the_start_script(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["uml", "tcg"])
-def test_the_start_script_is_one_for_sh(how, tmp_path):
+def test_the_start_script_parses_in_sh(how, tmp_path):
     text = script(tmp_path, "--how", how, shares={"rw0": "/a'b"})
     subprocess.run(["sh", "-n"], input=text, text=True, check=True)
 
@@ -178,7 +178,7 @@ def test_every_nic_is_reached_over_the_switch():
     assert network.devices(0, "rxe") == []
 
 
-def test_what_is_written_through(tmp_path):
+def test_only_the_current_and_the_named_folders_are_written_through(tmp_path):
     cwd, other = str(tmp_path), str(tmp_path.parent)
     assert job.shared_folders(cwd, (), False) == {"rw0": cwd}
     assert job.shared_folders(cwd, (other, other, cwd), False) == {"rw0": cwd, "rw1": other}
@@ -230,7 +230,7 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr
 
 
-def test_building_without_the_tools(tmp_path):
+def test_building_without_the_tools_says_what_to_install(tmp_path):
     said = refused(guest("--build-uml", "--cache", f"{tmp_path}/cache", cwd=tmp_path, PATH=str(tmp_path)))
     assert "apt-get install --no-install-recommends make gcc flex bison bc xz-utils libc6-dev" in said
     assert list(tmp_path.iterdir()) == []
@@ -243,20 +243,20 @@ def test_building_what_is_built_costs_nothing(tmp_path):
 
 
 @pytest.mark.skipif(bool(host.lacking({"ip": "", "rdma": ""}, host.SYSTEM_PATH)), reason="no ip or rdma (iproute2)")
-def test_no_kernel(tmp_path):
+def test_a_missing_kernel_is_named_with_the_command_that_builds_it(tmp_path):
     said = refused(guest("--how", "uml", "--cache", str(tmp_path), "--", "true", cwd=tmp_path))
     assert f"there is no user-mode kernel in {tmp_path}; to build it: python tools/guest --build-uml" in said
 
 
 @pytest.mark.skipif(bool(host.lacking({"ip": "", "rdma": ""}, host.SYSTEM_PATH)), reason="no ip or rdma (iproute2)")
-def test_what_may_not_be_written_through(tmp_path):
+def test_folders_that_may_not_be_written_through_are_refused(tmp_path):
     kernel.home(tmp_path, "linux-source").mkdir()
     ask = ["--how", "uml", "--cache", str(tmp_path), "--rw"]
     assert "--rw gone: there is no such folder" in refused(guest(*ask, "gone", "--", "true", cwd=tmp_path))
     assert "all of / would be written" in refused(guest(*ask, str(tmp_path), "--", "true", cwd=Path("/")))
 
 
-def test_a_driver_that_the_kernel_has_not(tmp_path):
+def test_a_driver_that_the_kernel_has_not_is_refused(tmp_path):
     said = refused(guest("--how", "tcg", "--driver", "siw", "--", "true", cwd=tmp_path))
     assert "--how uml" in said
 
@@ -270,7 +270,7 @@ RUN = pytest.mark.skipif(
 
 
 @RUN
-def test_a_run(tmp_path):
+def test_a_run_has_the_devices_output_status_and_files_of_its_command(tmp_path):
     """Both devices are there, output and status are the command's, and its files stay."""
     shell = 'rdma link; echo "by $RDMA_VM" >&2; echo kept >file; echo lost >/usr/lost; exit 7'
     done = guest("--how", "uml", "--nics", "2", "--", "sh", "-c", shell, cwd=tmp_path)
@@ -283,6 +283,6 @@ def test_a_run(tmp_path):
 
 
 @RUN
-def test_a_command_that_takes_too_long(tmp_path):
+def test_a_command_that_takes_too_long_is_ended(tmp_path):
     done = guest("--how", "uml", "--timeout", "0.5", "--", "sh", "-c", "echo first; sleep 100", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (124, "first\n", "guest: the command ran past 0.5 s\n")

@@ -48,7 +48,7 @@ def test_a_case_is_repeated():
     assert said == hostile("--what", "socket", "--case", "3")
 
 
-def test_wrong_arguments():
+def test_wrong_arguments_are_refused():
     done = subprocess.run([sys.executable, str(SCRIPT), "--what", "nonsense"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "invalid choice" in done.stderr

@@ -75,7 +75,7 @@ def test_make_test_ends_with_the_same(failed, capsys):
 
 
 @pytest.mark.parametrize("content", [None, "", "<testsuites><testsu"])
-def test_a_run_that_was_cut_off_has_no_report(content, tmp_path):
+def test_a_missing_or_truncated_report_counts_nothing(content, tmp_path):
     path = tmp_path / "report.xml"
     if content is not None:
         path.write_text(content)

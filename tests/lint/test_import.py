@@ -48,6 +48,6 @@ def test_an_interpreter_without_a_gil_is_refused():
     imported_by("import sys; sys._is_gil_enabled = lambda: True; import aiote")
 
 
-def test_the_measure():
+def test_modules_that_an_import_loads_are_found():
     assert "rich" in imported_by("import rich")
     assert imported_modules("import aiote.rails.sysfs, aiote.rails.numa, aiote.rails.diagnosis") >= LAZY

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("mechanism", mechanisms(), ids=lambda mechanism: mechanism.name)
-def test_it_can_be_taken_out(mechanism):
+def test_every_mechanism_can_be_taken_out(mechanism):
     text = (ROOT / mechanism.file).read_text()
     assert mechanism.taken_out(text) != text
     assert mechanism.library in ("new", "old", "verbs")

@@ -53,7 +53,7 @@ def test_nothing_is_left_for_later():
 
 
 @pytest.mark.parametrize(("body", "long"), [(FUNCTION_LINES - 1, False), (FUNCTION_LINES, True)])
-def test_the_measure(body, long):
+def test_functions_over_the_limit_and_marks_of_later_work_are_found(body, long):
     text = 'async def f():\n    """Words\n    do not count."""\n' + "    x = 1\n" * body
     assert bool(long_functions(text)) is long
     assert LATER.search("# " + "TO" + "DO later")

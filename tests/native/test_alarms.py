@@ -25,7 +25,7 @@ def alarm():
 
 
 @pytest.mark.parametrize("seconds", [0.02, 0.0, -5.0, 1e-9])
-def test_it_fires_once_and_never_too_early(alarm, seconds):
+def test_an_alarm_fires_once_and_never_too_early(alarm, seconds):
     begun = time.monotonic()
     alarm.set(seconds)
     assert readable(alarm, 30)

@@ -59,7 +59,7 @@ def address_of(lender: Any) -> int:
         pytest.param(memoryview(bytearray(16)).cast("H", (2, 4)), 2, False, id="cast memoryview"),
     ],
 )
-def test_host_lenders(lender: Any, itemsize: int, readonly: bool) -> None:
+def test_host_buffers_are_acquired_with_size_and_access(lender: Any, itemsize: int, readonly: bool) -> None:
     buffer = acquire(lender)
     assert (buffer.address, buffer.nbytes) == (address_of(lender), 16)
     assert (buffer.itemsize, buffer.readonly) == (itemsize, readonly)
@@ -79,13 +79,13 @@ def test_host_lenders(lender: Any, itemsize: int, readonly: bool) -> None:
         pytest.param(np.zeros(3, dtype="M8[s]"), id="without a buffer format"),
     ],
 )
-def test_numpy(lender: np.ndarray[Any, Any]) -> None:
+def test_numpy_arrays_are_acquired_with_their_memory(lender: np.ndarray[Any, Any]) -> None:
     buffer = acquire(lender)
     assert (buffer.address, buffer.nbytes) == (lender.ctypes.data, lender.nbytes)
     assert (buffer.itemsize, buffer.readonly, buffer.source) == (lender.itemsize, False, "buffer")
 
 
-def test_numpy_readonly() -> None:
+def test_a_read_only_numpy_array_is_read_only() -> None:
     lender = np.arange(4)
     lender.flags.writeable = False
     assert acquire(lender).readonly
@@ -136,7 +136,7 @@ def test_bytearray_is_unlocked_when_the_buffer_is_dropped() -> None:
         (memoryview(bytearray(16))[::2], r"shape \(8,\), strides \(2,\)"),
     ],
 )
-def test_not_contiguous(lender: Any, numbers: str) -> None:
+def test_memory_that_is_not_contiguous_is_refused(lender: Any, numbers: str) -> None:
     with pytest.raises(ValueError, match=rf"not contiguous: .*{numbers}.*numpy\.ascontiguousarray.*tensor\.contiguous"):
         acquire(lender)
 
@@ -144,7 +144,7 @@ def test_not_contiguous(lender: Any, numbers: str) -> None:
 @pytest.mark.parametrize(
     "lender", [b"", bytearray(), np.zeros((0, 4)), np.zeros((4, 0), order="F"), Cuda(shape=(0, 4))]
 )
-def test_empty(lender: Any) -> None:
+def test_an_empty_buffer_is_refused(lender: Any) -> None:
     with pytest.raises(ValueError, match="is empty"):
         acquire(lender)
 
@@ -157,13 +157,13 @@ def test_a_failed_check_unlocks_the_lender() -> None:
 
 
 @pytest.mark.parametrize("thing", [7, None, "text", [1, 2], object(), Cuda.mro, lambda: None])
-def test_not_a_buffer(thing: Any) -> None:
+def test_what_is_no_buffer_is_refused_by_its_type(thing: Any) -> None:
     with pytest.raises((TypeError, BufferError)) as failure:
         acquire(thing)
     assert type(thing).__qualname__ in str(failure.value)
 
 
-def test_not_a_buffer_lists_what_is_accepted() -> None:
+def test_the_refusal_of_what_is_no_buffer_lists_what_is_accepted() -> None:
     with pytest.raises(TypeError, match=r"list has no memory.*__cuda_array_interface__.*buffer protocol.*__dlpack__"):
         acquire([1, 2, 3])
 
@@ -214,14 +214,14 @@ def test_python_lender_is_given_back_exactly_once() -> None:
         ({"mask": None}, 48, 4),
     ],
 )
-def test_cuda(changes: dict[str, Any], nbytes: int, itemsize: int) -> None:
+def test_cuda_arrays_are_acquired_with_their_memory(changes: dict[str, Any], nbytes: int, itemsize: int) -> None:
     buffer = acquire(Cuda(**changes))
     assert (buffer.address, buffer.nbytes, buffer.itemsize) == (0x7F0000000000, nbytes, itemsize)
     assert (buffer.source, buffer.device, buffer.device_id) == ("cuda_array_interface", "cuda", -1)
     assert not buffer.readonly
 
 
-def test_cuda_readonly() -> None:
+def test_a_read_only_cuda_array_is_read_only() -> None:
     assert acquire(Cuda(data=(4096, True))).readonly
 
 
@@ -270,17 +270,17 @@ def test_cuda_device_is_asked_of_dlpack(device: tuple[Any, Any], expected: tuple
         ({"data": (2**64 - 47, False)}, "past the end of the address space"),
     ],
 )
-def test_cuda_malformed(changes: dict[str, Any], message: str) -> None:
+def test_a_malformed_cuda_interface_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(BufferError, match=message):
         acquire(Cuda(**changes))
 
 
-def test_cuda_not_contiguous() -> None:
+def test_a_cuda_array_that_is_not_contiguous_is_refused() -> None:
     with pytest.raises(ValueError, match=r"not contiguous: shape \(3, 4\), strides \(32, 4\) in bytes"):
         acquire(Cuda(strides=(32, 4)))
 
 
-def test_cuda_interface_that_is_no_dict() -> None:
+def test_a_cuda_interface_that_is_no_dict_is_refused() -> None:
     lender = Cuda()
     lender.__cuda_array_interface__ = None  # type: ignore[assignment]
     with pytest.raises(BufferError, match="it is NoneType, expected a dict"):

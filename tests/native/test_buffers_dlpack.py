@@ -140,7 +140,7 @@ class OldTensor(Tensor):
 
 
 @pytest.mark.parametrize("kind", [Tensor, OldTensor])
-def test_dlpack(kind: type[Tensor]) -> None:
+def test_a_dlpack_tensor_is_acquired_and_deleted_on_release(kind: type[Tensor]) -> None:
     lender = kind()
     buffer = acquire(lender)
     assert (buffer.address, buffer.nbytes, buffer.itemsize) == (lender.array.ctypes.data, 48, 4)
@@ -150,7 +150,7 @@ def test_dlpack(kind: type[Tensor]) -> None:
     assert lender.deleted == 1
 
 
-def test_dlpack_old_capsule_from_a_lender_that_knows_versions() -> None:
+def test_an_old_capsule_from_a_lender_that_knows_versions_is_taken() -> None:
     lender = Tensor(versioned=False)
     acquire(lender).release()
     assert (lender.exported, lender.deleted) == (1, 1)
@@ -181,7 +181,7 @@ def test_dlpack_deleter_runs_when_the_buffer_is_dropped() -> None:
     assert lender.deleted == 1
 
 
-def test_dlpack_without_a_deleter() -> None:
+def test_a_dlpack_tensor_without_a_deleter_is_released() -> None:
     lender = Tensor()
     lender.managed.deleter = DELETER()
     acquire(lender).release()
@@ -203,13 +203,13 @@ def test_dlpack_keeps_the_memory_alive_without_its_lender() -> None:
     assert (deleted, len(held)) == ([ctypes.addressof(managed)], 3)
 
 
-def test_dlpack_read_only_flag() -> None:
+def test_the_read_only_flag_of_dlpack_makes_a_buffer_read_only() -> None:
     assert acquire(Tensor(flags=1)).readonly
     assert not acquire(Tensor(flags=1 << 40)).readonly
 
 
 @pytest.mark.parametrize("kind", [Tensor, OldTensor])
-def test_dlpack_byte_offset(kind: type[Tensor]) -> None:
+def test_the_byte_offset_of_dlpack_moves_the_address(kind: type[Tensor]) -> None:
     lender = kind(shape=(2, 4), byte_offset=16)
     buffer = acquire(lender)
     assert (buffer.address, buffer.nbytes) == (lender.array.ctypes.data + 16, 32)
@@ -218,7 +218,7 @@ def test_dlpack_byte_offset(kind: type[Tensor]) -> None:
 @pytest.mark.parametrize(
     ("number", "name"), [(1, "cpu"), (2, "cuda"), (3, "cuda_host"), (10, "rocm"), (13, "cuda_managed")]
 )
-def test_dlpack_devices(number: int, name: str) -> None:
+def test_dlpack_devices_are_told_by_name_and_number(number: int, name: str) -> None:
     buffer = acquire(Tensor(device=(number, 5)))
     assert (buffer.device, buffer.device_id) == (name, 5)
 
@@ -244,7 +244,9 @@ def test_dlpack_device_out_of_reach_is_refused_before_the_export() -> None:
         ((5, 1), (2, 4), False),
     ],
 )
-def test_dlpack_strides(strides: tuple[int, ...] | None, shape: tuple[int, ...], dense: bool) -> None:
+def test_dlpack_strides_are_taken_only_where_memory_is_contiguous(
+    strides: tuple[int, ...] | None, shape: tuple[int, ...], dense: bool
+) -> None:
     lender = Tensor(shape=shape, strides=strides)
     if dense:
         assert acquire(lender).nbytes == 4 * math.prod(shape)
@@ -255,7 +257,7 @@ def test_dlpack_strides(strides: tuple[int, ...] | None, shape: tuple[int, ...],
 
 
 @pytest.mark.parametrize(("bits", "lanes", "itemsize"), [(32, 1, 4), (16, 4, 8), (4, 2, 1), (8, 3, 3)])
-def test_dlpack_element_sizes(bits: int, lanes: int, itemsize: int) -> None:
+def test_dlpack_elements_of_several_lanes_have_their_bytes(bits: int, lanes: int, itemsize: int) -> None:
     buffer = acquire(Tensor(shape=(2,), strides=None, bits=bits, lanes=lanes))
     assert (buffer.itemsize, buffer.nbytes) == (itemsize, 2 * itemsize)
 
@@ -285,7 +287,9 @@ def test_dlpack_element_sizes(bits: int, lanes: int, itemsize: int) -> None:
         ({"capsule_name": b"other"}, BufferError, "expected a fresh capsule"),
     ],
 )
-def test_dlpack_forgeries(fields: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_forged_dlpack_tensors_are_refused_with_the_reason(
+    fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
     lender = Tensor(**fields)
     with pytest.raises(error, match=message):
         acquire(lender)
@@ -293,7 +297,7 @@ def test_dlpack_forgeries(fields: dict[str, Any], error: type[Exception], messag
 
 
 @pytest.mark.parametrize("answer", [None, 7, (1,), (1, 2, 3), ("cpu", 0)])
-def test_dlpack_bad_device(answer: Any) -> None:
+def test_a_malformed_dlpack_device_is_refused(answer: Any) -> None:
     lender = Tensor()
     lender.device = answer
     with pytest.raises(BufferError, match="malformed: __dlpack_device__ failed"):
@@ -301,7 +305,7 @@ def test_dlpack_bad_device(answer: Any) -> None:
 
 
 @pytest.mark.parametrize("answer", [None, b"dltensor", object()])
-def test_dlpack_not_a_capsule(answer: Any) -> None:
+def test_an_export_that_is_no_dlpack_capsule_is_refused(answer: Any) -> None:
     lender = Tensor()
     lender.export = lambda: answer  # type: ignore[method-assign]
     with pytest.raises(BufferError, match="malformed: __dlpack__ returned"):
@@ -350,7 +354,7 @@ def test_the_next_protocol_is_asked_when_one_refuses() -> None:
         acquire(lender)
 
 
-def test_torch_if_present() -> None:
+def test_torch_tensors_are_acquired_with_their_memory() -> None:
     torch = pytest.importorskip("torch")
     lender = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)
     buffer = acquire(lender)

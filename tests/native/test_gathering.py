@@ -88,7 +88,7 @@ async def scattered(left: aiote.Engine, right: aiote.Engine, page: int = PAGE) -
 
 @pytest.mark.libfabric
 @pytest.mark.parametrize("provider", ["tcp", "shm"])
-async def test_four_places_in_a_message(provider):
+async def test_tcp_and_shm_gather_four_pages_in_a_message(provider):
     async with linked(provider) as (left, right):
         assert await scattered(left, right) <= PAGES // 4 + 8  # and what the connection takes for itself
 
@@ -118,18 +118,18 @@ def on_a_fabric(model: NicModel, **settings: object) -> int:
 
 @pytest.mark.blocking_allowed("there is no loop whose clock runs on")
 @pytest.mark.parametrize("max_sge", [1, 2, 3, 4])
-def test_as_many_as_a_rail_takes(max_sge):
+def test_a_request_gathers_as_many_pages_as_a_rail_takes(max_sge):
     posted = on_a_fabric(dataclasses.replace(UNRULY, max_sge=max_sge, refusals=0))
     assert -(-PAGES // max_sge) <= posted <= -(-PAGES // max_sge) + PAGES // 32 + 4
 
 
 @pytest.mark.blocking_allowed("there is no loop whose clock runs on")
-def test_a_rail_in_its_turn_has_a_page():
+def test_round_robin_posts_every_page_by_itself():
     assert on_a_fabric(dataclasses.replace(UNRULY, max_sge=4), schedule="round-robin") >= PAGES
 
 
 @pytest.mark.parametrize(("remote", "max_sge"), [([0], 4), ([0, 4096], 5), ([0, 4096], 0)])
-def test_a_plan_that_cannot_be_is_refused(remote, max_sge):
+def test_an_impossible_plan_is_refused(remote, max_sge):
     with pytest.raises(ValueError, match="offsets"):
         plan(4096, [0, 8192], remote, max_sge, 32, 1 << 18)
 

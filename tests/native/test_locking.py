@@ -127,7 +127,7 @@ COMPUTES = (
 
 
 @pytest.mark.parametrize("script", [ACKNOWLEDGED, COLLECTED], ids=["acknowledged", "collected"])
-def test_the_lock_is_given_back(script):
+def test_the_lock_is_given_back_whatever_is_acknowledged_or_collected(script):
     """Whatever number a peer acknowledges, and wherever the collector runs."""
     done = run_script(script, SUPPORT)
     assert done.stdout.splitlines()[-1:] == ["done"], done.stdout + done.stderr

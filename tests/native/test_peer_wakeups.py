@@ -82,7 +82,7 @@ def test_the_own_page_is_sealed():
     wakeup.close()
 
 
-def test_a_kernel_that_knows_less_of_sealing(monkeypatch):
+def test_a_page_never_shrinks_on_a_kernel_that_knows_less_of_sealing(monkeypatch):
     """Before Linux 5.1 a page cannot be kept from being mapped for writing; it never shrinks all the same."""
     real = fcntl.fcntl
 
@@ -187,7 +187,7 @@ def test_what_is_no_memory_is_refused(tmp_path, somebody):
         assert not is_open(fd)
 
 
-def test_only_an_engines_socket_is_rung(somebody):
+def test_only_an_engines_socket_is_woken(somebody):
     """A peer must not have us write to whatever else listens on this host."""
     secret, name = parse_address(somebody.address)
     for address in (b"", secret, secret + b"\0dbus", secret + name[1:], somebody.address + b"x", somebody.address[1:]):
@@ -249,7 +249,7 @@ def test_a_core_says_whether_it_sleeps():
 
 
 @pytest.mark.libfabric
-def test_a_sleeping_peer_is_rung_and_one_that_is_awake_is_not():
+def test_a_sleeping_peer_is_woken_and_one_that_is_awake_is_not():
     with opened(SHM) as rails:
         pair = Pair.of(rails)
         rails.rest()
@@ -342,7 +342,7 @@ def test_a_round_in_the_threads_place_leaves_nobody_asleep_who_looks_awake():
         core.close()
 
 
-def test_a_ring_brings_no_descriptors():
+def test_a_wakeup_brings_no_descriptors():
     """To take it would close them, and closing what a peer has chosen may take as long as it likes."""
     wakeup = WakeupEvent()
     secret, name = parse_address(wakeup.address)

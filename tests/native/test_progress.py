@@ -101,7 +101,7 @@ def spin(seconds: float) -> None:
 
 @pytest.mark.libfabric
 @kinds
-def test_posts_from_many_threads(kind: Kind):
+def test_posts_from_many_threads_all_arrive_and_end(kind: Kind):
     """Submitting, reaping and progress on a native thread share one lock, whoever holds the GIL."""
     with opened(kind, threaded=True) as rails:
         pair = Pair.of(rails)
@@ -259,7 +259,7 @@ def test_the_table_of_immediates_is_bounded(kind: Kind):
         assert [b.count(imm).value for imm in range(10)] == [1, 1, 1, 1, 1, 2, 1, 1, 1, 1]
 
 
-def test_reaping_nothing_is_nothing():
+def test_reaping_a_core_without_events_gives_nothing():
     core = Core()
     assert [core.reap() for _ in range(3)] == [[]] * 3
     core.close()

@@ -316,7 +316,7 @@ def server_below(address: bytes) -> socket.socket:
 
 
 @pytest.mark.parametrize("answer", ["nothing", "part", "another's", "the right one"])
-def test_who_listens_has_to_answer(answer):
+def test_nothing_is_sent_before_the_listener_answers(answer):
     """A port may be another's by now: it gets the token of one connection, which nobody takes any more, and no key."""
     with opened(Kind("socket")) as rails:
         side = rails.side()
@@ -410,7 +410,7 @@ def ends(side: Side) -> Iterator[tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("address", [b"", b"fi_shm://x", b"aiote-ring://", b"aiote-ring://0000000000001235"])
-def test_a_ring_is_that_of_the_address(ends, address):
+def test_a_ring_of_another_address_is_refused(ends, address):
     ends[0].take(ring_memory())
     with pytest.raises(ValueError, match="not the address of the ring"):
         ends[0].connect(address)
@@ -442,7 +442,7 @@ def test_nobody_can_truncate_a_ring(ends):
             os.ftruncate(ends[0].memory_fd, length)
 
 
-def test_a_ring_is_taken_once_and_needed(ends):
+def test_a_ring_is_taken_once_and_connecting_needs_it(ends):
     with pytest.raises(RuntimeError, match="no ring of its peer"):
         ends[0].connect(ends[1].address)
     ends[0].take(os.dup(ends[1].memory_fd))

@@ -15,7 +15,7 @@ CHANGES = st.lists(st.tuples(IMM_DATA, st.integers(-3, 3)), max_size=200)
 
 
 @given(CHANGES)
-def test_it_adds_as_a_dictionary_does(changes):
+def test_a_tally_adds_as_a_dictionary_does(changes):
     tally, plain = ImmTally(), {}
     for imm_data, n in changes:
         tally.add(imm_data, n)
@@ -30,7 +30,7 @@ def test_it_adds_as_a_dictionary_does(changes):
         st.one_of(IMM_DATA.map(lambda imm_data: ("arrive", imm_data)), IMM_DATA.map(lambda imm_data: ("ack", imm_data)))
     )
 )
-def test_it_is_the_twin_of_channel_counts(steps):
+def test_a_tally_is_the_twin_of_channel_counts(steps):
     """What came, less what was acknowledged, in any order: it may be below zero for a while."""
     tally, counts = ImmTally(), ChannelCounts()
     for step, imm_data in steps:
@@ -43,7 +43,7 @@ def test_it_is_the_twin_of_channel_counts(steps):
         assert tuple(sorted(tally.items())) == counts.arrivals()
 
 
-def test_words_at_zero_take_no_room():
+def test_immediates_at_zero_take_no_room():
     tally = ImmTally()
     for imm_data in range(100_000):
         tally.add(imm_data, 1)
@@ -52,7 +52,7 @@ def test_words_at_zero_take_no_room():
     assert len(tally) < 100
 
 
-def test_it_is_bounded():
+def test_a_tally_is_bounded_and_keeps_what_it_has():
     tally = ImmTally()
     with pytest.raises(MemoryError):
         for imm_data in range(10 * MAX_ENTRIES):

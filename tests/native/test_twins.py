@@ -62,7 +62,7 @@ def plain_plan(write: tuple[int, int, int, int], counted: bool) -> tuple[list[tu
 @example((U64, 64, U64, 1))
 @example((U64, 1, 2**59, 1))
 @example((U64, 3, 2**60 - 1, U64))
-def test_counted_writes_are_cut_alike(write: tuple[int, int, int, int]) -> None:
+def test_counted_writes_are_split_alike(write: tuple[int, int, int, int]) -> None:
     head, tail = plan(*write, True)
     event("in two parts" if head else "in one part")
     assert (head, tail) == plain_plan(write, True)
@@ -74,7 +74,7 @@ def test_counted_writes_are_cut_alike(write: tuple[int, int, int, int]) -> None:
 @example((64, 64, 100, 1))
 @example((U64, 64, U64, 1))
 @example((U64, 1, 2**59, 1))
-def test_uncounted_writes_are_cut_alike(write: tuple[int, int, int, int]) -> None:
+def test_uncounted_writes_are_split_alike(write: tuple[int, int, int, int]) -> None:
     """In which of the two parts the stripes stand does not matter: none of them waits for another."""
     head, tail = plan(*write, False)
     assert not (head and tail)
@@ -369,7 +369,7 @@ def test_indices_of_any_kind_are_taken(name: str) -> None:
 
 
 @given(st.integers(-10, 10), st.integers(-10, 30), st.sampled_from([-3, -1, 1, 2]))
-def test_ranges_are_taken(start: int, stop: int, step: int) -> None:
+def test_ranges_are_taken_as_indices(start: int, stop: int, step: int) -> None:
     assert contents(PageIndex(range(start, stop, step))) == list(range(start, stop, step))
 
 
@@ -385,7 +385,7 @@ def test_what_happens_to_the_source_later_changes_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("code", ["q", "i"])
-def test_the_source_is_let_go(code: str) -> None:
+def test_the_source_of_an_index_is_let_go(code: str) -> None:
     """An array.array whose memory is lent cannot grow."""
     source = array.array(code, [3, 1, 2])
     index = PageIndex(source)

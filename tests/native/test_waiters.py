@@ -41,7 +41,7 @@ async def test_a_task_that_is_woken_goes_on_in_the_next_turn():
     await asyncio.wait_for(task, 60)
 
 
-async def test_a_waiter_that_was_woken_before_it_is_awaited():
+async def test_a_waiter_that_was_woken_before_its_await_ends_it_at_once():
     one = waiter()
     one.set_result(None)
     await one
@@ -57,12 +57,12 @@ async def test_waking_twice_is_a_mistake_and_through_wake_is_none():
     wake(one)
 
 
-async def test_the_result_before_there_is_one():
+async def test_asking_for_the_result_too_early_is_an_error():
     with pytest.raises(RuntimeError, match="nothing has woken it"):
         waiter().result()
 
 
-async def test_several_tasks_on_one_waiter():
+async def test_several_tasks_on_one_waiter_are_all_woken():
     one = waiter()
     tasks = await asleep(one, one, one)
     one.set_result(None)
@@ -80,7 +80,7 @@ async def test_a_cancelled_task_raises_with_its_message():
     wake(one)
 
 
-async def test_time_runs_out_on_one():
+async def test_a_timeout_ends_the_await_of_a_waiter():
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             await waiter()

@@ -183,7 +183,7 @@ def test_a_satisfied_wait_that_is_cancelled_serves_the_next(pair: Pair):
 
 
 @pytest.mark.libfabric
-def test_a_handle_closed_under_a_wait(pair: Pair):
+def test_a_wait_goes_on_when_its_handle_is_closed(pair: Pair):
     """The wait goes on; what it consumed is gone, and nothing of the count is left when it is over."""
     handle = pair.b.core.counter(4)
     waiting = pair.b.wait(handle, 2)
@@ -218,7 +218,7 @@ def test_handles_share_one_count(pair: Pair):
     assert not pair.b.core.counted(4)
 
 
-def test_what_a_wait_refuses():
+def test_impossible_waits_are_refused():
     core = Core()
     handle, waiting = core.counter(1), CounterWait()
     for imm in (1 << 28, 2**32 - 1):
@@ -242,7 +242,7 @@ def test_what_a_wait_refuses():
 
 @pytest.mark.libfabric
 @(kinds if LONG else pytest.mark.parametrize("kind", KINDS[:1], ids=lambda kind: kind.provider))
-def test_a_hundred_thousand_live_counters(kind: Kind):
+def test_a_hundred_thousand_live_counters_are_told_apart(kind: Kind):
     """All awaited, all arrived at, in an order of their own, and none is mistaken for another."""
     count = 100_000
     with opened(kind) as rails:
@@ -281,7 +281,7 @@ def sleep_until(core: Core, done: Any) -> None:
 
 @pytest.mark.parametrize("threaded", [False, True], ids=["loop", "thread"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_changed_word_is_noticed(width, threaded):
+def test_a_changed_value_is_noticed(width, threaded):
     """Whichever bytes of it change, to whichever value, and while the loop sleeps."""
     core = Core(spin_us=0, threaded=threaded)
     values = np.zeros(3, WIDTHS[width])
@@ -314,7 +314,7 @@ def test_a_value_that_differs_already_is_noticed_at_once():
     core.close()
 
 
-def test_many_watches_of_one_value():
+def test_many_watches_of_one_value_all_hear_of_a_change():
     """All hear of it; those that were cancelled do not, and a cancelled watch is over at once."""
     core, value, told = Core(spin_us=0), np.zeros(1, np.uint32), []
     watches = [Watch(acquire(value)) for _ in range(50)]
@@ -336,7 +336,7 @@ def test_many_watches_of_one_value():
     core.close()
 
 
-def test_a_watch_noticed_and_cancelled_before_it_is_reaped():
+def test_a_watch_cancelled_before_its_change_is_reaped_tells_the_change():
     core, value, told = Core(spin_us=0), np.zeros(1, np.uint32), []
     watched = Watch(acquire(value))
     watched.on_over = told.append
@@ -373,7 +373,7 @@ def test_what_cannot_be_watched():
     core.close()
 
 
-def test_a_watch_keeps_its_word_alive():
+def test_a_watch_keeps_its_memory_alive():
     core, memory = Core(spin_us=0), bytearray(8)
     watched = Watch(acquire(memory))
     core.watch(watched, 0)

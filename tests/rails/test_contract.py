@@ -61,7 +61,7 @@ def test_a_write_is_over_when_its_data_is_at_the_target(pair: Pair):
     assert seen == [True] * len(SIZES) * 3
 
 
-def test_an_immediate_alone(pair: Pair):
+def test_an_immediate_alone_counts(pair: Pair):
     handle = pair.b.count(IMM)
     pair.rails.finish(*(pair.a.write(pair.ab, imm=IMM) for _ in range(100)))
     pair.rails.arrived(pair.b.wait(handle, 100))
@@ -177,7 +177,7 @@ def test_no_pages_are_over_at_once_and_count_nothing(pair: Pair):
     assert not target.array.any()
 
 
-def test_more_operations_than_a_queue_holds(pair: Pair):
+def test_more_operations_than_a_queue_holds_all_end_and_arrive(pair: Pair):
     """Thousands at once: each ends once, each arrives, and none is lost to a full queue."""
     count = 3000
     source, target, handle = pair.a.register(filled(count * 8)), pair.b.register(count * 8), pair.b.count(IMM)
@@ -266,7 +266,7 @@ def run(rails: Rails, flows: list[Traffic], count: int) -> None:
         flow.check()
 
 
-def test_both_directions_at_once(pair: Pair):
+def test_traffic_in_both_directions_at_once_is_exact(pair: Pair):
     flows = [
         Traffic(pair.rails, pair.a, pair.b, pair.ab, pair.ba, 21),
         Traffic(pair.rails, pair.b, pair.a, pair.ba, pair.ab, 22),
@@ -274,7 +274,7 @@ def test_both_directions_at_once(pair: Pair):
     run(pair.rails, flows, 60)
 
 
-def test_a_full_mesh_of_three(rails: Rails):
+def test_traffic_in_a_full_mesh_of_three_is_exact(rails: Rails):
     sides = [rails.side() for _ in range(3)]
     flows = []
     for number, (i, j) in enumerate(itertools.combinations(range(3), 2)):

@@ -47,7 +47,7 @@ def receive(pair: Pair, expected: list[bytes]) -> None:
     assert Counter(found + take_all(pair.b, pair.ba)) == Counter(expected)
 
 
-def test_messages_arrive(pair: Pair):
+def test_messages_arrive_and_are_confirmed(pair: Pair):
     payloads = numbered(SLOTS)
     done = [pair.a.send(pair.ab, payload) for payload in payloads]
     receive(pair, payloads)
@@ -55,7 +55,7 @@ def test_messages_arrive(pair: Pair):
     assert [operation.confirmed_bytes for operation in done] == [len(payload) for payload in payloads]
 
 
-def test_the_longest_and_the_empty_message(pair: Pair):
+def test_the_longest_and_the_empty_message_arrive_and_a_longer_one_is_refused(pair: Pair):
     payloads = [b"", b"x" * BYTES, b"", b"\0" * BYTES]
     done = [pair.a.send(pair.ab, payload) for payload in payloads]
     with pytest.raises(ValueError, match=f"{BYTES + 1} bytes, but the peer takes at most {BYTES}"):
@@ -117,7 +117,7 @@ def test_messages_of_both_sides_cross(pair: Pair):
     assert {operation.errno for operation in pair.a.ended + pair.b.ended} == {0}
 
 
-def test_pools_of_different_sizes(rails: Rails):
+def test_pools_of_different_sizes_bound_what_each_side_is_sent(rails: Rails):
     """Each side's own numbers bound what is sent to it; the smallest pool has one slot."""
     pair = Pair.of(rails, pools=((1, 10), (7, 5000)))
     assert (pair.ab.message_limit, pair.ba.message_limit) == (5000, 10)

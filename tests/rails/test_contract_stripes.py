@@ -55,7 +55,7 @@ def look(seen: list[bool], target: Memory, content: np.ndarray, _wait: object) -
     seen.append(np.array_equal(target.array, content))
 
 
-def test_a_largest_message_cuts_and_counts_exactly(rails: Rails):
+def test_a_largest_message_splits_and_counts_exactly(rails: Rails):
     """Up to sixteen messages carry the immediate; what needs more goes first, without."""
     a, b = rails.side(largest=LARGEST), rails.side(largest=LARGEST)
     link, _ = rails.join(a, b)
@@ -65,7 +65,7 @@ def test_a_largest_message_cuts_and_counts_exactly(rails: Rails):
     assert b.core.statistics()["immediates"] == sum(min(16, count) for count in stripes)
 
 
-def test_pages_over_the_largest_message(rails: Rails):
+def test_pages_over_the_largest_message_arrive_and_count_one_each(rails: Rails):
     a, b = rails.side(largest=LARGEST), rails.side(largest=LARGEST)
     link, _ = rails.join(a, b)
     handle = b.count(IMM)
@@ -111,7 +111,7 @@ def test_two_rails_count_as_one_does(two: Rails, counts):
 
 @several
 @modes
-def test_two_rails_and_a_largest_message(two: Rails):
+def test_writes_over_two_rails_and_a_largest_message_are_exact(two: Rails):
     a, b = two.side(2, largest=LARGEST), two.side(1, largest=LARGEST)
     there, back = two.join(a, b)
     exchange(two, a, b, there)
@@ -145,7 +145,7 @@ def test_memory_that_some_rail_has_no_key_for_is_refused(two: Rails):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.provider)
-def test_results_do_not_depend_on_how_a_write_is_cut(kind: Kind):
+def test_results_do_not_depend_on_how_a_write_is_split(kind: Kind):
     """The same random writes, over one endpoint pair and over four with tiny messages: same bytes, same counts."""
     results = []
     for pairs, largest, smallest in ((1, 0, 1 << 16), (4, 777, 1)):
@@ -165,7 +165,7 @@ def test_results_do_not_depend_on_how_a_write_is_cut(kind: Kind):
     assert sum(results[0][1]) == 39
 
 
-def test_a_bound_of_one_side_is_its_own(rails: Rails):
+def test_each_side_splits_by_its_own_largest_message(rails: Rails):
     """Each side cuts what it posts by its own largest message; the other needs to know nothing of it."""
     a, b = rails.side(largest=100), rails.side()
     pair = Pair(rails, a, b, *rails.join(a, b))

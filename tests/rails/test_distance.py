@@ -34,7 +34,7 @@ places = st.builds(Place, st.integers(-1, 2), st.lists(elements, max_size=5).map
         (Place(), Distance.UNKNOWN),
     ],
 )
-def test_distances(other, expected):
+def test_distances_follow_switches_roots_and_nodes(other, expected):
     assert distance(NEAR, other) is distance(other, NEAR) is expected
 
 

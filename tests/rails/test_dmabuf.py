@@ -60,7 +60,7 @@ def device(request, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("start", "length"), [(0x10_0000, PAGE), (0x10_0140, 1), (0x10_0FFF, 2), (0x20_0100, 3 * PAGE)]
 )
-def test_what_a_driver_is_asked(device, start, length):
+def test_a_driver_is_asked_for_the_memory_as_it_wants_it(device, start, length):
     before = descriptors()
     with exported(device, start, length) as found:
         said = Path(f"/proc/self/fd/{found.fd}").read_text().split()
@@ -78,7 +78,7 @@ def test_what_a_driver_is_asked(device, start, length):
     assert descriptors() == before
 
 
-def test_a_driver_that_refuses(device):
+def test_a_driver_that_refuses_is_an_error_and_leaves_no_descriptor(device):
     before = descriptors()
     with pytest.raises(FabricError, match=r"returned (801|4096)") as told, exported(device, 0x66_6000, PAGE):
         pass
@@ -88,7 +88,7 @@ def test_a_driver_that_refuses(device):
 
 @pytest.mark.parametrize("device", ["cuda", "rocm"])
 @pytest.mark.parametrize("library", ["/nowhere/driver.so", "libc.so.6"])
-def test_no_driver_or_one_that_is_too_old(device, library, monkeypatch):
+def test_a_missing_or_too_old_driver_is_an_error(device, library, monkeypatch):
     monkeypatch.setattr(dmabuf, f"{device.upper()}_LIBRARY", library)
     with pytest.raises(FabricError, match=r"driver\.so|undefined symbol"), exported(device, 4096, 1):
         pass
@@ -132,7 +132,7 @@ class Noted(Registration):
 
 
 @pytest.mark.parametrize("readonly", [False, True])
-def test_what_a_nic_is_told(device, readonly):
+def test_every_nic_is_told_offset_length_and_access(device, readonly):
     nics = [Noting(), Noting()]
     array = OfGpu(readonly=readonly)
     with exported(device, array.address, array.length) as found:
@@ -143,7 +143,7 @@ def test_what_a_nic_is_told(device, readonly):
     assert [nic.closed for nic in nics] == [1, 1]
 
 
-def test_one_nic_of_several_refuses():
+def test_a_registration_is_undone_where_one_nic_of_several_refuses():
     nics = [Noting(), Noting(errno.EINVAL)]
     with open("/dev/null") as file, pytest.raises(StatusError):
         LocalMemory(acquire(OfGpu()), list(nics), 3, file.fileno(), 0)
@@ -152,7 +152,7 @@ def test_one_nic_of_several_refuses():
 
 @pytest.mark.parametrize("provider", ["tcp", "shm"])
 @pytest.mark.libfabric
-async def test_who_reaches_host_memory_alone_says_so(provider):
+async def test_a_rail_that_reaches_host_memory_alone_says_so(provider):
     async with aiote.open_engine(provider) as engine:
         with pytest.raises(
             UsageError, match=rf"'cuda' cannot be registered with {provider}\S*, which reach host memory"

@@ -62,7 +62,7 @@ def facts(**changes) -> Facts:
     return Facts(**{**well, **changes})
 
 
-def test_a_machine_that_lacks_nothing():
+def test_a_machine_that_lacks_nothing_has_no_findings():
     assert examine(facts()) == []
 
 
@@ -178,13 +178,13 @@ HINTS = {
 
 
 @pytest.mark.parametrize(("changes", "about", "mend"), WRONG.values(), ids=WRONG)
-def test_wrong(changes, about, mend):
+def test_each_thing_that_is_wrong_is_found_with_what_mends_it(changes, about, mend):
     (finding,) = examine(facts(**changes))
     assert (finding.level, finding.about, finding.mend) == ("wrong", about, mend)
 
 
 @pytest.mark.parametrize(("changes", "about", "mend"), HINTS.values(), ids=HINTS)
-def test_hint(changes, about, mend):
+def test_each_thing_that_could_be_better_is_hinted_at_with_what_mends_it(changes, about, mend):
     (finding,) = examine(facts(**changes))
     assert (finding.level, finding.about, finding.mend) == ("hint", about, mend)
 
@@ -205,12 +205,12 @@ def test_hint(changes, about, mend):
         {"devices": (), "cxi": 1},
     ],
 )
-def test_what_needs_no_mending(changes):
+def test_facts_that_need_no_mending_are_no_findings(changes):
     about = {finding.about for finding in examine(facts(**changes))}
     assert about <= {"soft0", "RDMA"}
 
 
-def test_an_old_kernel_and_no_module():
+def test_an_old_kernel_and_a_missing_module_are_two_findings():
     found = examine(facts(kernel=(5, 10), peermem=False))
     assert [(finding.level, finding.about) for finding in found] == [("wrong", "kernel"), ("wrong", "GPU memory")]
     assert "5.10" in found[0].what
@@ -229,7 +229,7 @@ def test_what_is_wrong_comes_first():
 
 
 @given(st.from_type(Facts))
-def test_no_facts_make_it_raise(facts):
+def test_any_facts_are_examined_without_an_error(facts):
     findings = examine(facts)
     assert all(finding.level in ("wrong", "hint") and finding.what and finding.mend for finding in findings)
     assert [finding.level for finding in findings] == sorted((finding.level for finding in findings), reverse=True)
@@ -253,7 +253,7 @@ def told(done: subprocess.CompletedProcess[str]) -> dict:
     return report
 
 
-def test_this_machine():
+def test_the_report_of_this_machine_says_every_finding():
     report = told(doctor("--json"))
     known = report["facts"]
     assert not known["recorded"]
@@ -267,14 +267,14 @@ def test_this_machine():
         assert f"       {finding['mend']}\n" in done.stdout
 
 
-def test_a_libfabric_that_is_not_there():
+def test_a_missing_libfabric_is_found_with_what_mends_it():
     done = doctor(AIOTE_LIBFABRIC="/none/libfabric.so.1")
     assert (done.returncode, done.stderr) == (1, "")
     assert "/none/libfabric.so.1" in done.stdout
     assert "       unset AIOTE_LIBFABRIC\n" in done.stdout
 
 
-def test_a_recorded_tree(tmp_path):
+def test_a_recorded_tree_is_examined_and_what_it_lacks_is_named(tmp_path):
     root = sysfs_trees.recorded(tmp_path, "dgx")
     report = told(doctor("--json", "--sysfs", root))
     assert [(finding["level"], finding["about"]) for finding in report["findings"]] == [("wrong", "mlx5_11")]
@@ -288,12 +288,12 @@ def test_a_recorded_tree(tmp_path):
 @pytest.mark.parametrize(
     ("name", "said"), [("p5", []), ("no-node", []), ("grace", []), ("software", [("hint", "rxe0")])]
 )
-def test_recorded_trees(name, said, tmp_path):
+def test_recorded_trees_have_their_known_findings(name, said, tmp_path):
     found = examine(gather(sysfs_trees.recorded(tmp_path, name)))
     assert [(finding.level, finding.about) for finding in found] == said
 
 
-def test_wrong_arguments(tmp_path):
+def test_wrong_arguments_are_refused(tmp_path):
     assert doctor("--sysfs", str(tmp_path / "none")).returncode == 2
     assert doctor("--loud").returncode == 2
     done = doctor(AIOTE_SPIN_US="soon")

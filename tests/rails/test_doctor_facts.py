@@ -64,7 +64,7 @@ def read(root: Path, *entries: Entry) -> Facts:
     return gather(sysfs_trees.build(root, [*WHOLE, *entries]))
 
 
-def test_devices_and_ports(tmp_path):
+def test_devices_and_ports_are_read_from_the_tree(tmp_path):
     mlx5, rxe = read(tmp_path).devices
     assert (mlx5.name, mlx5.driver, mlx5.software, mlx5.address) == ("mlx5_0", "mlx5_core", False, "0000:00:05.0")
     first, second = mlx5.ports
@@ -77,14 +77,14 @@ def test_devices_and_ports(tmp_path):
     assert port.nets == (Net("veth0", up=False),)
 
 
-def test_siw_is_known_by_its_words(tmp_path):
+def test_siw_is_known_by_its_description(tmp_path):
     folder = f"{NIC}/infiniband/mlx5_0"
     words = [Entry(f"{folder}/node_desc", "=", "Software iWARP stack"), Entry(f"{folder}/node_type", "=", "4: RNIC")]
     siw = read(tmp_path, *words).devices[0]
     assert (siw.driver, siw.software, siw.iwarp) == ("siw", True, True)
 
 
-def test_the_system(tmp_path):
+def test_facts_of_the_system_are_read_and_unknown_ones_are_none(tmp_path):
     known = read(tmp_path)
     assert (known.peermem, known.huge_pages, known.recorded, known.has_rdma) == (True, 4, True, True)
     assert (known.memlock, known.kernel, known.libraries, known.shm_bytes, known.libfabric_error) == (None,) * 5
@@ -101,7 +101,7 @@ def machine(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_device_nodes(machine):
+def test_a_device_node_is_found_unloaded_missing_or_ok(machine):
     def nodes() -> list[tuple[str, str]]:
         return [(device.uverbs, device.node) for device in gather(module.SYSFS).devices]
 
@@ -111,7 +111,7 @@ def test_device_nodes(machine):
     assert nodes()[1] == ("uverbs7", "ok")
 
 
-def test_a_node_that_may_not_be_opened(tmp_path, monkeypatch):
+def test_a_node_that_may_not_be_opened_is_denied(tmp_path, monkeypatch):
     def refuse(path: str, flags: int) -> int:
         raise PermissionError(1, "refused", path)
 
@@ -131,7 +131,7 @@ def test_a_node_that_may_not_be_opened(tmp_path, monkeypatch):
         ("", "", False),
     ],
 )
-def test_who_is_exempt_from_the_limit(machine, capabilities, users, exempt):
+def test_only_root_with_the_capability_is_exempt_from_the_limit(machine, capabilities, users, exempt):
     folder = machine / "proc" / "self"
     folder.mkdir(parents=True)
     (folder / "status").write_text(f"Name:\tx\nCapEff:\t{capabilities}\nCapBnd:\t0\n")
@@ -149,7 +149,7 @@ def test_who_is_exempt_from_the_limit(machine, capabilities, users, exempt):
         ("", None),
     ],
 )
-def test_the_form_of_the_driver(machine, text, known):
+def test_the_driver_is_known_as_open_or_not_by_its_version(machine, text, known):
     folder = machine / "proc" / "driver" / "nvidia"
     folder.mkdir(parents=True)
     (folder / "version").write_text(text)
@@ -157,12 +157,12 @@ def test_the_form_of_the_driver(machine, text, known):
 
 
 @pytest.mark.parametrize(("release", "known"), [("5.11.0-1-amd64", (5, 11)), ("6.1", (6, 1)), ("x", None)])
-def test_the_kernel(machine, monkeypatch, release, known):
+def test_the_kernel_is_known_by_two_numbers_of_its_release(machine, monkeypatch, release, known):
     monkeypatch.setattr(module.platform, "release", lambda: release)
     assert gather(module.SYSFS).kernel == known
 
 
-def test_libraries(machine, monkeypatch):
+def test_libraries_are_found_and_missing_ones_say_why(machine, monkeypatch):
     def missing(library: str = "") -> None:
         raise FabricError(2, f"no libfabric {library} To install one: x", operation="load libfabric")
 
@@ -182,7 +182,7 @@ def test_libraries(machine, monkeypatch):
 
 
 @pytest.mark.parametrize(("error", "size"), [(FileNotFoundError(), 0), (PermissionError(), None)])
-def test_no_shared_memory(machine, monkeypatch, error, size):
+def test_missing_shared_memory_is_none_and_unreadable_unknown(machine, monkeypatch, error, size):
     def statvfs(path: str) -> os.statvfs_result:
         raise error
 
@@ -201,7 +201,7 @@ damages = (
 
 @settings(max_examples=60)
 @given(st.sampled_from(sorted(TREES)), st.dictionaries(st.integers(0, 399), damages, max_size=40))
-def test_broken_trees(name, damage):
+def test_damaged_trees_are_examined_without_an_error(name, damage):
     fates = {number % len(TREES[name]): fate for number, fate in damage.items()}
     tree = [Entry(entry.path, *fates.get(n, (entry.sign, entry.value))) for n, entry in enumerate(TREES[name])]
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:

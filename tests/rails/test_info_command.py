@@ -39,7 +39,7 @@ def shown(name: str, folder, **options) -> str:
 
 
 @pytest.mark.libfabric
-def test_this_machine_as_json():
+def test_this_machine_is_told_as_json():
     done = info("--json")
     assert (done.returncode, done.stderr) == (0, "")
     told = json.loads(done.stdout)
@@ -52,7 +52,7 @@ def test_this_machine_as_json():
 
 
 @pytest.mark.libfabric
-def test_this_machine_as_a_picture():
+def test_this_machine_is_shown_as_a_picture():
     done = info()
     assert (done.returncode, done.stderr) == (0, "")
     assert "NIC  lo" in done.stdout
@@ -70,7 +70,7 @@ def test_without_libfabric_the_machine_is_shown_all_the_same():
     assert {tuple(nic["providers"]) for nic in told["nics"]} == {(), ("socket",)}
 
 
-def test_a_recorded_tree(tmp_path):
+def test_a_recorded_tree_is_told_by_kind_of_device(tmp_path):
     root = sysfs_trees.recorded(tmp_path, "p5")
     told = json.loads(info("--json", "--sysfs", root).stdout)
     assert set(told) == SECTIONS
@@ -90,7 +90,7 @@ def test_what_is_no_folder_is_refused(tmp_path):
     assert "AIOTE_SPIN_US" in done.stderr
 
 
-def test_the_picture_of_a_dgx(tmp_path):
+def test_the_picture_of_a_dgx_shows_nics_beside_gpus(tmp_path):
     lines = shown("dgx", tmp_path).splitlines()
     start = next(number for number, line in enumerate(lines) if "switch 0000:16:00.0" in line)
     assert lines[1] == "├── NUMA node 0  processors 0-55,112-167"
@@ -115,7 +115,7 @@ def test_every_device_is_in_the_picture(name, tmp_path):
     assert shown(name, tmp_path / "ascii", encoding="ascii").isascii()
 
 
-def test_the_picture_of_what_has_no_place(tmp_path):
+def test_devices_without_a_place_are_in_the_picture(tmp_path):
     text = shown("software", tmp_path)
     assert "NIC  rxe0 (over veth0)  10 Gbit/s  up  rail: verbs;ofi_rxm" in text
     assert text.index("software") < text.index("rxe0")

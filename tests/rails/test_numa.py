@@ -67,16 +67,16 @@ def test_untouched_memory_is_nowhere_until_it_is_touched(memory):
         (1 << 80, 9),
     ],
 )
-def test_no_address(address, length):
+def test_an_impossible_address_is_on_no_node(address, length):
     assert memory_node(address, length) == -1
 
 
-def test_memory_that_is_not_mapped(memory):
+def test_memory_that_is_not_mapped_is_on_no_node(memory):
     # Beyond what the kernel gives to processes.
     assert memory_node((1 << 63) + memory[1]) == -1
 
 
-def test_an_unknown_machine(monkeypatch):
+def test_memory_of_an_unknown_machine_is_on_no_node(monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "pdp11")
     assert memory_node(id(object)) == -1
 

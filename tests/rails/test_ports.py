@@ -38,7 +38,7 @@ def device(root: Path, name: str, gids: list[tuple[str, str, str]], **files: str
         (classes / name).symlink_to(real)
 
 
-def test_ports_with_their_gids(tmp_path):
+def test_ports_are_read_with_their_gids(tmp_path):
     device(tmp_path, "mlx5_0", [(LOCAL, V1, "eth0"), (LOCAL, V2, "eth0"), ("::", V2, ""), (FOUR, V2, "eth0.7")])
     device(tmp_path, "mlx5_1", [], state="1: DOWN", port="2")
     first, second = read_ports(str(tmp_path))
@@ -52,7 +52,7 @@ def test_ports_with_their_gids(tmp_path):
     assert (second.name, second.up, second.gids) == ("mlx5_1:2", False, ())
 
 
-def test_a_machine_without_any(tmp_path):
+def test_a_machine_without_ports_is_refused(tmp_path):
     assert read_ports(str(tmp_path)) == ()
     with pytest.raises(aiote.UsageError, match="no RDMA device"):
         choose_ports(None, "127.0.0.1", ())
@@ -68,21 +68,21 @@ def test_a_machine_without_any(tmp_path):
         ([(FOUR, V2), ("::ffff:10.0.0.9", V2)], 0),
     ],
 )
-def test_the_gid_that_goes_farthest(tmp_path, gids, chosen):
+def test_the_gid_that_goes_farthest_is_chosen(tmp_path, gids, chosen):
     device(tmp_path, "mlx5_0", [(gid, kind, "eth0") for gid, kind in gids])
     (port,) = read_ports(str(tmp_path))
     assert choose_gid(port).index == chosen
     assert choose_gid(port, 0).index == 0
 
 
-def test_infiniband_speaks_from_its_first(tmp_path):
+def test_infiniband_takes_its_first_gid(tmp_path):
     device(tmp_path, "mlx4_0", [("fe80::2:c903:1", V1, ""), ("fd00::2", V1, "")], link_layer="InfiniBand")
     (port,) = read_ports(str(tmp_path))
     assert (port.ethernet, choose_gid(port)) == (False, port.gids[0])
     assert port.gids[0].version == 0
 
 
-def test_a_gid_that_is_not_there(tmp_path):
+def test_a_gid_that_does_not_exist_is_refused(tmp_path):
     device(tmp_path, "mlx5_0", [(FOUR, V2, "eth0")])
     device(tmp_path, "mlx5_1", [("::", V2, "eth1")])
     has, has_not = read_ports(str(tmp_path))
@@ -120,7 +120,7 @@ def test_without_a_name_the_one_with_the_address_or_the_first_that_is_up():
     st.lists(st.tuples(st.text(max_size=40), st.text(max_size=12), st.text(max_size=8)), max_size=4),
     st.text(max_size=9),
 )
-def test_nonsense_is_unknown(tmp_path_factory, gids, state):
+def test_nonsense_in_the_tree_is_read_without_an_error(tmp_path_factory, gids, state):
     root = tmp_path_factory.mktemp("tree")
     device(root, "x", [("::1", "", "")] * len(gids), state=state)
     port = root / "class" / "infiniband" / "x" / "ports" / "1"
@@ -133,7 +133,7 @@ def test_nonsense_is_unknown(tmp_path_factory, gids, state):
             assert gid.rank >= 0
 
 
-def test_what_is_taken_unasked():
+def test_only_hardware_ports_that_are_up_are_taken_unasked():
     """No software, nothing that is down or has no address, and no device without queue pairs."""
     good = made("a", "10.0.0.1")
     others = [

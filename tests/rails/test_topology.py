@@ -35,7 +35,7 @@ def rdma(host: Topology) -> list[Nic]:
 
 
 @on("dgx")
-def test_dgx_devices(host):
+def test_devices_of_a_dgx_are_read_with_place_speed_and_state(host):
     assert [(node.number, node.cpulist) for node in host.nodes] == [(0, "0-55,112-167"), (1, "56-111,168-223")]
     assert [gpu.place.address for gpu in host.gpus] == [
         f"0000:{bus}:00.0" for bus in ("1b", "43", "52", "61", "9d", "c3", "d1", "df")
@@ -53,7 +53,7 @@ def test_dgx_devices(host):
 
 
 @on("dgx")
-def test_dgx_net_devices(host):
+def test_net_devices_of_a_dgx_are_read_with_speed_and_state(host):
     eno1, eno2 = host.nic("eno1"), host.nic("eno2")
     assert (eno1.speed_mbps, eno1.state, eno1.driver, eno1.partners) == (10_000, "up", "ixgbe", ())
     assert (eno2.speed_mbps, eno2.state) == (0, "down")
@@ -79,7 +79,7 @@ def test_dgx_each_gpu_has_a_nic_of_its_own(host):
 
 
 @on("p5")
-def test_p5(host):
+def test_each_gpu_of_a_p5_is_nearest_to_four_nics(host):
     assert (len(host.gpus), len(rdma(host))) == (8, 32)
     for gpu in host.gpus:
         bus = int(gpu.place.address[5:7], 16)
@@ -94,7 +94,7 @@ def test_p5(host):
 
 
 @on("software")
-def test_software_devices_only(host):
+def test_software_devices_have_no_place_and_the_speed_of_the_device_below(host):
     assert host.gpus == ()
     assert all(nic.virtual and nic.place.path == () and nic.place.numa_node == -1 for nic in host.nics)
     rxe = host.nic("rxe0")
@@ -106,7 +106,7 @@ def test_software_devices_only(host):
 
 
 @on("no-node")
-def test_no_node_is_known(host):
+def test_devices_of_a_host_without_nodes_are_one_group(host):
     assert {nic.place.numa_node for nic in host.nics} == {-1}
     assert [gpu.place.address for gpu in host.gpus] == ["0000:00:07.0", "0000:00:08.0"], "the emulated screen is no GPU"
     eth0 = host.nic("eth0")
@@ -129,7 +129,7 @@ def test_grace_has_no_switch(host):
 
 
 @on("dgx")
-def test_places(host):
+def test_places_are_found_by_address_and_by_node(host):
     assert host.place("0000:1B:00.0") == host.place("00000000:1B:00.0") == host.gpus[0].place
     assert host.place("0000:18:00.0") == host.nic("mlx5_0").place
     assert host.place(1).numa_node == 1
@@ -170,7 +170,7 @@ def test_this_machine_can_be_read():
     assert read_topology().nic("lo").virtual
 
 
-def test_it_is_quick(tmp_path):
+def test_reading_the_topology_is_quick(tmp_path):
     root = sysfs_trees.recorded(tmp_path, "p5")
     took = []
     for _ in range(5):

@@ -80,7 +80,7 @@ def show(topology: Topology) -> None:
 
 
 @given(broken)
-def test_nothing_raises(tree):
+def test_a_damaged_tree_is_read_without_an_error(tree):
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         root = sysfs_trees.build(Path(folder), damaged(*tree))
         topology = read_topology(root)
@@ -92,13 +92,13 @@ def test_nothing_raises(tree):
 # Drawing takes rich far longer than reading takes us.
 @settings(max_examples=15)
 @given(broken)
-def test_everything_can_be_shown(tree):
+def test_a_damaged_tree_is_shown_without_an_error(tree):
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         show(read_topology(sysfs_trees.build(Path(folder), damaged(*tree))))
 
 
 @pytest.mark.parametrize("name", [b"\xff\xfe", b"\x1b[2J", "é".encode(), b"[bold]x[red]", b"-", b"x" * 255])
-def test_names_that_nobody_would_choose(name, tmp_path):
+def test_devices_with_odd_names_are_read_and_shown(name, tmp_path):
     for kind in ("net", "infiniband"):
         folder = tmp_path / "class" / kind
         folder.mkdir(parents=True)

@@ -109,7 +109,9 @@ def test_a_rail_s_run_and_a_schedule_tell_them_apart(module, monkeypatch):
         ("echo {; exit 0", 0, ["JSONDecodeError"]),
     ],
 )
-def test_a_process_that_does_not_start(module, verdict, ends, violations, failures):
+def test_a_process_that_does_not_start_is_a_failure_and_a_crash_a_violation(
+    module, verdict, ends, violations, failures
+):
     crew = module("crew")
 
     async def start() -> None:

@@ -42,12 +42,12 @@ def soak(provider: str, order: tuple[str, ...], *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("provider", OF_ENGINES)
-def test_a_short_soak(provider, request):
+def test_a_short_soak_of_engines_finds_no_violation(provider, request):
     request.config.stash.setdefault(_said, []).append(soak(provider, OF_ENGINES))
 
 
 @pytest.mark.parametrize("provider", OF_CACHES)
-def test_a_short_soak_of_the_kv_cache(provider):
+def test_a_short_soak_of_the_kv_cache_finds_no_violation(provider):
     soak(provider, OF_CACHES, "--what", "kvcache")
 
 
@@ -55,7 +55,7 @@ _said = pytest.StashKey[list[str]]()
 
 
 @pytest.mark.parametrize("what", ["cut shortly", "cut for long", "killed, running"])
-def test_what_was_done_to_them(request, what):
+def test_every_kind_of_fault_was_injected_in_some_soak(request, what):
     """A soak passes where links cannot be cut or processes not be killed; then this says so."""
     said = request.config.stash.get(_said, [])
     if len(said) < len(OF_ENGINES):

@@ -9,7 +9,7 @@ from aiote.testing import UNRULY, Fabric, NicModel, run
 LATE_ANSWERS = NicModel(name="late answers", latency_us=0, answer_us=1000)
 
 
-def test_a_message_that_overtakes_the_end_of_the_handshake():
+def test_a_message_that_overtakes_the_end_of_the_handshake_arrives():
     """Its receiver ran in circles until the connection was made; in virtual time, which then stood still, for ever."""
 
     async def main(fabric: Fabric) -> None:
@@ -29,7 +29,7 @@ def test_a_message_that_overtakes_the_end_of_the_handshake():
     run(main, 1, model=LATE_ANSWERS)
 
 
-def test_messages_that_overtake_each_other_by_more_than_a_pool():
+def test_messages_that_overtake_each_other_by_more_than_a_pool_all_arrive():
     """Taken out of their order, they gave back more than the window that their receiver checks numbers against."""
 
     async def main(fabric: Fabric) -> None:

@@ -134,7 +134,7 @@ class Chaos:
 
 @pytest.mark.timeout(600)
 @pytest.mark.blocking_allowed("there is no loop whose clock runs on")
-def test_random_traffic_under_random_faults():
+def test_random_traffic_under_random_faults_keeps_every_promise():
     for seed in range(SEEDS):
         draw = random.Random(seed)
         model = dataclasses.replace(

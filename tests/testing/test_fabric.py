@@ -83,7 +83,7 @@ def test_models_are_checked(wrong):
         NicModel(name="none", **wrong)
 
 
-def test_rails_of_different_models_and_offsets():
+def test_rails_of_different_models_and_offsets_carry_all_bytes():
     """NICs that address memory in different ways, one much slower: all bytes arrive, and the times add up."""
 
     async def main(fabric: Fabric) -> None:
@@ -98,7 +98,7 @@ def test_rails_of_different_models_and_offsets():
     run(main, 1, model=[CONNECTX7_400G, UNRULY, NicModel(name="old", gbps=1)])
 
 
-def test_an_hour_takes_about_a_second(monkeypatch):
+def test_an_hour_of_heartbeats_takes_a_bounded_number_of_turns(monkeypatch):
     """Each second costs eighteen turns of the loop, for two heartbeats; what those take is up to the machine."""
     turns = 0
 
@@ -141,7 +141,7 @@ def test_the_trace_says_what_happened():
     run(main, 3)
 
 
-def test_a_watched_word_and_a_refused_post_have_virtual_timers():
+def test_a_watched_value_and_a_refused_post_have_virtual_timers():
     """What no descriptor announces is looked at by timers, and those are virtual."""
     value = bytearray(8)
 
@@ -159,7 +159,7 @@ def test_a_watched_word_and_a_refused_post_have_virtual_timers():
     run(main, 3, model=NicModel(name="refusing", refusals=0.5))
 
 
-def test_it_needs_no_libfabric():
+def test_the_simulated_network_needs_no_libfabric():
     done = run_script(
         """
         import aiote

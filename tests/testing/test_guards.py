@@ -26,7 +26,7 @@ def refused(pair: Pair, source: Memory, remote: RemoteMemory, **arguments: objec
     return done.errno > 0
 
 
-def test_a_range_beyond_the_memory(rails: Rails):
+def test_a_range_beyond_the_memory_is_refused_whole(rails: Rails):
     """A peer that pretends to have more: the whole write is refused, and not a byte of it written."""
     pair = Pair.of(rails)
     source, target, beside = pair.a.register(filled(SIZE)), pair.b.register(SIZE), pair.b.register(SIZE)
@@ -43,7 +43,7 @@ def test_a_range_beyond_the_memory(rails: Rails):
     assert not refused(pair, source, longer, length=1, at=(0, SIZE - 1))
 
 
-def test_the_key_of_another_nic(rails: Rails):
+def test_the_key_of_another_nic_is_refused(rails: Rails):
     a, b = rails.side(2), rails.side(2)
     pair = Pair(rails, a, b, *rails.join(a, b))
     source, target = a.register(filled(SIZE)), b.register(SIZE)
@@ -55,7 +55,7 @@ def test_the_key_of_another_nic(rails: Rails):
     assert not target.array.any()
 
 
-def test_a_key_that_is_gone_or_was_never_given(rails: Rails):
+def test_a_key_that_is_gone_or_was_never_given_is_refused(rails: Rails):
     pair = Pair.of(rails)
     source, target = pair.a.register(filled(SIZE)), pair.b.register(SIZE)
     remote = target.remote

@@ -54,7 +54,7 @@ async def test_that_hangs():
 """
 
 
-def test_the_plugin_s_fixtures_and_marks(pytester: pytest.Pytester):
+def test_the_plugins_fixtures_and_marks_work_and_a_failure_names_its_seed(pytester: pytest.Pytester):
     pytester.makepyfile(SOURCE)
     pytester.makeini("[pytest]\naddopts = --strict-markers\nfilterwarnings = error\n")
     result = pytester.run(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:asyncio")
@@ -83,7 +83,7 @@ async def test_real():
 
 
 @pytest.mark.parametrize("mode", ["auto", "none"])
-def test_beside_pytest_asyncio(pytester: pytest.Pytester, mode):
+def test_the_plugin_works_beside_pytest_asyncio(pytester: pytest.Pytester, mode):
     """Where that takes every coroutine for its own the mark goes before it."""
     pytester.makepyfile(BESIDE if mode == "auto" else BESIDE[: BESIDE.index("async def test_real")])
     asyncio_ini = f"asyncio_mode = {mode}\nasyncio_default_fixture_loop_scope = function\n" if mode == "auto" else ""

@@ -122,7 +122,7 @@ class Storm:
 
 @pytest.mark.timeout(600)
 @pytest.mark.blocking_allowed("there is no loop whose clock runs on")
-def test_rails_that_die_one_after_another():
+def test_traffic_is_exact_while_rails_die_one_after_another():
     for seed in range(SEEDS):
         draw = random.Random(seed)
         model = dataclasses.replace(
@@ -174,5 +174,5 @@ async def cancelled_over_a_silent_rail(fabric: Fabric, what: str) -> None:
 
 @pytest.mark.blocking_allowed("there is no loop whose clock runs on")
 @pytest.mark.parametrize("what", ["write", "pages", "scatter", "send"])
-def test_no_late_byte_after_a_cancel_over_a_silent_rail(what):
+def test_no_byte_comes_late_after_a_cancel_over_a_silent_rail(what):
     run(lambda fabric: cancelled_over_a_silent_rail(fabric, what), 3, rails=2)

@@ -51,7 +51,7 @@ async def around_and_inward(fabric: Fabric) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_many_engines_in_one_process():
+def test_many_engines_in_one_process_write_around_and_inward():
     run(around_and_inward, 3, rails=2)
 
 

@@ -123,7 +123,7 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
     writer.close()
 
 
-def test_streams_in_memory():
+def test_streams_in_memory_carry_every_byte_both_ways():
     """More than lies unread at once goes both ways, and the end arrives after the last byte."""
 
     async def main() -> None:

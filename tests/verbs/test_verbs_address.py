@@ -35,7 +35,7 @@ GOOD = (1, 3, 16, 1, 0, bytes(16), 17, 18, 5, 6)
     ("field", "value"),
     [(0, 0), (0, 2), (1, 0), (1, 6), (3, 2), (6, 1 << 24), (7, 1 << 24), (8, 1 << 24), (9, (1 << 32) - 1)],
 )
-def test_what_no_endpoint_says_is_refused(field, value):
+def test_an_address_that_no_endpoint_has_is_refused(field, value):
     fields = list(GOOD)
     fields[field] = value
     with pytest.raises(ValueError, match="no verbs address"):
@@ -43,7 +43,7 @@ def test_what_no_endpoint_says_is_refused(field, value):
 
 
 @pytest.mark.parametrize("length", [0, 1, LAYOUT.size - 1, LAYOUT.size + 1, 4096])
-def test_another_length_is_refused(length):
+def test_an_address_of_another_length_is_refused(length):
     with pytest.raises(ValueError, match=f"has {LAYOUT.size} bytes, this one {length}"):
         Peer(bytes(length))
 

@@ -22,7 +22,7 @@ def names(events: list[aiote.Event]) -> list[str]:
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.05, 0.2])
-async def test_a_cable_is_pulled_in_the_middle_of_everything(switch, need_four, pause):
+async def test_traffic_is_exact_when_a_cable_is_pulled_in_the_middle(switch, need_four, pause):
     async with over_switch(2) as (left, right, events):
         traffic = Traffic(left, right, 1)
         running = asyncio.create_task(traffic.run())
@@ -40,7 +40,7 @@ async def test_a_cable_is_pulled_in_the_middle_of_everything(switch, need_four, 
         again.check()
 
 
-async def test_the_only_cable_is_pulled_for_a_moment(switch):
+async def test_traffic_waits_while_the_only_cable_is_pulled_for_a_moment(switch):
     """With one rail everything waits until it is back, and is done exactly once."""
     async with over_switch(1) as (left, right, events):
         traffic = Traffic(left, right, 3)
@@ -56,7 +56,7 @@ async def test_the_only_cable_is_pulled_for_a_moment(switch):
         assert "peer.lost" not in names(events)
 
 
-async def test_the_only_cable_stays_away(switch):
+async def test_writes_fail_in_time_when_the_only_cable_stays_away(switch):
     """What was under way ends with an error that says so, within the limit."""
     async with over_switch(1, **SOONER) as (left, right, events):
         source, target = left.register(bytes(8 << 20)), across(left, right, bytearray(8 << 20))
@@ -69,7 +69,7 @@ async def test_the_only_cable_stays_away(switch):
 
 
 @pytest.mark.parametrize("netem", [("loss", "1%"), ("loss", "10%"), ("delay", "5ms", "reorder", "30%", "50%")])
-async def test_a_bad_cable(switch, need_four, netem):
+async def test_traffic_over_a_bad_cable_is_exact(switch, need_four, netem):
     async with over_switch(2) as (left, right, _):
         switch.disturb(1, *netem)
         switch.disturb(3, *netem)
@@ -113,7 +113,7 @@ async def test_a_key_that_was_taken_back_ends_the_write_and_not_the_peer():
 
 
 @pytest.mark.parametrize("what", ["write", "read", "send"])
-async def test_cancelled_over_a_pulled_cable(switch, what):
+async def test_a_transfer_cancelled_over_a_pulled_cable_moves_nothing_later(switch, what):
     """The queue pair is put into the error state and flushed, then the cancellation is over; nothing comes later."""
     async with over_switch(1, drain_timeout=0.05) as (left, right, _events):
         memory = bytearray(1 << 20)

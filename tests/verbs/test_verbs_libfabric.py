@@ -30,7 +30,7 @@ def pair() -> Iterator[Pair]:
         yield Pair.of(rails)
 
 
-def test_writes_of_all_sizes(pair):
+def test_writes_of_all_sizes_arrive_exactly(pair):
     source, handle = pair.a.register(filled(max(SIZES))), pair.b.count(IMM)
     for number, size in enumerate(SIZES, 1):
         target = pair.b.register(size + 64)
@@ -41,7 +41,7 @@ def test_writes_of_all_sizes(pair):
         assert not target.array[33 + size :].any()
 
 
-def test_reads_of_all_sizes(pair):
+def test_reads_of_all_sizes_arrive_exactly(pair):
     source = pair.b.register(filled(max(SIZES)))
     for size in SIZES:
         target = pair.a.register(size + 8)
@@ -49,7 +49,7 @@ def test_reads_of_all_sizes(pair):
         assert np.array_equal(target.array[:size], source.array[:size])
 
 
-def test_pages(pair):
+def test_pages_arrive_where_they_belong_and_count(pair):
     source, target = pair.a.register(filled(200 * 4096)), pair.b.register(200 * 4096)
     order = list(np.random.default_rng(3).permutation(200))
     handle = pair.b.count(IMM)
@@ -58,7 +58,7 @@ def test_pages(pair):
     assert np.array_equal(target.array.reshape(200, 4096)[order], source.array.reshape(200, 4096))
 
 
-async def test_engines_across_the_switch():
+async def test_engines_across_the_switch_write_and_send_to_each_other():
     async with (
         aiote.open_engine(PROVIDER, ["10.77.0.1"]) as left,
         aiote.open_engine(PROVIDER, ["10.77.0.2"]) as right,

@@ -54,7 +54,7 @@ async def test_a_receiver_that_does_not_look_makes_senders_wait_and_loses_nothin
         assert events == []
 
 
-async def test_many_senders_share_them(need_four):
+async def test_many_senders_share_the_receives_and_lose_nothing(need_four):
     """Eight peers at once, each with more under way than there are receives."""
     config = aiote.EngineConfig(verbs=aiote.VerbsConfig(srq_depth=64))
     async with asyncio.timeout(PATIENCE_S), aiote.open_engine("verbs", ["rxe0"], config) as hub:
