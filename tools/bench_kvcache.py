@@ -1,9 +1,9 @@
 """Measure a KV-cache service in aiote and in what Python services would do otherwise, in one run, over shm and tcp.
 
 usage: bench_kvcache.py [--provider shm|tcp] [--only NAME,...] [--parts service,first-token,cancel]
-                        [--jobs 16Kx8,...] [--windows 1,4] [--runs 5] [--seconds 0.15] [--with FILE] [--json FILE]
+                        [--workloads 16Kx8,...] [--windows 1,4] [--runs 5] [--seconds 0.15] [--with FILE] [--json FILE]
 
-The peers are those that `bench_peers.py install nixl ucxx pyzmq sockets` has installed. What the job is says
+The peers are those that `bench_peers.py install nixl ucxx pyzmq sockets` has installed. What the workload is says
 bench/peers/kvcache.py; tables go to the standard output, records to build/bench-kvcache.json unless `--json` names
 another file. Over tcp all run in a network namespace with reno, where one can be made: BBR halves loopback.
 """
@@ -27,7 +27,8 @@ from aiote.bench import kvtable
 from aiote.bench.congestion import NamespaceError, congestion_control, enter_namespace
 from aiote.bench.contestants import Contestant, Setting, start
 from aiote.bench.kvlatency import first_token, lost_pages, pages_back
-from aiote.bench.kvservice import JOBS, OURS, Entry, Job, Plan, measure_service
+from aiote.bench.kvservice import OURS, WORKLOADS, ServiceEntry, Workload, measure_service
+from aiote.bench.measure import Plan
 from aiote.bench.records import FORMAT, machine
 from aiote.bench.sides import BenchError, Pair
 
@@ -37,8 +38,8 @@ PARTS = ("service", "first-token", "cancel")
 VARIANTS = ("asyncio", "uvloop", "default", "libfabric")
 LATENCY = (f"{OURS}-uvloop", f"{OURS}-default")
 """Of the library's ways the two whose first tokens and cancellations are measured."""
-FIRST_TOKEN = (Job(16 << 10, 64, 1), Job(16 << 10, 512, 1))
-CANCEL = Job(64 << 10, 64)
+FIRST_TOKEN = (Workload(16 << 10, 64, 1), Workload(16 << 10, 512, 1))
+CANCEL = Workload(64 << 10, 64)
 
 
 def ours() -> list[Contestant]:
@@ -64,7 +65,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="names of contestants, or the beginnings of some")
     parser.add_argument("--with", dest="peers", type=Path, help="peers as `bench_peers.py list` writes them")
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--jobs", default="", help="such as 16Kx8,64Kx64: size of a page, pages of a prompt")
+    parser.add_argument("--workloads", default="", help="such as 16Kx8,64Kx64: size of a page, pages of a prompt")
     parser.add_argument("--windows", default="1,4", help="requests under way")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--runs", type=int, default=5)
@@ -75,13 +76,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def jobs_of(arguments: argparse.Namespace) -> list[Job]:
-    shapes = [(job.size, job.pages) for job in JOBS]
-    if arguments.jobs:
-        pairs = [word.split("Kx") for word in arguments.jobs.split(",")]
+def workloads_of(arguments: argparse.Namespace) -> list[Workload]:
+    shapes = [(workload.size, workload.pages) for workload in WORKLOADS]
+    if arguments.workloads:
+        pairs = [word.split("Kx") for word in arguments.workloads.split(",")]
         shapes = [(int(size) << 10, int(pages)) for size, pages in pairs]
     windows = [int(word) for word in arguments.windows.split(",")]
-    return [Job(size, pages, window, arguments.layers) for size, pages in shapes for window in windows]
+    return [Workload(size, pages, window, arguments.layers) for size, pages in shapes for window in windows]
 
 
 def open_pair(contestant: Contestant, provider: str, arena: int) -> AbstractContextManager[Pair]:
@@ -107,20 +108,20 @@ class Measurement:
     def service(self) -> None:
         plan = Plan(self.arguments.runs, self.arguments.seconds)
         for provider in self.providers:
-            for job in jobs_of(self.arguments):
+            for workload in workloads_of(self.arguments):
                 with ExitStack() as stack:
                     entries = []
                     for one in self.contestants:
                         if provider in one.providers:
-                            pair = self._started(stack, one, provider, job)
+                            pair = self._started(stack, one, provider, workload)
                             if pair is not None:
-                                entries.append(Entry(one.name, pair))
-                    self.found["service"] += measure_service(entries, provider, job, plan, say)
+                                entries.append(ServiceEntry(one.name, pair))
+                    self.found["service"] += measure_service(entries, provider, workload, plan, say)
 
-    def _started(self, stack: ExitStack, one: Contestant, provider: str, job: Job) -> Pair | None:
+    def _started(self, stack: ExitStack, one: Contestant, provider: str, workload: Workload) -> Pair | None:
         """Start a contestant; a peer that cannot be started is left out, aloud."""
         try:
-            return stack.enter_context(open_pair(one, provider, job.arena))
+            return stack.enter_context(open_pair(one, provider, workload.arena))
         except BenchError as error:
             if one.name.startswith(OURS):
                 raise
@@ -130,12 +131,12 @@ class Measurement:
     def first_token(self) -> None:
         for provider in self.providers:
             for one in self.ours:
-                with open_pair(one, provider, max(job.arena for job in FIRST_TOKEN)) as pair:
-                    for job in FIRST_TOKEN:
+                with open_pair(one, provider, max(workload.arena for workload in FIRST_TOKEN)) as pair:
+                    for workload in FIRST_TOKEN:
                         for in_thread in (False, True):
-                            say(f"{provider} {job}: first token, {one.name}")
+                            say(f"{provider} {workload}: first token, {one.name}")
                             self.found["first-token"].append(
-                                first_token(pair, provider, job, in_thread=in_thread, runs=self.arguments.runs)
+                                first_token(pair, provider, workload, in_thread=in_thread, runs=self.arguments.runs)
                             )
 
     def cancel(self) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from aiote.bench.kvservice import Job, Served, do
+from aiote.bench.kvservice import ServiceRun, Workload, do
 from aiote.bench.records import GIB
 from aiote.bench.sides import BenchError, Pair
 from aiote.bench.statistics import Spread
@@ -50,10 +50,10 @@ class Round:
         """What the transfer adds."""
         return self.together_us - self.alone_us
 
-    def bound_us(self, job: Job, layer_us: int) -> float:
+    def bound_us(self, workload: Workload, layer_us: int) -> float:
         """Return what cannot be hidden of it."""
-        layer = job.layer_bytes / (self.gib_s * GIB) * 1e6
-        return self.trip_us + layer + (job.layers - 1) * max(0.0, layer - layer_us)
+        layer = workload.layer_bytes / (self.gib_s * GIB) * 1e6
+        return self.trip_us + layer + (workload.layers - 1) * max(0.0, layer - layer_us)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,17 +76,17 @@ class FirstToken:
 
     @classmethod
     def of(
-        cls, provider: str, contestant: str, job: Job, layer_us: int, in_thread: bool, rounds: Sequence[Round]
+        cls, provider: str, contestant: str, workload: Workload, layer_us: int, in_thread: bool, rounds: Sequence[Round]
     ) -> FirstToken:
         """Summarise; raises ValueError for no rounds."""
-        bounds = [one.bound_us(job, layer_us) for one in rounds]
+        bounds = [one.bound_us(workload, layer_us) for one in rounds]
         added = [one.added_us for one in rounds]
         return cls(
             provider=provider,
             contestant=contestant,
-            size=job.size,
-            pages=job.pages,
-            layers=job.layers,
+            size=workload.size,
+            pages=workload.pages,
+            layers=workload.layers,
             layer_us=layer_us,
             computing="in a thread" if in_thread else "asleep",
             alone_us=Spread.of([one.alone_us for one in rounds]),
@@ -99,21 +99,21 @@ class FirstToken:
 
 
 def first_token(
-    pair: Pair, provider: str, job: Job, *, in_thread: bool, runs: int, layer_us: int = LAYER_US
+    pair: Pair, provider: str, workload: Workload, *, in_thread: bool, runs: int, layer_us: int = LAYER_US
 ) -> FirstToken:
-    """Measure it with a pair that can compute. The job's window is that of the bandwidth."""
-    single, small = dataclasses.replace(job, window=1), Job(job.size, 1, 1, job.layers)
+    """Measure it with a pair that can compute. The workload's window is that of the bandwidth."""
+    single, small = dataclasses.replace(workload, window=1), Workload(workload.size, 1, 1, workload.layers)
     rounds = []
     how = {"layer_us": layer_us, "in_thread": int(in_thread)}
-    count = max(2 * job.window, (64 << 20) // job.request_bytes // job.window * job.window)
+    count = max(2 * workload.window, (64 << 20) // workload.request_bytes // workload.window * workload.window)
     for number in range(runs + 1):
-        served = Served.of(job, count, *do(pair, job.line("service", count)))
-        trip = do(pair, small.line("ttft", TRIPS, pause_us=job.layers * layer_us))[0]["p50_us"]
+        served = ServiceRun.of(workload, count, *do(pair, workload.line("service", count)))
+        trip = do(pair, small.line("ttft", TRIPS, pause_us=workload.layers * layer_us))[0]["p50_us"]
         alone = do(pair, single.line("alone", PROMPTS, **how))[1]["p50_us"]
         together = do(pair, single.line("ttft", PROMPTS, **how))[0]["p50_us"]
         if number:  # the first one is cold
             rounds.append(Round(alone, together, trip, served.gib_s))
-    return FirstToken.of(provider, pair.name, job, layer_us, in_thread, rounds)
+    return FirstToken.of(provider, pair.name, workload, layer_us, in_thread, rounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,14 +131,14 @@ class PagesBack:
     max_ms: float
 
 
-def pages_back(pair: Pair, provider: str, job: Job, count: int) -> PagesBack:
+def pages_back(pair: Pair, provider: str, workload: Workload, count: int) -> PagesBack:
     """Cancel requests of a prefiller that answers."""
-    told = do(pair, job.line("cancel", count))[0]
+    told = do(pair, workload.line("cancel", count))[0]
     return PagesBack(
         provider=provider,
         contestant=pair.name,
-        size=job.size,
-        pages=job.pages,
+        size=workload.size,
+        pages=workload.pages,
         prefiller="answers",
         count=count,
         p50_ms=told["p50_us"] / 1000,
@@ -147,19 +147,19 @@ def pages_back(pair: Pair, provider: str, job: Job, count: int) -> PagesBack:
     )
 
 
-def _lose_one(start: Callable[[], AbstractContextManager[Pair]], job: Job, number: int) -> float:
+def _lose_one(start: Callable[[], AbstractContextManager[Pair]], workload: Workload, number: int) -> float:
     """Do it with new processes, until the prefiller is dead before the request is over."""
     for _ in range(TRIES):
         with start() as pair:
-            took = _lose(pair, job, number)
+            took = _lose(pair, workload, number)
         if took >= 0:
             return took
     raise BenchError(f"{TRIES} requests were over before their prefillers were dead")
 
 
-def _lose(pair: Pair, job: Job, number: int) -> float:
+def _lose(pair: Pair, workload: Workload, number: int) -> float:
     """Cancel one request whose prefiller is sent a signal; return the milliseconds, less than 0 where it was over."""
-    line = job.line("lost", 1, signal=number)
+    line = workload.line("lost", 1, signal=number)
     for side in (pair.target, pair.initiator):
         side.send(line)
         side.receive()
@@ -169,21 +169,21 @@ def _lose(pair: Pair, job: Job, number: int) -> float:
 
 
 def lost_pages(
-    start: Callable[[], AbstractContextManager[Pair]], provider: str, contestant: str, job: Job, count: int
+    start: Callable[[], AbstractContextManager[Pair]], provider: str, contestant: str, workload: Workload, count: int
 ) -> list[PagesBack]:
     """Cancel requests whose prefiller was killed, and stopped, each with processes of its own."""
     found = []
     for word, number in DEAD.items():
         times = []
         for _ in range(count):
-            times.append(_lose_one(start, job, number))
+            times.append(_lose_one(start, workload, number))
         spread = Spread.of(times)
         found.append(
             PagesBack(
                 provider=provider,
                 contestant=contestant,
-                size=job.size,
-                pages=job.pages,
+                size=workload.size,
+                pages=workload.pages,
                 prefiller=word,
                 count=count,
                 p50_ms=spread.median,

@@ -1,7 +1,7 @@
 """A KV-cache service in several libraries: runs that alternate, and what one is to the best of the others.
 
-The workers are those of `bench/peers/kvcache_*.py`; `bench/peers/kvcache.py` says what the job is. The decode side is
-the initiator of a pair, and its clock is the one that counts.
+The workers are those of `bench/peers/kvcache_*.py`; `bench/peers/kvcache.py` says what their task is. The decode side
+is the initiator of a pair, and its clock is the one that counts.
 """
 
 from __future__ import annotations
@@ -12,13 +12,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from aiote.bench.measure import Plan
 from aiote.bench.records import GIB
 from aiote.bench.sides import BenchError, Pair, Unsupported
 from aiote.bench.statistics import Spread, paired_ratio
 from aiote.bench.table import size_text
 from aiote.bench.work import HUGE_BYTES
 
-__all__ = ["JOBS", "OURS", "Entry", "Job", "Line", "Plan", "Served", "best_of", "do", "measure_service", "whole"]
+__all__ = [
+    "OURS",
+    "WORKLOADS",
+    "Line",
+    "ServiceEntry",
+    "ServiceRun",
+    "Workload",
+    "best_of",
+    "do",
+    "measure_service",
+    "whole",
+]
 
 OURS = "aiote"
 """Contestants whose names begin so are the library itself; the others are its peers."""
@@ -27,7 +39,7 @@ SEEDS = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Workload:
     """Prompts of `pages` pages of `size` bytes in each layer, `window` of them under way."""
 
     size: int
@@ -59,19 +71,11 @@ class Job:
         return f"run op={op} " + " ".join(f"{name}={value}" for name, value in values.items())
 
 
-JOBS = tuple(Job(size << 10, pages) for size, pages in ((16, 8), (16, 64), (16, 512), (64, 64)))
+WORKLOADS = tuple(Workload(size << 10, pages) for size, pages in ((16, 8), (16, 64), (16, 512), (64, 64)))
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How often and for how long: `runs` of about `seconds` each, after one that is checked and one that is not."""
-
-    runs: int = 5
-    seconds: float = 0.15
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
+class ServiceRun:
     """One run: how fast, how long a request took, and CPU seconds of both sides for each second."""
 
     gib_s: float
@@ -82,11 +86,11 @@ class Served:
     seconds: float
 
     @classmethod
-    def of(cls, job: Job, count: int, decode: dict[str, Any], prefill: dict[str, Any]) -> Served:
+    def of(cls, workload: Workload, count: int, decode: dict[str, Any], prefill: dict[str, Any]) -> ServiceRun:
         """Make one of what the two sides answered. Raises KeyError, TypeError, ZeroDivisionError for no answers."""
         seconds = float(decode["seconds"])
         return cls(
-            gib_s=count * job.request_bytes / seconds / GIB,
+            gib_s=count * workload.request_bytes / seconds / GIB,
             p50_us=float(decode["p50_us"]),
             p99_us=float(decode["p99_us"]),
             cpu_decode=float(decode["cpu"]) / seconds,
@@ -96,13 +100,13 @@ class Served:
 
 
 @dataclass(slots=True)
-class Entry:
-    """A contestant at one job; `refusal` says why it takes no part."""
+class ServiceEntry:
+    """A contestant at one workload; `refusal` says why it takes no part."""
 
     name: str
     pair: Pair
     count: int = 0
-    runs: list[Served] = field(default_factory=list)
+    runs: list[ServiceRun] = field(default_factory=list)
     refusal: str = ""
 
     @property
@@ -113,9 +117,10 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """What became of one contestant at one job: medians of its runs, and `value` in GiB/s.
+    """What became of one contestant at one workload: medians of its runs, and `value` in GiB/s.
 
-    `ratio` is, of the library itself alone, to the best peer of this job (`best`), each run divided by its neighbour.
+    `ratio` is, of the library itself alone, to the best peer at this workload (`best`), each run divided by its
+    neighbour.
     """
 
     provider: str
@@ -145,32 +150,32 @@ def do(pair: Pair, line: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return decode, prefill
 
 
-def _once(entry: Entry, job: Job, count: int, **more: int) -> Served:
-    decode, prefill = do(entry.pair, job.line("service", count, **more))
+def _once(entry: ServiceEntry, workload: Workload, count: int, **more: int) -> ServiceRun:
+    decode, prefill = do(entry.pair, workload.line("service", count, **more))
     try:
-        return Served.of(job, count, decode, prefill)
+        return ServiceRun.of(workload, count, decode, prefill)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise BenchError(f"{entry.name}: not a result: {decode!r}, {prefill!r}") from error
 
 
-def whole(job: Job, count: float) -> int:
+def whole(workload: Workload, count: float) -> int:
     """Return a number of requests that fills the window, and its last round."""
-    return max(1, round(count / job.window)) * job.window
+    return max(1, round(count / workload.window)) * workload.window
 
 
-def _warm_up(entry: Entry, job: Job, plan: Plan) -> None:
+def _warm_up(entry: ServiceEntry, workload: Workload, plan: Plan) -> None:
     """Check every layer as it comes, and find how many requests take as long as a run should."""
-    _once(entry, job, 2 * job.window, check=1)
-    count = 2 * job.window
-    run = _once(entry, job, count)
+    _once(entry, workload, 2 * workload.window, check=1)
+    count = 2 * workload.window
+    run = _once(entry, workload, count)
     if run.seconds < plan.seconds / 4:
         # A short run says little about the speed.
-        count = whole(job, min(count * 10, count * plan.seconds / max(run.seconds, 1e-6)))
-        run = _once(entry, job, count)
-    entry.count = whole(job, count * plan.seconds / max(run.seconds, 1e-6))
+        count = whole(workload, min(count * 10, count * plan.seconds / max(run.seconds, 1e-6)))
+        run = _once(entry, workload, count)
+    entry.count = whole(workload, count * plan.seconds / max(run.seconds, 1e-6))
 
 
-def _attempt(entry: Entry, step: Callable[[], object]) -> None:
+def _attempt(entry: ServiceEntry, step: Callable[[], object]) -> None:
     """Do a step; a peer that fails is left out from then on, the library itself must not."""
     try:
         step()
@@ -181,26 +186,30 @@ def _attempt(entry: Entry, step: Callable[[], object]) -> None:
 
 
 def measure_service(
-    entries: Sequence[Entry], provider: str, job: Job, plan: Plan, on_step: Callable[[str], object] = lambda _: None
+    entries: Sequence[ServiceEntry],
+    provider: str,
+    workload: Workload,
+    plan: Plan,
+    on_step: Callable[[str], object] = lambda _: None,
 ) -> list[Line]:
-    """Measure one job for all contestants, in turn. Raises BenchError where the library fails, or data are wrong."""
+    """Measure one workload for all, in turn. Raises BenchError where the library fails, or data are wrong."""
     for entry in entries:
-        on_step(f"{provider} {job}, {job.window} under way: {entry.name}")
-        _attempt(entry, lambda entry=entry: _warm_up(entry, job, plan))  # type: ignore[misc]
+        on_step(f"{provider} {workload}, {workload.window} under way: {entry.name}")
+        _attempt(entry, lambda entry=entry: _warm_up(entry, workload, plan))  # type: ignore[misc]
     for number in range(plan.runs):
         for entry in entries if number % 2 == 0 else reversed(entries):
             if not entry.refusal:
-                _attempt(entry, lambda entry=entry: entry.runs.append(_once(entry, job, entry.count)))  # type: ignore[misc]
+                _attempt(entry, lambda entry=entry: entry.runs.append(_once(entry, workload, entry.count)))  # type: ignore[misc]
     best = best_of([entry for entry in entries if not entry.ours and not entry.refusal])
-    return [_line(entry, provider, job, best) for entry in entries]
+    return [_line(entry, provider, workload, best) for entry in entries]
 
 
-def best_of(entries: Sequence[Entry]) -> Entry | None:
+def best_of(entries: Sequence[ServiceEntry]) -> ServiceEntry | None:
     """Return whose median is the largest, None where there is nobody."""
     return max(entries, key=lambda entry: Spread.of([run.gib_s for run in entry.runs]).median, default=None)
 
 
-def _line(entry: Entry, provider: str, job: Job, best: Entry | None) -> Line:
+def _line(entry: ServiceEntry, provider: str, workload: Workload, best: ServiceEntry | None) -> Line:
     runs = [] if entry.refusal else entry.runs
     ratio = None
     if entry.ours and best is not None and runs:
@@ -211,10 +220,10 @@ def _line(entry: Entry, provider: str, job: Job, best: Entry | None) -> Line:
 
     return Line(
         provider=provider,
-        size=job.size,
-        pages=job.pages,
-        layers=job.layers,
-        window=job.window,
+        size=workload.size,
+        pages=workload.pages,
+        layers=workload.layers,
+        window=workload.window,
         contestant=entry.name,
         library=entry.pair.library,
         runs=len(runs),

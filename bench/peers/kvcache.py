@@ -1,4 +1,4 @@
-"""The job of a KV-cache service, the same for every library: who asks for which pages, and what has to arrive where.
+"""The task of a KV-cache service, the same for every library: who asks for which pages, and what has to arrive where.
 
 The decode side (the pair's initiator) asks for prompts: a message with the number of the request, the pages that it has
 for it and the prompt's tokens. The prefill side (the target) sends the prompt's cache layer by layer, each layer from
@@ -31,7 +31,7 @@ Numbers = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
-class Job:
+class ServiceTask:
     """One `run` line: `count` prompts of `pages` pages of `size` bytes in each of `layers` layers."""
 
     op: str
@@ -48,12 +48,12 @@ class Job:
     signal: int = 0
 
     @classmethod
-    def parse(cls, text: str) -> Job:
+    def parse(cls, text: str) -> ServiceTask:
         given = dict(item.split("=", 1) for item in text.split())
-        job = cls(given.pop("op"), **{name: int(value) for name, value in given.items()})
-        if min(job.size, job.pages, job.layers, job.window, job.count) < 1 or job.size % 32:
-            raise ValueError(f"not a job: {text}")
-        return job
+        task = cls(given.pop("op"), **{name: int(value) for name, value in given.items()})
+        if min(task.size, task.pages, task.layers, task.window, task.count) < 1 or task.size % 32:
+            raise ValueError(f"not a task: {text}")
+        return task
 
     @property
     def pool(self) -> int:
@@ -89,31 +89,31 @@ class Request:
 
 
 class Cache:
-    """The memory of one side for one job, and at the decode side the requests."""
+    """The memory of one side for one task, and at the decode side the requests."""
 
-    def __init__(self, arena: Arena, job: Job) -> None:
-        if job.used > arena.size:
-            raise ValueError(f"the job uses {job.used} bytes, the arena has {arena.size}")
-        self.job = job
-        self.bytes = arena.bytes[: job.used].reshape(job.layers, job.pool, job.size)
+    def __init__(self, arena: Arena, task: ServiceTask) -> None:
+        if task.used > arena.size:
+            raise ValueError(f"the task uses {task.used} bytes, the arena has {arena.size}")
+        self.task = task
+        self.bytes = arena.bytes[: task.used].reshape(task.layers, task.pool, task.size)
         self._words = self.bytes.view(np.uint64)
-        self._tile = np.random.default_rng(job.seed).integers(0, MASK, job.size // 8, np.uint64)
-        self._free: list[int] = job.permutation(1).tolist()
-        self._origin = np.full(job.pool, -1, np.int64)
-        self._ours = [job.ours(slot) for slot in range(job.window)]
+        self._tile = np.random.default_rng(task.seed).integers(0, MASK, task.size // 8, np.uint64)
+        self._free: list[int] = task.permutation(1).tolist()
+        self._origin = np.full(task.pool, -1, np.int64)
+        self._ours = [task.ours(slot) for slot in range(task.window)]
         self._begun = 0
-        self.left = job.count
+        self.left = task.count
         self.times: list[int] = []
 
     # The prefill side.
 
     def fill(self) -> None:
-        for layer in range(self.job.layers):
-            np.add(self._tile, self._steps(layer, np.arange(self.job.pool)), out=self._words[layer])
+        for layer in range(self.task.layers):
+            np.add(self._tile, self._steps(layer, np.arange(self.task.pool)), out=self._words[layer])
 
     def ours(self, number: int) -> npt.NDArray[np.int64]:
         """Return the prefill side's pages of a request."""
-        return self._ours[number % self.job.window]
+        return self._ours[number % self.task.window]
 
     # The decode side.
 
@@ -125,7 +125,7 @@ class Cache:
     @property
     def more(self) -> bool:
         """Return whether there are requests that were not begun."""
-        return self._begun < self.job.count
+        return self._begun < self.task.count
 
     def clear(self) -> None:
         self.bytes[:] = 0
@@ -138,22 +138,22 @@ class Cache:
     def begin(self) -> Request:
         """Begin the next request: its clock runs."""
         started = time.perf_counter_ns()
-        taken = [self._free.pop() for _ in range(self.job.pages)]
+        taken = [self._free.pop() for _ in range(self.task.pages)]
         return self.begin_in(taken, self.number(), started)
 
     def begin_in(self, pages: Any, number: int, started: int) -> Request:
         """Begin a request in pages that somebody else has chosen."""
         request = Request(number, np.array(pages, np.uint32), started)
-        if self.job.check:
+        if self.task.check:
             self.bytes[:, request.pages] = 0
         return request
 
     def arrived(self, request: Request) -> bool:
         """Take note that the next layer of a request is here, and tell whether that was the last one."""
-        if self.job.check and not self._holds(request.layers, request.pages, self.ours(request.number)):
+        if self.task.check and not self._holds(request.layers, request.pages, self.ours(request.number)):
             raise ValueError(f"layer {request.layers} of request {request.number} was counted before it was there")
         request.layers += 1
-        if request.layers < self.job.layers:
+        if request.layers < self.task.layers:
             return False
         self.times.append(time.perf_counter_ns() - request.started)
         self.left -= 1
@@ -168,10 +168,10 @@ class Cache:
         """Tell whether every page has the bytes of the request that it was used for last."""
         pages = np.flatnonzero(self._origin >= 0)
         origin = self._origin[pages]
-        return self.left == 0 and all(self._holds(layer, pages, origin) for layer in range(self.job.layers))
+        return self.left == 0 and all(self._holds(layer, pages, origin) for layer in range(self.task.layers))
 
     def _steps(self, layer: int, pages: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
-        return (pages.astype(np.uint64) + np.uint64(layer * self.job.pool))[:, np.newaxis] * np.uint64(WORD_FACTOR)
+        return (pages.astype(np.uint64) + np.uint64(layer * self.task.pool))[:, np.newaxis] * np.uint64(WORD_FACTOR)
 
     def _holds(self, layer: int, pages: npt.NDArray[Any], origin: npt.NDArray[np.int64]) -> bool:
         steps, words = self._steps(layer, origin), self._words[layer]
@@ -179,7 +179,7 @@ class Cache:
 
 
 class Service(Worker):
-    """A worker of this job in one library. Comes before the library's own `Worker` in the bases."""
+    """A worker of this task in one library. Comes before the library's own `Worker` in the bases."""
 
     idle_period = 0.05  # as many as twenty of them wait while one pair is measured
 
@@ -191,43 +191,43 @@ class Service(Worker):
     def decodes(self) -> bool:
         return self.options.initiator
 
-    def parse(self, text: str) -> Job:
-        return Job.parse(text)
+    def parse(self, text: str) -> ServiceTask:
+        return ServiceTask.parse(text)
 
-    def refusal(self, task: Job) -> str:
+    def refusal(self, task: ServiceTask) -> str:
         return "" if task.op == "service" else f"{task.op} is measured of aiote alone"
 
-    def fill(self, task: Job) -> None:
+    def fill(self, task: ServiceTask) -> None:
         self.cache = Cache(self.arena, task)
         if self.decodes:
             self.cache.clear()
         else:
             self.cache.fill()
 
-    def verified(self, task: Job) -> bool:
+    def verified(self, task: ServiceTask) -> bool:
         return not self.decodes or self.cache.verified()
 
-    def run(self, task: Job) -> Outcome:
+    def run(self, task: ServiceTask) -> Outcome:
         with Clock() as clock:
             self.work(task)
         return clock.outcome(self.cache.times)
 
-    def work(self, task: Job) -> None:
+    def work(self, task: ServiceTask) -> None:
         """Do this side's part, which is timed."""
         if self.decodes:
             self.decode(task)
         else:
             self.prefill(task)
 
-    def decode(self, task: Job) -> Any:
+    def decode(self, task: ServiceTask) -> Any:
         """Ask for all prompts, and take them."""
         raise NotImplementedError
 
-    def prefill(self, task: Job) -> Any:
+    def prefill(self, task: ServiceTask) -> Any:
         """Send what is asked for."""
         raise NotImplementedError
 
-    def tokens(self, task: Job) -> Numbers:
+    def tokens(self, task: ServiceTask) -> Numbers:
         """Return the tokens of a prompt, which go with the request for it."""
         return np.arange(task.pages * PAGE_TOKENS, dtype=np.uint32)
 
@@ -243,9 +243,9 @@ def asked(message: Any) -> tuple[int, Numbers]:
     return number, np.frombuffer(message, np.uint32, pages, ASK.size)
 
 
-def ask_bytes(job: Job) -> int:
+def ask_bytes(task: ServiceTask) -> int:
     """Return the length of such a message."""
-    return ASK.size + job.pages * 4 * (1 + PAGE_TOKENS)
+    return ASK.size + task.pages * 4 * (1 + PAGE_TOKENS)
 
 
 def pack(cache: Cache, layer: int, number: int, out: npt.NDArray[np.uint8]) -> None:

@@ -3,7 +3,7 @@
 The variants are the event loops, with engines that spin while something is outstanding, as NIXL and ucxx poll, over the
 rails that need no library (`local` where the peers share memory, `socket` where they use TCP); `libfabric`, the same on
 uvloop over libfabric's `shm` and `tcp`; and `default`: asyncio, and engines as they are without a configuration, which
-sleep after 50 us. Besides the job of all others there are some that only a prefiller which computes can have:
+sleep after 50 us. Besides the task of all others there are some that only a prefiller which computes can have:
 
 * `ttft`: each layer takes `layer_us`. A GPU does not wait for its host, so layer l is there at l + 1 times that, while
   the event loop sleeps; or, with `in_thread`, a thread computes with numpy, bumps a word after each layer and takes the
@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 from common import Arena, Options, serve
-from kvcache import PAGE_TOKENS, Job, Numbers, Service
+from kvcache import PAGE_TOKENS, Numbers, Service, ServiceTask
 
 import aiote
 from aiote.kvcache import CacheLayout, Chunk, Decoder, Prefiller
@@ -37,7 +37,7 @@ from aiote.service import Mailroom
 
 TAIL_BYTES = 16384
 LAST = b"last"
-"""The request that ends a job whose number of requests the prefill side does not know."""
+"""The request that ends a task whose number of requests the prefill side does not know."""
 CRUNCH = 64
 SPIN_US = 1_000_000
 RAILS = {"shm": "local", "tcp": "socket"}
@@ -116,11 +116,11 @@ class KvAiote(Service):
     def idle(self) -> None:
         self._await(asyncio.sleep(0))
 
-    def refusal(self, task: Job) -> str:
+    def refusal(self, task: ServiceTask) -> str:
         return "" if task.op in RUNS else f"{task.op} is nothing to measure"
 
-    def prepare(self, task: Job) -> None:
-        """Open a decoder or a prefiller on the job's memory."""
+    def prepare(self, task: ServiceTask) -> None:
+        """Open a decoder or a prefiller on the task's memory."""
         self._let_go()
         # one head, and elements of a byte: a page is its keys and its values
         layout = CacheLayout(task.layers, 1, task.size // 2 // PAGE_TOKENS, PAGE_TOKENS, "uint8")
@@ -139,15 +139,15 @@ class KvAiote(Service):
             self._side.close()
             self._side = None
 
-    def work(self, task: Job) -> None:
+    def work(self, task: ServiceTask) -> None:
         self._await(RUNS[task.op][not self.decodes](self, task))
 
-    def verified(self, task: Job) -> bool:
+    def verified(self, task: ServiceTask) -> bool:
         return super().verified(task) if task.op in ("service", "ttft") else True
 
     # The service, and the time to the first token.
 
-    async def decode(self, task: Job) -> None:
+    async def decode(self, task: ServiceTask) -> None:
         tokens = self.tokens(task)
         async with asyncio.TaskGroup() as group:
             for _ in range(min(task.window, task.count)):
@@ -162,19 +162,19 @@ class KvAiote(Service):
                 async for _ in slot.layers():
                     cache.arrived(request)
 
-    async def prefill(self, task: Job) -> None:
+    async def prefill(self, task: ServiceTask) -> None:
         async with asyncio.TaskGroup() as group:
             for _ in range(task.count):
                 group.create_task(self._serve(await self.side.next_job(), task))
 
-    async def _serve(self, prompt: Prompt, task: Job) -> None:
+    async def _serve(self, prompt: Prompt, task: ServiceTask) -> None:
         async with prompt:
             number = int.from_bytes(prompt.request_id, "big")
             chunk = prompt.chunk(0, len(prompt.tokens), self.cache.ours(number))
             await compute(task, chunk)
             await prompt.tail(self.tail)
 
-    async def first_tokens(self, task: Job) -> None:
+    async def first_tokens(self, task: ServiceTask) -> None:
         """Ask for one prompt after another; its time is that until everything is here, the tail included."""
         tokens, cache = self.tokens(task), self.cache
         while cache.more:
@@ -189,18 +189,18 @@ class KvAiote(Service):
                     cache.arrived(request)
                 cache.times[-1] = ended - started
 
-    async def compute_alone(self, task: Job) -> None:
+    async def compute_alone(self, task: ServiceTask) -> None:
         for _ in range(task.count):
             started = time.perf_counter_ns()
             await compute(task, None)
             self.cache.times.append(time.perf_counter_ns() - started)
 
-    async def nothing(self, task: Job) -> None:
+    async def nothing(self, task: ServiceTask) -> None:
         pass
 
     # Cancelling.
 
-    async def prefill_until_last(self, task: Job) -> None:
+    async def prefill_until_last(self, task: ServiceTask) -> None:
         async with asyncio.TaskGroup() as group:
             while True:
                 prompt = await self.side.next_job()
@@ -209,7 +209,7 @@ class KvAiote(Service):
                     return
                 group.create_task(self._serve(prompt, task))
 
-    async def cancel(self, task: Job) -> None:
+    async def cancel(self, task: ServiceTask) -> None:
         longest = await self._uncancelled(task)
         while len(self.cache.times) < task.count:
             took = await self._cancel_one(task, random.uniform(0, longest), lambda: None)
@@ -219,14 +219,14 @@ class KvAiote(Service):
             async with self.side.request([0], [self.peer], request_id=LAST) as slot:
                 await slot.arrived()
 
-    async def lose(self, task: Job) -> None:
+    async def lose(self, task: ServiceTask) -> None:
         longest = await self._uncancelled(task)
         took = await self._cancel_one(
             task, random.uniform(0.2, 0.8) * longest, lambda: os.kill(self.peer_process, task.signal)
         )
         self.cache.times.append(-1 if took is None else took)
 
-    async def _uncancelled(self, task: Job) -> float:
+    async def _uncancelled(self, task: ServiceTask) -> float:
         """Return how many seconds a request takes that nobody cancels; the second one, which finds all warm."""
         for _ in range(2):
             started = time.perf_counter()
@@ -234,7 +234,7 @@ class KvAiote(Service):
                 await slot.arrived()
         return time.perf_counter() - started
 
-    async def _cancel_one(self, task: Job, moment: float, before: Callable[[], object]) -> int | None:
+    async def _cancel_one(self, task: ServiceTask, moment: float, before: Callable[[], object]) -> int | None:
         """Cancel a request after so many seconds; return the time until its pages are free, None if it was over."""
         arrived, ended = False, 0
 
@@ -264,7 +264,7 @@ class KvAiote(Service):
         self._mail.close()
 
 
-def crunch(task: Job, word: np.ndarray[Any, Any]) -> None:
+def crunch(task: ServiceTask, word: np.ndarray[Any, Any]) -> None:
     """Multiply matrices for the time of each layer, with the interpreter's lock released, and bump a word after it."""
     matrix = np.ones((CRUNCH, CRUNCH))
     for _ in range(task.layers):
@@ -275,7 +275,7 @@ def crunch(task: Job, word: np.ndarray[Any, Any]) -> None:
 
 
 @contextlib.contextmanager
-def ticking(task: Job, done: Callable[[], object]) -> Iterator[None]:
+def ticking(task: ServiceTask, done: Callable[[], object]) -> Iterator[None]:
     """Call from the event loop after the time of each layer.
 
     With a descriptor: timers of loops have milliseconds, and a thread would wait for a processor, of which engines that
@@ -300,7 +300,7 @@ def ticking(task: Job, done: Callable[[], object]) -> Iterator[None]:
         os.close(timer)
 
 
-async def compute(task: Job, chunk: Chunk | None) -> None:
+async def compute(task: ServiceTask, chunk: Chunk | None) -> None:
     """Take the time of all layers, and say of a chunk's that they are done."""
     if task.in_thread:
         word = np.zeros(1, np.uint64)
@@ -325,7 +325,7 @@ RUNS: dict[str, tuple[Callable[..., Coroutine[Any, Any, None]], Callable[..., Co
     "cancel": (KvAiote.cancel, KvAiote.prefill_until_last),
     "lost": (KvAiote.lose, KvAiote.prefill_until_last),
 }
-"""What the decode side and the prefill side do, by the job."""
+"""What the decode side and the prefill side do, by the task."""
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from collections import deque
 from typing import Any
 
 from common import Arena, Options, serve
-from kvcache import Job, Request, Service, ask, asked
+from kvcache import Request, Service, ServiceTask, ask, asked
 from nixl_peer import Nixl
 
 
@@ -24,10 +24,10 @@ class KvNixl(Service, Nixl):
         super().__init__(options, arena)
         self.flying: deque[Any] = deque()
 
-    def refusal(self, task: Job) -> str:
+    def refusal(self, task: ServiceTask) -> str:
         return Service.refusal(self, task)
 
-    def prepare(self, task: Job) -> None:
+    def prepare(self, task: ServiceTask) -> None:
         self._release()
         if self.decodes:
             return
@@ -37,7 +37,7 @@ class KvNixl(Service, Nixl):
             for name, base in (("NIXL_INIT_AGENT", self.arena.address), (self.peer, self.peer_arena))
         ]
 
-    def decode(self, task: Job) -> None:
+    def decode(self, task: ServiceTask) -> None:
         cache, tokens, flying = self.cache, self.tokens(task), dict[int, Request]()
         while cache.left:
             while cache.more and len(flying) < task.window:
@@ -49,7 +49,7 @@ class KvNixl(Service, Nixl):
             if cache.arrived(request):
                 cache.end(flying.pop(request.number))
 
-    def prefill(self, task: Job) -> None:
+    def prefill(self, task: ServiceTask) -> None:
         left = task.count
         while left or self.flying:
             self._poll()
@@ -64,7 +64,7 @@ class KvNixl(Service, Nixl):
                     break
                 self.agent.release_xfer_handle(self.flying.popleft())
 
-    def _post(self, task: Job, message: bytes) -> None:
+    def _post(self, task: ServiceTask, message: bytes) -> None:
         agent, (ours, theirs) = self.agent, self.lists
         number, pages = asked(message)
         note = number.to_bytes(4, "little")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from common import serve
-from kvcache import Job, Request, Service, ask, asked, pack
+from kvcache import Request, Service, ServiceTask, ask, asked, pack
 from pyzmq_peer import COPIED_BELOW, Pyzmq
 
 RING = 4
@@ -23,10 +23,10 @@ RING = 4
 class KvPyzmq(Service, Pyzmq):
     """One DEALER socket a side."""
 
-    def prepare(self, task: Job) -> None:
+    def prepare(self, task: ServiceTask) -> None:
         self.pieces = np.empty((0 if self.decodes else RING, task.pages, task.size), np.uint8)
 
-    def decode(self, task: Job) -> None:
+    def decode(self, task: ServiceTask) -> None:
         cache, tokens, socket, flying = self.cache, self.tokens(task), self.socket, deque[Request]()
         shape = task.pages, task.size
         while cache.left:
@@ -39,7 +39,7 @@ class KvPyzmq(Service, Pyzmq):
             if cache.arrived(request):
                 cache.end(flying.popleft())
 
-    def prefill(self, task: Job) -> None:
+    def prefill(self, task: ServiceTask) -> None:
         cache, socket, pieces = self.cache, self.socket, self.pieces
         copy = task.layer_bytes < COPIED_BELOW
         trackers: list[Any] = [None] * RING

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from common import Arena, Options, serve
-from kvcache import Cache, Job, Request, Service, ask, ask_bytes, asked
+from kvcache import Cache, Request, Service, ServiceTask, ask, ask_bytes, asked
 from sockets_peer import Sockets
 
 PIECES = 64
@@ -55,17 +55,17 @@ class KvSockets(Service, Sockets):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.line = connection
 
-    def prepare(self, task: Job) -> None:
+    def prepare(self, task: ServiceTask) -> None:
         pages = self.cache.bytes
         self.views = [[page.data for page in layer] for layer in pages]
 
-    def work(self, task: Job) -> None:
+    def work(self, task: ServiceTask) -> None:
         self.loop.run_until_complete(self._decode(task) if self.decodes else self._prefill(task))
 
     def _pages(self, numbers: list[int]) -> Scatter:
         return Scatter([layer[page] for layer in self.views for page in numbers])
 
-    async def _decode(self, task: Job) -> None:
+    async def _decode(self, task: ServiceTask) -> None:
         cache, tokens, flying = self.cache, self.tokens(task), deque[tuple[Request, Scatter]]()
         while cache.left:
             while cache.more and len(flying) < task.window:
@@ -91,7 +91,7 @@ class KvSockets(Service, Sockets):
             while request.layers < pages.moved // layer_bytes:
                 cache.arrived(request)
 
-    async def _prefill(self, task: Job) -> None:
+    async def _prefill(self, task: ServiceTask) -> None:
         message = memoryview(bytearray(ask_bytes(task)))
         for _ in range(task.count):
             await self._receive(message)

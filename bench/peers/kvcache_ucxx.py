@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from common import Arena, Options, Worker, serve
-from kvcache import Job, Request, Service, ask, ask_bytes, asked, pack
+from kvcache import Request, Service, ServiceTask, ask, ask_bytes, asked, pack
 from ucxx_peer import SLOT_TAGS, Asyncio, Core
 
 RING = 4
@@ -37,7 +37,7 @@ class Lane:
     number: int = 0
 
 
-def make_lanes(worker: Any, task: Job) -> list[Lane]:
+def make_lanes(worker: Any, task: ServiceTask) -> list[Lane]:
     """Return a lane for each slot. `worker` is one of ucxx's."""
     lanes = []
     for slot in range(min(task.window, task.count)):
@@ -62,10 +62,10 @@ def message_of(request: Request, tokens: Any) -> np.ndarray[Any, Any]:
 class KvCore(Service, Core):
     """Requests that are polled."""
 
-    def prepare(self, task: Job) -> None:
+    def prepare(self, task: ServiceTask) -> None:
         self.lanes = make_lanes(self, task)
 
-    def work(self, task: Job) -> None:
+    def work(self, task: ServiceTask) -> None:
         step = self._decode if self.decodes else self._prefill
         begin = self._ask if self.decodes else self._await_ask
         for lane in self.lanes:
@@ -77,7 +77,7 @@ class KvCore(Service, Core):
 
     # The decode side.
 
-    def _ask(self, task: Job, lane: Lane) -> None:
+    def _ask(self, task: ServiceTask, lane: Lane) -> None:
         lane.request = self.cache.begin()
         lane.message = message_of(lane.request, self.tokens(task))
         lane.flying.clear()
@@ -85,7 +85,7 @@ class KvCore(Service, Core):
             lane.flying.append(self.worker.tag_recv(lane.buffers[turn], lane.layers))
         self.sent = self.endpoint.tag_send(self.array(lane.message), lane.asks)
 
-    def _decode(self, task: Job, lane: Lane) -> bool:
+    def _decode(self, task: ServiceTask, lane: Lane) -> bool:
         """Take what has come; False when the lane has no more requests."""
         request = lane.request
         assert request is not None
@@ -105,11 +105,11 @@ class KvCore(Service, Core):
 
     # The prefill side.
 
-    def _await_ask(self, task: Job, lane: Lane) -> None:
+    def _await_ask(self, task: ServiceTask, lane: Lane) -> None:
         lane.next = task.layers
         lane.flying.append(self.worker.tag_recv(self.array(lane.message), lane.asks))
 
-    def _prefill(self, task: Job, lane: Lane) -> bool:
+    def _prefill(self, task: ServiceTask, lane: Lane) -> bool:
         """Send what there is room for; False when all of the lane's requests are answered."""
         if lane.next == task.layers:
             if not lane.flying[0].completed:
@@ -138,17 +138,17 @@ class KvCore(Service, Core):
 class KvAsyncio(Service, Asyncio):
     """Awaited sends and receives, a coroutine a slot."""
 
-    def prepare(self, task: Job) -> None:
+    def prepare(self, task: ServiceTask) -> None:
         self.lanes = make_lanes(self, task)
 
-    def work(self, task: Job) -> None:
+    def work(self, task: ServiceTask) -> None:
         self._await(self._all_lanes(task))
 
-    async def _all_lanes(self, task: Job) -> None:
+    async def _all_lanes(self, task: ServiceTask) -> None:
         side = self._decode if self.decodes else self._prefill
         await asyncio.gather(*(side(task, lane) for lane in self.lanes))
 
-    async def _decode(self, task: Job, lane: Lane) -> None:
+    async def _decode(self, task: ServiceTask, lane: Lane) -> None:
         cache, tokens, endpoint, flying = self.cache, self.tokens(task), self.endpoint, lane.flying
         for _ in range(lane.left):
             request = cache.begin()
@@ -163,7 +163,7 @@ class KvAsyncio(Service, Asyncio):
                 cache.arrived(request)
             cache.end(request)
 
-    async def _prefill(self, task: Job, lane: Lane) -> None:
+    async def _prefill(self, task: ServiceTask, lane: Lane) -> None:
         endpoint, flying = self.endpoint, lane.flying
         for _ in range(lane.left):
             await endpoint.recv(self.array(lane.message), lane.asks, force_tag=True)

@@ -1,4 +1,4 @@
-"""The benchmark of the KV-cache service: its arithmetic, its job, and a whole run of it at a tiny size."""
+"""The benchmark of the KV-cache service: its arithmetic, its workload, and a whole run of it at a tiny size."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import pytest
 
 from aiote.bench import kvtable
 from aiote.bench.kvlatency import FirstToken, PagesBack, Round
-from aiote.bench.kvservice import Entry, Job, Line, Plan, Served, best_of, do, measure_service, whole
+from aiote.bench.kvservice import Line, ServiceEntry, ServiceRun, Workload, best_of, do, measure_service, whole
+from aiote.bench.measure import Plan
 from aiote.bench.sides import BenchError
 from aiote.bench.statistics import Spread
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / "bench" / "peers"
-SMALL = Job(4096, 3, 2, 2)
+SMALL = Workload(4096, 3, 2, 2)
 
 
 class FakePair:
@@ -40,16 +41,16 @@ class FakePair:
 
 
 def measured(*pairs: FakePair) -> list[Line]:
-    return measure_service([Entry(pair.name, pair) for pair in pairs], "shm", SMALL, Plan(3, 0.001))
+    return measure_service([ServiceEntry(pair.name, pair) for pair in pairs], "shm", SMALL, Plan(3, 0.001))
 
 
-def test_a_job_knows_its_bytes():
-    job = Job(16384, 64, 4)
-    assert job.layer_bytes == 1 << 20
-    assert job.request_bytes == 16 << 20
-    assert job.arena == 64 << 20
-    assert str(job) == "64 x 16K"
-    assert Job(4096, 1).arena == 2 << 20  # whole huge pages
+def test_a_workload_knows_its_bytes():
+    workload = Workload(16384, 64, 4)
+    assert workload.layer_bytes == 1 << 20
+    assert workload.request_bytes == 16 << 20
+    assert workload.arena == 64 << 20
+    assert str(workload) == "64 x 16K"
+    assert Workload(4096, 1).arena == 2 << 20  # whole huge pages
 
 
 def test_every_line_has_bytes_of_its_own():
@@ -64,7 +65,9 @@ def test_requests_fill_the_window(count, wanted):
 
 
 def test_a_run_says_its_rate_and_cpu_use():
-    served = Served.of(Job(1 << 20, 64, 1, 16), 2, {"seconds": 2, "p50_us": 5, "p99_us": 6, "cpu": 1}, {"cpu": 4})
+    served = ServiceRun.of(
+        Workload(1 << 20, 64, 1, 16), 2, {"seconds": 2, "p50_us": 5, "p99_us": 6, "cpu": 1}, {"cpu": 4}
+    )
     assert (served.gib_s, served.cpu_decode, served.cpu_prefill) == (1.0, 0.5, 2.0)
 
 
@@ -104,11 +107,11 @@ def test_wrong_data_name_the_side():
 def test_the_bound_of_the_first_token_is_what_computing_cannot_hide():
     one = Round(alone_us=80_000, together_us=81_500, trip_us=500, gib_s=2.0)
     assert one.added_us == 1500
-    job, layer = Job(16384, 128), 1e6 / 1024
-    assert one.bound_us(job, 5000) == pytest.approx(500 + layer)
-    assert one.bound_us(job, 900) == pytest.approx(500 + layer + 15 * (layer - 900))  # the wire lags behind
-    found = FirstToken.of("shm", "aiote", job, 5000, False, [one, one])
-    assert found.ratio.median == pytest.approx(1500 / one.bound_us(job, 5000))
+    workload, layer = Workload(16384, 128), 1e6 / 1024
+    assert one.bound_us(workload, 5000) == pytest.approx(500 + layer)
+    assert one.bound_us(workload, 900) == pytest.approx(500 + layer + 15 * (layer - 900))  # the wire lags behind
+    found = FirstToken.of("shm", "aiote", workload, 5000, False, [one, one])
+    assert found.ratio.median == pytest.approx(1500 / one.bound_us(workload, 5000))
     assert found.computing == "asleep"
 
 
@@ -134,12 +137,14 @@ def test_tables_have_a_row_for_each_line_and_a_dash_for_what_is_missing():
 
 @pytest.fixture
 def service(monkeypatch):
-    """The job as the workers have it."""
+    """The workload as the workers have it."""
     monkeypatch.syspath_prepend(str(PEERS))
     import common
     import kvcache
 
-    yield lambda **more: kvcache.Cache(common.Arena(1 << 20), kvcache.Job("service", 4096, 3, 2, 2, 4, 7, **more))
+    yield lambda **more: kvcache.Cache(
+        common.Arena(1 << 20), kvcache.ServiceTask("service", 4096, 3, 2, 2, 4, 7, **more)
+    )
     for name in ("common", "kvcache"):
         sys.modules.pop(name)
 
@@ -152,7 +157,7 @@ def deliver(there, here, request) -> bool:
     return last
 
 
-def test_the_job_sees_whether_every_page_is_where_it_belongs(service):
+def test_the_check_sees_whether_every_page_is_where_it_belongs(service):
     there, here = service(), service()
     there.fill()
     here.clear()
@@ -191,7 +196,7 @@ def test_a_whole_run_beside_sockets_is_recorded(tmp_path):
     file, peers = tmp_path / "records.json", tmp_path / "peers.jsonl"
     worker = {"python": sys.executable, "worker": str(PEERS / "kvcache_sockets.py"), "args": ["--variant", "uvloop"]}
     peers.write_text(json.dumps({"name": "sockets", "providers": ["shm"], **worker}) + "\n")
-    arguments = ["--provider", "shm", "--jobs", "16Kx4", "--windows", "2", "--layers", "3", "--runs", "2"]
+    arguments = ["--provider", "shm", "--workloads", "16Kx4", "--windows", "2", "--layers", "3", "--runs", "2"]
     arguments += ["--seconds", "0.01", "--parts", "service,cancel", "--cancels", "5", "--deaths", "0"]
     tool = [sys.executable, str(ROOT / "tools" / "bench_kvcache.py"), *arguments, "--json", str(file)]
     tool += ["--with", str(peers), "--only", "aiote-uvloop,sockets"]
