@@ -14,12 +14,12 @@ import json
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 from run_tests import ROOT
 
 from aiote.bench.congestion import congestion_control
+from aiote.bench.contestants import Contestant
 
 BUILD = ROOT / "build"
 WORKERS = ROOT / "bench" / "peers"
@@ -33,33 +33,23 @@ COLUMNS = {
 LIMIT_S = 600.0
 
 
-@dataclass(frozen=True)
-class Entrant:
-    """A library, and the command of its worker."""
-
-    name: str
-    command: tuple[str, ...]
-    arguments: tuple[str, ...]
-    transports: tuple[str, ...]
-
-
-def entrants(folder: str) -> list[Entrant]:
+def contestants(folder: str) -> list[Contestant]:
     """Return ours, and what is installed of the others."""
     ours = (sys.executable, str(WORKERS / "service_aiote.py"))
-    found = [Entrant("aiote", ours, (), tuple(TRANSPORTS))]
-    found.append(Entrant("aiote-uvloop", ours, ("--variant", "uvloop"), tuple(TRANSPORTS)))
+    found = [Contestant("aiote", "aiote", ours, tuple(TRANSPORTS))]
+    found.append(Contestant("aiote-uvloop", "aiote", (*ours, "--variant", "uvloop"), tuple(TRANSPORTS)))
     tool = [sys.executable, str(ROOT / "tools" / "bench_peers.py"), "list", "--job", "service"]
     tool += ["--folder", folder] if folder else []
     for line in subprocess.run(tool, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines():
         peer = json.loads(line)
         transports = tuple(name for name, provider in TRANSPORTS.items() if provider in peer["providers"])
-        found.append(Entrant(peer["name"], (peer["python"], peer["worker"]), (), transports))
+        found.append(Contestant(peer["name"], "other", (peer["python"], peer["worker"]), transports))
     return found
 
 
-def measure(one: Entrant, transport: str, cases: list[str], seconds: float) -> dict[str, dict[str, float]]:
+def measure(one: Contestant, transport: str, cases: list[str], seconds: float) -> dict[str, dict[str, float]]:
     """Start a server and a client, and return what the client has measured."""
-    given = [*one.arguments, "--transport", transport]
+    given = ["--transport", transport]
     server = subprocess.Popen(
         [*one.command, "serve", *given], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=WORKERS
     )
@@ -118,12 +108,12 @@ def main() -> int:
     if unknown := set(cases) - set(COLUMNS):
         raise SystemExit(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(COLUMNS)}")
     wanted = tuple(filter(None, arguments.only.split(",")))
-    chosen = [one for one in entrants(arguments.folder) if not wanted or one.name.startswith(wanted)]
+    chosen = [one for one in contestants(arguments.folder) if not wanted or one.name.startswith(wanted)]
     records: list[dict[str, Any]] = []
     for transport in arguments.transport or TRANSPORTS:
         rows: dict[str, list[dict[str, dict[str, float]]]] = {}
         for _ in range(arguments.runs):
-            for one in (one for one in chosen if transport in one.transports):
+            for one in (one for one in chosen if transport in one.providers):
                 rows.setdefault(one.name, []).append(measure(one, transport, cases, arguments.seconds))
         medians = {name: {case: median([run[case] for run in runs]) for case in cases} for name, runs in rows.items()}
         show(transport, cases, medians)
