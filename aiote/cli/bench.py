@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import typer
 from rich.console import Console
@@ -42,54 +45,77 @@ SIZES = {
 }
 WINDOWS = {"write": 16, "pages": 4, "latency": 1, "rate": 64, "read": 16, "send": 16}
 LARGE, LARGE_WINDOW = 16 << 20, 4
-PAGES = 2048
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 LARGEST_ARENA = 1 << 34
 WIDTH = 170
 
-Ops = Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help=f"Which of {', '.join(OPS)}. Default: all.")]
-Op = Annotated[str, typer.Argument(metavar="OP", help=f"One of {', '.join(OPS)}.")]
-Provider = Annotated[str, typer.Option(help="verbs, or tcp, shm or another of libfabric's; several with commas.")]
-Library = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="FILE",
-        help="A libfabric.so.1; given several times, all are measured.",
-        show_default="the one that engines take",
+OPTIONS: dict[str, tuple[object, Any]] = {
+    "op": (str, typer.Argument(metavar="OP", help=f"One of {', '.join(OPS)}.")),
+    "ops": (
+        list[str] | None,
+        typer.Argument(None, metavar="[OP]...", help=f"Which of {', '.join(OPS)}. Default: all."),
     ),
-]
-Rails = Annotated[str, typer.Option(metavar="NAMES", help="NICs, with commas.", show_default="all that fit")]
-Sizes = Annotated[
-    str, typer.Option(metavar="SIZES", help="Bytes of a request or page: 64K,1M.", show_default="by work")
-]
-Window = Annotated[int, typer.Option(min=0, max=4096, help="Requests outstanding; 0: as the table of the project has.")]
-PagesOption = Annotated[int, typer.Option("--pages", min=1, max=1 << 20, help="Pages of a request.")]
-Mode = Annotated[
-    Literal["spin", "event", "default"], typer.Option(help="Waiting that spins, sleeps, or as engines do.")
-]
-Loop = Annotated[Literal["asyncio", "uvloop", "trio"], typer.Option(help="The event loop of aiote's processes.")]
-Progress = Annotated[Literal["adaptive", "thread"], typer.Option(help="Who moves the bytes in aiote's processes.")]
-Runs = Annotated[int, typer.Option(min=1, max=1000, help="Runs that count.")]
-Seconds = Annotated[float, typer.Option(min=0.01, max=60, help="About how long each is.")]
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the records.")]
-Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw them; needs matplotlib.")]
-Reno = Annotated[bool, typer.Option("--reno", help="Run in a network namespace of its own, with reno instead of BBR.")]
-Listen = Annotated[
-    bool, typer.Option("--listen", help="Be the target for another machine: all else is said there. Ctrl-C ends it.")
-]
-Host = Annotated[
-    str, typer.Option(metavar="HOST:PORT", help="Where to listen; one of them may do.", show_default="127.0.0.1:18515")
-]
-Connect = Annotated[
-    str,
-    typer.Option(
-        metavar="HOST:PORT", help="The machine that listens; its port may be left out.", show_default="this one"
+    "provider": (str, typer.Option("tcp", help="verbs, or tcp, shm or another of libfabric's; several with commas.")),
+    "library": (
+        list[str] | None,
+        typer.Option(
+            None,
+            metavar="FILE",
+            help="A libfabric.so.1; given several times, all are measured.",
+            show_default="the one that engines take",
+        ),
     ),
-]
-Others = Annotated[
-    Path | None,
-    typer.Option("--with", metavar="FILE", help="Workers of other libraries, as bench_peers.py lists them."),
-]
+    "rails": (str, typer.Option("", metavar="NAMES", help="NICs, with commas.", show_default="all that fit")),
+    "sizes": (
+        str,
+        typer.Option("", metavar="SIZES", help="Bytes of a request or page: 64K,1M.", show_default="by work"),
+    ),
+    "window": (int, typer.Option(0, min=0, max=4096, help="Requests outstanding; 0: as the table of the project has.")),
+    "pages": (int, typer.Option(2048, min=1, max=1 << 20, help="Pages of a request.")),
+    "mode": (
+        Literal["spin", "event", "default"],
+        typer.Option("spin", help="Waiting that spins, sleeps, or as engines do."),
+    ),
+    "loop": (
+        Literal["asyncio", "uvloop", "trio"],
+        typer.Option("asyncio", help="The event loop of aiote's processes."),
+    ),
+    "progress": (
+        Literal["adaptive", "thread"],
+        typer.Option("adaptive", help="Who moves the bytes in aiote's processes."),
+    ),
+    "runs": (int, typer.Option(5, min=1, max=1000, help="Runs that count.")),
+    "seconds": (float, typer.Option(0.3, min=0.01, max=60, help="About how long each is.")),
+    "json": (Path | None, typer.Option(None, metavar="FILE", help="Write the records.")),
+    "plot": (Path | None, typer.Option(None, metavar="FILE.png", help="Draw them; needs matplotlib.")),
+    "reno": (
+        bool,
+        typer.Option(False, "--reno", help="Run in a network namespace of its own, with reno instead of BBR."),
+    ),
+    "listen": (
+        bool,
+        typer.Option(
+            False, "--listen", help="Be the target for another machine: all else is said there. Ctrl-C ends it."
+        ),
+    ),
+    "host": (
+        str,
+        typer.Option(
+            "", metavar="HOST:PORT", help="Where to listen; one of them may do.", show_default="127.0.0.1:18515"
+        ),
+    ),
+    "connect": (
+        str,
+        typer.Option(
+            "", metavar="HOST:PORT", help="The machine that listens; its port may be left out.", show_default="this one"
+        ),
+    ),
+    "others": (
+        Path | None,
+        typer.Option(None, "--with", metavar="FILE", help="Workers of other libraries, as bench_peers.py lists them."),
+    ),
+}
+"""Every option by its name in `values`: its type, and what Typer says of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,101 +300,74 @@ def _listen(place: str) -> None:
         _fail(f"cannot listen at {place or 'the default place'}: {error}")
 
 
-def _add(op: str, text: str) -> None:
-    """Add the command of one kind of work."""
-
-    def command(
-        provider: Provider = "tcp",
-        library: Library = None,
-        rails: Rails = "",
-        sizes: Sizes = "",
-        window: Window = 0,
-        pages: PagesOption = PAGES,
-        mode: Mode = "spin",
-        loop: Loop = "asyncio",
-        progress: Progress = "adaptive",
-        runs: Runs = 5,
-        seconds: Seconds = 0.3,
-        as_json: Json = None,
-        plot_file: Plot = None,
-        reno: Reno = False,
-        listen: Listen = False,
-        host: Host = "",
-        connect: Connect = "",
-    ) -> None:
-        values = {**locals(), "json": as_json, "plot": plot_file}
-        if listen:
-            _listen(host)
-        else:
-            _measure([AIOTE], _options([op], values))
-
-    command.__doc__ = text
-    app.command(op)(command)
+def _one(op: str, values: dict[str, Any]) -> None:
+    if values["listen"]:
+        _listen(values["host"])
+    else:
+        _measure([AIOTE], _options([op], values))
 
 
-_add("write", "Measure awaited writes, a coroutine for each that is outstanding.")
-_add("pages", "Measure paged writes that the target counts, one await for all pages of a request.")
-_add("latency", "Measure round trips: a write that the other side's counter awaits, and one back.")
-_add("rate", "Measure small writes, each awaited by itself.")
-_add("read", "Measure awaited reads.")
-_add("send", "Measure messages.")
-
-
-@app.command("raw")
-def _raw(
-    op: Op,
-    provider: Provider = "tcp",
-    library: Library = None,
-    rails: Rails = "",
-    sizes: Sizes = "",
-    window: Window = 0,
-    pages: PagesOption = PAGES,
-    mode: Mode = "spin",
-    runs: Runs = 5,
-    seconds: Seconds = 0.3,
-    as_json: Json = None,
-    plot_file: Plot = None,
-    reno: Reno = False,
-    connect: Connect = "",
-) -> None:
-    """Measure the same loop in plain C over the same provider: what there is to reach."""
-    values = {**locals(), "json": as_json, "plot": plot_file, "loop": "asyncio", "progress": "adaptive"}
-    if mode == "default":
+def _raw(values: dict[str, Any]) -> None:
+    if values["mode"] == "default":
         _fail("--mode default is an engine's; the raw loops spin or sleep", 2)
-    _measure([RAW], _options([op], values))
+    _measure([RAW], _options([values["op"]], values))
 
 
-@app.command("compare")
-def _compare(
-    ops: Ops = None,
-    provider: Provider = "tcp,shm",
-    library: Library = None,
-    rails: Rails = "",
-    sizes: Sizes = "",
-    window: Window = 0,
-    pages: PagesOption = PAGES,
-    mode: Mode = "spin",
-    loop: Loop = "asyncio",
-    progress: Progress = "adaptive",
-    runs: Runs = 5,
-    seconds: Seconds = 0.3,
-    as_json: Json = None,
-    plot_file: Plot = None,
-    reno: Reno = False,
-    connect: Connect = "",
-    others: Others = None,
-) -> None:
-    """Measure aiote and the raw loops in turns, so that the ratio is of neighbours in time.
-
-    Over verbs linux-rdma's perftest takes part where it is installed.
-    """
-    values = {**locals(), "json": as_json, "plot": plot_file}
-    options = _options(ops or OPS, values)
-    if mode == "default":
+def _compare(values: dict[str, Any]) -> None:
+    options = _options(values["ops"] or OPS, values)
+    if values["mode"] == "default":
         _fail("--mode default is an engine's; compare spinning with spinning, sleeping with sleeping", 2)
     try:
+        others = values["others"]
         contestants = [RAW, AIOTE, *(Contestant.others(others) if others is not None else ())]
-        contestants += [] if connect else perftest(rails)
+        contestants += [] if options.connect else perftest(values["rails"])
     except (BenchError, OSError) as error:
         _fail(f"--with: {error}", 2)
     _measure(contestants, options)
+
+
+def _add(
+    name: str, text: str, act: Callable[[dict[str, Any]], None], without: Sequence[str], **defaults: object
+) -> None:
+    """Add a command that acts on the values of OPTIONS. Those that it is `without` have their usual defaults."""
+
+    def command(**given: Any) -> None:
+        act({option: info.default for option, (_, info) in OPTIONS.items()} | given)
+
+    command.__doc__ = text
+    parameters = []
+    for option, (kind, usual) in OPTIONS.items():
+        if option not in without:
+            info = copy(usual)
+            info.default = defaults.get(option, usual.default)
+            parameters.append(Parameter(option, Parameter.KEYWORD_ONLY, default=info, annotation=kind))
+    # Typer reads a command's options from its signature.
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    app.command(name)(command)
+
+
+for _op, _text in {
+    "write": "Measure awaited writes, a coroutine for each that is outstanding.",
+    "pages": "Measure paged writes that the target counts, one await for all pages of a request.",
+    "latency": "Measure round trips: a write that the other side's counter awaits, and one back.",
+    "rate": "Measure small writes, each awaited by itself.",
+    "read": "Measure awaited reads.",
+    "send": "Measure messages.",
+}.items():
+    _add(_op, _text, partial(_one, _op), ("op", "ops", "others"))
+_add(
+    "raw",
+    "Measure the same loop in plain C over the same provider: what there is to reach.",
+    _raw,
+    ("ops", "loop", "progress", "listen", "host", "others"),
+)
+_add(
+    "compare",
+    """Measure aiote and the raw loops in turns, so that the ratio is of neighbours in time.
+
+    Over verbs linux-rdma's perftest takes part where it is installed.
+    """,
+    _compare,
+    ("op", "listen", "host"),
+    provider="tcp,shm",
+)
