@@ -428,7 +428,7 @@ class Seal:
 
 
 class FrameReader:
-    """Cuts a stream into frames; holds no more than one incomplete frame between calls of `next` that gave None."""
+    """Splits a stream into frames; holds no more than one incomplete frame between calls of `next` that gave None."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()

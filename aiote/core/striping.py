@@ -1,7 +1,7 @@
 """How one write is split in stripes, and what its immediate looks like on the wire.
 
-A *stripe* is a part of a write that one rail carries as one message. Cutting has two reasons: a provider has a largest
-message, and several rails together are faster than one. With
+A *stripe* is a part of a write that one rail carries as one message. Splitting has two reasons: a provider has a
+largest message, and several rails together are faster than one. With
 
     largest   the provider's largest message, in bytes
     lanes     the number of rails that can be used now

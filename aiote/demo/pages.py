@@ -1,4 +1,4 @@
-"""One request's keys and values in a paged cache, and how a prompt is cut.
+"""One request's keys and values in a paged cache, and how a prompt is split.
 
 The cache lies as `aiote.kvcache.CacheLayout` says, in the order HND, for one rank: an array [layers, pages, 2 (K, V),
 kv_heads, page_tokens, head_size]. Nothing here knows of processes, the network or an event loop.
@@ -19,7 +19,7 @@ Floats = NDArray[np.float32]
 
 
 def plan(tokens: int, chunk_tokens: int) -> list[range]:
-    """Cut a prompt into chunks of so many tokens, but for the last."""
+    """Split a prompt into chunks of so many tokens, but for the last."""
     return [range(start, min(start + chunk_tokens, tokens)) for start in range(0, tokens, chunk_tokens)]
 
 

@@ -1,8 +1,8 @@
 """The pages of a prefill server: lent to prompts, and kept afterwards for those that begin alike.
 
 A page that nobody uses is either free or *kept*: then it is found by the hash of the tokens that it ends, and given to
-others only when no free page is left, least recently used first. What is found is cut to whole chunks. So a prompt is
-always computed in the same pieces, and gives the same bits, whether or not its beginning was kept.
+others only when no free page is left, least recently used first. What is found is truncated to whole chunks. So a
+prompt is always computed in the same pieces, and gives the same bits, whether or not its beginning was kept.
 
 Pages are given out in no order, as from a pool long in use, so that a page's number here has nothing to do with its
 number at a decoder, whose first ones come in order.

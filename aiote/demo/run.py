@@ -29,7 +29,7 @@ __all__ = ["Observer", "Report", "RequestTrace", "RunFailed", "RunResult", "run"
 
 _READY_S = 60.0
 # A lost prefiller is noticed by the engine at once when its sockets close, after the heartbeat limit when it is silent.
-_SETTLE_S = 20.0
+_DRAIN_S = 20.0
 _EXIT_S = 1.0
 _REPORT_S = 10.0
 
@@ -238,7 +238,7 @@ class _Parent:
         self._observer.token()
 
     async def _explain(self) -> RunFailed:
-        """Let what is open settle, gather the last report of the decoder, and say what happened."""
+        """Wait for what is open, gather the last report of the decoder, and say what happened."""
         asked = [trace for trace in self._traces if trace.open]
         transferring = [trace for trace in asked if not trace.first_s]
         if any(trace.reason for trace in asked):
@@ -248,7 +248,7 @@ class _Parent:
         ended = [child for role, child in self._children.items() if self._ended[role].is_set()]
         gone = next((child for child in ended if child.role not in self.reports), None)
         if not self._ended["decode"].is_set():
-            with anyio.move_on_after(_SETTLE_S):
+            with anyio.move_on_after(_DRAIN_S):
                 for trace in asked:
                     await first_of(trace.over.wait, self._ended["decode"].wait)
         await self._stop()

@@ -351,7 +351,7 @@ class Engine:
             self.abort()
 
     def abort(self) -> None:
-        """Close at once, without a word to the peers: they notice by themselves. Idempotent.
+        """Close at once and tell the peers nothing: they notice by themselves. Idempotent.
 
         In a child of a fork neither this nor `aclose` does anything: the engine is the parent's.
         """

@@ -25,7 +25,7 @@ ANY = ("0.0.0.0", "::", "")
 
 
 class MemorySocket:
-    """What stands for the socket of a transport: it has addresses, and takes options without a word."""
+    """What stands for the socket of a transport: it has addresses, and ignores options."""
 
     def __init__(self, transport: MemoryTransport, own: Any, peer: Any) -> None:
         self.transport = transport

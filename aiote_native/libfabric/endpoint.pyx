@@ -106,7 +106,7 @@ cdef int post_one(FabricEndpoint* self, const Post* args, WorkRequest* wr) noexc
     """Post one operation.
 
     A completion means delivery where the provider is able to: by default tcp reports when the socket buffer took the
-    data, and makes a connection that breaks then anew without a word, so that what it held is lost. A message over shm
+    data, and replaces a connection that breaks then without an error, so that what it held is lost. A message over shm
     is the exception: shm of 2.5.1 crashes in its own progress when both sides of a pair send with
     FI_DELIVERY_COMPLETE, and has no connection that could lose it.
     """
