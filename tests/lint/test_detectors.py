@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from inner_pytest import INI
+
 SUPPORT = Path(__file__).parents[1] / "support"
 
-INI = """
-[pytest]
-addopts = --strict-markers
+OPTIONS = """\
 asyncio_debug = true
 asyncio_default_fixture_loop_scope = function
-filterwarnings = error
 markers =
   libfabric
   leaks_allowed
@@ -30,7 +29,7 @@ def outcomes(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
 
     def run(source: str) -> tuple[dict[str, set[str]], str]:
-        pytester.makeini(INI)
+        pytester.makeini(INI + OPTIONS)
         pytester.makeconftest("pytest_plugins = ['blocking', 'leaks', 'loops', 'not_run']")
         pytester.makepyfile(source)
         result = pytester.run(sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-rN")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from aiote.testing.tables import cells
+from inner_pytest import INI
 
 PAGE = (Path(__file__).parents[2] / "docs" / "testing.md").read_text()
 WORST = 0.07
@@ -18,7 +19,7 @@ AUTO = "asyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\n"
 def test_the_example_runs(pytester: pytest.Pytester):
     (text,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     pytester.makepyfile(text)
-    pytester.makeini("[pytest]\naddopts = --strict-markers\nfilterwarnings = error\n" + AUTO)
+    pytester.makeini(INI + AUTO)
     result = pytester.run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     result.assert_outcomes(passed=29)
 

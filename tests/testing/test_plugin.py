@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from inner_pytest import INI
+
 SOURCE = """
 import asyncio
 import aiote
@@ -56,7 +58,7 @@ async def test_that_hangs():
 
 def test_the_plugins_fixtures_and_marks_work_and_a_failure_names_its_seed(pytester: pytest.Pytester):
     pytester.makepyfile(SOURCE)
-    pytester.makeini("[pytest]\naddopts = --strict-markers\nfilterwarnings = error\n")
+    pytester.makeini(INI)
     result = pytester.run(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:asyncio")
     result.assert_outcomes(passed=9, failed=2)
     result.stdout.fnmatch_lines(["*in virtual time, with seed 11", "*virtual time stands still*"])
@@ -87,7 +89,7 @@ def test_the_plugin_works_beside_pytest_asyncio(pytester: pytest.Pytester, mode)
     """Where that takes every coroutine for its own the mark goes before it."""
     pytester.makepyfile(BESIDE if mode == "auto" else BESIDE[: BESIDE.index("async def test_real")])
     asyncio_ini = f"asyncio_mode = {mode}\nasyncio_default_fixture_loop_scope = function\n" if mode == "auto" else ""
-    pytester.makeini("[pytest]\naddopts = --strict-markers\nfilterwarnings = error\n" + asyncio_ini)
+    pytester.makeini(INI + asyncio_ini)
     without = ["-p", "no:asyncio"] if mode == "none" else []
     result = pytester.run(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *without)
     result.assert_outcomes(passed=3 if mode == "auto" else 2)
