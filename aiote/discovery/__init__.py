@@ -5,7 +5,15 @@ or `etcd.EtcdRegistry`, which needs the extra `etcd`.
 """
 
 from .embedded import EmbeddedRegistry
-from .membership import Member, MemberEvent, Registry, RegistryError, Role, Seat
+from .membership import Member, MemberEvent, Registration, Registry, RegistryError
 from .server import RegistryServer
 
-__all__ = ["EmbeddedRegistry", "Member", "MemberEvent", "Registry", "RegistryError", "RegistryServer", "Role", "Seat"]
+__all__ = [
+    "EmbeddedRegistry",
+    "Member",
+    "MemberEvent",
+    "Registration",
+    "Registry",
+    "RegistryError",
+    "RegistryServer",
+]

@@ -11,10 +11,9 @@ member that is registered stays so as long as etcd keeps it.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import random
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ import anyio
 import aiote
 
 from ..service.background import Bell, beside
-from ..service.reading import WireError
 from .etcd_gateway import (
     OUT_OF_RANGE,
     TOO_LONG,
@@ -37,7 +35,7 @@ from .etcd_gateway import (
     records,
     unpacked,
 )
-from .membership import Member, MemberEvent, RegistryError, Roster, check_lease
+from .membership import Member, RegistryError, Roster, Watch, check_lease
 from .registrations import HeldRegistration, claim, give_up
 from .wire import decode_member, encode_member
 
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = ["EtcdRegistry"]
 
-PREFIX = "aiote/kvcache/members/"
+PREFIX = "aiote/members/"
 PAGE = 256
 MEMBERS = 1 << 16
 WATCH_S = 10.0
@@ -60,8 +58,8 @@ TRIES = 16
 class _EtcdRegistration(HeldRegistration):
     """A registration, the lease that holds it (0: none), what wakes its keeper, and how often its key was missing."""
 
-    def __init__(self, member: Member, numbers: Iterator[int], bell: Bell) -> None:
-        super().__init__(member, numbers, bell.ring)
+    def __init__(self, member: Member, bell: Bell) -> None:
+        super().__init__(member, bell.ring)
         self.bell = bell
         self.lease = 0
         self.ttl_s = 0.0
@@ -103,7 +101,6 @@ class EtcdRegistry:
         self._refusal = ""
         self._open = False
         self._registrations: dict[str, _EtcdRegistration] = {}
-        self._numbers = itertools.count(1)
         self._progress = Bell()
         self._stack = AsyncExitStack()
 
@@ -121,7 +118,7 @@ class EtcdRegistry:
         """Return the members known here; all are marked as stale while etcd is out of touch."""
         return self._roster.members(stale=not self.in_touch)
 
-    def watch(self) -> AsyncIterator[MemberEvent]:
+    def watch(self) -> Watch:
         """Iterate over events, beginning with the members known here. See `Registry.watch`."""
         return self._roster.watch()
 
@@ -129,7 +126,7 @@ class EtcdRegistry:
     async def join(self, member: Member) -> AsyncIterator[_EtcdRegistration]:
         """Register a member for the length of an `async with`. See `Registry.join`."""
         self._require_open()
-        registration = _EtcdRegistration(member, self._numbers, Bell())
+        registration = _EtcdRegistration(member, Bell())
         await claim(self._registrations, registration)
         try:
             self._require_open()
@@ -291,7 +288,7 @@ class EtcdRegistry:
             return name, None
         try:
             member = decode_member(value)
-        except WireError:
+        except ValueError:
             self.malformed += 1
             return name, None
         if member.name != name:

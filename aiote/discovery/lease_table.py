@@ -1,107 +1,119 @@
 """Who holds which name, and until when: the table of the embedded registry's server.
 
-Pure: time is an argument, in seconds of whatever clock the caller has. A registration belongs to the session that
-announced it. It is taken from it by a greater incarnation, by its end of lease, or by its own leave.
+Pure: time is an argument, in seconds of whatever clock the caller has. A *session* is one client; it says again and
+again which members it has, all of them, and how long that holds. A member is withdrawn when its session says no more of
+it, when the session's lease runs out, or when a greater incarnation takes the name.
 
-Messages overtake each other, so the numbers of a session's announcements and leaves say which of them is the later one.
-Of those that left last the number is kept: an announcement that comes behind its own leave would register a ghost.
+Calls overtake each other, so a session numbers what it says, and what comes behind a greater number is ignored: it
+would register a ghost. The number is kept until the lease runs out, also of a session that has no members any more.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 
 from .membership import Member, Roster
-from .wire import Announce, Leave
 
 __all__ = ["LeaseTable"]
 
-LOCAL_LEASE_MS = 10_000
+LOCAL_LEASE_S = 10.0
 """What is told of a member that has no lease, because it is in the server's own process."""
 
 
 @dataclass(slots=True)
-class _Held:
-    session: int
+class _Session:
     number: int
-    lease_ms: int
-    incarnation: int
+    lease_s: float
     deadline: float
+    names: set[str] = field(default_factory=set)
 
 
 class LeaseTable:
-    """The registrations, of which there are `limit` at most; what they amount to is kept in `roster`."""
+    """The members of all sessions, of which there are `limit` at most; what they amount to is kept in `roster`."""
 
     def __init__(self, roster: Roster, limit: int) -> None:
         self._roster = roster
         self._limit = limit
-        self._held: dict[str, _Held] = {}
-        self._left: dict[tuple[int, str], int] = {}
+        self._sessions: dict[Hashable, _Session] = {}
+        self._holders: dict[str, Hashable] = {}
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._holders)
 
-    def announce(self, message: Announce, now: float) -> str | None:
-        """Register a member, or renew its lease; return why not, an empty text, or None for one that came too late."""
-        member, held = message.member, self._held.get(message.member.name)
-        if any(message.number <= self._left.get((message.session, name), -1) for name in (member.name, "")):
-            return None
-        if held is not None and member.incarnation <= held.incarnation:
-            if held.session != message.session:
-                return f"incarnation {held.incarnation} of another engine holds the name, not {member.incarnation}"
-            if member.incarnation < held.incarnation or message.number < held.number:
-                return None
-        if held is None and len(self._held) >= self._limit:
-            return f"the registry has its {self._limit} members"
-        deadline = now + message.lease_ms / 1000
-        self._held[member.name] = _Held(message.session, message.number, message.lease_ms, member.incarnation, deadline)
+    def keep(self, key: Hashable, number: int, lease_s: float, members: Sequence[Member], now: float) -> dict[str, str]:
+        """Have these members of a session, and no others, for so long; return who was refused, and why."""
+        session = self._sessions.get(key)
+        if session is None:
+            if len(self._sessions) >= self._limit and not self._forget_an_empty_one():
+                return {member.name: self._full() for member in members}
+            session = self._sessions[key] = _Session(number, lease_s, now + lease_s)
+        elif number < session.number:
+            return {}
+        session.number, session.lease_s, session.deadline = number, lease_s, now + lease_s
+        for name in session.names - {member.name for member in members}:
+            self._drop(name)
+        refusals = {member.name: self._enter(key, session, member) for member in members}
+        return {name: reason for name, reason in refusals.items() if reason}
+
+    def _enter(self, key: Hashable, session: _Session, member: Member) -> str:
+        """Register a member, or keep it; return why not."""
+        name = member.name
+        if name not in self._holders:
+            if len(self._holders) >= self._limit:
+                return self._full()
+        elif (holder := self._holders[name]) != key:
+            incarnation = self._roster.known[name].incarnation
+            if member.incarnation <= incarnation:
+                return f"incarnation {incarnation} of another engine holds the name, not {member.incarnation}"
+            self._sessions[holder].names.remove(name)
+        self._holders[name] = key
+        session.names.add(name)
         self._roster.put(member)
         return ""
 
-    def keep(self, member: Member, session: int, number: int, now: float) -> str | None:
-        """Register a member without a lease, as `announce`."""
-        refusal = self.announce(Announce(session, number, LOCAL_LEASE_MS, member), now)
-        if refusal == "":
-            self._held[member.name].deadline = math.inf
-        return refusal
+    def _full(self) -> str:
+        return f"the registry has its {self._limit} members"
 
-    def holds(self, name: str, session: int) -> bool:
-        """Whether a session has that registration."""
-        held = self._held.get(name)
-        return held is not None and held.session == session
+    def _forget_an_empty_one(self) -> bool:
+        """Forget the session without members that was begun first, whose number matters least."""
+        for key, session in self._sessions.items():
+            if not session.names:
+                del self._sessions[key]
+                return True
+        return False
 
-    def lease_ms(self, name: str) -> int:
-        """Return the length of a registration's lease."""
-        held = self._held.get(name)
-        return LOCAL_LEASE_MS if held is None else held.lease_ms
+    def holds(self, name: str, key: Hashable) -> bool:
+        """Whether a session has that member."""
+        return name in self._holders and self._holders[name] == key
 
-    def leave(self, message: Leave) -> None:
-        """Withdraw a session's registration, or, without a name, all of them."""
-        names = [message.name] if message.name else list(self._held)
-        for name in names:
-            held = self._held.get(name)
-            if held is not None and held.session == message.session and held.number <= message.number:
-                self._drop(name)
-        left = self._left.pop((message.session, message.name), -1)
-        self._left[message.session, message.name] = max(left, message.number)
-        if len(self._left) > self._limit:
-            del self._left[next(iter(self._left))]
+    def lease_s(self, name: str) -> float:
+        """Return the length of a member's lease."""
+        session = self._sessions.get(self._holders.get(name))
+        return LOCAL_LEASE_S if session is None or session.lease_s == math.inf else session.lease_s
+
+    def forget(self, key: Hashable) -> None:
+        """Withdraw a session with all that it has, and whose number is not needed."""
+        session = self._sessions.pop(key, None)
+        for name in tuple(session.names) if session is not None else ():
+            self._holders.pop(name)
+            self._roster.remove(name)
 
     def expire(self, now: float) -> None:
-        """Withdraw the registrations whose leases have run out."""
-        for name in [name for name, held in self._held.items() if held.deadline <= now]:
-            self._drop(name)
+        """Withdraw the sessions whose leases have run out."""
+        for key in [key for key, session in self._sessions.items() if session.deadline <= now]:
+            self.forget(key)
 
     def postpone(self, seconds: float) -> None:
         """Lengthen every lease, because nobody was listening for so long."""
-        for held in self._held.values():
-            held.deadline += seconds
+        for session in self._sessions.values():
+            session.deadline += seconds
 
     def next_deadline(self) -> float:
         """Return when the first lease runs out; infinite where there is none."""
-        return min((held.deadline for held in self._held.values()), default=math.inf)
+        return min((session.deadline for session in self._sessions.values()), default=math.inf)
 
     def _drop(self, name: str) -> None:
-        del self._held[name]
+        self._sessions[self._holders.pop(name)].names.remove(name)
         self._roster.remove(name)

@@ -26,14 +26,13 @@ import aiote
 
 from ..service.background import Bell
 
-__all__ = ["Attribute", "Member", "MemberEvent", "Registry", "RegistryError", "Role", "Roster", "Seat", "Watch"]
+__all__ = ["Attribute", "Member", "MemberEvent", "Registration", "Registry", "RegistryError", "Roster", "Watch"]
 
-Role = Literal["prefill", "decode"]
-ROLES: tuple[Role, ...] = ("prefill", "decode")
 Attribute = str | int | float | bool
 EventKind = Literal["joined", "changed", "left"]
 
 NAME_BYTES = 128
+ROLE_BYTES = 32
 ADDRESS_BYTES = 512
 ATTRIBUTES = 16
 KEY_BYTES = 32
@@ -51,25 +50,24 @@ class RegistryError(aiote.AioteError):
 class Member:
     """One engine that takes part; raises UsageError where a part is malformed.
 
-    `name`: 1 to 128 bytes of UTF-8. `address`: `bytes(engine.address)`, or whatever the members agree on, up to 512
-    bytes. `incarnation`: 64 bits, greater in every run of the same name. `attributes`: up to 16 texts, finite numbers
-    and truth values, which may change (load, model, tensor-parallel size). `stale` is set by a registry that is out of
-    touch: so it was when last heard of. It does not count in comparisons.
+    `name`: 1 to 128 bytes of UTF-8. `role`: what it is for, 1 to 32 bytes. `address`: `bytes(engine.address)`, or
+    whatever the members agree on, up to 512 bytes. `incarnation`: 64 bits, greater in every run of the same name.
+    `attributes`: up to 16 texts, finite numbers and truth values, which may change (load, model, tensor-parallel size).
+    `stale` is set by a registry that is out of touch: so it was when last heard of. It does not count in comparisons.
     """
 
     name: str
-    role: Role
+    role: str
     address: bytes
     incarnation: int
     attributes: Mapping[str, Attribute] = field(default_factory=dict, hash=False)
     stale: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_text("Member.name", self.name, NAME_BYTES)
-        if not self.name:
-            raise aiote.UsageError("Member.name: at least one character expected")
-        if self.role not in ROLES:
-            raise aiote.UsageError(f"Member.role={self.role!r}: expected one of {', '.join(ROLES)}")
+        for what, text, limit in (("name", self.name, NAME_BYTES), ("role", self.role, ROLE_BYTES)):
+            check_text(f"Member.{what}", text, limit)
+            if not text:
+                raise aiote.UsageError(f"Member.{what}: at least one character expected")
         if not isinstance(self.address, bytes) or len(self.address) > ADDRESS_BYTES:
             raise aiote.UsageError(f"Member.address: at most {ADDRESS_BYTES} bytes expected")
         if not _is_integer(self.incarnation) or not 0 <= self.incarnation < 1 << 64:
@@ -130,11 +128,11 @@ class Watch(AsyncIterator[MemberEvent]):
     For one reader. It may be left at any time, and holds nothing then. Cancelling a wait loses nothing.
     """
 
-    def __init__(self, roster: Roster, bell: Bell) -> None:
+    def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._reported: dict[str, Member] = {}
         self._pending: dict[str, None] = dict.fromkeys(roster.known)
-        self._bell = bell
+        self._bell = Bell()
 
     def note(self, name: str) -> None:
         """Take note that something may have changed about a name."""
@@ -147,6 +145,11 @@ class Watch(AsyncIterator[MemberEvent]):
     def wake(self) -> None:
         """Have the reader look again."""
         self._bell.ring()
+
+    @property
+    def pending(self) -> bool:
+        """Whether there may be something to tell."""
+        return bool(self._pending)
 
     def take(self) -> MemberEvent | None:
         """Return what there is to tell next, or None."""
@@ -199,9 +202,9 @@ class Roster:
         if self.known.pop(name, None) is not None:
             self._note(name)
 
-    def watch(self, bell: Bell | None = None) -> Watch:
-        """Watch from now on; `bell` rings when there may be something to tell."""
-        watch = Watch(self, bell or Bell())
+    def watch(self) -> Watch:
+        """Watch from now on."""
+        watch = Watch(self)
         self._next += 1
         self._watches[self._next] = watch
         return watch
@@ -228,7 +231,7 @@ class Roster:
             watch.note(name)
 
 
-class Seat(Protocol):
+class Registration(Protocol):
     """A member's registration, for as long as its `async with` lasts and its lease is renewed."""
 
     @property
@@ -267,13 +270,13 @@ class Registry(Protocol):
         """Return the members known here."""
         ...
 
-    def watch(self) -> AsyncIterator[MemberEvent]:
+    def watch(self) -> Watch:
         """Iterate over events, beginning with the present members; only the latest state of each is kept for a slow
         reader.
         """
         ...
 
-    def join(self, member: Member) -> AbstractAsyncContextManager[Seat]:
+    def join(self, member: Member) -> AbstractAsyncContextManager[Registration]:
         """Register a member for the length of an `async with`, which begins when the registry has it.
 
         Its lease is renewed meanwhile; the member leaves at the end, also when cancelled. Where the registry cannot be

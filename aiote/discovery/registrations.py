@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -17,18 +17,17 @@ __all__ = ["HeldRegistration", "claim", "give_up"]
 
 
 class HeldRegistration:
-    """A registration with a registry that is elsewhere. Each change has a number, of `numbers`, which grow; `changed`
-    is called when there is one to be told.
+    """A registration with a registry that is elsewhere. Its changes are numbered; `changed` is called when there is one
+    to be told.
 
     `sent` is the number that was last sent: for whoever sends.
     """
 
-    def __init__(self, member: Member, numbers: Iterator[int], changed: Callable[[], object]) -> None:
+    def __init__(self, member: Member, changed: Callable[[], object]) -> None:
         self.member = member
         self.lost = ""
-        self.first = self.number = next(numbers)
+        self.number = 1
         self.sent = 0
-        self._numbers = numbers
         self.taken = 0
         self.leaving = False
         self.gone = anyio.Event()
@@ -36,12 +35,12 @@ class HeldRegistration:
         self._bell = Bell()
 
     async def update(self, attributes: Mapping[str, Attribute]) -> None:
-        """Replace the attributes; return when the registry has them. See `Seat.update`."""
+        """Replace the attributes; return when the registry has them. See `Registration.update`."""
         self.require_held()
         member = replace(self.member, attributes=attributes)
         if member != self.member:
             self.member = member
-            self.number = next(self._numbers)
+            self.number += 1
             self._changed()
         await self.resolved()
 

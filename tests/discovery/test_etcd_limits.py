@@ -139,21 +139,21 @@ async def test_what_passes_is_tried_again(code):
     well = 200, said({"ID": "1", "TTL": "2"})
     fake.otherwise["/v3/lease/grant"] = [refused(503, "etcdserver: no leader", code=code), (502, b""), well]
     with anyio.fail_after(PATIENCE_S):
-        async with fake.registry() as here, here.join(member("a")) as seat:
-            assert not seat.lost
+        async with fake.registry() as here, here.join(member("a")) as registration:
+            assert not registration.lost
 
 
 async def test_who_has_a_seat_keeps_it_while_etcd_refuses(monkeypatch):
     fake = Fake()
     with anyio.fail_after(PATIENCE_S):
-        async with fake.registry() as here, here.join(member("a")) as seat:
+        async with fake.registry() as here, here.join(member("a")) as registration:
             fake.otherwise["/v3/kv/range"] = [refused(403, "etcdserver: permission denied", code=7)]
             with anyio.move_on_after(0.3) as scope:
-                await seat.update({"load": 1})
+                await registration.update({"load": 1})
             assert scope.cancelled_caught
-            assert not seat.lost
+            assert not registration.lost
             fake.otherwise.clear()
-            await seat.update({"load": 1})
+            await registration.update({"load": 1})
 
 
 async def test_a_key_that_was_deleted_while_nobody_watched_is_put_again():

@@ -78,14 +78,14 @@ async def test_a_killed_process_is_told_as_left_within_its_lease(etcd):
 @pytest.mark.anyio
 async def test_etcd_dies_and_comes_back(etcd):
     with anyio.fail_after(PATIENCE_S):
-        async with registry(etcd) as here, registry(etcd) as there, here.join(member("a", load=1)) as seat:
+        async with registry(etcd) as here, registry(etcd) as there, here.join(member("a", load=1)) as registration:
             events = there.watch()
             await until_told(events, ("joined", "a"))
             await anyio.to_thread.run_sync(etcd.kill)
             await until(lambda: not there.in_touch)
             assert [one.stale for one in there.members()] == [True]
             with anyio.move_on_after(0.1) as scope:
-                await seat.update({"load": 2})
+                await registration.update({"load": 2})
             assert scope.cancelled_caught
             await anyio.to_thread.run_sync(etcd.start)
             told = await until_told(events, ("changed", "a"))
@@ -98,15 +98,15 @@ async def test_etcd_dies_and_comes_back(etcd):
 async def test_a_lease_that_is_lost_is_taken_anew(etcd):
     body = {"key": packed((PREFIX + "a").encode())}
     with anyio.fail_after(PATIENCE_S):
-        async with registry(etcd) as here, here.join(member("a")) as seat:
-            before = seat.lease
+        async with registry(etcd) as here, here.join(member("a")) as registration:
+            before = registration.lease
             await asked(etcd, "/v3/lease/revoke", {"ID": str(before)})
-            await until(lambda: seat.lease != before)
+            await until(lambda: registration.lease != before)
             # Events may tell nothing of it: of what goes and comes back at once only the last state is kept.
-            while not any(entry.get("lease") == str(seat.lease) for entry in await entries(etcd, body, 0)):
+            while not any(entry.get("lease") == str(registration.lease) for entry in await entries(etcd, body, 0)):
                 await anyio.sleep(0.01)
             await until(lambda: [one.name for one in here.members()] == ["a"])
-            assert not seat.lost
+            assert not registration.lost
 
 
 async def entries(etcd, body: dict[str, str], after: int) -> list[dict[str, str]]:
@@ -119,18 +119,18 @@ async def entries(etcd, body: dict[str, str], after: int) -> list[dict[str, str]
 async def test_a_key_that_somebody_deletes_is_put_again(etcd):
     body = {"key": packed((PREFIX + "a").encode())}
     with anyio.fail_after(PATIENCE_S):
-        async with registry(etcd) as here, registry(etcd) as there, here.join(member("a")) as seat:
+        async with registry(etcd) as here, registry(etcd) as there, here.join(member("a")) as registration:
             events = there.watch()
             await until_told(events, ("joined", "a"))
-            lease = seat.lease
+            lease = registration.lease
             for _ in range(2):
                 deleted = number(await asked(etcd, "/v3/kv/deleterange", body), "header", "revision")
                 # Events may tell nothing of it: of what goes and comes back at once only the last state is kept.
                 while not any(entry.get("lease") == str(lease) for entry in await entries(etcd, body, deleted)):
                     await anyio.sleep(0.01)
                 await until(lambda: [one.name for one in there.members()] == ["a"])
-            assert (seat.lease, seat.lost) == (lease, "")
-            await seat.update({"load": 1})
+            assert (registration.lease, registration.lost) == (lease, "")
+            await registration.update({"load": 1})
             await until_told(events, ("changed", "a"))
 
 
@@ -158,8 +158,8 @@ async def test_a_name_that_is_being_left_is_taken_once_it_is_free(etcd):
                 scope.cancel()
                 await leaves.wait()
                 # The same incarnation, whose key still bears the old lease.
-                async with here.join(member("a")) as seat:
-                    assert not seat.lost
+                async with here.join(member("a")) as registration:
+                    assert not registration.lost
 
 
 async def test_what_was_compacted_is_read_again(etcd, monkeypatch):

@@ -69,14 +69,14 @@ async def test_a_member_joins_changes_and_leaves(registry):
     async with registry() as opened, opened() as here, opened() as there:
         await there.ready()
         events = there.watch()
-        async with here.join(member("a", load=1)) as seat:
+        async with here.join(member("a", load=1)) as registration:
             (joined,) = await until_told(events, ("joined", "a"))
             assert joined.member == member("a", load=1)
             assert there.members() == (joined.member,)
-            await seat.update({"load": 2, "model": "m"})
+            await registration.update({"load": 2, "model": "m"})
             (changed,) = await until_told(events, ("changed", "a"))
-            assert changed.member == seat.member == member("a", load=2, model="m")
-            assert not seat.lost
+            assert changed.member == registration.member == member("a", load=2, model="m")
+            assert not registration.lost
         (left,) = await until_told(events, ("left", "a"))
         assert left.member == changed.member
         assert there.members() == ()
@@ -96,9 +96,9 @@ async def test_a_slow_reader_is_told_the_latest(registry):
     async with registry() as opened, opened() as here, opened() as there:
         await there.ready()
         slow = there.watch()
-        async with here.join(member("a", load=0)) as seat:
+        async with here.join(member("a", load=0)) as registration:
             for load in range(1, 30):
-                await seat.update({"load": load})
+                await registration.update({"load": load})
             await until(lambda: there.members() and there.members()[0].attributes["load"] == 29)
             (event,) = await until_told(slow, ("joined", "a"))
             assert event.member.attributes["load"] == 29
@@ -109,7 +109,7 @@ async def test_the_greater_incarnation_has_the_name(registry):
     async with registry() as opened, opened() as old, opened() as new:
         await new.ready()
         events = new.watch()
-        async with old.join(member("a", 5)) as seat:
+        async with old.join(member("a", 5)) as registration:
             await until_told(events, ("joined", "a"))
             for incarnation in (4, 5):
                 with pytest.raises(RegistryError, match="incarnation 5"):
@@ -120,9 +120,9 @@ async def test_the_greater_incarnation_has_the_name(registry):
                 assert [(event.kind, event.member.incarnation) for event in told] == [("left", 5), ("joined", 6)]
                 with pytest.raises(RegistryError):
                     while True:
-                        await seat.update({"load": anyio.current_time()})
+                        await registration.update({"load": anyio.current_time()})
                         await anyio.sleep(0.01)
-                assert seat.lost
+                assert registration.lost
                 assert not successor.lost
             await until_told(events, ("left", "a"))
 
@@ -147,12 +147,12 @@ async def test_whoever_is_cancelled_leaves(registry):
 
 async def test_wrong_use_is_named_and_errors_come_out_as_they_are(registry):
     async with registry() as opened, opened() as here:
-        async with here.join(member("a")) as seat:
+        async with here.join(member("a")) as registration:
             with pytest.raises((aiote.UsageError, RegistryError)):
                 async with here.join(member("a")):
                     pass
             with pytest.raises(aiote.UsageError):
-                await seat.update({"load": object()})
+                await registration.update({"load": object()})
         with pytest.raises(KeyError):
             async with here.join(member("b")):
                 raise KeyError("mine")

@@ -1,18 +1,26 @@
-"""The registry's bytes: what was written is read, everything else raises WireError."""
+"""What is said between the registry's clients and its server, and stands in etcd: read back, or refused."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+import msgspec
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote.discovery import wire
-from aiote.discovery.membership import ROLES, Member
-from aiote.discovery.wire import Announce, Answer, Entry, Leave, Subscribe, Update
-from aiote.service.reading import WireError
+import aiote
+from aiote import service
+from aiote.discovery.embedded import EmbeddedRegistry
+from aiote.discovery.membership import Member
+from aiote.discovery.server import MEMBERS_EACH, Keeping, RegistryServer, Watching
+from aiote.discovery.wire import Record, Update, decode_member, encode_member
+from engines import opened, pair
+from registries import client, member, until_told
 
 WORDS = st.integers(0, (1 << 64) - 1)
-LEASES = st.integers(*wire.LEASE_MS)
 
 
 def texts(limit: int, least: int = 0) -> st.SearchStrategy[str]:
@@ -26,106 +34,149 @@ VALUES = st.one_of(
 MEMBERS = st.builds(
     Member,
     texts(128, least=1),
-    st.sampled_from(ROLES),
+    texts(32, least=1),
     st.binary(max_size=512),
     WORDS,
     st.dictionaries(texts(32), VALUES, max_size=4),
 )
-ENTRIES = st.one_of(
-    st.builds(lambda name: Entry(name, 0, None), texts(128)),
-    st.builds(lambda member, lease: Entry(member.name, lease, member), MEMBERS, LEASES),
-)
-MESSAGES = st.one_of(
-    st.builds(Announce, WORDS, WORDS, LEASES, MEMBERS),
-    st.builds(Leave, WORDS, texts(128), WORDS),
-    st.builds(Subscribe, WORDS, WORDS, LEASES),
-    st.builds(
-        Update,
-        WORDS,
-        WORDS,
-        WORDS,
-        WORDS,
-        WORDS,
-        st.booleans(),
-        st.lists(st.builds(Answer, texts(128), WORDS, texts(256)), max_size=2).map(tuple),
-        st.lists(ENTRIES, max_size=2).map(tuple),
-    ),
+UPDATES = st.builds(
+    Update,
+    WORDS,
+    st.booleans(),
+    st.lists(texts(128), max_size=2),
+    st.lists(st.tuples(st.floats(0.1, 600), MEMBERS.map(Record.of)), max_size=2),
 )
 
 
-@given(MESSAGES)
-def test_a_message_comes_back(message):
-    data = wire.encode(message)
-    assert wire.decode(data) == message
-    assert len(data) <= wire.MESSAGE_BYTES
+@given(UPDATES)
+def test_an_update_comes_back(update):
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(update), type=Update) == update
 
 
-@given(MESSAGES, st.data())
-def test_a_cut_or_longer_one_is_refused(message, data):
-    body = wire.encode(message)
-    with pytest.raises(WireError, match="too many"):
-        wire.decode(body + b"\0")
-    with pytest.raises(WireError):
-        wire.decode(body[: data.draw(st.integers(0, len(body) - 1))])
+@given(MEMBERS)
+def test_a_member_by_itself(one):
+    found = decode_member(encode_member(one))
+    assert found == one
+    assert [type(value) for value in found.attributes.values()] == [type(value) for value in one.attributes.values()]
 
 
-@given(st.sampled_from([wire.TO_REGISTRY, wire.FROM_REGISTRY, 0]), st.integers(0, 5), st.binary(max_size=400))
-@example(wire.TO_REGISTRY, 3, bytes(20))
-def test_any_bytes_are_a_message_or_a_wire_error(kind, number, body):
-    data = bytes((kind, wire.VERSION, number)) + body
-    try:
-        message = wire.decode(data)
-    except WireError:
-        return
-    assert wire.encode(message) == data
-
-
-@given(MESSAGES, st.data())
-def test_a_damaged_message_is_a_message_or_a_wire_error(message, data):
-    body = bytearray(wire.encode(message))
-    for _ in range(data.draw(st.integers(1, 4))):
-        body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        read = wire.decode(bytes(body))
-    except WireError:
-        return
-    assert wire.encode(read) == body
-
-
-@given(MEMBERS, st.binary(max_size=300))
-def test_a_member_by_itself(member, noise):
-    assert wire.decode_member(wire.encode_member(member)) == member
-    for data in (noise, wire.MEMBER_MAGIC + noise):
+@given(MEMBERS, st.binary(max_size=100), st.data())
+def test_other_bytes_are_a_member_or_a_value_error(one, noise, data):
+    damaged = bytearray(encode_member(one))
+    damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    for content in (noise, bytes(damaged), b"[" * 100_000, b'{"x":' * 100_000):
         try:
-            assert wire.encode_member(wire.decode_member(data)) == data
-        except WireError:
-            pass
+            found = decode_member(content)
+        except ValueError:
+            continue
+        assert decode_member(encode_member(found)) == found
 
 
-def test_the_largest_fits_and_the_bytes_are_fixed():
-    attributes = {f"{number:032}": "x" * 128 for number in range(16)}
-    largest = Member("n" * 128, "decode", bytes(512), 1, attributes)
-    entry = Entry(largest.name, 1000, largest)
-    update = Update(1, 2, 3, 4, 5, True, (), (entry,))
-    assert len(wire.encode(update)) == wire.UPDATE_HEAD + wire.size_of(entry) <= wire.MESSAGE_BYTES
-    assert len(wire.encode(Announce(1, 1, 1000, largest))) <= wire.MESSAGE_BYTES
+def test_the_bytes_in_etcd_are_fixed():
     small = Member("n", "decode", b"ad", 7, {"a": True, "b": -1, "c": 1.0, "d": "x"})
-    assert wire.encode(Announce(1, 2, 1000, small)).hex() == (
-        "e00101" + f"{1:016x}{2:016x}{1000:08x}" + "00016e" + "01" + f"{7:016x}" + "00026164" + "04"
-        "0001610001" + "00016201ffffffffffffffff" + "000163023ff0000000000000" + "00016403000178"
+    assert encode_member(small) == (
+        b'{"name":"n","role":"decode","address":"YWQ=","incarnation":7,"attributes":{"a":true,"b":-1,"c":1.0,"d":"x"}}'
     )
+    assert decode_member(encode_member(small)[:-1] + b',"later":[1]}') == small
 
 
-@pytest.mark.parametrize("version", [0, 2, 255])
-def test_another_version_is_named(version):
-    with pytest.raises(WireError, match=f"version {version}"):
-        wire.decode(bytes((wire.TO_REGISTRY, version, 1)))
+def plain(one: Member, **other: object) -> dict[str, object]:
+    """Return a member as a liar may say it, whom nothing checks."""
+    return {**msgspec.structs.asdict(Record.of(one)), **other}
 
 
-def test_what_does_not_fit_is_refused():
-    with pytest.raises(WireError):
-        wire.encode(Leave(-1, "a", 1))
-    with pytest.raises(WireError):
-        wire.encode(Subscribe(1, 1 << 64, 1000))
-    with pytest.raises(WireError, match="at most"):
-        wire.decode(bytes(wire.MESSAGE_BYTES + 1))
+LIES = {
+    "a name of controls": (1, 1, 3.0, [plain(member("a"), name="a\nb")]),
+    "no name": (1, 1, 3.0, [plain(member("a"), name="")]),
+    "a long role": (1, 1, 3.0, [plain(member("a"), role="x" * 33)]),
+    "a long address": (1, 1, 3.0, [plain(member("a"), address=bytes(513))]),
+    "a negative incarnation": (1, 1, 3.0, [plain(member("a"), incarnation=-1)]),
+    "many attributes": (1, 1, 3.0, [plain(member("a"), attributes={str(number): 0 for number in range(17)})]),
+    "no number": (1, 1, 3.0, [plain(member("a"), attributes={"load": float("nan")})]),
+    "no attribute": (1, 1, 3.0, [plain(member("a"), attributes={"load": [1]})]),
+    "a short lease": (1, 1, 0.01, []),
+    "a long lease": (1, 1, 1e9, []),
+    "a lease that is no number": (1, 1, float("nan"), []),
+    "too many members": (1, 1, 3.0, [plain(member(f"m{number}")) for number in range(MEMBERS_EACH + 1)]),
+    "no members": (1, 1, 3.0, None),
+    "a text for a session": ("1", 1, 3.0, []),
+}
+
+
+class Liar(service.Service):
+    """What a peer says that is no client of ours: the same method, whose arguments nobody has checked."""
+
+    name = Keeping.name
+
+    @service.method
+    async def keep(self, session: Any, number: Any, lease_s: Any, records: Any) -> dict[str, str]:
+        raise NotImplementedError
+
+
+@pytest.mark.anyio
+async def test_what_a_liar_says_is_refused_and_harms_nobody():
+    async with pair("sim") as (liar, there), RegistryServer(there) as server, client(server.address) as honest:
+        lying = service.client(liar, server.address, Liar)
+        async with honest.join(member("honest", 5)):
+            for lie in LIES.values():
+                with pytest.raises(aiote.UsageError, match="keep"):
+                    await lying.keep(*lie)
+            assert [one.name for one in server.members()] == ["honest"]
+            # Nor does it help to know the session of another engine.
+            for number in (1 << 60, (1 << 64) - 1):
+                refused = await lying.keep(honest._session, number, 3.0, [plain(member("honest", 5))])
+                assert "incarnation 5 of another engine" in refused["honest"]
+                await lying.keep(honest._session, number, 3.0, [])
+            await until_told(honest.watch(), ("joined", "honest"))
+            assert [one.name for one in server.members()] == ["honest"]
+
+
+class Storyteller(service.Service):
+    """A server of the registry that tells what it likes."""
+
+    name = Watching.name
+
+    def __init__(self, *updates: Any) -> None:
+        self.updates = updates
+
+    @service.method
+    async def watch(self) -> AsyncIterator[Any]:
+        for update in self.updates:
+            yield update
+        await anyio.sleep_forever()
+
+
+class Polite(service.Service):
+    """Answers as that server would."""
+
+    name = Keeping.name
+
+    @service.method
+    async def keep(self, session: Any, number: Any, lease_s: Any, records: Any) -> dict[str, str]:
+        return {}
+
+
+STORIES: dict[str, tuple[Any, ...]] = {
+    "no update": ([],),
+    "a member that is none": (
+        {"run": 1, "complete": True, "gone": [], "present": [(3.0, plain(member("a"), role=""))]},
+    ),
+    "a lease that is none": ({"run": 1, "complete": True, "gone": [], "present": [(0.0, plain(member("a")))]},),
+    "nothing": (),
+    "never all": ({"run": 1, "complete": False, "gone": ["x"], "present": []},),
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("story", STORIES)
+async def test_a_server_that_tells_nonsense_is_left_for_another(story):
+    async with pair("sim") as (liar, there), RegistryServer(there) as server, opened("sim") as engine:
+        async with (
+            service.serve(liar, Storyteller(*STORIES[story]), Polite()),
+            server.join(member("honest")),
+            EmbeddedRegistry(engine, [liar.address, server.address], lease_s=0.5) as registry,
+        ):
+            await until_told(registry.watch(), ("joined", "honest"))
+            assert registry.in_touch
+            assert "ValidationError" in registry.failure or "tells nothing" in registry.failure, registry.failure
+            assert [one.name for one in registry.members()] == ["honest"]

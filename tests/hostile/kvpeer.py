@@ -15,8 +15,9 @@ from aiote.discovery.embedded import EmbeddedRegistry
 from aiote.discovery.membership import RegistryError
 from aiote.discovery.server import RegistryServer
 from aiote.kvcache import transferwire
-from aiote.service.mailroom import Mailroom
+from aiote.service.frames import Call, Hello, pack
 from engines import opened
+from fuzz_discovery import KEEP, WATCH, arguments, calls
 from fuzz_kvcache import kvcache_seeds
 from kvcaches import Deployment, deployed, until_idle
 from registries import member, until_told
@@ -34,7 +35,8 @@ class Cluster:
         self._registry = registry
         self._server = server
         self._turn = 0
-        self._seeds = kvcache_seeds()
+        self._seeds = kvcache_seeds()["transfer"]
+        self._generation = 0
 
     async def attack(self, rng: random.Random, log: list[str]) -> None:
         """Send a few messages, some of them right."""
@@ -42,7 +44,7 @@ class Cluster:
         targets = [self.deployment.prefill[0].engine, self.deployment.decode[0].engine, self._server]
         for _ in range(rng.randint(1, 12)):
             target = rng.randrange(3)
-            for data in self._messages(rng, anything, "registry" if target == 2 else "transfer", log):
+            for data in (self._calls if target == 2 else self._messages)(rng, anything, log):
                 with anyio.move_on_after(1):
                     try:
                         await self.hostile.send(targets[target].address, data)
@@ -50,15 +52,32 @@ class Cluster:
                         log.append(f"{type(error).__name__} right")
                         return
 
-    def _messages(self, rng: random.Random, anything: Anything, what: str, log: list[str]) -> list[bytes]:
-        name, seed = rng.choice(sorted(self._seeds[what].items()))
+    def _calls(self, rng: random.Random, anything: Anything, log: list[str]) -> list[bytes]:
+        """Say something to the registry: calls whose arguments are right or not, some cancelled when the peer goes."""
+        name, steps = rng.choice(sorted(calls().items()))
+        way = rng.choice(("right", "damaged", "bytes", "watches"))
+        log.append(f"registry {name} {way}")
+        bodies = [arguments(rng.randrange(3), *one[1:]) for one in steps]
+        if way == "watches":
+            bodies = [b"\x90"] * rng.randint(1, 20)
+        elif way != "right":
+            bodies = [anything.damaged(body) if way == "damaged" else anything.bytes(1000) for body in bodies]
+        frames: list[Call | Hello] = [Hello(1, True, 16384, 64, 16, 1000)]
+        for slot, body in enumerate(bodies):
+            # The numbers go on from attack to attack: a call that comes once more would only be disconnected.
+            self._generation += 1
+            method = WATCH if way == "watches" else KEEP
+            frames.append(Call(slot, self._generation, method.name, 0.0, body, []))
+        data = pack(frames)
+        return [anything.damaged(data) if rng.random() < 0.1 else data]
+
+    def _messages(self, rng: random.Random, anything: Anything, log: list[str]) -> list[bytes]:
+        name, seed = rng.choice(sorted(self._seeds.items()))
         way = rng.choice(("right", "damaged", "bytes", "parts"))
-        log.append(f"{what} {name} {way}")
+        log.append(f"transfer {name} {way}")
         if way == "bytes":
-            return [bytes((rng.choice((*KINDS, 0xE0, 0xE1, rng.randrange(256))),)) + anything.bytes(4096)]
+            return [bytes((rng.choice((*KINDS, rng.randrange(256))),)) + anything.bytes(4096)]
         data = seed if way == "right" else anything.damaged(seed)
-        if what == "registry":
-            return [data]
         try:
             frames = list(transferwire.frames(data, anything.number()))
         except Exception:  # too long for one message, which an honest sender would not make
@@ -107,10 +126,8 @@ async def cluster(provider: str) -> AsyncIterator[Cluster]:
     async with AsyncExitStack() as stack:
         deployment = await stack.enter_async_context(deployed(provider, stall_limit=PATIENCE_S))
         server = await stack.enter_async_context(opened(provider, **LIMITS))
-        mailroom = await stack.enter_async_context(Mailroom(server))
-        await stack.enter_async_context(RegistryServer(mailroom))
+        await stack.enter_async_context(RegistryServer(server))
         honest = await stack.enter_async_context(opened(provider, **LIMITS))
-        post = await stack.enter_async_context(Mailroom(honest))
-        registry = await stack.enter_async_context(EmbeddedRegistry(post, [server.address]))
+        registry = await stack.enter_async_context(EmbeddedRegistry(honest, [server.address]))
         hostile = await stack.enter_async_context(opened(provider, **LIMITS))
         yield Cluster(deployment, registry, server, hostile)

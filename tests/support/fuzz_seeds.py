@@ -15,6 +15,7 @@ from aiote.core.address import Address
 from aiote.core.control import SESSION, Role, State
 from aiote.core.descriptor import RailKey, RegionDescriptor
 from aiote.core.frames import encode, frame
+from fuzz_discovery import discovery_seeds
 from fuzz_kvcache import kvcache_seeds
 from fuzz_targets import HERE, Step, program
 
@@ -112,11 +113,15 @@ def seeds() -> dict[str, dict[str, bytes]]:
     bodies = {kind.__name__.lower(): encode(example(kind)) for kind in frames._NUMBERS}
     places = ["host:4000", "[::1]:1", str(HERE), str(Address("h", 1)), "aiote://[fe80::1%eth0]:9"]
     whole = described()
-    return {
-        "control": conversations() | handshakes(),
-        "message": bodies,
-        "stream": {name: b"\7" + frame(body) * 2 for name, body in bodies.items()},
-        "descriptor": {"whole": bytes(whole), "slice": bytes(whole.slice(5, 9))},
-        "address": {f"text-{n}": place.encode() for n, place in enumerate(places)}
-        | {f"bytes-{n}": bytes(Address.parse(place)) for n, place in enumerate(places)},
-    } | kvcache_seeds()
+    return (
+        {
+            "control": conversations() | handshakes(),
+            "message": bodies,
+            "stream": {name: b"\7" + frame(body) * 2 for name, body in bodies.items()},
+            "descriptor": {"whole": bytes(whole), "slice": bytes(whole.slice(5, 9))},
+            "address": {f"text-{n}": place.encode() for n, place in enumerate(places)}
+            | {f"bytes-{n}": bytes(Address.parse(place)) for n, place in enumerate(places)},
+        }
+        | discovery_seeds()
+        | kvcache_seeds()
+    )

@@ -1,4 +1,5 @@
-"""What is fuzzed: all that interprets bytes from outside, in the pure core and in `fuzz_kvcache`, with what must hold.
+"""What is fuzzed: all that interprets bytes from outside, in the pure core, in `fuzz_discovery` and in `fuzz_kvcache`,
+with what must hold.
 
 A target takes bytes and raises where an invariant is broken: only the module's own errors come out, what was decoded
 encodes to the same bytes again, nothing is held in proportion to a length field. `tools/fuzz.py` runs the targets
@@ -22,6 +23,7 @@ from aiote.core.descriptor import RegionDescriptor
 from aiote.core.frames import Challenge, Hello, Proof, Seal, Welcome, decode, encode, frame
 from aiote.core.handshake import HandshakeConfig, _Proofs
 from aiote.errors import ClosedError, UsageError
+from fuzz_discovery import DISCOVERY
 from fuzz_kvcache import KVCACHE
 
 KEY = b"a cluster key that the fuzzer has"
@@ -271,8 +273,8 @@ def address(data: bytes) -> None:
         assert Address.from_bytes(bytes(one)) == one
 
 
-TARGETS: dict[str, Callable[[bytes], None]] = {
-    function.__name__: function for function in (control, message, stream, descriptor, address)
-} | KVCACHE
+TARGETS: dict[str, Callable[[bytes], None]] = (
+    {function.__name__: function for function in (control, message, stream, descriptor, address)} | DISCOVERY | KVCACHE
+)
 SHARES = {name: 4 if name == "control" else 1 for name in TARGETS}
 """How the time of a run is divided."""

@@ -1,4 +1,4 @@
-"""Registries for tests: an etcd of its own, engines with mailrooms, and what both kinds of registry are opened by."""
+"""Registries for tests: an etcd of its own, engines, and what both kinds of registry are opened by."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from typing import Any
 
 import aiote
 from aiote.discovery.embedded import EmbeddedRegistry
-from aiote.discovery.membership import Member, MemberEvent, Role
+from aiote.discovery.membership import Member, MemberEvent
 from aiote.discovery.server import RegistryServer
-from aiote.service.mailroom import Mailroom
 from engines import opened
 from machine import SLOWER
 
 START_S = 20.0 * SLOWER
 
 
-def member(name: str, incarnation: int = 1, role: Role = "prefill", **attributes: Any) -> Member:
+def member(name: str, incarnation: int = 1, role: str = "prefill", **attributes: Any) -> Member:
     """Return a member whose address is its name."""
     return Member(name, role, name.encode(), incarnation, attributes)
 
@@ -42,16 +41,9 @@ async def until_told(events: AsyncIterator[MemberEvent], *wanted: tuple[str, str
 
 
 @asynccontextmanager
-async def office(provider: str = "sim", **settings: Any) -> AsyncIterator[Mailroom]:
-    """Open an engine with a mailroom."""
-    async with opened(provider, **settings) as engine, Mailroom(engine) as mailroom:
-        yield mailroom
-
-
-@asynccontextmanager
 async def served(provider: str = "sim", **settings: Any) -> AsyncIterator[RegistryServer]:
     """Serve the embedded registry by an engine of its own."""
-    async with office(provider, **settings) as mailroom, RegistryServer(mailroom) as server:
+    async with opened(provider, **settings) as engine, RegistryServer(engine) as server:
         yield server
 
 
@@ -60,8 +52,8 @@ async def client(
     *addresses: aiote.Address, lease_s: float = 10.0, provider: str = "sim", **settings: Any
 ) -> AsyncIterator[EmbeddedRegistry]:
     """Open a client of the embedded registry, by an engine of its own."""
-    async with office(provider, **settings) as mailroom:
-        async with EmbeddedRegistry(mailroom, addresses, lease_s=lease_s) as registry:
+    async with opened(provider, **settings) as engine:
+        async with EmbeddedRegistry(engine, addresses, lease_s=lease_s) as registry:
             yield registry
 
 
