@@ -39,7 +39,7 @@ import numpy as np
 
 import aiote
 
-from ..discovery.membership import Member, Role
+from ..discovery import Member
 from .layout import integer
 from .transferwire import Numbers
 
@@ -144,7 +144,7 @@ class Router:
         self,
         page_tokens: int,
         *,
-        role: Role = "prefill",
+        role: str = "prefill",
         alternatives: int = 2,
         credit: int = 4096,
         prefixes: int = 1 << 16,

@@ -147,10 +147,10 @@ async def main(args: argparse.Namespace, orders: Orders) -> None:
             member = serving.member(args, "decode", engine, url, weights.fingerprint(model))
             if not await orders.while_wanted(registry.ready):
                 return
-            async with registry.join(member) as seat:
+            async with registry.join(member) as registration:
                 tell(ready=url, name=member.name)
                 await orders.drain.wait()
-                await orders.unhurried(partial(serving.announce_draining, registry, seat))
+                await orders.unhurried(partial(serving.announce_draining, registry, registration))
                 endpoint.draining = True
                 await orders.unhurried(calls.none)
 

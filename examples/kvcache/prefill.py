@@ -56,10 +56,12 @@ async def main(args: argparse.Namespace, orders: Orders) -> None:
             group.start_soon(server.serve)
             member = serving.member(args, "prefill", engine, url, weights.fingerprint(model))
             if await orders.while_wanted(registry.ready):
-                async with registry.join(member) as seat:
+                async with registry.join(member) as registration:
                     tell(ready=url, name=member.name)
                     await orders.drain.wait()
-                    await orders.unhurried(partial(serving.announce_draining, registry, seat), server.prefiller.drain)
+                    await orders.unhurried(
+                        partial(serving.announce_draining, registry, registration), server.prefiller.drain
+                    )
             # What is still there is stopped, and its decoders are told.
             group.cancel_scope.cancel()
 

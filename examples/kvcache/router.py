@@ -43,7 +43,6 @@ import serving
 from aiote.demo import Orders, tell, tokens
 from aiote.discovery import Member, RegistryServer
 from aiote.kvcache import NoMember, Router
-from aiote.service import Mailroom
 from serving import Answer, Calls, Emit, Refused
 from watching import Watcher
 
@@ -357,8 +356,8 @@ async def main(args: argparse.Namespace, orders: Orders) -> None:
         limits=httpx.Limits(),
         trust_env=False,
     )
-    async with client, aiote.open_engine(args.provider) as engine, Mailroom(engine) as mailroom:
-        async with RegistryServer(mailroom) as registry, anyio.create_task_group() as group:
+    async with client, aiote.open_engine(args.provider) as engine:
+        async with RegistryServer(engine) as registry, anyio.create_task_group() as group:
             front = Front(registry, client, args.page_tokens)
             watcher = Watcher(front, registry, client)
             group.start_soon(front.follow)

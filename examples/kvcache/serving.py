@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import aiote
 from aiote.demo import DemoError, Orders, Settings, leave_with_parent, live
-from aiote.discovery import EmbeddedRegistry, Member, Registry, Role, Seat
+from aiote.discovery import EmbeddedRegistry, Member, Registration, Registry
 from aiote.service import Mailroom
 
 TOKEN = "KVCACHE_TOKEN"
@@ -114,24 +114,24 @@ async def member_of_a_cluster(args: argparse.Namespace) -> AsyncIterator[tuple[a
     """Open an engine that knows the router's registry. Raises AioteError."""
     async with aiote.open_engine(args.provider) as engine, Mailroom(engine) as mailroom:
         router = aiote.Address.parse(args.registry)
-        async with EmbeddedRegistry(mailroom, router, lease_s=args.lease) as registry:
+        async with EmbeddedRegistry(engine, router, lease_s=args.lease) as registry:
             yield engine, mailroom, registry
 
 
-def member(args: argparse.Namespace, role: Role, engine: aiote.Engine, url: str, model: str) -> Member:
+def member(args: argparse.Namespace, role: str, engine: aiote.Engine, url: str, model: str) -> Member:
     """Return a server as the registry is to know it."""
     name = args.name or f"{role}-{os.getpid()}"
     return Member(name, role, bytes(engine.address), time.time_ns(), {"url": url, "model": model})
 
 
-async def announce_draining(registry: Registry, seat: Seat) -> None:
+async def announce_draining(registry: Registry, registration: Registration) -> None:
     """Tell the registry that nothing more is wanted, and give those time who were told otherwise a moment ago.
 
     Where the registry is gone, whoever asks all the same is refused, and goes elsewhere.
     """
     if registry.in_touch:
         with anyio.move_on_after(TELL_S):
-            await seat.update({**seat.member.attributes, "draining": True})
+            await registration.update({**registration.member.attributes, "draining": True})
         await anyio.sleep(SETTLE_S)
 
 

@@ -98,7 +98,7 @@ class KvLife:
 
     @contextlib.asynccontextmanager
     async def member_of(self, mailroom: Mailroom) -> Any:
-        async with EmbeddedRegistry(mailroom, self.registries, lease_s=LEASE_S) as self.registry:
+        async with EmbeddedRegistry(mailroom.engine, self.registries, lease_s=LEASE_S) as self.registry:
             yield self.registry
 
     # What the parent says.
@@ -145,7 +145,7 @@ class RegistryLife(KvLife):
     """The server of the registry."""
 
     async def live(self, mailroom: Mailroom) -> None:
-        async with RegistryServer(mailroom):
+        async with RegistryServer(mailroom.engine):
             await self.finishing.wait()
             self.done.set()
 
@@ -182,15 +182,15 @@ class PrefillLife(KvLife):
             self.done.set()
 
     async def _sit(self, registry: EmbeddedRegistry) -> None:
-        """Be a member; whoever takes the seat away, for the registry was out of touch, does not keep it."""
+        """Be a member; whoever takes the name away, for the registry was out of touch, does not keep it."""
         member = Member(f"prefill-{self.number}", "prefill", bytes(self.engine.address), self.number, {})
         while not self.finishing.is_set():
             try:
-                async with registry.join(member) as seat:
+                async with registry.join(member) as registration:
                     self.tally["members that joined"] += 1
                     await self.finishing.wait()
                     with anyio.move_on_after(1.0):
-                        await seat.update({"draining": True})
+                        await registration.update({"draining": True})
             except RegistryError as error:
                 self.failed(error)
                 await anyio.sleep(0.1)
