@@ -3,12 +3,13 @@
 See docs/services.md.
 """
 
-from .client import Members, client
+from .client import client
 from .definition import Out, Service, method
 from .endpoint import Limits
 from .errors import BusyError, CallError, CallLostError, DrainingError, NotServedError, RemoteError
 from .interceptors import CallInfo, Interceptor
 from .mailroom import Mailroom
+from .members import Members
 from .running import current_call
 from .server import Health, HealthStatus, Server, serve
 from .stream import Stream

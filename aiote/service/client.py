@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import anyio
 import numpy
@@ -13,7 +14,6 @@ from numpy.typing import NDArray
 
 import aiote
 
-from ..aio import Signal
 from .background import to_the_end
 from .codec import describe_array
 from .definition import Method, Service, methods_of
@@ -23,6 +23,7 @@ from .exchange import Pending, begin, result_of
 from .frames import OutSpec, Status
 from .interceptors import CallInfo, Interceptor, intercepted
 from .link import Link
+from .members import Chooser, Members
 from .memory import LEND_BYTES, Kept
 from .stream import Incoming, Stream
 
@@ -32,15 +33,6 @@ S = TypeVar("S", bound=Service)
 ATTEMPTS = 3
 LATE_S = 1.0
 """So long behind its deadline a caller is given to be cancelled by its own scope."""
-AGAIN_S = 5.0
-"""So long a member that could not be reached is left alone."""
-
-
-class Members(Protocol):
-    """Several servers of one service."""
-
-    async def addresses(self) -> Sequence[aiote.Address]:
-        """Return where they are reached now; wait while there are none."""
 
 
 class Caller:
@@ -57,73 +49,36 @@ class Caller:
         self.endpoint = Endpoint.of(engine, limits)
         self.wait = wait
         self._interceptors = tuple(interceptors)
-        self._target = target
         self._link: Link | None = None
-        self._links: dict[aiote.Address, Link] = {}
-        self._connecting: set[aiote.Address] = set()
-        self._again_at: dict[aiote.Address, float] = {}
-        self._failure: Exception | None = None
-        self._changed = Signal(self.endpoint.loop)
+        if isinstance(target, aiote.Address | str | aiote.Peer):
+            self._target: aiote.Address | str | aiote.Peer | Chooser = target
+        else:
+            self._target = Chooser(target, self.endpoint, self._reach)
 
     # Where to.
 
     async def link(self, method: Method, avoid: Sequence[aiote.Address] = ()) -> Link:
         """Return the link for the next call, greeted. Raises CallError for what cannot be reached."""
-        link = self._link
-        if link is not None and not link.lost:
-            return link
-        if isinstance(self._target, aiote.Address | str | aiote.Peer):
-            link = self._link = await self._reach(self._target, method)
-            return link
-        return await self._choose(self._target, method, avoid)
+        if isinstance(self._target, Chooser):
+            return await self._target.choose(method.name, avoid)
+        if self._link is None or self._link.lost:
+            self._link = await self._reach(self._target, method.name)
+        return self._link
 
-    async def _choose(self, members: Members, method: Method, avoid: Sequence[aiote.Address]) -> Link:
-        """Return the link to the member with the fewest calls of ours, one to avoid where there is no other.
-
-        Members are connected beside the calls: one that does not answer holds up none that has another to go to.
-        """
-        while True:
-            addresses = set(await members.addresses())
-            self._links = {one: link for one, link in self._links.items() if one in addresses and not link.lost}
-            now = anyio.current_time()
-            for address in addresses - self._links.keys() - self._connecting:
-                if self._again_at.get(address, 0.0) <= now:
-                    self._connecting.add(address)
-                    self.endpoint.spawn(self._connect, address, method, name="aiote service: connect a member")
-            wanted = [link for address, link in self._links.items() if address not in avoid]
-            if not wanted and not self._connecting:
-                wanted = list(self._links.values())
-            if wanted:
-                return min(wanted, key=lambda link: len(link.calls))
-            if not self._connecting:
-                raise self._failure or NotServedError(method.name, "there are no members")
-            await self._changed.wait()
-
-    async def _connect(self, address: aiote.Address, method: Method) -> None:
-        try:
-            self._links[address] = await self._reach(address, method)
-        except (CallError, aiote.ClosedError, aiote.UsageError) as error:
-            self._failure = error
-            self._again_at = {one: at for one, at in self._again_at.items() if at > anyio.current_time()}
-            self._again_at[address] = anyio.current_time() + AGAIN_S
-        finally:
-            self._connecting.discard(address)
-            self._changed.set()
-
-    async def _reach(self, target: aiote.Address | str | aiote.Peer, method: Method) -> Link:
+    async def _reach(self, target: aiote.Address | str | aiote.Peer, method: str) -> Link:
         engine = self.endpoint.engine
         try:
             peer = target if isinstance(target, aiote.Peer) else await engine.connect(target)
         except aiote.PeerError as error:
-            raise CallLostError(method.name, str(error), "no") from error
+            raise CallLostError(method, str(error), "no") from error
         link = self.endpoint.link_to(peer)
         with anyio.move_on_after(engine.config.connect_timeout) as scope:
             await link.greet()
         if link.lost:
-            raise CallLostError(method.name, link.lost, "no")
+            raise CallLostError(method, link.lost, "no")
         if scope.cancelled_caught:
             raise NotServedError(
-                method.name, f"{peer.address} answered nothing within connect_timeout; does it run aiote.service.serve?"
+                method, f"{peer.address} answered nothing within connect_timeout; does it run aiote.service.serve?"
             )
         return link
 
@@ -133,7 +88,7 @@ class Caller:
         """Call a method and return its result; call once more where that is allowed."""
         bound = _bound(method, arguments, named)
         avoid: list[aiote.Address] = []
-        for attempt in range(ATTEMPTS):
+        for attempt in itertools.count(1):
             link: Link | None = None
             try:
                 link = await self.link(method, avoid)
@@ -142,17 +97,21 @@ class Caller:
                 proceed = functools.partial(self._once, link, method, bound)
                 return await intercepted(self._interceptors, CallInfo(method.name, link.peer), proceed)
             except CallError as error:
-                if attempt == ATTEMPTS - 1 or not self._again(method, error):
+                if not self._again(method, error, attempt, link, avoid):
                     raise
-                if link is not None:
-                    avoid.append(link.peer.address)
         raise AssertionError
 
-    def _again(self, method: Method, error: CallError) -> bool:
+    def _again(
+        self, method: Method, error: CallError, attempt: int, link: Link | None, avoid: list[aiote.Address]
+    ) -> bool:
         """Tell whether to call once more: what did not run, or may run twice, and where that may help."""
-        if error.ran == "yes" or (error.ran == "perhaps" and not method.idempotent):
+        if link is not None:
+            avoid.append(link.peer.address)
+            if isinstance(self._target, Chooser):
+                self._target.rest(link, error)
+        if attempt >= ATTEMPTS or error.ran == "yes" or (error.ran == "perhaps" and not method.idempotent):
             return False
-        return isinstance(error, CallLostError) or not isinstance(self._target, aiote.Address | str | aiote.Peer)
+        return isinstance(error, CallLostError) or isinstance(self._target, Chooser)
 
     async def _once(self, link: Link, method: Method, bound: Any) -> Any:
         if not method.outs:
@@ -214,8 +173,8 @@ class Caller:
         """Return the items of a stream; it begins when the first is awaited."""
         bound = _bound(method, arguments, named)
 
-        async def start() -> Incoming:
-            link = await self.link(method)
+        async def start(avoid: list[aiote.Address]) -> Incoming:
+            link = await self.link(method, avoid)
             begun: list[Incoming] = []
 
             async def proceed() -> None:
@@ -234,7 +193,7 @@ class Caller:
                 raise RuntimeError(f"{method.name}: an interceptor has not proceeded, and a stream has no other items")
             return begun[0]
 
-        return Stream(start)
+        return Stream(start, functools.partial(self._again, method))
 
 
 def _bound(method: Method, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:

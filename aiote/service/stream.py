@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..aio import Waiter
+from ..core.address import Address
 from ..errors import UsageError
 from .definition import Method
-from .errors import CallLostError, RemoteError
+from .errors import CallError, CallLostError, RemoteError
 from .exchange import UnderWay, failure
 from .frames import Credit, End, Items, Status
 from .link import FRAME_BYTES, Link
@@ -134,8 +136,12 @@ class Stream(AsyncIterator[Any]):
     until the method has ended there.
     """
 
-    def __init__(self, start: Callable[[], Awaitable[Incoming]]) -> None:
-        self._start = start
+    def __init__(
+        self,
+        start: Callable[[list[Address]], Awaitable[Incoming]],
+        again: Callable[[CallError, int, Link | None, list[Address]], bool],
+    ) -> None:
+        self._start, self._again = start, again
         self._incoming: Incoming | None = None
         self._over = self._reading = False
 
@@ -146,14 +152,26 @@ class Stream(AsyncIterator[Any]):
             raise UsageError("a stream has one reader at a time")
         self._reading = True
         try:
-            if self._incoming is None:
-                self._incoming = await self._start()
-            return await self._incoming.next()
+            return await (self._first() if self._incoming is None else self._incoming.next())
         except BaseException:
             self.close()
             raise
         finally:
             self._reading = False
+
+    async def _first(self) -> Any:
+        """Begin, and return the first item; begin again, perhaps elsewhere, where that is refused."""
+        avoid: list[Address] = []
+        for attempt in itertools.count(1):
+            self._incoming = None
+            try:
+                self._incoming = await self._start(avoid)
+                return await self._incoming.next()
+            except CallError as error:
+                link = None if self._incoming is None else self._incoming.link
+                if not self._again(error, attempt, link, avoid):
+                    raise
+        raise AssertionError
 
     def close(self) -> None:
         """Have no more of it. Idempotent; waits for nothing."""

@@ -1,0 +1,124 @@
+"""Which of several servers takes the next call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+import anyio
+
+import aiote
+
+from ..aio import Signal
+from .endpoint import Endpoint
+from .errors import CallError, DrainingError, NotServedError
+from .link import Link
+
+__all__ = ["Chooser", "Members"]
+
+AGAIN_S = 5.0
+"""So long a member that could not be reached, or takes no calls, is left alone."""
+LOOK_S = 0.25
+"""How often a call that waits for a connection looks whether there are other members by now."""
+COMPARED = 8
+"""Of so many members the one with the fewest calls is taken: choosing costs the same however many there are."""
+
+
+class Members(Protocol):
+    """Several servers of one service."""
+
+    async def addresses(self) -> Sequence[aiote.Address]:
+        """Return where they are reached now; wait while there are none.
+
+        It is awaited for each call. Nothing is looked through again while it returns the same object.
+        """
+
+
+class Chooser:
+    """Chooses among members; `reach` returns the link to an address, greeted, or raises CallError."""
+
+    def __init__(
+        self, members: Members, endpoint: Endpoint, reach: Callable[[aiote.Address, str], Awaitable[Link]]
+    ) -> None:
+        self._members, self._endpoint, self._reach = members, endpoint, reach
+        self._seen: Sequence[aiote.Address] | None = None
+        self._links: dict[aiote.Address, Link] = {}
+        self._choices: list[Link] = []
+        self._connecting: set[aiote.Address] = set()
+        self._again_at: dict[aiote.Address, float] = {}
+        self._look_at = math.inf
+        self._failure: Exception | None = None
+        self._changed = Signal(endpoint.loop)
+        # Clients do not all begin with the same member.
+        self._turn = int.from_bytes(endpoint.engine.address.identity[:2], "big")
+
+    async def choose(self, method: str, avoid: Sequence[aiote.Address]) -> Link:
+        """Return the link to the member with the fewest calls of ours, one to avoid where there is no other.
+
+        Members are connected beside the calls: one that does not answer holds up none that has another to go to.
+        """
+        while True:
+            addresses = await self._members.addresses()
+            if addresses is not self._seen or self._look_at <= anyio.current_time():
+                self._look(addresses, method)
+            link = self._least()
+            if link is not None and not link.lost and link.peer.address not in avoid:
+                return link
+            self._look(addresses, method)
+            wanted = [link for link in self._choices if link.peer.address not in avoid]
+            if not (wanted or self._connecting):
+                wanted = list(self._links.values())
+            if wanted:
+                return min(wanted, key=_calls)
+            if not self._connecting:
+                raise self._failure or NotServedError(method, "there are no members")
+            with anyio.move_on_after(LOOK_S):
+                await self._changed.wait()
+
+    def rest(self, link: Link, error: CallError) -> None:
+        """Leave a member alone for a while that takes no calls."""
+        if isinstance(error, DrainingError | NotServedError):
+            for address, known in self._links.items():
+                if known is link:
+                    self._leave_alone(address)
+
+    def _leave_alone(self, address: aiote.Address) -> None:
+        self._again_at[address] = anyio.current_time() + AGAIN_S
+        self._seen = None
+
+    def _least(self) -> Link | None:
+        """Return the link with the fewest calls, those with equally many in turn."""
+        links = self._choices
+        if not links:
+            return None
+        self._turn = start = (self._turn + 1) % len(links)
+        some = links[start : start + COMPARED]
+        some += links[: min(COMPARED - len(some), start)]
+        return min(some, key=_calls)
+
+    def _look(self, addresses: Sequence[aiote.Address], method: str) -> None:
+        """Take note of who is there, and connect whom we are not connected to."""
+        self._seen, wanted, now = addresses, set(addresses), anyio.current_time()
+        self._again_at = {address: at for address, at in self._again_at.items() if at > now and address in wanted}
+        self._look_at = min(self._again_at.values(), default=math.inf)
+        self._links = {one: link for one, link in self._links.items() if one in wanted and not link.lost}
+        self._choices = [link for address, link in self._links.items() if address not in self._again_at]
+        for address in wanted - self._links.keys() - self._connecting - self._again_at.keys():
+            self._connecting.add(address)
+            self._endpoint.spawn(self._connect, address, method, name="aiote service: connect a member")
+
+    async def _connect(self, address: aiote.Address, method: str) -> None:
+        try:
+            self._links[address] = await self._reach(address, method)
+            self._seen = None
+        except (CallError, aiote.ClosedError, aiote.UsageError) as error:
+            self._failure = error
+            self._leave_alone(address)
+        finally:
+            self._connecting.discard(address)
+            self._changed.set()
+
+
+def _calls(link: Link) -> int:
+    return len(link.calls)
