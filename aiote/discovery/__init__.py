@@ -5,15 +5,18 @@ or `etcd.EtcdRegistry`, which needs the extra `etcd`.
 """
 
 from .embedded import EmbeddedRegistry
-from .membership import Member, MemberEvent, Registration, Registry, RegistryError
+from .members import Members
+from .membership import Member, MemberEvent, Registration, Registry, RegistryError, Watch
 from .server import RegistryServer
 
 __all__ = [
     "EmbeddedRegistry",
     "Member",
     "MemberEvent",
+    "Members",
     "Registration",
     "Registry",
     "RegistryError",
     "RegistryServer",
+    "Watch",
 ]

@@ -151,6 +151,11 @@ class Watch(AsyncIterator[MemberEvent]):
         """Whether there may be something to tell."""
         return bool(self._pending)
 
+    @property
+    def closed(self) -> bool:
+        """Whether nothing follows what there is to tell."""
+        return self._roster.closed
+
     def take(self) -> MemberEvent | None:
         """Return what there is to tell next, or None."""
         while self._pending:
@@ -175,7 +180,7 @@ class Watch(AsyncIterator[MemberEvent]):
     async def __anext__(self) -> MemberEvent:
         await anyio.lowlevel.checkpoint()
         while (event := self.take()) is None:
-            if self._roster.closed:
+            if self.closed:
                 raise StopAsyncIteration
             await self.wait()
         return event
