@@ -60,7 +60,7 @@ class Chooser:
         """
         while True:
             addresses = await self._members.addresses()
-            if addresses is not self._seen or self._look_at <= anyio.current_time():
+            if addresses is not self._seen or (self._again_at and self._look_at <= anyio.current_time()):
                 self._look(addresses, method)
             link = self._least()
             if link is not None and not link.lost and link.peer.address not in avoid:
