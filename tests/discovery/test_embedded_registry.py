@@ -252,11 +252,14 @@ def test_a_server_that_was_stopped_lets_nobody_leave(monkeypatch):
         events, seen = server.watch(), []
         reading = asyncio.ensure_future(_collect(events, seen))
         async with here.join(member("a")):
-            now = anyio.current_time
-            # As after SIGSTOP and SIGCONT: the clock has gone on, and the sweep comes first.
+            # As after SIGSTOP and SIGCONT: the clock has gone on, nobody was heard, and the sweep comes first.
+            town.fabric.partition(here._engine)
+            now, sweep = anyio.current_time, server._next_sweep
             monkeypatch.setattr(server_module.anyio, "current_time", lambda: now() + 10 * LEASE_S)
-            await asyncio.sleep(LEASE_S)
+            await until(lambda: server._next_sweep != sweep, LEASE_S + 1)
             monkeypatch.undo()
+            town.fabric.heal(here._engine)
+            await until(lambda: here.in_touch, 10 * LEASE_S)
             assert [event.kind for event in seen] == ["joined"]
         await until(lambda: len(seen) == 2, 1)
         reading.cancel()
