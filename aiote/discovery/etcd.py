@@ -56,12 +56,14 @@ TRIES = 16
 
 
 class _EtcdRegistration(HeldRegistration):
-    """A registration, the lease that holds it (0: none), what wakes its keeper, and how often its key was missing."""
+    """A registration, the number that was last written, the lease that holds it (0: none), what wakes its keeper, and
+    how often its key was missing.
+    """
 
     def __init__(self, member: Member, bell: Bell) -> None:
         super().__init__(member, bell.ring)
         self.bell = bell
-        self.lease = 0
+        self.sent = self.lease = 0
         self.ttl_s = 0.0
         self.missing = 0
 

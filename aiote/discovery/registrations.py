@@ -19,15 +19,12 @@ __all__ = ["HeldRegistration", "claim", "give_up"]
 class HeldRegistration:
     """A registration with a registry that is elsewhere. Its changes are numbered; `changed` is called when there is one
     to be told.
-
-    `sent` is the number that was last sent: for whoever sends.
     """
 
     def __init__(self, member: Member, changed: Callable[[], object]) -> None:
         self.member = member
         self.lost = ""
         self.number = 1
-        self.sent = 0
         self.taken = 0
         self.leaving = False
         self.gone = anyio.Event()

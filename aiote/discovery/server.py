@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -48,8 +48,8 @@ class Keeping(service.Service):
 
     name = "aiote.Registry"
 
-    def __init__(self, server: RegistryServer) -> None:
-        self._server = server
+    def __init__(self, keep: Callable[[object, int, float, list[Member]], dict[str, str]]) -> None:
+        self._keep = keep
 
     @service.method(idempotent=True)
     async def keep(self, session: int, number: int, lease_s: LeaseSeconds, records: Records) -> dict[str, str]:
@@ -60,7 +60,7 @@ class Keeping(service.Service):
         """
         address = service.current_call().peer.address
         key = (address.identity, address.incarnation, session)
-        return self._server.keep(key, number, lease_s, [record.member() for record in records])
+        return self._keep(key, number, lease_s, [record.member() for record in records])
 
 
 class Watching(service.Service):
@@ -68,21 +68,20 @@ class Watching(service.Service):
 
     name = "aiote.RegistryWatch"
 
-    def __init__(self, server: RegistryServer) -> None:
-        self._server = server
+    def __init__(self, tell: Callable[[], AsyncIterator[Update]]) -> None:
+        self._tell = tell
 
     @service.method(raises=[RegistryError])
     def watch(self) -> AsyncIterator[Update]:
         """Tell of the members there are, and of changes from then on; a slow reader is told the latest of each."""
-        return self._server.tell()
+        return self._tell()
 
 
 class _LocalRegistration:
     """A registration by the server's own process."""
 
-    def __init__(self, server: RegistryServer, leases: LeaseTable, member: Member) -> None:
+    def __init__(self, leases: LeaseTable, member: Member) -> None:
         self.member = member
-        self._server = server
         self._leases = leases
 
     @property
@@ -148,7 +147,7 @@ class RegistryServer:
     async def join(self, member: Member) -> AsyncIterator[_LocalRegistration]:
         """Register a member of this process, which needs no lease. See `Registry.join`."""
         self._require_open()
-        registration = _LocalRegistration(self, self._leases, member)
+        registration = _LocalRegistration(self._leases, member)
         registration.announce()
         try:
             yield registration
@@ -160,8 +159,8 @@ class RegistryServer:
             raise aiote.UsageError("a registry's server is entered once")
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(beside(self._sweep))
-            await stack.enter_async_context(service.serve(self._engine, Watching(self)))
-            await stack.enter_async_context(service.serve(self._engine, Keeping(self)))
+            await stack.enter_async_context(service.serve(self._engine, Watching(self._tell)))
+            await stack.enter_async_context(service.serve(self._engine, Keeping(self._keep)))
             self._stack = stack.pop_all()
         return self
 
@@ -179,14 +178,14 @@ class RegistryServer:
 
     # What clients say, and are told.
 
-    def keep(self, key: object, number: int, lease_s: float, members: list[Member]) -> dict[str, str]:
+    def _keep(self, key: object, number: int, lease_s: float, members: list[Member]) -> dict[str, str]:
         """Have these members of a client; see `Keeping.keep`."""
         now = anyio.current_time()
         if now + lease_s < self._next_sweep:
             self._sooner.ring()
         return self._leases.keep(key, number, lease_s, members, now)
 
-    async def tell(self) -> AsyncIterator[Update]:
+    async def _tell(self) -> AsyncIterator[Update]:
         """Tell one client. Raises RegistryError for one too many."""
         if self.watchers >= self._limit:
             self.turned_away += 1

@@ -364,7 +364,7 @@ def test_a_server_that_takes_nothing_holds_up_no_cancellation_for_long():
 
 def test_a_name_is_registered_once_also_while_the_old_one_leaves():
     async def story(town: Town) -> None:
-        async def sit(name: str) -> None:
+        async def stay(name: str) -> None:
             with scopes[name]:
                 async with here.join(member("a", load=int(name))):
                     registered.append(name)
@@ -374,7 +374,7 @@ def test_a_name_is_registered_once_also_while_the_old_one_leaves():
         here = await town.client(server.address)
         scopes, registered = {name: anyio.CancelScope() for name in "123"}, []
         async with anyio.create_task_group() as group:
-            group.start_soon(sit, "1")
+            group.start_soon(stay, "1")
             with pytest.raises(aiote.UsageError, match="is registered here already"):
                 await asyncio.sleep(0)
                 async with here.join(member("a")):
@@ -383,11 +383,11 @@ def test_a_name_is_registered_once_also_while_the_old_one_leaves():
             town.fabric.partition(server._engine)
             scopes["1"].cancel()
             await asyncio.sleep(embedded.LEAVE_S / 2)  # it is leaving
-            group.start_soon(sit, "2")
+            group.start_soon(stay, "2")
             await asyncio.sleep(embedded.LEAVE_S / 4)
             assert here._registrations["a"].member.attributes["load"] == 1
             scopes["3"].cancel()
-            await sit("3")  # one that does not wait for its turn changes nothing
+            await stay("3")  # one that does not wait for its turn changes nothing
             await asyncio.sleep(embedded.LEAVE_S)
             with pytest.raises(aiote.UsageError, match="is registered here already"):
                 async with here.join(member("a")):

@@ -139,7 +139,7 @@ async def test_a_name_that_is_being_left_is_taken_once_it_is_free(etcd):
     with anyio.fail_after(PATIENCE_S):
         async with registry(etcd) as here, anyio.create_task_group() as group:
 
-            async def sit(scope: anyio.CancelScope, joined: anyio.Event, leaves: anyio.Event) -> None:
+            async def stay(scope: anyio.CancelScope, joined: anyio.Event, leaves: anyio.Event) -> None:
                 with scope:
                     async with here.join(member("a")):
                         joined.set()
@@ -150,7 +150,7 @@ async def test_a_name_that_is_being_left_is_taken_once_it_is_free(etcd):
 
             for _ in range(5):
                 scope, joined, leaves = anyio.CancelScope(), anyio.Event(), anyio.Event()
-                group.start_soon(sit, scope, joined, leaves)
+                group.start_soon(stay, scope, joined, leaves)
                 await joined.wait()
                 with pytest.raises(aiote.UsageError, match="is registered here already"):
                     async with here.join(member("a")):
