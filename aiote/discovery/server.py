@@ -109,7 +109,7 @@ class RegistryServer:
     """The list of members, kept by one engine for all; itself a `Registry`: `async with RegistryServer(engine):`.
 
     It serves calls of `aiote.service` on the engine, beside others. At most `limit` members and `limit` clients;
-    `turned_away` counts clients beyond.
+    `turned_away` counts clients beyond, `watchers` is how many there are.
     """
 
     in_touch = True
