@@ -15,6 +15,7 @@ from aiote_native.requests import LocalSlice, PageSet, RemoteSlice, Request, qui
 from aiote_native.rows import CountRow
 from aiote_native.scatter import ScatterTargets, scatter
 from aiote_native.status import StatusError, error_text
+from aiote_native.unfolding import unfolded_bytes
 from aiote_native.waiters import Waiter as NativeWaiter
 from aiote_native.waiters import wake
 from aiote_native.waits import CounterHandle, CounterWait, Watch, read_value
@@ -70,5 +71,6 @@ __all__ = [
     "scatter",
     "section",
     "sim_identity",
+    "unfolded_bytes",
     "wake",
 ]

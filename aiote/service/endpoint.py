@@ -14,10 +14,9 @@ import aiote
 
 from ..aio import EventLoop, Task, current_loop
 from .background import report
-from .frames import MAGIC, Ask, Call, Cancel, Credit, End, Frame, Free, Grant, Hello, Items, Status, unpack
+from .frames import MAGIC, Ask, Call, Cancel, Credit, End, Frame, Free, Grant, Hello, Items, Return, Status, unpack
 from .link import FRAME_BYTES, LEAST_MESSAGE, Link
-from .memory import Budget, Registrations
-from .readers import claim, release
+from .memory import IDLE_S, Budget, Registrations
 
 __all__ = ["Endpoint", "Limits", "Server"]
 
@@ -87,7 +86,7 @@ class Endpoint:
         self.messages = self.message_bytes = self.array_bytes = self.unknown = 0
         self._links: dict[aiote.Peer, Link] = {}
         self._served: dict[str, Server] = {}
-        claim(engine, self)
+        self._sweeper: Task | None = None
         self._forget = engine.listen_events(self._on_event)
         self.spawn(self._read, name="aiote service: messages")
 
@@ -193,11 +192,13 @@ class Endpoint:
             case Cancel():
                 self._cancel(link, frame)
             case Ask():
-                self.spawn(link.on_ask, frame.nbytes, name="aiote service: lend memory")
+                link.on_ask(frame)
             case Grant():
-                link.borrowed.granted(frame.number, frame.nbytes, frame.descriptor, frame.reason)
+                link.on_grant(frame)
             case Free():
                 link.on_free(frame)
+            case Return():
+                link.on_return(frame)
             case Hello():
                 link.greeted(frame)
                 parked, link.parked = link.parked, []
@@ -244,6 +245,22 @@ class Endpoint:
         elif running.generation == frame.generation:
             running.cancel()
 
+    # Memory that nobody uses.
+
+    def watch_memory(self) -> None:
+        """Give memory back that is not used for a while, from now on until there is none."""
+        if self._sweeper is None:
+            self._sweeper = self.spawn(self._sweep, name="aiote service: give memory back")
+
+    async def _sweep(self) -> None:
+        try:
+            while True:
+                await anyio.sleep(IDLE_S)
+                if not any([link.sweep() for link in tuple(self._links.values())]):
+                    break
+        finally:
+            self._sweeper = None
+
     # The end.
 
     def _on_event(self, event: aiote.Event) -> None:
@@ -271,8 +288,9 @@ class Endpoint:
 
     def _close(self) -> None:
         """Take note that the engine is closed."""
-        release(self.engine, self)
         self._forget()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
         self._known.pop(self.engine, None)
         for link in tuple(self._links.values()):
             self._forget_link(link, "the engine is closed")

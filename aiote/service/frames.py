@@ -28,6 +28,7 @@ __all__ = [
     "Items",
     "OutSpec",
     "Piece",
+    "Return",
     "Status",
     "pack",
     "unpack",
@@ -142,6 +143,12 @@ class Free(msgspec.Struct, array_like=True, tag=8, frozen=True):
     pieces: Pieces
 
 
+class Return(msgspec.Struct, array_like=True, tag=9, frozen=True, gc=False):
+    """The sender has nothing in this lent memory, and places nothing there any more."""
+
+    number: Number
+
+
 class OutSpec(msgspec.Struct, array_like=True, frozen=True):
     """An array of the caller's that the method fills. The descriptor is a lease's; without, the bytes go by the End."""
 
@@ -150,7 +157,7 @@ class OutSpec(msgspec.Struct, array_like=True, frozen=True):
     descriptor: bytes
 
 
-Frame: TypeAlias = Hello | Call | End | Items | Credit | Cancel | Ask | Grant | Free
+Frame: TypeAlias = Hello | Call | End | Items | Credit | Cancel | Ask | Grant | Free | Return
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Frame])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -12,9 +13,10 @@ from numpy.typing import NDArray
 import aiote
 
 from ..aio import Signal
+from ..rails import unfolded_bytes
 from .background import report
 from .codec import decode
-from .frames import VERSION, Ask, Call, Cancel, End, Frame, Free, Grant, Hello, Items, Piece, pack
+from .frames import VERSION, Ask, Call, Cancel, End, Frame, Free, Grant, Hello, Items, Piece, Return, pack
 from .memory import Borrowed, Lent, Staging
 
 if TYPE_CHECKING:
@@ -33,6 +35,10 @@ MAX_UNSENT = 4
 MAX_SENDING = 256
 """Messages to one peer that it has not taken yet; what comes behind them waits as frames."""
 BATCH_FRAMES = 256
+UNCOUNTED_BYTES = 512
+"""The objects of bodies up to this length take 112 KiB at most, and are not counted."""
+UNFOLDING = 24
+"""The objects of a message take at most so many times `message_bytes`: those of numbers and words take less."""
 
 
 class Parcel:
@@ -81,9 +87,15 @@ class Link:
         self.endpoint, self.peer = endpoint, peer
         engine, loop = endpoint.engine, endpoint.loop
         self.lost = ""
-        self.lent = Lent(engine, peer, endpoint.budget)
+        self.lent = Lent(engine, loop, peer, endpoint.budget)
         self.staging = Staging(engine, loop, endpoint.budget)
-        self.borrowed = Borrowed(engine, loop, peer.address, lambda nbytes: self.post(Ask(nbytes), FRAME_BYTES))
+        self.borrowed = Borrowed(
+            engine,
+            loop,
+            peer.address,
+            ask=lambda nbytes: self.post(Ask(nbytes), FRAME_BYTES),
+            give_back=lambda number: self.post(Return(number), FRAME_BYTES),
+        )
         self.hello: Hello | None = None
         self.calls: dict[int, Caller] = {}
         self.running: dict[int, Served] = {}
@@ -100,7 +112,8 @@ class Link:
         self._sizes: list[int] = []
         self._sending: deque[aiote.Transfer] = deque()
         self._scheduled = self._waiting = self._flushing = False
-        self._held_bytes = 0
+        self._held_bytes = self.unfolded_bytes = 0
+        self._asking = False
         self.parked: list[Call] = []
         self.room = 0  # for the body of a frame that goes alone
 
@@ -188,13 +201,37 @@ class Link:
             raise ValueError(f"{type(frame).__name__} of a call that there is not, in slot {frame.slot}")
         return caller
 
-    async def on_ask(self, nbytes: int) -> None:
-        """Lend memory, or say why not."""
+    def on_ask(self, frame: Ask) -> None:
+        """Lend memory, or say why not. Raises ValueError for what is asked before the last answer."""
+        if self._asking:
+            raise ValueError("it asks for memory while it is given some")
+        self._asking = True
+        self.endpoint.spawn(self._lend, frame.nbytes, name="aiote service: lend memory")
+
+    async def _lend(self, nbytes: int) -> None:
         try:
             grant = Grant(*await self.lent.lend(nbytes))
         except (BlockingIOError, aiote.AioteError) as error:
             grant = Grant(0, 0, b"", str(error)[:500])
+        finally:
+            self._asking = False
         self.post(grant, FRAME_BYTES + len(grant.descriptor) + len(grant.reason.encode()))
+
+    def on_grant(self, frame: Grant) -> None:
+        """Take the answer to what was asked. Raises ValueError for what was not asked for."""
+        self.borrowed.granted(frame.number, frame.nbytes, frame.descriptor, frame.reason)
+        self.endpoint.watch_memory()
+
+    def on_return(self, frame: Return) -> None:
+        """Take lent memory back. Raises KeyError for what is not lent."""
+        region = self.lent.returned(frame.number)
+        self.endpoint.spawn(self.lent.take_back, region, name="aiote service: take memory back")
+
+    def sweep(self) -> bool:
+        """Give back and give up what was not used for a while; tell whether there is more."""
+        self.borrowed.sweep()
+        self.staging.sweep()
+        return bool(self.borrowed.segments or self.staging.segments)
 
     # What the peer has placed in our memory.
 
@@ -285,8 +322,16 @@ class Link:
             self._unread.remove(piece)
             self.borrowed.give(piece)
 
-    def read(self, decoder: msgspec.msgpack.Decoder[Any], frame: Call | End | Items, body: bytes) -> Any:
-        """Return the value of a body; its arrays are its own. Raises ValueError."""
+    def read(
+        self,
+        decoder: msgspec.msgpack.Decoder[Any],
+        frame: Call | End | Items,
+        body: bytes,
+        charge: Callable[[int], object] | None = None,
+    ) -> Any:
+        """Return the value of a body; its arrays are its own. Raises ValueError, and what `charge` does, which is told
+        about how many bytes its objects will take; those of short bodies do not count.
+        """
         unread = dict(enumerate(frame.pieces))
 
         def take(number: int, nbytes: int) -> memoryview:
@@ -302,6 +347,12 @@ class Link:
             self.endpoint.check_message(piece[2])
             # A copy: the peer may write there while it is being read.
             body = bytes(self.lent.view(piece))
+        if len(body) > UNCOUNTED_BYTES:
+            nbytes = unfolded_bytes(body)
+            if nbytes > UNFOLDING * self.endpoint.limits.message_bytes:
+                raise ValueError(f"values that take about {nbytes} bytes as objects; put them in arrays")
+            if charge is not None:
+                charge(nbytes)
         return decode(decoder, body, take)
 
     # Frames.

@@ -2,7 +2,8 @@
 
 Each side lends the other some, in pieces of memory called *segments*, each by a lease of its own that ends with the
 peer. Who has borrowed a segment places what it sends in it, and takes a place again once the other side has read it:
-so nothing has to be asked for a single call, and a caller that is cancelled need not wait for its places.
+so nothing has to be asked for a single call, and a caller that is cancelled need not wait for its places. It gives a
+segment back in which nothing was placed for a while, and asks again when it needs one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 import aiote
 
-from ..aio import EventLoop, Waiter
+from ..aio import EventLoop, Signal, Waiter
 from .frames import Piece
 
 __all__ = ["LEND_BYTES", "Allocator", "Borrowed", "Budget", "Lent", "Registrations", "Staging"]
@@ -35,6 +36,8 @@ LEND_BYTES = 256 << 10
 """Arrays to be filled, from this size on, are lent for the call and written in place; a lease costs 0.3 ms."""
 MAX_SEGMENTS = 64
 """Of one peer, in one direction: each is a registration."""
+IDLE_S = 10.0
+"""A segment in which nothing was for at least so long, and at most twice as long, is given back."""
 SLOW_BYTES = 4 << 20
 """More than so many bytes are registered beside the event loop: to pin them may take long."""
 
@@ -46,10 +49,12 @@ class Allocator:
         self.nbytes = nbytes
         self._starts = [0]
         self._lengths = [nbytes]
+        self._used = True
 
     def take(self, nbytes: int) -> int | None:
         """Take a place for so many bytes."""
         need = _aligned(nbytes)
+        self._used = True
         for index, length in enumerate(self._lengths):
             if length >= need:
                 start = self._starts[index]
@@ -71,6 +76,16 @@ class Allocator:
                 self._lengths[left] += self._lengths[left + 1]
                 del self._starts[left + 1], self._lengths[left + 1]
 
+    def idle(self) -> bool:
+        """Tell whether no place is taken, nor was since this was asked last."""
+        used, self._used = self._used, False
+        return not used and self.free
+
+    @property
+    def free(self) -> bool:
+        """Whether no place is taken."""
+        return self._lengths == [self.nbytes]
+
     def _end(self, index: int) -> int:
         return self._starts[index] + self._lengths[index]
 
@@ -80,7 +95,7 @@ def _aligned(nbytes: int) -> int:
 
 
 class Budget:
-    """How much memory an engine lends and stages, in all and for one peer."""
+    """How much memory an engine spends on values under way, in all and for one peer: lent, staged, unfolded."""
 
     def __init__(self, total: int, peer: int) -> None:
         self.total = total
@@ -107,14 +122,21 @@ class Budget:
         self.used += size
         return size
 
+    def charge(self, nbytes: int, held: int) -> None:
+        """Take bytes for the objects of a message, for a peer whose others have `held`. Raises BlockingIOError."""
+        if held + nbytes > self.peer or self.used + nbytes > self.total:
+            raise BlockingIOError(f"no room for values of about {nbytes} bytes as objects (peer_bytes, total_bytes)")
+        self.used += nbytes
+
 
 class Lent:
     """The segments that one peer may write to. `close` takes them back; what is in them can still be read."""
 
-    def __init__(self, engine: aiote.Engine, peer: aiote.Peer, budget: Budget) -> None:
+    def __init__(self, engine: aiote.Engine, loop: EventLoop, peer: aiote.Peer, budget: Budget) -> None:
         self._engine, self._peer, self._budget = engine, peer, budget
         self._segments: dict[int, tuple[memoryview, aiote.Region]] = {}
-        self._count = self._taken = 0
+        self._count = self._taken = self._numbers = self._returning = 0
+        self._returned = Signal(loop)
         self._closed = False
         self.nbytes = 0
 
@@ -123,6 +145,9 @@ class Lent:
 
         Raises BlockingIOError with the reason where there is no memory for it, ClosedError, FabricError.
         """
+        while self._returning:
+            # What the peer has just given back counts until nobody can write there.
+            await self._returned.wait()
         if self._closed:
             raise aiote.ClosedError("the peer is lost")
         size = self._budget.take(nbytes, self._taken, self._count)
@@ -145,10 +170,31 @@ class Lent:
             if region is not None:
                 await region.aclose()
             raise
-        number = len(self._segments)
+        number, self._numbers = self._numbers, self._numbers + 1
         self._segments[number] = (memoryview(region).toreadonly(), region)
         self.nbytes += size
         return number, size, descriptor
+
+    def returned(self, number: int) -> aiote.Region:
+        """Take note that the peer wants a segment no more; return what is to be closed by `take_back`.
+
+        Raises KeyError for a segment that there is not.
+        """
+        _, region = self._segments.pop(number)
+        self.nbytes -= region.nbytes
+        self._returning += 1
+        return region
+
+    async def take_back(self, region: aiote.Region) -> None:
+        """Close what was returned, and count it no more."""
+        try:
+            await region.aclose()
+        finally:
+            self._returning -= 1
+            self._count -= 1
+            self._taken -= region.nbytes
+            self._budget.used -= region.nbytes
+            self._returned.set()
 
     def view(self, piece: Piece) -> memoryview:
         """Return the bytes of a piece, read-only. Raises ValueError for what is none."""
@@ -183,10 +229,15 @@ class Borrowed:
     """The segments that a peer has lent to us, and who waits for a place in them, first come, first served."""
 
     def __init__(
-        self, engine: aiote.Engine, loop: EventLoop, owner: aiote.Address, ask: Callable[[int], object]
+        self,
+        engine: aiote.Engine,
+        loop: EventLoop,
+        owner: aiote.Address,
+        ask: Callable[[int], object],
+        give_back: Callable[[int], object],
     ) -> None:
-        self._engine, self._loop, self._owner, self._ask = engine, loop, owner, ask
-        self._segments: dict[int, tuple[Allocator, aiote.RemoteRegion]] = {}
+        self._engine, self._loop, self._owner, self._ask, self._give_back = engine, loop, owner, ask, give_back
+        self.segments: dict[int, tuple[Allocator, aiote.RemoteRegion]] = {}
         self._taken: set[Piece] = set()
         self._line: deque[_Turn] = deque()
         self._asked = 0
@@ -222,7 +273,7 @@ class Borrowed:
             waiter.set_result(None)
 
     def _take(self, nbytes: int) -> tuple[Piece, aiote.RemoteRegion] | None:
-        for number, (allocator, remote) in self._segments.items():
+        for number, (allocator, remote) in self.segments.items():
             offset = allocator.take(nbytes)
             if offset is not None:
                 piece = (number, offset, nbytes)
@@ -238,10 +289,14 @@ class Borrowed:
             self._asked = nbytes
             self._ask(nbytes)
         elif self._refused:
-            largest = max((allocator.nbytes for allocator, _ in self._segments.values()), default=0)
+            largest = max((allocator.nbytes for allocator, _ in self.segments.values()), default=0)
             if _aligned(nbytes) > largest:
                 reason, self._asked, self._refused = self._refused, 0, ""
-                raise BlockingIOError(reason)
+                if not self._return([number for number, (one, _) in self.segments.items() if one.free]):
+                    raise BlockingIOError(reason)
+                # There may be room for one large segment in place of small ones.
+                self._asked = nbytes
+                self._ask(nbytes)
 
     def granted(self, number: int, nbytes: int, descriptor: bytes, reason: str) -> None:
         """Take note of the answer to what was asked. Raises ValueError for what was not asked for, or is not its."""
@@ -251,10 +306,10 @@ class Borrowed:
             self._refused = reason or "it lends no memory"
         else:
             remote = self._engine.attach(descriptor)
-            if number in self._segments or remote.nbytes != nbytes or nbytes < self._asked:
+            if number in self.segments or remote.nbytes != nbytes or nbytes < self._asked:
                 raise ValueError("the memory that is lent is not what was asked for")
             check_lent(remote, self._owner)
-            self._segments[number] = (Allocator(nbytes), remote)
+            self.segments[number] = (Allocator(nbytes), remote)
             self._asked = 0
         self._wake()
 
@@ -262,11 +317,23 @@ class Borrowed:
         """Give a place back. Raises KeyError for one that is not taken."""
         self._taken.remove(piece)
         number, offset, nbytes = piece
-        self._segments[number][0].give(offset, nbytes)
+        self.segments[number][0].give(offset, nbytes)
         if self._refused:
             # What was refused may be granted now: others have given back, too.
             self._asked, self._refused = 0, ""
         self._wake()
+
+    def sweep(self) -> None:
+        """Give back what nobody has used for a while."""
+        if self._return([number for number, (one, _) in self.segments.items() if one.idle()]) and self._refused:
+            self._asked, self._refused = 0, ""
+            self._wake()
+
+    def _return(self, numbers: list[int]) -> bool:
+        for number in numbers:
+            del self.segments[number]
+            self._give_back(number)
+        return bool(numbers)
 
     @property
     def taken_bytes(self) -> int:
@@ -343,40 +410,52 @@ class Staging:
 
     def __init__(self, engine: aiote.Engine, loop: EventLoop, budget: Budget) -> None:
         self._engine, self._loop, self._budget = engine, loop, budget
-        self._segments: list[tuple[Allocator, memoryview, aiote.Region]] = []
-        self._nbytes = 0
+        self.segments: dict[int, tuple[Allocator, memoryview, aiote.Region]] = {}
+        self._nbytes = self._numbers = 0
         self._closed = False
 
     def take(self, nbytes: int) -> tuple[NDArray[numpy.uint8], aiote.Region]:
         """Return zeros, and their registration. Raises BlockingIOError with the reason where there is no room."""
         if self._closed:
             raise BlockingIOError("the peer is lost")
-        for number, (allocator, memory, region) in enumerate(self._segments):
+        for number, (allocator, memory, region) in self.segments.items():
             offset = allocator.take(nbytes)
             if offset is not None:
                 array = numpy.frombuffer(memory[offset : offset + nbytes], numpy.uint8)
                 array.fill(0)
                 weakref.finalize(array, self._let_go, number, offset, nbytes).atexit = False
                 return array, region[offset : offset + nbytes]
-        size = self._budget.take(nbytes, self._nbytes, len(self._segments))
+        size = self._budget.take(nbytes, self._nbytes, len(self.segments))
         try:
             region = self._engine.register(numpy.zeros(size, numpy.uint8), "local")
         except BaseException:
             self._budget.used -= size
             raise
         self._nbytes += size
-        self._segments.append((Allocator(size), memoryview(region), region))
+        self._numbers += 1
+        self.segments[self._numbers] = (Allocator(size), memoryview(region), region)
         return self.take(nbytes)
 
     def _let_go(self, number: int, offset: int, nbytes: int) -> None:
         # In whatever thread the last one had it. A loop that has ended needs no place.
         with suppress(RuntimeError):
-            self._loop.call_from_thread(partial(self._segments[number][0].give, offset, nbytes))
+            self._loop.call_from_thread(partial(self.segments[number][0].give, offset, nbytes))
+
+    def sweep(self) -> None:
+        """Give up what nobody has used for a while."""
+        for number in [number for number, (allocator, _, _) in self.segments.items() if allocator.idle()]:
+            _, _, region = self.segments.pop(number)
+            self._nbytes -= region.nbytes
+            self._loop.spawn(self._end, region, name="aiote service: give up memory")
+
+    async def _end(self, region: aiote.Region) -> None:
+        await region.aclose()
+        self._budget.used -= region.nbytes
 
     async def close(self) -> None:
         """End the registrations, once no transfer uses them."""
         self._closed = True
-        for _, _, region in tuple(self._segments):
+        for _, _, region in tuple(self.segments.values()):
             await region.aclose()
         self._budget.used -= self._nbytes
         self._nbytes = 0

@@ -51,7 +51,7 @@ class _Invalid(Exception):
 
 
 class _NoRoom(Exception):
-    """There is no memory for the arrays that the method would fill."""
+    """There is no memory for the arguments, or for the arrays that the method would fill."""
 
 
 class Running:
@@ -66,6 +66,7 @@ class Running:
         self._deadline = anyio.current_time() + frame.left if frame.left else math.inf
         self._parcels: list[Parcel] = []
         self.queued = self._ended = False
+        self._unfolded_bytes = 0
         self._outgoing: _Outgoing | None = None
 
     @property
@@ -109,6 +110,8 @@ class Running:
         link, parcel = self.link, parcel or Parcel(b"", [], False)
         link.running.pop(self.frame.slot, None)
         link.release(self.frame.pieces)
+        link.unfolded_bytes -= self._unfolded_bytes
+        link.endpoint.budget.used -= self._unfolded_bytes
         for other in self._parcels:
             if other is not parcel:
                 link.take_back(other.pieces)
@@ -168,7 +171,7 @@ class Running:
     async def _proceed(self) -> Parcel:
         method, frame, link = self._method, self.frame, self.link
         try:
-            bound = link.read(method.read_arguments, frame, frame.body)
+            bound = link.read(method.read_arguments, frame, frame.body, self._charge)
         except ValueError as error:
             raise _Invalid(str(error)) from error
         arguments = [getattr(bound, name) for name in bound.__struct_fields__]
@@ -176,7 +179,20 @@ class Running:
             return await self._stream(self._function(*arguments))
         if not method.outs:
             return await self.place(await self._function(*arguments))
-        return await self._fill(bound, arguments)
+        try:
+            return await self._fill(bound, arguments)
+        except anyio.get_cancelled_exc_class() as error:
+            # Frames that keep the error, as those of asyncio.TaskGroup do, would keep the arrays until a collection.
+            error.__traceback__ = None
+            raise
+
+    def _charge(self, nbytes: int) -> None:
+        try:
+            self.link.endpoint.budget.charge(nbytes, self.link.unfolded_bytes)
+        except BlockingIOError as error:
+            raise _NoRoom(str(error)) from error
+        self.link.unfolded_bytes += nbytes
+        self._unfolded_bytes = nbytes
 
     async def place(self, value: object) -> Parcel:
         """Bring a result, or an item, on its way. A peer that gives it no place is lost: others wait for the room."""
@@ -252,6 +268,7 @@ class _Filled:
         else:
             try:
                 memory, self._region = self._link.staging.take(self._nbytes)
+                self._link.endpoint.watch_memory()
             except BlockingIOError as error:
                 raise _NoRoom(str(error)) from error
             self.array = memory.view(self._dtype).reshape(self._shape)

@@ -15,7 +15,7 @@ from .definition import Method
 from .errors import CallError, CallLostError, RemoteError
 from .exchange import UnderWay, failure
 from .frames import Credit, End, Items, Status
-from .link import FRAME_BYTES, Link
+from .link import FRAME_BYTES, UNFOLDING, Link
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -29,14 +29,25 @@ class Incoming(UnderWay):
     Items are read when they come, so that none keeps a place in memory that others of this peer wait for.
     """
 
-    __slots__ = ("_frames", "_largest", "_method", "_ready", "_received", "_taken", "_told", "_unread", "_waiter")
+    __slots__ = (
+        "_frames",
+        "_largest",
+        "_method",
+        "_ready",
+        "_received",
+        "_taken",
+        "_told",
+        "_unfolded",
+        "_unread",
+        "_waiter",
+    )
 
     def __init__(self, link: Link, method: Method) -> None:
         super().__init__(link)
         self._method = method
         self._frames: dict[int, list[Any]] = {}
         self._ready: deque[Any] = deque()
-        self._received = self._taken = self._told = self._unread = self._largest = 0
+        self._received = self._taken = self._told = self._unread = self._largest = self._unfolded = 0
         self._waiter: Waiter | None = None
 
     def ended(self, end: End | None, reason: str) -> None:
@@ -71,15 +82,23 @@ class Incoming(UnderWay):
             raise ValueError(f"{self._unread} bytes of a stream that nobody has read yet")
         kept: list[Any] = []
         for body, size in zip(frame.bodies, sizes, strict=True):
+            before = self._unfolded
             try:
-                kept.append((self.link.read(self._method.read_result, frame, body), size))
+                item = self.link.read(self._method.read_result, frame, body, self._charge)
             except ValueError as error:
-                kept.append((RemoteError(self._method.name, "ValidationError", f"of an item: {error}"), size))
+                item = RemoteError(self._method.name, "ValidationError", f"of an item: {error}")
+            kept.append((item, size, self._unfolded - before))
         self._frames[frame.first] = kept
         while (found := self._frames.pop(self._received, None)) is not None:
             self._received += len(found)
             self._ready += found
         self._wake()
+
+    def _charge(self, nbytes: int) -> None:
+        """Count the objects of an item that nobody has read yet."""
+        if self._unfolded + nbytes > UNFOLDING * self.link.endpoint.limits.message_bytes:
+            raise ValueError(f"items that nobody has read yet take about {self._unfolded + nbytes} bytes as objects")
+        self._unfolded += nbytes
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -92,9 +111,10 @@ class Incoming(UnderWay):
                 self._raise_end()
             self._waiter = self.link.endpoint.loop.waiter()
             await self._waiter
-        item, size = self._ready.popleft()
+        item, size, unfolded = self._ready.popleft()
         self._taken += 1
         self._unread -= size
+        self._unfolded -= unfolded
         # Half of what the server may be ahead, or all that there is: it may be ahead by less.
         if self.end is None and (self._taken - self._told >= self._half or not self._ready):
             self._told = self._taken

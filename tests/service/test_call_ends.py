@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import asyncio
 import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from typing import Any
 import anyio
 import numpy
 import pytest
+import sniffio
 from numpy.typing import NDArray
 
 import aiote
@@ -72,8 +74,7 @@ async def at_rest(client: Any, server: service.Server) -> None:
             assert not link.early
             assert not link._early_ends
             await until(lambda link=link: not link._held_bytes)
-            gc.collect()  # what a cancelled method has raised may refer to its arrays
-            for segment in link.staging._segments:
+            for segment in link.staging.segments.values():
                 await until(lambda segment=segment: segment[0]._lengths == [segment[0].nbytes])
     assert not here.registrations._used
     # No lease but those of the memory that is lent for as long as the peer is there.
@@ -359,6 +360,49 @@ async def test_what_waited_in_a_queue_did_not_run():
             await until(lambda: server.queued)
         await until(lambda: len(ends) == 2)
         assert ends == {"first": "perhaps", "second": "no"}
+
+
+@pytest.mark.parametrize("by", ["caller", "deadline"])
+async def test_memory_that_was_to_be_filled_is_free_when_the_call_has_ended(by):
+    """Without the help of the garbage collector, whatever refers to the cancellation within the method."""
+
+    class Fill(service.Service):
+        def __init__(self) -> None:
+            self.under_way = False
+
+        @service.method
+        async def fill(self, out: service.Out[numpy.uint8]) -> None:
+            self.under_way = True
+            if asyncio_runs():
+                async with asyncio.TaskGroup():
+                    await anyio.sleep_forever()
+            async with anyio.create_task_group() as group:
+                group.start_soon(anyio.sleep_forever)
+
+    async with pair("sim") as (here, there), service.serve(there, fill := Fill()) as server:
+        client = service.client(here, there.address, Fill)
+        gc.disable()
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(end_in_time, client.fill, 0.05 if by == "deadline" else 1000)
+                await until(lambda: fill.under_way)
+                if by == "caller":
+                    group.cancel_scope.cancel()
+            await until(lambda: not server.running)
+            (link,) = server.endpoint._links.values()
+            (segment,) = link.staging.segments.values()
+            await until(lambda: segment[0]._lengths == [segment[0].nbytes])
+        finally:
+            gc.enable()
+
+
+def asyncio_runs() -> bool:
+    return sniffio.current_async_library() == "asyncio"
+
+
+async def end_in_time(fill: Callable[..., Awaitable[None]], seconds: float) -> None:
+    with anyio.move_on_after(seconds):
+        await fill(numpy.zeros(LEND_BYTES, numpy.uint8))
 
 
 async def test_a_method_that_cancels_itself_has_failed():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
@@ -27,6 +28,7 @@ from aiote.service.frames import (
     Grant,
     Hello,
     Items,
+    Return,
     pack,
     unpack,
 )
@@ -75,6 +77,8 @@ LIES: dict[str, list[Any]] = {
     "the end of no call": [HELLO, End(0, 1, 0, b"", [])],
     "items of no call": [HELLO, Items(0, 1, 0, [b"\x01"], [])],
     "memory that nobody asked for": [HELLO, Grant(0, 1 << 20, b"x" * 100)],
+    "two questions at a time": [HELLO, Ask(1), Ask(1)],
+    "a return of what is not lent": [HELLO, Return(0)],
     "pieces that nobody gave": [HELLO, Free([(0, 0, 64)])],
     "a cancellation in no slot": [HELLO, Cancel(50_000, 1)],
     "credit for what was not sent": [HELLO, Call(1, 1, "Plain/1.wait", 0.0, b"\x90", []), Credit(1, 1, 1 << 40)],
@@ -145,11 +149,12 @@ async def test_a_peer_that_wants_all_memory_gets_its_share():
         peer = await liar.connect(there.address)
         await say(liar, peer, HELLO)
         grants = 0
-        for _ in range(20):
-            await say(liar, peer, *[Ask(1) for _ in range(20)])
+        await say(liar, peer, Ask(1))
         async for message in liar.messages():
-            grants += sum(isinstance(frame, Grant) for frame in unpack(message.data))
-            if grants == 400:
+            for _ in [frame for frame in unpack(message.data) if isinstance(frame, Grant)]:
+                grants += 1
+                await say(liar, peer, Ask(1))
+            if grants == 2 * MAX_SEGMENTS:
                 break
         (link,) = server.endpoint._links.values()
         assert len(link.lent._segments) <= MAX_SEGMENTS
@@ -187,6 +192,7 @@ frames = st.one_of(
     st.builds(Cancel, slots, generations),
     st.builds(Ask, st.integers(0, 1 << 61)),
     st.builds(Grant, st.integers(0, 3), st.integers(0, 1 << 61), st.binary(), st.text(max_size=9)),
+    st.builds(Return, few),
     st.builds(Free, st.lists(st.tuples(st.integers(0, 3), st.integers(0, 99), st.integers(0, 99)), max_size=3)),
 )
 
@@ -263,6 +269,7 @@ def at_random(rng: random.Random) -> Any:
             Ask(rng.randrange(1 << 22)),
             *([Credit(slot, generation, 0)] * 3),
             Free([(0, 0, 9)]),
+            Return(rng.randrange(3)),
             End(slot, generation, 0, b"", []),
             Items(slot, generation, 0, [b""], []),
             HELLO,
@@ -336,3 +343,63 @@ async def test_a_peer_that_was_lost_before_it_was_heard_holds_nothing():
             await until(lambda: server.endpoint.unknown)
             assert not server.endpoint.budget.used
             assert not server.endpoint._links
+
+
+class Loose(service.Service):
+    """Methods whose types let a few bytes become many objects."""
+
+    def __init__(self) -> None:
+        self.open = anyio.Event()
+
+    @service.method
+    async def count(self, values: list[list[int]]) -> int:
+        await self.open.wait()
+        return len(values)
+
+
+def lists(count: int) -> bytes:
+    """Return the arguments of `count`: so many empty lists, a byte each."""
+    return b"\x91\xdd" + count.to_bytes(4, "big") + b"\x90" * count
+
+
+@pytest.mark.anyio
+async def test_a_few_bytes_do_not_become_many_objects():
+    """What a message takes as objects is bounded before there are any, and so is what all of them take."""
+    limits = service.Limits(message_bytes=8 << 10, peer_bytes=400_000)
+    async with pair("sim") as (liar, there), service.serve(there, loose := Loose(), limits=limits) as server:
+        peer = await liar.connect(there.address)
+        await say(liar, peer, HELLO, Call(0, 1, "Loose/1.count", 0.0, lists(1000), []))
+        (end,) = await answers(liar, 1)
+        assert (end.status, b"bytes as objects; put them in arrays" in end.body) == (6, True)
+        # 134 KB each: the third has no room while two run, and has it when they are over.
+        await say(liar, peer, *[Call(slot, 2, "Loose/1.count", 0.0, lists(600), []) for slot in range(3)])
+        (end,) = await answers(liar, 1)
+        assert (end.status, end.body[:18]) == (3, b"no room for values")
+        assert server.endpoint.budget.used > 250_000
+        loose.open.set()
+        assert [end.status for end in await answers(liar, 2)] == [0, 0]
+        await say(liar, peer, Call(3, 1, "Loose/1.count", 0.0, lists(600), []))
+        assert [end.status for end in await answers(liar, 1)] == [0]
+        assert not server.endpoint.budget.used
+
+
+@pytest.mark.anyio
+async def test_items_that_nobody_reads_do_not_become_many_objects():
+    class Many(service.Service):
+        @service.method
+        async def lists(self) -> AsyncIterator[list[list[int]]]:
+            for _ in range(6):
+                yield [[]] * 700
+
+    limits = service.Limits(message_bytes=16 << 10)
+    async with pair("sim") as (here, there), service.serve(there, Many()):
+        stream = service.client(here, there.address, Many, limits=limits).lists()
+        assert await anext(stream) == [[]] * 700
+        await until(lambda: len(stream._incoming._ready) == 5)
+        # 157 KB each, of 393 KB: when all come at once there is room for two.
+        fitting = 0
+        with pytest.raises(service.RemoteError, match="items that nobody has read yet take about"):
+            while True:
+                assert len(await anext(stream)) == 700
+                fitting += 1
+        assert fitting in (1, 2)

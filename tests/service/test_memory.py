@@ -79,9 +79,10 @@ def test_a_budget_bounds_one_peer_and_all():
 async def test_places_are_given_in_line_and_a_cancelled_wait_passes_on():
     async with linked("sim") as (user, owner):
         budget = Budget(FIRST_BYTES, FIRST_BYTES)
-        lent = Lent(owner, next(iter(owner.peers)), budget)
+        lent = Lent(owner, current_loop(), next(iter(owner.peers)), budget)
         asked: list[int] = []
-        borrowed = Borrowed(user, current_loop(), owner.address, asked.append)
+        returned: list[int] = []
+        borrowed = Borrowed(user, current_loop(), owner.address, asked.append, returned.append)
         served: list[int] = []
         places = {}
 
@@ -114,6 +115,7 @@ async def test_places_are_given_in_line_and_a_cancelled_wait_passes_on():
         with pytest.raises(KeyError):
             borrowed.give(places[0][0])
         assert borrowed.taken_bytes == 4050
+        assert not returned
         await lent.close()
         assert budget.used == 0
         with pytest.raises(aiote.ClosedError):
@@ -123,9 +125,9 @@ async def test_places_are_given_in_line_and_a_cancelled_wait_passes_on():
 @pytest.mark.anyio
 async def test_what_is_lent_is_what_was_asked_for():
     async with linked("sim") as (user, owner), opened("sim") as third:
-        lent = Lent(owner, next(iter(owner.peers)), Budget(1 << 30, 1 << 30))
+        lent = Lent(owner, current_loop(), next(iter(owner.peers)), Budget(1 << 30, 1 << 30))
         number, nbytes, descriptor = await lent.lend(100)
-        borrowed = Borrowed(user, current_loop(), owner.address, lambda nbytes: None)
+        borrowed = Borrowed(user, current_loop(), owner.address, lambda nbytes: None, lambda number: None)
         with pytest.raises(ValueError, match="nobody has asked"):
             borrowed.granted(number, nbytes, descriptor, "")
         foreign = third.register(numpy.zeros(nbytes + 64, numpy.uint8))
