@@ -40,7 +40,7 @@ def fuzz(target: str, options: list[str]) -> None:
     """Become a fuzzer of one target: libFuzzer ends the process."""
     import atheris
 
-    with atheris.instrument_imports(include=["aiote.core", "aiote.kvcache"]):
+    with atheris.instrument_imports(include=["aiote.core", "aiote.kvcache", "aiote.service"]):
         from fuzz_targets import TARGETS
     atheris.Setup([target, *options], TARGETS[target])
     atheris.Fuzz()

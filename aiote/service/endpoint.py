@@ -256,7 +256,8 @@ class Endpoint:
         try:
             while True:
                 await anyio.sleep(IDLE_S)
-                if not any([link.sweep() for link in tuple(self._links.values())]):
+                more = [link.sweep() for link in tuple(self._links.values())]
+                if not any(more):
                     break
         finally:
             self._sweeper = None

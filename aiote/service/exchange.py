@@ -152,7 +152,7 @@ def failure(method: Method, end: End, *, timed: bool) -> Exception:
         return CallLostError(method.name, "its server was stopped", "perhaps")
     try:
         names, text = _failure.decode(end.body)
-    except msgspec.DecodeError:
+    except ValueError:
         names, text = [], ""
     for name in names:
         if name in method.raises:

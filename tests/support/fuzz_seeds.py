@@ -17,6 +17,7 @@ from aiote.core.descriptor import RailKey, RegionDescriptor
 from aiote.core.frames import encode, frame
 from fuzz_discovery import discovery_seeds
 from fuzz_kvcache import kvcache_seeds
+from fuzz_service import service_seeds
 from fuzz_targets import HERE, Step, program
 
 PATH = [State.GREETED, State.OFFERED, State.MAPPED, State.READY]
@@ -121,6 +122,7 @@ def seeds() -> dict[str, dict[str, bytes]]:
             "descriptor": {"whole": bytes(whole), "slice": bytes(whole.slice(5, 9))},
             "address": {f"text-{n}": place.encode() for n, place in enumerate(places)}
             | {f"bytes-{n}": bytes(Address.parse(place)) for n, place in enumerate(places)},
+            "service": service_seeds(),
         }
         | discovery_seeds()
         | kvcache_seeds()

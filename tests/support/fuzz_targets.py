@@ -1,5 +1,5 @@
-"""What is fuzzed: all that interprets bytes from outside, in the pure core, in `fuzz_discovery` and in `fuzz_kvcache`,
-with what must hold.
+"""What is fuzzed: all that interprets bytes from outside, in the pure core and in `fuzz_discovery`, `fuzz_kvcache` and
+`fuzz_service`, with what must hold.
 
 A target takes bytes and raises where an invariant is broken: only the module's own errors come out, what was decoded
 encodes to the same bytes again, nothing is held in proportion to a length field. `tools/fuzz.py` runs the targets
@@ -25,6 +25,7 @@ from aiote.core.handshake import HandshakeConfig, _Proofs
 from aiote.errors import ClosedError, UsageError
 from fuzz_discovery import DISCOVERY
 from fuzz_kvcache import KVCACHE
+from fuzz_service import service
 
 KEY = b"a cluster key that the fuzzer has"
 TESTED = HandshakeConfig(b"t" * 16, 7)
@@ -274,7 +275,10 @@ def address(data: bytes) -> None:
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = (
-    {function.__name__: function for function in (control, message, stream, descriptor, address)} | DISCOVERY | KVCACHE
+    {function.__name__: function for function in (control, message, stream, descriptor, address)}
+    | DISCOVERY
+    | KVCACHE
+    | {"service": service}
 )
-SHARES = {name: 4 if name == "control" else 1 for name in TARGETS}
+SHARES = {name: 4 if name in ("control", "service") else 1 for name in TARGETS}
 """How the time of a run is divided."""
