@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 import anyio
 import pytest
 
+from arrays_service import check
 from cables import CONFIG, PIECE, WRITES, opened, pour
 from children import Child, ChildError
 from namespaces import Network
@@ -21,6 +22,7 @@ pytestmark = [
     pytest.mark.blocking_allowed("starts processes, and no engine runs here"),
 ]
 
+CALLS = 40
 RESET = ("REJECT", "--reject-with", "tcp-reset")
 
 CUTS: dict[str, Callable[[Network, str], Awaitable[None]]] = {
@@ -98,6 +100,32 @@ async def test_a_rail_that_is_ten_times_slower_is_given_less(network, processes)
         finally:
             for cable in network.cables[1:3]:
                 await network.limit(cable, 0)
+
+
+@pytest.mark.parametrize("provider", ["socket", "tcp"])
+@each_cut
+async def test_calls_go_on_when_one_of_two_unequal_rails_is_lost(network, processes, cut, provider):
+    """Arrays both ways, arrays to be filled and streams: every byte is right, and none of them in a message."""
+    async with opened(network, processes, 2, provider) as (network, near, far):
+        await far.ask("serve")
+        check(await near.ask("use", address=str(far.address), calls=6), 6)
+        await network.limit(network.cables[1], 400)
+        await network.limit(network.cables[2], 80)
+        try:
+            near.tell("use", address=str(far.address), calls=CALLS)
+            await under_way(network)
+            await cut(network, network.cables[2])
+            check(await near.answer(), CALLS)
+        finally:
+            for cable in network.cables[1:3]:
+                await network.limit(cable, 0)
+        names = await names_of(near) + await names_of(far)
+        assert "rail.failed" in names
+        assert "peer.lost" not in names
+        await network.heal()
+        while "rail.back" not in await names_of(near):
+            await anyio.sleep(0.02)
+        check(await near.ask("use", address=str(far.address), calls=6), 6)
 
 
 async def under_way(network: Network) -> None:

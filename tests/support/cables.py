@@ -22,13 +22,15 @@ Ends = tuple[Network, Child, Child]
 
 
 @asynccontextmanager
-async def opened(network: Network, processes: tuple[Child, Child], rails: int = RAILS) -> AsyncIterator[Ends]:
+async def opened(
+    network: Network, processes: tuple[Child, Child], rails: int = RAILS, provider: str = "tcp"
+) -> AsyncIterator[Ends]:
     """Open an engine on each side, with a rail for each of the cables 1 to `rails`."""
     with anyio.fail_after(PATIENCE_S * SLOWER):
         await network.heal()
         for side, child in enumerate(processes):
             names = [end_of(1 + number, side) for number in range(rails)]
-            await child.open("tcp", SIZE, rails=names, host=end_of(0, side), **CONFIG)
+            await child.open(provider, SIZE, rails=names, host=end_of(0, side), **CONFIG)
         await processes[0].ask("connect", address=str(processes[1].address))
         yield network, *processes
 

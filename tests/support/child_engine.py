@@ -15,6 +15,8 @@ import time
 from typing import Any
 
 import aiote
+import arrays_service
+from aiote import service
 from mix import Mix
 
 
@@ -143,6 +145,17 @@ class Commands:
         await asyncio.sleep(0.2)
         return {"digest": digest, "left": counter.value}
 
+    async def serve(self) -> dict[str, Any]:
+        """Begin to serve arrays, until the engine is closed."""
+        ready = asyncio.Event()
+        self._start(self._serve(ready))
+        await ready.wait()
+        return {}
+
+    async def use(self, address: str, calls: int) -> dict[str, Any]:
+        """Call the service of arrays of another engine, and tell what went which way."""
+        return await arrays_service.use(self.engine, address, calls)
+
     async def hold(self, seconds: float) -> dict[str, Any]:
         """Hold up the loop."""
         time.sleep(seconds)
@@ -170,6 +183,11 @@ class Commands:
         """Close the engine."""
         await self.engine.aclose()
         return {}
+
+    async def _serve(self, ready: asyncio.Event) -> None:
+        async with service.serve(self.engine, arrays_service.Served(self.engine)):
+            ready.set()
+            await asyncio.Event().wait()
 
     async def _flood(self, descriptor: bytes, imm: int) -> None:
         remote = self.engine.attach(descriptor)
