@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextvars
 import asyncio
+import contextvars
 import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import AsyncIterator
 from typing import Any
@@ -47,6 +48,43 @@ class Served(Arrays):
     @service.method
     async def counters(self) -> dict[str, int]:
         return counters(self._engine)
+
+
+class Numbered(service.Service):
+    @service.method
+    async def work(self, number: int, data: Octets, out: service.Out[numpy.uint8]) -> Octets:
+        raise NotImplementedError
+
+
+class Noted(Numbered):
+    """The same, where it is served: what has begun is in a file, though the process be killed."""
+
+    name = "Numbered"
+
+    def __init__(self, journal: str) -> None:
+        self._journal = os.open(journal, os.O_WRONLY | os.O_APPEND)
+
+    @service.method
+    async def work(self, number: int, data: Octets, out: service.Out[numpy.uint8]) -> Octets:
+        os.write(self._journal, b"%d\n" % number)
+        await anyio.sleep(random.random() * 0.005)
+        out[...] = data[::-1]
+        return data ^ 255
+
+
+def held(engine: aiote.Engine) -> dict[str, int]:
+    """Return what calls hold of an engine: nothing, once they are over, but memory that is lent to a live peer."""
+    endpoint = Endpoint.of(engine)
+    links = tuple(endpoint._links.values())
+    lent = {region.memory for link in links for _, region in link.lent._segments.values()}
+    return {
+        "running": sum(len(link.running) for link in links),
+        "calls": sum(len(link.calls) for link in links),
+        "placed": sum(link._held_bytes + link.borrowed.taken_bytes + link.unfolded_bytes for link in links),
+        "staged": sum(not one.free for link in links for one, _, _ in link.staging.segments.values()),
+        "registered": len(endpoint.registrations._used),
+        "leases": len(set(engine._links.leases._live) - lent),
+    }
 
 
 def counters(engine: aiote.Engine) -> dict[str, int]:

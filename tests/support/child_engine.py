@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import random
 import sys
 import time
@@ -145,10 +146,10 @@ class Commands:
         await asyncio.sleep(0.2)
         return {"digest": digest, "left": counter.value}
 
-    async def serve(self) -> dict[str, Any]:
-        """Begin to serve arrays, until the engine is closed."""
+    async def serve(self, journal: str = os.devnull) -> dict[str, Any]:
+        """Begin to serve arrays, until the engine is closed; which calls have begun is noted in a file."""
         ready = asyncio.Event()
-        self._start(self._serve(ready))
+        self._start(self._serve(ready, journal))
         await ready.wait()
         return {}
 
@@ -184,8 +185,13 @@ class Commands:
         await self.engine.aclose()
         return {}
 
-    async def _serve(self, ready: asyncio.Event) -> None:
-        async with service.serve(self.engine, arrays_service.Served(self.engine)):
+    async def serving(self) -> dict[str, Any]:
+        """Tell what calls hold here."""
+        return arrays_service.held(self.engine)
+
+    async def _serve(self, ready: asyncio.Event, journal: str) -> None:
+        noted = arrays_service.Noted(journal)
+        async with service.serve(self.engine, arrays_service.Served(self.engine), noted):
             ready.set()
             await asyncio.Event().wait()
 
