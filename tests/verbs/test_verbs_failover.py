@@ -7,6 +7,8 @@ import asyncio
 import pytest
 
 import aiote
+from aiote import service
+from arrays_service import Served, check, use
 from engines import across, until
 from switch import SOONER, over_switch
 from traffic import IMM, Traffic
@@ -38,6 +40,24 @@ async def test_traffic_is_exact_when_a_cable_is_pulled_in_the_middle(switch, nee
         again = Traffic(left, right, 2)
         await again.run()
         again.check()
+
+
+async def test_calls_go_on_when_one_of_two_unequal_rails_is_lost(switch, need_four):
+    """Arrays both ways, arrays to be filled and streams: every byte is right, and none of them in a message."""
+    calls = 12
+    async with over_switch(2) as (left, right, events), service.serve(right, Served(right)) as server:
+        for nic in (1, 3):
+            switch.disturb(nic, "delay", "5ms")
+        running = asyncio.create_task(use(left, right.address, calls))
+        await until(lambda: server.calls > calls // 4)
+        switch.pull(1)
+        assert not running.done()
+        check(await running, calls)
+        assert "rail.failed" in names(events)
+        assert "peer.lost" not in names(events)
+        switch.plug(1)
+        await until(lambda: names(events).count("rail.back") == names(events).count("rail.failed"))
+        check(await use(left, right.address, calls), calls)
 
 
 async def test_traffic_waits_while_the_only_cable_is_pulled_for_a_moment(switch):
