@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 import aiote
 from aiote import service as calls
+from aiote.service.background import Crew, beside
 from aiote.service.endpoint import Endpoint
 from aiote.service.frames import (
     MAGIC,
@@ -77,7 +78,8 @@ class Say(IntEnum):
     ITEMS = 7  # an item of its oldest call
     LEND = 8  # what it has asked for is lent to it
     CANCEL = 9  # the call in this slot
-    GO = 10  # the peer goes, and connects again
+    FREE = 10  # what it has been sent in its memory was read
+    GO = 11  # the peer goes, and connects again
 
 
 class Fuzzed(calls.Service):
@@ -107,8 +109,8 @@ METHODS = ("Fuzzed/1.add", "Fuzzed/1.fill", "Fuzzed/1.wait", "Fuzzed/1.items", "
 class Liar:
     """The peer: it knows what was said to it, and says what a program tells."""
 
-    def __init__(self, engine: aiote.Engine, tested: aiote.Engine, client: Fuzzed, group: Any) -> None:
-        self.engine, self.tested, self.client, self.group = engine, tested, client, group
+    def __init__(self, engine: aiote.Engine, tested: aiote.Engine, client: Fuzzed, crew: Crew) -> None:
+        self.engine, self.tested, self.client, self.crew = engine, tested, client, crew
         self.forget()
 
     def forget(self) -> None:
@@ -118,6 +120,7 @@ class Liar:
         self.heard: list[Call] = []
         self.asked: list[int] = []
         self.told: dict[int, int] = {}
+        self.pieces: list[Piece] = []
 
     async def listen(self) -> None:
         """Take what the tested side says: frames, within its own limits."""
@@ -130,6 +133,8 @@ class Liar:
                         self.lent = (frame.number, self.engine.attach(frame.descriptor))
                     case Call():
                         self.heard.append(frame)
+                    case End() | Items():
+                        self.pieces += frame.pieces
                     case Ask():
                         self.asked.append(frame.nbytes)
 
@@ -208,7 +213,7 @@ class Liar:
             except (aiote.AioteError, TimeoutError):
                 pass
 
-        self.group.start_soon(call)
+        self.crew.start(call)
 
     async def do(self, step: Say, data: bytes) -> None:
         match step:
@@ -231,6 +236,9 @@ class Liar:
             case Say.CANCEL:
                 slot = (data[0] if data else 0) % 8
                 await self.say(Cancel(slot, max(1, self.generations[slot])))
+            case Say.FREE:
+                pieces, self.pieces = self.pieces, []
+                await self.say(Free(pieces))
             case Say.GO:
                 await self.go()
         await anyio.sleep(TURN_S)
@@ -273,14 +281,14 @@ async def play(fabric: Fabric, program: list[tuple[Say, bytes]]) -> None:
         fabric.open_engine(config=CONFIG) as honest,
         fabric.open_engine(config=CONFIG) as lying,
         calls.serve(tested, Fuzzed(), limits=LIMITS) as server,
-        anyio.create_task_group() as group,
+        beside() as crew,
     ):
         endpoint = Endpoint.of(tested)
         served = calls.client(honest, tested.address, Fuzzed)
         await served.add(numpy.arange(3, dtype="i4"), [])
         tasks = len(asyncio.all_tasks())
-        liar = Liar(lying, tested, calls.client(tested, lying.address, Fuzzed), group)
-        group.start_soon(liar.listen)
+        liar = Liar(lying, tested, calls.client(tested, lying.address, Fuzzed), crew)
+        crew.start(liar.listen)
         for step, data in program:
             await liar.do(step, data)
         with anyio.fail_after(SOON_S):
@@ -335,6 +343,10 @@ def service_seeds() -> dict[str, bytes]:
         "fill": greet + step(Say.CALL, b"\x09" + arguments(out, {"a": 1.5})),
         "wait": greet + step(Say.CALL, b"\x12\x90") + step(Say.CALL, b"\x13\x90") + step(Say.CANCEL, b"\x02"),
         "stream": greet + step(Say.CALL, b"\x1a" + arguments(30)) + step(Say.FRAMES, pack([Credit(2, 1, 8)])[1:]),
+        "invalid": greet + step(Say.CALL, b"\x00" + arguments(array, 3)),
+        "unfolding": greet + step(Say.CALL, b"\x00" + arguments(array, [[]] * 1000)) * 2,
+        "short": greet + step(Say.CALL, b"\x1a" + arguments(3)),
+        "large": greet + step(Say.CALL, b"\x1a" + arguments(12)) + step(Say.LEND) * 2 + step(Say.FREE),
         "outside": step(Say.OUTSIDE, b"\x00" + arguments(array, [[]] * 20)),
         "given-back": step(Say.OUTSIDE, b"\x20\x90") + step(Say.FRAMES, pack([Return(0), Ask(9)])[1:]),
         "asked": greet + asked + step(Say.END, b"\x00" + msgspec.msgpack.encode(array)),
