@@ -1,44 +1,37 @@
 """One try of one request with one group of prefillers, seen from the decoder.
 
-It opens immediates, sends every prefill rank that has something to write its `Fill`, and counts. There are two ends:
+It opens immediates, calls every prefill rank that has something to write, and counts. There are two ends:
 
 * *All counts are there.* They are as many as the plan has writes, so no write is left that could still land.
 * *It failed*: a rank refused or was lost, nothing came for too long, or the request is not wanted any more. Then every
-  rank that was lent memory is asked to stop. A rank is *over* when it has said that it has, or when its loan is
-  revoked. Where it does not say so within `confirm_limit`, its loan is *retired*: it is revoked as soon as that fails
-  no other request. The attempt ends when all are over.
+  call is cancelled. A rank is *over* when its call has ended there, or when its loan is revoked. Where the call does
+  not end within `confirm_limit`, the loan is *retired*: it is revoked as soon as that fails no other request. The
+  attempt ends when all are over.
 
 Either way nobody can write for it when `run` returns: pages may be anybody's.
-
-A `Cancel` is sent only after the rank's `Accepted` has come: messages overtake each other, and one that comes before
-its `Fill` would stop nothing.
 """
 
 from __future__ import annotations
 
-import itertools
-import secrets
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from typing import cast
 
 import anyio
 import numpy as np
 
 import aiote
 
-from ..aio import current_loop
+from .. import service
 from ..service.background import Bell, Crew
+from .fill import FillRequest, Numbers, Ranks, fingerprint
 from .layout import CacheLayout
-from .lending import Lender, Loan, key_of
+from .lending import Lender, Loan
 from .plan import plan_transfer
-from .post import Post
-from .transferwire import Accepted, Cancel, Ended, Fill, Numbers, Queued, Ranks, encode, fingerprint, fits_frame, frames
 
 __all__ = ["Attempt", "Desk", "Immediates"]
 
-FRAMES_AHEAD = 8
+MAX_REASON = 1024
 LOOKS = 4
 """How often in its time the stall limit is looked at: so much of it a stall may be noticed late."""
 
@@ -92,7 +85,7 @@ class Block:
 
 @dataclass(slots=True)
 class Desk:
-    """What the attempts of one decoder share: `sources` that may be heard of, by their serials, and who collects."""
+    """What the attempts of one decoder share, and which of them wait for what is to come."""
 
     engine: aiote.Engine
     layout: CacheLayout
@@ -105,14 +98,7 @@ class Desk:
     lender: Lender
     immediates: Immediates
     crew: Callable[[], Crew]
-    post: Post
-    sources: dict[int, Source] = field(default_factory=dict)
     collecting: set[Attempt] = field(default_factory=set)
-    _serials: itertools.count[int] = field(default_factory=lambda: itertools.count(secrets.randbits(62)))
-
-    def serial(self) -> int:
-        """Return a number that no attempt of this decoder had."""
-        return next(self._serials)
 
     async def watch(self) -> None:
         """Have every attempt look whether it has stalled, time and again; one task for all of them."""
@@ -121,149 +107,81 @@ class Desk:
             for attempt in tuple(self.collecting):
                 attempt.look(anyio.current_time())
 
-    def hear(self, peer: aiote.Peer, message: Accepted | Ended | Queued) -> bool:
-        """Pass on what a prefiller says; False where it is of nothing that still goes on."""
-        source = self.sources.get(message.serial)
-        if source is None or source.loan is None or key_of(source.loan.peer) != key_of(peer):
-            if not isinstance(message, Accepted):
-                # All may have arrived before one heard that it was to wait.
-                return isinstance(message, Queued)
-            if self.lender.answered(peer, message.serial):
-                return True
-            # It came too late: the leases are revoked. What is not wanted any more need not be computed either.
-            self.post.say(peer, Cancel(message.serial))
-            return False
-        source.hear(message)
-        return True
-
 
 class Source:
     """One prefill rank of an attempt: what it was lent, and whether it may still write."""
 
     def __init__(self, attempt: Attempt, rank: int, place: aiote.Peer | aiote.Address) -> None:
-        self.serial = attempt.desk.serial()
-        self.loan: Loan | None = None
-        self.over = False
         self._attempt = attempt
         self._rank = rank
         self._address = place.address if isinstance(place, aiote.Peer) else place
-        self._accepted = False
-        self._abandoned = False
-        self._dismissed = False
-        self._asking = anyio.CancelScope()
+        self._loan: Loan | None = None
+        self._over = False
+        self._calling = anyio.CancelScope()
         self._bell = Bell()
 
-    def ask(self) -> None:
-        """Lend the rank the memory and send it its `Fill`; what goes wrong fails the attempt.
-
-        At once where its engine is connected and has room, for a task costs as much as all of it; else beside.
-        """
-        desk = self._attempt.desk
+    async def run(self) -> None:
+        """Have the rank fill, until its call has ended or it is lost; what goes wrong fails the attempt."""
+        stream: service.Stream | None = None
         try:
-            peer = desk.engine.find_peer(self._address)
-            if peer is None:
-                desk.crew().start(self._aside, self._connect)
-                return
-            fill = self._lend(peer)
-            if fits_frame(fill) and peer.has_room:
-                (frame,) = frames(fill, self.serial)
-                desk.engine.submit_send(peer, frame).join(aiote.Flight(self._sent))
-            else:
-                desk.crew().start(self._aside, partial(self._send, peer, fill))
+            with self._calling:
+                peer = await self._connect()
+                loan = self._lend(peer)
+                stream = cast("service.Stream", loan.prefill.fill(self._attempt.request(self._rank, loan)))
+                async for _ in stream:
+                    self._attempt.heard()
         except aiote.AioteError as error:
             self._fail(str(error))
+        if stream is not None:
+            await stream.aclose()
+        if stream is None or self._loan is None or not self._loan.peer.lost:
+            self.loan_over()
 
-    def _lend(self, peer: aiote.Peer) -> bytes:
-        """Lend its engine the memory, and return its `Fill`, encoded."""
-        self.loan = self._attempt.desk.lender.lend(peer)
-        self.loan.borrowers.add(self)
-        return encode(self._attempt.fill(self._rank, self.serial, self.loan))
-
-    def _sent(self, failed: aiote.Transfer | None) -> None:
-        """Take note that the `Fill` is sent. Why it is not is known after this round only."""
-        if failed is not None:
-            current_loop().call_soon(lambda: self._fail(str(failed.exception())))
-
-    async def _aside(self, work: Callable[[], Awaitable[None]]) -> None:
-        with self._asking:
-            try:
-                await work()
-            except aiote.AioteError as error:
-                self._fail(str(error))
-
-    async def _connect(self) -> None:
-        peer = await self._attempt.desk.engine.connect(self._address)
-        if not self._abandoned:
-            await self._send(peer, self._lend(peer))
-
-    async def _send(self, peer: aiote.Peer, fill: bytes) -> None:
+    async def _connect(self) -> aiote.Peer:
         engine = self._attempt.desk.engine
-        sending: deque[aiote.Transfer] = deque()
-        for frame in frames(fill, self.serial):
-            # Frames may overtake each other: no need to wait for one to be there before the next one leaves.
-            while len(sending) >= FRAMES_AHEAD:
-                await sending.popleft()
-            await engine.room(peer)
-            sending.append(engine.submit_send(peer, frame))
-        for transfer in sending:
-            await transfer
+        peer = engine.find_peer(self._address)
+        if peer is None:
+            peer = await engine.connect(self._address)
+            self._attempt.heard()
+        return peer
+
+    def _lend(self, peer: aiote.Peer) -> Loan:
+        loan = self._loan = self._attempt.desk.lender.lend(peer)
+        loan.borrowers.add(self)
+        return loan
 
     async def stop(self, limit: float) -> None:
         """Return when it can write nothing more for this attempt. After `limit` its loan is retired."""
-        self._abandoned = True
-        if self.loan is None:
-            self._asking.cancel()
-            return
+        self._calling.cancel()
         with anyio.move_on_after(limit):
             await self._until_over()
-        if not self.over:
+        if self._loan is not None and not self._over:
             reason = f"it did not confirm within {limit} s that it had stopped"
-            self._attempt.desk.lender.retire(self.loan, self, reason)
+            self._attempt.desk.lender.retire(self._loan, self, reason)
         await self._until_over()
-        self._asking.cancel()
-        self.dismiss()
 
     async def _until_over(self) -> None:
-        while not self.over:
-            self.dismiss()
+        while not self._over:
             await self._bell.wait()
 
-    def dismiss(self) -> None:
-        """Tell the rank that nothing is wanted of it any more, if it knows of it; once."""
-        if self.loan is not None and self._accepted and not self._dismissed:
-            self._dismissed = True
-            self._attempt.desk.post.say(self.loan.peer, Cancel(self.serial))
-
-    def forget(self, delivered: bool) -> None:
-        """Take note that the attempt is over, and whether all has arrived."""
-        if self.loan is not None:
-            if delivered and not self._accepted:
-                self.loan.delivered(self.serial)
-            self._attempt.desk.lender.take_back(self.loan, self)
-
-    def hear(self, message: Accepted | Ended | Queued) -> None:
-        """Take what the rank says."""
-        self._accepted = True  # also what follows that shows it
-        if isinstance(message, Ended):
-            self.over = self._dismissed = True
-            self._fail(message.reason or "it has stopped")
-        elif self.over:
-            self.dismiss()
-        else:
-            self._attempt.heard()
-        self._bell.ring()
+    def forget(self) -> None:
+        """Take note that the attempt is over."""
+        if self._loan is not None:
+            self._attempt.desk.lender.take_back(self._loan, self)
 
     def loan_lost(self, reason: str) -> None:
         """Take note that its loan is being revoked."""
         self._fail(reason)
 
     def loan_over(self) -> None:
-        """Take note that nobody can write through its loan any more."""
-        self.over = True
+        """Take note that nobody can write for it any more, through its loan or at all."""
+        self._over = True
         self._bell.ring()
 
     def _fail(self, reason: str) -> None:
-        self._attempt.fail(f"prefill rank {self._rank} ({self._address.host}:{self._address.port}): {reason}")
+        # The prefiller's words may end up in terminals and logs.
+        clean = "".join(character if character.isprintable() else " " for character in reason[:MAX_REASON])
+        self._attempt.fail(f"prefill rank {self._rank} ({self._address.host}:{self._address.port}): {clean}")
 
 
 class Attempt:
@@ -282,7 +200,7 @@ class Attempt:
         self.desk = desk
         self.reason = ""
         self.layers = 0
-        self._request = request
+        self._name = request
         self._round = round_
         self._tokens = tokens
         self._pages = np.asarray(pages, dtype=np.uint32)
@@ -298,20 +216,19 @@ class Attempt:
         self._seen = (0, 0, (0, 0))
         self._since = 0.0
 
-    def fill(self, rank: int, serial: int, loan: Loan) -> Fill:
+    def request(self, rank: int, loan: Loan) -> FillRequest:
         """Return what is asked of one prefill rank."""
         desk, block = self.desk, self._block
         assert block is not None
         tail = desk.tail_bytes if rank == self._tail_from else 0
-        return Fill(
-            serial=serial,
+        return FillRequest(
             round=self._round,
             ranks=Ranks(rank, self._of_prefill, desk.rank, desk.ranks),
             imm=block.first,
             pool_pages=desk.pool_pages,
             tail_offset=self._place * desk.tail_bytes,
             tail_bytes=tail,
-            request=self._request,
+            request=self._name,
             print=fingerprint(desk.layout),
             pool=loan.pool.descriptor,
             tails=loan.tails.descriptor if tail and loan.tails is not None else b"",
@@ -338,8 +255,7 @@ class Attempt:
             self.reason = str(error)
             return
         for source in self._sources:
-            self.desk.sources[source.serial] = source
-            source.ask()
+            self.desk.crew().start(source.run)
 
     async def run(self, progress: Callable[[int], None]) -> str:
         """Return the reason why it failed, "" where all has arrived. `progress` is told how many layers have.
@@ -362,8 +278,7 @@ class Attempt:
                 return "" if arrived else self.reason
             finally:
                 for source in self._sources:
-                    del self.desk.sources[source.serial]
-                    source.forget(arrived)
+                    source.forget()
                 # Which know the attempt: a cycle in each request has the garbage collector come in every few.
                 self._sources.clear()
 

@@ -27,27 +27,14 @@ import numpy as np
 
 import aiote
 
-from ..service import Mailroom
 from ..service.background import Crew, beside, to_the_end
-from ..service.reading import WireError
 from .attempt import Desk, Immediates
+from .fill import LAST_IMMEDIATE, REQUEST_BYTES, Numbers
 from .layout import CacheLayout, integer
 from .lending import Lender
 from .plan import plan_transfer
 from .pool import Holding, PagePool
-from .post import Post
 from .slot import Group, Slot
-from .transferwire import (
-    FRAME_BYTES,
-    LAST_IMMEDIATE,
-    REQUEST_BYTES,
-    TO_DECODER,
-    Accepted,
-    Assembler,
-    Ended,
-    Numbers,
-    Queued,
-)
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -60,7 +47,7 @@ MOST_SLOTS = 1 << 14
 
 
 class Decoder:
-    """One decode rank's cache on one engine; `async with Decoder(mailroom, layout, memory) as decoder:`.
+    """One decode rank's cache on one engine; `async with Decoder(engine, layout, memory) as decoder:`.
 
     `memory` is what `Engine.register` takes: [layers, pages, *layout.page_shape(ranks)] elements, in whole; it is the
     decoder's until the `async with` ends. `rank` of `ranks` is its place in the decode group. `tail_bytes` is the
@@ -70,12 +57,12 @@ class Decoder:
     A try fails when nothing has come for `stall_limit` seconds (noticed within a quarter of that), though no earlier
     request to its prefiller, of whichever decoder, has moved on either. A prefiller that does not confirm within
     `confirm_limit` that it has stopped loses its leases, once no other request relies on them.
-    Raises UsageError for memory of another size; the engine's `message_bytes` must be 16384 at least, its default.
+    An engine may have several decoders, whose immediates differ. Raises UsageError for memory of another size.
     """
 
     def __init__(
         self,
-        mailroom: Mailroom,
+        engine: aiote.Engine,
         layout: CacheLayout,
         memory: Any,
         *,
@@ -88,12 +75,9 @@ class Decoder:
         confirm_limit: float = 2.0,
         imm_base: int = IMMEDIATE_BASE,
     ) -> None:
-        self.engine = mailroom.engine
+        self.engine = engine
         self.layout = layout
-        self.malformed = 0
-        self.strays = 0
         layout.heads(rank, ranks)
-        self._mailroom = mailroom
         self._memory = memory
         self._rank, self._ranks = rank, ranks
         self._slots_limit = integer("slots", slots, 1)
@@ -101,12 +85,10 @@ class Decoder:
         self._tail_bytes = integer("tail_bytes", tail_bytes, 0)
         self._limits = (_seconds("stall_limit", stall_limit), _seconds("confirm_limit", confirm_limit))
         self._imm_base, self._blocks = self._checked_immediates(imm_base)
-        self._assembler = Assembler()
         self._slots: dict[Slot, None] = {}
         self._open = False
         self._entered = False
         self._running: AbstractAsyncContextManager[Crew] | None = None
-        check_message_bytes(self.engine)
 
     def _checked_immediates(self, base: int) -> tuple[int, int]:
         if self._slots_limit > MOST_SLOTS:
@@ -247,7 +229,6 @@ class Decoder:
             self._tail_region = self.engine.register(self._tails) if self._tail_bytes else None
             self._pool = PagePool(pages_in(self._region, self.layout, self._ranks), self._slots_limit, self._line)
             self._desk = self._make_desk()
-            self._give_back = self._mailroom.handle(TO_DECODER, self._take)
         except BaseException:
             await self._let_go()
             raise
@@ -267,10 +248,9 @@ class Decoder:
             tail_bytes=self._tail_bytes,
             stall_limit=self._limits[0],
             confirm_limit=self._limits[1],
-            lender=Lender(self._region, self._tail_region, lambda: self._crew),
+            lender=Lender(self.engine, self._region, self._tail_region, lambda: self._crew),
             immediates=Immediates(self.engine, self._imm_base, self.layout.layers + 1, self._blocks),
             crew=lambda: self._crew,
-            post=Post(self.engine, lambda: self._crew),
         )
 
     async def __aexit__(
@@ -279,12 +259,9 @@ class Decoder:
         """End every request with ClosedError, and return once nobody can write to the memory any more."""
         assert self._running is not None
         self._open = False
-        self._give_back()
         self._pool.close("the decoder is closed")
         for slot in tuple(self._slots):
             slot.fail(aiote.ClosedError("the decoder was closed"))
-        for source in self._desk.sources.values():
-            source.dismiss()
         try:
             return await self._running.__aexit__(kind, error, traceback)
         finally:
@@ -295,23 +272,6 @@ class Decoder:
         for region in (self._region, getattr(self, "_tail_region", None)):
             if region is not None:
                 await to_the_end(region.aclose)
-
-    def _take(self, message: aiote.Message) -> None:
-        try:
-            heard = self._assembler.feed(message.source, message.data)
-        except WireError:
-            self.malformed += 1
-            return
-        if isinstance(heard, (Accepted, Ended, Queued)) and not self._desk.hear(message.source, heard):
-            self.strays += 1
-
-
-def check_message_bytes(engine: aiote.Engine) -> None:
-    """Raise UsageError where an engine takes shorter messages than frames."""
-    if engine.config.message_bytes < FRAME_BYTES:
-        raise aiote.UsageError(
-            f"config.message_bytes={engine.config.message_bytes}: a KV cache's requests need {FRAME_BYTES} at least"
-        )
 
 
 def pages_in(region: aiote.Region, layout: CacheLayout, ranks: int) -> int:

@@ -9,7 +9,7 @@
 
 `stop` is for all that can go wrong: a decode rank cancels or is lost, a write fails, the body raises or is cancelled.
 From then on nothing is submitted, what is under way is cancelled and drains, and the body is cancelled; when the last
-write is over, the decode ranks are told. They are told whether or not the body has noticed, which may be in a thread
+write is over, the calls of the decode ranks end. They end whether or not the body has noticed, which may be in a thread
 that computes: it cannot write any more.
 """
 
@@ -32,12 +32,11 @@ from numpy.typing import NDArray
 import aiote
 
 from ..service.background import Bell, Crew, to_the_end
+from .fill import FillRequest, Numbers
 from .lanes import Lane
 from .layout import CacheLayout, check_layer, integer
 from .plan import PageTable, Route
-from .post import Post
 from .traffic import Traffic
-from .transferwire import Ended, Fill, Numbers
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -72,7 +71,6 @@ class Site:
     region: aiote.Region
     pool_pages: int
     crew: Callable[[], Crew]
-    post: Post
     over: Callable[[Job], object]
     moved: Callable[[Job], object]
     failed: Callable[[Job], object]
@@ -82,18 +80,19 @@ class Site:
 
 @dataclass(slots=True, eq=False)
 class Order:
-    """What one decode rank asks for, and the writes to it that are not over. `unconfirmed`: one of them ended without
-    the certainty that it is over.
+    """What one decode rank asks for, and the writes to it that are not over. `news` is rung when its job is over, and
+    when it is `queued`: when a job before its own has moved on.
     """
 
-    fill: Fill
+    fill: FillRequest
     peer: aiote.Peer
     routes: tuple[Route, ...]
     table: PageTable
     pool: aiote.RemoteRegion
     tail: aiote.RemoteRegion | None
     flight: aiote.Flight = field(default_factory=aiote.Flight)
-    unconfirmed: bool = False
+    news: Bell = field(default_factory=Bell)
+    queued: bool = False
 
 
 class Job:
@@ -118,7 +117,7 @@ class Job:
         self._tail_sent = False
         self._in_a_row = BURST
         self._yielded = 0.0
-        self._failed: deque[tuple[Order, aiote.Transfer]] = deque()
+        self._failed: deque[aiote.Transfer] = deque()
         self._ending = False
         self._scope = anyio.CancelScope()
         self._bell = Bell()
@@ -276,7 +275,7 @@ class Job:
         if not order.flight:
             self.site.traffic.ended()
         if failed is not None:
-            self._failed.append((order, failed))
+            self._failed.append(failed)
             self.site.failed(self)
         elif self._sealed and not (self.in_flight or self._ending or self._failed):
             self._conclude()
@@ -293,11 +292,8 @@ class Job:
         with anyio.CancelScope(shield=True):
             while self._failed or self.in_flight:
                 while self._failed:
-                    order, transfer = self._failed.popleft()
-                    error = transfer.exception()
-                    if isinstance(error, aiote.TransferError):
-                        order.unconfirmed = order.unconfirmed or not error.confirmed
-                    self.stop(str(error))
+                    transfer = self._failed.popleft()
+                    self.stop(str(transfer.exception()))
                 await self._drain()
         self._conclude()
 
@@ -317,10 +313,15 @@ class Job:
     def _conclude(self) -> None:
         self.over = True
         self._quiet.set()
+        self._bell.ring()
         for order in self.orders:
-            if self.reason and not order.unconfirmed:
-                self.site.post.say(order.peer, Ended(order.fill.serial, self.reason))
+            order.news.ring()
         self.site.over(self)
+
+    async def wait_over(self) -> None:
+        """Wait until no write of it is under way, and none follows."""
+        while not self.over:
+            await self._bell.wait()
 
     def _let_go(self) -> None:
         for order in self.orders:

@@ -18,11 +18,12 @@ import anyio
 
 import aiote
 
+from .. import service
 from ..service.background import Crew
+from .fill import Prefill
 
 __all__ = ["Key", "Lender", "Loan", "key_of"]
 
-MOST_UNANSWERED = 4096
 Key = tuple[bytes, int]
 
 
@@ -34,29 +35,18 @@ class Borrower(Protocol):
 
 
 class Loan:
-    """The leases of one engine. Made by `Lender.lend`."""
+    """The leases of one engine, and its service. Made by `Lender.lend`."""
 
-    def __init__(self, peer: aiote.Peer, pool: aiote.Lease, tails: aiote.Lease | None) -> None:
+    def __init__(self, peer: aiote.Peer, prefill: Prefill, pool: aiote.Lease, tails: aiote.Lease | None) -> None:
         self.peer = peer
+        self.prefill = prefill
         self.pool = pool
         self.tails = tails
         self.reason = ""
         self.borrowers: set[Borrower] = set()
         self.retired = ""
         self.giving_up: set[Borrower] = set()
-        self._unanswered: dict[int, None] = {}
         self.scope = anyio.CancelScope()
-
-    def delivered(self, serial: int) -> None:
-        """Take note of an attempt of which all has arrived before it was accepted: messages are slower than writes."""
-        self._unanswered[serial] = None
-        if len(self._unanswered) > MOST_UNANSWERED:
-            # What is forgotten costs a Cancel of what is over.
-            del self._unanswered[next(iter(self._unanswered))]
-
-    def answered(self, serial: int) -> bool:
-        """Take note that an attempt was accepted; whether it had been delivered before."""
-        return self._unanswered.pop(serial, self) is None
 
     async def revoke(self) -> None:
         """Return once nobody can write through it; within `drain_timeout` of the engine's config, or a little more."""
@@ -71,9 +61,12 @@ def key_of(peer: aiote.Peer) -> Key:
 
 
 class Lender:
-    """The loans of one decoder. `crew` is called with what has to run beside: `Crew.start`."""
+    """The loans of one decoder. `crew` returns what runs beside it."""
 
-    def __init__(self, pool: aiote.Region, tails: aiote.Region | None, crew: Callable[[], Crew]) -> None:
+    def __init__(
+        self, engine: aiote.Engine, pool: aiote.Region, tails: aiote.Region | None, crew: Callable[[], Crew]
+    ) -> None:
+        self._engine = engine
         self._pool = pool
         self._tails = tails
         self._crew = crew
@@ -90,20 +83,16 @@ class Lender:
             return loan
         if loan is not None:
             self.end(loan, "its connection was replaced by another")
+        prefill = service.client(self._engine, peer, Prefill)
         pool = self._pool.lease(slice(0, len(self._pool)), peer)
         try:
             tails = self._tails.lease(slice(0, len(self._tails)), peer) if self._tails is not None else None
         except BaseException:
             self._crew().start(pool.revoke)
             raise
-        loan = self._loans[key_of(peer)] = Loan(peer, pool, tails)
+        loan = self._loans[key_of(peer)] = Loan(peer, prefill, pool, tails)
         self._crew().start(self._follow, loan)
         return loan
-
-    def answered(self, peer: aiote.Peer, serial: int) -> bool:
-        """Take note that an engine has accepted an attempt; whether that had been delivered before."""
-        loan = self._loans.get(key_of(peer))
-        return loan is not None and loan.answered(serial)
 
     def retire(self, loan: Loan, borrower: Borrower, reason: str) -> None:
         """Have a loan end for a borrower, which is told, as soon as that is no loss to the others."""

@@ -1,6 +1,6 @@
 """The prefill side: takes requests, hands them to the program as jobs, and tells decoders what became of them.
 
-A `Fill` is refused, with a sentence, where it does not fit (another layout, another rank than this one is, pages that
+A request is refused, with a sentence, where it does not fit (another layout, another rank than this one is, pages that
 its leases do not have), where too many wait, and while draining.
 
 With a decode group of several ranks a job begins when all ranks that this one writes to have sent theirs. The ranks do
@@ -21,7 +21,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -29,28 +29,16 @@ import numpy as np
 
 import aiote
 
+from .. import service
 from ..aio import current_loop
-from ..service import Mailroom
-from ..service.background import Bell, Crew, beside, to_the_end
-from ..service.reading import WireError
-from .decoder import check_message_bytes, pages_in
+from ..service.background import Bell, beside, to_the_end
+from .decoder import pages_in
+from .fill import LAST_IMMEDIATE, FillRefused, FillRequest, Prefill, fingerprint
 from .job import Job, Order, Site
 from .layout import CacheLayout, integer
-from .lending import Key, key_of
+from .lending import key_of
 from .plan import PageTable, plan_transfer
-from .post import Post
 from .traffic import PrefillStatistics, Traffic
-from .transferwire import (
-    LAST_IMMEDIATE,
-    TO_PREFILLER,
-    Accepted,
-    Assembler,
-    Cancel,
-    Ended,
-    Fill,
-    Queued,
-    fingerprint,
-)
 from .turned import Turned
 
 if TYPE_CHECKING:
@@ -62,6 +50,9 @@ ATTACHED = 256
 """How many descriptors are kept: a decoder's is the same in all its requests, for as long as its lease lasts."""
 QUEUED_S = 0.5
 """How often jobs that wait are told of, at most; far below any `stall_limit`."""
+MOST_TOKENS = 1 << 23
+TOLD_S = 0.1
+"""So long a prefiller that is closed gives decoders to hear why."""
 
 
 class Jobs(AsyncIterator[Job]):
@@ -78,18 +69,18 @@ class Jobs(AsyncIterator[Job]):
 
 
 class Prefiller:
-    """One prefill rank's cache on one engine; `async with Prefiller(mailroom, layout, memory) as prefiller:`.
+    """One prefill rank's cache on one engine; `async with Prefiller(engine, layout, memory) as prefiller:`.
 
     `memory` is what `Engine.register` takes: [layers, pages, *layout.page_shape(ranks)] elements, in whole; transfers
     only read from it. `rank` of `ranks` is its place in the prefill group. Up to `queue` requests wait, those of which
     a decode rank's part is missing included; for that they wait `gather_limit` seconds at most, which is to be less
-    than the decoders' `stall_limit`. `malformed` counts messages that were none. Raises UsageError for memory of
-    another size; the engine's `message_bytes` must be 16384 at least, its default.
+    than the decoders' `stall_limit`. An engine has one prefiller, beside other services. Raises UsageError for memory
+    of another size.
     """
 
     def __init__(
         self,
-        mailroom: Mailroom,
+        engine: aiote.Engine,
         layout: CacheLayout,
         memory: Any,
         *,
@@ -98,23 +89,18 @@ class Prefiller:
         queue: int = 64,
         gather_limit: float = 10.0,
     ) -> None:
-        self.engine = mailroom.engine
+        self.engine = engine
         self.layout = layout
-        self.malformed = 0
         layout.heads(rank, ranks)
-        self._mailroom = mailroom
         self._memory = memory
         self._rank, self._ranks = rank, ranks
         self._queue_limit = integer("queue", queue, 1)
         self._gather_limit = gather_limit
         self._print = fingerprint(layout)
-        self._assembler = Assembler()
         self._jobs: dict[Job, None] = {}
-        self._by_serial: dict[tuple[Key, int], Job] = {}
         self._gathering: dict[tuple[bytes, int], Job] = {}
         self._turned = Turned(gather_limit)
         self._queue: deque[Job] = deque()
-        self._known: set[aiote.Peer] = set()
         self._attached: dict[bytes, aiote.RemoteRegion] = {}
         self._bell = Bell()
         self._failed: deque[Job] = deque()
@@ -124,8 +110,7 @@ class Prefiller:
         self._move = Bell()
         self._draining = ""
         self._entered = False
-        self._running: AbstractAsyncContextManager[Crew] | None = None
-        check_message_bytes(self.engine)
+        self._stack = AsyncExitStack()
 
     # What the program does with it.
 
@@ -183,81 +168,56 @@ class Prefiller:
         if self._entered:
             raise aiote.UsageError("a prefiller is entered once")
         self._entered = True
-        region = await self.engine.register_async(self._memory)
-        try:
-            pages = pages_in(region, self.layout, self._ranks)
+        async with AsyncExitStack() as stack:
+            region = await self.engine.register_async(self._memory)
+            stack.push_async_callback(to_the_end, region.aclose)
             self._site = Site(
                 engine=self.engine,
                 layout=self.layout,
                 region=region,
-                pool_pages=pages,
+                pool_pages=pages_in(region, self.layout, self._ranks),
                 crew=lambda: self._crew,
-                post=Post(self.engine, lambda: self._crew),
                 over=self._over,
                 moved=self._moved_on,
                 failed=self._fell,
                 traffic=Traffic(current_loop().time),
                 time=current_loop().time,
             )
-            self._running = beside(self._end_failed, self._tell_queued)
-            self._crew = await self._running.__aenter__()
-            self._give_back = self._mailroom.handle(TO_PREFILLER, self._take)
-        except BaseException:
-            await to_the_end(region.aclose)
-            raise
+            self._crew = await stack.enter_async_context(beside(self._end_failed, self._tell_queued))
+            self._server = await stack.enter_async_context(service.serve(self.engine, Prefill(self._take)))
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool | None:
         """Stop all jobs, and return when no write is under way any more."""
-        assert self._running is not None
-        self._give_back()
         self._drain("the prefiller is closed")
         for job in tuple(self._jobs):
             job.stop("the prefiller was closed")
-        await to_the_end(self._all_over)
-        try:
-            return await self._running.__aexit__(kind, error, traceback)
-        finally:
-            await to_the_end(self._site.region.aclose)
+        await to_the_end(self._all_told)
+        return await self._stack.__aexit__(kind, error, traceback)
 
-    # What decoders say.
+    async def _all_told(self) -> None:
+        await self._all_over()
+        with anyio.move_on_after(TOLD_S):
+            await self._server.drain()
 
-    def _take(self, message: aiote.Message) -> None:
-        peer = message.source
-        try:
-            heard = self._assembler.feed(peer, message.data)
-        except WireError:
-            self.malformed += 1
-            return
-        if isinstance(heard, Fill) and not peer.lost:
-            self._take_fill(peer, heard)
-        elif isinstance(heard, Cancel):
-            job = self._by_serial.get((key_of(peer), heard.serial))
-            if job is None:
-                # It was accepted, for else there were no Cancel; so it is over, and its Ended may be on its way.
-                self._site.post.say(peer, Ended(heard.serial))
-            else:
-                job.stop("the decoder has cancelled it")
+    # What decoders ask for.
 
-    def _take_fill(self, peer: aiote.Peer, fill: Fill) -> None:
+    def _take(self, peer: aiote.Peer, fill: FillRequest) -> tuple[Job, Order]:
+        """Make a job of a request, or a part of one. Raises FillRefused."""
         try:
             order = self._order(peer, fill)
             job = self._join(order)
         except aiote.AioteError as error:
-            self._refuse(peer, fill, str(error))
-            return
-        self._by_serial[key_of(peer), fill.serial] = job
-        if peer not in self._known:
-            self._known.add(peer)
-            self._crew.start(self._follow, peer)
-        self._site.post.say(peer, Accepted(fill.serial))
+            self._turn_away(fill, str(error))
+            raise FillRefused(str(error)) from None
         self._bell.ring()
+        return job, order
 
-    def _refuse(self, peer: aiote.Peer, fill: Fill, reason: str) -> None:
-        """Refuse a decode rank's part, and with it those of the others, which would wait for it in vain."""
-        self._site.post.say(peer, Ended(fill.serial, reason))
+    def _turn_away(self, fill: FillRequest, reason: str) -> None:
+        """Refuse with a decode rank's part those of the others, which would wait for it in vain."""
         rank, name = fill.ranks.decode, (fill.request, fill.round)
         job = self._gathering.get(name)
         if fill.ranks.of_decode > 1 and (job is None or rank in self._missing(job)):
@@ -266,8 +226,8 @@ class Prefiller:
             if job is not None:
                 job.stop(why)
 
-    def _order(self, peer: aiote.Peer, fill: Fill) -> Order:
-        """Return what a `Fill` asks for, attached. Raises UsageError that says what does not fit."""
+    def _order(self, peer: aiote.Peer, fill: FillRequest) -> Order:
+        """Return what a request asks for, attached. Raises UsageError that says what does not fit."""
         if fill.print != self._print:
             raise aiote.UsageError("the decoder's cache has another layout than this prefiller's")
         ranks, layers = fill.ranks, self.layout.layers
@@ -279,6 +239,8 @@ class Prefiller:
         routes = tuple(route for route in plan.outgoing(self._rank) if route.target == ranks.decode)
         if not routes:
             raise aiote.UsageError(f"prefill rank {self._rank} writes nothing to decode rank {ranks.decode}")
+        if fill.tokens.ndim != 1 or fill.pages.ndim != 1 or len(fill.tokens) > MOST_TOKENS:
+            raise aiote.UsageError(f"tokens and pages are rows of numbers, of {MOST_TOKENS} tokens at most")
         if not len(fill.tokens) or len(fill.pages) != self.layout.pages_for(len(fill.tokens)):
             raise aiote.UsageError(f"{len(fill.pages)} pages for {len(fill.tokens)} tokens")
         if fill.imm + layers > LAST_IMMEDIATE:
@@ -307,8 +269,6 @@ class Prefiller:
     def _join(self, order: Order) -> Job:
         """Return the job that an order is a part of, a new one where it is the first. Raises UsageError, QueueFull."""
         fill = order.fill
-        if (key_of(order.peer), fill.serial) in self._by_serial:
-            raise aiote.UsageError(f"serial {fill.serial} is in use")
         name = fill.request, fill.round
         job = self._gathering.get(name)
         if job is not None:
@@ -365,15 +325,6 @@ class Prefiller:
         missing = ", ".join(map(str, sorted(self._missing(job))))
         job.stop(f"the decode ranks {missing} have not asked for it within {self._gather_limit} s")
 
-    async def _follow(self, peer: aiote.Peer) -> None:
-        """Stop what a decoder has asked for when it is lost."""
-        reason = await peer.wait_closed()
-        self._known.discard(peer)
-        self._assembler.forget(peer)
-        for job in tuple(self._jobs):
-            if any(order.peer is peer for order in job.orders):
-                job.stop(f"the decoder is lost: {reason}")
-
     def _fell(self, job: Job) -> None:
         """Have a job end of which a write has failed, which is told in the middle of a round: no task runs then."""
         self._failed.append(job)
@@ -403,15 +354,14 @@ class Prefiller:
             for job in self._jobs:
                 if job.number > moved:
                     for order in job.orders:
-                        self._site.post.say(order.peer, Queued(order.fill.serial))
+                        order.queued = True
+                        order.news.ring()
             await anyio.sleep(QUEUED_S)
 
     def _over(self, job: Job) -> None:
         """Forget a job that is over."""
         self._moved_on(job)
         self._jobs.pop(job, None)
-        for order in job.orders:
-            self._by_serial.pop((key_of(order.peer), order.fill.serial), None)
         name = name_of(job)
         if self._gathering.get(name) is job:
             del self._gathering[name]

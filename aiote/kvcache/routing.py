@@ -40,8 +40,8 @@ import numpy as np
 import aiote
 
 from ..discovery import Member
+from .fill import Numbers
 from .layout import integer
-from .transferwire import Numbers
 
 __all__ = ["Choice", "NoMember", "Router", "block_hashes"]
 

@@ -12,9 +12,9 @@ import aiote
 
 from ..service.background import Bell
 from .attempt import Attempt, Desk
+from .fill import Numbers
 from .plan import PageTable
 from .pool import Holding, PagePool
-from .transferwire import Numbers
 
 __all__ = ["PrefillError", "Slot"]
 

@@ -87,6 +87,8 @@ class Running:
 
     def stop(self, status: int) -> None:
         """Cancel it, and say so by this status."""
+        if self._ended:
+            return
         if self._status_if_cancelled is None:
             self._status_if_cancelled = status
         if self._task is not None:
@@ -103,6 +105,8 @@ class Running:
         """Take note that its task has ended, even if that never began."""
         if not self._ended:
             self._end(Status.CANCELLED if self._status_if_cancelled is None else self._status_if_cancelled)
+        # The task's context knows this, and the stream does: cycles have the garbage collector come in every few calls.
+        self._task = self._outgoing = None
         self._server.over(self)
 
     def _end(self, status: int, parcel: Parcel | None = None) -> None:

@@ -17,9 +17,8 @@ import pytest
 
 import aiote
 from aiote.kvcache import CacheLayout, Decoder, Job, PagesExhausted, Prefiller, PrefillError, Slot
-from aiote.service import Mailroom
 from aiote.testing import Fabric, run
-from kvcaches import DecodeRank, PrefillRank, pool_of, tail_of
+from kvcaches import DecodeRank, PrefillRank, calls, pool_of, tail_of
 
 SEEDS = int(os.environ.get("AIOTE_TEST_SEEDS") or 40)
 LAYOUT = CacheLayout(layers=3, kv_heads=2, head_size=16, page_tokens=4, dtype="uint8")
@@ -43,18 +42,16 @@ class Storm:
 
     async def decoder(self, stack: contextlib.AsyncExitStack) -> DecodeRank:
         engine = await stack.enter_async_context(self.fabric.open_engine(message_pool=self.draw.choice([2, 16])))
-        mailroom = await stack.enter_async_context(Mailroom(engine))
         memory = pool_of(LAYOUT, PAGES, 1)
         limits = {"stall_limit": self.draw.choice([0.01, 0.3, 3]), "confirm_limit": self.draw.choice([1e-4, 0.01, 1])}
-        decoder = Decoder(mailroom, LAYOUT, memory, tail_bytes=TAIL, slots=self.draw.choice([3, 64]), **limits)
+        decoder = Decoder(engine, LAYOUT, memory, tail_bytes=TAIL, slots=self.draw.choice([3, 64]), **limits)
         return DecodeRank(engine, memory, await stack.enter_async_context(decoder))
 
     async def add_prefiller(self, stack: contextlib.AsyncExitStack) -> None:
         settings = {"message_pool": self.draw.choice([2, 16]), "max_transfers": self.draw.choice([2, 16384])}
         engine = await stack.enter_async_context(self.fabric.open_engine(**settings))
-        mailroom = await stack.enter_async_context(Mailroom(engine))
         memory = pool_of(LAYOUT, 200, 1)
-        prefiller = Prefiller(mailroom, LAYOUT, memory, queue=self.draw.choice([1, 64]))
+        prefiller = Prefiller(engine, LAYOUT, memory, queue=self.draw.choice([1, 64]))
         await stack.enter_async_context(prefiller)
         rank = PrefillRank(engine, memory, prefiller, 0, 1, list(range(200)), TAIL)
         self.prefillers.append(rank)
@@ -148,7 +145,6 @@ class Storm:
     async def nothing_is_left(self) -> None:
         decoder = self.decode.decoder
         assert (decoder.requests, decoder.waiting, decoder.free_pages) == (0, 0, PAGES)
-        assert not decoder._desk.sources
         assert not len(decoder._desk.immediates)
         assert all(not loan.borrowers for loan in decoder._desk.lender._loans.values())
         self.decode.memory[:] = 7
@@ -156,7 +152,7 @@ class Storm:
         assert (self.decode.memory == 7).all()
         for rank in self.prefillers:
             assert (rank.prefiller.live, len(rank.free)) == (0, 200)
-            assert not rank.prefiller._by_serial
+            assert not calls(rank.engine)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

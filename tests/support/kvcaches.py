@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import aiote
 from aiote.kvcache import CacheLayout, Decoder, Job, Prefiller, Slot
-from aiote.service import Mailroom
+from aiote.service.endpoint import Endpoint
 from engines import opened
 
 Bytes = NDArray[np.uint8]
@@ -131,9 +131,9 @@ class PrefillRank:
 async def decode_rank(
     open_engine: Callable[..., Any], layout: CacheLayout = SMALL, pages: int = 32, *, ranks: int = 1, **settings: Any
 ) -> AsyncIterator[DecodeRank]:
-    async with open_engine() as engine, Mailroom(engine) as mailroom:
+    async with open_engine() as engine:
         memory = pool_of(layout, pages, ranks)
-        async with Decoder(mailroom, layout, memory, ranks=ranks, **settings) as decoder:
+        async with Decoder(engine, layout, memory, ranks=ranks, **settings) as decoder:
             yield DecodeRank(engine, memory, decoder)
 
 
@@ -148,9 +148,9 @@ async def prefill_rank(
     tail_bytes: int = 0,
     **settings: Any,
 ) -> AsyncIterator[PrefillRank]:
-    async with open_engine() as engine, Mailroom(engine) as mailroom:
+    async with open_engine() as engine:
         memory = pool_of(layout, pages, ranks)
-        async with Prefiller(mailroom, layout, memory, rank=rank, ranks=ranks, **settings) as prefiller:
+        async with Prefiller(engine, layout, memory, rank=rank, ranks=ranks, **settings) as prefiller:
             yield PrefillRank(engine, memory, prefiller, rank, ranks, list(range(pages)), tail_bytes)
 
 
@@ -202,16 +202,21 @@ async def deployed(
             group.cancel_scope.cancel()
 
 
+def calls(engine: aiote.Engine) -> int:
+    """Return how many calls are under way on an engine, of its own and of its peers."""
+    return sum(len(link.calls) + len(link.running) for link in Endpoint.of(engine)._links.values())
+
+
 async def until_idle(deployment: Deployment) -> None:
     """Check that nothing is left behind."""
     for decoder in (rank.decoder for rank in deployment.decode):
         assert (decoder.requests, decoder.waiting, decoder.free_pages) == (0, 0, decoder.pages)
-        assert not decoder._desk.sources
         assert not len(decoder._desk.immediates)
     with anyio.fail_after(20):
         while any(rank.prefiller.live or len(rank.free) < rank.prefiller.pages for rank in deployment.prefill):
             await anyio.sleep(0.001)
+        while any(calls(rank.engine) for rank in (*deployment.prefill, *deployment.decode)):
+            await anyio.sleep(0.001)
     for rank in deployment.prefill:
-        assert not rank.prefiller._by_serial
         assert not rank.prefiller._gathering
         assert not rank.prefiller._queue
