@@ -23,8 +23,8 @@ import numpy as np
 import aiote
 
 from .. import service
-from ..service.background import Bell, Crew
-from .fill import FillRequest, Numbers, Ranks, fingerprint
+from ..service.background import Bell
+from .fill import FillRequest, Numbers, Progress, Ranks, fingerprint
 from .layout import CacheLayout
 from .lending import Lender, Loan
 from .plan import plan_transfer
@@ -97,7 +97,6 @@ class Desk:
     confirm_limit: float
     lender: Lender
     immediates: Immediates
-    crew: Callable[[], Crew]
     collecting: set[Attempt] = field(default_factory=set)
 
     async def watch(self) -> None:
@@ -116,25 +115,28 @@ class Source:
         self._rank = rank
         self._address = place.address if isinstance(place, aiote.Peer) else place
         self._loan: Loan | None = None
+        self._call: service.Stream | None = None
         self._over = False
-        self._calling = anyio.CancelScope()
         self._bell = Bell()
 
-    async def run(self) -> None:
-        """Have the rank fill, until its call has ended or it is lost; what goes wrong fails the attempt."""
-        stream: service.Stream | None = None
+    async def ask(self) -> None:
+        """Call the rank, and return when the call is on its way; what goes wrong fails the attempt."""
         try:
-            with self._calling:
-                peer = await self._connect()
-                loan = self._lend(peer)
-                stream = cast("service.Stream", loan.prefill.fill(self._attempt.request(self._rank, loan)))
-                async for _ in stream:
-                    self._attempt.heard()
+            loan = self._lend(await self._connect())
+            call = cast("service.Stream", loan.prefill.fill(self._attempt.request(self._rank, loan)))
+            await call.listen(self._heard, self._ended)
+            self._call = call
         except aiote.AioteError as error:
             self._fail(str(error))
-        if stream is not None:
-            await stream.aclose()
-        if stream is None or self._loan is None or not self._loan.peer.lost:
+
+    def _heard(self, _: Progress) -> None:
+        self._attempt.heard()
+
+    def _ended(self, error: Exception | None) -> None:
+        """Take note that its call has ended there, or that it is lost: then the loan ends."""
+        if error is not None:
+            self._fail(str(error))
+        if self._loan is not None and not self._loan.peer.lost:
             self.loan_over()
 
     async def _connect(self) -> aiote.Peer:
@@ -152,13 +154,20 @@ class Source:
 
     async def stop(self, limit: float) -> None:
         """Return when it can write nothing more for this attempt. After `limit` its loan is retired."""
-        self._calling.cancel()
+        if self._call is None:
+            return
+        self.call_off()
         with anyio.move_on_after(limit):
             await self._until_over()
         if self._loan is not None and not self._over:
             reason = f"it did not confirm within {limit} s that it had stopped"
             self._attempt.desk.lender.retire(self._loan, self, reason)
         await self._until_over()
+
+    def call_off(self) -> None:
+        """Cancel its call, if there is one. Idempotent."""
+        if self._call is not None:
+            self._call.close()
 
     async def _until_over(self) -> None:
         while not self._over:
@@ -174,7 +183,7 @@ class Source:
         self._fail(reason)
 
     def loan_over(self) -> None:
-        """Take note that nobody can write for it any more, through its loan or at all."""
+        """Take note that nobody can write for it any more."""
         self._over = True
         self._bell.ring()
 
@@ -240,13 +249,15 @@ class Attempt:
         """End it, for the first reason that there is."""
         self.reason = self.reason or reason
         self._collecting.cancel()
+        for source in self._sources:
+            source.call_off()
 
     def heard(self) -> None:
         """Take note of a sign of life that is no count."""
         self._heard += 1
 
     def _begin(self) -> None:
-        """Open immediates and ask the ranks."""
+        """Open immediates."""
         writes = self._plan.writes(self.desk.rank, len(self._pages))
         needs = [writes] * self.desk.layout.layers + [1] * bool(self.desk.tail_bytes)
         try:
@@ -254,8 +265,6 @@ class Attempt:
         except aiote.AioteError as error:
             self.reason = str(error)
             return
-        for source in self._sources:
-            self.desk.crew().start(source.run)
 
     async def run(self, progress: Callable[[int], None]) -> str:
         """Return the reason why it failed, "" where all has arrived. `progress` is told how many layers have.
@@ -282,6 +291,15 @@ class Attempt:
                 # Which know the attempt: a cycle in each request has the garbage collector come in every few.
                 self._sources.clear()
 
+    async def _ask(self) -> None:
+        """Call all ranks, of which none waits for another; a task costs as much as a call."""
+        if len(self._sources) == 1:
+            await self._sources[0].ask()
+            return
+        async with anyio.create_task_group() as group:
+            for source in self._sources:
+                group.start_soon(source.ask)
+
     async def _collect(self, row: aiote.CounterRow, progress: Callable[[int], None]) -> bool:
         """Count layer by layer, then the tail; False where the attempt failed before."""
         arrived, reached = False, 0
@@ -289,6 +307,7 @@ class Attempt:
         self.desk.collecting.add(self)
         try:
             with self._collecting:
+                await self._ask()
                 while reached < len(row):
                     reached = await row.wait(reached + 1)
                     self.layers = min(reached, self.desk.layout.layers)

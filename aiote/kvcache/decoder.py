@@ -250,7 +250,6 @@ class Decoder:
             confirm_limit=self._limits[1],
             lender=Lender(self.engine, self._region, self._tail_region, lambda: self._crew),
             immediates=Immediates(self.engine, self._imm_base, self.layout.layers + 1, self._blocks),
-            crew=lambda: self._crew,
         )
 
     async def __aexit__(

@@ -12,26 +12,38 @@ from contextlib import asynccontextmanager
 import anyio
 import anyio.abc
 
+from ..aio import EventLoop, Waiter, current_loop, wake
+
 __all__ = ["Bell", "Crew", "beside", "report", "to_the_end"]
 
 
 class Bell:
     """Something that several tasks wait for, again and again; `ring` wakes those that wait now."""
 
+    __slots__ = ("_loop", "_waiters")
+
     def __init__(self) -> None:
-        self._event: anyio.Event | None = None
+        self._loop: EventLoop | None = None
+        self._waiters: list[Waiter] = []
 
     def ring(self) -> None:
         """Wake all that wait."""
-        event, self._event = self._event, None
-        if event is not None:
-            event.set()
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            wake(waiter)
 
     async def wait(self) -> None:
         """Sleep until the next ring. Cancelling loses nothing: look at the condition again."""
-        if self._event is None:
-            self._event = anyio.Event()
-        await self._event.wait()
+        if self._loop is None:
+            self._loop = current_loop()
+        waiter = self._loop.waiter()
+        self._waiters.append(waiter)
+        try:
+            await waiter
+        except BaseException:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+            raise
 
 
 class Crew:

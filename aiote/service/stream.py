@@ -6,7 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..aio import Waiter
 from ..core.address import Address
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Incoming", "Stream"]
 
+Hear: TypeAlias = Callable[[Any], object]
+Ended: TypeAlias = Callable[[Exception | None], object]
+
 
 class Incoming(UnderWay):
     """A stream that is under way: what has come of it, in whatever order, and how far it was read.
@@ -30,8 +33,10 @@ class Incoming(UnderWay):
     """
 
     __slots__ = (
+        "_damage",
         "_frames",
         "_largest",
+        "_listener",
         "_method",
         "_ready",
         "_received",
@@ -49,6 +54,8 @@ class Incoming(UnderWay):
         self._ready: deque[Any] = deque()
         self._received = self._taken = self._told = self._unread = self._largest = self._unfolded = 0
         self._waiter: Waiter | None = None
+        self._listener: tuple[Hear, Ended] | None = None
+        self._damage: RemoteError | None = None
 
     def ended(self, end: End | None, reason: str) -> None:
         """Take the end; every item before it has come."""
@@ -101,16 +108,38 @@ class Incoming(UnderWay):
         self._unfolded += nbytes
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+        if self._listener is not None:
+            self._tell(*self._listener)
+        elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def listen(self, hear: Hear, ended: Ended) -> None:
+        """Have functions called with what comes from now on."""
+        self._listener = hear, ended
+        self._tell(hear, ended)
+
+    def _tell(self, hear: Hear, ended: Ended) -> None:
+        try:
+            while self._ready:
+                hear(self._take())
+        except RemoteError as error:
+            self._damage = error
+            self.abandon()
+        if self.end is not None or self.reason:
+            self._listener = None
+            ended(self._damage or self._outcome())
 
     async def next(self) -> Any:
         """Return the next item. Raises StopAsyncIteration, CallError, what the method says."""
         while not self._ready:
             if self.end is not None or self.reason:
-                self._raise_end()
+                raise self._outcome() or StopAsyncIteration
             self._waiter = self.link.endpoint.loop.waiter()
             await self._waiter
+        return self._take()
+
+    def _take(self) -> Any:
+        """Return the next item, which is here. Raises RemoteError for one that is none."""
         item, size, unfolded = self._ready.popleft()
         self._taken += 1
         self._unread -= size
@@ -133,12 +162,13 @@ class Incoming(UnderWay):
             self._waiter = self.link.endpoint.loop.waiter()
             await self._waiter
 
-    def _raise_end(self) -> None:
+    def _outcome(self) -> Exception | None:
+        """Return what it has ended with, None where that is its last item."""
         if self.end is None:
-            raise CallLostError(self._method.name, self.reason, "perhaps")
+            return CallLostError(self._method.name, self.reason, "perhaps")
         if self.end.status != Status.DONE:
-            raise failure(self._method, self.end, timed=False)
-        raise StopAsyncIteration
+            return failure(self._method, self.end, timed=False)
+        return None
 
     def abandon(self) -> None:
         """Have the peer cancel it, and drop what has come."""
@@ -163,7 +193,7 @@ class Stream(AsyncIterator[Any]):
     ) -> None:
         self._start, self._again = start, again
         self._incoming: Incoming | None = None
-        self._over = self._reading = False
+        self._over = self._reading = self._listened = False
 
     async def __anext__(self) -> Any:
         if self._over:
@@ -193,6 +223,22 @@ class Stream(AsyncIterator[Any]):
                     raise
         raise AssertionError
 
+    async def listen(self, hear: Hear, ended: Ended) -> None:
+        """Begin it, and have functions called instead of reading it; return when the call is on its way.
+
+        `hear` is called with each item, and `ended` once, when the method has ended at the server or the peer is lost:
+        with None, or what reading would have raised. It is by the reader of the engine's messages: they must not wait,
+        nor raise. A stream that is listened to may be forgotten; `close` cancels it. Raises CallError for a call that
+        did not run. Cancelling the wait sends nothing.
+        """
+        if self._over or self._reading or self._incoming is not None:
+            raise UsageError("a stream has one reader, who begins it")
+        self._reading = self._listened = True
+        incoming = self._incoming = await self._start([])
+        if self._over:
+            incoming.abandon()
+        incoming.listen(hear, ended)
+
     def close(self) -> None:
         """Have no more of it. Idempotent; waits for nothing."""
         self._over = True
@@ -210,7 +256,7 @@ class Stream(AsyncIterator[Any]):
 
     def __del__(self) -> None:
         # In whatever thread, and in the midst of whatever: the loop does it when it comes round.
-        if self._incoming is not None and not self._over:
+        if self._incoming is not None and not (self._over or self._listened):
             with suppress(RuntimeError):
                 self._incoming.link.endpoint.loop.call_from_thread(self._incoming.abandon)
 
