@@ -10,9 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import anyio
-import anyio.abc
 
-from ..aio import EventLoop, Waiter, current_loop, wake
+from ..aio import EventLoop, Task, Waiter, current_loop, wake
 
 __all__ = ["Bell", "Crew", "beside", "report", "to_the_end"]
 
@@ -50,22 +49,21 @@ class Crew:
     """The tasks that run beside a body, until its end. Made by `beside`.
 
     Not only until a scope around them is cancelled: the body may shield its shutdown, and relies on them meanwhile. So
-    they run within a task that is shielded.
+    they are the loop's own tasks, in no scope; such a one costs a fifth of a task group's, too.
     """
 
     def __init__(self, end_body: Callable[[], None]) -> None:
         self.failures: list[Exception] = []
-        self.ended = anyio.Event()
         self._end_body = end_body
-        self._group: anyio.abc.TaskGroup | None = None
-        self._early: list[tuple[Callable[..., Awaitable[None]], tuple[object, ...]]] = []
+        self._loop = current_loop()
+        self._tasks: set[Task] = set()
 
     def start(self, function: Callable[..., Awaitable[None]], *args: object) -> None:
         """Run one more; its failure ends the body, and is raised from the `async with`."""
-        if self._group is None:
-            self._early.append((function, args))
-        else:
-            self._group.start_soon(self._run, function, args)
+        task = self._loop.spawn(
+            self._run, function, args, name="aiote: beside a body", after=lambda: self._tasks.discard(task)
+        )
+        self._tasks.add(task)
 
     async def _run(self, function: Callable[..., Awaitable[None]], args: tuple[object, ...]) -> None:
         try:
@@ -74,15 +72,14 @@ class Crew:
             self.failures.append(error)
             self._end_body()
 
-    async def host(self) -> None:
-        """Run them until `ended`, and cancel them then; for `beside`."""
-        async with anyio.create_task_group() as group:
-            group.cancel_scope.shield = True
-            self._group = group
-            for function, args in self._early:
-                self.start(function, *args)
-            await self.ended.wait()
-            group.cancel_scope.cancel()
+    async def close(self) -> None:
+        """Cancel them all, and return when they have ended. Cancelling the wait loses nothing."""
+        while self._tasks:
+            tasks = tuple(self._tasks)
+            for task in tasks:
+                task.cancel()
+            for task in tasks:
+                await task.join()
 
 
 @asynccontextmanager
@@ -92,9 +89,8 @@ async def beside(*functions: Callable[[], Awaitable[None]]) -> AsyncIterator[Cre
     Entered and left in the same task, for a cancel scope spans the body. The first error, be it the body's or a
     function's, is raised as it is.
     """
-    async with anyio.create_task_group() as group:
-        crew = Crew(group.cancel_scope.cancel)
-        group.start_soon(crew.host)
+    with anyio.CancelScope() as scope:
+        crew = Crew(scope.cancel)
         for function in functions:
             crew.start(function)
         try:
@@ -102,7 +98,7 @@ async def beside(*functions: Callable[[], Awaitable[None]]) -> AsyncIterator[Cre
         except Exception as error:
             crew.failures.append(error)
         finally:
-            crew.ended.set()
+            await to_the_end(crew.close)
     if crew.failures:
         raise crew.failures[0]
 

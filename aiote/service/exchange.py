@@ -110,8 +110,8 @@ async def begin(pending: UnderWay, method: Method, bound: Any, *, wait: bool) ->
         left, pending.deadline = max(deadline - anyio.current_time(), 1e-6), deadline
     size = FRAME_BYTES + 2 * len(method.name) + len(parcel.body) + PIECE_BYTES * len(parcel.pieces)
     frame = Call(slot, pending.generation, method.name, left, parcel.body, parcel.pieces, parcel.outside)
-    # A call that is alone does not wait for others that could travel with it.
-    link.post(frame, size, now=len(link.calls) == 1)
+    # A call that is alone does not wait for others that could travel with it, and a stream is one of a few.
+    link.post(frame, size, now=method.stream or len(link.calls) == 1)
 
 
 def _explain(method: Method, error: BaseException) -> NoReturn:

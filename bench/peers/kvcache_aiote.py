@@ -22,8 +22,8 @@ import ctypes
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,6 @@ from kvcache import PAGE_TOKENS, Numbers, Service, ServiceTask
 import aiote
 from aiote.kvcache import CacheLayout, Chunk, Decoder, Prefiller
 from aiote.kvcache import Job as Prompt
-from aiote.service import Mailroom
 
 TAIL_BYTES = 16384
 LAST = b"last"
@@ -67,13 +66,6 @@ class Held:
         self._loop.run_until_complete(self._task)
 
 
-@asynccontextmanager
-async def open_mail(provider: str, spins: bool) -> AsyncIterator[Mailroom]:
-    config = aiote.EngineConfig(spin_us=SPIN_US) if spins else None
-    async with aiote.open_engine(provider, config=config) as engine, Mailroom(engine) as mail:
-        yield mail
-
-
 class KvAiote(Service):
     """One engine; a decoder or a prefiller for each shape of a cache."""
 
@@ -82,15 +74,16 @@ class KvAiote(Service):
         self.loop = self._make_loop()
         asyncio.set_event_loop(self.loop)
         provider = options.provider if options.variant == "libfabric" else RAILS[options.provider]
-        self._mail = Held(self.loop, open_mail(provider, options.variant != "default"))
-        self.mail: Mailroom = self._mail.value
-        rail = self.mail.engine.rails[0]
+        config = None if options.variant == "default" else aiote.EngineConfig(spin_us=SPIN_US)
+        self._held = Held(self.loop, aiote.open_engine(provider, config=config))
+        self.engine: aiote.Engine = self._held.value
+        rail = self.engine.rails[0]
         self.library = f"aiote {aiote.__version__} ({rail.library}), {options.variant or 'asyncio'}"
         self.peer: aiote.Address
         self.peer_process = 0
         self._side: Held | None = None
         self.side: Any = None
-        self.tail: aiote.Region = self.mail.engine.register(np.zeros(TAIL_BYTES, np.uint8))
+        self.tail: aiote.Region = self.engine.register(np.zeros(TAIL_BYTES, np.uint8))
 
     def _make_loop(self) -> asyncio.AbstractEventLoop:
         if self.options.variant in ("uvloop", "libfabric"):
@@ -100,7 +93,7 @@ class KvAiote(Service):
         return asyncio.new_event_loop()
 
     def address(self) -> str:
-        return f"{os.getpid()} {bytes(self.mail.engine.address).hex()}"
+        return f"{os.getpid()} {bytes(self.engine.address).hex()}"
 
     def connect(self, peer: str) -> None:
         process, _, address = peer.partition(" ")
@@ -108,7 +101,7 @@ class KvAiote(Service):
         self._await(self._meet())
 
     async def _meet(self) -> None:
-        await self.mail.engine.connect(self.peer)
+        await self.engine.connect(self.peer)
 
     def _await(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.loop.run_until_complete(work)
@@ -125,10 +118,10 @@ class KvAiote(Service):
         # one head, and elements of a byte: a page is its keys and its values
         layout = CacheLayout(task.layers, 1, task.size // 2 // PAGE_TOKENS, PAGE_TOKENS, "uint8")
         if not self.decodes:
-            self._side = Held(self.loop, Prefiller(self.mail, layout, self.cache.bytes))
+            self._side = Held(self.loop, Prefiller(self.engine, layout, self.cache.bytes))
         else:
             tail = 0 if task.op == "service" else TAIL_BYTES
-            decoder = Decoder(self.mail, layout, self.cache.bytes, slots=task.window + 1, tail_bytes=tail)
+            decoder = Decoder(self.engine, layout, self.cache.bytes, slots=task.window + 1, tail_bytes=tail)
             self._side = Held(self.loop, decoder)
             # a decoder that has just begun gives pages in a row; this one is as one that has been at work for a while
             decoder._pool._free[:] = self.cache.free
@@ -261,7 +254,7 @@ class KvAiote(Service):
 
     def close(self) -> None:
         self._let_go()
-        self._mail.close()
+        self._held.close()
 
 
 def crunch(task: ServiceTask, word: np.ndarray[Any, Any]) -> None:
