@@ -140,10 +140,12 @@ class Source:
             self.loan_over()
 
     async def _connect(self) -> aiote.Peer:
-        engine = self._attempt.desk.engine
-        peer = engine.find_peer(self._address)
-        if peer is None:
-            peer = await engine.connect(self._address)
+        """Return the engine; who has nothing of ours yet has to answer before it gets something."""
+        desk = self._attempt.desk
+        peer = desk.engine.find_peer(self._address)
+        if peer is None or not desk.lender.has_lent(peer):
+            peer = peer or await desk.engine.connect(self._address)
+            await service.client(desk.engine, peer, service.Health).check()
             self._attempt.heard()
         return peer
 

@@ -76,6 +76,11 @@ class Lender:
     def __len__(self) -> int:
         return len(self._loans)
 
+    def has_lent(self, peer: aiote.Peer) -> bool:
+        """Whether an engine has a loan."""
+        loan = self._loans.get(key_of(peer))
+        return loan is not None and loan.peer is peer
+
     def lend(self, peer: aiote.Peer) -> Loan:
         """Return the loan of an engine, a new one where it has none. Raises ClosedError, FabricError."""
         loan = self._loans.get(key_of(peer))

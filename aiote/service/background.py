@@ -75,6 +75,8 @@ class Crew:
     async def close(self) -> None:
         """Cancel them all, and return when they have ended. Cancelling the wait loses nothing."""
         while self._tasks:
+            # asyncio does not even begin what is cancelled before its first step, and what has to be given back stays.
+            await anyio.sleep(0)
             tasks = tuple(self._tasks)
             for task in tasks:
                 task.cancel()

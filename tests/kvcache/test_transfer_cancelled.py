@@ -9,6 +9,7 @@ import anyio
 import pytest
 
 from aiote.kvcache import CacheLayout
+from aiote.service import Mailroom
 from aiote.testing import Fabric, run
 from kvcaches import DecodeRank, PrefillRank, decode_rank, prefill_rank
 
@@ -62,13 +63,14 @@ def test_a_cancelled_request_whose_prefiller_is_busy_costs_no_other_one_its_leas
         async with (
             prefill_rank(fabric.open_engine, BIG, tail_bytes=24) as prefill,
             decode_rank(fabric.open_engine, BIG, 18, tail_bytes=24, **LIMITS) as decode,
+            Mailroom(prefill.engine) as mailroom,
         ):
             serving = asyncio.ensure_future(prefill.serve(chunk_tokens=16, pause=0.5))
             first = asyncio.ensure_future(ask(decode, prefill, TOKENS))
             others = [asyncio.ensure_future(ask(decode, prefill, OTHERS)) for _ in range(5)]
             await asyncio.sleep(0.6)
-            letters = prefill.prefiller._mailroom.queue(1, 1)
-            for _ in range(3):  # which hold up the prefiller's mailroom: it hears no Cancel
+            letters = mailroom.queue(1, 1)
+            for _ in range(3):  # which hold up the reader of the prefiller's messages: it hears of no cancellation
                 await decode.engine.send(prefill.engine.address, b"\1")
             first.cancel()
             await asyncio.sleep(LIMITS["confirm_limit"] + 0.3)

@@ -6,15 +6,17 @@ After each, the pages that came back are stamped, and must stay as they are for 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import anyio
 import pytest
 
 import aiote
+from aiote import service
 from aiote.kvcache import CacheLayout, Decoder, Prefiller, PrefillError
-from aiote.service import Mailroom
+from aiote.kvcache.fill import FillRequest, Prefill, Progress
+from aiote.service.background import to_the_end
 from aiote.testing import Fabric, run
 from kvcaches import SMALL, DecodeRank, Deployment, PrefillRank, deployed, pool_of, prefill_rank, tail_of, until_idle
 
@@ -69,22 +71,60 @@ def test_a_prefiller_that_stalls_is_left_within_the_limits(how):
     virtually(main)
 
 
+class Mute(Prefill):
+    """A prefiller that takes requests and says nothing, not even when they are cancelled."""
+
+    def __init__(self) -> None:
+        self.released = anyio.Event()
+
+    @service.method
+    async def fill(self, request: FillRequest) -> AsyncIterator[Progress]:
+        await to_the_end(self.released.wait)
+        yield "queued"
+
+
 def test_a_prefiller_that_does_not_answer_loses_its_leases_and_nobody_else():
     async def main(fabric: Fabric) -> None:
         async with deployed(fabric.open_engine, **LIMITS) as deployment, fabric.open_engine() as mute:
-            (decode,) = deployment.decode
+            (decode,), silent = deployment.decode, Mute()
             started = fabric.now
-            async with decode.decoder.request(TOKENS, [mute.address], alternatives=[deployment.group]) as slot:
-                async with decode.decoder.request(TOKENS, deployment.group) as other:
-                    await other.arrived()
+            async with service.serve(mute, silent):
+                async with decode.decoder.request(TOKENS, [mute.address], alternatives=[deployment.group]) as slot:
+                    async with decode.decoder.request(TOKENS, deployment.group) as other:
+                        await other.arrived()
+                    await slot.arrived()
+                assert LIMITS["stall_limit"] < fabric.now - started
+                assert fabric.now - started < LIMITS["stall_limit"] * 1.25 + LIMITS["confirm_limit"] + DRAIN + SLACK
+                assert (decode.decoder.revoked, decode.decoder.loans) == (1, 1)
+                await nothing_lands(decode)
+                silent.released.set()
+            await until_idle(deployment)
+
+    virtually(main)
+
+
+def test_an_engine_that_serves_nothing_is_left_within_the_limits():
+    async def main(fabric: Fabric) -> None:
+        async with deployed(fabric.open_engine, **LIMITS) as deployment, fabric.open_engine() as idle:
+            (decode,) = deployment.decode
+            async with decode.decoder.request(TOKENS, [idle.address], alternatives=[deployment.group]) as slot:
                 await slot.arrived()
-            assert LIMITS["stall_limit"] < fabric.now - started
-            assert fabric.now - started < LIMITS["stall_limit"] * 1.25 + LIMITS["confirm_limit"] + DRAIN + SLACK
-            assert (decode.decoder.revoked, decode.decoder.loans) == (1, 1)
+                assert slot.round == 2
+            assert decode.decoder.revoked == 0, "it was asked for nothing"
+            async with service.serve(idle, Other()):
+                with pytest.raises(PrefillError, match="Other/1.nothing"):
+                    async with decode.decoder.request(TOKENS, [idle.address]) as slot:
+                        await slot.arrived()
             await nothing_lands(decode)
             await until_idle(deployment)
 
     virtually(main)
+
+
+class Other(service.Service):
+    @service.method
+    async def nothing(self) -> None:
+        return None
 
 
 def test_refusals_are_told_with_their_reason_and_the_next_is_tried():
@@ -164,10 +204,8 @@ def test_a_prefiller_dies_at_any_time_and_the_request_goes_on_elsewhere(fault, a
         async with deployed(fabric.open_engine, **LIMITS) as deployment:
             (decode,) = deployment.decode
             engine = await fabric.open_engine()
-            mailroom = Mailroom(engine)
-            await mailroom.__aenter__()
             memory = pool_of(SMALL, 32, 1)
-            prefiller = Prefiller(mailroom, SMALL, memory)
+            prefiller = Prefiller(engine, SMALL, memory)
             await prefiller.__aenter__()
             doomed = PrefillRank(engine, memory, prefiller, 0, 1, list(range(32)), 24)
             serving = asyncio.ensure_future(doomed.serve(pause=2e-4))
@@ -181,7 +219,6 @@ def test_a_prefiller_dies_at_any_time_and_the_request_goes_on_elsewhere(fault, a
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
             await prefiller.__aexit__(None, None, None)
-            await mailroom.__aexit__(None, None, None)
             await engine.aclose()
 
     virtually(main, seed=after_us)
@@ -230,12 +267,11 @@ def test_a_decoder_dies_and_its_prefiller_drops_the_job(fault, after_us):
             engine = await fabric.open_engine()
 
             async def ask() -> None:
-                async with Mailroom(engine) as mailroom:
-                    memory = bytearray(SMALL.pool_bytes(1, 16))
-                    async with Decoder(mailroom, SMALL, memory, tail_bytes=24, **LIMITS) as decoder:
-                        async with decoder.request(TOKENS, deployment.group) as slot:
-                            await slot.arrived()
-                            await asyncio.sleep(1e6)
+                memory = bytearray(SMALL.pool_bytes(1, 16))
+                async with Decoder(engine, SMALL, memory, tail_bytes=24, **LIMITS) as decoder:
+                    async with decoder.request(TOKENS, deployment.group) as slot:
+                        await slot.arrived()
+                        await asyncio.sleep(1e6)
 
             asking = asyncio.ensure_future(ask())
             await asyncio.sleep(after_us * 1e-6)
@@ -382,9 +418,9 @@ def test_a_decoder_that_ends_gives_its_memory_back_untouched():
             (prefill,) = deployment.prefill
             serving = asyncio.ensure_future(prefill.serve(pause=1e-3))
             for after in (0, 1e-4, 1e-3, 3e-3):
-                async with fabric.open_engine() as engine, Mailroom(engine) as mailroom:
+                async with fabric.open_engine() as engine:
                     memory = bytearray(SMALL.pool_bytes(1, 16))
-                    async with Decoder(mailroom, SMALL, memory, tail_bytes=24) as decoder:
+                    async with Decoder(engine, SMALL, memory, tail_bytes=24) as decoder:
 
                         async def ask(decoder: Decoder = decoder) -> None:
                             async with decoder.request(TOKENS, deployment.group) as slot:

@@ -75,7 +75,7 @@ def test_a_job_that_is_passed_over_is_a_stall_however_much_moves_behind_it():
             others = [asyncio.ensure_future(ask(decode, prefill, number)) for number in range(3)]
             with pytest.raises(PrefillError, match=r"nothing has come for 4.0 s"):
                 await asyncio.wait_for(first, 2 * STALL_S)
-            assert not any(other.done() for other in others[1:])
+            assert sum(other.done() for other in others) <= 1
             await asyncio.gather(*others)
             serving.cancel()
 

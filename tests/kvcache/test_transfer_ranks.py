@@ -18,8 +18,8 @@ import pytest
 import aiote
 from aiote.kvcache import PrefillError, Slot
 from aiote.kvcache import turned as turned_module
+from aiote.kvcache.fill import FillRequest
 from aiote.kvcache.job import Order
-from aiote.kvcache.transferwire import Fill
 from aiote.kvcache.turned import Turned
 from aiote.testing import Fabric, run
 from kvcaches import DecodeRank, Deployment, PrefillRank, deployed, prefill_rank, tail_of, until_idle
@@ -141,7 +141,7 @@ def test_one_rank_s_part_is_refused_and_the_other_one_goes_with_it(seed, monkeyp
             refused, victim = draw.choice([0, 1]), draw.choice(both.doomed).prefiller
             take = victim._order
 
-            def order(peer: aiote.Peer, fill: Fill) -> Order:
+            def order(peer: aiote.Peer, fill: FillRequest) -> Order:
                 if fill.ranks.decode == refused:
                     raise aiote.QueueFull("as in this test")
                 return take(peer, fill)

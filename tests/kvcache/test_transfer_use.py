@@ -21,11 +21,9 @@ from aiote.kvcache import (
     PrefillStatistics,
     Slot,
 )
-from aiote.kvcache.transferwire import Accepted, Cancel
-from aiote.service import Mailroom
 from aiote.testing import Fabric, run
 from engines import PATIENCE_S, pair, until
-from kvcaches import SMALL, DecodeRank, Deployment, PrefillRank, cache_of, deployed, pool_of, tail_of, until_idle
+from kvcaches import SMALL, DecodeRank, Deployment, PrefillRank, cache_of, calls, deployed, pool_of, tail_of, until_idle
 
 TOKENS = list(range(40, 59))
 
@@ -250,16 +248,16 @@ async def test_drained_prefillers_finish_what_they_have():
 
 @pytest.mark.anyio
 async def test_wrong_arguments_are_named():
-    async with pair("sim", message_bytes=16384) as (engine, other), Mailroom(engine) as mailroom:
+    async with pair("sim") as (engine, other):
         memory = pool_of(SMALL, 4, 1)
         for wrong in ({"rank": 1}, {"ranks": 3}, {"slots": 0}, {"stall_limit": 0}, {"imm_base": (1 << 28) - 4}):
             with pytest.raises(aiote.UsageError):
-                Decoder(mailroom, SMALL, memory, **wrong)  # type: ignore[arg-type]
+                Decoder(engine, SMALL, memory, **wrong)  # type: ignore[arg-type]
         for bad in (bytearray(7), bytes(SMALL.pool_bytes(1, 4))):
             for kind in (Decoder, Prefiller):
                 with pytest.raises(aiote.UsageError):
-                    await kind(mailroom, SMALL, bad).__aenter__()
-        async with Decoder(mailroom, SMALL, memory) as decoder:
+                    await kind(engine, SMALL, bad).__aenter__()
+        async with Decoder(engine, SMALL, memory) as decoder:
             with pytest.raises(aiote.UsageError):
                 await decoder.__aenter__()
             for tokens, group in (([], [other.address]), ([-1], [other.address]), ([1], []), ([1], ["x"])):
@@ -280,9 +278,6 @@ async def test_wrong_arguments_are_named():
         with pytest.raises(aiote.ClosedError):
             async with decoder.request([1], [other.address]):
                 raise AssertionError("unreachable")
-        async with pair("sim", message_bytes=16383) as (small, _), Mailroom(small) as little:
-            with pytest.raises(aiote.UsageError, match="16384"):
-                Prefiller(little, SMALL, memory)
 
 
 def test_who_waits_for_a_request_that_is_left_hears_of_it():
@@ -363,22 +358,38 @@ def test_layers_done_in_a_row_leave_the_loop_its_turns():
     assert 4 < max(rows) <= 16, rows
 
 
-@pytest.mark.anyio
-async def test_what_is_accepted_after_it_was_delivered_is_not_called_off():
-    """Messages are slower than writes: the answer to a request may come when its pages are somebody else's."""
-    late, said = [], []
-    async with deployed("sim") as deployment:
+@pytest.mark.virtual_time
+async def test_what_was_delivered_is_not_called_off():
+    """The decoder needs no message for that, and what the program does in its block afterwards is its own matter."""
+    async with deployed("sim", serving=False) as deployment:
         (decode,), (prefill,) = deployment.decode, deployment.prefill
-        decoder, post = decode.decoder, prefill.prefiller._site.post
-        post.say, say = lambda peer, message: late.append((peer, message)), post.say
-        decoder._desk.post.say = lambda _peer, message: said.append(message)
-        async with decoder.request(TOKENS, deployment.group) as slot:
-            await slot.arrived()
-        assert [type(message) for _peer, message in late] == [Accepted]
-        for _ in range(2):
-            say(*late[0])
-        # The second one is of nothing that this decoder knows any more.
-        await until(lambda: decoder.strays)
-        assert said == [Cancel(late[0][1].serial)]
-        assert decoder.strays == 1
+
+        async def go_on() -> None:
+            async with await anext(prefill.prefiller.jobs()) as job:
+                await job.chunk(0, len(TOKENS), range(5)).done_to(SMALL.layers)
+                await job.tail(tail_of(TOKENS, 24))
+                await asyncio.sleep(100)
+                ends.append(job.cancelled)
+
+        ends: list[bool] = []
+        async with anyio.create_task_group() as group:
+            group.start_soon(go_on)
+            async with decode.decoder.request(TOKENS, deployment.group) as slot:
+                await slot.arrived()
+            assert (decode.decoder.requests, calls(decode.engine)) == (0, 1)
+        assert ends == [False]
+        await until_idle(deployment)
+
+
+@pytest.mark.virtual_time
+async def test_two_decoders_of_one_engine():
+    """Of one prefiller, too; their immediates differ."""
+    async with deployed("sim") as deployment:
+        (decode,) = deployment.decode
+        memory = pool_of(SMALL, 8, 1)
+        async with Decoder(decode.engine, SMALL, memory, tail_bytes=24, imm_base=1 << 20) as second:
+            for decoder, here in ((decode.decoder, decode), (second, DecodeRank(decode.engine, memory, second))):
+                async with decoder.request(TOKENS, deployment.group) as slot:
+                    await slot.arrived()
+                    here.check(slot)
         await until_idle(deployment)

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from enum import IntEnum
 
 import numpy as np
+from aiote.kvcache.transferwire import Accepted, Assembler, Cancel, Ended, Fill, Queued, Ranks
 
 from aiote.kvcache import transferwire
-from aiote.kvcache.transferwire import Accepted, Assembler, Cancel, Ended, Fill, Queued, Ranks
 from aiote.service.reading import WireError
 
 MESSAGES, NBYTES = 8, 1 << 16
