@@ -19,7 +19,6 @@ from aiote.demo.model import Model
 from aiote.demo.pages import RequestCache
 from aiote.demo.settings import Settings
 from aiote.kvcache import Decoder, Slot
-from aiote.service import Mailroom
 
 __all__ = ["DecodeServer", "Generation"]
 
@@ -30,12 +29,12 @@ class DecodeServer:
     A prompt is given up when nothing of it moves for `stall_limit` seconds; see `aiote.kvcache.Decoder`.
     """
 
-    def __init__(self, mailroom: Mailroom, settings: Settings, model: Model, *, stall_limit: float = 30.0) -> None:
+    def __init__(self, engine: aiote.Engine, settings: Settings, model: Model, *, stall_limit: float = 30.0) -> None:
         self.settings, self.model = settings, model
         self.layout = settings.layout(model.config)
         self.memory = settings.memory(model.config)
         self.decoder = Decoder(
-            mailroom,
+            engine,
             self.layout,
             self.memory,
             tail_bytes=model.config.vocabulary * self.memory.itemsize,

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 import anyio
 import anyio.to_thread
 
+import aiote
 from aiote.demo.model import Model
 from aiote.demo.pages import Floats, RequestCache, plan
 from aiote.demo.prefixes import PrefixPages
 from aiote.demo.settings import Settings
 from aiote.kvcache import Job, Prefiller
-from aiote.service import Mailroom
 
 __all__ = ["PrefillServer"]
 
@@ -32,7 +32,7 @@ class PrefillServer:
 
     def __init__(
         self,
-        mailroom: Mailroom,
+        engine: aiote.Engine,
         settings: Settings,
         model: Model,
         *,
@@ -43,7 +43,7 @@ class PrefillServer:
         self.layout = settings.layout(model.config)
         self.memory = settings.memory(model.config)
         self.pages = PrefixPages(settings.pool_pages, settings.page_tokens, settings.chunk_tokens)
-        self.prefiller = Prefiller(mailroom, self.layout, self.memory)
+        self.prefiller = Prefiller(engine, self.layout, self.memory)
         self.done = self.cancelled = self.tokens = self.cached_tokens = 0
         self._slower, self._written = slower, written
         self._turn = anyio.Lock()

@@ -32,7 +32,6 @@ from aiote.demo.prefill import PrefillServer
 from aiote.demo.settings import Settings
 from aiote.errors import AioteError
 from aiote.kvcache import Job
-from aiote.service import Mailroom
 
 __all__ = ["main"]
 
@@ -62,8 +61,8 @@ async def prefill(settings: Settings, orders: Orders) -> None:
     def written(job: Job, pages: int) -> None:
         tell(request=int.from_bytes(job.request_id), pages=pages)
 
-    async with aiote.open_engine(settings.provider) as engine, Mailroom(engine) as mailroom:
-        server = PrefillServer(mailroom, settings, model, written=written)
+    async with aiote.open_engine(settings.provider) as engine:
+        server = PrefillServer(engine, settings, model, written=written)
         async with server.prefiller:
             async with anyio.create_task_group() as group:
                 group.start_soon(server.serve)
@@ -84,8 +83,8 @@ async def decode(settings: Settings, orders: Orders) -> None:
     leave_with_parent(sys.stdin.fileno(), lambda line: loop.call_soon_threadsafe(sending.send_nowait, line))
     with sending, lines:
         model = await anyio.to_thread.run_sync(settings.model)
-        async with aiote.open_engine(settings.provider) as engine, Mailroom(engine) as mailroom:
-            server = DecodeServer(mailroom, settings, model, stall_limit=_STALL_LIMIT_S)
+        async with aiote.open_engine(settings.provider) as engine:
+            server = DecodeServer(engine, settings, model, stall_limit=_STALL_LIMIT_S)
             async with server.decoder as decoder, anyio.create_task_group() as group:
                 group.start_soon(answer_all, server, lines)
                 tell(ready=str(engine.address), model=weights.fingerprint(model))

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import anyio
+import anyio.lowlevel
 
 from ..aio import EventLoop, Task, Waiter, current_loop, wake
 
@@ -76,7 +77,7 @@ class Crew:
         """Cancel them all, and return when they have ended. Cancelling the wait loses nothing."""
         while self._tasks:
             # asyncio does not even begin what is cancelled before its first step, and what has to be given back stays.
-            await anyio.sleep(0)
+            await anyio.lowlevel.checkpoint()
             tasks = tuple(self._tasks)
             for task in tasks:
                 task.cancel()

@@ -140,8 +140,8 @@ async def main(args: argparse.Namespace, orders: Orders) -> None:
     settings, token = serving.settings_of(args), serving.token()
     model = await anyio.to_thread.run_sync(settings.model)
     calls = serving.Calls()
-    async with serving.member_of_a_cluster(args) as (engine, mailroom, registry):
-        endpoint = Endpoint(DecodeServer(mailroom, settings, model), args.context)
+    async with serving.member_of_a_cluster(args) as (engine, registry):
+        endpoint = Endpoint(DecodeServer(engine, settings, model), args.context)
         app = application(endpoint, engine, calls)
         async with endpoint.server.decoder, serving.http(app, args, engine, token, calls) as url:
             member = serving.member(args, "decode", engine, url, weights.fingerprint(model))

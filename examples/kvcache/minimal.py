@@ -6,7 +6,6 @@ import numpy as np
 
 import aiote
 from aiote.kvcache import CacheLayout, Decoder, Prefiller
-from aiote.service import Mailroom
 
 LAYOUT = CacheLayout(layers=4, kv_heads=2, head_size=32, page_tokens=16, dtype="float32")
 SHAPE = (LAYOUT.layers, 64, *LAYOUT.page_shape(1))  # a cache of 64 pages a layer, for a group of one rank
@@ -22,8 +21,8 @@ async def prefill(prefiller: Prefiller) -> None:
 
 async def main() -> None:
     theirs, ours = np.random.default_rng(0).random(SHAPE, np.float32), np.zeros(SHAPE, np.float32)
-    async with aiote.open_engine() as there, Mailroom(there) as post, Prefiller(post, LAYOUT, theirs) as prefiller:
-        async with aiote.open_engine() as here, Mailroom(here) as mail, Decoder(mail, LAYOUT, ours) as decoder:
+    async with aiote.open_engine() as there, Prefiller(there, LAYOUT, theirs) as prefiller:
+        async with aiote.open_engine() as here, Decoder(here, LAYOUT, ours) as decoder:
             serving = asyncio.create_task(prefill(prefiller))
             async with decoder.request(tokens=range(100), prefillers=[there.address]) as slot:
                 await slot.arrived()  # a count of writes, not a message

@@ -2,7 +2,7 @@
 
     python examples/kvcache/prefill.py --registry 'aiote://...'
 
-Work comes from decoders, as messages of aiote; HTTP is for those who look (`/stats`). Pages of prompts that were
+Work comes from decoders, as calls of aiote.service; HTTP is for those who look (`/stats`). Pages of prompts that were
 computed stay until others need them, and a prompt that begins with the same tokens is computed from there on.
 """
 
@@ -45,8 +45,8 @@ async def main(args: argparse.Namespace, orders: Orders) -> None:
     """Serve until told to drain, and then until the jobs are over that are there."""
     settings, token = serving.settings_of(args), serving.token()
     model = await anyio.to_thread.run_sync(settings.model)
-    async with serving.member_of_a_cluster(args) as (engine, mailroom, registry):
-        server = PrefillServer(mailroom, settings, model, slower=args.slower)
+    async with serving.member_of_a_cluster(args) as (engine, registry):
+        server = PrefillServer(engine, settings, model, slower=args.slower)
 
         async def stats(_: Request) -> JSONResponse:
             return JSONResponse(statistics(server, engine))

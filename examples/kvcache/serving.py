@@ -110,12 +110,12 @@ def settings_of(args: argparse.Namespace) -> Settings:
 
 
 @asynccontextmanager
-async def member_of_a_cluster(args: argparse.Namespace) -> AsyncIterator[tuple[aiote.Engine, Mailroom, Registry]]:
+async def member_of_a_cluster(args: argparse.Namespace) -> AsyncIterator[tuple[aiote.Engine, Registry]]:
     """Open an engine that knows the router's registry. Raises AioteError."""
-    async with aiote.open_engine(args.provider) as engine, Mailroom(engine) as mailroom:
+    async with aiote.open_engine(args.provider) as engine:
         router = aiote.Address.parse(args.registry)
         async with EmbeddedRegistry(engine, router, lease_s=args.lease) as registry:
-            yield engine, mailroom, registry
+            yield engine, registry
 
 
 def member(args: argparse.Namespace, role: str, engine: aiote.Engine, url: str, model: str) -> Member:

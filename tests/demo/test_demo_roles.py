@@ -14,7 +14,6 @@ import aiote
 from aiote.demo import DecodeServer, PrefillServer, Settings, local, tokens, weights
 from aiote.demo.pages import RequestCache
 from aiote.kvcache import Decoder, Job, Prefiller, PrefillError
-from aiote.service import Mailroom
 from engines import PATIENCE_S
 
 pytestmark = pytest.mark.libfabric
@@ -28,12 +27,11 @@ TAIL = 4 * MODEL.config.vocabulary
 
 
 @asynccontextmanager
-async def two_mailrooms() -> AsyncIterator[tuple[Mailroom, Mailroom]]:
+async def two_engines() -> AsyncIterator[tuple[aiote.Engine, aiote.Engine]]:
     """Open two engines: the test's and the server's."""
     with anyio.fail_after(PATIENCE_S):
-        async with aiote.open_engine("tcp") as mine, Mailroom(mine) as ours:
-            async with aiote.open_engine("tcp") as its, Mailroom(its) as theirs:
-                yield ours, theirs
+        async with aiote.open_engine("tcp") as mine, aiote.open_engine("tcp") as its:
+            yield mine, its
 
 
 def computed() -> tuple[np.ndarray, np.ndarray]:
@@ -57,7 +55,7 @@ class Told:
 @asynccontextmanager
 async def prefill_server(told: Told, memory: np.ndarray) -> AsyncIterator[tuple[PrefillServer, Decoder]]:
     """Run a prefill server, and a decoder over `memory` beside it; it must hold no page at the end."""
-    async with two_mailrooms() as (mine, its):
+    async with two_engines() as (mine, its):
         server = PrefillServer(its, SETTINGS, MODEL, written=told)
         async with server.prefiller:
             async with anyio.create_task_group() as group:
@@ -114,7 +112,7 @@ async def test_a_prompt_that_never_fits_is_refused():
 async def decode_server(serve: Callable[[Job], Awaitable[None]]) -> AsyncIterator[tuple[DecodeServer, aiote.Address]]:
     """Run a decode server, and a prefiller that holds the prompt's cache; no page may be held at the end."""
     memory, _ = await anyio.to_thread.run_sync(computed)
-    async with two_mailrooms() as (mine, its):
+    async with two_engines() as (mine, its):
         server = DecodeServer(its, SETTINGS, MODEL)
         async with Prefiller(mine, LAYOUT, memory) as prefiller, anyio.create_task_group() as group:
 
@@ -124,7 +122,7 @@ async def decode_server(serve: Callable[[Job], Awaitable[None]]) -> AsyncIterato
 
             group.start_soon(work)
             async with server.decoder as decoder:
-                yield server, mine.engine.address
+                yield server, mine.address
                 assert (decoder.free_pages, decoder.pages) == (SETTINGS.pool_pages, SETTINGS.pool_pages)
             group.cancel_scope.cancel()
 
@@ -165,9 +163,11 @@ async def test_a_decode_server_frees_the_pages_when_the_prefiller_is_lost():
         await anyio.sleep_forever()
 
     async with decode_server(nothing) as (server, _):
-        async with aiote.open_engine("tcp") as engine, Mailroom(engine) as mailroom:
+        async with (
+            aiote.open_engine("tcp") as engine,
+            Prefiller(engine, LAYOUT, SETTINGS.memory(MODEL.config)) as doomed,
+        ):
             address = engine.address
-            asked = mailroom.queue(0xE2)
 
             async def ask() -> None:
                 with pytest.raises(PrefillError, match="prefill rank 0"):
@@ -176,8 +176,7 @@ async def test_a_decode_server_frees_the_pages_when_the_prefiller_is_lost():
 
             async with anyio.create_task_group() as group:
                 group.start_soon(ask)
-                with asked:
-                    await anext(asked)
-                await mailroom.engine.aclose()
+                await doomed.next_job()
+                await engine.aclose()
         for _ in range(2):
             await ask()

@@ -51,7 +51,7 @@ SHORT_S, LONG_S = (0.002, 0.01, 0.05), 10.0
 
 
 class KvLife:
-    """An engine with a mailroom and a role, until it is closed under that or has finished."""
+    """An engine with a role, until it is closed under that or has finished."""
 
     def __init__(
         self, number: int, engine: aiote.Engine, seed: int, dog: Watchdog, tally: Counter[str], findings: Findings
@@ -89,16 +89,15 @@ class KvLife:
 
     async def _whole_life(self) -> None:
         await self.known.wait()
-        async with Mailroom(self.engine) as mailroom:
-            await self.live(mailroom)
+        await self.live()
 
-    async def live(self, mailroom: Mailroom) -> None:
+    async def live(self) -> None:
         """Be what the role says until `finishing` is set; set `done`; stay until the engine is closed."""
         raise NotImplementedError
 
     @contextlib.asynccontextmanager
-    async def member_of(self, mailroom: Mailroom) -> Any:
-        async with EmbeddedRegistry(mailroom.engine, self.registries, lease_s=LEASE_S) as self.registry:
+    async def member_of(self) -> Any:
+        async with EmbeddedRegistry(self.engine, self.registries, lease_s=LEASE_S) as self.registry:
             yield self.registry
 
     # What the parent says.
@@ -144,8 +143,8 @@ class KvLife:
 class RegistryLife(KvLife):
     """The server of the registry."""
 
-    async def live(self, mailroom: Mailroom) -> None:
-        async with RegistryServer(mailroom.engine):
+    async def live(self) -> None:
+        async with RegistryServer(self.engine):
             await self.finishing.wait()
             self.done.set()
 
@@ -168,9 +167,9 @@ class PrefillLife(KvLife):
         if self.model is not None:
             self.model.moving_at = anyio.current_time() + seconds
 
-    async def live(self, mailroom: Mailroom) -> None:
+    async def live(self) -> None:
         memory = pool_of(LAYOUT, PREFILL_PAGES, 1)
-        async with self.member_of(mailroom) as registry, Prefiller(mailroom, LAYOUT, memory) as prefiller:
+        async with self.member_of() as registry, Prefiller(self.engine, LAYOUT, memory) as prefiller:
             self.model = Model(self.engine, memory, prefiller, 0, 1, list(range(PREFILL_PAGES)), TAIL)
             async with self.tasks.group() as group:
                 sitting = group.create_task(self._sit(registry))
@@ -233,11 +232,11 @@ class DecodeLife(KvLife):
             task.cancel()
         return len(chosen)
 
-    async def live(self, mailroom: Mailroom) -> None:
+    async def live(self) -> None:
         memory = pool_of(LAYOUT, DECODE_PAGES, 1)
         slots = self.rng.choice([4, 64])
-        decoder = Decoder(mailroom, LAYOUT, memory, tail_bytes=TAIL, slots=slots, **LIMITS)
-        async with self.member_of(mailroom) as registry, decoder:
+        decoder = Decoder(self.engine, LAYOUT, memory, tail_bytes=TAIL, slots=slots, **LIMITS)
+        async with self.member_of() as registry, decoder:
             rank = DecodeRank(self.engine, memory, decoder)
             async with self.tasks.group() as group:
                 seeing = group.create_task(self._see(registry))
