@@ -31,7 +31,8 @@ from ..service.background import to_the_end
 from .layout import CacheLayout
 
 if TYPE_CHECKING:
-    from .job import Job, Order
+    from .job import Job
+    from .orders import Order
 
 __all__ = [
     "LAST_IMMEDIATE",

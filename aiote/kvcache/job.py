@@ -20,7 +20,7 @@ import sys
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,16 +32,17 @@ from numpy.typing import NDArray
 import aiote
 
 from ..service.background import Bell, Crew, to_the_end
-from .fill import FillRequest, Numbers
+from .fill import Numbers
 from .lanes import Lane
 from .layout import CacheLayout, check_layer, integer
-from .plan import PageTable, Route
+from .orders import Order
+from .plan import PageTable
 from .traffic import Traffic
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Chunk", "Job", "JobEnded", "Order", "Site"]
+__all__ = ["Chunk", "Job", "JobEnded", "Site"]
 
 BURST, BURST_S = 16, 200e-6
 """How many layers that are done at once are submitted in a row, and for how long: each turn of the loop between them
@@ -76,23 +77,6 @@ class Site:
     failed: Callable[[Job], object]
     traffic: Traffic
     time: Callable[[], float]
-
-
-@dataclass(slots=True, eq=False)
-class Order:
-    """What one decode rank asks for, and the writes to it that are not over. `news` is rung when its job is over, and
-    when it is `queued`: when a job before its own has moved on.
-    """
-
-    fill: FillRequest
-    peer: aiote.Peer
-    routes: tuple[Route, ...]
-    table: PageTable
-    pool: aiote.RemoteRegion
-    tail: aiote.RemoteRegion | None
-    flight: aiote.Flight = field(default_factory=aiote.Flight)
-    news: Bell = field(default_factory=Bell)
-    queued: bool = False
 
 
 class Job:

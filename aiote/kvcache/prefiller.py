@@ -33,11 +33,10 @@ from .. import service
 from ..aio import current_loop
 from ..service.background import Bell, beside, to_the_end
 from .decoder import pages_in
-from .fill import LAST_IMMEDIATE, FillRefused, FillRequest, Prefill, fingerprint
-from .job import Job, Order, Site
+from .fill import FillRefused, FillRequest, Prefill
+from .job import Job, Site
 from .layout import CacheLayout, integer
-from .lending import key_of
-from .plan import PageTable, plan_transfer
+from .orders import Order, Orders
 from .traffic import PrefillStatistics, Traffic
 from .turned import Turned
 
@@ -46,11 +45,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Prefiller"]
 
-ATTACHED = 256
-"""How many descriptors are kept: a decoder's is the same in all its requests, for as long as its lease lasts."""
 QUEUED_S = 0.5
 """How often jobs that wait are told of, at most; far below any `stall_limit`."""
-MOST_TOKENS = 1 << 23
 TOLD_S = 0.1
 """So long a prefiller that is closed gives decoders to hear why."""
 
@@ -96,12 +92,11 @@ class Prefiller:
         self._rank, self._ranks = rank, ranks
         self._queue_limit = integer("queue", queue, 1)
         self._gather_limit = gather_limit
-        self._print = fingerprint(layout)
+        self._orders = Orders(layout, rank, ranks, engine.attach)
         self._jobs: dict[Job, None] = {}
         self._gathering: dict[tuple[bytes, int], Job] = {}
         self._turned = Turned(gather_limit)
         self._queue: deque[Job] = deque()
-        self._attached: dict[bytes, aiote.RemoteRegion] = {}
         self._bell = Bell()
         self._failed: deque[Job] = deque()
         self._failure = Bell()
@@ -208,7 +203,7 @@ class Prefiller:
     def _take(self, peer: aiote.Peer, fill: FillRequest) -> tuple[Job, Order]:
         """Make a job of a request, or a part of one. Raises FillRefused."""
         try:
-            order = self._order(peer, fill)
+            order = self._orders.order(peer, fill)
             job = self._join(order)
         except aiote.AioteError as error:
             self._turn_away(fill, str(error))
@@ -225,46 +220,6 @@ class Prefiller:
             self._turned.note(name, why, {rank})
             if job is not None:
                 job.stop(why)
-
-    def _order(self, peer: aiote.Peer, fill: FillRequest) -> Order:
-        """Return what a request asks for, attached. Raises UsageError that says what does not fit."""
-        if fill.print != self._print:
-            raise aiote.UsageError("the decoder's cache has another layout than this prefiller's")
-        ranks, layers = fill.ranks, self.layout.layers
-        if (ranks.prefill, ranks.of_prefill) != (self._rank, self._ranks):
-            raise aiote.UsageError(
-                f"this is prefill rank {self._rank} of {self._ranks}, not {ranks.prefill} of {ranks.of_prefill}"
-            )
-        plan = plan_transfer(self.layout, self._ranks, ranks.of_decode)
-        routes = tuple(route for route in plan.outgoing(self._rank) if route.target == ranks.decode)
-        if not routes:
-            raise aiote.UsageError(f"prefill rank {self._rank} writes nothing to decode rank {ranks.decode}")
-        if fill.tokens.ndim != 1 or fill.pages.ndim != 1 or len(fill.tokens) > MOST_TOKENS:
-            raise aiote.UsageError(f"tokens and pages are rows of numbers, of {MOST_TOKENS} tokens at most")
-        if not len(fill.tokens) or len(fill.pages) != self.layout.pages_for(len(fill.tokens)):
-            raise aiote.UsageError(f"{len(fill.pages)} pages for {len(fill.tokens)} tokens")
-        if fill.imm + layers > LAST_IMMEDIATE:
-            raise aiote.UsageError(f"immediate {fill.imm + layers:#x} has more than 28 bits")
-        table = PageTable(fill.pages.astype(np.int64), fill.pool_pages)
-        if not table.distinct:
-            raise aiote.UsageError("a page comes twice")
-        pool = self._attach(peer, fill.pool)
-        if len(pool) != self.layout.pool_bytes(ranks.of_decode, fill.pool_pages):
-            raise aiote.UsageError(f"a cache of {fill.pool_pages} pages a layer has not {len(pool)} bytes")
-        tail = None
-        if fill.tail_bytes:
-            tail = self._attach(peer, fill.tails)[fill.tail_offset : fill.tail_offset + fill.tail_bytes]
-        return Order(fill, peer, routes, table, pool, tail)
-
-    def _attach(self, peer: aiote.Peer, descriptor: bytes) -> aiote.RemoteRegion:
-        remote = self._attached.get(descriptor)
-        if remote is None:
-            if len(self._attached) >= ATTACHED:
-                self._attached.clear()
-            remote = self._attached[descriptor] = self.engine.attach(descriptor)
-        if (remote.owner.identity, remote.owner.incarnation) != key_of(peer) or not remote.lease:
-            raise aiote.UsageError("a request gives memory that was not lent by its own decoder")
-        return remote
 
     def _join(self, order: Order) -> Job:
         """Return the job that an order is a part of, a new one where it is the first. Raises UsageError, QueueFull."""
@@ -309,8 +264,7 @@ class Prefiller:
             raise aiote.UsageError("the decode ranks of this request ask for different things")
 
     def _missing(self, job: Job) -> set[int]:
-        plan = plan_transfer(self.layout, self._ranks, job.orders[0].fill.ranks.of_decode)
-        wanted = {route.target for route in plan.outgoing(self._rank)}
+        wanted = self._orders.wanted_by(job.orders[0].fill.ranks.of_decode)
         return wanted - {order.fill.ranks.decode for order in job.orders}
 
     async def _expire(self, job: Job) -> None:

@@ -19,7 +19,7 @@ import aiote
 from aiote.kvcache import PrefillError, Slot
 from aiote.kvcache import turned as turned_module
 from aiote.kvcache.fill import FillRequest
-from aiote.kvcache.job import Order
+from aiote.kvcache.orders import Order
 from aiote.kvcache.turned import Turned
 from aiote.testing import Fabric, run
 from kvcaches import DecodeRank, Deployment, PrefillRank, deployed, prefill_rank, tail_of, until_idle
@@ -138,18 +138,18 @@ def test_one_rank_s_part_is_refused_and_the_other_one_goes_with_it(seed, monkeyp
     async def main(fabric: Fabric) -> None:
         draw = random.Random(seed)
         async with ranks(fabric, draw, draw.choice([1, 2])) as both:
-            refused, victim = draw.choice([0, 1]), draw.choice(both.doomed).prefiller
-            take = victim._order
+            refused, victim = draw.choice([0, 1]), draw.choice(both.doomed).prefiller._orders
+            take = victim.order
 
             def order(peer: aiote.Peer, fill: FillRequest) -> Order:
                 if fill.ranks.decode == refused:
                     raise aiote.QueueFull("as in this test")
                 return take(peer, fill)
 
-            monkeypatch.setattr(victim, "_order", order)
+            monkeypatch.setattr(victim, "order", order)
             await both.ask_all(draw.choice([0, 1e-5, 1e-4, 1e-3]))
             # A name that is used anew is that of another request.
-            monkeypatch.setattr(victim, "_order", take)
+            monkeypatch.setattr(victim, "order", take)
             await both.ask_all(draw.choice([0, 1e-5, 1e-4, 1e-3]))
 
     run(main, seed=seed, rails=2)
