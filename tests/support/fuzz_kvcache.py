@@ -51,7 +51,8 @@ def fill(data: bytes) -> None:
     except aiote.AioteError as error:
         assert len(str(error)) < 1000
         return
-    assert all(remote.owner == DECODER and remote.writable for remote in attached)
+    owners = {(remote.owner.identity, remote.owner.incarnation) for remote in attached if remote.writable}
+    assert owners == {(DECODER.identity, DECODER.incarnation)}
     assert order.pool.nbytes == LAYOUT.pool_bytes(request.ranks.of_decode, order.table.pool)
     assert max(order.table.numbers) < order.table.pool
     assert len(set(order.table.numbers.tolist())) == LAYOUT.pages_for(len(request.tokens))
@@ -102,6 +103,11 @@ def fills() -> dict[str, FillRequest]:
         "no-lease": {"pool": lent(LAYOUT.pool_bytes(1, 64), lease=0, holder=bytes(16))},
         "read-only": {"tails": lent(100, writable=False)},
         "twice": {"pages": tokens[:5] // 2},
-        "long": {"tokens": np.arange(1500, dtype=np.uint32), "pages": np.arange(375, dtype=np.uint32)},
+        "long": {
+            "tokens": np.arange(1500, dtype=np.uint32),
+            "pages": np.arange(375, dtype=np.uint32),
+            "pool_pages": 400,
+            "pool": lent(LAYOUT.pool_bytes(1, 400)),
+        },
     }
     return {name: msgspec.structs.replace(right, **change) for name, change in changes.items()}
