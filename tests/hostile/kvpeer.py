@@ -14,8 +14,7 @@ import aiote
 from aiote.discovery.embedded import EmbeddedRegistry
 from aiote.discovery.membership import RegistryError
 from aiote.discovery.server import RegistryServer
-from aiote.kvcache import transferwire
-from aiote.service.frames import Call, Hello, pack
+from aiote.service import frames
 from engines import opened
 from fuzz_discovery import KEEP, WATCH, arguments, calls
 from fuzz_kvcache import kvcache_seeds
@@ -23,7 +22,8 @@ from kvcaches import Deployment, deployed, until_idle
 from registries import member, until_told
 
 TOKENS = list(range(40, 59))
-KINDS = (transferwire.TO_PREFILLER, transferwire.TO_DECODER)
+METHOD = "kvcache.Prefill/1.fill"
+KINDS = (frames.MAGIC[0], 0xE0, 0xE1)
 
 
 class Cluster:
@@ -34,9 +34,8 @@ class Cluster:
         self.hostile = hostile
         self._registry = registry
         self._server = server
-        self._turn = 0
-        self._seeds = kvcache_seeds()["transfer"]
-        self._generation = 0
+        self._turn = self._generation = 0
+        self._seeds = kvcache_seeds()["fill"]
 
     async def attack(self, rng: random.Random, log: list[str]) -> None:
         """Send a few messages, some of them right."""
@@ -62,30 +61,40 @@ class Cluster:
             bodies = [b"\x90"] * rng.randint(1, 20)
         elif way != "right":
             bodies = [anything.damaged(body) if way == "damaged" else anything.bytes(1000) for body in bodies]
-        frames: list[Call | Hello] = [Hello(1, True, 16384, 64, 16, 1000)]
+        said: list[frames.Frame] = [frames.Hello(frames.VERSION, True, 16384, 64, 16, 1000)]
         for slot, body in enumerate(bodies):
             # The numbers go on from attack to attack: a call that comes once more would only be disconnected.
             self._generation += 1
             method = WATCH if way == "watches" else KEEP
-            frames.append(Call(slot, self._generation, method.name, 0.0, body, []))
-        data = pack(frames)
+            said.append(frames.Call(slot, self._generation, method.name, 0.0, body, []))
+        data = frames.pack(said)
         return [anything.damaged(data) if rng.random() < 0.1 else data]
 
     def _messages(self, rng: random.Random, anything: Anything, log: list[str]) -> list[bytes]:
+        """Say something to a decoder or a prefiller: a call, and what may belong to it."""
         name, seed = rng.choice(sorted(self._seeds.items()))
-        way = rng.choice(("right", "damaged", "bytes", "parts"))
-        log.append(f"transfer {name} {way}")
+        way = rng.choice(("right", "damaged", "bytes", "calls"))
+        log.append(f"fill {name} {way}")
         if way == "bytes":
             return [bytes((rng.choice((*KINDS, rng.randrange(256))),)) + anything.bytes(4096)]
-        data = seed if way == "right" else anything.damaged(seed)
-        try:
-            frames = list(transferwire.frames(data, anything.number()))
-        except Exception:  # too long for one message, which an honest sender would not make
-            return [data[:4096]]
-        if way == "parts":
-            rng.shuffle(frames)
-            frames = [anything.damaged(frame) if rng.random() < 0.3 else frame for frame in frames[: rng.randint(1, 4)]]
-        return frames
+        said = self._frames(rng, seed if way == "right" else anything.damaged(seed))
+        if way == "calls":
+            rng.shuffle(said)
+            return [anything.damaged(frames.pack([one])) if rng.random() < 0.3 else frames.pack([one]) for one in said]
+        return [frames.pack(said)]
+
+    def _frames(self, rng: random.Random, body: bytes) -> list[frames.Frame]:
+        """Return a greeting, a call, and what may belong to it."""
+        self._generation += 1
+        slot, generation = rng.randrange(4), self._generation
+        call = frames.Call(slot, generation, METHOD, 0.0, body, [])
+        more: list[frames.Frame] = [
+            frames.Cancel(slot, generation),
+            frames.Credit(slot, generation, rng.randrange(3)),
+            frames.Items(slot, generation, 0, [body[:100]], []),
+            frames.End(slot, generation, rng.randrange(8), body[:100], []),
+        ]
+        return [frames.Hello(frames.VERSION, True, 16384, 64, 8, 4096), call, *rng.sample(more, rng.randrange(3))]
 
     async def check(self) -> None:
         """See that a request is served, byte by byte, and that a member comes and goes."""
