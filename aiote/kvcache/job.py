@@ -2,7 +2,7 @@
 
 | state     | from                                           | left by                                              |
 |-----------|------------------------------------------------|------------------------------------------------------|
-| gathering | a decode rank's `Fill`                         | those of all decode ranks that this rank writes to   |
+| gathering | a decode rank's request                        | those of all decode ranks that this rank writes to   |
 | waiting   | they are complete; it is in `Prefiller.jobs`   | `async with job`                                     |
 | running   | that                                           | its end, with all writes over                        |
 | over      | `stop` in any state, once no write is under way | -                                                   |
