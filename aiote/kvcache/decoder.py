@@ -28,6 +28,7 @@ import numpy as np
 import aiote
 
 from ..service.background import Crew, beside, to_the_end
+from ..service.endpoint import Endpoint
 from .attempt import Desk, Immediates
 from .fill import LAST_IMMEDIATE, REQUEST_BYTES, Numbers
 from .layout import CacheLayout, integer
@@ -57,7 +58,8 @@ class Decoder:
     A try fails when nothing has come for `stall_limit` seconds (noticed within a quarter of that), though no earlier
     request to its prefiller, of whichever decoder, has moved on either. A prefiller that does not confirm within
     `confirm_limit` that it has stopped loses its leases, once no other request relies on them.
-    An engine may have several decoders, whose immediates differ. Raises UsageError for memory of another size.
+    An engine may have several decoders, whose immediates differ. Raises UsageError for memory of another size, and for
+    an engine that cannot call (docs/services.md).
     """
 
     def __init__(
@@ -223,6 +225,7 @@ class Decoder:
         if self._entered:
             raise aiote.UsageError("a decoder is entered once")
         self._entered = True
+        Endpoint.of(self.engine)
         self._region = await self.engine.register_async(self._memory)
         try:
             self._tails = np.zeros((self._slots_limit, self._tail_bytes), np.uint8)

@@ -247,6 +247,14 @@ async def test_drained_prefillers_finish_what_they_have():
 
 
 @pytest.mark.anyio
+async def test_an_engine_that_cannot_call_is_refused():
+    async with pair("sim", message_bytes=2048) as (engine, _):
+        for kind in (Decoder, Prefiller):
+            with pytest.raises(aiote.UsageError, match="message_bytes of at least 4096"):
+                await kind(engine, SMALL, pool_of(SMALL, 4, 1)).__aenter__()
+
+
+@pytest.mark.anyio
 async def test_wrong_arguments_are_named():
     async with pair("sim") as (engine, other):
         memory = pool_of(SMALL, 4, 1)

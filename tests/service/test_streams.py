@@ -12,7 +12,9 @@ import numpy
 import pytest
 from numpy.typing import NDArray
 
-from aiote import service
+from aiote import UsageError, service
+from aiote.service.codec import decoder
+from aiote.service.definition import methods_of
 from aiote.service.endpoint import Endpoint
 from engines import each_provider, go_round, pair, until
 
@@ -199,3 +201,61 @@ async def test_a_stream_that_nobody_reads_never_begins():
         await go_round()
         assert server.calls == 0
         assert tokens.left == []
+
+
+async def test_a_stream_is_listened_to_and_may_be_forgotten():
+    async with served(stream_items=4) as (tokens, client, _):
+        heard: list[int] = []
+        ends: list[Exception | None] = []
+        await client.count(100).listen(heard.append, ends.append)
+        gc.collect()
+        await until(lambda: bool(ends))
+        assert heard == list(range(100))
+        assert ends == [None]
+        assert tokens.left == ["count"]
+
+
+async def test_who_listens_hears_why_it_ended():
+    async with served() as (_, client, _):
+        heard: list[str] = []
+        ends: list[Exception | None] = []
+        await client.breaks(3).listen(heard.append, ends.append)
+        await until(lambda: bool(ends))
+        assert heard == ["0", "1", "2"]
+        assert isinstance(ends[0], service.RemoteError)
+        assert ends[0].message == "it broke"
+
+
+async def test_a_stream_that_is_listened_to_is_left_by_close():
+    async with served() as (tokens, client, _):
+        heard: list[int] = []
+        ends: list[Exception | None] = []
+        stream = client.lingers()
+        await stream.listen(heard.append, ends.append)
+        await until(lambda: bool(heard))
+        stream.close()
+        await go_round()
+        assert not ends, "its method goes on"
+        tokens.may_end.set()
+        await until(lambda: bool(ends))
+        assert tokens.left == ["lingers"]
+        assert isinstance(ends[0], service.RemoteError)
+        other = client.count(1)
+        other.close()
+        for used in (stream, other):
+            with pytest.raises(UsageError, match="one reader"):
+                await used.listen(heard.append, ends.append)
+        assert len(ends) == 1
+
+
+async def test_an_item_that_is_none_ends_who_listens_when_the_method_has_ended(monkeypatch):
+    async with served() as (tokens, client, _):
+        heard: list[Any] = []
+        ends: list[Exception | None] = []
+        (count,) = [method for method in methods_of(Tokens) if method.attribute == "count"]
+        monkeypatch.setattr(count, "read_result", decoder(str))
+        await client.count(3).listen(heard.append, ends.append)
+        await until(lambda: bool(ends))
+        assert not heard
+        assert "of an item" in str(ends[0])
+        assert tokens.left == ["count"]
