@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 import aiote
 
 from ..service.background import Bell
@@ -69,7 +67,7 @@ class Orders:
             raise aiote.UsageError(f"{len(fill.pages)} pages for {len(fill.tokens)} tokens")
         if fill.imm + layout.layers > LAST_IMMEDIATE:
             raise aiote.UsageError(f"immediate {fill.imm + layout.layers:#x} has more than 28 bits")
-        table = PageTable(fill.pages.astype(np.int64), fill.pool_pages)
+        table = PageTable(fill.pages, fill.pool_pages)
         if not table.distinct:
             raise aiote.UsageError("a page comes twice")
         pool = self._lent(peer, fill.pool)
