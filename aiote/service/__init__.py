@@ -8,7 +8,6 @@ from .definition import Out, Service, method
 from .endpoint import Limits
 from .errors import BusyError, CallError, CallLostError, DrainingError, NotServedError, RemoteError
 from .interceptors import CallInfo, Interceptor
-from .mailroom import Mailroom
 from .members import Members
 from .running import current_call
 from .server import Health, HealthStatus, Server, serve
@@ -24,7 +23,6 @@ __all__ = [
     "HealthStatus",
     "Interceptor",
     "Limits",
-    "Mailroom",
     "Members",
     "NotServedError",
     "Out",

@@ -64,13 +64,6 @@ class Server(Protocol):
     def call(self, link: Link, frame: Call) -> None: ...
 
 
-class Mailroom(Protocol):
-    """What takes the messages that are no calls."""
-
-    async def deliver(self, message: aiote.Message) -> None: ...
-    def close(self) -> None: ...
-
-
 class Endpoint:
     """Calls on one engine, in both directions. Found by `Endpoint.of`; it ends with the engine."""
 
@@ -80,7 +73,6 @@ class Endpoint:
         self.engine, self.limits = engine, limits
         self.loop: EventLoop = current_loop()
         self.servers: list[Server] = []
-        self.mailroom: Mailroom | None = None
         self.budget = Budget(limits.total_bytes, limits.peer_bytes)
         self.registrations = Registrations(engine, limits.kept_bytes, self._close_region)
         self.messages = self.message_bytes = self.array_bytes = self.unknown = 0
@@ -154,8 +146,6 @@ class Endpoint:
                 # A lost peer without a link has said nothing before that it would have to be told of.
                 if message.data[:1] == MAGIC and (message.source in self._links or not message.source.lost):
                     self._take(self.link_to(message.source), message.data)
-                elif self.mailroom is not None:
-                    await self.mailroom.deliver(message)
                 else:
                     self.unknown += 1
                 count += 1
@@ -277,8 +267,6 @@ class Endpoint:
         async for message in link.peer.messages():
             if message.data[:1] == MAGIC:
                 self._take(link, message.data)
-            elif self.mailroom is not None:
-                await self.mailroom.deliver(message)
         self._links.pop(link.peer, None)
         self._forget_link(link, link.peer.reason)
         await link.lent.close()
@@ -296,8 +284,6 @@ class Endpoint:
         for link in tuple(self._links.values()):
             self._forget_link(link, "the engine is closed")
         self._links.clear()
-        if self.mailroom is not None:
-            self.mailroom.close()
 
     def _forget_link(self, link: Link, reason: str) -> None:
         link.end(reason)

@@ -29,7 +29,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import aiote
 from aiote.demo import DemoError, Orders, Settings, leave_with_parent, live
 from aiote.discovery import EmbeddedRegistry, Member, Registration, Registry
-from aiote.service import Mailroom
 
 TOKEN = "KVCACHE_TOKEN"
 BODY_BYTES = 1 << 20

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from aiote.kvcache import CacheLayout
-from aiote.service import Mailroom
+from aiote.service.endpoint import Endpoint
 from aiote.testing import Fabric, run
 from kvcaches import DecodeRank, PrefillRank, decode_rank, prefill_rank
 
@@ -63,19 +63,19 @@ def test_a_cancelled_request_whose_prefiller_is_busy_costs_no_other_one_its_leas
         async with (
             prefill_rank(fabric.open_engine, BIG, tail_bytes=24) as prefill,
             decode_rank(fabric.open_engine, BIG, 18, tail_bytes=24, **LIMITS) as decode,
-            Mailroom(prefill.engine) as mailroom,
         ):
             serving = asyncio.ensure_future(prefill.serve(chunk_tokens=16, pause=0.5))
             first = asyncio.ensure_future(ask(decode, prefill, TOKENS))
             others = [asyncio.ensure_future(ask(decode, prefill, OTHERS)) for _ in range(5)]
             await asyncio.sleep(0.6)
-            letters = mailroom.queue(1, 1)
-            for _ in range(3):  # which hold up the reader of the prefiller's messages: it hears of no cancellation
-                await decode.engine.send(prefill.engine.address, b"\1")
+            endpoint = Endpoint.of(prefill.engine)
+            hear, late = endpoint._cancel, []
+            # The prefiller is busy: it hears of no cancellation.
+            endpoint._cancel = lambda link, frame: late.append((link, frame))  # type: ignore[method-assign]
             first.cancel()
             await asyncio.sleep(LIMITS["confirm_limit"] + 0.3)
             assert (decode.decoder.free_pages, decode.decoder.revoked) == (0, 0)
-            asyncio.get_running_loop().call_later(busy_s, letters.close)
+            asyncio.get_running_loop().call_later(busy_s, lambda: [hear(*one) for one in late])
             await asyncio.gather(*others)
             with pytest.raises(asyncio.CancelledError):
                 await asyncio.wait_for(first, 2)

@@ -32,7 +32,6 @@ from aiote.kvcache import (
     Router,
     Slot,
 )
-from aiote.service import Mailroom
 from findings import Findings, leaves
 from kvcaches import DecodeRank, PrefillRank, pool_of, tail_of
 from life import kind_of

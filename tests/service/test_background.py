@@ -1,0 +1,30 @@
+"""Tasks beside a body: what fails there ends the body, and comes out as it is."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from aiote.service.background import beside
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_what_fails_beside_ends_the_body_and_comes_out_as_it_is():
+    async def fail() -> None:
+        await anyio.sleep(0)
+        raise OSError("beside")
+
+    with pytest.raises(OSError, match="beside"):
+        async with beside(fail):
+            await anyio.sleep_forever()
+
+
+async def test_what_the_body_raises_comes_out_as_it_is():
+    with pytest.raises(KeyError):
+        async with beside(anyio.sleep_forever):
+            raise KeyError("mine")
+    with anyio.move_on_after(0.01) as scope:
+        async with beside(anyio.sleep_forever):
+            await anyio.sleep_forever()
+    assert scope.cancelled_caught
