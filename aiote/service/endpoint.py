@@ -32,9 +32,10 @@ class Limits:
 
     slots: calls of one peer that are under way, running or waiting; a caller with more waits. calls: calls that run
     here at a time. queue: how many more wait for one of these to end; beyond, callers get BusyError. message_bytes: the
-    largest message, arrays not counted. peer_bytes, total_bytes: memory for arrays under way, for one peer in one
-    direction, and in all. stream_items, stream_bytes: what a stream is ahead of its reader. kept_bytes: arrays of
-    callers that stay registered for their next call.
+    largest message, arrays not counted; its objects take 24 times as much at most. peer_bytes, total_bytes: memory for
+    arrays under way, for one peer in one direction, and in all; and for the objects of calls that run. stream_items,
+    stream_bytes: what a stream is ahead of its reader. kept_bytes: arrays of callers that stay registered for their
+    next call.
     """
 
     slots: int = 1024
