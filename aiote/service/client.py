@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 import aiote
 
+from ..transfers import Held
 from .background import to_the_end
 from .codec import describe_array
 from .definition import Method, Service, methods_of
@@ -24,7 +25,7 @@ from .frames import OutSpec, Status
 from .interceptors import CallInfo, Interceptor, intercepted
 from .link import Link
 from .members import Chooser, Members
-from .memory import LEND_BYTES, Kept
+from .memory import LEND_BYTES
 from .stream import Incoming, Stream
 
 __all__ = ["Members", "client"]
@@ -117,7 +118,7 @@ class Caller:
         if not method.outs:
             return await self._exchange(link, method, bound)
         outs = [_check_out(method, name, getattr(bound, name)) for name in method.outs]
-        leases: list[tuple[Kept, aiote.Lease]] = []
+        leases: list[tuple[Held, aiote.Lease]] = []
         try:
             specs = [self._lend(link, array, leases) for array in outs]
             fields = {name: getattr(bound, name) for name in bound.__struct_fields__}
@@ -134,26 +135,26 @@ class Caller:
             array[...] = values
         return result
 
-    def _lend(self, link: Link, array: NDArray[Any], leases: list[tuple[Kept, aiote.Lease]]) -> OutSpec:
+    def _lend(self, link: Link, array: NDArray[Any], leases: list[tuple[Held, aiote.Lease]]) -> OutSpec:
         text, descriptor = describe_array(array), b""
         if array.nbytes >= LEND_BYTES:
-            region, key = self.endpoint.registrations.take(array, filled=True)
+            held = self.endpoint.hold(array, filled=True)
             try:
-                leases.append((key, region.lease(slice(0, array.nbytes), link.peer)))
+                leases.append((held, held.region.lease(slice(0, array.nbytes), link.peer)))
             except BaseException:
-                self.endpoint.registrations.give(key)
+                self.endpoint.let_go(held)
                 raise
             descriptor = leases[-1][1].descriptor
         return OutSpec(text, list(array.shape), descriptor)
 
-    async def _revoke(self, leases: list[tuple[Kept, aiote.Lease]]) -> None:
+    async def _revoke(self, leases: list[tuple[Held, aiote.Lease]]) -> None:
         for _, lease in leases:
             lease.begin_revoking()
         while leases:
-            key, lease = leases[-1]
+            held, lease = leases[-1]
             await lease.revoke()
             leases.pop()
-            self.endpoint.registrations.give(key)
+            self.endpoint.let_go(held)
 
     async def _exchange(self, link: Link, method: Method, bound: Any) -> Any:
         """Send a call and return its result; a cancelled one is told to the peer."""

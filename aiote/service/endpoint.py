@@ -9,19 +9,23 @@ from typing import Any, ClassVar, Protocol
 
 import anyio
 import anyio.lowlevel
+from numpy.typing import NDArray
 
 import aiote
 
 from ..aio import EventLoop, Task, current_loop
+from ..transfers import Access, Held, Registrations
 from .background import report
 from .frames import MAGIC, Ask, Call, Cancel, Credit, End, Frame, Free, Grant, Hello, Items, Return, Status, unpack
 from .link import FRAME_BYTES, LEAST_MESSAGE, Link
-from .memory import IDLE_S, Budget, Registrations
+from .memory import IDLE_S, Budget
 
 __all__ = ["Endpoint", "Limits", "Server"]
 
 SHARED = frozenset({"Health/1.check"})
 """Methods of every server, which the first one answers for all."""
+MAX_KEPT = 32
+"""Registrations for the next call, each of which costs the NIC something."""
 TURN = 32
 """After so many messages the tasks that they woke have their turn."""
 
@@ -75,7 +79,7 @@ class Endpoint:
         self.loop: EventLoop = current_loop()
         self.servers: list[Server] = []
         self.budget = Budget(limits.total_bytes, limits.peer_bytes)
-        self.registrations = Registrations(engine, limits.kept_bytes, self._close_region)
+        self.registrations = Registrations(limits.kept_bytes, MAX_KEPT)
         self.messages = self.message_bytes = self.array_bytes = self.unknown = 0
         self._links: dict[aiote.Peer, Link] = {}
         self._served: dict[str, Server] = {}
@@ -273,8 +277,20 @@ class Endpoint:
         await link.lent.close()
         await link.staging.close()
 
-    def _close_region(self, region: aiote.Region) -> None:
-        self.spawn(region.aclose, name="aiote service: close a registration")
+    def hold(self, array: NDArray[Any], *, filled: bool = False) -> Held:
+        """Register an array, or find the registration that an earlier call has left; `let_go` gives it back.
+
+        One to be filled can be lent to be written, and never read.
+        """
+        access: Access = "write" if filled else "local"
+        key = (array.__array_interface__["data"][0], array.nbytes, array.flags.writeable, access)
+        held = self.registrations.hold(key)
+        return held or self.registrations.add(key, self.engine.register(array, access))
+
+    def let_go(self, held: Held) -> None:
+        """Take note that a registration was used; it is kept for the next call, if there is room."""
+        for region in self.registrations.let_go(held):
+            self.spawn(region.aclose, name="aiote service: close a registration")
 
     def _close(self) -> None:
         """Take note that the engine is closed."""

@@ -293,11 +293,11 @@ class Link:
         piece, remote = await self.borrowed.place(array.nbytes)
         try:
             if kept and array is data:
-                region, key = endpoint.registrations.take(array)
+                held = endpoint.hold(array)
                 try:
-                    await endpoint.engine.write(region, remote)
+                    await endpoint.engine.write(held.region, remote)
                 finally:
-                    endpoint.registrations.give(key)
+                    endpoint.let_go(held)
             else:
                 async with endpoint.engine.register(array, access="local") as region:
                     await endpoint.engine.write(region, remote)

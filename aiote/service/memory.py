@@ -1,4 +1,4 @@
-"""Memory for what is too long for a message: lent to a peer, borrowed from it, and registered for a while.
+"""Memory for what is too long for a message: lent to a peer, and borrowed from it.
 
 Each side lends the other some, in pieces of memory called *segments*, each by a lease of its own that ends with the
 peer. Who has borrowed a segment places what it sends in it, and takes a place again once the other side has read it:
@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import bisect
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import numpy
 from numpy.typing import NDArray
@@ -24,7 +23,7 @@ import aiote
 from ..aio import EventLoop, Signal, Waiter
 from .frames import Piece
 
-__all__ = ["LEND_BYTES", "Allocator", "Borrowed", "Budget", "Lent", "Registrations", "Staging"]
+__all__ = ["LEND_BYTES", "Allocator", "Borrowed", "Budget", "Lent", "Staging"]
 
 ALIGNMENT = 64
 FIRST_BYTES = 1 << 20
@@ -352,53 +351,6 @@ def check_lent(remote: aiote.RemoteRegion, owner: aiote.Address) -> None:
     same = (its.identity, its.incarnation) == (owner.identity, owner.incarnation)
     if not (same and remote.lease and remote.writable):
         raise ValueError("memory that is to be written must be lent by the peer itself")
-
-
-Kept = tuple[int, int, bool, str]
-
-
-class Registrations:
-    """The registrations of arrays that callers passed last, kept for the next call with the same memory.
-
-    They keep the arrays alive, up to `nbytes` in all and MAX of them; those not used for longest go first.
-    """
-
-    MAX = 32
-
-    def __init__(self, engine: aiote.Engine, nbytes: int, closing: Callable[[aiote.Region], object]) -> None:
-        self._engine, self._limit, self._closing = engine, nbytes, closing
-        self._used: dict[Kept, tuple[aiote.Region, int]] = {}
-        self._idle: OrderedDict[Kept, aiote.Region] = OrderedDict()
-        self._idle_bytes = 0
-
-    def take(self, array: NDArray[Any], *, filled: bool = False) -> tuple[aiote.Region, Kept]:
-        """Return the registration of an array, and what `give` is to be told; one to be filled can be lent to be
-        written, and never read.
-        """
-        access = "write" if filled else "local"
-        key = (array.__array_interface__["data"][0], array.nbytes, array.flags.writeable, access)
-        region, users = self._used.get(key, (None, 0))
-        if region is None and (region := self._idle.pop(key, None)) is not None:
-            self._idle_bytes -= region.nbytes
-        if region is None:
-            region = self._engine.register(array, "write" if filled else "local")
-        self._used[key] = (region, users + 1)
-        return region, key
-
-    def give(self, key: Kept) -> None:
-        """Take note that a registration was used; keep it, if there is room."""
-        region, users = self._used.pop(key)
-        if users > 1:
-            self._used[key] = (region, users - 1)
-        elif region.nbytes > self._limit:
-            self._closing(region)
-        else:
-            self._idle[key] = region
-            self._idle_bytes += region.nbytes
-            while self._idle_bytes > self._limit or len(self._idle) > self.MAX:
-                _, oldest = self._idle.popitem(last=False)
-                self._idle_bytes -= oldest.nbytes
-                self._closing(oldest)
 
 
 class Staging:

@@ -11,6 +11,7 @@ from .owner import Destination, PeerFinder, TransferOwner, drain
 from .pages import Pages
 from .peer import Peer
 from .regions import Access, LeaseGranter, Region, Regions, RemoteRegion
+from .registrations import Held, Registrations
 from .requests import Requests
 from .scatter import PeerGroup, ScatterTarget, group_room, make_group, submit_scatter
 from .transfer import Launch, Transfer
@@ -23,6 +24,7 @@ __all__ = [
     "CounterRow",
     "Counters",
     "Destination",
+    "Held",
     "Inbox",
     "Launch",
     "Lease",
@@ -35,6 +37,7 @@ __all__ = [
     "PeerGroup",
     "Region",
     "Regions",
+    "Registrations",
     "RemoteRegion",
     "Requests",
     "ScatterTarget",

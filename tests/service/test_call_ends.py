@@ -76,7 +76,7 @@ async def at_rest(client: Any, server: service.Server) -> None:
             await until(lambda link=link: not link._held_bytes)
             for segment in link.staging.segments.values():
                 await until(lambda segment=segment: segment[0]._lengths == [segment[0].nbytes])
-    assert not here.registrations._used
+    assert here.registrations.in_use == 0
     # No lease but those of the memory that is lent for as long as the peer is there.
     lent = {region.memory for link in here._links.values() for _, region in link.lent._segments.values()}
     assert set(here.engine._links.leases._live) <= lent

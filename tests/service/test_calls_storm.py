@@ -98,7 +98,7 @@ class Storm(service.Service):
             with anyio.fail_after(60):
                 while endpoint._links or endpoint.budget.used:
                     await anyio.sleep(0.01)
-            assert not endpoint.registrations._used
+            assert endpoint.registrations.in_use == 0
 
     def check(self) -> None:
         """Compare what the callers heard with what ran."""

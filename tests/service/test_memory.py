@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import aiote
 from aiote.aio import current_loop
+from aiote.service.endpoint import Endpoint, Limits
 from aiote.service.memory import (
     ALIGNMENT,
     FIRST_BYTES,
@@ -21,7 +22,6 @@ from aiote.service.memory import (
     Borrowed,
     Budget,
     Lent,
-    Registrations,
     Staging,
 )
 from engines import go_round, linked, opened, until
@@ -176,34 +176,23 @@ async def test_staging_is_free_when_nobody_has_the_array():
 
 
 @pytest.mark.anyio
-async def test_registrations_are_kept_for_those_used_last():
+async def test_arrays_stay_registered_for_the_next_call_and_only_as_they_are():
     async with linked("sim") as (engine, _):
-        closed = []
-        kept = Registrations(engine, 10_000, closed.append)
-        arrays = [numpy.zeros(3000, numpy.uint8) for _ in range(5)]
-        regions = []
-        for array in arrays:
-            region, key = kept.take(array)
-            regions.append(region)
-            kept.give(key)
-        assert closed == regions[:2]
-        region, used = kept.take(arrays[2])
-        assert region is regions[2]
-        # One that is in use stays, whatever comes.
-        for _ in range(5):
-            kept.give(kept.take(numpy.zeros(9000, numpy.uint8))[1])
-        assert regions[2] not in closed
-        assert regions[3] in closed
+        endpoint = Endpoint.of(engine, Limits(kept_bytes=10_000))
+        array, large = numpy.zeros(3000, numpy.uint8), numpy.zeros(20_000, numpy.uint8)
+        first = endpoint.hold(array)
+        endpoint.let_go(first)
+        assert endpoint.hold(array) is first
+        filled = endpoint.hold(array, filled=True)
+        assert (first.region.access, filled.region.access) == ("local", "write")
         # What it was given is not asked about again.
-        arrays[2].setflags(write=False)
-        kept.give(used)
-        assert kept.take(arrays[2])[0] is not region
-        # One that is too large is not kept, and nothing goes for it.
-        before = len(closed)
-        huge, key = kept.take(numpy.zeros(20_000, numpy.uint8))
-        kept.give(key)
-        assert closed[before:] == [huge]
-        assert kept.take(arrays[4], filled=True)[0].access == "write"
+        array.setflags(write=False)
+        endpoint.let_go(first)
+        assert endpoint.hold(array) is not first
+        assert not first.region.closed
+        huge = endpoint.hold(large)
+        endpoint.let_go(huge)
+        await until(lambda: huge.region.closed)
 
 
 def test_random_places_of_a_large_segment_are_all_found_again():
