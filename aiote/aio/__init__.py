@@ -10,7 +10,7 @@ from .driver import Driver
 from .handover import Handover, hand_over
 from .loops import EventLoop, Task, Waiter, current_loop, report
 from .offload import ThreadCall
-from .waiting import Signal, finish, poll_until, sleep, wake, within
+from .waiting import Signal, finish, insist, poll_until, sleep, wake, within
 
 __all__ = [
     "ByteStream",
@@ -28,6 +28,7 @@ __all__ = [
     "dial",
     "finish",
     "hand_over",
+    "insist",
     "poll_until",
     "report",
     "sleep",

@@ -15,18 +15,18 @@ from .engine import Engine
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["open_engine"]
+__all__ = ["Opening", "open_engine"]
 
 
-class _Opening:
+class Opening:
     """What `open_engine` returns: `async with` opens and closes, `await` opens and leaves the closing to the caller."""
 
     def __init__(self, provider: str, rails: tuple[str, ...] | None, config: EngineConfig) -> None:
-        self._arguments = (provider, rails, config)
+        self.arguments = (provider, rails, config)
         self._engine: Engine | None = None
 
     async def _open(self) -> Engine:
-        provider, rails, config = self._arguments
+        provider, rails, config = self.arguments
         if provider == "sim" and config.identity is None:
             # Which of two crossing connections stays depends on it, and a seed is to give the same each time.
             config = dataclasses.replace(config, identity=sim_identity())
@@ -60,7 +60,7 @@ class _Opening:
 
 def open_engine(
     provider: str = "auto", rails: Iterable[str] | None = None, config: EngineConfig | None = None, **settings: Any
-) -> _Opening:
+) -> Opening:
     """Open an engine on the running event loop: `async with open_engine(...) as engine`.
 
     provider: "auto" (the best that is present, and shared memory for peers on this host), "local" or "socket" (which
@@ -77,7 +77,7 @@ def open_engine(
     chosen = None if rails is None else tuple(rails)
     if chosen is not None and not 1 <= len(chosen) <= 8:
         raise UsageError(f"rails: from 1 to 8 names are expected, got {len(chosen)}")
-    return _Opening(provider, chosen, _configured(config, settings))
+    return Opening(provider, chosen, _configured(config, settings))
 
 
 def _configured(config: EngineConfig | None, settings: dict[str, Any]) -> EngineConfig:

@@ -36,6 +36,7 @@ ORDER = (
     ("aiote.engine",),
     ("aiote",),
     ("aiote.service", "aiote.testing"),
+    ("aiote.bridge",),
     ("aiote.discovery",),
     ("aiote.kvcache",),
     ("aiote.demo",),

@@ -1,0 +1,327 @@
+"""What users hold of the process's engine, and how it is acquired and given back."""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import os
+import threading
+from collections.abc import Coroutine, Iterable
+from contextlib import suppress
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import aiote
+
+from ..config import EngineConfig
+from ..engine import Opening
+from ..errors import ClosedError, UsageError
+from .calls import Call, until_done
+from .registrations import Registration, Source
+from .thread import EngineThread, closed
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from ..transfers import Access
+
+__all__ = ["Bridge", "acquire"]
+
+T = TypeVar("T")
+KEPT_BYTES = 256 << 20
+
+_shared: EngineThread | None = None
+_inherited: list[EngineThread] = []
+_lock = threading.RLock()
+
+
+def _in_child() -> None:
+    """Leave the engine to the parent process: its thread does not run here."""
+    global _shared, _lock
+    _lock = threading.RLock()
+    if _shared is not None:
+        _shared.inherited = True
+        # Its loop, were it freed, would take its descriptors out of the epoll instance, which is the parent's, too.
+        _inherited.append(_shared)
+        _shared = None
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+@atexit.register
+def _at_exit() -> None:
+    """End the engine while threads still run, and before `aiote.engine` complains of one that was left open."""
+    if _shared is not None:
+        _shared.stop_at_exit()
+
+
+def acquire(
+    provider: str | None = None,
+    rails: Iterable[str] | None = None,
+    config: EngineConfig | None = None,
+    *,
+    kept_bytes: int | None = None,
+    **settings: Any,
+) -> Bridge:
+    """Return a bridge to this process's engine, which the first who asks opens and the last `close` closes.
+
+    provider, rails, config, settings: as of `aiote.open_engine`. kept_bytes: how many bytes of memory may stay
+    registered, and alive, that nobody holds any more (256 MiB). What is not given is as the engine has it. Waits until
+    the engine is open: some 10 ms, up to a second where libfabric is loaded. After a fork the child acquires one of its
+    own. Raises UsageError for what differs from how the engine was opened, and what `open_engine` raises.
+    """
+    global _shared
+    with _lock:
+        if _shared is None or _shared.stopping:
+            opening = aiote.open_engine(provider or "auto", rails, config, **settings)
+            thread = EngineThread(opening, KEPT_BYTES if kept_bytes is None else kept_bytes, _shared)
+            thread.start()
+            _shared = thread
+        else:
+            thread = _shared
+            has = thread.opening.arguments
+            given = aiote.open_engine(provider or has[0], rails or has[1], config or has[2], **settings)
+            _require_same(thread, given, thread.kept_bytes if kept_bytes is None else kept_bytes)
+        thread.users += 1
+    try:
+        # Its own wait is for whoever opens; what others are told of a failure is the same.
+        thread.opened.result()
+    except BaseException:
+        _release(thread)
+        raise
+    return Bridge(thread)
+
+
+def _require_same(thread: EngineThread, given: Opening, kept_bytes: int) -> None:
+    """Raise UsageError where an engine is asked for that the open one is not."""
+    has, asked = thread.opening.arguments, given.arguments
+    pairs: list[tuple[str, object, object]] = [("provider", has[0], asked[0]), ("rails", has[1], asked[1])]
+    pairs.append(("kept_bytes", thread.kept_bytes, kept_bytes))
+    for field in fields(EngineConfig):
+        here, there = getattr(has[2], field.name), getattr(asked[2], field.name)
+        # A key is not shown to anybody.
+        pairs.append((field.name, here, there) if field.repr or here == there else (field.name, "another", "this one"))
+    differing = [pair for pair in pairs if pair[1] != pair[2]]
+    if differing:
+        what = "; ".join(f"{name} is {here!r}, not {there!r}" for name, here, there in differing)
+        raise UsageError(f"this process's engine is open, for all who acquire it, with other settings: {what}")
+
+
+def _release(thread: EngineThread) -> None:
+    """Take a user off, and end the engine with the last one."""
+    with _lock:
+        thread.users -= 1
+        if not thread.users:
+            thread.stop()
+
+
+class Bridge:
+    """A user's share of the process's engine; made by `acquire`. A context manager, and an asynchronous one.
+
+    Everything but `engine` may be used from any thread, and the coroutines from any event loop. What a closed one is
+    asked for raises ClosedError; in the child of a fork the parent's raises UsageError.
+    """
+
+    def __init__(self, thread: EngineThread) -> None:
+        self._thread = thread
+        self._held: set[Registration] = set()
+        self._closing: Call[None] | None = None
+
+    @property
+    def engine(self) -> aiote.Engine:
+        """The engine, for coroutines that run on the bridge; on any other thread not to be used.
+
+        A coroutine may be made anywhere: `bridge.call(bridge.engine.write(source, target))`.
+        """
+        self._require_open()
+        return self._thread.engine
+
+    @property
+    def closed(self) -> bool:
+        """Whether this bridge is closed or being closed."""
+        return self._closing is not None or self._thread.stopping
+
+    # Coroutines.
+
+    def call(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run a coroutine beside the engine and wait for its result, in any thread but the bridge's own.
+
+        After `timeout` seconds it is cancelled. Whatever interrupts the wait (Ctrl-C) cancels it as well. This returns
+        or raises once it has ended, so its transfers have drained, which the engine bounds (`drain_timeout`, then the
+        loss of the peer). Raises what the coroutine raises, TimeoutError, ClosedError where the bridge is closed
+        meanwhile, and UsageError on the bridge's own thread, which would wait for itself.
+        """
+        return self._call(work, timeout, waits=True).wait()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Call[T]:
+        """Start a coroutine beside the engine and return its future, which is done when the coroutine has ended.
+
+        Its `cancel()` works from any thread; the future is cancelled once the transfers have drained.
+        """
+        call = self._call(work)
+        call.start()
+        return call
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine beside the engine and await its result, on any asyncio, uvloop or trio loop.
+
+        Cancelling this cancels the coroutine, and is raised once it has ended. Raises what the coroutine raises, and
+        ClosedError where the bridge is closed meanwhile.
+        """
+        return await self._call(work).join()
+
+    def _call(self, work: Coroutine[Any, Any, T], timeout: float | None = None, *, waits: bool = False) -> Call[T]:
+        """Prepare a call; `waits`: this thread is to wait for it."""
+        if not inspect.iscoroutine(work):
+            raise UsageError(f"a coroutine is expected, as an async function returns it, got {type(work).__name__}")
+        try:
+            self._require_open()
+            if waits:
+                self._require_elsewhere()
+        except BaseException:
+            work.close()
+            raise
+        return Call(self._thread, self, work, timeout)
+
+    def _require_elsewhere(self) -> None:
+        if self._thread.is_current:
+            raise UsageError("this is the bridge's own thread, which would wait for itself: use the form with await")
+
+    def _require_open(self) -> None:
+        self._thread.require_parent()
+        if self.closed:
+            raise closed()
+
+    # Memory.
+
+    def register(self, memory: Any, access: Access = "read-write") -> Registration:
+        """Register memory, or share its registration with whoever else has registered it with this access.
+
+        memory: a tensor of torch on the CPU, of any dtype, contiguous; or what `Engine.register` takes, or an object
+        with `__array_interface__`. Of a tensor the whole storage is registered, once for all its views; a descriptor is
+        of the view alone. access: as of `Engine.register`. With "local" it may stay registered, and alive, when nobody
+        holds it any more, within `kept_bytes`; with any other, peers may have its keys, and it ends with the last who
+        holds it. In any thread but the bridge's own. Raises as `Engine.register_async`.
+        """
+        call = self._call(self._register(Source(memory, access)), waits=True)
+        try:
+            return call.wait()
+        except BaseException:
+            self._take_back(call)
+            raise
+
+    async def register_async(self, memory: Any, access: Access = "read-write") -> Registration:
+        """Register memory as `register` does, on any event loop, also the bridge's own."""
+        call = self._call(self._register(Source(memory, access)))
+        try:
+            return await call.join()
+        except BaseException:
+            self._take_back(call)
+            raise
+
+    async def _register(self, source: Source) -> Registration:
+        held = await self._thread.memory.hold(source)
+        try:
+            registration = Registration(self, held, held.region[source.bytes])
+        except BaseException:
+            await self._thread.memory.let_go(held)
+            raise
+        self._held.add(registration)
+        return registration
+
+    def _take_back(self, call: Call[Registration]) -> None:
+        """Close what was registered for one who has not waited for it."""
+        if call.done() and not call.cancelled() and call.exception() is None:
+            Call(self._thread, self, self._let_go(call.result())).start()
+
+    async def _let_go(self, registration: Registration) -> None:
+        if registration in self._held:
+            self._held.discard(registration)
+            await self._thread.memory.let_go(registration.held)
+
+    def require_held(self, registration: Registration) -> None:
+        """Raise ClosedError where a registration is closed, UsageError in the child of a fork."""
+        self._thread.require_parent()
+        if registration not in self._held:
+            raise ClosedError("the registration is closed")
+
+    def close_registration(self, registration: Registration) -> None:
+        """Close a registration and wait for it."""
+        if registration in self._held and not self.closed:
+            with suppress(ClosedError):
+                self._call(self._let_go(registration), waits=True).wait()
+
+    async def aclose_registration(self, registration: Registration) -> None:
+        """Close a registration and await it."""
+        if registration in self._held and not self.closed:
+            with suppress(ClosedError):
+                await self._call(self._let_go(registration)).join()
+
+    def trim(self, nbytes: int = 0) -> None:
+        """End the registrations that nobody holds any more until they are of at most so many bytes.
+
+        Before memory that was registered as "local" is unmapped, resized or given to another owner. In any thread but
+        the bridge's own; `await bridge.run(...)` elsewhere.
+        """
+        self.call(self._thread.memory.trim(nbytes))
+
+    # The end.
+
+    def close(self) -> None:
+        """Cancel the calls of this bridge, wait until they have ended, close its registrations; idempotent.
+
+        The last bridge of the process closes the engine. An interruption (Ctrl-C) is raised when that is done. In any
+        thread but the bridge's own; in the child of a fork it does nothing.
+        """
+        closing = self._end()
+        if closing is not None:
+            with suppress(ClosedError):
+                closing.wait()
+            if self._thread.stopping:
+                self._thread.join()
+
+    async def aclose(self) -> None:
+        """Close as `close` does, on any event loop but the bridge's own. A cancellation is raised when that is done."""
+        closing = self._end()
+        if closing is not None:
+            with suppress(ClosedError):
+                await closing.join()
+            if self._thread.stopping:
+                await until_done(self._thread.ended)
+                self._thread.join()
+
+    def _end(self) -> Call[None] | None:
+        """Return the call that closes this bridge, made the first time; None in the child of a fork."""
+        if self._thread.inherited:
+            return None
+        self._require_elsewhere()
+        with _lock:
+            if self._closing is None:
+                self._closing = Call(self._thread, None, self._close(), firm=True)
+            return self._closing
+
+    async def _close(self) -> None:
+        await self._thread.end_calls(self)
+        for registration in tuple(self._held):
+            await self._let_go(registration)
+        _release(self._thread)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __repr__(self) -> str:
+        return f"<Bridge, {'closed' if self.closed else f'to {self._thread.engine!r}'}>"
