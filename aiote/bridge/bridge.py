@@ -246,15 +246,18 @@ class Bridge:
         if registration not in self._held:
             raise ClosedError("the registration is closed")
 
+    def _holds(self, registration: Registration) -> bool:
+        return registration in self._held and not (self.closed or self._thread.inherited)
+
     def close_registration(self, registration: Registration) -> None:
         """Close a registration and wait for it."""
-        if registration in self._held and not self.closed:
+        if self._holds(registration):
             with suppress(ClosedError):
                 self._call(self._let_go(registration), waits=True).wait()
 
     async def aclose_registration(self, registration: Registration) -> None:
         """Close a registration and await it."""
-        if registration in self._held and not self.closed:
+        if self._holds(registration):
             with suppress(ClosedError):
                 await self._call(self._let_go(registration)).join()
 
@@ -276,20 +279,23 @@ class Bridge:
         """
         closing = self._end()
         if closing is not None:
-            with suppress(ClosedError):
-                closing.wait()
-            if self._thread.stopping:
-                self._thread.join()
+            try:
+                with suppress(ClosedError):
+                    closing.wait()
+            finally:
+                if self._thread.stopping:
+                    self._thread.join()
 
     async def aclose(self) -> None:
         """Close as `close` does, on any event loop but the bridge's own. A cancellation is raised when that is done."""
         closing = self._end()
         if closing is not None:
-            with suppress(ClosedError):
-                await closing.join()
-            if self._thread.stopping:
-                await until_done(self._thread.ended)
-                self._thread.join()
+            try:
+                with suppress(ClosedError):
+                    await closing.join()
+            finally:
+                if self._thread.stopping:
+                    await until_done(self._thread.ended)
 
     def _end(self) -> Call[None] | None:
         """Return the call that closes this bridge, made the first time; None in the child of a fork."""

@@ -3,6 +3,9 @@
 A `Call` is done when its task has ended, not when it was asked to: a cancelled transfer drains first, and its buffer is
 the NIC's until then. `concurrent.futures.Future` says so only of what it calls running, which it refuses to cancel; so
 a call stays pending there, and becomes cancelled when the task has ended so.
+
+A thread that waits for a call may be interrupted by a signal at any step. The locks of a Future, made in Python, are
+lost then, and everybody who needs them hangs; so `wait` uses none of them before the end, but a lock of the system's.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import math
+import threading
 from collections.abc import Callable, Coroutine
 from concurrent import futures
 from contextlib import suppress
@@ -30,7 +34,10 @@ class Host(Protocol):
     loop: asyncio.AbstractEventLoop
 
     def admit(self, call: Call[Any]) -> None:
-        """Have `begin` called on the loop, or end the call with an error."""
+        """Have `begin` called on the loop, or refuse the call."""
+
+    def forget(self, call: Call[Any]) -> None:
+        """Take note that a call has ended."""
 
 
 class Call(futures.Future[T]):
@@ -56,8 +63,10 @@ class Call(futures.Future[T]):
         self.owner = owner
         self._host, self._work, self._timeout, self._firm = host, work, timeout, firm
         self._task: asyncio.Task[tuple[T | None, BaseException | None]] | None = None
-        self._started = self._asked = False
+        self._started = self._asked = self._over = False
         self._reason: Exception | None = None
+        self._ending = threading.Lock()
+        self._ending.acquire()
 
     def start(self) -> None:
         """Have it run; once more does nothing."""
@@ -67,27 +76,20 @@ class Call(futures.Future[T]):
 
     def cancel(self) -> bool:
         """Ask the task to end; False when it has ended. It may still end well, as an `asyncio.Task` may."""
-        return not self._firm and self.stop(None)
-
-    def stop(self, reason: Exception | None) -> bool:
-        """Cancel it; where that ends it, it fails with `reason`."""
-        if self.done():
+        if self._over or self._firm:
             return False
+        self.stop(None)
+        return True
+
+    def stop(self, reason: Exception | None) -> None:
+        """Cancel it, firm or not; where that ends it, it fails with `reason`."""
         # A loop that is closed has ended every call.
         with suppress(RuntimeError):
             self._host.loop.call_soon_threadsafe(self._stop, reason)
-        return True
-
-    def refuse(self, error: BaseException) -> None:
-        """End it with an error, its task having ended or never begun."""
-        if self._task is None:
-            self._work.close()
-        if not self.done():
-            self.set_exception(error)
 
     def begin(self) -> None:
         """Start the task; on the loop's thread."""
-        if not self.done():
+        if not self._over:
             # Not in the caller's context: there anyio may have been told that this is trio.
             self._task = self._host.loop.create_task(
                 self._run(), name=f"aiote bridge: {self._work!r}", context=contextvars.Context()
@@ -95,12 +97,12 @@ class Call(futures.Future[T]):
             self._task.add_done_callback(self._ended)
 
     def _stop(self, reason: Exception | None) -> None:
-        if self.done() or self._asked:
+        if self._over or self._asked:
             # A second cancellation would interrupt what the first made it do.
             return
         self._asked, self._reason = True, reason
         if self._task is None:
-            self._cancelled()
+            self.end(reason or futures.CancelledError())
         else:
             self._task.cancel()
 
@@ -114,24 +116,30 @@ class Call(futures.Future[T]):
 
     def _ended(self, task: asyncio.Task[tuple[T | None, BaseException | None]]) -> None:
         if task.cancelled():
-            self._cancelled()
-            return
-        error = task.exception()
-        result = None
-        if error is None:
+            self.end(self._reason or futures.CancelledError())
+        elif (error := task.exception()) is not None:
+            self.end(error)
+        else:
             result, error = task.result()
-        if error is not None:
+            self.end(error, result)
+
+    def end(self, error: BaseException | None, result: T | None = None) -> None:
+        """Make it done, the task having ended or never begun; on the loop's thread, or where that has none."""
+        if self._over:
+            return
+        if self._task is None or self._task.done():
+            # The coroutine may never have begun.
+            self._work.close()
+        self._over = True
+        self._host.forget(self)
+        if isinstance(error, futures.CancelledError):
+            super().cancel()
+            self.set_running_or_notify_cancel()
+        elif error is not None:
             self.set_exception(error)
         else:
             self.set_result(result)  # type: ignore[arg-type]
-
-    def _cancelled(self) -> None:
-        self._work.close()
-        if self._reason is not None:
-            self.set_exception(self._reason)
-        else:
-            super().cancel()
-            self.set_running_or_notify_cancel()
+        self._ending.release()
 
     def wait(self) -> T:
         """Start it, wait in this thread until it has ended, and return its result.
@@ -140,12 +148,13 @@ class Call(futures.Future[T]):
         has ended.
         """
         interruption: BaseException | None = None
-        while not self.done():
+        while not self._over or self._ending.locked():
             try:
                 if interruption is not None:
                     self.cancel()
                 self.start()
-                futures.wait([self])
+                with self._ending:
+                    break
             except BaseException as error:
                 interruption = interruption or error
         if interruption is not None:
@@ -175,11 +184,11 @@ async def until_done(future: futures.Future[Any], on_cancel: Callable[[], object
     try:
         while not future.done():
             await over.wait()
-    except anyio.get_cancelled_exc_class():
-        on_cancel()
-        await insist(loop, future.done, over.wait, math.inf)
-        raise
     except GeneratorExit:
         # The loop has ended under us: nothing can be awaited any more.
         on_cancel()
+        raise
+    except anyio.get_cancelled_exc_class():
+        on_cancel()
+        await insist(loop, future.done, over.wait, math.inf)
         raise

@@ -77,16 +77,15 @@ class EngineThread:
 
     def admit(self, call: Call[Any]) -> None:
         """Have a call begin, or end it with ClosedError."""
-        call.add_done_callback(self._forget)
         with self._lock:
-            admitted = not self.stopping
-            if admitted:
+            if not self.stopping:
                 self._calls.add(call)
                 self.loop.call_soon_threadsafe(call.begin)
-        if not admitted:
-            call.refuse(closed())
+                return
+        call.end(closed())
 
-    def _forget(self, call: Any) -> None:
+    def forget(self, call: Call[Any]) -> None:
+        """Take note that a call has ended."""
         with self._lock:
             self._calls.discard(call)
 
@@ -112,16 +111,15 @@ class EngineThread:
 
     def join(self) -> None:
         """Wait until the thread has ended."""
-        futures.wait([self.ended])
         self._thread.join()
 
     def stop_at_exit(self) -> None:
         """End it within the time that an exit may take."""
         self.stop()
-        if not futures.wait([self.ended], EXIT_S).done:
-            with suppress(RuntimeError):
-                self.loop.call_soon_threadsafe(self._abort)
-            futures.wait([self.ended], EXIT_S)
+        self._thread.join(EXIT_S)
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self._abort)
+        self._thread.join(EXIT_S)
 
     def _abort(self) -> None:
         if self.opened.done():
@@ -144,7 +142,7 @@ class EngineThread:
         finally:
             self.stop()
             for call in self.calls_of():
-                call.refuse(closed())
+                call.end(closed())
             self.ended.set_result(None)
 
     async def _live(self) -> None:

@@ -1,0 +1,311 @@
+"""Coroutines that other threads and other loops have running beside the engine end before anybody goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextvars
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import anyio
+import anyio.to_thread
+import pytest
+
+import aiote
+from aiote import bridge as bridges
+from bridges import Stubborn, aside, bridge_to, value
+from engines import PATIENCE_S
+
+pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
+
+SOON_S = 0.01
+"""After so long a call is to be cancelled; the test waits for that, however late it is."""
+
+
+@pytest.fixture
+def bridge():
+    with bridge_to() as bridge:
+        yield bridge
+
+
+def test_many_threads_call(bridge):
+    def calls(number: int) -> list[int]:
+        return [bridge.call(value(number * 100 + step, turns=step % 3)) for step in range(100)]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = [result for results in pool.map(calls, range(8)) for result in results]
+    assert found == list(range(800))
+
+
+def test_a_call_raises_what_its_coroutine_raises(bridge):
+    async def fail(error: BaseException) -> None:
+        await asyncio.sleep(0)
+        raise error
+
+    for error in (LookupError("x"), aiote.UsageError("y"), KeyboardInterrupt(), SystemExit(3)):
+        with pytest.raises(type(error)) as caught:
+            bridge.call(fail(error))
+        assert caught.value is error
+    # The last two have not ended the loop.
+    assert bridge.call(value(1)) == 1
+
+
+def test_a_coroutine_has_no_context_of_its_caller(bridge):
+    name: contextvars.ContextVar[str] = contextvars.ContextVar("name", default="nobody")
+    name.set("the caller")
+
+    async def look() -> str:
+        return name.get()
+
+    assert bridge.call(look()) == "nobody"
+
+
+@pytest.mark.parametrize("work", [None, value, lambda: 1], ids=["nothing", "function", "lambda"])
+def test_what_is_no_coroutine_is_refused(bridge, work):
+    with pytest.raises(aiote.UsageError, match="a coroutine is expected, as an async function returns it"):
+        bridge.call(work)
+
+
+def test_the_bridge_s_own_thread_does_not_wait_for_itself(bridge):
+    refused = pytest.raises(aiote.UsageError, match="would wait for itself")
+
+    async def inside() -> int:
+        with refused:
+            bridge.call(value(1))
+        with refused:
+            bridge.register(bytearray(8))
+        with refused:
+            bridge.close()
+        with refused:
+            await bridge.aclose()
+        # What awaits is welcome.
+        async with await bridge.register_async(bytearray(8)) as registration:
+            assert len(registration.region) == 8
+        return await bridge.run(value(7))
+
+    assert bridge.call(inside()) == 7
+
+
+def test_a_future_is_done_when_the_task_has_ended(bridge):
+    work, told = Stubborn(), []
+    call = bridge.submit(work.run())
+    call.add_done_callback(told.append)
+    work.until(work.begun)
+    assert aside(call.cancel)
+    work.until(work.cancelled)
+    for _ in range(20):
+        bridge.call(value(0))
+        assert not call.done()
+        assert not call.cancelled()
+        assert not told
+    with pytest.raises(TimeoutError):
+        call.result(timeout=SOON_S)
+    work.may_end.set()
+    with pytest.raises(concurrent.futures.CancelledError):
+        call.result(PATIENCE_S)
+    assert work.ended
+    assert call.cancelled()
+    assert told == [call]
+    assert not call.cancel()
+
+
+def test_a_call_that_is_cancelled_before_it_begins_does_not_begin(bridge):
+    began = []
+
+    async def begin() -> None:
+        began.append(1)
+
+    def hold_and_cancel() -> bridges.Call[None]:
+        # On the loop's thread: nothing begins before this has ended.
+        call = bridge.submit(begin())
+        call.cancel()
+        return call
+
+    async def inside() -> bridges.Call[None]:
+        return hold_and_cancel()
+
+    call = bridge.call(inside())
+    assert concurrent.futures.wait([call], PATIENCE_S).done
+    assert call.cancelled()
+    assert not began
+
+
+def test_cancelling_twice_interrupts_no_cleanup(bridge):
+    work = Stubborn()
+    call = bridge.submit(work.run())
+    work.until(work.begun)
+    call.cancel()
+    work.until(work.cancelled)
+    for _ in range(5):
+        call.cancel()
+        bridge.call(value(0))
+    work.may_end.set()
+    assert concurrent.futures.wait([call], PATIENCE_S).done
+    assert work.ended
+
+
+def test_a_call_that_times_out_waits_for_the_end(bridge):
+    work = Stubborn()
+    threading.Thread(target=lambda: (work.until(work.cancelled), work.may_end.set())).start()
+    with pytest.raises(TimeoutError):
+        bridge.call(work.run(), timeout=SOON_S)
+    assert work.ended
+
+
+def test_a_result_that_comes_in_time_is_returned(bridge):
+    assert bridge.call(value(5), timeout=PATIENCE_S) == 5
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_ctrl_c_is_raised_when_the_coroutine_has_ended(bridge, times):
+    """However often it is pressed."""
+    work = Stubborn()
+
+    def press() -> None:
+        work.until(work.begun)
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+            work.until(work.cancelled)
+            # Slower than the handling of the last one: which is a step of Python, and can be interrupted as any other.
+            bridge.call(value(0, turns=100))
+        work.may_end.set()
+
+    thread = threading.Thread(target=press)
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            thread.start()
+            bridge.call(work.run())
+        finally:
+            assert work.ended
+    thread.join()
+    assert bridge.call(value(1)) == 1
+
+
+def test_another_signal_s_exception_waits_as_well(bridge):
+    work = Stubborn()
+
+    def end(*_: object) -> None:
+        raise SystemExit(4)
+
+    def send() -> None:
+        work.until(work.begun)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        work.until(work.cancelled)
+        work.may_end.set()
+
+    before = signal.signal(signal.SIGUSR1, end)
+    thread = threading.Thread(target=send)
+    try:
+        thread.start()
+        with pytest.raises(SystemExit):
+            bridge.call(work.run())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        thread.join()
+    assert work.ended
+
+
+@pytest.mark.anyio
+async def test_any_loop_awaits_a_call(bridge):
+    async def fail() -> None:
+        raise LookupError("x")
+
+    assert await bridge.run(value(3, turns=5)) == 3
+    with pytest.raises(LookupError):
+        await bridge.run(fail())
+    found = []
+
+    async def one(number: int) -> None:
+        found.append(await bridge.run(value(number, turns=number % 7)))
+
+    async with anyio.create_task_group() as group:
+        for number in range(100):
+            group.start_soon(one, number)
+    assert sorted(found) == list(range(100))
+
+
+@pytest.mark.anyio
+async def test_cancelling_on_any_loop_waits_for_the_end(bridge):
+    work = Stubborn()
+    over = anyio.Event()
+
+    async def wait() -> None:
+        try:
+            await bridge.run(work.run())
+        finally:
+            assert work.ended
+            over.set()
+
+    with anyio.fail_after(PATIENCE_S):
+        async with anyio.create_task_group() as group:
+            group.start_soon(wait)
+            while not work.begun.is_set():
+                await anyio.sleep(0.001)
+            group.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                while not work.cancelled.is_set():
+                    await anyio.sleep(0.001)
+                for _ in range(20):
+                    await anyio.sleep(0)
+                    assert not over.is_set()
+                work.may_end.set()
+        assert over.is_set()
+
+
+async def test_bare_cancellations_of_asyncio_wait_for_the_end(bridge):
+    """However often the task is cancelled."""
+    work = Stubborn()
+    task = asyncio.ensure_future(bridge.run(work.run()))
+    async with asyncio.timeout(PATIENCE_S):
+        while not work.begun.is_set():
+            await asyncio.sleep(0.001)
+        for _ in range(3):
+            task.cancel()
+            while not work.cancelled.is_set():
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
+            assert not task.done()
+        work.may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert work.ended
+
+
+async def test_the_caller_s_loop_runs_on_meanwhile(bridge):
+    task = asyncio.ensure_future(bridge.run(asyncio.sleep(3 * SOON_S)))
+    turns = 0
+    while not task.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 10
+
+
+def test_a_loop_that_ends_under_a_call_cancels_it(bridge):
+    """A host that stops its loop and never looks again."""
+    work = Stubborn()
+    work.may_end.set()
+    loop = asyncio.new_event_loop()
+    waiting = bridge.run(work.run())
+    task = loop.create_task(waiting)
+    while not work.begun.is_set():
+        loop.run_until_complete(asyncio.sleep(0.001))
+    waiting.close()
+    task.cancel()
+    with pytest.raises((asyncio.CancelledError, RuntimeError)):
+        loop.run_until_complete(task)
+    loop.close()
+    work.until(work.cancelled)
+    aside(bridge.close)
+    assert work.ended
+
+
+def test_calls_are_quick_enough_to_be_made_for_each_layer(bridge):
+    """Not a measurement: nothing polls, so a thousand calls take far less than a thousand timer ticks would."""
+    began = time.thread_time()
+    for _ in range(1000):
+        bridge.call(value(0))
+    assert time.thread_time() - began < PATIENCE_S / 2

@@ -1,0 +1,89 @@
+"""Bridges for tests, and what is run on them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import anyio
+
+import aiote
+from aiote import bridge as bridges
+from engines import PATIENCE_S
+
+
+@contextmanager
+def bridge_to(provider: str = "local", **settings: Any) -> Iterator[bridges.Bridge]:
+    """Acquire a bridge as the first of the process, and give it back in a thread that may wait for it."""
+    bridge = bridges.acquire(provider, **settings)
+    try:
+        yield bridge
+    finally:
+        aside(bridge.close)
+
+
+def aside(function: Any, *arguments: Any) -> Any:
+    """Call a function in a thread of its own, as the hosts of bridges do, and return or raise what it does."""
+    outcome: list[Any] = []
+
+    def call() -> None:
+        try:
+            outcome.extend((function(*arguments), None))
+        except BaseException as error:
+            outcome.extend((None, error))
+
+    thread = threading.Thread(target=call, name="host")
+    thread.start()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive(), f"{function} hangs"
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+class Stubborn:
+    """A coroutine that takes its time when it is cancelled, as a transfer does that drains."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.cancelled = threading.Event()
+        self.may_end = threading.Event()
+        self.ended = False
+
+    async def run(self) -> None:
+        """Wait for ever; once cancelled until `may_end`."""
+        self.begun.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            self.cancelled.set()
+            with anyio.CancelScope(shield=True):
+                while not self.may_end.is_set():
+                    await anyio.sleep(0.001)
+            self.ended = True
+
+    def until(self, event: threading.Event) -> None:
+        """Wait for one of its events."""
+        assert event.wait(PATIENCE_S)
+
+
+async def value(result: Any, turns: int = 1) -> Any:
+    """Return something after some turns of the loop."""
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    return result
+
+
+async def write_to(engine: aiote.Engine, source: aiote.Region, descriptor: bytes, first: int = 0) -> None:
+    """Write a region to a peer's memory, from one byte of it on."""
+    await engine.write(source, engine.attach(descriptor)[first : first + len(source)])
+
+
+def call_and_leave(results: Any) -> None:
+    """Call in a process of its own, and leave the rest to its exit."""
+    bridge = bridges.acquire("local")
+    bridge.submit(asyncio.sleep(1e6))
+    results.put(bridge.call(value(4)))
