@@ -39,10 +39,10 @@ class Storage:
 
     def __init__(self, storage: Any) -> None:
         self._storage = storage
-        self.address, nbytes = storage.data_ptr(), storage.nbytes()
-        if not self.address:
-            raise UsageError("register: the tensor has no memory: it is empty, or a wrapper as of DTensor.to_local()")
-        self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (self.address, False)}
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        if not address:
+            raise UsageError("register: the tensor has no memory; of a DTensor register what .to_local() returns")
+        self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (address, False)}
 
     def lies_at(self, address: int, nbytes: int) -> bool:
         """Tell whether it was not resized since."""
@@ -73,7 +73,8 @@ class Source:
             raise UsageError("register: the tensor is not its bytes in a row: register what .contiguous() returns")
         self.storage = Storage(tensor.untyped_storage())
         self.whole = numpy.asarray(self.storage)
-        return tensor.data_ptr() - self.storage.address, tensor.numel() * tensor.element_size()
+        # Not by the tensor's own address: an empty one has none.
+        return tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size()
 
     def _borrow(self) -> Buffer:
         try:

@@ -1,0 +1,37 @@
+"""The page on the bridge says what is there: its program runs, and its table names what there is."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import aiote
+from aiote import bridge as bridges
+from engines import PATIENCE_S
+
+PAGE = (Path(__file__).parents[2] / "docs" / "bridge.md").read_text()
+
+pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
+
+
+async def test_the_program_runs():
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    async with aiote.open_engine() as engine:
+        descriptor = base64.b64encode(engine.register(b"hello" + bytes(4091), "read").descriptor).decode()
+        command = [sys.executable, "-P", "-W", "error", "-", descriptor]
+        done = await asyncio.to_thread(
+            subprocess.run, command, input=program, capture_output=True, text=True, timeout=PATIENCE_S
+        )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "hello\n", "")
+
+
+def test_what_the_table_names_is_there():
+    named = re.findall(r"^\| `(?:await )?bridge\.(\w+)\(", PAGE, re.MULTILINE)
+    assert named == ["call", "submit", "run", "register", "register_async"]
+    assert all(callable(getattr(bridges.Bridge, name)) for name in named)
