@@ -1,0 +1,210 @@
+"""How a target tensor is divided into cells, which are what the planner deals among source ranks.
+
+A cell is a box of the target that one source rank can make and send. Along each dimension, cells end where any source
+part, any rank's part of it, or any target rank's part ends; with quantization at the block's edges around such an end:
+
+    source rank 0 | rank 1        edges at rows 0, 300, 600 with blocks of 128
+    cells: [0, 256) of rank 0, [256, 384) of both, [384, 512) of rank 1, ...
+
+So a cell either lies in what one rank holds (`direct`), or has a block that crosses an edge: then it has several
+`atoms`, each of which comes from a rank of its own, and one rank must gather them. With `whole`, cells end nowhere but
+between the tensors of a stack: each rank makes complete tensors, as a schedule does that is built on `full_tensor`.
+
+Cells know no ranks and no names, only numbers of parts and of what is held (`Cut.held`); so equal tensors share them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from ..errors import UsageError
+from .placement import Cut, Piece
+from .recipe import Part
+
+__all__ = ["Atom", "Cell", "Need", "cells_of", "clip", "from_source"]
+
+Point = tuple[int, ...]
+Holder = tuple[int, int]
+
+
+class Atom(NamedTuple):
+    """A box of a cell, and where it can be read: numbers of a part, and of what is held of the part's source tensor."""
+
+    start: Point
+    stop: Point
+    holders: tuple[Holder, ...]
+
+
+class Need(NamedTuple):
+    """What the ranks that hold number `held` of the target want of a cell: elements, and blocks with scales."""
+
+    held: int
+    elements: int
+    blocks: int
+
+
+class Cell(NamedTuple):
+    """A box of the target. With `holders` any one of them has all of it; else it is gathered from its `atoms`."""
+
+    start: Point
+    stop: Point
+    holders: tuple[Holder, ...]
+    atoms: tuple[Atom, ...]
+    needs: tuple[Need, ...]
+
+    @property
+    def direct(self) -> bool:
+        """Whether it can be made of what a single rank holds."""
+        return bool(self.holders)
+
+
+def clip(start: Point, stop: Point, low: Point, high: Point) -> tuple[Point, Point] | None:
+    """Return the box that two boxes share, None where they share nothing."""
+    first, last = tuple(map(max, start, low)), tuple(map(min, stop, high))
+    return (first, last) if all(map(int.__lt__, first, last)) else None
+
+
+def from_source(part: Part, piece: Piece) -> tuple[Point, Point] | None:
+    """Return the box of the target that a part makes of a piece of its source, None where it makes nothing of it."""
+    fixed = set(range(len(part.source_start))).difference(part.axes)
+    if not all(piece.start[d] <= part.source_start[d] < piece.stop[d] for d in fixed):
+        return None
+    start, stop = list(part.target_start), list(map(int.__add__, part.target_start, part.extent))
+    for a, d in enumerate(part.axes):
+        if d >= 0:
+            shift = part.target_start[a] - part.source_start[d]
+            start[a], stop[a] = max(start[a], piece.start[d] + shift), min(stop[a], piece.stop[d] + shift)
+            if start[a] >= stop[a]:
+                return None
+    return tuple(start), tuple(stop)
+
+
+class _Grid:
+    """Edges along each dimension, and the boxes between them."""
+
+    def __init__(self, shape: Point) -> None:
+        self.edges: list[list[int]] = [[0, extent] for extent in shape]
+
+    def add(self, start: Point, stop: Point, block: Point) -> None:
+        """Add the ends of a box, each as the two edges of a block around it."""
+        for edges, *ends, size in zip(self.edges, start, stop, block, strict=True):
+            for end in ends:
+                edges += (end // size * size, min(-(-end // size) * size, edges[1]))
+
+    def close(self) -> None:
+        self.edges = [sorted(set(edges)) for edges in self.edges]
+
+    def overlapping(self, start: Point, stop: Point) -> Iterator[Point]:
+        """Yield the numbers, by dimension, of the boxes that a box overlaps."""
+        spans = (
+            range(bisect_right(edges, low) - 1, bisect_left(edges, high))
+            for edges, low, high in zip(self.edges, start, stop, strict=True)
+        )
+        return itertools.product(*spans)
+
+    def box(self, at: Point) -> tuple[Point, Point]:
+        start = tuple(edges[i] for edges, i in zip(self.edges, at, strict=True))
+        return start, tuple(edges[i + 1] for edges, i in zip(self.edges, at, strict=True))
+
+
+def cells_of(
+    target: Cut, parts: Sequence[tuple[Part, Cut]], block: tuple[int, int] | None, whole: bool
+) -> tuple[Cell, ...]:
+    """Return the cells of a target that is cut so among its ranks, in order; each part comes with its source's cut.
+
+    Raises UsageError where no source rank holds what a part takes.
+    """
+    size = (1,) * len(target.shape) if block is None else (1,) * (len(target.shape) - 2) + block
+    boxes = [
+        (*box, (number, held))
+        for number, (part, cut) in enumerate(parts)
+        for held, entry in enumerate(cut.held)
+        for piece in entry.pieces
+        if (box := from_source(part, piece))
+    ]
+    coarse = _coarse_grid(target, parts, boxes, size, whole)
+    atoms = _atoms(target, parts, boxes, coarse)
+    needs = _needs(target, coarse, size)
+    found = []
+    for at in sorted(atoms.keys() & needs.keys()):
+        inside = atoms[at]
+        common = [h for h in inside[0].holders if all(h in atom.holders for atom in inside)]
+        wants = tuple(Need(held, *counts) for held, counts in sorted(needs[at].items()))
+        found.append(Cell(*coarse.box(at), tuple(common), () if common else tuple(inside), wants))
+    return tuple(found)
+
+
+def _box_of(part: Part) -> tuple[Point, Point]:
+    return part.target_start, tuple(map(int.__add__, part.target_start, part.extent))
+
+
+def _coarse_grid(
+    target: Cut,
+    parts: Sequence[tuple[Part, Cut]],
+    boxes: Iterable[tuple[Point, Point, Holder]],
+    size: Point,
+    whole: bool,
+) -> _Grid:
+    grid = _Grid(target.shape)
+    if not whole:
+        for start, stop, _ in boxes:
+            grid.add(start, stop, size)
+        for held in target.held:
+            for piece in held.pieces:
+                grid.add(piece.start, piece.stop, size)
+    for dim, extent in enumerate(target.shape):
+        if whole and all(part.axes[dim] < 0 for part, _ in parts):
+            grid.edges[dim] += range(extent)
+    if not whole or sum(math.prod(part.extent) for part, _ in parts) < math.prod(target.shape):
+        # Padding must have cells of its own, or it would be written.
+        for part, _ in parts:
+            grid.add(*_box_of(part), size)
+    grid.close()
+    return grid
+
+
+def _atoms(
+    target: Cut, parts: Sequence[tuple[Part, Cut]], boxes: Iterable[tuple[Point, Point, Holder]], coarse: _Grid
+) -> dict[Point, list[Atom]]:
+    """Return by cell the boxes in it that come from the same ranks; padding has none."""
+    fine, one = _Grid(target.shape), (1,) * len(target.shape)
+    for edges, coarse_edges in zip(fine.edges, coarse.edges, strict=True):
+        edges += coarse_edges
+    for start, stop, _ in boxes:
+        fine.add(start, stop, one)
+    for part, _ in parts:
+        fine.add(*_box_of(part), one)
+    fine.close()
+    holders: dict[Point, list[Holder]] = {}
+    for start, stop, holder in boxes:
+        for at in fine.overlapping(start, stop):
+            several = holders.setdefault(at, [])
+            if holder not in several:
+                several.append(holder)
+    found: dict[Point, list[Atom]] = {}
+    for part, _ in parts:
+        for at in fine.overlapping(*_box_of(part)):
+            start, stop = fine.box(at)
+            if at not in holders:
+                raise UsageError(f"no source rank holds what goes from {part.source} to {start} up to {stop}")
+            cell = next(coarse.overlapping(start, stop))
+            found.setdefault(cell, []).append(Atom(start, stop, tuple(holders[at])))
+    return found
+
+
+def _needs(target: Cut, coarse: _Grid, size: Point) -> dict[Point, dict[int, tuple[int, int]]]:
+    """Return by cell what each part that is held of the target takes of it, in elements and in blocks."""
+    needs: dict[Point, dict[int, tuple[int, int]]] = {}
+    for number, held in enumerate(target.held):
+        for piece in held.pieces:
+            for at in coarse.overlapping(piece.start, piece.stop):
+                low, high = clip(*coarse.box(at), piece.start, piece.stop) or (at, at)
+                elements = math.prod(map(int.__sub__, high, low))
+                blocks = math.prod(-(-(b - a) // s) for a, b, s in zip(low, high, size, strict=True))
+                before = needs.setdefault(at, {}).get(number, (0, 0))
+                needs[at][number] = (before[0] + elements, before[1] + blocks)
+    return needs

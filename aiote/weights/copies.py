@@ -1,0 +1,119 @@
+"""Strided copies: which elements of one array become which of another, and nothing else.
+
+A copy is rows of both arrays, as write lists take them. Offsets and strides count elements of either side's own type,
+from the beginning of the tensor's local part (or of what the task has staged). Dimensions that follow one another on
+both sides are merged, so that a contiguous block is one dimension with strides of 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .cells import clip, from_source
+from .placement import Held, Piece, dense
+from .recipe import Part
+
+__all__ = ["Copy"]
+
+Point = tuple[int, ...]
+
+
+class Copy(NamedTuple):
+    """Element i (a tuple within `shape`) goes from source_offset + i . source_strides to the same of the target."""
+
+    source: str
+    target: str
+    shape: Point
+    source_offset: int
+    source_strides: Point
+    target_offset: int
+    target_strides: Point
+
+    @property
+    def elements(self) -> int:
+        """How many elements it moves."""
+        return math.prod(self.shape)
+
+    @property
+    def run(self) -> int:
+        """How many elements lie together on both sides; the copy is elements / run such runs."""
+        return self.shape[-1] if self.source_strides[-1] == self.target_strides[-1] == 1 else 1
+
+
+def merged(
+    source: str, target: str, shape: Point, offsets: tuple[int, int], source_strides: Point, target_strides: Point
+) -> Copy:
+    """Return a copy with as few dimensions as it needs, the innermost last by the target's strides."""
+    rows = [row for row in zip(target_strides, source_strides, shape, strict=True) if row[2] > 1]
+    kept: list[tuple[int, int, int]] = []
+    for there, here, extent in sorted(rows, key=lambda row: (-row[0], -row[1])):
+        if kept and kept[-1][:2] == (there * extent, here * extent):
+            kept[-1] = (there, here, kept[-1][2] * extent)
+        else:
+            kept.append((there, here, extent))
+    inner, outer, extents = zip(*kept, strict=True) if kept else ((1,), (1,), (1,))
+    return Copy(source, target, extents, offsets[0], outer, offsets[1], inner)
+
+
+def pieces_in(held: Held, start: Point, stop: Point) -> Iterator[tuple[Piece, Point, Point]]:
+    """Yield each piece of what a rank holds that has something of a box, and what it has of it."""
+    for piece in held.pieces:
+        shared = clip(start, stop, piece.start, piece.stop)
+        if shared:
+            yield piece, *shared
+
+
+def offset_in(held: Held, piece: Piece, at: Point) -> int:
+    """Return where an index of the tensor lies in what a rank holds, in elements."""
+    numbers = zip(at, piece.start, piece.local, held.strides, strict=True)
+    return sum((index - start + local) * stride for index, start, local, stride in numbers)
+
+
+def reading(part: Part, held: Held, start: Point, stop: Point) -> Iterator[tuple[Point, Point, int, Point]]:
+    """Yield the boxes into which a box of the target falls in what a rank holds of its source.
+
+    Each with the offset of its first element there, and the strides there of the target's dimensions.
+    """
+    for piece in held.pieces:
+        made = from_source(part, piece)
+        shared = clip(start, stop, *made) if made else None
+        if shared:
+            at = list(part.source_start)
+            for a, d in enumerate(part.axes):
+                if d >= 0:
+                    at[d] += shared[0][a] - part.target_start[a]
+            strides = tuple(held.strides[d] if d >= 0 else 0 for d in part.axes)
+            yield *shared, offset_in(held, piece, tuple(at)), strides
+
+
+def relocate(part: Part, source: Held, target: Held, name: str, start: Point, stop: Point) -> Iterator[Copy]:
+    """Yield the copies of a box of the target straight from a source rank's part into a target rank's."""
+    for piece, low, high in pieces_in(target, start, stop):
+        for first, last, offset, strides in reading(part, source, low, high):
+            yield merged(
+                part.source,
+                name,
+                tuple(map(int.__sub__, last, first)),
+                (offset, offset_in(target, piece, first)),
+                strides,
+                target.strides,
+            )
+
+
+def load(part: Part, source: Held, name: str, box: tuple[Point, Point], start: Point, stop: Point) -> Iterator[Copy]:
+    """Yield the copies of a part of `box` from a source rank into a dense staging array of the whole box."""
+    strides = dense(tuple(map(int.__sub__, box[1], box[0])))
+    for first, last, offset, theirs in reading(part, source, start, stop):
+        there = sum(map(int.__mul__, map(int.__sub__, first, box[0]), strides))
+        yield merged(part.source, name, tuple(map(int.__sub__, last, first)), (offset, there), theirs, strides)
+
+
+def store(target: Held, name: str, start: Point, stop: Point) -> Iterator[Copy]:
+    """Yield the copies out of a dense staging array of a box into a target rank's part."""
+    strides = dense(tuple(map(int.__sub__, stop, start)))
+    for piece, low, high in pieces_in(target, start, stop):
+        here = sum(map(int.__mul__, map(int.__sub__, low, start), strides))
+        extent = tuple(map(int.__sub__, high, low))
+        yield merged(name, name, extent, (here, offset_in(target, piece, low)), strides, target.strides)

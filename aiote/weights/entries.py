@@ -1,0 +1,199 @@
+"""What an update makes, tensor by tensor: the recipe brought together with both layouts, and checked.
+
+Everything that could go wrong with names, shapes and types goes wrong here, before a byte moves: each error names the
+tensor. Cells are computed once for tensors that look the same, however many layers have one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from ..errors import UsageError
+from .cells import Cell, Need, cells_of
+from .dtypes import ITEMSIZE
+from .layout import Layout, Tensor
+from .placement import Cut, Held
+from .recipe import Expression, Made, Part, Quantized, Recipe, source
+
+__all__ = ["Entry", "bytes_needed", "entries_of", "part_of"]
+
+Block = tuple[int, int]
+
+
+class Entry(NamedTuple):
+    """One target tensor: its parts by source tensor, its cells, and how elements change on their way.
+
+    `dtype` is the type in which the sources' elements are put together; where it is not the target's, or with a
+    `block`, source ranks must convert before they write. `scale` names the tensor of the blocks' scales, or is empty.
+    """
+
+    target: str
+    dtype: str
+    converted: bool
+    scale: str
+    block: Block | None
+    parts: tuple[Part, ...]
+    cells: tuple[Cell, ...]
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """The smallest box, by dimension, that a rank can make by itself: an element, or a block."""
+        dims = len(self.parts[0].extent) if self.parts else 0
+        return (1,) * dims if self.block is None else (1,) * (dims - 2) + self.block
+
+
+def entries_of(sources: Layout, targets: Layout, recipe: Recipe, whole: bool) -> list[Entry]:
+    """Return an entry for each target tensor that an update writes, in the order of the target's layout.
+
+    Raises UsageError for names that nobody listed, for shapes and types that do not fit, and for blocks that a target
+    rank has only in part.
+    """
+    scales = _scales(targets, recipe)
+    used: set[str] = set()
+
+    def source_of(name: str) -> tuple[tuple[int, ...], str]:
+        if name not in sources.tensors:
+            raise UsageError(f"there is no source tensor {name}")
+        used.add(name)
+        return sources.tensors[name].shape, sources.tensors[name].dtype
+
+    known: dict[object, tuple[Cell, ...]] = {}
+    found, missing = [], []
+    for name in targets.tensors:
+        if name in scales or recipe.is_untouched(name):
+            continue
+        if name not in recipe.targets and name not in sources.tensors:
+            missing.append(name)
+            continue
+        try:
+            found.append(_entry(name, recipe.targets.get(name, name), sources, targets, source_of, known, whole))
+        except UsageError as error:
+            raise UsageError(f"{name}: {error}") from None
+    _complain("target tensors come from nowhere", missing, "name them in the recipe, or list them as untouched")
+    unread = [name for name in sources.tensors if name not in used and not recipe.is_unused(name)]
+    _complain("source tensors go nowhere", unread, "name them in the recipe, or list them as unused")
+    return found
+
+
+def _complain(what: str, names: list[str], remedy: str) -> None:
+    if names:
+        some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        raise UsageError(f"{len(names)} {what}: {some}; {remedy}")
+
+
+def _scales(targets: Layout, recipe: Recipe) -> set[str]:
+    """Return the names of the tensors of scales; raise UsageError for names that the targets do not have."""
+    unknown = [name for name in recipe.targets if name not in targets.tensors]
+    _complain("tensors of the recipe are none of the targets", unknown, "take them out, or add them to the layout")
+    scales = [entry.scale for entry in recipe.targets.values() if isinstance(entry, Quantized)]
+    _complain(
+        "tensors of scales are none of the targets",
+        [name for name in scales if name not in targets.tensors],
+        "add them to the layout",
+    )
+    _complain(
+        "tensors of scales are made twice",
+        [name for name in scales if name in recipe.targets or scales.count(name) > 1] if scales else [],
+        "give each quantized target its own",
+    )
+    return set(scales)
+
+
+def _entry(
+    name: str,
+    rule: Expression | Quantized | str,
+    sources: Layout,
+    targets: Layout,
+    source_of: object,
+    known: dict[object, tuple[Cell, ...]],
+    whole: bool,
+) -> Entry:
+    target = targets.tensors[name]
+    quantized = rule if isinstance(rule, Quantized) else None
+    expression = rule.expression if isinstance(rule, Quantized) else rule
+    made = (source(expression) if isinstance(expression, str) else expression).resolve(source_of)  # type: ignore[arg-type]
+    if made.shape != target.shape:
+        raise UsageError(f"the recipe makes it of shape {made.shape}, the targets have {target.shape}")
+    if quantized:
+        _check_blocks(target, targets.tensors[quantized.scale], quantized)
+    dtype, converted = _conversion(made, target, quantized)
+    block = quantized.block if quantized else None
+    pairs = [(part, sources.tensors[part.source].cut) for part in made.parts]
+    key = (target.cut, block, tuple((cut, part[1:]) for part, cut in pairs))
+    if key not in known:
+        known[key] = cells_of(target.cut, pairs, block, whole)
+    scale = quantized.scale if quantized else ""
+    return Entry(name, dtype, converted, scale, block, tuple(made.parts), known[key])
+
+
+def _conversion(made: Made, target: Tensor, quantized: Quantized | None) -> tuple[str, bool]:
+    """Return the type in which elements are put together, and whether they change after that."""
+    if quantized:
+        if ITEMSIZE[target.dtype] != 1:
+            raise UsageError(f"it is quantized, but its type is {target.dtype}, expected one of a byte such as F8_E4M3")
+        return made.cast or made.dtype, True
+    if made.cast is None and made.dtype != target.dtype:
+        raise UsageError(f"the sources have {made.dtype} and the targets {target.dtype}: add .cast() to the recipe")
+    if made.cast and made.cast != target.dtype:
+        raise UsageError(f"the recipe casts it to {made.cast}, the targets have {target.dtype}")
+    return made.dtype, made.dtype != target.dtype
+
+
+def _check_blocks(target: Tensor, scale: Tensor, quantized: Quantized) -> None:
+    """Raise UsageError unless every target rank has whole blocks, and the scales of just these, in the same places."""
+    if len(target.shape) < 2:
+        raise UsageError(f"it is quantized by blocks, but has shape {target.shape}, expected two dimensions or more")
+    size = (1,) * (len(target.shape) - 2) + quantized.block
+    expected = _in_blocks(target.shape, size)
+    if scale.shape != expected:
+        raise UsageError(f"its scales {quantized.scale} have shape {scale.shape}, expected {expected}")
+    theirs = scale.held_by()
+    seen: set[tuple[Held, Held | None]] = set()
+    for rank, held in target.held_by().items():
+        pair = (held, theirs.get(rank))
+        if pair in seen:
+            continue
+        seen.add(pair)
+        blocks = _blocks_held(held, target.cut, size)
+        if pair[1] is None or blocks != set(pair[1].pieces):
+            raise UsageError(
+                f"target rank {rank} has other blocks of it than scales in {quantized.scale}: spread both in one way"
+            )
+
+
+def _in_blocks(shape: Iterable[int], size: Iterable[int]) -> tuple[int, ...]:
+    return tuple(-(-extent // block) for extent, block in zip(shape, size, strict=True))
+
+
+def _blocks_held(held: Held, cut: Cut, size: tuple[int, ...]) -> set[tuple[tuple[int, ...], ...]]:
+    """Return the pieces of a tensor of scales that belong to what a rank holds of the weight."""
+    for piece in held.pieces:
+        for start, stop, local, block, extent in zip(*piece, size, cut.shape, strict=True):
+            if start % block or local % block or (stop % block and stop != extent):
+                raise UsageError(
+                    f"a target rank has {start} to {stop} of {extent} at {local}, which cuts blocks of {block}: "
+                    "quantize by blocks whose size divides the ranks' parts"
+                )
+    return {tuple(_in_blocks(numbers, size) for numbers in piece) for piece in held.pieces}
+
+
+def bytes_needed(entry: Entry, cell: Cell, targets: Layout) -> list[tuple[tuple[int, ...], int]]:
+    """Return the target ranks that want something of a cell, by what they hold, with the bytes that each wants."""
+    target = targets.tensors[entry.target]
+    size = ITEMSIZE[target.dtype]
+    scale = ITEMSIZE[targets.tensors[entry.scale].dtype] if entry.scale else 0
+    return [(target.ranks[need.held], need.elements * size + need.blocks * scale) for need in cell.needs]
+
+
+def part_of(entry: Entry, cell: Cell, start: tuple[int, ...], stop: tuple[int, ...]) -> Cell:
+    """Return a box of a cell, which begins and ends with whole blocks, as a cell with what is wanted of it."""
+    size = entry.size
+    blocks = math.prod(_in_blocks(map(int.__sub__, stop, start), size))
+    elements = math.prod(map(int.__sub__, stop, start))
+    # Cells end where any target rank's part ends: who wants some of a cell wants all of it, perhaps several times.
+    all_of_it = math.prod(map(int.__sub__, cell.stop, cell.start))
+    needs = (need.elements // all_of_it for need in cell.needs)
+    wants = tuple(Need(n.held, times * elements, times * blocks) for n, times in zip(cell.needs, needs, strict=True))
+    return cell._replace(start=start, stop=stop, needs=wants)

@@ -1,0 +1,294 @@
+"""Which rank holds which part of which named tensor, on one side of an update: trainers, or inference ranks.
+
+A layout says nothing of addresses: a tensor's local part begins at element 0, wherever the rank has put it. It is
+described once for all ranks (`Layout.over`, of meshes and placements), or by every rank for itself
+(`Layout.of_buffers`, `Layout.of_module`), and then put together with `Layout.merge`. Ranks are numbers from 0 on each
+side; a pipeline stage's tensors are on its ranks and nowhere else.
+
+`describe` and `from_description` make plain values of it, which travel as JSON.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..errors import UsageError
+from .dtypes import ITEMSIZE, dtype_name
+from .placement import Cut, Held, Mesh, Piece, Placement, Replicate, Runs, Shard, StridedShard, cut_over, dense
+
+__all__ = ["Buffer", "Layout", "Tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor's global shape and element type, the different parts of it (`cut`), and which ranks have each."""
+
+    dtype: str
+    cut: Cut
+    ranks: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def over(
+        cls,
+        shape: Sequence[int],
+        dtype: Any,
+        mesh: Mesh,
+        placements: Sequence[Placement],
+        order: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Describe a tensor over a mesh by one placement for each axis.
+
+        Local parts are dense; `order` names their dimensions from the outermost in memory to the innermost, where that
+        is not the order of the shape: (1, 0) is a matrix that is kept transposed. Raises UsageError for what does not
+        fit together, and for a `Partial` placement.
+        """
+        whole = tuple(map(int, shape))
+        if order is not None and sorted(order) != list(range(len(whole))):
+            raise UsageError(f"order is {order!r}, expected the numbers 0 to {len(whole) - 1} once each")
+        kinds = tuple(_checked_placement(placement) for placement in placements)
+        cut, places = cut_over(whole, kinds, mesh.shape, None if order is None else tuple(order))
+        return cls(dtype_name(dtype), cut, _ranks_at(mesh.ranks, places))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self.cut.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.cut.shape) * ITEMSIZE[self.dtype]
+
+    def held_by(self) -> dict[int, Held]:
+        """Return what each rank holds of it; ranks that hold nothing are not there."""
+        return {rank: held for held, ranks in zip(self.cut.held, self.ranks, strict=True) for rank in ranks}
+
+
+class Buffer(NamedTuple):
+    """One rank's part of a tensor, for any framework: a box of the global tensor, in an array of its own.
+
+    `shape` is that of the global tensor, `start` and `stop` the box, by default all of it. `strides` are in elements
+    and not negative; without them the array is dense.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    start: tuple[int, ...] | None = None
+    stop: tuple[int, ...] | None = None
+    strides: tuple[int, ...] | None = None
+
+
+class Layout:
+    """The named tensors of one side and where their parts are. It is not changed after it was made."""
+
+    __slots__ = ("tensors",)
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = dict(tensors)
+
+    def __repr__(self) -> str:
+        return f"<Layout of {len(self.tensors)} tensors on {len(self.ranks)} ranks>"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """All ranks that hold anything, in order."""
+        groups = {ranks for tensor in self.tensors.values() for ranks in tensor.ranks}
+        return tuple(sorted({rank for ranks in groups for rank in ranks}))
+
+    @classmethod
+    def over(
+        cls, mesh: Mesh | Any, tensors: Mapping[str, tuple[Sequence[int], Any, Sequence[Placement] | Placement]]
+    ) -> Layout:
+        """Describe tensors that share a mesh, each by shape, dtype and placements, one for each axis of the mesh.
+
+        `mesh` is a Mesh or what `Mesh.of` takes. Raises UsageError, which names the tensor, for what does not fit.
+        """
+        mesh = mesh if isinstance(mesh, Mesh) else Mesh.of(mesh)
+        found = {}
+        for name, (shape, dtype, placements) in tensors.items():
+            several = placements if isinstance(placements, (list, tuple)) else (placements,)
+            found[name] = _named(name, Tensor.over, shape, dtype, mesh, several)
+        return cls(found)
+
+    @classmethod
+    def of_buffers(cls, rank: int, buffers: Mapping[str, Buffer]) -> Layout:
+        """Describe what one rank holds by its arrays. Raises UsageError, which names the tensor, for a bad box."""
+        return cls({name: _named(name, _tensor_of_buffer, rank, buffer) for name, buffer in buffers.items()})
+
+    @classmethod
+    def of_module(cls, module: Any, rank: int) -> Layout:
+        """Describe what this rank holds of a torch module, or of a mapping such as its `state_dict()` gives.
+
+        DTensors are read by their placements and mesh; other tensors count as held whole by this rank. Only this
+        rank's parts are described: gather the descriptions of all ranks and `merge` them. Raises UsageError, which
+        names the parameter, for `Partial` and other placements that no parameter has.
+        """
+        state = module if isinstance(module, Mapping) else module.state_dict()
+        return cls({name: _named(name, _tensor_of_torch, int(rank), value) for name, value in state.items()})
+
+    @classmethod
+    def merge(cls, layouts: Iterable[Layout]) -> Layout:
+        """Put together what several layouts say of the same side.
+
+        Raises UsageError for a tensor with two shapes or types, and for a rank that holds a tensor in two ways.
+        """
+        parts: dict[str, list[Tensor]] = {}
+        for layout in layouts:
+            for name, tensor in layout.tensors.items():
+                parts.setdefault(name, []).append(tensor)
+        return cls({name: _named(name, _joined, tensors) for name, tensors in parts.items()})
+
+    def describe(self) -> dict[str, Any]:
+        """Return the layout as mappings, tuples, strings and integers; what tensors share stands there once."""
+        cuts: dict[Cut, int] = {}
+        groups: dict[tuple[tuple[int, ...], ...], int] = {}
+        tensors = {
+            name: [t.dtype, cuts.setdefault(t.cut, len(cuts)), groups.setdefault(t.ranks, len(groups))]
+            for name, t in self.tensors.items()
+        }
+        return {
+            "cuts": [[cut.shape, cut.held] for cut in cuts],
+            "ranks": list(groups),
+            "tensors": tensors,
+        }
+
+    @classmethod
+    def from_description(cls, description: Mapping[str, Any]) -> Layout:
+        """Make the layout that `describe` returned the description of. Raises UsageError for anything else."""
+        try:
+            cuts = [_cut_of_plain(*entry) for entry in description["cuts"]]
+            groups = [tuple(tuple(map(int, ranks)) for ranks in group) for group in description["ranks"]]
+            tensors = {}
+            for name, (dtype, cut, group) in description["tensors"].items():
+                if len(cuts[cut].held) != len(groups[group]):
+                    raise UsageError(f"{name}: {len(groups[group])} groups of ranks for {len(cuts[cut].held)} parts")
+                tensors[str(name)] = Tensor(dtype_name(dtype), cuts[cut], groups[group])
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise UsageError(f"this is no description of a layout: {error!r}") from None
+        return cls(tensors)
+
+    def digest(self) -> bytes:
+        """Return 32 bytes that two layouts share if and only if they say the same in the same order."""
+        text = json.dumps(self.describe(), separators=(",", ":"))
+        return hashlib.blake2b(text.encode(), digest_size=32).digest()
+
+
+def _named(name: str, make: Any, *args: Any) -> Tensor:
+    try:
+        tensor: Tensor = make(*args)
+    except UsageError as error:
+        raise UsageError(f"{name}: {error}") from None
+    return tensor
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _ranks_at(ranks: tuple[int, ...], places: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks that are at places of a mesh; equal answers are the same object."""
+    return tuple(tuple(ranks[place] for place in group) for group in places)
+
+
+def _checked_placement(placement: Any) -> Placement:
+    """Return one of our placements for itself or for torch's; raise UsageError for what is none."""
+    if isinstance(placement, Replicate | Shard | StridedShard | Runs):
+        return placement
+    if hasattr(placement, "split_factor"):
+        return StridedShard(placement.dim, placement.split_factor)
+    for test in ("is_partial", "is_replicate", "is_shard"):
+        if getattr(placement, test, bool)():
+            break
+    else:
+        raise UsageError(f"placement {placement!r} is none of Replicate, Shard, StridedShard and Runs")
+    if test == "is_partial":
+        raise UsageError(
+            "a Partial placement has no values yet, only summands of them: reduce the tensor before it is described"
+        )
+    return Shard(placement.dim) if test == "is_shard" else Replicate()
+
+
+def _tensor_of_torch(rank: int, value: Any) -> Tensor:
+    """Describe what one rank holds of a torch tensor; torch itself is not needed for that."""
+    shape, dtype = tuple(map(int, value.shape)), dtype_name(value.dtype)
+    if not hasattr(value, "placements"):
+        return _tensor_of_buffer(rank, Buffer(shape, dtype, strides=tuple(value.stride())))
+    array = value.device_mesh.mesh
+    mesh = Mesh(tuple(array.flatten().tolist()), tuple(array.shape))
+    if rank not in mesh.ranks:
+        raise UsageError(f"rank is {rank}, expected one of the tensor's mesh: {mesh.ranks}")
+    held = Tensor.over(shape, dtype, mesh, value.placements).held_by().get(rank)
+    local = value.to_local()
+    expected = held.shape if held else None
+    if tuple(local.shape) != expected and (held or local.numel()):
+        raise UsageError(f"the local tensor has shape {tuple(local.shape)}, its placements say {expected}")
+    if held is None:
+        return Tensor(dtype, Cut.of(shape, ()), ())
+    return Tensor(dtype, Cut.of(shape, (held._replace(strides=_own(local.stride(), held.shape)),)), ((rank,),))
+
+
+def _own(strides: Iterable[int], shape: Sequence[int]) -> tuple[int, ...]:
+    """Return strides in elements, those of dimensions of one element as in a dense array: they are never used."""
+    pairs = zip(strides, dense(shape), shape, strict=True)
+    return tuple(usual if extent == 1 else int(stride) for stride, usual, extent in pairs)
+
+
+def _tensor_of_buffer(rank: int, buffer: Buffer) -> Tensor:
+    shape = tuple(map(int, buffer.shape))
+    start = tuple(map(int, buffer.start or [0] * len(shape)))
+    stop = tuple(map(int, buffer.stop or shape))
+    local = tuple(last - first for first, last in zip(start, stop, strict=False))
+    strides = dense(local) if buffer.strides is None else tuple(map(int, buffer.strides))
+    if not len(shape) == len(start) == len(stop) == len(strides):
+        raise UsageError(f"shape {shape}, start {start}, stop {stop} and strides {strides} differ in length")
+    held = Held((Piece(start, stop, (0,) * len(shape)),), local, _own(strides, local))
+    cut = _checked_cut(shape, (held,) if all(local) else ())
+    return Tensor(dtype_name(buffer.dtype), cut, ((int(rank),),) * len(cut.held))
+
+
+def _cut_of_plain(shape: Sequence[int], held: Iterable[Any]) -> Cut:
+    return _checked_cut(
+        tuple(map(int, shape)),
+        tuple(
+            Held(
+                tuple(Piece(*(tuple(map(int, numbers)) for numbers in piece)) for piece in pieces),
+                tuple(map(int, local)),
+                tuple(map(int, strides)),
+            )
+            for pieces, local, strides in held
+        ),
+    )
+
+
+def _checked_cut(shape: tuple[int, ...], held: tuple[Held, ...]) -> Cut:
+    """Return the cut; raise UsageError unless every piece lies in the tensor and in the local tensor."""
+    for pieces, local, strides in held:
+        if not len(local) == len(strides) == len(shape) or min(strides, default=0) < 0:
+            raise UsageError(f"a part has shape {local} and strides {strides}, expected {len(shape)} of each, from 0")
+        for piece in pieces:
+            rows = list(zip(shape, *piece, local, strict=True))
+            if not all(0 <= start < stop <= extent for extent, start, stop, _, _ in rows):
+                raise UsageError(f"a part goes from {piece.start} to {piece.stop}, which is not within {shape}")
+            if not all(0 <= at <= size - (stop - start) for _, start, stop, at, size in rows):
+                raise UsageError(f"a piece at {piece.local} does not fit in its rank's part of shape {local}")
+    return Cut.of(shape, held)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """Return one tensor of what several descriptions say of it."""
+    first = tensors[0]
+    parts: dict[Held, set[int]] = {}
+    owner: dict[int, Held] = {}
+    for tensor in tensors:
+        if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
+            raise UsageError(f"it is {tensor.dtype} {tensor.shape} here and {first.dtype} {first.shape} there")
+        for held, ranks in zip(tensor.cut.held, tensor.ranks, strict=True):
+            parts.setdefault(held, set()).update(ranks)
+            for rank in ranks:
+                if owner.setdefault(rank, held) != held:
+                    raise UsageError(f"rank {rank} holds it in two ways: {owner[rank]} and {held}")
+    ordered = sorted(parts, key=lambda held: min(parts[held]))
+    return Tensor(first.dtype, Cut.of(first.shape, tuple(ordered)), tuple(tuple(sorted(parts[h])) for h in ordered))

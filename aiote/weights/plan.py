@@ -1,0 +1,211 @@
+"""The plan of a weight update: what every source rank reads, makes and writes, computed once for all updates.
+
+    plan = plan_update(sources, targets, recipe)
+
+**Units.** Each target tensor falls into cells (`cells`), which are dealt among the source ranks that hold them
+(`deal`). What comes out are units: a box of a target tensor and the one rank that sends it. Everything else follows
+from them and the layouts, so each rank computes its own copies (`UpdatePlan.tasks`), and no other's.
+
+**Gathering.** With `gather="auto"` a source rank sends out of what it has. It reads from other ranks only where a
+quantization block crosses an edge between them, and then only that block. With `gather="always"` the ranks that share
+a tensor all get the whole of it, and share the target ranks: the schedule of frameworks that call `full_tensor`.
+
+**Groups.** The ranks of a gathering unit are a mesh. Collectives of two meshes that have a rank in common must not
+interleave, so meshes are coloured: those of one group share no rank. The groups follow one another in one order on all
+ranks, and so do the units of a mesh.
+
+**Order.** Writes are spread over time by turns: the source rank in place s of S begins its list of units that gather
+nothing at the share s / S of it, and its lists of target ranks at place s. So ranks that send the same tensors to the
+same target ranks are at different places of them at any time.
+
+This module computes; it knows neither memory nor time. All arithmetic is on integers and in a fixed order, so ranks
+that plan the same get the same; `UpdatePlan.digest` is what they compare.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from ..errors import UsageError
+from .deal import Unit, deal, deal_whole
+from .dtypes import ITEMSIZE
+from .entries import Entry, bytes_needed, entries_of, part_of
+from .layout import Layout
+from .recipe import Recipe
+from .tasks import Task, fetches, task_of
+
+__all__ = ["Traffic", "UpdatePlan", "plan_update"]
+
+VERSION = b"aiote weight plan 1"
+
+
+class Traffic(NamedTuple):
+    """Bytes by rank: what source ranks send to targets, what target ranks receive, what source ranks get to gather."""
+
+    sent: dict[int, int]
+    received: dict[int, int]
+    gathered: dict[int, int]
+
+
+class UpdatePlan:
+    """What an update does on every rank. It is not changed after it was made; `plan_update` makes it."""
+
+    def __init__(
+        self, sources: Layout, targets: Layout, entries: Sequence[Entry], units: Sequence[Unit], gather: str
+    ) -> None:
+        self.sources = sources
+        self.targets = targets
+        self.entries = tuple(entries)
+        self.units = tuple(units)
+        self.gather = gather
+
+    def __repr__(self) -> str:
+        return f"<UpdatePlan of {len(self.entries)} tensors in {len(self.units)} units, {self.digest.hex()[:16]}>"
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """32 bytes that are the same on all ranks that have the same plan, of the same layouts."""
+        hashed = hashlib.blake2b(VERSION + self.gather.encode(), digest_size=32)
+        hashed.update(self.sources.digest())
+        hashed.update(self.targets.digest())
+        for entry in self.entries:
+            hashed.update(repr(entry[:-1]).encode())
+        for unit in self.units:
+            hashed.update(repr(tuple(unit)).encode())
+        return hashed.digest()
+
+    @functools.cached_property
+    def meshes(self) -> dict[int, tuple[int, ...]]:
+        """The ranks that gather a unit together, its maker among them, by the unit's number; others are not there."""
+        found = {}
+        for number, unit in enumerate(self.units):
+            entry = self.entries[unit.entry]
+            cell = entry.cells[unit.cell]
+            if not cell.direct:
+                ranks = {unit.maker, *(rank for rank, *_ in fetches(entry, cell, unit, self.sources))}
+                if len(ranks) > 1:
+                    found[number] = tuple(sorted(ranks))
+        return found
+
+    @functools.cached_property
+    def groups(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """The meshes, coloured: those of a group share no rank and gather at the same time."""
+        groups: list[list[tuple[int, ...]]] = []
+        for mesh in dict.fromkeys(self.meshes.values()):
+            for several in groups:
+                if all(set(mesh).isdisjoint(other) for other in several):
+                    several.append(mesh)
+                    break
+            else:
+                groups.append([mesh])
+        return tuple(map(tuple, groups))
+
+    def order(self, source: int) -> list[int]:
+        """Return the numbers of the units of a source rank in the order in which it takes them.
+
+        What is gathered comes first, group by group. A source rank without units gets an empty list.
+        """
+        mine = self._by_maker.get(source, [])
+        group = {mesh: number for number, several in enumerate(self.groups) for mesh in several}
+        gathered = sorted((group[self.meshes[n]], n) for n in mine if n in self.meshes)
+        others = [n for n in mine if n not in self.meshes]
+        first = self._place.get(source, 0) * len(others) // max(1, len(self._place))
+        return [n for _, n in gathered] + others[first:] + others[:first]
+
+    def tasks(self, source: int) -> Iterator[Task]:
+        """Yield what a source rank does, in order; copies are computed one task at a time."""
+        turn = self._place.get(source, 0)
+        for number in self.order(source):
+            unit = self.units[number]
+            yield task_of(self.entries[unit.entry], unit, self.sources, self.targets, turn)
+
+    def task(self, number: int) -> Task:
+        """Return what the maker of a unit does for it."""
+        unit = self.units[number]
+        turn = self._place[unit.maker]
+        return task_of(self.entries[unit.entry], unit, self.sources, self.targets, turn)
+
+    @functools.cached_property
+    def senders(self) -> dict[int, tuple[int, ...]]:
+        """The source ranks that write to each target rank: as many commits it has to expect."""
+        found: dict[int, set[int]] = {rank: set() for rank in self.targets.ranks}
+        pairs: dict[tuple[int, ...], set[int]] = {}
+        for unit in self.units:
+            entry = self.entries[unit.entry]
+            for ranks in self._wanted(entry, unit):
+                pairs.setdefault(ranks, set()).add(unit.maker)
+        for ranks, makers in pairs.items():
+            for rank in ranks:
+                found[rank] |= makers
+        return {rank: tuple(sorted(makers)) for rank, makers in found.items()}
+
+    @functools.cached_property
+    def traffic(self) -> Traffic:
+        """Bytes that every rank sends, receives and gathers in one update."""
+        traffic = Traffic(*(dict.fromkeys(side.ranks, 0) for side in (self.sources, self.targets, self.sources)))
+        received: dict[tuple[int, ...], int] = {}
+        for number, unit in enumerate(self.units):
+            entry = self.entries[unit.entry]
+            cell = entry.cells[unit.cell]
+            for ranks, size in self._bytes(entry, unit):
+                traffic.sent[unit.maker] += size * len(ranks)
+                received[ranks] = received.get(ranks, 0) + size
+            if number in self.meshes:
+                size = ITEMSIZE[entry.dtype]
+                for rank, _, start, stop in fetches(entry, cell, unit, self.sources):
+                    if rank != unit.maker:
+                        traffic.gathered[unit.maker] += size * math.prod(map(int.__sub__, stop, start))
+        for ranks, size in received.items():
+            for rank in ranks:
+                traffic.received[rank] += size
+        return traffic
+
+    @functools.cached_property
+    def _by_maker(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for number, unit in enumerate(self.units):
+            found.setdefault(unit.maker, []).append(number)
+        return found
+
+    @functools.cached_property
+    def _place(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.sources.ranks)}
+
+    def _wanted(self, entry: Entry, unit: Unit) -> list[tuple[int, ...]]:
+        """Return the target ranks of a unit, those that hold the same together."""
+        if unit.ranks is not None:
+            return [unit.ranks]
+        target = self.targets.tensors[entry.target]
+        return [target.ranks[need.held] for need in entry.cells[unit.cell].needs]
+
+    def _bytes(self, entry: Entry, unit: Unit) -> Iterator[tuple[tuple[int, ...], int]]:
+        """Yield the target ranks of a unit, those that hold the same together, and the bytes that each gets."""
+        cell = entry.cells[unit.cell]
+        if (unit.start, unit.stop) != (cell.start, cell.stop):
+            cell = part_of(entry, cell, unit.start, unit.stop)
+        for ranks, size in bytes_needed(entry, cell, self.targets):
+            if unit.ranks is None:
+                yield ranks, size
+            elif chosen := tuple(rank for rank in ranks if rank in unit.ranks):
+                yield chosen, size
+
+
+def plan_update(
+    sources: Layout, targets: Layout, recipe: Recipe | None = None, *, gather: Literal["auto", "always"] = "auto"
+) -> UpdatePlan:
+    """Plan how source ranks write the tensors of `targets` out of those of `sources`, as the recipe says.
+
+    Every element of every target rank that is not padding is written exactly once. Without a recipe all tensors keep
+    their names. Raises UsageError, which names the tensor, for names that are missing on one side and were not
+    listed, for shapes and types that do not fit, for what no source rank holds, and for quantization blocks that a
+    target rank has only in part.
+    """
+    if gather not in ("auto", "always"):
+        raise UsageError(f'gather is {gather!r}, expected "auto" or "always"')
+    whole = gather == "always"
+    entries = entries_of(sources, targets, recipe or Recipe(), whole)
+    return UpdatePlan(sources, targets, entries, (deal_whole if whole else deal)(entries, sources, targets), gather)

@@ -1,0 +1,122 @@
+"""What a source rank does for one unit of a plan: read, make, write.
+
+| kind     | reads                                        | writes                                              |
+|----------|----------------------------------------------|-----------------------------------------------------|
+| `direct` | none                                         | straight out of its own part of the source tensor   |
+| `make`   | its own part, into a staging array           | out of the staging array, converted to the target's |
+| `gather` | parts of several ranks, into a staging array | the same                                            |
+
+A staging array is dense and has the shape of the task's box. Sources fill it with elements of the task's `dtype`; what
+no read covers is padding and must be zero. Then it is converted: cast, or quantized to a dense array of the same shape
+and one of scales, of ceil(extent / block). `Write.copy.target` says out of which of the two a write comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from .cells import Atom, Cell, Holder, clip
+from .copies import Copy, load, relocate, store
+from .deal import Unit, ranks_of
+from .entries import Entry
+from .layout import Layout
+
+__all__ = ["Read", "Task", "Write", "fetches", "task_of"]
+
+Point = tuple[int, ...]
+
+
+class Read(NamedTuple):
+    """One copy into the staging array, out of the part that a source rank has; `rank` may be the task's own."""
+
+    rank: int
+    copy: Copy
+
+
+class Write(NamedTuple):
+    """One copy into the same place on several target ranks, in the order in which to write to them."""
+
+    ranks: tuple[int, ...]
+    copy: Copy
+
+
+class Task(NamedTuple):
+    """A box of a target tensor, and how one source rank brings it to the target ranks."""
+
+    target: str
+    start: Point
+    stop: Point
+    kind: Literal["direct", "make", "gather"]
+    dtype: str
+    scale: str
+    block: tuple[int, int] | None
+    reads: tuple[Read, ...]
+    writes: tuple[Write, ...]
+
+
+Fetch = tuple[int, Holder, Point, Point]
+
+
+def fetches(entry: Entry, cell: Cell, unit: Unit, sources: Layout) -> Iterator[Fetch]:
+    """Yield what a unit's maker reads: of which rank, of which part as what it holds, and which box of the target.
+
+    What the maker has itself it reads there; of several other ranks it takes the one of its own replica, which is at
+    the same place among those that hold the same.
+    """
+    atoms = (Atom(unit.start, unit.stop, cell.holders),) if cell.direct else cell.atoms
+    groups = [[(holder, ranks_of(entry, *holder, sources)) for holder in atom.holders] for atom in atoms]
+    place = next(ranks.index(unit.maker) for group in groups for _, ranks in group if unit.maker in ranks)
+    for atom, group in zip(atoms, groups, strict=True):
+        shared = clip(unit.start, unit.stop, atom.start, atom.stop) if unit.start else ((), ())
+        if shared:
+            own = next((holder for holder, ranks in group if unit.maker in ranks), None)
+            holder, ranks = group[0]
+            yield (unit.maker, own, *shared) if own else (ranks[place % len(ranks)], holder, *shared)
+
+
+def task_of(entry: Entry, unit: Unit, sources: Layout, targets: Layout, turn: int) -> Task:
+    """Return the task of a unit; `turn` is where among the target ranks it begins to write."""
+    cell = entry.cells[unit.cell]
+    direct = cell.direct and not entry.converted
+    found = list(fetches(entry, cell, unit, sources))
+    reads = []
+    for rank, (number, held), start, stop in [] if direct else found:
+        part = entry.parts[number]
+        whose = sources.tensors[part.source].cut.held[held]
+        reads += [Read(rank, copy) for copy in load(part, whose, entry.target, (unit.start, unit.stop), start, stop)]
+    writes = []
+    for need in cell.needs:
+        ranks = _rotated(targets.tensors[entry.target].ranks[need.held], unit.ranks, turn)
+        copies = _straight(entry, unit, found, need.held, sources, targets) if direct else None
+        if ranks:
+            for copy in copies or _staged(entry, unit, need.held, ranks[0], targets):
+                writes.append(Write(ranks, copy))
+    alone = all(rank == unit.maker for rank, *_ in found)
+    kind: Literal["direct", "make", "gather"] = "direct" if direct else "make" if alone else "gather"
+    common = (entry.target, unit.start, unit.stop, kind, entry.dtype, entry.scale, entry.block)
+    return Task(*common, tuple(reads), tuple(writes))
+
+
+def _rotated(ranks: Sequence[int], only: tuple[int, ...] | None, turn: int) -> tuple[int, ...]:
+    chosen = ranks if only is None else [rank for rank in ranks if rank in only]
+    first = turn % len(chosen) if chosen else 0
+    return (*chosen[first:], *chosen[:first])
+
+
+def _straight(
+    entry: Entry, unit: Unit, found: Sequence[Fetch], held: int, sources: Layout, targets: Layout
+) -> Iterator[Copy]:
+    target = targets.tensors[entry.target].cut.held[held]
+    for _, (number, source), start, stop in found:
+        part = entry.parts[number]
+        yield from relocate(part, sources.tensors[part.source].cut.held[source], target, entry.target, start, stop)
+
+
+def _staged(entry: Entry, unit: Unit, held: int, rank: int, targets: Layout) -> Iterator[Copy]:
+    target = targets.tensors[entry.target]
+    yield from store(target.cut.held[held], entry.target, unit.start, unit.stop)
+    if entry.block:
+        start = tuple(map(int.__floordiv__, unit.start, entry.size))
+        stop = tuple(-(-end // block) for end, block in zip(unit.stop, entry.size, strict=True))
+        yield from store(targets.tensors[entry.scale].held_by()[rank], entry.scale, start, stop)
