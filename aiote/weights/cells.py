@@ -10,7 +10,7 @@ So a cell either lies in what one rank holds (`direct`), or has a block that cro
 `atoms`, each of which comes from a rank of its own, and one rank must gather them. With `whole`, cells end nowhere but
 between the tensors of a stack: each rank makes complete tensors, as a schedule does that is built on `full_tensor`.
 
-Cells know no ranks and no names, only numbers of parts and of what is held (`Cut.held`); so equal tensors share them.
+Cells know no ranks and no names, only numbers (`Holder`); so equal tensors share them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from .recipe import Part
 __all__ = ["Atom", "Cell", "Need", "cells_of", "clip", "from_source"]
 
 Point = tuple[int, ...]
-Holder = tuple[int, int]
+Holder = tuple[int, int, int]
+"""Numbers of a part, of what is held of its source tensor (`Cut.held`), and of a piece of that."""
 
 
 class Atom(NamedTuple):
-    """A box of a cell, and where it can be read: numbers of a part, and of what is held of the part's source tensor."""
+    """A box of a cell, and where it can be read."""
 
     start: Point
     stop: Point
@@ -120,10 +121,10 @@ def cells_of(
     """
     size = (1,) * len(target.shape) if block is None else (1,) * (len(target.shape) - 2) + block
     boxes = [
-        (*box, (number, held))
+        (*box, (number, held, at))
         for number, (part, cut) in enumerate(parts)
         for held, entry in enumerate(cut.held)
-        for piece in entry.pieces
+        for at, piece in enumerate(entry.pieces)
         if (box := from_source(part, piece))
     ]
     coarse = _coarse_grid(target, parts, boxes, size, whole)
@@ -132,10 +133,16 @@ def cells_of(
     found = []
     for at in sorted(atoms.keys() & needs.keys()):
         inside = atoms[at]
-        common = [h for h in inside[0].holders if all(h in atom.holders for atom in inside)]
+        # With padding in it, a cell is no more than what its atoms say, even where one rank has all of that.
+        full = sum(_volume(atom.start, atom.stop) for atom in inside) == _volume(*coarse.box(at))
+        common = [h for h in inside[0].holders if full and all(h in atom.holders for atom in inside)]
         wants = tuple(Need(held, *counts) for held, counts in sorted(needs[at].items()))
         found.append(Cell(*coarse.box(at), tuple(common), () if common else tuple(inside), wants))
     return tuple(found)
+
+
+def _volume(start: Point, stop: Point) -> int:
+    return math.prod(map(int.__sub__, stop, start))
 
 
 def _box_of(part: Part) -> tuple[Point, Point]:
@@ -158,7 +165,7 @@ def _coarse_grid(
                 grid.add(piece.start, piece.stop, size)
     for dim, extent in enumerate(target.shape):
         if whole and all(part.axes[dim] < 0 for part, _ in parts):
-            grid.edges[dim] += range(extent)
+            grid.edges[dim] += range(0, extent, size[dim])
     if not whole or sum(math.prod(part.extent) for part, _ in parts) < math.prod(target.shape):
         # Padding must have cells of its own, or it would be written.
         for part, _ in parts:
@@ -182,9 +189,7 @@ def _atoms(
     holders: dict[Point, list[Holder]] = {}
     for start, stop, holder in boxes:
         for at in fine.overlapping(start, stop):
-            several = holders.setdefault(at, [])
-            if holder not in several:
-                several.append(holder)
+            holders.setdefault(at, []).append(holder)
     found: dict[Point, list[Atom]] = {}
     for part, _ in parts:
         for at in fine.overlapping(*_box_of(part)):
@@ -203,7 +208,7 @@ def _needs(target: Cut, coarse: _Grid, size: Point) -> dict[Point, dict[int, tup
         for piece in held.pieces:
             for at in coarse.overlapping(piece.start, piece.stop):
                 low, high = clip(*coarse.box(at), piece.start, piece.stop) or (at, at)
-                elements = math.prod(map(int.__sub__, high, low))
+                elements = _volume(low, high)
                 blocks = math.prod(-(-(b - a) // s) for a, b, s in zip(low, high, size, strict=True))
                 before = needs.setdefault(at, {}).get(number, (0, 0))
                 needs[at][number] = (before[0] + elements, before[1] + blocks)

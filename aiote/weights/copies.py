@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .cells import clip, from_source
+from .cells import clip
 from .placement import Held, Piece, dense
 from .recipe import Part
 
@@ -71,43 +71,41 @@ def offset_in(held: Held, piece: Piece, at: Point) -> int:
     return sum((index - start + local) * stride for index, start, local, stride in numbers)
 
 
-def reading(part: Part, held: Held, start: Point, stop: Point) -> Iterator[tuple[Point, Point, int, Point]]:
-    """Yield the boxes into which a box of the target falls in what a rank holds of its source.
+class Origin(NamedTuple):
+    """What a box of the target comes from: a part of it, and a piece of what a rank holds of the part's source."""
 
-    Each with the offset of its first element there, and the strides there of the target's dimensions.
-    """
-    for piece in held.pieces:
-        made = from_source(part, piece)
-        shared = clip(start, stop, *made) if made else None
-        if shared:
-            at = list(part.source_start)
-            for a, d in enumerate(part.axes):
-                if d >= 0:
-                    at[d] += shared[0][a] - part.target_start[a]
-            strides = tuple(held.strides[d] if d >= 0 else 0 for d in part.axes)
-            yield *shared, offset_in(held, piece, tuple(at)), strides
+    part: Part
+    held: Held
+    piece: Piece
+
+    def offset(self, at: Point) -> int:
+        """Return where the element lies that an index of the target stands for."""
+        index = list(self.part.source_start)
+        for a, d in enumerate(self.part.axes):
+            if d >= 0:
+                index[d] += at[a] - self.part.target_start[a]
+        return offset_in(self.held, self.piece, tuple(index))
+
+    @property
+    def strides(self) -> Point:
+        """How far apart elements lie that are neighbours in each dimension of the target."""
+        return tuple(self.held.strides[d] if d >= 0 else 0 for d in self.part.axes)
 
 
-def relocate(part: Part, source: Held, target: Held, name: str, start: Point, stop: Point) -> Iterator[Copy]:
+def relocate(origin: Origin, target: Held, name: str, start: Point, stop: Point) -> Iterator[Copy]:
     """Yield the copies of a box of the target straight from a source rank's part into a target rank's."""
     for piece, low, high in pieces_in(target, start, stop):
-        for first, last, offset, strides in reading(part, source, low, high):
-            yield merged(
-                part.source,
-                name,
-                tuple(map(int.__sub__, last, first)),
-                (offset, offset_in(target, piece, first)),
-                strides,
-                target.strides,
-            )
+        offsets = origin.offset(low), offset_in(target, piece, low)
+        extent = tuple(map(int.__sub__, high, low))
+        yield merged(origin.part.source, name, extent, offsets, origin.strides, target.strides)
 
 
-def load(part: Part, source: Held, name: str, box: tuple[Point, Point], start: Point, stop: Point) -> Iterator[Copy]:
-    """Yield the copies of a part of `box` from a source rank into a dense staging array of the whole box."""
+def load(origin: Origin, name: str, box: tuple[Point, Point], start: Point, stop: Point) -> Copy:
+    """Return the copy of a part of `box` from a source rank into a dense staging array of the whole box."""
     strides = dense(tuple(map(int.__sub__, box[1], box[0])))
-    for first, last, offset, theirs in reading(part, source, start, stop):
-        there = sum(map(int.__mul__, map(int.__sub__, first, box[0]), strides))
-        yield merged(part.source, name, tuple(map(int.__sub__, last, first)), (offset, there), theirs, strides)
+    there = sum(map(int.__mul__, map(int.__sub__, start, box[0]), strides))
+    extent = tuple(map(int.__sub__, stop, start))
+    return merged(origin.part.source, name, extent, (origin.offset(start), there), origin.strides, strides)
 
 
 def store(target: Held, name: str, start: Point, stop: Point) -> Iterator[Copy]:

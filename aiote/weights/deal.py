@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .balance import shares
-from .cells import Cell
+from .cells import Cell, Holder
 from .entries import Entry, bytes_needed
 from .layout import Layout
 
@@ -49,17 +49,17 @@ class _Item(NamedTuple):
     granules: int
 
 
-def ranks_of(entry: Entry, part: int, held: int, sources: Layout) -> tuple[int, ...]:
-    """Return the source ranks that hold what a cell's or an atom's `holders` name."""
-    return sources.tensors[entry.parts[part].source].ranks[held]
+def ranks_of(entry: Entry, holder: Holder, sources: Layout) -> tuple[int, ...]:
+    """Return the source ranks that hold what one of a cell's or an atom's `holders` names."""
+    return sources.tensors[entry.parts[holder[0]].source].ranks[holder[1]]
 
 
 def _makers(entry: Entry, cell: Cell, sources: Layout) -> tuple[int, ...]:
     """Return the ranks that may make a cell: those that have all of it, else those that have some."""
     several = [cell.holders] if cell.direct else [atom.holders for atom in cell.atoms]
     if len(several) == len(several[0]) == 1:
-        return ranks_of(entry, *several[0][0], sources)
-    groups = [{rank for holder in holders for rank in ranks_of(entry, *holder, sources)} for holders in several]
+        return ranks_of(entry, several[0][0], sources)
+    groups = [{rank for holder in holders for rank in ranks_of(entry, holder, sources)} for holders in several]
     return tuple(sorted(set.intersection(*groups) or set.union(*groups)))
 
 
@@ -176,7 +176,7 @@ def deal_whole(entries: Sequence[Entry], sources: Layout, targets: Layout) -> li
 def _senders(entry: Entry, cell: Cell, sources: Layout, sent: Mapping[int, int]) -> Sequence[int]:
     """Return the ranks that share a cell: all that have it, else one replica of those that gather it."""
     makers = _makers(entry, cell, sources)
-    groups = [ranks_of(entry, *atom.holders[0], sources) for atom in cell.atoms]
+    groups = [ranks_of(entry, atom.holders[0], sources) for atom in cell.atoms]
     if cell.direct or all(makers[0] in ranks for ranks in groups):
         return makers
     replicas = max(map(len, groups))

@@ -268,6 +268,11 @@ def _checked_cut(shape: tuple[int, ...], held: tuple[Held, ...]) -> Cut:
     for pieces, local, strides in held:
         if not len(local) == len(strides) == len(shape) or min(strides, default=0) < 0:
             raise UsageError(f"a part has shape {local} and strides {strides}, expected {len(shape)} of each, from 0")
+        reach = 0
+        for stride, extent in sorted(zip(strides, local, strict=True)):
+            if extent > 1 and stride <= reach:
+                raise UsageError(f"with shape {local} and strides {strides} several elements lie in one place")
+            reach += max(0, extent - 1) * stride
         for piece in pieces:
             rows = list(zip(shape, *piece, local, strict=True))
             if not all(0 <= start < stop <= extent for extent, start, stop, _, _ in rows):

@@ -146,6 +146,9 @@ class Cut:
         self.shape = shape
         self.held = held
 
+    def __repr__(self) -> str:
+        return f"<Cut of {self.shape} into {len(self.held)}>"
+
     @staticmethod
     @functools.lru_cache(maxsize=1 << 14)
     def of(shape: tuple[int, ...], held: tuple[Held, ...]) -> Cut:

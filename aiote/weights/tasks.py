@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from .cells import Atom, Cell, Holder, clip
-from .copies import Copy, load, relocate, store
+from .copies import Copy, Origin, load, relocate, store
 from .deal import Unit, ranks_of
 from .entries import Entry
 from .layout import Layout
@@ -65,10 +65,10 @@ def fetches(entry: Entry, cell: Cell, unit: Unit, sources: Layout) -> Iterator[F
     the same place among those that hold the same.
     """
     atoms = (Atom(unit.start, unit.stop, cell.holders),) if cell.direct else cell.atoms
-    groups = [[(holder, ranks_of(entry, *holder, sources)) for holder in atom.holders] for atom in atoms]
+    groups = [[(holder, ranks_of(entry, holder, sources)) for holder in atom.holders] for atom in atoms]
     place = next(ranks.index(unit.maker) for group in groups for _, ranks in group if unit.maker in ranks)
     for atom, group in zip(atoms, groups, strict=True):
-        shared = clip(unit.start, unit.stop, atom.start, atom.stop) if unit.start else ((), ())
+        shared = clip(unit.start, unit.stop, atom.start, atom.stop)
         if shared:
             own = next((holder for holder, ranks in group if unit.maker in ranks), None)
             holder, ranks = group[0]
@@ -81,10 +81,9 @@ def task_of(entry: Entry, unit: Unit, sources: Layout, targets: Layout, turn: in
     direct = cell.direct and not entry.converted
     found = list(fetches(entry, cell, unit, sources))
     reads = []
-    for rank, (number, held), start, stop in [] if direct else found:
-        part = entry.parts[number]
-        whose = sources.tensors[part.source].cut.held[held]
-        reads += [Read(rank, copy) for copy in load(part, whose, entry.target, (unit.start, unit.stop), start, stop)]
+    for rank, holder, start, stop in [] if direct else found:
+        begin = origin_of(entry, holder, sources)
+        reads.append(Read(rank, load(begin, entry.target, (unit.start, unit.stop), start, stop)))
     writes = []
     for need in cell.needs:
         ranks = _rotated(targets.tensors[entry.target].ranks[need.held], unit.ranks, turn)
@@ -98,6 +97,13 @@ def task_of(entry: Entry, unit: Unit, sources: Layout, targets: Layout, turn: in
     return Task(*common, tuple(reads), tuple(writes))
 
 
+def origin_of(entry: Entry, holder: Holder, sources: Layout) -> Origin:
+    """Return where what a holder names lies."""
+    part = entry.parts[holder[0]]
+    held = sources.tensors[part.source].cut.held[holder[1]]
+    return Origin(part, held, held.pieces[holder[2]])
+
+
 def _rotated(ranks: Sequence[int], only: tuple[int, ...] | None, turn: int) -> tuple[int, ...]:
     chosen = ranks if only is None else [rank for rank in ranks if rank in only]
     first = turn % len(chosen) if chosen else 0
@@ -108,9 +114,8 @@ def _straight(
     entry: Entry, unit: Unit, found: Sequence[Fetch], held: int, sources: Layout, targets: Layout
 ) -> Iterator[Copy]:
     target = targets.tensors[entry.target].cut.held[held]
-    for _, (number, source), start, stop in found:
-        part = entry.parts[number]
-        yield from relocate(part, sources.tensors[part.source].cut.held[source], target, entry.target, start, stop)
+    for _, holder, start, stop in found:
+        yield from relocate(origin_of(entry, holder, sources), target, entry.target, start, stop)
 
 
 def _staged(entry: Entry, unit: Unit, held: int, rank: int, targets: Layout) -> Iterator[Copy]:
