@@ -17,7 +17,7 @@ import itertools
 from collections import deque
 from collections.abc import Mapping
 
-__all__ = ["shares"]
+__all__ = ["Shares", "shares"]
 
 Holders = tuple[int, ...]
 Shares = dict[Holders, dict[int, int]]

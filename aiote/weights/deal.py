@@ -4,7 +4,8 @@ A cell's weight is the bytes that leave its sender: those of the box, once for e
 with the same possible senders stand in one line, and `balance.shares` says how many bytes of the line each sender
 takes. So at most one cell at each boundary is divided, along its outermost dimension that is fine enough, by rows or
 by whole blocks. What rounding gives one rank too much, the next lines take from it; those with the largest granules
-come first, so that finer ones make up for them.
+come first, so that finer ones make up for them. Where granules are so large that a rank still has too much, single
+units of its are moved as long as that helps.
 
 With `whole` (complete tensors, as after `full_tensor`), nothing is divided: every target rank of a tensor gets one
 sender, the one with the fewest bytes so far, largest tensors first.
@@ -13,12 +14,13 @@ sender, the one with the fewest bytes so far, largest tensors first.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from .balance import shares
+from .balance import Shares, shares
 from .cells import Cell, Holder
-from .entries import Entry, bytes_needed
+from .entries import Entry, bytes_needed, part_of
 from .layout import Layout
 
 __all__ = ["Unit", "deal", "deal_whole", "ranks_of"]
@@ -81,7 +83,42 @@ def deal(entries: Sequence[Entry], sources: Layout, targets: Layout) -> list[Uni
     surplus: dict[int, int] = {}
     for makers in sorted(shared, key=lambda makers: (-max(i.weight // i.granules for i in shared[makers]), makers)):
         units += _divide(entries, shared[makers], quotas[makers], surplus)
-    return sorted(units)
+    return sorted(_improved(entries, units, quotas, sources, targets))
+
+
+def _improved(
+    entries: Sequence[Entry], units: list[Unit], quotas: Shares, sources: Layout, targets: Layout
+) -> list[Unit]:
+    """Return the units with some moved away from the busiest rank, if it has more than was meant for any rank."""
+    meant = Counter[int]()
+    for share in quotas.values():
+        meant.update(share)
+    most = max(meant.values(), default=0) * (FINE + 1) // FINE
+    sent, mine = Counter[int](), dict[int, list[tuple[int, int]]]()
+    for number, unit in enumerate(units):
+        entry = entries[unit.entry]
+        cell = part_of(entry, entry.cells[unit.cell], unit.start, unit.stop)
+        weight = sum(len(ranks) * size for ranks, size in bytes_needed(entry, cell, targets))
+        sent[unit.maker] += weight
+        mine.setdefault(unit.maker, []).append((weight, number))
+    while sent and sent[busiest := max(sent, key=lambda rank: (sent[rank], rank))] > most:
+        moves = [
+            (max(sent[other] + weight, sent[busiest] - weight), other, weight, number)
+            for weight, number in mine[busiest]
+            for other in _makers(
+                entries[units[number].entry], entries[units[number].entry].cells[units[number].cell], sources
+            )
+            if sent[other] + weight < sent[busiest]
+        ]
+        if not moves:
+            break
+        _, other, weight, number = min(moves)
+        units[number] = units[number]._replace(maker=other)
+        mine[busiest].remove((weight, number))
+        mine.setdefault(other, []).append((weight, number))
+        sent[busiest] -= weight
+        sent[other] += weight
+    return units
 
 
 def _items(entries: Sequence[Entry], line: Sequence[tuple[int, int, int]], quotas: Mapping[int, int]) -> list[_Item]:

@@ -189,7 +189,9 @@ def cut_over(
 def _ordered(placements: tuple[Placement, ...], mesh: tuple[int, ...]) -> list[tuple[int, Placement]]:
     """Return the axes in the order in which they cut: strided ones right after the `Shard` that they waited for.
 
-    As `_explicit_order_placements` of torch/distributed/tensor/_utils.py does.
+    As `_explicit_order_placements` of torch/distributed/tensor/_utils.py does, and as FSDP2 fills its shards. What
+    torch 2.13's `compute_local_shape_and_global_offset` says of uneven strided shards differs from that: of 7 rows over
+    (3, 2) places FSDP2 has the last at (2, 1), where it says that (2, 0) has it.
     """
     if len(placements) != len(mesh):
         raise UsageError(f"{len(placements)} placements for a mesh of {len(mesh)} axes, expected one for each")

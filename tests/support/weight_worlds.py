@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -137,12 +137,19 @@ def bound(weights: Mapping[int, int]) -> float:
     everyone = 0
     for mask in weights:
         everyone |= mask
-    best, subset = 0.0, everyone
-    while subset:
+    best = 0.0
+    for subset in subsets(everyone):
         inside = sum(weight for mask, weight in weights.items() if mask & ~subset == 0)
         best = max(best, inside / subset.bit_count())
-        subset = (subset - 1) & everyone
     return best
+
+
+def subsets(everyone: int) -> Iterator[int]:
+    """Yield every set but the empty one of the bits of a number."""
+    subset = everyone
+    while subset:
+        yield subset
+        subset = (subset - 1) & everyone
 
 
 @st.composite
