@@ -17,7 +17,7 @@ import itertools
 from collections import deque
 from collections.abc import Mapping
 
-__all__ = ["Shares", "shares"]
+__all__ = ["shares"]
 
 Holders = tuple[int, ...]
 Shares = dict[Holders, dict[int, int]]

@@ -81,6 +81,28 @@ def test_replicas_share_what_they_all_have():
     assert plan_update(sources, targets).traffic.sent == dict.fromkeys(range(4), 512)
 
 
+def loads(rows: int, held_by: list[tuple[int, ...]]) -> dict[int, int]:
+    """Return what each rank sends if there is a tensor of so many rows for each of some sets of holders."""
+    tensors = {
+        str(number): Tensor.over((rows,), "F32", Mesh.of(ranks), (Replicate(),)) for number, ranks in enumerate(held_by)
+    }
+    targets = Layout.over(range(1), {name: ((rows,), "F32", Replicate()) for name in tensors})
+    return plan_update(Layout(tensors), targets).traffic.sent
+
+
+@pytest.mark.parametrize("rows", [3, 5, 7, 13])
+def test_rounding_does_not_add_up_over_many_sets_of_holders(rows):
+    holders = [ranks for size in (2, 3) for ranks in itertools.combinations(range(6), size)]
+    sent = loads(rows, holders)
+    assert max(sent.values()) <= 1.05 * sum(sent.values()) / 6
+
+
+def test_what_cannot_be_divided_goes_to_the_rank_with_least():
+    # A flow gives each rank four fifths of a tensor; whole, they must avoid each other.
+    sent = loads(1, [(0, 4), (2, 4), (0, 1, 3), (2, 3)])
+    assert sorted(sent.values()) == [0, 4, 4, 4, 4]
+
+
 def test_a_stage_sends_only_what_it_has():
     tensors = {f"w{stage}": ((8, 4), "F32", (Shard(0),)) for stage in range(2)}
     sources = Layout.merge(
