@@ -14,10 +14,10 @@ level (Dinkelbach, 1967). All arithmetic is on integers, so every rank computes 
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 
-__all__ = ["shares"]
+__all__ = ["place", "shares"]
 
 Holders = tuple[int, ...]
 Shares = dict[Holders, dict[int, int]]
@@ -160,3 +160,54 @@ def _push(path: list[Step], flow: Shares, room: dict[int, int], most: int) -> in
         before = rank
     room[path[-1][1]] -= amount
     return amount
+
+
+Piece = tuple[int, Holders]
+
+
+def place(pieces: Sequence[Piece], sent: Counter[int]) -> list[int]:
+    """Return which of its holders takes each piece, given by weight and holders, whole; add the weights to `sent`.
+
+    Each goes to the holder with least so far, the heaviest first, and of equal ones those with the fewest holders
+    (longest processing time first). Then the busiest rank gives a piece away as long as that helps, to a rank which
+    may have to give one away for it, and so on: for pieces of one weight the result is the best there is.
+    """
+    taken = [0] * len(pieces)
+    for number in sorted(range(len(pieces)), key=lambda n: (-pieces[n][0], len(pieces[n][1]), n)):
+        weight, holders = pieces[number]
+        taken[number] = min(holders, key=lambda rank: (sent[rank], rank))
+        sent[taken[number]] += weight
+    while moves := _chain(pieces, taken, sent):
+        for number, rank in moves:
+            sent[taken[number]] -= pieces[number][0]
+            sent[rank] += pieces[number][0]
+            taken[number] = rank
+    return taken
+
+
+def _chain(pieces: Sequence[Piece], taken: Sequence[int], sent: Mapping[int, int]) -> list[tuple[int, int]]:
+    """Return moves of pieces to other ranks after which the busiest rank has less and no other as much as it had."""
+    if not pieces:
+        return []
+    busiest = max(set(taken), key=lambda rank: (sent[rank], rank))
+    most = sent[busiest]
+    mine: dict[int, list[int]] = {}
+    for number, rank in enumerate(taken):
+        mine.setdefault(rank, []).append(number)
+    # What a rank would have, once a piece has come to it, and the moves that bring it there.
+    queue: deque[tuple[int, int, list[tuple[int, int]]]] = deque([(busiest, most, [])])
+    seen = {busiest}
+    while queue:
+        rank, load, moves = queue.popleft()
+        for number in mine.get(rank, ()):
+            weight, holders = pieces[number]
+            if load - weight >= most or not weight:
+                continue
+            for other in holders:
+                if other not in seen:
+                    chain = [*moves, (number, other)]
+                    if sent[other] + weight < most:
+                        return chain
+                    seen.add(other)
+                    queue.append((other, sent[other] + weight, chain))
+    return []

@@ -1,8 +1,8 @@
 """Dealing the cells of all targets among the source ranks that could send them.
 
 A cell's weight is the bytes that leave its sender: those of the box, once for each target rank that wants it. It may be
-divided into granules, rows or whole blocks. Large granules of small tensors go first, each to the possible sender that
-has least (longest processing time first). Then the other cells with the same possible senders stand in one line, and
+divided into granules, rows or whole blocks. Large granules of small tensors go first, each as a whole
+(`balance.place`). Then the other cells with the same possible senders stand in one line, and
 `balance.shares` says how many bytes of the line each sender takes, given what each has already. So at most one cell at
 each boundary is divided. What rounding gives one rank too much, the next lines take from it; those with the largest
 granules come first, so that finer ones make up for them.
@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from .balance import shares
+from .balance import place, shares
 from .cells import Cell, Holder
 from .entries import Entry, bytes_needed
 from .layout import Layout
@@ -111,20 +111,16 @@ def _item(entry: Entry, cell: Cell, number: int, at: int, weight: int) -> _Item:
 def _deal_coarse(
     entries: Sequence[Entry], lines: Mapping[Makers, Sequence[_Item]], most: int, sent: Counter[int]
 ) -> Iterator[Unit]:
-    """Yield units of single granules that have more than `most` bytes, and add what their makers send to `sent`.
-
-    Largest first, and of equal ones those with the fewest makers, each goes to the maker that sends least so far.
-    """
-    coarse = sorted(
-        (-item.weight / item.granules, len(makers), item, makers, granule)
+    """Yield units of single granules that have more than `most` bytes, and add what their makers send to `sent`."""
+    coarse = [
+        (item, granule, makers)
         for makers, line in lines.items()
         for item in line
         if item.weight > most * item.granules
         for granule in range(item.granules)
-    )
-    for _, _, item, makers, granule in coarse:
-        rank = min(makers, key=lambda rank: (sent[rank], rank))
-        sent[rank] += item.weight // item.granules
+    ]
+    ranks = place([(item.weight // item.granules, makers) for item, _, makers in coarse], sent)
+    for (item, granule, _), rank in zip(coarse, ranks, strict=True):
         yield _unit(entries, item, granule, granule + 1, rank)
 
 

@@ -25,7 +25,7 @@ from aiote.weights import (
     source,
     stack,
 )
-from aiote.weights.balance import shares
+from aiote.weights.balance import place, shares
 from weight_plans import carry_out, hold
 from weight_worlds import bound
 
@@ -68,6 +68,24 @@ def test_shares_are_level_below_the_busiest_rank_too():
         (1, 2): {1: 0, 2: 30},
         (3, 4): {3: 5, 4: 5},
     }
+
+
+@given(
+    st.lists(st.sets(st.integers(0, 3), min_size=1).map(lambda holders: tuple(sorted(holders))), max_size=6),
+    st.lists(st.integers(0, 20), min_size=4, max_size=4),
+    st.integers(1, 8),
+)
+def test_pieces_of_one_weight_are_placed_as_well_as_can_be(holders, before, weight):
+    sent = Counter(dict(enumerate(before)))
+    taken = place([(weight, ranks) for ranks in holders], sent)
+    assert all(rank in ranks for rank, ranks in zip(taken, holders, strict=True))
+    assert sent == Counter(dict(enumerate(before))) + Counter({r: weight * taken.count(r) for r in set(taken)})
+    best = min(
+        (max((before[rank] + weight * choice.count(rank) for rank in choice), default=0), *choice)
+        for choice in itertools.product(*holders)
+    )
+    # Ranks that get nothing keep what they have, however much that is.
+    assert max([sent[rank] for rank in taken], default=0) <= max(best[0], *before)
 
 
 # --- plans ---

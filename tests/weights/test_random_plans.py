@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 import machine
 from aiote.weights import UpdatePlan, plan_update
 from aiote.weights.dtypes import ITEMSIZE
 from weight_plans import carry_out, hold
-from weight_worlds import World, bound, subsets, worlds
+from weight_worlds import World, bound, worlds
 
-CASES = 100_000 if machine.LONG else 1000
+# A hundred parts of a thousand, each with a seed of its own: no test may take minutes.
+PARTS = pytest.mark.parametrize("part", range(100 if machine.LONG else 1))
 
 
-@pytest.mark.timeout(7200 if machine.LONG else 180)
-@settings(max_examples=CASES)
-@given(world=worlds(), gather=st.sampled_from(["auto", "always"]))
-def test_every_element_is_written_once_and_right(world, gather):
+def try_out(part: int, cases: int, check: Callable[..., None], **strategies: st.SearchStrategy[Any]) -> None:
+    seed(part)(settings(max_examples=cases)(given(**strategies)(check)))()
+
+
+@PARTS
+def test_every_element_is_written_once_and_right(part):
+    try_out(part, 1000, check_elements, world=worlds(), gather=st.sampled_from(["auto", "always"]))
+
+
+def check_elements(world: World, gather: str) -> None:
     sources, targets, recipe = world.plan_of
     plan = plan_update(sources, targets, recipe, gather=gather)
     memory, count = carry_out(plan, hold(sources, world.values()))
@@ -53,18 +61,16 @@ def granules(plan: UpdatePlan) -> Iterator[tuple[int, float, int]]:
             yield mask, weight / count, count
 
 
-def packed(pieces: list[tuple[int, float, int]]) -> float:
-    """Return what one of some ranks must send because pieces are whole: of k * n + 1 pieces, k + 1 go to one of n."""
-    most = 0.0
-    for subset in subsets(pieces[0][0] if len(pieces) == 1 else int(np.bitwise_or.reduce([p[0] for p in pieces]))):
-        inside = sorted(
-            (size for mask, size, count in pieces if mask & ~subset == 0 for _ in range(count)), reverse=True
-        )
-        ranks = subset.bit_count()
-        most = max(
-            [most, *(sum(inside[k * ranks - k : k * ranks + 1]) for k in range(1, (len(inside) - 1) // ranks + 1))]
-        )
-    return most
+def fits(pieces: list[tuple[int, float]], limit: float, load: tuple[float, ...]) -> bool:
+    """Tell whether each of some pieces can go as a whole to a rank of its mask so that none has more than a limit."""
+    if not pieces:
+        return True
+    (mask, size), *rest = pieces
+    return any(
+        fits(rest, limit, (*load[:rank], load[rank] + size, *load[rank + 1 :]))
+        for rank in range(mask.bit_length())
+        if mask >> rank & 1 and load[rank] + size <= limit
+    )
 
 
 def check_load(world: World) -> None:
@@ -79,21 +85,19 @@ def check_load(world: World) -> None:
     assert busiest >= least
     if coarsest <= least / 20:
         assert busiest <= 1.05 * least
-    if coarsest <= least / 2:
-        assert busiest <= 1.5 * least
-    else:
-        assert busiest <= 1.5 * max(least, coarsest, packed(pieces))
+    if busiest > 1.5 * least:
+        # Then the pieces are so large that the flow says little: with the twelve largest, nothing better is possible.
+        alone = tuple(float(weights.get(1 << rank, 0)) for rank in range(8))
+        shared = [(mask, size) for mask, size, n in pieces for _ in range(n) if mask & (mask - 1)]
+        shared.sort(key=lambda piece: (-piece[1], piece[0]))
+        assert max(alone) > busiest / 1.5 or not fits(shared[:12], busiest / 1.5 - 1e-9, alone)
 
 
-@pytest.mark.timeout(7200 if machine.LONG else 180)
-@settings(max_examples=CASES // 2)
-@given(world=worlds(largest=8))
-def test_small_tensors_are_shared_as_evenly_as_their_pieces_allow(world):
-    check_load(world)
+@PARTS
+def test_small_tensors_are_shared_as_evenly_as_their_pieces_allow(part):
+    try_out(part, 250, check_load, world=worlds(largest=8))
 
 
-@pytest.mark.timeout(7200 if machine.LONG else 180)
-@settings(max_examples=CASES // 4)
-@given(world=worlds(largest=60))
-def test_larger_tensors_are_shared_to_five_in_a_hundred(world):
-    check_load(world)
+@PARTS
+def test_larger_tensors_are_shared_to_five_in_a_hundred(part):
+    try_out(part, 100, check_load, world=worlds(largest=60))
