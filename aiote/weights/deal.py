@@ -1,11 +1,10 @@
 """Dealing the cells of all targets among the source ranks that could send them.
 
 A cell's weight is the bytes that leave its sender: those of the box, once for each target rank that wants it. It may be
-divided into granules, rows or whole blocks. Large granules of small tensors go first, each as a whole
-(`balance.place`). Then the other cells with the same possible senders stand in one line, and
-`balance.shares` says how many bytes of the line each sender takes, given what each has already. So at most one cell at
-each boundary is divided. What rounding gives one rank too much, the next lines take from it; those with the largest
-granules come first, so that finer ones make up for them.
+divided into granules, rows or whole blocks. Large granules go first, each as a whole (`balance.place`). Then the other
+cells with the same possible senders stand in one line, and `balance.shares` says how many bytes of the line each sender
+takes, given what each has already. So at most one cell at each boundary is divided. What rounding gives one rank too
+much, the next lines take from it; those with the largest granules come first, so that finer ones make up for them.
 
 With `whole` (complete tensors, as after `full_tensor`), nothing is divided: every target rank of a tensor gets one
 sender, the one with the fewest bytes so far, largest tensors first.
@@ -30,8 +29,8 @@ Makers = tuple[int, ...]
 COARSE = 3
 """A granule is large if it has more than 1 / COARSE of what a rank sends.
 
-Smaller ones follow the shares better: of 3000 random plans the worst had 1.14 times the least load that there is with
-granules of up to a fifth of it; with 5 or 64 here it had 1.33 and 1.28.
+Smaller ones follow the shares better: in 2000 random plans the busiest rank had at most 0.83 of a granule more than the
+bound of `balance`; with 5 here it was 1.4, with 64 it was 12.
 """
 MANY = 256
 """As many granules along a dimension are enough to divide a cell there, though others may have more."""
