@@ -4,37 +4,51 @@
 `plan_update` computes from these what every source rank reads, makes and writes, once for all updates.
 """
 
+from .controller import Controller, UpdateError, UpdateReport
 from .copies import Copy
 from .deal import Unit
 from .layout import Buffer, Layout, Tensor
 from .placement import Mesh, Replicate, Runs, Shard, StridedShard, packed, slots
 from .plan import Traffic, UpdatePlan, plan_update
+from .protocol import PlanMismatchError, StaleUpdateError, Update
 from .recipe import Expression, Quantized, Recipe, cat, quantized, source, stack
+from .source import Source, serve_source
+from .target import Target, serve_target
 from .tasks import Read, Task, Write
 
 __all__ = [
     "Buffer",
+    "Controller",
     "Copy",
     "Expression",
     "Layout",
     "Mesh",
+    "PlanMismatchError",
     "Quantized",
     "Read",
     "Recipe",
     "Replicate",
     "Runs",
     "Shard",
+    "Source",
+    "StaleUpdateError",
     "StridedShard",
+    "Target",
     "Task",
     "Tensor",
     "Traffic",
     "Unit",
+    "Update",
+    "UpdateError",
     "UpdatePlan",
+    "UpdateReport",
     "Write",
     "cat",
     "packed",
     "plan_update",
     "quantized",
+    "serve_source",
+    "serve_target",
     "slots",
     "source",
     "stack",

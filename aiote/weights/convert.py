@@ -1,0 +1,162 @@
+"""Changing elements on their way: casts, and quantization by blocks with a scale for each.
+
+A block's scale is its largest magnitude divided by the greatest finite value of the type, as for DeepSeek-V3's weights
+(`weight_scale_inv`); an element is the value divided by the scale, rounded to nearest even. torch does it where it is
+loaded already, four times as fast as ml_dtypes; both give the same bytes (tests/weights/test_convert.py).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+import aiote
+
+from .dtypes import ITEMSIZE
+from .memory import Bytes
+
+__all__ = ["cast", "quantize", "temporary_bytes"]
+
+NUMPY = {
+    "BOOL": "bool",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    **{f"{kind}{bits}": f"{name}{bits}" for kind, name in (("U", "uint"), ("I", "int")) for bits in (8, 16, 32, 64)},
+}
+ML_DTYPES = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
+SLICE_BYTES = 1 << 20
+"""Work is done on slices of about so many bytes of 32-bit numbers: they stay in the cache, and little is held."""
+
+
+def temporary_bytes(elements: int) -> int:
+    """Return what a conversion of so many elements holds besides its input and its output, at most."""
+    return min(elements * 16, 4 * SLICE_BYTES)
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Return numpy's type of a name. Raises UsageError where the package `ml_dtypes` is needed and missing."""
+    if name in NUMPY:
+        return np.dtype(NUMPY[name])
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise aiote.UsageError(
+            f"elements of type {name} are converted with the package ml_dtypes: pip install 'aiote[weights]'"
+        ) from None
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, ML_DTYPES[name]))
+    return found
+
+
+def cast(source: Bytes, dtype: str, target: Bytes, to: str) -> None:
+    """Convert dense elements of one type into another's; both are given as bytes.
+
+    A value that is too large for the type becomes infinite, or not a number where it has no infinity.
+    """
+    torch = _torch(dtype, to)
+    step = SLICE_BYTES // 4
+    count = source.nbytes // ITEMSIZE[dtype]
+    for first in range(0, count, step):
+        some = source[first * ITEMSIZE[dtype] : (first + step) * ITEMSIZE[dtype]]
+        there = target[first * ITEMSIZE[to] : (first + step) * ITEMSIZE[to]]
+        if torch is not None:
+            _tensor(torch, there, to).copy_(_tensor(torch, some, dtype))
+        else:
+            with np.errstate(over="ignore", invalid="ignore"):
+                there.view(dtype_of(to))[:] = some.view(dtype_of(dtype)).astype(dtype_of(to))
+
+
+def quantize(
+    source: Bytes,
+    dtype: str,
+    shape: tuple[int, ...],
+    block: tuple[int, int],
+    target: tuple[Bytes, str],
+    scales: tuple[Bytes, str],
+) -> None:
+    """Quantize a dense array by blocks of its two innermost dimensions, which begin at index 0 of each.
+
+    `target` and `scales` are bytes and types: elements in the same order, and scales of ceil(extent / block). A block
+    of zeros has scale 1.
+    """
+    rows, columns = shape[-2:]
+    high, wide = -(-rows // block[0]), -(-columns // block[1])
+    matrices = math.prod(shape[:-2])
+    torch = _torch(dtype, target[1])
+    made = np.empty((matrices, high, wide), np.float32)
+    size, out = ITEMSIZE[dtype], ITEMSIZE[target[1]]
+    for matrix, first, last in _slices(matrices, rows, columns, block[0]):
+        start, stop = (matrix * rows + first) * columns, (matrix * rows + last) * columns
+        some, there = source[start * size : stop * size], target[0][start * out : stop * out]
+        where = made[matrix, first // block[0] : -(-last // block[0])]
+        if torch is not None:
+            _quantized_by_torch(torch, some, dtype, (last - first, columns), block, there, target[1], where)
+        else:
+            _quantized(some.view(dtype_of(dtype)).reshape(-1, columns), block, there, dtype_of(target[1]), where)
+    cast(made.reshape(-1).view(np.uint8), "F32", scales[0], scales[1])
+
+
+def _slices(matrices: int, rows: int, columns: int, high: int) -> Iterator[tuple[int, int, int]]:
+    """Yield runs of rows that hold whole blocks: matrix, first row, end."""
+    step = high * max(1, SLICE_BYTES // 4 // (columns * high))
+    for matrix in range(matrices):
+        for first in range(0, rows, step):
+            yield matrix, first, min(first + step, rows)
+
+
+def _quantized(rows: Any, block: tuple[int, int], there: Bytes, dtype: np.dtype[Any], scales: Any) -> None:
+    count, columns = rows.shape
+    high, wide = scales.shape
+    values = np.zeros((high * block[0], wide * block[1]), np.float32)
+    values[:count, :columns] = rows
+    blocks = values.reshape(high, block[0], wide, block[1])
+    scales[:] = _scales(np.abs(blocks).max(axis=(1, 3)), float(_ml_finfo(dtype).max))
+    blocks /= scales[:, None, :, None]
+    there.view(dtype).reshape(count, columns)[:] = values[:count, :columns].astype(dtype)
+
+
+def _quantized_by_torch(
+    torch: Any,
+    some: Bytes,
+    dtype: str,
+    shape: tuple[int, int],
+    block: tuple[int, int],
+    there: Bytes,
+    to: str,
+    scales: Any,
+) -> None:
+    count, columns = shape
+    high, wide = scales.shape
+    values = torch.zeros((high * block[0], wide * block[1]), dtype=torch.float32)
+    values[:count, :columns] = _tensor(torch, some, dtype).view(count, columns)
+    blocks = values.view(high, block[0], wide, block[1])
+    kind = getattr(torch, ML_DTYPES[to])
+    scales[:] = _scales(blocks.abs().amax(dim=(1, 3)).numpy(), torch.finfo(kind).max)
+    blocks /= torch.from_numpy(np.ascontiguousarray(scales))[:, None, :, None]
+    _tensor(torch, there, to).view(count, columns).copy_(values[:count, :columns])
+
+
+def _scales(largest: Any, greatest: float) -> Any:
+    # In this order in either library, so that the last bit agrees.
+    return np.where(largest > 0, largest / np.float32(greatest), np.float32(1.0))
+
+
+def _ml_finfo(dtype: np.dtype[Any]) -> Any:
+    import ml_dtypes
+
+    return ml_dtypes.finfo(dtype)
+
+
+def _torch(*names: str) -> Any:
+    """Return torch where the program has loaded it, and it knows these types."""
+    torch = sys.modules.get("torch")
+    known = torch is not None and all(hasattr(torch, ML_DTYPES.get(name, NUMPY.get(name, ""))) for name in names)
+    return torch if known else None
+
+
+def _tensor(torch: Any, data: Bytes, dtype: str) -> Any:
+    return torch.from_numpy(data).view(getattr(torch, ML_DTYPES.get(dtype) or NUMPY[dtype]))
