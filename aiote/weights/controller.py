@@ -29,6 +29,7 @@ from .protocol import (
     Sent,
     SourceService,
     SourceState,
+    StaleUpdateError,
     TargetService,
     TargetState,
     Update,
@@ -119,27 +120,38 @@ class Controller:
         self._targets = {str(one): service.client(engine, one, TargetService) for one in targets}
         self._states: dict[str, SourceState] = {}
         self._described: dict[str, TargetState] = {}
-        self._prepared: tuple[Any, ...] = ()
+        self._replica_of: dict[str, str] = {}
+        self.absent: dict[str, str] = {}
 
     async def describe(self) -> dict[str, TargetState]:
         """Return what each target is and has now, by its address. Raises UpdateError where one cannot be reached."""
         return await self._ask(self._targets, "describe", {})
 
     async def prepare(self) -> UpdatePlan:
-        """Have every rank describe itself and plan; `update` does it where it must.
+        """Have every rank describe itself and plan; the first `update` does it, and one after a failure.
 
+        Ranks that cannot be reached are left out, with the others of a target's replica; `absent` says why, by address.
         Raises UsageError for ranks that cannot be brought together, PlanMismatchError where one has another recipe,
-        UpdateError where one cannot be reached.
+        UpdateError where the sources that are there do not hold everything, or no replica is there.
         """
-        failed: dict[str, str] = {}
-        self._states = await self._ask(self._sources, "describe", failed)
-        self._described = await self._ask(self._targets, "describe", failed)
-        if failed:
-            raise UpdateError(None, failed)
-        return await self._plan()
+        self.absent = {}
+        self._states = await self._ask(self._sources, "describe", self.absent)
+        self._described = await self._ask(self._targets, "describe", self.absent)
+        self._replica_of.update({address: one.replica for address, one in self._described.items()})
+        # A replica that lacks a rank cannot have a version.
+        halves = {self._replica_of[address] for address in self.absent if address in self._replica_of}
+        self._described = {address: one for address, one in self._described.items() if one.replica not in halves}
+        try:
+            return await self._plan()
+        except aiote.UsageError as error:
+            if not self.absent:
+                raise
+            raise UpdateError(None, {**self.absent, "the others": str(error)}) from error
 
     async def _plan(self) -> UpdatePlan:
         sources, targets = list(self._states.values()), list(self._described.values())
+        if not sources or not targets:
+            raise UpdateError(None, self.absent)
         for side in (sources, targets):
             ranks = [one.rank for one in side]
             if len(set(ranks)) != len(ranks):
@@ -166,50 +178,48 @@ class Controller:
         """
         report = UpdateReport(version)
         begun = time.monotonic()
+        if self.plan is None:
+            await self.prepare()
+        # Whatever happens now but the commit of all, the next update looks at the ranks anew.
+        plan, self.plan = self.plan, None
+        lost: dict[str, str] = {}
         while True:
             report.attempts += 1
-            try:
-                if self.plan is None:
-                    await (self._plan() if self._states and self._described else self.prepare())
-                lost = await self._attempt(Update(self.epoch, version), report)
-            except BaseException:
-                self.plan = None
-                raise
+            if lost:
+                self.epoch += 1
+                plan = await self._without(version, lost)
+            assert plan is not None
+            lost = await self._attempt(plan, Update(self.epoch, version), report)
             report.seconds = time.monotonic() - begun
             if not lost:
                 break
-            self._lose(lost)
-            if report.attempts == attempts or not self._states:
+            if report.attempts == attempts:
                 raise UpdateError(version, lost)
         if not report.committed:
-            self.plan = None
             raise UpdateError(version, report.failed)
+        if not report.failed and not self.absent:
+            self.plan = plan
         return report
 
-    def _lose(self, sources: dict[str, str]) -> None:
-        """Plan without these sources from now on. They come back with the next `prepare`."""
-        self.plan = None
-        self.epoch += 1
-        for address in sources:
+    async def _without(self, version: int, lost: dict[str, str]) -> UpdatePlan:
+        """Plan without sources that failed. Raises UpdateError, which says what no other holds."""
+        for address in lost:
             self._states.pop(address, None)
+        try:
+            return await self._plan()
+        except (aiote.UsageError, UpdateError) as error:
+            raise UpdateError(version, {**lost, "without them": str(error)}) from error
+        finally:
+            self.plan = None
 
-    async def _attempt(self, update: Update, report: UpdateReport) -> dict[str, str]:
+    async def _attempt(self, plan: UpdatePlan, update: Update, report: UpdateReport) -> dict[str, str]:
         """Try once; return the sources that failed, and why."""
-        attempt = _Attempt(self, update)
+        attempt = _Attempt(self, plan, update)
         await attempt.run()
         report.sent = attempt.sent
         report.committed = sorted(one.name for one in attempt.replicas if not one.failure)
         report.failed = {one.name: one.failure for one in attempt.replicas if one.failure}
-        for replica in attempt.replicas:
-            if replica.failure and not attempt.lost:
-                self._forget(replica)
         return attempt.lost
-
-    def _forget(self, replica: _Replica) -> None:
-        """Go on without a replica; it is found again by the next `prepare`."""
-        self.plan = None
-        for target in replica.targets:
-            self._described.pop(target.address, None)
 
     def targets(self) -> list[_Target]:
         """Return the targets of the plan."""
@@ -241,12 +251,11 @@ class Controller:
 class _Attempt:
     """One try to bring a version to all replicas."""
 
-    def __init__(self, controller: Controller, update: Update) -> None:
+    def __init__(self, controller: Controller, plan: UpdatePlan, update: Update) -> None:
         self.controller, self.update = controller, update
         self.sent: dict[int, Sent] = {}
         self.lost: dict[str, str] = {}
-        assert controller.plan is not None
-        self._plan = controller.plan
+        self._plan = plan
         self._sources = controller.sources()
         replicas: dict[str, list[_Target]] = {}
         for target in controller.targets():
@@ -265,7 +274,8 @@ class _Attempt:
                 for replica in self.replicas:
                     if not _all_lent(replica):
                         replica.fail(f"it lent no memory within {self.controller.limit} s")
-            await self._send()
+            if not all(one.failure for one in self.replicas):
+                await self._send()
             for replica in self.replicas:
                 if self.lost:
                     replica.fail("a source was lost: " + "; ".join(self.lost.values()))
@@ -331,6 +341,10 @@ class _Attempt:
         ]
         try:
             sent = await client.send(self.update, self._plan.digest, destinations)
+        except (StaleUpdateError, PlanMismatchError) as error:
+            for replica in self.replicas:
+                replica.fail(f"source {rank}: {error}")
+            return
         except aiote.AioteError as error:
             self.lost[address] = str(error)
             scope.cancel()

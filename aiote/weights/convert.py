@@ -148,7 +148,7 @@ def _scales(largest: Any, greatest: float) -> Any:
 def _ml_finfo(dtype: np.dtype[Any]) -> Any:
     import ml_dtypes
 
-    return ml_dtypes.finfo(dtype)
+    return ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call, unused-ignore]
 
 
 def _torch(*names: str) -> Any:

@@ -144,6 +144,15 @@ class Layout:
                 parts.setdefault(name, []).append(tensor)
         return cls({name: _named(name, _joined, tensors) for name, tensors in parts.items()})
 
+    def only(self, rank: int) -> Layout:
+        """Return what one rank holds, as if there were no others."""
+        found = {}
+        for name, tensor in self.tensors.items():
+            held = tensor.held_by().get(rank)
+            if held is not None:
+                found[name] = Tensor(tensor.dtype, Cut.of(tensor.shape, (held,)), ((rank,),))
+        return Layout(found)
+
     def describe(self) -> dict[str, Any]:
         """Return the layout as mappings, tuples, strings and integers; what tensors share stands there once."""
         cuts: dict[Cut, int] = {}

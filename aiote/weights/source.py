@@ -67,6 +67,7 @@ class Source:
         self.staging = StagingMemory(engine, limit)
         self.plan: UpdatePlan | None = None
         self.digest = b""
+        self._packed = packed_layout(layout.only(rank))
         self.latest: Update | None = None
         self.targets: dict[int, TargetState] = {}
         self.sources: dict[int, SourceState] = {}
@@ -75,7 +76,7 @@ class Source:
         """Return what it tells its controller."""
         regions = [region.descriptor for region in self.weights.regions]
         places = places_of(self.weights)
-        return SourceState(self.rank, packed_layout(self.layout), places, regions, str(self.engine.address))
+        return SourceState(self.rank, self._packed, places, regions, str(self.engine.address))
 
     async def prepare(self, sources: Sequence[SourceState], targets: Sequence[TargetState], gather: str) -> bytes:
         """Plan with these ranks, and return the plan's digest."""

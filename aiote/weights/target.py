@@ -68,9 +68,10 @@ class Target:
         self.rank, self.replica, self.versions = rank, replica, versions
         self.state: State = "empty"
         self.update: Update | None = None
+        self.epoch = 0
         self.current: _Incoming | None = None
         self._on_commit = on_commit
-        self._packed = packed_layout(layout)
+        self._packed = packed_layout(layout.only(rank))
         self._open = versions != "gated"
         self._changed = anyio.Event()
 
@@ -211,8 +212,11 @@ class _Service(TargetService):
     async def _displace(self, update: Update) -> None:
         """Make way for an update; raise StaleUpdateError for one that is too late."""
         target = self._target
-        if target.update is not None and update <= target.update:
+        if target.update is not None and update.version <= target.update.version:
             raise StaleUpdateError(f"{update} is no later than what rank {target.rank} has, {target.update}")
+        if update.epoch < target.epoch:
+            raise StaleUpdateError(f"{update} is of a controller before that of epoch {target.epoch}")
+        target.epoch = update.epoch
         while (current := target.current) is not None:
             if update.epoch <= current.update.epoch:
                 raise StaleUpdateError(f"rank {target.rank} takes part in {current.update}; {update} is no later epoch")

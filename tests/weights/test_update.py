@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 
 import aiote
-from aiote.weights import Controller, Layout, Recipe, Replicate, Shard, cat, serve_source, serve_target
-from engines import each_provider, opened
+from aiote.weights import (
+    Controller,
+    Layout,
+    PlanMismatchError,
+    Recipe,
+    Replicate,
+    Shard,
+    Target,
+    UpdateError,
+    cat,
+    serve_source,
+    serve_target,
+)
+from engines import each_provider, opened, until
 
 pytestmark = pytest.mark.anyio
 
@@ -108,3 +122,128 @@ async def test_every_byte_is_what_the_recipe_makes_of_the_sources(provider):
             assert report.committed == [""]
             assert [target.version for target in made.targets] == [version, version]
             made.check(version)
+
+
+@pytest.mark.parametrize("versions", ["inplace", "gated", "shadow"])
+async def test_a_target_has_the_version_or_says_that_it_is_torn(versions):
+    told: list[int] = []
+    async with ranks("sim", versions, on_commit=told.append) as made, anyio.create_task_group() as group:
+        if versions == "gated":
+            for target in made.targets:
+                group.start_soon(in_windows, target, 2)
+        made.train(1)
+        await made.controller.update(1)
+        assert told == [1, 1]
+        made.check(1)
+        made.train(2)
+        made.engines[0].abort()
+        with pytest.raises(UpdateError, match=r"version 2 was not committed: .*did not run|perhaps"):
+            await made.controller.update(2)
+        shadow = versions == "shadow"
+        await until(lambda: all(target.state == ("ready" if shadow else "torn") for target in made.targets))
+        assert [target.version for target in made.targets] == [1 if shadow else None] * 2
+        if shadow:
+            made.check(1)
+        group.cancel_scope.cancel()
+    assert told == [1, 1]
+
+
+async def in_windows(target: Target, count: int) -> None:
+    for _ in range(count):
+        async with target.window():
+            await target.wait_version(0 if target.version is None else target.version + 1)
+
+
+async def test_what_no_other_source_holds_is_named():
+    async with ranks("sim") as made:
+        await made.controller.update(1)
+        made.engines[0].abort()
+        with pytest.raises(UpdateError, match="qk: no source rank holds"):
+            await made.controller.update(2)
+        with pytest.raises(UpdateError, match="nothing was planned: .*qk: no source rank holds"):
+            await made.controller.update(3)
+
+
+async def test_updates_that_come_too_late_are_refused():
+    async with ranks("sim") as made:
+        await made.controller.update(5)
+        made.train(4)
+        with pytest.raises(UpdateError, match="no later than what rank"):
+            await made.controller.update(4)
+        made.check(0)
+        addresses = [engine.address for engine in made.engines]
+        earlier = Controller(made.engines[4], addresses[:2], addresses[2:4], RECIPE, epoch=1)
+        with pytest.raises(UpdateError, match="of a controller before"):
+            await earlier.update(6)
+        assert [target.version for target in made.targets] == [5, 5]
+
+
+async def test_a_later_controller_displaces_an_update_that_stands():
+    async with ranks("sim", "gated") as made, anyio.create_task_group() as group:
+        group.start_soon(fails, made.controller.update, 1)
+        await until(lambda: all(target.current for target in made.targets))
+        addresses = [engine.address for engine in made.engines]
+        later = Controller(made.engines[4], addresses[:2], addresses[2:4], RECIPE)
+        for target in made.targets:
+            group.start_soon(in_windows, target, 1)
+        assert (await later.update(2)).committed == [""]
+        made.check(0)
+
+
+async def fails(update: Callable[[int], Awaitable[object]], version: int) -> None:
+    with pytest.raises(UpdateError):
+        await update(version)
+
+
+async def test_ranks_that_cannot_be_brought_together_are_explained():
+    async with ranks("sim") as made:
+        addresses = [engine.address for engine in made.engines]
+        other = Controller(made.engines[4], addresses[:2], addresses[2:4], Recipe({"qk": cat("k", "q")}))
+        with pytest.raises(PlanMismatchError, match="another recipe"):
+            await other.prepare()
+        with pytest.raises(aiote.UsageError, match="qk"):
+            await Controller(made.engines[4], addresses[:2], addresses[2:4]).prepare()
+        with pytest.raises(aiote.UsageError, match="q"):
+            await Controller(made.engines[4], addresses[:1], addresses[2:4], RECIPE).prepare()
+
+
+async def test_arrays_that_are_not_as_the_layout_says_are_refused():
+    async with opened("sim") as engine:
+        right = part(SOURCES, 0, whole(0))
+        for name, wrong, text in (
+            ("q", right["q"][:-1], "q: the array is F32"),
+            ("q", right["q"].astype(np.float64), "q: the array is F64"),
+            ("up", right["up"].T, "up: the array is F32"),
+            ("norm", [1.0], "norm: a numpy array"),
+        ):
+            with pytest.raises(aiote.UsageError, match=text):
+                async with serve_source(engine, SOURCES, 0, {**right, name: wrong}):
+                    pass
+        del right["k"]
+        with pytest.raises(aiote.UsageError, match="k: the layout says that this rank has it"):
+            async with serve_target(engine, SOURCES, 0, right):
+                pass
+
+
+async def test_a_cancelled_update_leaves_the_old_version_and_nothing_under_way():
+    async with ranks("sim") as made:
+        await made.controller.update(1)
+        made.train(2)
+        for steps in range(0, 200, 7):
+            with anyio.CancelScope() as scope:
+                async with anyio.create_task_group() as group:
+                    group.start_soon(cancel_after, scope, steps)
+                    await made.controller.update(2 + steps)
+            versions = {target.version for target in made.targets}
+            assert all(target.current is None for target in made.targets)
+            if versions == {1}:
+                made.check(0)
+        made.train(3)
+        await made.controller.update(1000)
+        made.check(3)
+
+
+async def cancel_after(scope: anyio.CancelScope, steps: int) -> None:
+    for _ in range(steps):
+        await anyio.lowlevel.checkpoint()
+    scope.cancel()
