@@ -1,0 +1,117 @@
+"""Casts and block quantization: against a formula written out, by both libraries, in slices and odd shapes."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiote.weights import convert
+
+NUMBERS = {"BF16": ml_dtypes.bfloat16, "F32": np.float32, "F16": np.float16}
+E4M3 = ml_dtypes.float8_e4m3fn
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+
+
+@pytest.fixture(params=["ml_dtypes", pytest.param("torch", marks=needs_torch)])
+def library(request, monkeypatch):
+    """Convert by one library alone."""
+    if request.param == "torch":
+        import torch
+
+        monkeypatch.setitem(sys.modules, "torch", torch)
+    else:
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+
+
+def random_values(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal(shape) * 10.0 ** rng.integers(-3, 3, shape)).astype(NUMBERS[dtype])
+
+
+def raw(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def by_formula(values: np.ndarray, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Quantize block by block, as the formula says."""
+    rows, columns = values.shape[-2:]
+    flat = values.reshape(-1, rows, columns).astype(np.float32)
+    scales = np.zeros((len(flat), -(-rows // block[0]), -(-columns // block[1])), np.float32)
+    out = np.zeros(flat.shape, E4M3)
+    for matrix, high, wide in np.ndindex(scales.shape):
+        box = (
+            matrix,
+            slice(high * block[0], (high + 1) * block[0]),
+            slice(wide * block[1], (wide + 1) * block[1]),
+        )
+        largest = np.abs(flat[box]).max()
+        scales[matrix, high, wide] = largest / np.float32(448.0) if largest > 0 else 1.0
+        out[box] = (flat[box] / scales[matrix, high, wide]).astype(E4M3)
+    return out, scales
+
+
+@given(
+    st.integers(0, 1 << 30),
+    st.sampled_from(list(NUMBERS)),
+    st.lists(st.integers(1, 3), max_size=1),
+    st.tuples(st.integers(1, 70), st.integers(1, 70)),
+    st.sampled_from([(1, 1), (4, 4), (16, 32), (128, 128)]),
+    st.sampled_from([64, 1000, 1 << 20]),
+)
+def test_quantized_elements_and_scales_are_those_of_the_formula(seed, dtype, outer, inner, block, slice_bytes):
+    values = random_values(seed, (*outer, *inner), dtype)
+    expected, scales = by_formula(values, block)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convert, "SLICE_BYTES", slice_bytes)
+        patch.delitem(sys.modules, "torch", raising=False)
+        out, made = np.empty(values.size, np.uint8), np.empty(scales.size * 4, np.uint8)
+        convert.quantize(raw(values), dtype, values.shape, block, (out, "F8_E4M3"), (made, "F32"))
+    assert np.array_equal(made.view(np.float32).reshape(scales.shape), scales)
+    assert np.array_equal(out, raw(expected))
+
+
+def test_a_block_of_zeros_and_the_greatest_values_stay_finite(library):
+    values = np.zeros((256, 128), np.float32)
+    values[128:] = np.float32(3e38)
+    out, made = np.empty(values.size, np.uint8), np.empty(8, np.uint8)
+    convert.quantize(raw(values), "F32", values.shape, (128, 128), (out, "F8_E4M3"), (made, "F32"))
+    scales = made.view(np.float32)
+    assert scales[0] == 1.0
+    back = out.view(E4M3).astype(np.float64).reshape(256, 128)
+    assert np.all(back[:128] == 0)
+    assert np.all(back[128:] == 448.0)
+
+
+def test_both_libraries_give_the_same_bytes(library):
+    values = random_values(1, (300, 200), "BF16")
+    expected, scales = by_formula(values, (128, 128))
+    out, made = np.empty(values.size, np.uint8), np.empty(scales.size * 4, np.uint8)
+    convert.quantize(raw(values), "BF16", values.shape, (128, 128), (out, "F8_E4M3"), (made, "F32"))
+    assert np.array_equal(made, raw(scales))
+    assert np.array_equal(out, raw(expected))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "to"), [("F32", "BF16"), ("BF16", "F32"), ("F32", "F16"), ("F16", "F64"), ("I64", "I32")]
+)
+def test_casts_are_those_of_the_types(library, dtype, to):
+    count = 3 * convert.SLICE_BYTES // 4 // 2
+    kind, other = convert.dtype_of(dtype), convert.dtype_of(to)
+    values = np.arange(count) if dtype == "I64" else np.random.default_rng(5).standard_normal(count)
+    values = values.astype(kind)
+    out = np.empty(count * other.itemsize, np.uint8)
+    convert.cast(raw(values), dtype, out, to)
+    assert np.array_equal(out, raw(values.astype(other)))
+
+
+def test_what_is_held_besides_is_bounded():
+    assert convert.temporary_bytes(1 << 40) == 4 * convert.SLICE_BYTES
+    assert convert.temporary_bytes(10) == 160
+    assert math.isclose(float(ml_dtypes.finfo(E4M3).max), 448.0)

@@ -1,0 +1,90 @@
+"""Staging memory and rows: what is lent never overlaps, never exceeds the limit, and comes in turn."""
+
+from __future__ import annotations
+
+import random
+
+import anyio
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiote.weights.copies import Copy
+from aiote.weights.memory import StagingMemory
+from aiote.weights.writes import Rows, copy_rows, packed, rows_of
+from engines import opened
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_what_is_lent_never_overlaps_and_stays_within_the_limit(seed):
+    rng = random.Random(seed)
+    async with opened("sim") as engine:
+        staging = StagingMemory(engine, 4096)
+        alone = 0
+
+        async def use(number: int, size: int) -> None:
+            nonlocal alone
+            async with staging.take(size) as (memory, region):
+                assert len(memory) == region.nbytes == size
+                memory[:] = number % 251
+                alone += size > 4096
+                for _ in range(rng.randrange(5)):
+                    await anyio.lowlevel.checkpoint()
+                    assert (memory == number % 251).all()
+                    assert staging.held <= 4096 or (alone == 1 and staging.held == -(-size // 64) * 64)
+                alone -= size > 4096
+
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as group:
+                for number in range(100):
+                    size = rng.choice((1, 64, 100, 1000, 4000, 4096, 9000))
+                    group.start_soon(use, number, size)
+                    if rng.random() < 0.1:
+                        with anyio.move_on_after(0):
+                            await use(number, 2000)
+        assert staging.held == 0
+        assert staging._free == [(0, 4096)]
+        await staging.close()
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> tuple[Copy, int, int]:
+    """Draw a copy between two arrays that are permuted and have gaps; return it with their sizes in elements."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+
+    def strides() -> tuple[tuple[int, ...], int]:
+        order = draw(st.permutations(range(len(shape))))
+        found, step = [0] * len(shape), 1
+        for dim in order:
+            found[dim] = step
+            step *= shape[dim] + draw(st.integers(0, 2))
+        return tuple(found), step
+
+    (here, size), (there, room) = strides(), strides()
+    first, last = draw(st.integers(0, 3)), draw(st.integers(0, 3))
+    return Copy("a", "b", shape, first, here, last, there), first + size, last + room
+
+
+@given(copies(), st.sampled_from([1, 2, 4, 8]), st.booleans())
+def test_rows_are_the_elements_of_their_copy(drawn, itemsize, through):
+    copy, size, room = drawn
+    source = np.arange(size * itemsize, dtype=np.uint32).astype(np.uint8)
+    target, expected = np.full(room * itemsize, 255, np.uint8), np.full(room * itemsize, 255, np.uint8)
+    for index in np.ndindex(copy.shape):
+        start = (copy.source_offset + int(np.dot(index, copy.source_strides))) * itemsize
+        end = (copy.target_offset + int(np.dot(index, copy.target_strides))) * itemsize
+        expected[end : end + itemsize] = source[start : start + itemsize]
+    rows = rows_of(copy, itemsize)
+    assert rows.total == copy.elements * itemsize
+    shorter = packed(rows)
+    if through and shorter is not None:
+        dense = np.arange(0, rows.total, rows.nbytes, dtype=np.int64)
+        between = np.zeros(rows.total, np.uint8)
+        copy_rows(Rows(rows.nbytes, rows.source, dense), source, between)
+        assert shorter.nbytes > rows.nbytes
+        rows, source = shorter, between
+    copy_rows(rows, source, target)
+    assert np.array_equal(target, expected)
