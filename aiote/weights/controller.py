@@ -21,6 +21,7 @@ import anyio
 import aiote
 
 from .. import service
+from .memory import plain_errors
 from .plan import UpdatePlan
 from .protocol import (
     Destination,
@@ -94,9 +95,10 @@ class _Target:
 class Controller:
     """Starts updates of targets by sources; for one task at a time.
 
-    `sources` and `targets` are their engines' addresses, `recipe` and `gather` as of `plan_update`. `epoch` is greater
-    for each controller of the same ranks; by default the clock says it, in nanoseconds. What a rank takes longer than
-    `limit` seconds for makes it fail: a description, a plan, a loan, a commit.
+    `engine` is its own; `sources` and `targets` are their engines' addresses, `recipe` and `gather` as of
+    `plan_update`. `epoch` is greater for each controller of the same ranks; by default the clock says it, in
+    nanoseconds. What a rank takes longer than `limit` seconds for makes it fail: a description, a plan, a loan, a
+    commit.
     """
 
     def __init__(
@@ -112,6 +114,8 @@ class Controller:
     ) -> None:
         if not sources or not targets:
             raise aiote.UsageError("a controller needs one source and one target at least")
+        if str(engine.address) in map(str, (*sources, *targets)):
+            raise aiote.UsageError("a controller has an engine of its own: none has a connection to itself")
         self.engine = engine
         self.recipe, self.gather, self.limit = recipe or Recipe(), gather, limit
         self.epoch = time.time_ns() if epoch is None else epoch
@@ -131,6 +135,7 @@ class Controller:
         """Have every rank describe itself and plan; the first `update` does it, and one after a failure.
 
         Ranks that cannot be reached are left out, with the others of a target's replica; `absent` says why, by address.
+        A target must have been there once: who was never has no replica that could go without it.
         Raises UsageError for ranks that cannot be brought together, PlanMismatchError where one has another recipe,
         UpdateError where the sources that are there do not hold everything, or no replica is there.
         """
@@ -138,6 +143,10 @@ class Controller:
         self._states = await self._ask(self._sources, "describe", self.absent)
         self._described = await self._ask(self._targets, "describe", self.absent)
         self._replica_of.update({address: one.replica for address, one in self._described.items()})
+        never = self._targets.keys() - self._replica_of.keys()
+        unknown = {address: why for address, why in self.absent.items() if address in never}
+        if unknown:
+            raise UpdateError(None, unknown)
         # A replica that lacks a rank cannot have a version.
         halves = {self._replica_of[address] for address in self.absent if address in self._replica_of}
         self._described = {address: one for address, one in self._described.items() if one.replica not in halves}
@@ -215,7 +224,8 @@ class Controller:
     async def _attempt(self, plan: UpdatePlan, update: Update, report: UpdateReport) -> dict[str, str]:
         """Try once; return the sources that failed, and why."""
         attempt = _Attempt(self, plan, update)
-        await attempt.run()
+        with plain_errors():
+            await attempt.run()
         report.sent = attempt.sent
         report.committed = sorted(one.name for one in attempt.replicas if not one.failure)
         report.failed = {one.name: one.failure for one in attempt.replicas if one.failure}
@@ -242,9 +252,10 @@ class Controller:
             except (service.CallError, TimeoutError) as error:
                 failed[address] = str(error) or f"{method} took longer than {self.limit} s"
 
-        async with anyio.create_task_group() as group:
-            for address, client in clients.items():
-                group.start_soon(ask, address, client)
+        with plain_errors():
+            async with anyio.create_task_group() as group:
+                for address, client in clients.items():
+                    group.start_soon(ask, address, client)
         return {address: answers[address] for address in clients if address in answers}
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple
 
 import anyio
@@ -25,10 +25,22 @@ from .dtypes import ITEMSIZE, dtype_name
 from .layout import Layout
 from .placement import Held
 
-__all__ = ["Bytes", "Place", "RankMemory", "StagingMemory", "extent_of"]
+__all__ = ["Bytes", "Place", "RankMemory", "StagingMemory", "extent_of", "plain_errors"]
 
 Bytes = NDArray[np.uint8]
 ALIGNED = 64
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Raise what failed first in task groups as it is, not in groups of one."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
 
 
 class Place(NamedTuple):

@@ -23,7 +23,7 @@ from ..service.background import to_the_end
 from .convert import cast, quantize, temporary_bytes
 from .dtypes import ITEMSIZE
 from .layout import Layout
-from .memory import Bytes, RankMemory, StagingMemory
+from .memory import Bytes, RankMemory, StagingMemory, plain_errors
 from .plan import UpdatePlan, plan_update
 from .protocol import (
     Destination,
@@ -306,7 +306,8 @@ class _Service(SourceService):
         if source.plan is None or source.digest != digest:
             raise PlanMismatchError(f"rank {source.rank} has not the plan {digest.hex()[:16]}: prepare it once more")
         source.latest = update
-        return await _Sending(source, source.plan, destinations).run()
+        with plain_errors():
+            return await _Sending(source, source.plan, destinations).run()
 
 
 @asynccontextmanager
