@@ -125,11 +125,16 @@ class Target:
             await self._changed.wait()
 
     async def install(self, update: Update) -> None:
-        """Make what was written the version, and tell the program."""
-        if self.written is not self.weights:
-            await anyio.to_thread.run_sync(self.written.copy_to, self.weights)
-        self.update = update
-        self.change("ready")
+        """Make what was written the version, and tell the program. Once begun, no cancellation ends it halfway."""
+
+        async def swap() -> None:
+            if self.written is not self.weights:
+                # Once more where it was interrupted: nobody can write to either any more, so that gives the same.
+                await anyio.to_thread.run_sync(self.written.copy_to, self.weights)
+            self.update = update
+            self.change("ready")
+
+        await to_the_end(swap)
         if self._on_commit is not None:
             told = self._on_commit(update.version)
             if inspect.isawaitable(told):
