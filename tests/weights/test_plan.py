@@ -80,12 +80,17 @@ def test_pieces_of_one_weight_are_placed_as_well_as_can_be(holders, before, weig
     taken = place([(weight, ranks) for ranks in holders], sent)
     assert all(rank in ranks for rank, ranks in zip(taken, holders, strict=True))
     assert sent == Counter(dict(enumerate(before))) + Counter({r: weight * taken.count(r) for r in set(taken)})
-    best = min(
-        (max((before[rank] + weight * choice.count(rank) for rank in choice), default=0), *choice)
-        for choice in itertools.product(*holders)
+    ways = (
+        [load + weight * way.count(rank) for rank, load in enumerate(before)] for way in itertools.product(*holders)
     )
-    # Ranks that get nothing keep what they have, however much that is.
-    assert max([sent[rank] for rank in taken], default=0) <= max(best[0], *before)
+    assert max(sent.values()) <= min(map(max, ways))
+
+
+def test_a_rank_makes_room_for_a_piece():
+    sent = Counter({0: 2})
+    # The first could go to 1 or 2 and goes to 1; the second then only fits there once the first has moved on.
+    assert place([(2, (1, 2)), (2, (0, 1))], sent) == [2, 1]
+    assert sent == {0: 2, 1: 2, 2: 2}
 
 
 # --- plans ---
