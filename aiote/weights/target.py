@@ -64,7 +64,11 @@ class Target:
             raise aiote.UsageError(f'versions is {versions!r}, expected "inplace", "gated" or "shadow"')
         self.engine = engine
         self.weights = RankMemory(layout, rank, arrays)
-        self.written = RankMemory.allocated(layout, rank) if versions == "shadow" else self.weights
+        self.written = self.weights
+        if versions == "shadow":
+            # What no update writes, padding, is copied at the commits, too.
+            self.written = RankMemory.allocated(layout, rank)
+            self.weights.copy_to(self.written)
         self.rank, self.replica, self.versions = rank, replica, versions
         self.state: State = "empty"
         self.update: Update | None = None

@@ -24,6 +24,7 @@ from aiote.weights import (
     cat,
     serve_source,
     serve_target,
+    source,
 )
 from engines import each_provider, opened, until
 
@@ -122,6 +123,24 @@ async def test_every_byte_is_what_the_recipe_makes_of_the_sources(provider):
             assert report.committed == [""]
             assert [target.version for target in made.targets] == [version, version]
             made.check(version)
+
+
+@pytest.mark.parametrize("versions", ["inplace", "shadow"])
+async def test_what_no_update_writes_stays_as_it_is(versions):
+    layout = Layout.over([0], {"embed": ((10, 4), "F32", Replicate())})
+    padded = Layout.over([0], {"embed": ((16, 4), "F32", Replicate()), "rotary": ((4,), "F32", Replicate())})
+    recipe = Recipe({"embed": source("embed").pad(0, to=16)}, untouched=("rotary",))
+    values = {"embed": np.arange(40, dtype=np.float32).reshape(10, 4)}
+    arrays = {"embed": np.full((16, 4), 7, np.float32), "rotary": np.full(4, 8, np.float32)}
+    async with opened("sim") as one, opened("sim") as other, opened("sim") as own:
+        async with (
+            serve_source(one, layout, 0, values, recipe),
+            serve_target(other, padded, 0, arrays, versions=versions),
+        ):
+            await Controller(own, [one.address], [other.address], recipe).update(1)
+            assert np.array_equal(arrays["embed"][:10], values["embed"])
+            assert (arrays["embed"][10:] == 7).all()
+            assert (arrays["rotary"] == 8).all()
 
 
 @pytest.mark.parametrize("versions", ["inplace", "gated", "shadow"])
