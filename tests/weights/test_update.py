@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import aiote
+import aiote.weights.target as target_module
 from aiote.weights import (
     Controller,
     Layout,
@@ -26,7 +27,7 @@ from aiote.weights import (
     serve_target,
     source,
 )
-from engines import each_provider, opened, until
+from engines import each_provider, go_round, opened, until
 
 pytestmark = pytest.mark.anyio
 
@@ -191,10 +192,50 @@ async def test_updates_that_come_too_late_are_refused():
             await made.controller.update(4)
         made.check(0)
         addresses = [engine.address for engine in made.engines]
+        later = Controller(made.engines[4], addresses[:2], addresses[2:4], RECIPE)
+        with pytest.raises(UpdateError, match="no later than what rank"):
+            await later.update(5)
         earlier = Controller(made.engines[4], addresses[:2], addresses[2:4], RECIPE, epoch=1)
         with pytest.raises(UpdateError, match="of a controller before"):
             await earlier.update(6)
         assert [target.version for target in made.targets] == [5, 5]
+
+
+class Uncounted:
+    """A counter to which nothing comes."""
+
+    imm = 77
+
+    def __init__(self) -> None:
+        self.waited = False
+
+    async def wait(self, count: int) -> None:
+        self.waited = True
+        await anyio.sleep_forever()
+
+    def close(self) -> None:
+        pass
+
+
+async def test_no_rank_of_a_replica_commits_before_all_have_everything(monkeypatch):
+    counter, counted = Uncounted(), anyio.Event()
+    async with ranks("sim") as made, anyio.create_task_group() as group:
+        own = made.engines[3]
+        right = target_module._counter
+        monkeypatch.setattr(target_module, "_counter", lambda engine: counter if engine is own else right(engine))
+        asked = made.targets[0].install
+
+        async def install(update: Any) -> None:
+            counted.set()
+            await asked(update)
+
+        monkeypatch.setattr(made.targets[0], "install", install)
+        group.start_soon(made.controller.update, 1)
+        await until(lambda: counter.waited and own.statistics().immediates)
+        await go_round(200)
+        assert not counted.is_set()
+        group.cancel_scope.cancel()
+    assert [target.version for target in made.targets] == [None, None]
 
 
 async def test_a_later_controller_displaces_an_update_that_stands():
