@@ -8,7 +8,6 @@ import contextvars
 import os
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import anyio
@@ -21,9 +20,6 @@ from bridges import Stubborn, aside, bridge_to, value
 from engines import PATIENCE_S
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
-
-SOON_S = 0.01
-"""After so long a call is to be cancelled; the test waits for that, however late it is."""
 
 
 @pytest.fixture
@@ -103,7 +99,7 @@ def test_a_future_is_done_when_the_task_has_ended(bridge):
         assert not call.cancelled()
         assert not told
     with pytest.raises(TimeoutError):
-        call.result(timeout=SOON_S)
+        call.result(timeout=0)
     work.may_end.set()
     with pytest.raises(concurrent.futures.CancelledError):
         call.result(PATIENCE_S)
@@ -152,7 +148,7 @@ def test_a_call_that_times_out_waits_for_the_end(bridge):
     work = Stubborn()
     threading.Thread(target=lambda: (work.until(work.cancelled), work.may_end.set())).start()
     with pytest.raises(TimeoutError):
-        bridge.call(work.run(), timeout=SOON_S)
+        bridge.call(work.run(), timeout=0)
     assert work.ended
 
 
@@ -276,12 +272,18 @@ async def test_bare_cancellations_of_asyncio_wait_for_the_end(bridge):
 
 
 async def test_the_caller_s_loop_runs_on_meanwhile(bridge):
-    task = asyncio.ensure_future(bridge.run(asyncio.sleep(3 * SOON_S)))
-    turns = 0
-    while not task.done():
+    enough = threading.Event()
+
+    async def wait() -> None:
+        while not enough.is_set():
+            await asyncio.sleep(0.001)
+
+    task = asyncio.ensure_future(bridge.run(wait()))
+    for _ in range(50):
         await asyncio.sleep(0)
-        turns += 1
-    assert turns > 10
+        assert not task.done()
+    enough.set()
+    await task
 
 
 def test_a_loop_that_ends_under_a_call_cancels_it(bridge):
@@ -301,11 +303,3 @@ def test_a_loop_that_ends_under_a_call_cancels_it(bridge):
     work.until(work.cancelled)
     aside(bridge.close)
     assert work.ended
-
-
-def test_calls_are_quick_enough_to_be_made_for_each_layer(bridge):
-    """Not a measurement: nothing polls, so a thousand calls take far less than a thousand timer ticks would."""
-    began = time.thread_time()
-    for _ in range(1000):
-        bridge.call(value(0))
-    assert time.thread_time() - began < PATIENCE_S / 2

@@ -179,7 +179,7 @@ START = """
     from aiote import bridge as bridges
 
     async def value(result):
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
         return result
 
     async def forever():

@@ -204,7 +204,7 @@ async def test_a_peer_that_is_lost_ends_the_calls_that_wait_for_it(provider, chi
 @served_by_process
 async def test_a_timeout_toward_a_stopped_peer_is_bounded_by_its_loss(provider, child):
     await child.open(provider, 1 << 20)
-    with bridge_to(provider, drain_timeout=0.1, **LOST_SOON) as bridge:
+    with bridge_to(provider, **LOST_SOON) as bridge:
         async with asyncio.timeout(PATIENCE_S):
             source = await bridge.register_async(bytearray(1 << 20), "local")
             await bridge.run(write_to(bridge.engine, source.region, child.descriptor))

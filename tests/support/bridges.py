@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 
@@ -22,6 +22,10 @@ def bridge_to(provider: str = "local", **settings: Any) -> Iterator[bridges.Brid
     try:
         yield bridge
     finally:
+        # A test that has failed may not have let its own end.
+        for work in Stubborn.made:
+            work.may_end.set()
+        Stubborn.made.clear()
         aside(bridge.close)
 
 
@@ -47,7 +51,10 @@ def aside(function: Any, *arguments: Any) -> Any:
 class Stubborn:
     """A coroutine that takes its time when it is cancelled, as a transfer does that drains."""
 
+    made: ClassVar[list[Stubborn]] = []
+
     def __init__(self) -> None:
+        self.made.append(self)
         self.begun = threading.Event()
         self.cancelled = threading.Event()
         self.may_end = threading.Event()
