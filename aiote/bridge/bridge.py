@@ -85,7 +85,6 @@ def acquire(
             _require_same(thread, given, thread.kept_bytes if kept_bytes is None else kept_bytes)
         thread.users += 1
     try:
-        # Its own wait is for whoever opens; what others are told of a failure is the same.
         thread.opened.result()
     except BaseException:
         _release(thread)
@@ -264,8 +263,7 @@ class Bridge:
     def trim(self, nbytes: int = 0) -> None:
         """End the registrations that nobody holds any more until they are of at most so many bytes.
 
-        Before memory that was registered as "local" is unmapped, resized or given to another owner. In any thread but
-        the bridge's own; `await bridge.run(...)` elsewhere.
+        For memory that was registered as "local" and is to be unmapped or resized. In any thread but the bridge's own.
         """
         self.call(self._thread.memory.trim(nbytes))
 

@@ -46,7 +46,7 @@ class Call(futures.Future[T]):
     `cancel()`, from any thread, asks the task to end and returns at once; `wait()` in `concurrent.futures` and
     `result()` last until it has, by when no NIC uses what its transfers used. `result(timeout)` only stops waiting.
     Callbacks of `add_done_callback` run on the engine's thread. `asyncio.wrap_future` does not wait for a cancelled
-    call: use `await bridge.run(...)`. It is no argument to anything in a child of a fork.
+    call: use `await bridge.run(...)`. In the child of a fork it is never done.
     """
 
     def __init__(
