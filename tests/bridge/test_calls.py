@@ -7,6 +7,7 @@ import concurrent.futures
 import contextvars
 import os
 import signal
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,9 +23,14 @@ from engines import PATIENCE_S
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
 
-@pytest.fixture
-def bridge():
+@pytest.fixture(params=["uvloop", "asyncio"])
+def bridge(request, monkeypatch):
+    """A bridge on either loop that it may have."""
+    if request.param == "asyncio":
+        monkeypatch.setitem(sys.modules, "uvloop", None)
     with bridge_to() as bridge:
+        assert type(bridge._thread.loop).__module__.startswith(request.param)
+        monkeypatch.undo()
         yield bridge
 
 

@@ -187,12 +187,17 @@ START = """
         await asyncio.sleep(1e6)
 
     begun = threading.Event()
+    if "asyncio" in sys.argv:
+        sys.modules["uvloop"] = None
 """
 
+each_loop = pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+"""That a bridge may have: where uvloop is not installed it is asyncio's."""
 
-def said(script: str, status: int = 0) -> None:
+
+def said(script: str, loop: str = "uvloop", status: int = 0) -> None:
     """Run a script that has to end by itself, and to complain of nothing."""
-    done = run_script(START + script)
+    done = run_script(START + script, loop)
     assert done.returncode == status, done.stderr
     assert done.stdout.splitlines()[-1:] == ["the end"], done.stderr
     # From 3.12 on Python warns of every fork beside a thread.
@@ -225,8 +230,9 @@ EXITS = {
 }
 
 
+@each_loop
 @pytest.mark.parametrize("what", EXITS)
-def test_the_interpreter_exits_whatever_is_under_way(what):
+def test_the_interpreter_exits_whatever_is_under_way(what, loop):
     said(
         f"""
     bridge = bridges.acquire("local")
@@ -234,6 +240,7 @@ def test_the_interpreter_exits_whatever_is_under_way(what):
     print("the end", flush=True)
     sys.exit(3)
     """,
+        loop,
         status=3,
     )
 
@@ -260,7 +267,8 @@ def test_the_exit_tells_the_peers():
     )
 
 
-def test_a_fork_leaves_the_engine_to_its_parent():
+@each_loop
+def test_a_fork_leaves_the_engine_to_its_parent(loop):
     """The child gets errors of the parent's, has one of its own, and exits to the end of its interpreter."""
     said(
         """
@@ -307,11 +315,13 @@ def test_a_fork_leaves_the_engine_to_its_parent():
     assert not waiting.done()
     bridge.close()
     print("the end")
-    """
+    """,
+        loop,
     )
 
 
-def test_a_fork_at_any_moment_leaves_the_child_able_to_acquire():
+@each_loop
+def test_a_fork_at_any_moment_leaves_the_child_able_to_acquire(loop):
     """Whatever lock of ours another thread holds then; those of Python's imports are taken before."""
     said(
         """
@@ -339,7 +349,8 @@ def test_a_fork_at_any_moment_leaves_the_child_able_to_acquire():
     for thread in threads:
         thread.join()
     print("the end")
-    """
+    """,
+        loop,
     )
 
 
