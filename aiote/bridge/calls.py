@@ -26,6 +26,8 @@ from ..aio import Signal, current_loop, insist
 __all__ = ["Call", "until_done"]
 
 T = TypeVar("T")
+LOOK_S = 0.5
+"""How late a thread that waits for a call hears of a signal at most."""
 
 
 class Host(Protocol):
@@ -63,7 +65,7 @@ class Call(futures.Future[T]):
         self.owner = owner
         self._host, self._work, self._timeout, self._firm = host, work, timeout, firm
         self._task: asyncio.Task[tuple[T | None, BaseException | None]] | None = None
-        self._started = self._asked = self._over = False
+        self._started = self._asked = self._over = self._finished = False
         self._reason: Exception | None = None
         self._ending = threading.Lock()
         self._ending.acquire()
@@ -139,6 +141,7 @@ class Call(futures.Future[T]):
             self.set_exception(error)
         else:
             self.set_result(result)  # type: ignore[arg-type]
+        self._finished = True
         self._ending.release()
 
     def wait(self) -> T:
@@ -148,13 +151,14 @@ class Call(futures.Future[T]):
         has ended.
         """
         interruption: BaseException | None = None
-        while not self._over or self._ending.locked():
+        while not self._finished:
             try:
                 if interruption is not None:
                     self.cancel()
                 self.start()
-                with self._ending:
-                    break
+                # With a limit: Python looks at a signal that came just before this sleeps when it wakes, not sooner.
+                # Nobody else waits for the lock, so it need not be given back.
+                self._ending.acquire(timeout=LOOK_S)
             except BaseException as error:
                 interruption = interruption or error
         if interruption is not None:

@@ -68,7 +68,8 @@ class EngineThread:
     @property
     def is_current(self) -> bool:
         """Whether the caller runs on this thread."""
-        return threading.get_ident() == self._thread.ident
+        # Not by its number, which a later thread may have.
+        return threading.current_thread() is self._thread
 
     def require_parent(self) -> None:
         """Raise UsageError in a child of a fork, where the thread does not run."""
