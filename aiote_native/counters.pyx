@@ -6,7 +6,7 @@ zero, so what arrives before anyone asked is kept, and what nobody needs takes n
 whoever filled it: a counter knows the peer whose immediate made it. The caller holds the engine's lock around every
 function here.
 
-The plain Python reference is `aiote.core.counters`.
+The plain Python reference is `aiote.core.imm_counters`.
 """
 
 from cpython.object cimport PyObject

@@ -20,7 +20,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 import aiote
-from aiote.rails.hosts import addresses
+from aiote.rails.host_addresses import addresses
 from aiote.rails.libfabric import offered
 from aiote.rails.library import library_summary, load
 from aiote.rails.local import LOCAL

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from ..core.address import Address, name_of
-from ..core.leases import Grants
+from ..core.lease_numbers import Grants
 from ..errors import UsageError
 from ..rails import MAY_ALL, section
 from ..transfers import Lease, Peer

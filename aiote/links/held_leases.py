@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from ..core.leases import Revocations
+from ..core.lease_numbers import Revocations
 from ..rails import Flight
 
 __all__ = ["HeldLeases"]

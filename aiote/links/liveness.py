@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from ..core.frames import Heartbeat
-from ..core.heartbeat import HeartbeatClock
+from ..core.heartbeat_clock import HeartbeatClock
 from ..core.stall import StallDetector
 
 if TYPE_CHECKING:

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from ..runtime import Runtime
     from ..transfers import Inbox
     from .connection import Connection
-    from .heartbeats import HeartbeatTimer
+    from .heartbeat_timer import HeartbeatTimer
 
 __all__ = ["Session"]
 

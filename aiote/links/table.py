@@ -14,7 +14,7 @@ from ..errors import ConnectTimeoutError, FabricError, PeerError, PeerRefusedErr
 from ..transfers import Inbox, Peer
 from .connection import Connection, ServingSession
 from .granted_leases import GrantedLeases
-from .heartbeats import HeartbeatTimer
+from .heartbeat_timer import HeartbeatTimer
 from .session import Session, SessionOver
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from aiote_native.status import StatusError
 
 from ..errors import FabricError, UsageError
 from .contract import RailInfo, Traits, traits_of
-from .hosts import nearest, node_of, unknown
+from .host_addresses import nearest, node_of, unknown
 from .library import Found
 from .stale_files import mark
 

@@ -11,7 +11,7 @@ from aiote_native.streams.rings import RingEndpoint
 
 from ..errors import FabricError
 from .contract import RailInfo, Traits, traits_of
-from .hosts import unknown
+from .host_addresses import unknown
 
 if TYPE_CHECKING:
     from .topology import Place

@@ -11,7 +11,7 @@ from aiote_native.streams.sockets import SocketEndpoint
 
 from ..errors import FabricError, UsageError
 from .contract import RailInfo, Traits, traits_of
-from .hosts import addresses, nearest, node_of
+from .host_addresses import addresses, nearest, node_of
 
 if TYPE_CHECKING:
     from .topology import Nic, Place

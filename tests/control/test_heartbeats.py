@@ -12,7 +12,7 @@ import pytest
 
 import aiote
 from aiote.aio import current_loop
-from aiote.links.heartbeats import HeartbeatTimer
+from aiote.links.heartbeat_timer import HeartbeatTimer
 from aiote.testing import Fabric, run
 from engines import LOST_SOON, PATIENCE_S, go_round, linked, opened, pair, served_by_process, until
 

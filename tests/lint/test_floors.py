@@ -31,7 +31,7 @@ ORDER = (
     ("aiote.host",),
     ("aiote.runtime",),
     ("aiote.transfers",),
-    ("aiote.links.held_leases", "aiote.links.granted_leases", "aiote.links.heartbeats", "aiote.links.nic_events"),
+    ("aiote.links.held_leases", "aiote.links.granted_leases", "aiote.links.heartbeat_timer", "aiote.links.nic_events"),
     ("aiote.links.connection",),
     ("aiote.links.channels", "aiote.links.joining"),
     ("aiote.links.liveness",),

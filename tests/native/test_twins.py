@@ -17,7 +17,7 @@ from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
-from aiote.core import counters as plain_counters
+from aiote.core import imm_counters as plain_counters
 from aiote.core import striping
 from aiote.core.pages import PageList
 from aiote.core.striping import IMM_LIMIT, MAX_COUNTED, encode_immediate

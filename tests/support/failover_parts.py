@@ -6,8 +6,8 @@ import random
 from collections import Counter, deque
 
 from aiote.core.control import Role
-from aiote.core.counters import ImmCounters
 from aiote.core.failover import Account, ChannelCounts, ChannelStates
+from aiote.core.imm_counters import ImmCounters
 from aiote.core.recovery import MessageNumbers, Post, Work
 from aiote.core.striping import decode_immediate
 

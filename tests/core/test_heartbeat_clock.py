@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote.core.heartbeat import HeartbeatClock
+from aiote.core.heartbeat_clock import HeartbeatClock
 from aiote.errors import UsageError
 
 INTERVAL, LIMIT = 1.0, 4.0

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from aiote.core.leases import MAX_RANGES, Grants, Revocations
+from aiote.core.lease_numbers import MAX_RANGES, Grants, Revocations
 from aiote.errors import UsageError
 
 HOLDERS = "abc"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from aiote.core.counters import MAX_WAIT, UNITS, ImmCounters, Ticket, TicketState
+from aiote.core.imm_counters import MAX_WAIT, UNITS, ImmCounters, Ticket, TicketState
 from aiote.core.striping import MAX_COUNTED, encode_immediate, plan
 from aiote.errors import UsageError
 
