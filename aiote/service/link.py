@@ -422,7 +422,9 @@ class Link:
     def _give_up(self, error: aiote.AioteError) -> None:
         """Lose a peer to which messages do not go any more; where it is lost already, the endpoint hears of it."""
         if not (self.peer.lost or self.endpoint.engine.closed):
-            report(error)
+            # A connection that has just broken is nothing to report: whoever waits for a call hears of it.
+            if not isinstance(error, aiote.TransferError | aiote.PeerError):
+                report(error)
             self.peer.disconnect("what this side has to say cannot be sent")
 
     def cancel(self, slot: int, generation: int) -> None:

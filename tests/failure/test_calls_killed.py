@@ -143,4 +143,4 @@ async def test_callers_that_are_stopped_and_killed_hold_nothing(provider, child:
             endpoint = Endpoint.of(engine)
             await until(lambda: not (server.running or endpoint._links or endpoint.budget.used))
             assert not engine._links.leases._live
-            assert not endpoint.registrations._used
+            assert not endpoint.registrations.in_use

@@ -82,7 +82,7 @@ def held(engine: aiote.Engine) -> dict[str, int]:
         "calls": sum(len(link.calls) for link in links),
         "placed": sum(link._held_bytes + link.borrowed.taken_bytes + link.unfolded_bytes for link in links),
         "staged": sum(not one.free for link in links for one, _, _ in link.staging.segments.values()),
-        "registered": len(endpoint.registrations._used),
+        "registered": endpoint.registrations.in_use,
         "leases": len(set(engine._links.leases._live) - lent),
     }
 

@@ -296,7 +296,7 @@ async def play(fabric: Fabric, program: list[tuple[Say, bytes]]) -> None:
         await lying.aclose()
         await until(lambda: not server.running and not server.queued and len(endpoint._links) == 1)
         await until(lambda: not endpoint.budget.used and not tested._links.leases._live)
-        assert not endpoint.registrations._used
+        assert not endpoint.registrations.in_use
         await until(lambda: len(asyncio.all_tasks()) <= tasks)
 
 
