@@ -194,8 +194,9 @@ class Controller:
         lost: dict[str, str] = {}
         while True:
             report.attempts += 1
+            # Each attempt is an update of its own, so that one that failed can be made once more.
+            self.epoch += 1
             if lost:
-                self.epoch += 1
                 plan = await self._without(version, lost)
             assert plan is not None
             lost = await self._attempt(plan, Update(self.epoch, version), report)

@@ -76,6 +76,8 @@ def found_in(array: Any) -> Found:
     if not isinstance(array, np.ndarray):
         raise aiote.UsageError(f"a numpy array or a torch tensor is expected, got {type(array).__name__}")
     name = dtype_name(array.dtype)
+    if any(stride % ITEMSIZE[name] for stride in array.strides):
+        raise aiote.UsageError(f"its strides {array.strides} are no multiples of its elements' {ITEMSIZE[name]} bytes")
     strides = tuple(stride // ITEMSIZE[name] for stride in array.strides)
     return Found(array.ctypes.data, tuple(array.shape), strides, name)
 
@@ -144,7 +146,15 @@ class RankMemory:
     def copy_to(self, other: RankMemory) -> None:
         """Copy every tensor to where another memory of the same layout and rank has it."""
         for name in self.places:
-            other.bytes_of(name)[:] = self.bytes_of(name)
+            # Element by element where there are gaps: they may be another tensor's.
+            other.array_of(name)[...] = self.array_of(name)
+
+    def array_of(self, name: str) -> NDArray[Any]:
+        """Return a tensor's elements, each as plain bytes, in its shape."""
+        tensor = self.layout.tensors[name]
+        held, size = tensor.held_by()[self.rank], ITEMSIZE[tensor.dtype]
+        strides = [size * stride for stride in held.strides]
+        return np.ndarray(held.shape, f"V{size}", buffer=self.bytes_of(name).data, strides=strides)
 
 
 def _checked(name: str, held: Held, dtype: str, arrays: Mapping[str, Any]) -> int:

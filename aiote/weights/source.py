@@ -231,7 +231,8 @@ class _Sending:
                 self.engine, rows, region, self._remote(to.regions, self.source.targets[rank].places[write.copy.target])
             )
             self.written += rows.total
-        except (aiote.PeerError, aiote.TransferError) as error:
+        except (aiote.AioteError, IndexError, KeyError) as error:
+            # What a target says of its memory may be wrong, too: that is its failure, and nobody else's.
             self.failed[rank] = str(error)
 
     def _remote(self, regions: Sequence[bytes], place: Where) -> aiote.RemoteRegion:

@@ -138,11 +138,14 @@ class Target:
             self.update = update
             self.change("ready")
 
-        await to_the_end(swap)
-        if self._on_commit is not None:
-            told = self._on_commit(update.version)
-            if inspect.isawaitable(told):
-                await told
+        try:
+            await to_the_end(swap)
+        finally:
+            # Also where it was cancelled meanwhile: the weights are new, and the program has to know.
+            if self.update == update and self._on_commit is not None:
+                told = self._on_commit(update.version)
+                if inspect.isawaitable(told):
+                    await told
 
 
 class _Incoming:
@@ -191,10 +194,11 @@ class _Service(TargetService):
         try:
             with mine.step():
                 await target.opened()
+            counter = _counter(target.engine)
+            lent = _lent(target, order.sources, leases)
             if target.versions != "shadow":
                 target.change("updating")
-            counter = _counter(target.engine)
-            yield Step("lent", counter.imm, _lent(target, order.sources, leases))
+            yield Step("lent", counter.imm, lent)
             with mine.step():
                 await counter.wait(len(order.sources)) if order.sources else None
             yield Step("counted")
@@ -210,23 +214,29 @@ class _Service(TargetService):
         async def revoke() -> None:
             await _revoke(leases)
 
-        await to_the_end(revoke)
-        if counter is not None:
-            counter.close()
-        target = self._target
-        target.current = None
-        target.change("torn" if target.state == "updating" else target.state)
-        mine.done.set()
+        try:
+            await to_the_end(revoke)
+        finally:
+            # Also where the revocation was interrupted once more: the next update must not wait for this one.
+            if counter is not None:
+                counter.close()
+            target = self._target
+            target.current = None
+            target.change("torn" if target.state == "updating" else target.state)
+            mine.done.set()
 
     async def _displace(self, update: Update) -> None:
         """Make way for an update; raise StaleUpdateError for one that is too late."""
         target = self._target
-        if target.update is not None and update.version <= target.update.version:
-            raise StaleUpdateError(f"{update} is no later than what rank {target.rank} has, {target.update}")
-        if update.epoch < target.epoch:
-            raise StaleUpdateError(f"{update} is of a controller before that of epoch {target.epoch}")
-        target.epoch = update.epoch
-        while (current := target.current) is not None:
+        while True:
+            # Looked at again after each wait: the one that made way may have been committed meanwhile.
+            if target.update is not None and update.version <= target.update.version:
+                raise StaleUpdateError(f"{update} is no later than what rank {target.rank} has, {target.update}")
+            if update.epoch < target.epoch:
+                raise StaleUpdateError(f"{update} is of a controller before that of epoch {target.epoch}")
+            target.epoch = update.epoch
+            if (current := target.current) is None:
+                return
             if update.epoch <= current.update.epoch:
                 raise StaleUpdateError(f"rank {target.rank} takes part in {current.update}; {update} is no later epoch")
             current.abort(f"{current.update} makes way for {update}")
@@ -243,21 +253,18 @@ class _Service(TargetService):
 
 
 def _counter(engine: aiote.Engine) -> aiote.Counter:
-    """Return the counter of an immediate that no earlier update had: a late commit of one must not count."""
-    while True:
-        try:
-            return engine.counter(secrets.randbelow(IMMEDIATES))
-        except aiote.UsageError:
-            continue
+    """Return the counter of an immediate drawn at random: a late commit of an earlier update must not count."""
+    return engine.counter(secrets.randbelow(IMMEDIATES))
 
 
 def _lent(target: Target, sources: list[str], leases: list[aiote.Lease]) -> list[list[bytes]]:
     """Lend every region to every source; return the descriptors."""
     lent = []
     for source in sources:
-        mine = [region.lease(slice(0, region.nbytes), source) for region in target.written.regions]
-        leases += mine
-        lent.append([lease.descriptor for lease in mine])
+        first = len(leases)
+        for region in target.written.regions:
+            leases.append(region.lease(slice(0, region.nbytes), source))
+        lent.append([lease.descriptor for lease in leases[first:]])
     return lent
 
 

@@ -14,6 +14,7 @@ import pytest
 import aiote
 import aiote.weights.target as target_module
 from aiote.weights import (
+    Buffer,
     Controller,
     Layout,
     PlanMismatchError,
@@ -172,6 +173,36 @@ async def in_windows(target: Target, count: int) -> None:
     for _ in range(count):
         async with target.window():
             await target.wait_version(0 if target.version is None else target.version + 1)
+
+
+async def test_arrays_that_lie_in_each_other_s_gaps_are_told_apart():
+    shapes = {name: ((4, 4), "F32", Replicate()) for name in ("q", "k")}
+    layout = Layout.over([0], shapes)
+    parts = {name: Buffer((4, 4), "F32", strides=(8, 1)) for name in shapes}
+    values = {
+        name: np.arange(first, first + 16, dtype=np.float32).reshape(4, 4) for name, first in (("q", 1), ("k", 50))
+    }
+    memory = np.zeros((4, 8), np.float32)
+    async with opened("sim") as one, opened("sim") as other, opened("sim") as own:
+        async with (
+            serve_source(one, layout, 0, values),
+            serve_target(other, Layout.of_buffers(0, parts), 0, {"q": memory[:, :4], "k": memory[:, 4:]}),
+        ):
+            await Controller(own, [one.address], [other.address]).update(1)
+            assert np.array_equal(memory, np.concatenate([values["q"], values["k"]], axis=1))
+
+
+async def test_an_update_that_was_cancelled_can_be_made_once_more():
+    async with ranks("sim", "gated") as made, anyio.create_task_group() as group:
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as beside:
+                beside.start_soon(made.controller.update, 1)
+                await until(lambda: all(target.current for target in made.targets))
+                scope.cancel()
+        for target in made.targets:
+            group.start_soon(in_windows, target, 1)
+        assert (await made.controller.update(1)).committed == [""]
+        made.check(0)
 
 
 async def test_what_no_other_source_holds_is_named():
