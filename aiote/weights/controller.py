@@ -34,6 +34,7 @@ from .protocol import (
     TargetService,
     TargetState,
     Update,
+    Where,
 )
 from .recipe import Recipe
 from .source import in_thread, planned
@@ -89,6 +90,7 @@ class _Target:
     def __init__(self, address: str, state: TargetState, client: TargetService) -> None:
         self.address, self.state, self.client = address, state, client
         self.lent: dict[str, list[bytes]] | None = None
+        self.places: dict[str, Where] = {}
         self.imm = 0
 
 
@@ -320,6 +322,7 @@ class _Attempt:
             async for step in stream:
                 if step.kind == "lent":
                     target.lent, target.imm = dict(zip(addresses, step.lent, strict=True)), step.imm
+                    target.places = step.places
                 elif step.kind == "counted":
                     replica.counted += 1
                 else:
@@ -345,7 +348,7 @@ class _Attempt:
 
     async def _source(self, scope: anyio.CancelScope, address: str, rank: int, client: SourceService) -> None:
         destinations = [
-            Destination(target.state.rank, target.address, target.imm, target.lent.get(address, []))
+            Destination(target.state.rank, target.address, target.imm, target.lent.get(address, []), target.places)
             for replica in self.replicas
             if not replica.failure
             for target in replica.targets

@@ -101,11 +101,15 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """How far a target is. With "lent" come the commits' immediate and, for each source, descriptors of the regions."""
+    """How far a target is.
+
+    With "lent" come the commits' immediate, for each source descriptors of the regions, and where tensors lie in these.
+    """
 
     kind: Literal["lent", "counted", "committed"]
     imm: int = 0
     lent: list[list[bytes]] = []
+    places: dict[str, Where] = {}
 
 
 class Destination(msgspec.Struct, frozen=True):
@@ -115,6 +119,7 @@ class Destination(msgspec.Struct, frozen=True):
     address: str
     imm: int
     regions: list[bytes]
+    places: dict[str, Where]
 
 
 class Sent(msgspec.Struct, frozen=True):

@@ -69,7 +69,6 @@ class Source:
         self.digest = b""
         self._packed = packed_layout(layout.only(rank))
         self.latest: Update | None = None
-        self.targets: dict[int, TargetState] = {}
         self.sources: dict[int, SourceState] = {}
 
     def described(self) -> SourceState:
@@ -84,7 +83,7 @@ class Source:
         make = functools.partial(planned, sources, targets, self.recipe, gather)
         plan = await in_thread(sum(target.layout.nbytes for target in targets), make)
         self.digest = plan.digest
-        self.sources, self.targets = {one.rank: one for one in sources}, {one.rank: one for one in targets}
+        self.sources = {one.rank: one for one in sources}
         self.plan = plan
         return self.digest
 
@@ -106,6 +105,8 @@ class _Sending:
     def __init__(self, source: Source, plan: UpdatePlan, destinations: Sequence[Destination]) -> None:
         self.source, self.plan = source, plan
         self.engine = source.engine
+        # As they were when this was planned with: another controller may have others prepared meanwhile.
+        self.sources = source.sources
         self.failed: dict[int, str] = {}
         self.written = self.gathered = 0
         self._attach = functools.lru_cache(maxsize=None)(self.engine.attach)
@@ -201,7 +202,7 @@ class _Sending:
 
     async def _fetch(self, fetch: _Fetch, landing: int, region: aiote.Region, memory: Bytes) -> None:
         """Read rows of another source's part into the staging memory."""
-        owner, rows = self.source.sources[fetch.rank], fetch.rows
+        owner, rows = self.sources[fetch.rank], fetch.rows
         remote = self._remote(owner.regions, owner.places[fetch.tensor])
         if fetch.landing:
             span = fetch.last - fetch.first
@@ -227,9 +228,7 @@ class _Sending:
         if to is None or rank in self.failed:
             return
         try:
-            await write_rows(
-                self.engine, rows, region, self._remote(to.regions, self.source.targets[rank].places[write.copy.target])
-            )
+            await write_rows(self.engine, rows, region, self._remote(to.regions, to.places[write.copy.target]))
             self.written += rows.total
         except (aiote.AioteError, IndexError, KeyError) as error:
             # What a target says of its memory may be wrong, too: that is its failure, and nobody else's.

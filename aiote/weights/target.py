@@ -198,7 +198,7 @@ class _Service(TargetService):
             lent = _lent(target, order.sources, leases)
             if target.versions != "shadow":
                 target.change("updating")
-            yield Step("lent", counter.imm, lent)
+            yield Step("lent", counter.imm, lent, places_of(target.written))
             with mine.step():
                 await counter.wait(len(order.sources)) if order.sources else None
             yield Step("counted")

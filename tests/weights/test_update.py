@@ -192,6 +192,28 @@ async def test_arrays_that_lie_in_each_other_s_gaps_are_told_apart():
             assert np.array_equal(memory, np.concatenate([values["q"], values["k"]], axis=1))
 
 
+async def test_two_controllers_of_the_same_sources_write_to_the_targets_of_each():
+    """Their layouts are the same, and so are the plans; where the tensors lie is not."""
+    shapes = {name: ((4, 4), "F32", Replicate()) for name in ("a", "b")}
+    layout = Layout.over([0], shapes)
+    values = {"a": np.full((4, 4), 1, np.float32), "b": np.full((4, 4), 2, np.float32)}
+    memory = [np.zeros((2, 4, 4), np.float32) for _ in range(2)]
+    arrays = [{"a": memory[0][0], "b": memory[0][1]}, {"a": memory[1][1], "b": memory[1][0]}]
+    async with AsyncExitStack() as stack:
+        source_engine, *engines = [await stack.enter_async_context(opened("sim")) for _ in range(5)]
+        await stack.enter_async_context(serve_source(source_engine, layout, 0, values))
+        for engine, held in zip(engines[:2], arrays, strict=True):
+            await stack.enter_async_context(serve_target(engine, layout, 0, held, versions="inplace"))
+        controllers = [Controller(engines[2 + n], [source_engine.address], [engines[n].address]) for n in range(2)]
+        for controller in controllers:
+            await controller.prepare()
+        await controllers[0].update(1)
+        await controllers[1].update(1)
+        for held in arrays:
+            assert np.array_equal(held["a"], values["a"])
+            assert np.array_equal(held["b"], values["b"])
+
+
 async def test_an_update_that_was_cancelled_can_be_made_once_more():
     async with ranks("sim", "gated") as made, anyio.create_task_group() as group:
         with anyio.CancelScope() as scope:
