@@ -131,7 +131,11 @@ class Controller:
 
     async def describe(self) -> dict[str, TargetState]:
         """Return what each target is and has now, by its address. Raises UpdateError where one cannot be reached."""
-        return await self._ask(self._targets, "describe", {})
+        failed: dict[str, str] = {}
+        found = await self._ask(self._targets, "describe", failed)
+        if failed:
+            raise UpdateError(None, failed)
+        return found
 
     async def prepare(self) -> UpdatePlan:
         """Have every rank describe itself and plan; the first `update` does it, and one after a failure.
