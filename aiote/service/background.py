@@ -12,38 +12,32 @@ from contextlib import asynccontextmanager
 import anyio
 import anyio.lowlevel
 
-from ..aio import EventLoop, Task, Waiter, current_loop, wake
+from ..aio import Signal, Task, current_loop
 
 __all__ = ["Bell", "Crew", "beside", "report", "to_the_end"]
 
 
 class Bell:
-    """Something that several tasks wait for, again and again; `ring` wakes those that wait now."""
+    """Something that several tasks wait for, again and again; `ring` wakes those that wait now.
 
-    __slots__ = ("_loop", "_waiters")
+    A `Signal` of the loop on which somebody first waits, so that it can be made where there is none.
+    """
+
+    __slots__ = ("_signal",)
 
     def __init__(self) -> None:
-        self._loop: EventLoop | None = None
-        self._waiters: list[Waiter] = []
+        self._signal: Signal | None = None
 
     def ring(self) -> None:
         """Wake all that wait."""
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            wake(waiter)
+        if self._signal is not None:
+            self._signal.set()
 
     async def wait(self) -> None:
         """Sleep until the next ring. Cancelling loses nothing: look at the condition again."""
-        if self._loop is None:
-            self._loop = current_loop()
-        waiter = self._loop.waiter()
-        self._waiters.append(waiter)
-        try:
-            await waiter
-        except BaseException:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
-            raise
+        if self._signal is None:
+            self._signal = Signal(current_loop())
+        await self._signal.wait()
 
 
 class Crew:
