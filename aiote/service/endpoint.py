@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any, ClassVar, Protocol
 
 import anyio
@@ -26,8 +28,8 @@ SHARED = frozenset({"Health/1.check"})
 """Methods of every server, which the first one answers for all."""
 MAX_KEPT = 32
 """Registrations for the next call, each of which costs the NIC something."""
-TURN = 32
-"""After so many messages the tasks that they woke have their turn."""
+TURN = 128
+"""After so many frames, of which one message may hold a thousand, the tasks that they woke have their turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,11 @@ class Limits:
             most = {"slots": 1 << 16, "stream_items": 1 << 24}.get(field.name, 1 << 48)
             if type(value) is not int or not least <= value <= most:
                 raise aiote.UsageError(f"{field.name}={value!r}: expected an integer from {least} to {most}")
+
+
+def frames_of(data: bytes) -> Iterator[Frame]:
+    """Yield a message's frames. Raises ValueError at the first for bytes that are none."""
+    yield from unpack(data)
 
 
 class Server(Protocol):
@@ -145,30 +152,44 @@ class Endpoint:
     # Messages.
 
     async def _read(self) -> None:
-        count = 0
+        left = TURN
         try:
             async for message in self.engine.messages():
-                # A lost peer without a link has said nothing before that it would have to be told of.
-                if message.data[:1] == MAGIC and (message.source in self._links or not message.source.lost):
-                    self._take(self.link_to(message.source), message.data)
-                else:
+                left -= 1  # for one without frames, too
+                link = self._link_of(message)
+                if link is None:
                     self.unknown += 1
-                count += 1
-                if count % TURN == 0:
+                else:
+                    link.incoming = frames_of(message.data)
+                    left -= self._take(link, left)
+                while left <= 0:
                     await anyio.lowlevel.checkpoint()
+                    left = TURN - (0 if link is None else self._take(link, TURN))
         finally:
             self._close()
 
-    def _take(self, link: Link, data: bytes) -> None:
+    def _link_of(self, message: aiote.Message) -> Link | None:
+        # A lost peer without a link has said nothing before that it would have to be told of.
+        if message.data[:1] != MAGIC or (message.source not in self._links and message.source.lost):
+            return None
+        return self.link_to(message.source)
+
+    def _take(self, link: Link, most: int) -> int:
+        """Handle frames of the message that is being read. Returns how many; fewer than `most` are its last ones."""
+        count = 0
         try:
-            for frame in unpack(data):
+            for frame in islice(link.incoming, most):
+                count += 1
                 self._dispatch(link, frame)
         except (ValueError, KeyError, aiote.UsageError) as error:
+            link.incoming = iter(())
             link.peer.disconnect(f"what it says of its calls cannot be: {error}"[:200])
         except Exception as error:
             # Ours, then; the peer hears no more of it than that it is gone.
+            link.incoming = iter(())
             report(error)
             link.peer.disconnect("this side failed")
+        return count
 
     def _dispatch(self, link: Link, frame: Frame) -> None:
         match frame:
@@ -269,9 +290,12 @@ class Endpoint:
 
     async def _end(self, link: Link) -> None:
         """Read what a lost peer had still said, then end its link."""
+        # `_read` may wait for its next turn amid a message; what it finds when it goes on is the end of that.
+        self._take(link, sys.maxsize)
         async for message in link.peer.messages():
             if message.data[:1] == MAGIC:
-                self._take(link, message.data)
+                link.incoming = frames_of(message.data)
+                self._take(link, sys.maxsize)
         self._links.pop(link.peer, None)
         self._forget_link(link, link.peer.reason)
         await link.lent.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -115,6 +115,7 @@ class Link:
         self._held_bytes = self.unfolded_bytes = 0
         self._asking = False
         self.parked: list[Call] = []
+        self.incoming: Iterator[Frame] = iter(())  # what is left of the message that is being read
         self.room = 0  # for the body of a frame that goes alone
 
     # Greeting.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 import aiote
 from aiote import service
 from aiote.service.codec import array_of, decode, decoder
+from aiote.service.endpoint import TURN, Endpoint
 from aiote.service.frames import (
     MAGIC,
     Ask,
@@ -98,6 +100,43 @@ async def test_a_lie_ends_in_an_answer_or_a_disconnection(lie):
         if lie.startswith("credit"):
             peer.disconnect()
         await until(lambda: not server.running and len(server.endpoint._links) == 1)
+
+
+@pytest.mark.anyio
+async def test_a_message_of_many_calls_lets_others_run_after_each_turn(monkeypatch):
+    turns, taken = 0, Counter[int]()
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await anyio.lowlevel.checkpoint()
+
+    dispatch = Endpoint._dispatch
+    monkeypatch.setattr(Endpoint, "_dispatch", lambda *args: (taken.update([turns]), dispatch(*args)))
+    async with pair("sim") as (liar, there), service.serve(there, Plain()), anyio.create_task_group() as group:
+        peer = await liar.connect(there.address)
+        group.start_soon(count)
+        await say(liar, peer, HELLO, *[Call(n, 1, "Plain/1.x", 0.0, b"\x90", []) for n in range(500)])
+        assert len(await answers(liar, 500)) == 500
+        group.cancel_scope.cancel()
+    # Twice, for trio may have the counter first in one turn and last in the next.
+    assert max(taken.values()) <= 2 * TURN < sum(taken.values())
+
+
+@pytest.mark.anyio
+async def test_what_is_left_of_a_message_is_read_before_its_lost_peer_is_forgotten():
+    async with pair("sim") as (liar, there), service.serve(there, Plain()) as server:
+        peer = await liar.connect(there.address)
+        calls = [Call(n, 1, "Plain/1.wait", 0.0, b"\x90", []) for n in range(400)]
+        await say(liar, peer, HELLO, *calls)
+        await until(lambda: server.running)
+        link = next(iter(server.endpoint._links.values()))
+        assert 0 < server.running < 400
+        link.peer.disconnect("the test")
+        await until(lambda: not server.endpoint._links)
+        assert not server.running
+        assert not list(link.incoming)
 
 
 @pytest.mark.anyio
