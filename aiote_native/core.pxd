@@ -12,14 +12,15 @@ cdef class Core:
     cdef readonly dict peers
     cdef uint64_t smallest
     cdef public object on_submit
+    cdef public object on_messages
     cdef public bint awake
     cdef public bint closing
     cdef public bint shares
     cdef bint woke
     cdef int lively
     cdef list rooms
-    cdef object report_failures(self, list failed, on_round)
-    cdef object run_woken(self, list woken, bint direct)
+    cdef object report_failures(self, list failed, on_round, listener)
+    cdef object run_woken(self, list woken, bint direct, listener)
     cpdef object submit_pages(self, PeerLink peer, Operation operation, LocalMemory local, uint64_t local_offset,
                               PageIndex source, uint64_t source_stride, RemoteMemory remote, uint64_t remote_offset,
                               PageIndex target, uint64_t target_stride, uint64_t page_bytes, int64_t imm)

@@ -11,6 +11,7 @@ class Core:
     wakeup_event: WakeupEvent | None
     peers: dict[PeerLink, None]
     on_submit: Callable[[], object] | None
+    on_messages: Callable[[], object] | None
     awake: bool
     closing: bool
     shares: bool

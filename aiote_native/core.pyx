@@ -189,7 +189,8 @@ cdef class Core:
 
         First all of it ends, then those hear who care for peers or make room (`on_round(failed)` where peers failed or
         messages are there, `on_room` of the links), then tasks wake: they may do anything. `direct`: no task is
-        running, so they may run at once. What interrupts any of these is raised in the end.
+        running, so they may run at once, and messages are told to `on_messages` alone, if it is set. What interrupts
+        any of these is raised in the end.
         """
         cdef Done* item
         cdef Done* following
@@ -214,22 +215,23 @@ cdef class Core:
             item = following
         if failures:
             failed = self.failed_peers()
-        raised = self.report_failures(failed, on_round)
-        if woken:
+        listener = self.on_messages if direct and self.engine.state.inbox else None
+        raised = self.report_failures(failed, on_round, listener)
+        if woken or listener is not None:
             self.woke = True
-            raised = self.run_woken(woken, direct) or raised
+            raised = self.run_woken(woken, direct, listener) or raised
         if raised is not None:
             raise raised
         return failed
 
-    cdef object run_woken(self, list woken, bint direct):
+    cdef object run_woken(self, list woken, bint direct, listener):
         """Wake tasks; what those that run at once post is handed over when all have."""
         if direct and alive(&self.engine):
             with nogil:
                 lock(&self.engine)
                 self.engine.state.batch.on = True
                 unlock(&self.engine)
-        raised = wake_all(woken, direct)
+        raised = wake_all(woken, direct, listener)
         if direct and alive(&self.engine):
             with nogil:
                 lock(&self.engine)
@@ -237,13 +239,14 @@ cdef class Core:
                 unlock(&self.engine)
         return raised
 
-    cdef object report_failures(self, list failed, on_round):
+    cdef object report_failures(self, list failed, on_round, listener):
         """Let those act who make room and care for peers; return what interrupted one of them."""
         cdef PeerLink link
         cdef list rooms = self.rooms
+        cdef bint untold = self.engine.state.inbox and listener is None
         raised = None
         # Peers first: a lost one has no room for anybody.
-        if on_round is not None and (failed or self.engine.state.inbox or self.engine.state.failures):
+        if on_round is not None and (failed or untold or self.engine.state.failures):
             try:
                 on_round(failed)
             except BaseException as error:

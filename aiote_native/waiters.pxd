@@ -17,4 +17,5 @@ cdef class Pause:
     cdef bint yielded
 
 cpdef int wake(object waiter) except -1
-cdef object wake_all(list waiters, bint direct)
+cpdef int run(object waiter) except -1
+cdef object wake_all(list waiters, bint direct, listener)

@@ -142,8 +142,16 @@ cpdef int wake(object waiter) except -1:
     return 0
 
 
-cdef object wake_all(list waiters, bint direct):
-    """Wake them, at once where that may be; return the last thing that was raised and is not a task's own.
+cpdef int run(object waiter) except -1:
+    """Run the task that awaits it at once, where the loop lets it: for a callback of the loop's own alone."""
+    if type(waiter) is Waiter:
+        return (<Waiter> waiter).now()
+    return wake(waiter)
+
+
+cdef object wake_all(list waiters, bint direct, listener):
+    """Wake them, at once where that may be, and call the listener, if there is one; return the last thing that was raised
+    and is not a task's own.
 
     An interrupt that a task meets goes through it and ends the loop; the others are to hear of their own ends first.
     """
@@ -156,4 +164,9 @@ cdef object wake_all(list waiters, bint direct):
                 raised = error
         else:
             wake(waiter)
+    if listener is not None:
+        try:
+            listener()
+        except BaseException as error:
+            raised = error
     return raised

@@ -10,7 +10,7 @@ from .driver import Driver
 from .handover import Handover, hand_over
 from .loops import EventLoop, Task, Waiter, current_loop, report
 from .offload import ThreadCall
-from .waiting import Signal, finish, insist, poll_until, sleep, wake, within
+from .waiting import Signal, finish, insist, poll_until, run, sleep, wake, within
 
 __all__ = [
     "ByteStream",
@@ -31,6 +31,7 @@ __all__ = [
     "insist",
     "poll_until",
     "report",
+    "run",
     "sleep",
     "wake",
     "within",

@@ -42,6 +42,11 @@ class Task(Protocol):
         """Whether it has ended, or its loop has."""
         ...
 
+    @property
+    def untouched(self) -> bool:
+        """Whether it may do one more thing at once: its loop runs what a callback wakes, and nobody cancelled it."""
+        ...
+
     async def join(self) -> None:
         """Wait until it has ended; its own failure is not raised here."""
         ...
@@ -111,6 +116,10 @@ class AsyncioTask:
     @property
     def ended(self) -> bool:
         return self._task.done() or self._task.get_loop().is_closed()
+
+    @property
+    def untouched(self) -> bool:
+        return not (self._asked or self._task.cancelling())
 
     async def join(self) -> None:
         if self._task is not asyncio.current_task():
@@ -250,6 +259,10 @@ class TrioTask:
     @property
     def ended(self) -> bool:
         return bool(self.over.is_set())
+
+    @property
+    def untouched(self) -> bool:
+        return False
 
     async def join(self) -> None:
         await self.over.wait()

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import anyio
 
-from ..rails import wake
+from ..rails import run, wake
 from .loops import EventLoop, Waiter
 
-__all__ = ["Over", "Signal", "finish", "insist", "poll_until", "sleep", "wake", "within"]
+__all__ = ["Over", "Signal", "finish", "insist", "poll_until", "run", "sleep", "wake", "within"]
 
 
 POLL_S = 0.001

@@ -303,6 +303,21 @@ class Engine:
                 return message
             await self._links.inbox.wait()
 
+    def recv_nowait(self) -> Message | None:
+        """Return the next message of any peer, None where there is none. Raises ClosedError."""
+        self._runtime.require_open()
+        message = self._links.inbox.take()
+        self._runtime.kick()
+        return message
+
+    def listen_messages(self, listener: Callable[[], object], over: Callable[[], object]) -> Callable[[], None]:
+        """Call `listener()` whenever `recv_nowait` may find a message, and `over()` when the engine is closed.
+
+        They are callbacks of the event loop: no task is running. What is returned stops that. An engine has one
+        listener; it has to take every message that there is.
+        """
+        return self._links.inbox.listen(listener, over)
+
     def messages(self) -> Messages:
         """Iterate over messages until the engine is closed."""
         return Messages(self.recv)

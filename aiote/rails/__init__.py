@@ -17,7 +17,7 @@ from aiote_native.scatter import ScatterTargets, scatter
 from aiote_native.status import StatusError, error_text
 from aiote_native.unfolding import unfolded_bytes
 from aiote_native.waiters import Waiter as NativeWaiter
-from aiote_native.waiters import wake
+from aiote_native.waiters import run, wake
 from aiote_native.waits import CounterHandle, CounterWait, Watch, read_value
 from aiote_native.workrequests import LocalMemory, Operation, PageIndex, RemoteMemory, Waitable
 
@@ -68,6 +68,7 @@ __all__ = [
     "quick_pages",
     "quick_send",
     "read_value",
+    "run",
     "scatter",
     "section",
     "sim_identity",

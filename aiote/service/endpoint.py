@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import aiote
 
-from ..aio import EventLoop, Task, current_loop
+from ..aio import EventLoop, Signal, Task, Waiter, current_loop, run, wake
 from ..transfers import Access, Held, Registrations
 from .background import report
 from .frames import MAGIC, Ask, Call, Cancel, Credit, End, Frame, Free, Grant, Hello, Items, Return, Status, unpack
@@ -92,7 +92,11 @@ class Endpoint:
         self._served: dict[str, Server] = {}
         self._sweeper: Task | None = None
         self._forget = engine.listen_events(self._on_event)
-        self.spawn(self._read, name="aiote service: messages")
+        self._over = Signal(self.loop)
+        self._part: Link | None = None  # whose message is being read
+        self.reading = self._direct = False
+        self._unsent: list[Link] = []
+        self.spawn(self._listen, name="aiote service: messages")
 
     @classmethod
     def of(cls, engine: aiote.Engine, limits: Limits | None = None) -> Endpoint:
@@ -151,22 +155,72 @@ class Endpoint:
 
     # Messages.
 
-    async def _read(self) -> None:
-        left = TURN
+    async def _listen(self) -> None:
+        stop = self.engine.listen_messages(self._read, self._over.set)
         try:
-            async for message in self.engine.messages():
+            while not self.engine.closed:
+                await self._over.wait()
+        finally:
+            stop()
+            self._close()
+
+    def _read(self) -> None:
+        """Take messages, as a callback of the loop's: no task is running, so what they wake runs at once."""
+        if self.reading:
+            return
+        self.reading = self._direct = again = True
+        try:
+            again = self._read_some()
+        finally:
+            self.reading = self._direct = False
+            unsent, self._unsent = self._unsent, []
+            for link in unsent:
+                link.flush()
+            if again:
+                self.loop.call_soon(self._read)
+
+    def _read_some(self) -> bool:
+        """Take as many as may be in one turn; tell whether there may be more."""
+        left = TURN
+        while left > 0:
+            if self._part is None:
+                message = None if self.engine.closed else self.engine.recv_nowait()
+                if message is None:
+                    return False
                 left -= 1  # for one without frames, too
                 link = self._link_of(message)
                 if link is None:
                     self.unknown += 1
-                else:
-                    link.incoming = frames_of(message.data)
-                    left -= self._take(link, left)
-                while left <= 0:
-                    await anyio.lowlevel.checkpoint()
-                    left = TURN - (0 if link is None else self._take(link, TURN))
+                    continue
+                link.incoming, self._part = frames_of(message.data), link
+            count = self._take(self._part, left)
+            if count < left:
+                self._part = None
+            left -= count
+        return True
+
+    @property
+    def direct(self) -> bool:
+        """Whether what is woken runs at once: messages are being taken, and no task is running."""
+        return self._direct
+
+    def wake(self, waiter: Waiter) -> None:
+        """Wake a task, which runs before this returns where that may be."""
+        if not self._direct:
+            wake(waiter)
+            return
+        self._direct = False
+        try:
+            run(waiter)
         finally:
-            self._close()
+            self._direct = True
+
+    def flush_later(self, link: Link) -> None:
+        """Have a link send its frames when the messages that have come are read, or in the loop's next turn."""
+        if self.reading:
+            self._unsent.append(link)
+        else:
+            self.loop.call_soon(link.flush)
 
     def _link_of(self, message: aiote.Message) -> Link | None:
         # A lost peer without a link has said nothing before that it would have to be told of.

@@ -75,8 +75,8 @@ class Pending(UnderWay):
         if self.abandoned:
             if end is not None:
                 self.link.free(end.pieces)
-        elif not self.waiter.done():
-            self.waiter.set_result(None)
+        else:
+            self.link.endpoint.wake(self.waiter)
 
     def items(self, frame: Items) -> None:
         """Refuse items, for this is no stream."""

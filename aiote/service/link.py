@@ -364,16 +364,17 @@ class Link:
             return
         self._frames.append(frame)
         self._sizes.append(nbytes)
-        if (now or len(self._frames) >= BATCH_FRAMES) and not self._waiting:
-            self._flush()
+        if ((now and not self.endpoint.reading) or len(self._frames) >= BATCH_FRAMES) and not self._waiting:
+            self.flush()
         elif not self._scheduled:
             self._scheduled = True
-            self.endpoint.loop.call_soon(self._flush)
+            self.endpoint.flush_later(self)
         slots = max(self.endpoint.limits.slots, self.hello.slots if self.hello is not None else 0)
         if len(self._frames) > MAX_UNSENT * (slots + 64):
             self.peer.disconnect("it does not take the answers to its calls")
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Send the frames that wait."""
         self._scheduled = False
         if self._flushing:
             return
@@ -418,7 +419,7 @@ class Link:
             return
         finally:
             self._waiting = False
-        self._flush()
+        self.flush()
 
     def _give_up(self, error: aiote.AioteError) -> None:
         """Lose a peer to which messages do not go any more; where it is lost already, the endpoint hears of it."""

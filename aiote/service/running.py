@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import functools
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -61,9 +60,10 @@ class Running:
         self.link, self.frame = link, frame
         self.generation = frame.generation
         self._server, self._method, self._function = server, method, function
-        self._task: Task | None = None
+        self.task: Task | None = None
         self._status_if_cancelled: int | None = None
-        self._deadline = anyio.current_time() + frame.left if frame.left else math.inf
+        # A callback asks, in which anyio does not know the loop.
+        self._deadline = link.endpoint.loop.time() + frame.left if frame.left else math.inf
         self._parcels: list[Parcel] = []
         self.queued = self._ended = False
         self._unfolded_bytes = 0
@@ -77,9 +77,8 @@ class Running:
     # Its life.
 
     def start(self) -> None:
-        """Run it as a task."""
-        spawn = functools.partial(self.link.endpoint.loop.spawn, self._run, name=self._method.name, after=self._after)
-        self._task = self._server.context.run(spawn)
+        """Run it in a task."""
+        self._server.workers.start(self, self._method.name)
 
     def cancel(self) -> None:
         """Cancel it: the caller wants no more of it, or is lost."""
@@ -91,22 +90,22 @@ class Running:
             return
         if self._status_if_cancelled is None:
             self._status_if_cancelled = status
-        if self._task is not None:
-            self._task.cancel()
+        if self.task is not None:
+            self.task.cancel()
         else:
-            self._after()
+            self.after()
 
     def credit(self, taken: int) -> None:
         """Take note that the caller has taken so many items."""
         if self._outgoing is not None:
             self._outgoing.credit(taken)
 
-    def _after(self) -> None:
+    def after(self) -> None:
         """Take note that its task has ended, even if that never began."""
         if not self._ended:
             self._end(Status.CANCELLED if self._status_if_cancelled is None else self._status_if_cancelled)
         # The task's context knows this, and the stream does: cycles have the garbage collector come in every few calls.
-        self._task = self._outgoing = None
+        self.task = self._outgoing = None
         self._server.over(self)
 
     def _end(self, status: int, parcel: Parcel | None = None) -> None:
@@ -126,12 +125,13 @@ class Running:
         # The last one of its peer does not wait for others that could travel with it.
         link.post(end, size, now=not link.running)
 
-    async def _run(self) -> None:
-        _current.set(self)
+    async def run(self) -> None:
+        """Run it to its end, whatever that is."""
+        token = _current.set(self)
         try:
             parcel = await self._within_deadline()
         except anyio.get_cancelled_exc_class():
-            # What we cancelled is told by `_after`; a method that cancels itself has failed.
+            # What we cancelled is told by `after`; a method that cancels itself has failed.
             if self._status_if_cancelled is None:
                 self._end(Status.FAILED, self._described(RuntimeError("it was cancelled")))
         except _Invalid as error:
@@ -143,6 +143,8 @@ class Running:
         else:
             if parcel is not None:
                 self._end(Status.DONE, parcel)
+        finally:
+            _current.reset(token)
 
     def _described(self, error: Exception) -> Parcel:
         return Parcel(_described(error, self.link.room), [], False)

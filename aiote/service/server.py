@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from .frames import Call, Status
 from .interceptors import Interceptor
 from .link import Link
 from .running import Running
+from .workers import Workers
 
 __all__ = ["Health", "HealthStatus", "Server", "serve"]
 
@@ -73,7 +73,7 @@ class Server:
         self._queue: deque[Running] = deque()
         self._changed = Signal(endpoint.loop)
         # Calls see what is set around `serve`, not what the first caller of this engine's clients had set.
-        self.context = contextvars.copy_context()
+        self.workers = Workers(endpoint)
 
     @property
     def methods(self) -> Collection[str]:
@@ -145,6 +145,7 @@ class Server:
             running.stop(Status.STOPPED)
         while self._running:
             await self._changed.wait()
+        await self.workers.close()
 
 
 @asynccontextmanager

@@ -110,8 +110,8 @@ class Incoming(UnderWay):
     def _wake(self) -> None:
         if self._listener is not None:
             self._tell(*self._listener)
-        elif self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        elif self._waiter is not None:
+            self.link.endpoint.wake(self._waiter)
 
     def listen(self, hear: Hear, ended: Ended) -> None:
         """Have functions called with what comes from now on."""
@@ -227,7 +227,7 @@ class Stream(AsyncIterator[Any]):
         """Begin it, and have functions called instead of reading it; return when the call is on its way.
 
         `hear` is called with each item, and `ended` once, when the method has ended at the server or the peer is lost:
-        with None, or what reading would have raised. It is by the reader of the engine's messages: they must not wait,
+        with None, or what reading would have raised. They are callbacks of the event loop, in no task: they must not wait,
         nor raise. A stream that is listened to may be forgotten; `close` cancels it. Raises CallError for a call that
         did not run. Cancelling the wait sends nothing.
         """

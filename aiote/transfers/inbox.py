@@ -67,6 +67,9 @@ class Inbox:
         self._arrived = Signal(loop)
         self._selective: dict[Destination, Signal] = {}
         self._early = False
+        self._listener: Callable[[], object] | None = None
+        self._over: Callable[[], object] | None = None
+        self._told = False
 
     def add(self, peer: Destination) -> None:
         """Take messages of this peer from now on."""
@@ -112,6 +115,9 @@ class Inbox:
             if peer.link is not None and (data := peer.link.take_message()) is not None:
                 return Message(peer.peer, data)
         self._early = self._core.inbox > 0
+        if self._early:
+            # Nobody is to be told again and again of what cannot be taken yet; `arrived` looks whether it can.
+            self._core.on_messages = None
         return None
 
     def take_from(self, peer: Destination) -> Message | None:
@@ -133,14 +139,41 @@ class Inbox:
         if self._early:
             # Some have come from peers that are still being connected: nobody can take those yet, so they wake nobody.
             ready = sum([peer.link.messages for peer in self._peers if peer.link is not None])
+        if self._listener is not None and ready + self.departed and not self._told:
+            self._told = True
+            self._loop.call_soon(self._tell)
         for _ in range(min(len(self._arrived), ready + self.departed)):
             self._arrived.wake_one()
         for peer, signal in self._selective.items():
             if peer.lost or (peer.link is not None and peer.link.messages):
                 signal.set()
 
+    def listen(self, listener: Callable[[], object], over: Callable[[], object]) -> Callable[[], None]:
+        """Call a function, as a callback of the loop, whenever messages may be taken; `over` at the end of the engine.
+
+        What is returned stops that. There is one listener at a time, and it takes them all.
+        """
+        self._listener, self._over = listener, over
+        self._core.on_messages = listener
+        self._core.expect_messages(1)
+        self.arrived()
+        return self._ignore
+
+    def _ignore(self) -> None:
+        self._listener = self._over = self._core.on_messages = None
+        if not self._core.closed:
+            self._core.expect_messages(-1)
+
+    def _tell(self) -> None:
+        self._told = False
+        if self._listener is not None:
+            self._core.on_messages = self._listener
+            self._listener()
+
     def end(self) -> None:
         """Wake everyone, for the engine is closed."""
+        if self._over is not None:
+            self._over()
         self._arrived.set()
         for signal in self._selective.values():
             signal.set()

@@ -144,7 +144,7 @@ async def test_a_call_is_cancelled_at_every_await_of_its_way():
             turns += 1
         numpy.testing.assert_array_equal(result[0], data + 1)
         numpy.testing.assert_array_equal(out, -data)
-        assert turns > 10
+        assert turns > 5
 
 
 async def test_a_call_of_a_lost_peer_says_whether_it_ran():
