@@ -307,7 +307,8 @@ class Engine:
         """Return the next message of any peer, None where there is none. Raises ClosedError."""
         self._runtime.require_open()
         message = self._links.inbox.take()
-        self._runtime.kick()
+        if message is not None:
+            self._runtime.kick()
         return message
 
     def listen_messages(self, listener: Callable[[], object], over: Callable[[], object]) -> Callable[[], None]:

@@ -6,7 +6,6 @@ import math
 from abc import ABC, abstractmethod
 from typing import Any, NoReturn
 
-import anyio
 import msgspec
 
 import aiote
@@ -106,8 +105,8 @@ async def begin(pending: UnderWay, method: Method, bound: Any, *, wait: bool) ->
         raise CallLostError(method.name, link.lost, "no")
     pending.slot, pending.pieces = slot, parcel.pieces
     left = 0.0
-    if not method.stream and (deadline := anyio.current_effective_deadline()) < math.inf:
-        left, pending.deadline = max(deadline - anyio.current_time(), 1e-6), deadline
+    if not method.stream and (deadline := link.endpoint.deadline()) < math.inf:
+        left, pending.deadline = max(deadline - link.endpoint.loop.time(), 1e-6), deadline
     size = FRAME_BYTES + 2 * len(method.name) + len(parcel.body) + PIECE_BYTES * len(parcel.pieces)
     frame = Call(slot, pending.generation, method.name, left, parcel.body, parcel.pieces, parcel.outside)
     # A call that is alone does not wait for others that could travel with it, and a stream is one of a few.

@@ -227,9 +227,9 @@ class Stream(AsyncIterator[Any]):
         """Begin it, and have functions called instead of reading it; return when the call is on its way.
 
         `hear` is called with each item, and `ended` once, when the method has ended at the server or the peer is lost:
-        with None, or what reading would have raised. They are callbacks of the event loop, in no task: they must not wait,
-        nor raise. A stream that is listened to may be forgotten; `close` cancels it. Raises CallError for a call that
-        did not run. Cancelling the wait sends nothing.
+        with None, or what reading would have raised. They are callbacks of the event loop, in no task, and must not
+        raise. A stream that is listened to may be forgotten; `close` cancels it. Raises CallError for a call that did
+        not run. Cancelling the wait sends nothing.
         """
         if self._over or self._reading or self._incoming is not None:
             raise UsageError("a stream has one reader, who begins it")

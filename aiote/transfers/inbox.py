@@ -103,6 +103,8 @@ class Inbox:
 
     def take(self) -> Message | None:
         """Take one message, peers in turn; None when there is none."""
+        if not (self._core.inbox or self._departed):
+            return None
         if self._departed:
             message = self._departed[0].popleft()
             self._departed_bytes -= len(message.data)
