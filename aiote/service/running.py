@@ -78,7 +78,7 @@ class Running:
 
     def start(self) -> None:
         """Run it in a task."""
-        self._server.workers.start(self, self._method.name)
+        self._server.workers.start(self)
 
     def cancel(self) -> None:
         """Cancel it: the caller wants no more of it, or is lost."""

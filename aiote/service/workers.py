@@ -38,7 +38,7 @@ class Workers:
         self._context = contextvars.copy_context()
         self._closed = False
 
-    def start(self, job: Job, name: str) -> None:
+    def start(self, job: Job) -> None:
         """Run a job: at once where a task is idle and may run now, or else soon."""
         if self.idle and self.endpoint.direct:
             worker = self.idle.pop()
@@ -46,7 +46,9 @@ class Workers:
             self.endpoint.wake(worker.waiter)
             return
         worker = _Worker(self, job)
-        spawn = functools.partial(self.endpoint.loop.spawn, worker.work, name=name, after=worker.after)
+        spawn = functools.partial(
+            self.endpoint.loop.spawn, worker.work, name="aiote service: calls", after=worker.after
+        )
         worker.task = job.task = self._context.run(spawn)
 
     def keeps(self, task: Task, context: contextvars.Context) -> bool:
