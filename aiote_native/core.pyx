@@ -188,9 +188,8 @@ cdef class Core:
         """Finish everything that is over and wake who waits for it; return the peers that failed since the last call.
 
         First all of it ends, then those hear who care for peers or make room (`on_round(failed)` where peers failed or
-        messages are there, `on_room` of the links), then tasks wake: they may do anything. `direct`: no task is
-        running, so they may run at once, and messages are told to `on_messages` alone, if it is set. What interrupts
-        any of these is raised in the end.
+        messages are there, `on_room` of the links), then tasks wake: they may do anything. `direct`: no task runs, so
+        these may, and messages are `on_messages`' alone, if it is set. What interrupts any is raised in the end.
         """
         cdef Done* item
         cdef Done* following
@@ -213,10 +212,9 @@ cdef class Core:
             following = item.next
             finish(<Waitable> <object> item.owner, woken)
             item = following
-        if failures:
-            failed = self.failed_peers()
+        failed = self.failed_peers() if failures else failed
         listener = self.on_messages if direct and self.engine.state.inbox else None
-        raised = self.report_failures(failed, on_round, listener)
+        raised = self.report_failures(failed, on_round, listener is None)
         if woken or listener is not None:
             self.woke = True
             raised = self.run_woken(woken, direct, listener) or raised
@@ -239,14 +237,13 @@ cdef class Core:
                 unlock(&self.engine)
         return raised
 
-    cdef object report_failures(self, list failed, on_round, listener):
+    cdef object report_failures(self, list failed, on_round, bint untold):
         """Let those act who make room and care for peers; return what interrupted one of them."""
         cdef PeerLink link
         cdef list rooms = self.rooms
-        cdef bint untold = self.engine.state.inbox and listener is None
         raised = None
         # Peers first: a lost one has no room for anybody.
-        if on_round is not None and (failed or untold or self.engine.state.failures):
+        if on_round is not None and (failed or self.engine.state.failures or (untold and self.engine.state.inbox)):
             try:
                 on_round(failed)
             except BaseException as error:

@@ -150,10 +150,10 @@ cpdef int run(object waiter) except -1:
 
 
 cdef object wake_all(list waiters, bint direct, listener):
-    """Wake them, at once where that may be, and call the listener, if there is one; return the last thing that was raised
-    and is not a task's own.
+    """Wake them, at once where that may be, and call the listener, if there is one.
 
-    An interrupt that a task meets goes through it and ends the loop; the others are to hear of their own ends first.
+    Return the last thing that was raised and is not a task's own. An interrupt that a task meets goes through it and
+    ends the loop; the others are to hear of their own ends first.
     """
     raised = None
     for waiter in waiters:
