@@ -22,7 +22,7 @@ from .cells import Cell, Holder
 from .entries import Entry, bytes_needed
 from .layout import Layout
 
-__all__ = ["Unit", "deal", "deal_whole", "ranks_of"]
+__all__ = ["Unit", "deal", "deal_whole", "halves", "ranks_of"]
 
 Point = tuple[int, ...]
 Makers = tuple[int, ...]
@@ -45,6 +45,23 @@ class Unit(NamedTuple):
     stop: Point
     maker: int
     ranks: tuple[int, ...] | None
+
+
+def halves(unit: Unit, size: Sequence[int]) -> tuple[Unit, ...]:
+    """Return the halves of a unit along its outermost dimension of several granules; none of a single granule."""
+    for dim, (start, stop, step) in enumerate(zip(unit.start, unit.stop, size, strict=True)):
+        middle = start + -(-(stop - start) // step) // 2 * step
+        if middle > start:
+            first, rest = (
+                (*unit.stop[:dim], middle, *unit.stop[dim + 1 :]),
+                (
+                    *unit.start[:dim],
+                    middle,
+                    *unit.start[dim + 1 :],
+                ),
+            )
+            return unit._replace(stop=first), unit._replace(start=rest)
+    return ()
 
 
 class _Item(NamedTuple):

@@ -182,7 +182,7 @@ def _bytes_at(address: int, nbytes: int) -> Bytes:
 class StagingMemory:
     """Memory for what updates make, `limit` bytes of it; tasks get theirs in the order in which they ask.
 
-    A task that needs more than `limit` runs alone, in memory of its own. `peak` is the most that was held at once.
+    `peak` is the most that was held at once.
     """
 
     def __init__(self, engine: aiote.Engine, limit: int) -> None:
@@ -191,26 +191,32 @@ class StagingMemory:
         self._engine = engine
         self._memory: Bytes | None = None
         self._region: aiote.Region | None = None
-        self._free: list[tuple[int, int]] = [(0, limit)]
+        self._free: list[tuple[int, int]] = [(0, limit // ALIGNED * ALIGNED)]
         self._line: deque[object] = deque()
         self._changed = anyio.Event()
 
     @asynccontextmanager
     async def take(self, nbytes: int) -> AsyncIterator[tuple[Bytes, aiote.Region]]:
-        """Lend memory for the length of an `async with`, with its registration; it is not cleared."""
+        """Lend memory for the length of an `async with`, with its registration; it is not cleared.
+
+        Raises UsageError for more than the limit.
+        """
+        async with self.count(nbytes) as start:
+            if self._memory is None:
+                self._memory = np.empty(self.limit, np.uint8)
+                self._region = self._engine.register(self._memory, "local")
+            assert self._region is not None
+            yield self._memory[start : start + nbytes], self._region[start : start + nbytes]
+
+    @asynccontextmanager
+    async def count(self, nbytes: int) -> AsyncIterator[int]:
+        """Count memory that is allocated elsewhere, for the length of an `async with`."""
         size = max(ALIGNED, -(-nbytes // ALIGNED) * ALIGNED)
+        if size > self.limit // ALIGNED * ALIGNED:
+            raise aiote.UsageError(f"{size} bytes of staging memory are needed, staging_bytes is {self.limit}")
         start = await self._wait(size)
         try:
-            if size > self.limit:
-                memory = np.empty(size, np.uint8)
-                async with self._engine.register(memory, "local") as region:
-                    yield memory[:nbytes], region[:nbytes]
-            else:
-                if self._memory is None:
-                    self._memory = np.empty(self.limit, np.uint8)
-                    self._region = self._engine.register(self._memory, "local")
-                assert self._region is not None
-                yield self._memory[start : start + nbytes], self._region[start : start + nbytes]
+            yield start
         finally:
             self._give(start, size)
 
@@ -235,30 +241,23 @@ class StagingMemory:
 
     def _find(self, size: int) -> int:
         """Take the first gap that is large enough; -1 where there is none."""
-        start = -1
-        if size > self.limit:
-            start = 0 if not self.held else -1
-        else:
-            for number, (first, length) in enumerate(self._free if self.held <= self.limit else []):
-                if length >= size:
-                    self._free[number] = (first + size, length - size)
-                    start = first
-                    break
-        if start >= 0:
-            self.held += size
-            self.peak = max(self.peak, self.held)
-        return start
+        for number, (first, length) in enumerate(self._free):
+            if length >= size:
+                self._free[number] = (first + size, length - size)
+                self.held += size
+                self.peak = max(self.peak, self.held)
+                return first
+        return -1
 
     def _give(self, start: int, size: int) -> None:
         self.held -= size
-        if size <= self.limit:
-            kept: list[tuple[int, int]] = []
-            for first, length in sorted([*self._free, (start, size)]):
-                if kept and kept[-1][0] + kept[-1][1] == first:
-                    kept[-1] = (kept[-1][0], kept[-1][1] + length)
-                elif length:
-                    kept.append((first, length))
-            self._free = kept
+        kept: list[tuple[int, int]] = []
+        for first, length in sorted([*self._free, (start, size)]):
+            if kept and kept[-1][0] + kept[-1][1] == first:
+                kept[-1] = (kept[-1][0], kept[-1][1] + length)
+            elif length:
+                kept.append((first, length))
+        self._free = kept
         self._wake()
 
     def _wake(self) -> None:
