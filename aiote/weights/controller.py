@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import anyio
+import numpy as np
 
 import aiote
 
@@ -24,17 +25,19 @@ from .. import service
 from .memory import plain_errors
 from .plan import UpdatePlan
 from .protocol import (
+    Descriptors,
     Destination,
+    Numbers,
     Order,
     PlanMismatchError,
     Sent,
     SourceService,
     SourceState,
     StaleUpdateError,
+    Step,
     TargetService,
     TargetState,
     Update,
-    Where,
 )
 from .recipe import Recipe
 from .source import in_thread, planned
@@ -42,6 +45,7 @@ from .source import in_thread, planned
 __all__ = ["Controller", "UpdateError", "UpdateReport"]
 
 Places = Sequence[aiote.Address | str]
+NOTHING = Descriptors.of([])
 
 
 class UpdateError(aiote.AioteError):
@@ -89,9 +93,28 @@ class _Target:
 
     def __init__(self, address: str, state: TargetState, client: TargetService) -> None:
         self.address, self.state, self.client = address, state, client
-        self.lent: dict[str, list[bytes]] | None = None
-        self.places: dict[str, Where] = {}
+        self.lent: dict[str, Descriptors] | None = None
+        self.places: Numbers = np.zeros((0, 2), np.uint64)
         self.imm = 0
+        self.steps: list[str] = []
+
+    def take(self, step: Step, sources: Sequence[str]) -> None:
+        """Take note of how far it is. Raises UsageError for what cannot be."""
+        expected = ("lent", "counted", "committed")[len(self.steps) : len(self.steps) + 1]
+        if (step.kind,) != expected:
+            raise aiote.UsageError(f"it says {step.kind!r} after {self.steps}")
+        self.steps.append(step.kind)
+        if step.kind != "lent":
+            return
+        if step.lent is None or step.places is None or step.places.ndim != 2 or not 0 <= step.imm < 1 << 32:
+            raise aiote.UsageError("it does not say what it lends")
+        regions, rest = divmod(len(step.lent.ends), max(1, len(sources)))
+        descriptors = step.lent.unpacked(regions * len(sources) + rest)
+        if rest or (len(step.places) and int(step.places[:, 0].max()) >= regions and sources):
+            raise aiote.UsageError(f"it lends {len(descriptors)} regions to {len(sources)} sources")
+        several = [descriptors[first * regions : (first + 1) * regions] for first in range(len(sources))]
+        self.lent = {one: Descriptors.of(mine) for one, mine in zip(sources, several, strict=True)}
+        self.imm, self.places = step.imm, step.places
 
 
 class Controller:
@@ -172,7 +195,8 @@ class Controller:
             if len(set(ranks)) != len(ranks):
                 raise aiote.UsageError(f"two ranks have the same number: {sorted(ranks)}")
         size = sum(one.layout.nbytes for one in targets)
-        plan: UpdatePlan = await in_thread(size, lambda: planned(sources, targets, self.recipe, self.gather))
+        plan: UpdatePlan
+        plan, _ = await in_thread(size, lambda: planned(sources, targets, self.recipe, self.gather))
         failed: dict[str, str] = {}
         chosen = {address: client for address, client in self._sources.items() if address in self._states}
         digests = await self._ask(chosen, "prepare", failed, sources, targets, self.gather)
@@ -324,18 +348,18 @@ class _Attempt:
         stream: Any = target.client.update(Order(self.update, addresses))
         try:
             async for step in stream:
-                if step.kind == "lent":
-                    target.lent, target.imm = dict(zip(addresses, step.lent, strict=True)), step.imm
-                    target.places = step.places
-                elif step.kind == "counted":
+                target.take(step, addresses)
+                if step.kind == "counted":
                     replica.counted += 1
-                else:
+                elif step.kind == "committed":
                     replica.committed += 1
                 self._change()
                 if step.kind == "counted":
                     await self._until(lambda: replica.counted == len(replica.targets))
                     with anyio.fail_after(self.controller.limit):
                         await target.client.commit(self.update)
+            if len(target.steps) < 3:
+                raise aiote.UsageError(f"the update ended before it was committed, after {target.steps}")
         except (aiote.AioteError, TimeoutError, ValueError) as error:
             replica.fail(f"rank {target.state.rank} at {target.address}: {error}")
         finally:
@@ -352,7 +376,7 @@ class _Attempt:
 
     async def _source(self, scope: anyio.CancelScope, address: str, rank: int, client: SourceService) -> None:
         destinations = [
-            Destination(target.state.rank, target.address, target.imm, target.lent.get(address, []), target.places)
+            Destination(target.state.rank, target.address, target.imm, target.lent.get(address, NOTHING), target.places)
             for replica in self.replicas
             if not replica.failure
             for target in replica.targets

@@ -86,10 +86,10 @@ class RankMemory:
     """The arrays of one rank by name, as its layout describes them.
 
     They stay alive as long as this does. Raises UsageError, which names the tensor, for an array that is missing or has
-    another shape, type or strides than the layout says.
+    another shape, type or strides than the layout says, or is read-only and is to be `written`.
     """
 
-    def __init__(self, layout: Layout, rank: int, arrays: Mapping[str, Any]) -> None:
+    def __init__(self, layout: Layout, rank: int, arrays: Mapping[str, Any], *, written: bool = False) -> None:
         self.layout, self.rank = layout, rank
         self.arrays = dict(arrays)
         self.regions: list[aiote.Region] = []
@@ -98,6 +98,8 @@ class RankMemory:
         for name, tensor in layout.tensors.items():
             held = tensor.held_by().get(rank)
             if held is not None:
+                if written and isinstance(arrays.get(name), np.ndarray) and not arrays[name].flags.writeable:
+                    raise aiote.UsageError(f"{name}: the array is read-only, and updates write to it")
                 spans[name] = (_checked(name, held, tensor.dtype, arrays), extent_of(held, tensor.dtype))
         self._ranges: list[tuple[int, int]] = []
         for name, (address, nbytes) in sorted(spans.items(), key=lambda item: item[1]):

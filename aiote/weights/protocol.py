@@ -16,12 +16,14 @@ somebody who is gone.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 import aiote
 
@@ -30,7 +32,9 @@ from .layout import Layout
 from .memory import Bytes, RankMemory
 
 __all__ = [
+    "Descriptors",
     "Destination",
+    "Numbers",
     "Order",
     "PlanMismatchError",
     "Sent",
@@ -43,8 +47,10 @@ __all__ = [
     "Update",
     "layout_of",
     "packed_layout",
+    "places_of",
 ]
 
+Numbers = NDArray[np.uint64]
 Mode = Literal["inplace", "gated", "shadow"]
 State = Literal["empty", "ready", "updating", "torn"]
 
@@ -64,11 +70,33 @@ class Update(msgspec.Struct, frozen=True, order=True):
     version: int
 
 
-class Where(msgspec.Struct, frozen=True):
-    """Where a tensor lies in its rank's memory: which region, and the byte at which it begins."""
+class Descriptors(msgspec.Struct, frozen=True):
+    """Descriptors of memory, one after another, and where each ends: arrays, which messages of any length carry."""
 
-    region: int
-    offset: int
+    data: Bytes
+    ends: Numbers
+
+    @classmethod
+    def of(cls, several: Sequence[bytes]) -> Descriptors:
+        """Return these as they travel."""
+        ends = np.cumsum([len(one) for one in several], dtype=np.uint64)
+        return cls(np.frombuffer(b"".join(several), np.uint8), ends)
+
+    def unpacked(self, count: int) -> list[bytes]:
+        """Return the descriptors. Raises UsageError unless there are `count`."""
+        ends, data = self.ends, self.data
+        if (
+            data.ndim != 1
+            or ends.shape != (count,)
+            or (ends[1:] < ends[:-1]).any()
+            or int(ends[-1:].sum()) != len(data)
+        ):
+            raise aiote.UsageError(
+                f"{count} descriptors of memory are expected, got {ends.shape} in {data.shape} bytes"
+            )
+        starts = [0, *ends.tolist()]
+        whole = data.tobytes()
+        return [whole[start:end] for start, end in itertools.pairwise(starts)]
 
 
 class TargetState(msgspec.Struct, frozen=True):
@@ -80,16 +108,15 @@ class TargetState(msgspec.Struct, frozen=True):
     state: State
     update: Update | None
     layout: Bytes
-    places: dict[str, Where]
 
 
 class SourceState(msgspec.Struct, frozen=True):
-    """What a source is: its rank, its layout as JSON, and descriptors of its memory for sources that gather."""
+    """What a source is: its rank, its layout as JSON, and for sources that gather where its tensors lie."""
 
     rank: int
     layout: Bytes
-    places: dict[str, Where]
-    regions: list[bytes]
+    places: Numbers
+    regions: Descriptors
     address: str
 
 
@@ -103,13 +130,14 @@ class Order(msgspec.Struct, frozen=True):
 class Step(msgspec.Struct, frozen=True):
     """How far a target is.
 
-    With "lent" come the commits' immediate, for each source descriptors of the regions, and where tensors lie in these.
+    With "lent" come the commits' immediate, for each source descriptors of all regions, one source after another, and
+    where the tensors lie in these.
     """
 
     kind: Literal["lent", "counted", "committed"]
     imm: int = 0
-    lent: list[list[bytes]] = []
-    places: dict[str, Where] = {}
+    lent: Descriptors | None = None
+    places: Numbers | None = None
 
 
 class Destination(msgspec.Struct, frozen=True):
@@ -118,8 +146,8 @@ class Destination(msgspec.Struct, frozen=True):
     rank: int
     address: str
     imm: int
-    regions: list[bytes]
-    places: dict[str, Where]
+    regions: Descriptors
+    places: Numbers
 
 
 class Sent(msgspec.Struct, frozen=True):
@@ -188,6 +216,7 @@ def layout_of(packed: Bytes) -> Layout:
     return Layout.from_description(plain)
 
 
-def places_of(memory: RankMemory) -> dict[str, Where]:
-    """Return where a rank's tensors lie, as it travels."""
-    return {name: Where(place.region, place.offset) for name, place in memory.places.items()}
+def places_of(memory: RankMemory) -> Numbers:
+    """Return where a rank's tensors lie, in the layout's order: numbers of regions, and bytes at which they begin."""
+    found = [memory.places[name][:2] for name in memory.layout.tensors if name in memory.places]
+    return np.array(found, np.uint64).reshape(-1, 2)

@@ -25,6 +25,7 @@ from .layout import Layout
 from .memory import Bytes, RankMemory, StagingMemory, plain_errors
 from .plan import UpdatePlan, plan_update
 from .protocol import (
+    Descriptors,
     Destination,
     PlanMismatchError,
     Sent,
@@ -33,12 +34,12 @@ from .protocol import (
     StaleUpdateError,
     TargetState,
     Update,
-    Where,
     layout_of,
     packed_layout,
     places_of,
 )
 from .recipe import Recipe
+from .remote import Names, RemoteMemory
 from .sizes import LEAST, Fetch, Sizes, check_limit, most_rows, small
 from .tasks import Task, Write
 from .writes import ROW_BYTES, Rows, move, packed, parts_of, rows_of, runs_of, write_rows
@@ -67,11 +68,12 @@ class Source:
         self.digest = b""
         self._packed = packed_layout(layout.only(rank))
         self.latest: Update | None = None
-        self.sources: dict[int, SourceState] = {}
+        self.sources: dict[int, RemoteMemory] = {}
+        self.names: dict[int, Names] = {}
 
     def described(self) -> SourceState:
         """Return what it tells its controller."""
-        regions = [region.descriptor for region in self.weights.regions]
+        regions = Descriptors.of([region.descriptor for region in self.weights.regions])
         places = places_of(self.weights)
         return SourceState(self.rank, self._packed, places, regions, str(self.engine.address))
 
@@ -79,18 +81,40 @@ class Source:
         """Plan with these ranks, and return the plan's digest."""
         self.plan = None
         make = functools.partial(planned, sources, targets, self.recipe, gather)
-        plan = await in_thread(sum(target.layout.nbytes for target in targets), make)
+        plan, names = await in_thread(sum(target.layout.nbytes for target in targets), make)
         check_limit(plan, self.rank, self.staging.limit)
         self.digest = plan.digest
-        self.sources = {one.rank: one for one in sources}
+        self.names = names[1]
+        self.sources = {
+            one.rank: RemoteMemory(self.engine, one.address, one.regions, one.places, names[0][one.rank])
+            for one in sources
+        }
         self.plan = plan
         return self.digest
 
 
-def planned(sources: Sequence[SourceState], targets: Sequence[TargetState], recipe: Recipe, gather: Any) -> UpdatePlan:
-    """Return the plan for ranks that have described themselves."""
-    sides = [Layout.merge(layout_of(one.layout) for one in side) for side in (sources, targets)]
-    return plan_update(sides[0], sides[1], recipe, gather=gather)
+def planned(
+    sources: Sequence[SourceState], targets: Sequence[TargetState], recipe: Recipe, gather: Any
+) -> tuple[UpdatePlan, list[dict[int, Names]]]:
+    """Return the plan for ranks that have described themselves, and the numbers of each one's tensors.
+
+    Raises UsageError, too, for a rank that describes another one's tensors.
+    """
+    sides, names = [], []
+    # What is the same for many ranks is kept once.
+    known: dict[tuple[str, ...], Names] = {}
+    for side in (sources, targets):
+        layouts = {one.rank: layout_of(one.layout) for one in side}
+        for rank, layout in layouts.items():
+            if any(ranks != (rank,) for tensor in layout.tensors.values() for ranks in tensor.ranks):
+                raise aiote.UsageError(f"rank {rank} describes what others hold")
+        sides.append(Layout.merge(layouts.values()))
+        held = {rank: tuple(layout.tensors) for rank, layout in layouts.items()}
+        names.append({rank: known.setdefault(one, {n: i for i, n in enumerate(one)}) for rank, one in held.items()})
+    plan = plan_update(sides[0], sides[1], recipe, gather=gather)
+    # Of a large model these take long, too; the plan keeps them.
+    _ = plan.digest, plan.senders
+    return plan, names
 
 
 async def in_thread(nbytes: int, function: Any) -> Any:
@@ -110,8 +134,12 @@ class _Sending:
         self._most = most_rows(self.limit)
         self.failed: dict[int, str] = {}
         self.written = self.gathered = 0
-        self._attach = functools.lru_cache(maxsize=None)(self.engine.attach)
-        self._destinations = {one.rank: one for one in destinations}
+        names = source.names
+        self._destinations = {
+            one.rank: (one, RemoteMemory(self.engine, one.address, one.regions, one.places, names[one.rank]))
+            for one in destinations
+            if one.rank in names
+        }
         self._under_way = anyio.Semaphore(UNITS)
 
     async def run(self) -> Sent:
@@ -124,7 +152,7 @@ class _Sending:
         async with anyio.create_task_group() as group:
             for target, senders in self.plan.senders.items():
                 if rank in senders and target in self._destinations:
-                    group.start_soon(self._commit, self._destinations[target])
+                    group.start_soon(self._commit, self._destinations[target][0])
         return Sent(self.written, self.gathered, self.source.staging.peak, self.failed)
 
     async def _commit(self, to: Destination) -> None:
@@ -215,7 +243,7 @@ class _Sending:
     async def _fetch(self, fetch: Fetch, landing: int, region: aiote.Region, memory: Bytes) -> None:
         """Read rows of another source's part into the staging memory."""
         owner, size = self.sources[fetch.rank], fetch.itemsize
-        remote = self._remote(owner.regions, owner.places[fetch.tensor])
+        remote = owner.tensor(fetch.tensor)
         if fetch.landing:
             span = fetch.last - fetch.first
             await self.engine.read(remote[fetch.first : fetch.last], region[landing : landing + span])
@@ -246,15 +274,11 @@ class _Sending:
         if to is None or rank in self.failed:
             return
         try:
-            await write_rows(self.engine, rows, region, self._remote(to.regions, to.places[tensor]))
+            await write_rows(self.engine, rows, region, to[1].tensor(tensor))
             self.written += rows.total
-        except (aiote.AioteError, IndexError, KeyError) as error:
+        except (aiote.AioteError, ValueError, IndexError, KeyError) as error:
             # What a target says of its memory may be wrong, too: that is its failure, and nobody else's.
             self.failed[rank] = str(error)
-
-    def _remote(self, regions: Sequence[bytes], place: Where) -> aiote.RemoteRegion:
-        remote: aiote.RemoteRegion = self._attach(regions[place.region])
-        return remote[place.offset :]
 
 
 def _convert(task: Task, sizes: Sizes, staged: Bytes, out: Bytes) -> None:
@@ -315,7 +339,8 @@ async def serve_source(
     """
     if staging_bytes < LEAST:
         raise aiote.UsageError(f"staging_bytes is {staging_bytes}, expected {LEAST} or more")
-    source = Source(engine, layout, rank, arrays, recipe or Recipe(), staging_bytes)
+    make = functools.partial(Source, engine, layout, rank, arrays, recipe or Recipe(), staging_bytes)
+    source = await anyio.to_thread.run_sync(make)
     await source.weights.register(engine, "read")
     try:
         async with service.serve(engine, _Service(source)):

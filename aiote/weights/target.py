@@ -12,6 +12,7 @@ written any more, whatever its sources do.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -27,6 +28,7 @@ from ..service.background import to_the_end
 from .layout import Layout
 from .memory import RankMemory
 from .protocol import (
+    Descriptors,
     Order,
     StaleUpdateError,
     State,
@@ -63,7 +65,7 @@ class Target:
         if versions not in ("inplace", "gated", "shadow"):
             raise aiote.UsageError(f'versions is {versions!r}, expected "inplace", "gated" or "shadow"')
         self.engine = engine
-        self.weights = RankMemory(layout, rank, arrays)
+        self.weights = RankMemory(layout, rank, arrays, written=True)
         self.written = self.weights
         if versions == "shadow":
             # What no update writes, padding, is copied at the commits, too.
@@ -86,8 +88,7 @@ class Target:
 
     def described(self) -> TargetState:
         """Return what it tells its controller."""
-        places = places_of(self.written)
-        return TargetState(self.rank, self.replica, self.versions, self.state, self.update, self._packed, places)
+        return TargetState(self.rank, self.replica, self.versions, self.state, self.update, self._packed)
 
     def change(self, state: State) -> None:
         """Take note of a state, and wake who waits for one."""
@@ -257,15 +258,12 @@ def _counter(engine: aiote.Engine) -> aiote.Counter:
     return engine.counter(secrets.randbelow(IMMEDIATES))
 
 
-def _lent(target: Target, sources: list[str], leases: list[aiote.Lease]) -> list[list[bytes]]:
+def _lent(target: Target, sources: list[str], leases: list[aiote.Lease]) -> Descriptors:
     """Lend every region to every source; return the descriptors."""
-    lent = []
     for source in sources:
-        first = len(leases)
         for region in target.written.regions:
             leases.append(region.lease(slice(0, region.nbytes), source))
-        lent.append([lease.descriptor for lease in leases[first:]])
-    return lent
+    return Descriptors.of([lease.descriptor for lease in leases])
 
 
 async def _revoke(leases: list[aiote.Lease]) -> None:
@@ -294,9 +292,10 @@ async def serve_target(
     to, see the module; `shadow` takes the weights' memory once more. `on_commit` is called with each version when the
     weights are of it, before the controller hears of the commit: to forget a prefix cache, for one.
 
-    Raises UsageError, which names the tensor, for an array that is not as the layout says.
+    Raises UsageError, which names the tensor, for an array that is not as the layout says, or is read-only.
     """
-    target = Target(engine, layout, rank, arrays, replica, versions, on_commit)
+    make = functools.partial(Target, engine, layout, rank, arrays, replica, versions, on_commit)
+    target = await anyio.to_thread.run_sync(make)
     await target.written.register(engine, "write")
     try:
         async with service.serve(engine, _Service(target)):
