@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, NamedTuple
 
@@ -25,10 +25,19 @@ from .dtypes import ITEMSIZE, dtype_name
 from .layout import Layout
 from .placement import Held
 
-__all__ = ["Bytes", "Place", "RankMemory", "StagingMemory", "extent_of", "plain_errors"]
+__all__ = ["TENSOR_BYTES", "Bytes", "Place", "RankMemory", "StagingMemory", "extent_of", "in_thread", "plain_errors"]
 
 Bytes = NDArray[np.uint8]
 ALIGNED = 64
+LARGE = 1 << 20
+"""From so many bytes on work is done in a thread, for it would hold the event loop for milliseconds."""
+TENSOR_BYTES = 1 << 10
+"""To find a tensor in memory takes as long as to work on so many bytes."""
+
+
+async def in_thread(nbytes: int, function: Any) -> Any:
+    """Call a function that works on so many bytes, in a thread where that takes long."""
+    return await anyio.to_thread.run_sync(function) if nbytes >= LARGE else function()
 
 
 @contextmanager
@@ -110,6 +119,11 @@ class RankMemory:
             self.places[name] = Place(len(self._ranges) - 1, address - first, nbytes)
         self.views: list[Bytes] = [_bytes_at(first, last - first) for first, last in self._ranges]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return sum(view.nbytes for view in self.views)
+
     @classmethod
     def allocated(cls, layout: Layout, rank: int) -> RankMemory:
         """Return memory for all that a rank has in a layout, in one piece."""
@@ -145,9 +159,9 @@ class RankMemory:
         region, offset, nbytes = self.places[name]
         return self.views[region][offset : offset + nbytes]
 
-    def copy_to(self, other: RankMemory) -> None:
-        """Copy every tensor to where another memory of the same layout and rank has it."""
-        for name in self.places:
+    def copy_to(self, other: RankMemory, names: Iterable[str] | None = None) -> None:
+        """Copy tensors, all without `names`, to where another memory of the same layout and rank has them."""
+        for name in self.places if names is None else names:
             # Element by element where there are gaps: they may be another tensor's.
             other.array_of(name)[...] = self.array_of(name)
 

@@ -121,10 +121,11 @@ class SourceState(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Take an update from these sources (addresses), each of which commits once."""
+    """Take an update from these sources (addresses), each of which commits once; it writes to these tensors."""
 
     update: Update
     sources: list[str]
+    written: Numbers
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -151,12 +152,16 @@ class Destination(msgspec.Struct, frozen=True):
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """What a source has done: bytes written and gathered, its peak of staging memory, targets that failed and why."""
+    """What a source has done: bytes written and gathered, its peak of staging memory, targets that failed and why.
+
+    Where sources were `lost` from which it gathers, it has committed nowhere.
+    """
 
     written: int
     gathered: int
     peak: int
     failed: dict[int, str]
+    lost: dict[int, str] = {}
 
 
 class TargetService(service.Service):

@@ -22,7 +22,7 @@ from .convert import cast, quantize
 from .copies import Copy
 from .dtypes import ITEMSIZE
 from .layout import Layout
-from .memory import Bytes, RankMemory, StagingMemory, plain_errors
+from .memory import TENSOR_BYTES, Bytes, RankMemory, StagingMemory, in_thread, plain_errors
 from .plan import UpdatePlan, plan_update
 from .protocol import (
     Descriptors,
@@ -48,8 +48,6 @@ __all__ = ["Source", "serve_source"]
 
 UNITS = 8
 """How many units are under way at a time: what one waits for, the next ones do."""
-LARGE = 1 << 20
-"""From so many bytes on work is done in a thread, for it would hold the event loop for milliseconds."""
 
 
 class Source:
@@ -117,11 +115,6 @@ def planned(
     return plan, names
 
 
-async def in_thread(nbytes: int, function: Any) -> Any:
-    """Call a function that works on so many bytes, in a thread where that takes long."""
-    return await anyio.to_thread.run_sync(function) if nbytes >= LARGE else function()
-
-
 class _Sending:
     """One update on its way out of a source."""
 
@@ -133,6 +126,7 @@ class _Sending:
         self.limit = source.staging.limit
         self._most = most_rows(self.limit)
         self.failed: dict[int, str] = {}
+        self.lost: dict[int, str] = {}
         self.written = self.gathered = 0
         names = source.names
         self._destinations = {
@@ -145,15 +139,25 @@ class _Sending:
     async def run(self) -> Sent:
         """Write everything, then commit to every target that has all of it."""
         rank = self.source.rank
-        async with anyio.create_task_group() as group:
-            for task in self.plan.tasks(rank, functools.partial(small, plan=self.plan, limit=self.limit)):
-                await self._under_way.acquire()
-                group.start_soon(self._unit, task)
+        fits = functools.partial(small, plan=self.plan, limit=self.limit)
+        try:
+            with plain_errors():
+                async with anyio.create_task_group() as group:
+                    for task in self.plan.tasks(rank, fits):
+                        await self._under_way.acquire()
+                        group.start_soon(self._unit, task)
+        except aiote.AioteError:
+            if not self.lost:
+                raise
+            return self._sent()
         async with anyio.create_task_group() as group:
             for target, senders in self.plan.senders.items():
                 if rank in senders and target in self._destinations:
                     group.start_soon(self._commit, self._destinations[target][0])
-        return Sent(self.written, self.gathered, self.source.staging.peak, self.failed)
+        return self._sent()
+
+    def _sent(self) -> Sent:
+        return Sent(self.written, self.gathered, self.source.staging.peak, self.failed, self.lost)
 
     async def _commit(self, to: Destination) -> None:
         if to.rank not in self.failed:
@@ -238,7 +242,16 @@ class _Sending:
         async with anyio.create_task_group() as group:
             for fetch in fetches:
                 end -= fetch.landing
-                group.start_soon(self._fetch, fetch, end, region, memory)
+                group.start_soon(self._fetch_or_say, fetch, end, region, memory)
+
+    async def _fetch_or_say(self, fetch: Fetch, landing: int, region: aiote.Region, memory: Bytes) -> None:
+        try:
+            await self._fetch(fetch, landing, region, memory)
+        except aiote.AioteError as error:
+            if not self.engine.closed:
+                # The other's failure, and not this rank's.
+                self.lost[fetch.rank] = str(error)
+            raise
 
     async def _fetch(self, fetch: Fetch, landing: int, region: aiote.Region, memory: Bytes) -> None:
         """Read rows of another source's part into the staging memory."""
@@ -340,7 +353,7 @@ async def serve_source(
     if staging_bytes < LEAST:
         raise aiote.UsageError(f"staging_bytes is {staging_bytes}, expected {LEAST} or more")
     make = functools.partial(Source, engine, layout, rank, arrays, recipe or Recipe(), staging_bytes)
-    source = await anyio.to_thread.run_sync(make)
+    source = await in_thread(len(layout.tensors) * TENSOR_BYTES, make)
     await source.weights.register(engine, "read")
     try:
         async with service.serve(engine, _Service(source)):
