@@ -19,9 +19,9 @@ from machine import LONG
 
 pytestmark = [pytest.mark.anyio, pytest.mark.blocking_allowed("starts processes, and no engine runs here")]
 
-HARMS = 50 if LONG else 5
+HARMS = 50 if LONG else 10
 """In each part; with two providers that makes 1000, and 20."""
-PARTS = range(10 if LONG else 2)
+PARTS = range(10 if LONG else 1)
 KINDS = ("shadow", "inplace")
 
 

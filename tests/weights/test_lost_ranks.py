@@ -82,10 +82,16 @@ def test_two_sources_that_are_lost_at_once_are_replaced():
     run(main, 1)
 
 
-@pytest.mark.parametrize("slow", [False, True])
-def test_a_source_that_dies_after_its_commits_is_not_missed(slow, monkeypatch):
-    """With `slow` one of two ranks has not committed when the update is made once more: only that one is updated."""
+def test_a_source_that_dies_after_its_commits_is_not_missed(monkeypatch):
+    dies_after_its_commits(monkeypatch, slow=False)
 
+
+def test_a_rank_that_has_committed_is_left_out_of_the_next_attempt(monkeypatch):
+    """The other rank of its replica has not committed when the source dies: only that one is updated once more."""
+    dies_after_its_commits(monkeypatch, slow=True)
+
+
+def dies_after_its_commits(monkeypatch: pytest.MonkeyPatch, *, slow: bool) -> None:
     async def main(fabric: Fabric) -> None:
         async with ranks(fabric) as made:
             victim, late = made.sources[0], made.targets[1]

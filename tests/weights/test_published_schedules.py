@@ -12,6 +12,7 @@ import pytest
 
 import published_models
 from aiote.weights import UpdatePlan, plan_update
+from machine import LONG
 
 
 @functools.cache
@@ -60,6 +61,8 @@ def test_kimi_k2_bytes():
     assert {round(sent[rank] / 1e9, 1) for rank in range(16)} == {32.7}
     assert {round(sent[rank] / 1e9, 1) for rank in range(16, 240)} == {13.3}
     assert {round(size / 1e9, 2) for size in received.values()} == {30.10}
+    if not LONG:
+        return
     wider = plan("kimi_k2", "always", 32).traffic.received
     assert {round(wider[rank] / 1e9, 1) for rank in range(128)} == {46.0}
 

@@ -31,7 +31,7 @@ from aiote.weights import (
 )
 from machine import LONG
 
-SEEDS = range(400 if LONG else 5)
+SEEDS = range(400 if LONG else 4)
 ROUNDS = 12
 SOURCES = Layout.over(
     [[0, 1], [2, 3]],
