@@ -19,9 +19,9 @@ from machine import LONG
 
 pytestmark = [pytest.mark.anyio, pytest.mark.blocking_allowed("starts processes, and no engine runs here")]
 
-HARMS = 50 if LONG else 10
-"""In each part; with two providers that makes 1000, and 20."""
-PARTS = range(10 if LONG else 1)
+HARMS = 10
+"""In each part, of 50 or 1; with two providers that makes 1000, and 20."""
+PARTS = range(50 if LONG else 1)
 KINDS = ("shadow", "inplace")
 
 
@@ -97,7 +97,7 @@ class Processes:
 @pytest.mark.parametrize("provider", ["local", "socket"])
 @pytest.mark.parametrize("part", PARTS)
 async def test_processes_that_are_killed_and_stopped(provider, part, child: Callable[[], Child]):
-    with anyio.fail_after(PATIENCE_S * (10 if LONG else 2)):
+    with anyio.fail_after(2.5 * PATIENCE_S):
         processes = Processes(provider, child, seed=part)
         for name in ("source0", "source1", "target0", "target1", "control0"):
             await processes.start(name)
