@@ -97,7 +97,7 @@ def test_where_pages_lie_changes_no_bit(model):
         assert np.array_equal(first, model.prefill(PROMPT, cache_for(len(PROMPT), seed=seed), 16))
 
 
-def test_every_page_matters(model):
+def test_every_page_influences_the_logits(model):
     """A run tells a wrong page by wrong tokens, so no page may be without influence on the logits."""
     cache = cache_for(len(PROMPT) + 1)
     model.prefill(PROMPT, cache, 16)
@@ -112,7 +112,7 @@ def test_every_page_matters(model):
     assert np.array_equal(model.step(65, len(PROMPT), cache), before)
 
 
-def test_a_seeded_model_says_something():
+def test_a_seeded_model_generates_varied_text():
     model = weights.seeded(weights.seeded_config(3), 0)
     settings = Settings("tcp", 3, 0, None, 16, 64, 48, 1, 0).with_pool_for(120)
     texts = [b"The tube was quick. " * 4, b"She did not ring a bell, and did not wait. "]
