@@ -132,7 +132,7 @@ def test_a_prefiller_fails_in_the_middle_and_both_ranks_arrive(fault, seed):
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_one_rank_s_part_is_refused_and_the_other_one_goes_with_it(seed, monkeypatch):
+def test_a_part_that_is_refused_ends_the_part_of_the_other_rank(seed, monkeypatch):
     """Whichever part comes first, nobody waits for one that does not come."""
 
     async def main(fabric: Fabric) -> None:
@@ -191,7 +191,7 @@ def test_a_first_round_without_all_parts_fails_with_its_reason():
 
 
 @pytest.mark.virtual_time
-async def test_what_was_turned_away_is_forgotten_in_time(monkeypatch):
+async def test_reasons_of_refused_requests_are_told_once_and_forgotten_in_time(monkeypatch):
     monkeypatch.setattr(turned_module, "MOST", 3)
     turned = Turned(10.0)
     turned.note((b"r", 1), "why", {0})

@@ -156,7 +156,7 @@ class Storm:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_no_page_is_ever_another_request_s(seed):
+def test_requests_in_a_storm_never_share_a_page(seed):
     storms: list[Storm] = []
 
     async def main(fabric: Fabric) -> None:
