@@ -82,7 +82,7 @@ async def at_rest(client: Any, server: service.Server) -> None:
     assert set(here.engine._links.leases._live) <= lent
 
 
-async def test_a_cancelled_call_is_cancelled_there():
+async def test_a_cancelled_call_is_cancelled_at_the_server():
     async with served() as (work, client, server), anyio.create_task_group() as group:
         group.start_soon(client.hold, "a")
         await until(lambda: work.log)
@@ -92,7 +92,7 @@ async def test_a_cancelled_call_is_cancelled_there():
             await at_rest(client, server)
 
 
-def test_the_time_that_is_left_travels():
+def test_the_deadline_of_a_call_cancels_it_at_the_server():
     async def main(fabric: Any) -> None:
         async with fabric.open_engine() as here, fabric.open_engine() as there:
             work = Work()
@@ -341,7 +341,7 @@ async def test_a_result_that_has_come_is_not_lost_with_its_peer():
             assert not server.running
 
 
-async def test_what_waited_in_a_queue_did_not_run():
+async def test_a_call_that_waited_in_a_queue_is_said_not_to_have_run():
     limits = service.Limits(calls=1)
     async with pair("sim") as (here, there), anyio.create_task_group() as group:
         work, ends = Work(), {}

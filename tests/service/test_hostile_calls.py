@@ -155,7 +155,7 @@ async def test_what_is_left_of_a_message_is_read_before_its_lost_peer_is_forgott
         ("Plain/1.fill", msgspec.msgpack.encode((("|u1", (1 << 21,), b"x" * 90),)), [], "descriptor"),
     ],
 )
-async def test_arguments_that_are_none_are_refused(method, body, pieces, text):
+async def test_malformed_arguments_are_refused(method, body, pieces, text):
     async with pair("sim") as (liar, there), service.serve(there, Plain()) as server:
         peer = await liar.connect(there.address)
         await say(liar, peer, HELLO, Call(0, 1, method, 0.0, body, pieces))
@@ -236,14 +236,14 @@ frames = st.one_of(
 
 
 @given(st.lists(frames, max_size=20))
-def test_frames_survive_their_way(found):
+def test_packed_frames_unpack_to_themselves(found):
     data = pack(found)
     assert data[:1] == MAGIC
     assert msgspec.msgpack.encode(unpack(data)) == data[1:]
 
 
 @given(st.binary(max_size=200))
-def test_bytes_are_frames_or_a_value_error(data):
+def test_arbitrary_bytes_unpack_to_frames_or_a_value_error(data):
     try:
         unpack(MAGIC + data)
     except ValueError:
@@ -251,7 +251,7 @@ def test_bytes_are_frames_or_a_value_error(data):
 
 
 @given(st.text(max_size=9), st.lists(st.one_of(st.integers(), st.text(max_size=2)), max_size=40))
-def test_a_description_is_an_array_s_or_a_value_error(text, shape):
+def test_an_arbitrary_description_gives_an_array_or_a_value_error(text, shape):
     try:
         dtype, lengths, nbytes = array_of(text, shape)
     except ValueError:
@@ -261,7 +261,7 @@ def test_a_description_is_an_array_s_or_a_value_error(text, shape):
 
 
 @given(st.binary(max_size=100), st.integers(0, 3))
-def test_a_value_is_read_or_a_value_error(data, lent):
+def test_arbitrary_bytes_decode_to_a_value_or_a_value_error(data, lent):
     memory = memoryview(bytes(1000))
 
     def take(number: int, nbytes: int) -> memoryview:
@@ -316,7 +316,7 @@ def at_random(rng: random.Random) -> Any:
 
 
 @pytest.mark.anyio
-async def test_a_place_is_not_read_again_and_again():
+async def test_pieces_that_read_a_place_again_are_refused():
     """What is placed in lent memory is never more than was lent: so a few bytes do not become many."""
     async with pair("sim") as (liar, there), service.serve(there, Plain()) as server:
         peer = await liar.connect(there.address)
