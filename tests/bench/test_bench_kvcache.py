@@ -95,7 +95,7 @@ def test_a_peer_that_fails_is_left_out_and_the_library_may_not():
         measured(FakePair("aiote-uvloop", 2.0, verified=False))
 
 
-def test_nobody_is_the_best_of_nobody():
+def test_the_best_of_no_peers_is_none():
     assert best_of([]) is None
 
 
