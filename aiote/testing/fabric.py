@@ -52,7 +52,7 @@ def running_virtual_loop() -> VirtualLoop | None:
     return loop if isinstance(loop, VirtualLoop) else None
 
 
-class Opening:
+class FabricOpening:
     """What `open_engine` returns: as aiote's own."""
 
     def __init__(self, fabric: Fabric, rails: Iterable[str] | None, config: aiote.EngineConfig | None) -> None:
@@ -115,10 +115,10 @@ class Fabric:
 
     def open_engine(
         self, rails: Iterable[str] | None = None, config: aiote.EngineConfig | None = None, **settings: Any
-    ) -> Opening:
+    ) -> FabricOpening:
         """Open an engine on this network, as `aiote.open_engine` does; `settings` are fields of the config."""
         base = config if config is not None else aiote.EngineConfig()
-        return Opening(self, rails, dataclasses.replace(base, **settings) if settings else base)
+        return FabricOpening(self, rails, dataclasses.replace(base, **settings) if settings else base)
 
     def __enter__(self) -> Fabric:
         self._tokens.append(current_network.set(self.network))
