@@ -29,7 +29,7 @@ from ..service.endpoint import Endpoint
 from .membership import Member, RegistryError, Roster, Watch, check_lease
 from .registrations import HeldRegistration, claim, give_up
 from .server import MEMBERS_EACH, Keeping, Watching
-from .wire import Record, Update
+from .wire import MemberRecord, RosterUpdate
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -214,7 +214,7 @@ class EmbeddedRegistry:
     async def _say(self, server: Keeping) -> None:
         """Say which members there are, all of them. Raises CallError, RegistryError where nothing is answered."""
         said = [(one, one.number) for one in self._registrations.values() if not (one.lost or one.leaving)]
-        records = [Record.of(one.member) for one, _ in said]
+        records = [MemberRecord.of(one.member) for one, _ in said]
         with anyio.move_on_after(self._lease_s):
             refusals = await server.keep(self._session, next(self._numbers), self._lease_s, records)
             for one, number in said:
@@ -239,7 +239,7 @@ class EmbeddedRegistry:
                 raise RegistryError("the registry tells nothing, or no more")
             self._apply(update)
 
-    def _apply(self, update: Update) -> None:
+    def _apply(self, update: RosterUpdate) -> None:
         for name in update.gone:
             self._hear_of(name)
             self._drop(name)

@@ -15,7 +15,7 @@ import pytest
 from aiote.discovery import etcd as etcd_module
 from aiote.discovery import etcd_gateway
 from aiote.discovery.etcd import EtcdRegistry
-from aiote.discovery.etcd_gateway import EtcdError, Lines, checked, number, packed, records, unpacked
+from aiote.discovery.etcd_gateway import EtcdError, LineSplitter, checked, number, packed, records, unpacked
 from aiote.discovery.membership import RegistryError
 from aiote.discovery.wire import encode_member
 from aiote.testing import Fabric, run
@@ -246,11 +246,11 @@ def test_lines_are_found_wherever_the_chunks_end(monkeypatch):
     monkeypatch.setattr(etcd_gateway, "ANSWER_BYTES", 8)
     data = b"ab\n\ncdefghij\nk\n"
     for size in range(1, len(data)):
-        lines = Lines()
+        lines = LineSplitter()
         chunks = [data[at : at + size] for at in range(0, len(data), size)]
         assert [line for chunk in chunks for line in lines.feed(chunk)] == [b"ab", b"", b"cdefghij", b"k"]
     for chunks in ([b"123456789\n"], [b"1234", b"56789"], [b"1234", b"56789\n1\n"]):
-        lines = Lines()
+        lines = LineSplitter()
         with pytest.raises(EtcdError, match="more than 8 bytes"):
             for chunk in chunks:
                 lines.feed(chunk)

@@ -16,7 +16,7 @@ from aiote import service
 from aiote.discovery.embedded import EmbeddedRegistry
 from aiote.discovery.membership import Member
 from aiote.discovery.server import MEMBERS_EACH, Keeping, RegistryServer, Watching
-from aiote.discovery.wire import Record, Update, decode_member, encode_member
+from aiote.discovery.wire import MemberRecord, RosterUpdate, decode_member, encode_member
 from engines import opened, pair
 from registries import client, member, until_told
 
@@ -40,17 +40,17 @@ MEMBERS = st.builds(
     st.dictionaries(texts(32), VALUES, max_size=4),
 )
 UPDATES = st.builds(
-    Update,
+    RosterUpdate,
     WORDS,
     st.booleans(),
     st.lists(texts(128), max_size=2),
-    st.lists(st.tuples(st.floats(0.1, 600), MEMBERS.map(Record.of)), max_size=2),
+    st.lists(st.tuples(st.floats(0.1, 600), MEMBERS.map(MemberRecord.of)), max_size=2),
 )
 
 
 @given(UPDATES)
 def test_an_encoded_update_decodes_to_itself(update):
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(update), type=Update) == update
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(update), type=RosterUpdate) == update
 
 
 @given(MEMBERS)
@@ -82,7 +82,7 @@ def test_the_bytes_in_etcd_are_fixed():
 
 def plain(one: Member, **other: object) -> dict[str, object]:
     """Return a member as a liar may say it, whom nothing checks."""
-    return {**msgspec.structs.asdict(Record.of(one)), **other}
+    return {**msgspec.structs.asdict(MemberRecord.of(one)), **other}
 
 
 LIES = {
