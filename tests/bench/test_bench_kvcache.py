@@ -13,7 +13,7 @@ import pytest
 from aiote.bench import kvtable
 from aiote.bench.kvlatency import FirstToken, PagesBack, Round
 from aiote.bench.kvservice import Line, ServiceEntry, ServiceRun, Workload, best_of, do, measure_service, whole
-from aiote.bench.measure import Plan
+from aiote.bench.measure import RunPlan
 from aiote.bench.sides import BenchError
 from aiote.bench.statistics import Spread
 
@@ -41,7 +41,7 @@ class FakePair:
 
 
 def measured(*pairs: FakePair) -> list[Line]:
-    return measure_service([ServiceEntry(pair.name, pair) for pair in pairs], "shm", SMALL, Plan(3, 0.001))
+    return measure_service([ServiceEntry(pair.name, pair) for pair in pairs], "shm", SMALL, RunPlan(3, 0.001))
 
 
 def test_a_workload_knows_its_bytes():
