@@ -107,7 +107,7 @@ class Desk:
                 attempt.look(anyio.current_time())
 
 
-class Source:
+class PrefillSource:
     """One prefill rank of an attempt: what it was lent, and whether it may still write."""
 
     def __init__(self, attempt: Attempt, rank: int, place: aiote.Peer | aiote.Address) -> None:
@@ -220,7 +220,7 @@ class Attempt:
         ranks = dict.fromkeys(route.source for route in self._plan.incoming(desk.rank))
         self._of_prefill = len(group)
         self._tail_from = min(ranks)
-        self._sources = [Source(self, rank, group[rank]) for rank in ranks]
+        self._sources = [PrefillSource(self, rank, group[rank]) for rank in ranks]
         self._block: Block | None = None
         self._collecting = anyio.CancelScope()
         self._heard = 0

@@ -37,7 +37,7 @@ from .lanes import Lane
 from .layout import CacheLayout, check_layer, integer
 from .orders import Order
 from .plan import PageTable
-from .traffic import Traffic
+from .traffic import PrefillTraffic
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -75,7 +75,7 @@ class Site:
     over: Callable[[Job], object]
     moved: Callable[[Job], object]
     failed: Callable[[Job], object]
-    traffic: Traffic
+    traffic: PrefillTraffic
     time: Callable[[], float]
 
 

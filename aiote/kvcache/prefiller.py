@@ -36,8 +36,8 @@ from .decoder import pages_in
 from .fill import FillRefused, FillRequest, Prefill
 from .job import Job, Site
 from .layout import CacheLayout, integer
-from .orders import Order, Orders
-from .traffic import PrefillStatistics, Traffic
+from .orders import Order, OrderBuilder
+from .traffic import PrefillStatistics, PrefillTraffic
 from .turned import Turned
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Prefiller:
         self._rank, self._ranks = rank, ranks
         self._queue_limit = integer("queue", queue, 1)
         self._gather_limit = gather_limit
-        self._orders = Orders(layout, rank, ranks, engine.attach)
+        self._orders = OrderBuilder(layout, rank, ranks, engine.attach)
         self._jobs: dict[Job, None] = {}
         self._gathering: dict[tuple[bytes, int], Job] = {}
         self._turned = Turned(gather_limit)
@@ -175,7 +175,7 @@ class Prefiller:
                 over=self._over,
                 moved=self._moved_on,
                 failed=self._fell,
-                traffic=Traffic(current_loop().time),
+                traffic=PrefillTraffic(current_loop().time),
                 time=current_loop().time,
             )
             self._crew = await stack.enter_async_context(beside(self._end_failed, self._tell_queued))
