@@ -20,7 +20,7 @@ from .observe import Events
 from .rails import RailSet, after_fork
 
 if TYPE_CHECKING:
-    from .aio import Task, Waiter
+    from .aio import LoopTask, Waiter
     from .config import EngineConfig
     from .rails import Core, PeerLink
 
@@ -58,7 +58,7 @@ class Runtime:
         """Tasks that the end of the engine wakes, whatever they wait for."""
         self.owner: object = None
         """What has to live for as long as the event loop watches the core."""
-        self._tasks: dict[Task, None] = {}
+        self._tasks: dict[LoopTask, None] = {}
         self._driver: Driver | None = None
         self.kick: Callable[[], None] = lambda: None
         """Have the event loop make progress soon."""

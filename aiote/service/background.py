@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import anyio
 import anyio.lowlevel
 
-from ..aio import Signal, Task, current_loop
+from ..aio import LoopTask, Signal, current_loop
 
 __all__ = ["Bell", "Crew", "beside", "report", "to_the_end"]
 
@@ -51,7 +51,7 @@ class Crew:
         self.failures: list[Exception] = []
         self._end_body = end_body
         self._loop = current_loop()
-        self._tasks: set[Task] = set()
+        self._tasks: set[LoopTask] = set()
 
     def start(self, function: Callable[..., Awaitable[None]], *args: object) -> None:
         """Run one more; its failure ends the body, and is raised from the `async with`."""

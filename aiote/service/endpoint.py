@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import aiote
 
-from ..aio import EventLoop, Task, current_loop
+from ..aio import EventLoop, LoopTask, current_loop
 from ..transfers import Access, Held, Registrations
 from .background import report
 from .frames import MAGIC, Ask, Call, Cancel, Credit, End, Frame, Free, Grant, Hello, Items, Return, Status, unpack
@@ -90,7 +90,7 @@ class Endpoint:
         self.messages = self.message_bytes = self.array_bytes = self.unknown = 0
         self._links: dict[aiote.Peer, Link] = {}
         self._served: dict[str, Server] = {}
-        self._sweeper: Task | None = None
+        self._sweeper: LoopTask | None = None
         self._forget = engine.listen_events(self._on_event)
         self.spawn(self._read, name="aiote service: messages")
 
@@ -111,7 +111,7 @@ class Endpoint:
             raise aiote.UsageError("the limits of calls on this engine were set before, to others")
         return found
 
-    def spawn(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any, name: str) -> Task:
+    def spawn(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any, name: str) -> LoopTask:
         """Run a coroutine function beside everything else."""
         return self.loop.spawn(function, *args, name=name)
 

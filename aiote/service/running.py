@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import aiote
 
-from ..aio import Signal, Task
+from ..aio import LoopTask, Signal
 from .codec import array_of, encode
 from .definition import Method
 from .frames import Call, End, Items, OutSpec, Status
@@ -61,7 +61,7 @@ class Running:
         self.link, self.frame = link, frame
         self.generation = frame.generation
         self._server, self._method, self._function = server, method, function
-        self._task: Task | None = None
+        self._task: LoopTask | None = None
         self._status_if_cancelled: int | None = None
         self._deadline = anyio.current_time() + frame.left if frame.left else math.inf
         self._parcels: list[Parcel] = []
