@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import aiote
 
 from ..aio import EventLoop, LoopTask, current_loop
-from ..transfers import Access, Held, Registrations
+from ..transfers import Access, Registrations, SharedRegistration
 from .background import report
 from .frames import MAGIC, Ask, Call, Cancel, Credit, End, Frame, Free, Grant, Hello, Items, Return, Status, unpack
 from .link import FRAME_BYTES, LEAST_MESSAGE, Link
@@ -301,7 +301,7 @@ class Endpoint:
         await link.lent.close()
         await link.staging.close()
 
-    def hold(self, array: NDArray[Any], *, filled: bool = False) -> Held:
+    def hold(self, array: NDArray[Any], *, filled: bool = False) -> SharedRegistration:
         """Register an array, or find the registration that an earlier call has left; `let_go` gives it back.
 
         One to be filled can be lent to be written, and never read.
@@ -311,7 +311,7 @@ class Endpoint:
         held = self.registrations.hold(key)
         return held or self.registrations.add(key, self.engine.register(array, access))
 
-    def let_go(self, held: Held) -> None:
+    def let_go(self, held: SharedRegistration) -> None:
         """Take note that a registration was used; it is kept for the next call, if there is room."""
         for region in self.registrations.let_go(held):
             self.spawn(region.aclose, name="aiote service: close a registration")

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from aiote.transfers import Held, Registrations
+from aiote.transfers import Registrations, SharedRegistration
 
 LIMIT = 100
 MOST = 3
@@ -24,7 +24,7 @@ class FakeRegion:
         self.closed = False
 
 
-def made(table: Registrations, key: Any) -> Held:
+def made(table: Registrations, key: Any) -> SharedRegistration:
     return table.add(key, FakeRegion(key[1]))
 
 
@@ -82,8 +82,8 @@ class Holding(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.table = Registrations(LIMIT, MOST)
-        self.holders: dict[Held, int] = {}
-        self.forgotten: set[Held] = set()
+        self.holders: dict[SharedRegistration, int] = {}
+        self.forgotten: set[SharedRegistration] = set()
 
     def close(self, regions: list[Any]) -> None:
         for region in regions:
@@ -91,7 +91,7 @@ class Holding(RuleBasedStateMachine):
             region.closed = True
 
     @rule(target=handles, key=st.sampled_from(KEYS))
-    def hold(self, key: Any) -> Held:
+    def hold(self, key: Any) -> SharedRegistration:
         held = self.table.hold(key)
         if held is None:
             assert all(one.key != key or one in self.forgotten for one in self.holders), "it is there already"
@@ -101,7 +101,7 @@ class Holding(RuleBasedStateMachine):
         return held
 
     @rule(held=consumes(handles), keep=st.booleans())
-    def let_go(self, held: Held, keep: bool) -> None:
+    def let_go(self, held: SharedRegistration, keep: bool) -> None:
         self.holders[held] -= 1
         self.close(self.table.let_go(held, keep=keep))
         if not self.holders[held]:
@@ -110,7 +110,7 @@ class Holding(RuleBasedStateMachine):
             assert held.region.closed is not kept, "the one that came last is kept, if any is"
 
     @rule(held=handles)
-    def forget(self, held: Held) -> None:
+    def forget(self, held: SharedRegistration) -> None:
         self.close(self.table.forget(held))
         if held in self.holders:
             self.forgotten.add(held)
