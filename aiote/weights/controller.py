@@ -24,8 +24,6 @@ from .. import service
 from .memory import plain_errors
 from .plan import UpdatePlan
 from .protocol import (
-    Destination,
-    Order,
     PlanMismatchError,
     Sent,
     SourceService,
@@ -34,7 +32,9 @@ from .protocol import (
     TargetService,
     TargetState,
     Update,
+    UpdateOrder,
     Where,
+    WriteTarget,
 )
 from .recipe import Recipe
 from .source import in_thread, planned
@@ -321,7 +321,7 @@ class _Attempt:
     async def _target(self, replica: _Replica, target: _Target) -> None:
         senders = self._plan.senders.get(target.state.rank, ())
         addresses = [address for address, (rank, _) in self._sources.items() if rank in senders]
-        stream: Any = target.client.update(Order(self.update, addresses))
+        stream: Any = target.client.update(UpdateOrder(self.update, addresses))
         try:
             async for step in stream:
                 if step.kind == "lent":
@@ -352,7 +352,7 @@ class _Attempt:
 
     async def _source(self, scope: anyio.CancelScope, address: str, rank: int, client: SourceService) -> None:
         destinations = [
-            Destination(target.state.rank, target.address, target.imm, target.lent.get(address, []), target.places)
+            WriteTarget(target.state.rank, target.address, target.imm, target.lent.get(address, []), target.places)
             for replica in self.replicas
             if not replica.failure
             for target in replica.targets

@@ -30,8 +30,6 @@ from .layout import Layout
 from .memory import Bytes, RankMemory
 
 __all__ = [
-    "Destination",
-    "Order",
     "PlanMismatchError",
     "Sent",
     "SourceService",
@@ -41,6 +39,8 @@ __all__ = [
     "TargetService",
     "TargetState",
     "Update",
+    "UpdateOrder",
+    "WriteTarget",
     "layout_of",
     "packed_layout",
 ]
@@ -93,7 +93,7 @@ class SourceState(msgspec.Struct, frozen=True):
     address: str
 
 
-class Order(msgspec.Struct, frozen=True):
+class UpdateOrder(msgspec.Struct, frozen=True):
     """Take an update from these sources (addresses), each of which commits once."""
 
     update: Update
@@ -112,7 +112,7 @@ class Step(msgspec.Struct, frozen=True):
     places: dict[str, Where] = {}
 
 
-class Destination(msgspec.Struct, frozen=True):
+class WriteTarget(msgspec.Struct, frozen=True):
     """A target as a source writes to it."""
 
     rank: int
@@ -142,7 +142,7 @@ class TargetService(service.Service):
         raise NotImplementedError
 
     @service.method(raises=[StaleUpdateError])
-    async def update(self, order: Order) -> AsyncIterator[Step]:
+    async def update(self, order: UpdateOrder) -> AsyncIterator[Step]:
         """Take an update; it is over with the stream."""
         raise NotImplementedError
         yield
@@ -169,7 +169,7 @@ class SourceService(service.Service):
         raise NotImplementedError
 
     @service.method(raises=[StaleUpdateError, PlanMismatchError])
-    async def send(self, update: Update, digest: bytes, destinations: list[Destination]) -> Sent:
+    async def send(self, update: Update, digest: bytes, destinations: list[WriteTarget]) -> Sent:
         """Write this source's part to every target, and commit there."""
         raise NotImplementedError
 

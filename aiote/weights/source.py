@@ -26,7 +26,6 @@ from .layout import Layout
 from .memory import Bytes, RankMemory, StagingMemory, plain_errors
 from .plan import UpdatePlan, plan_update
 from .protocol import (
-    Destination,
     PlanMismatchError,
     Sent,
     SourceService,
@@ -35,6 +34,7 @@ from .protocol import (
     TargetState,
     Update,
     Where,
+    WriteTarget,
     layout_of,
     packed_layout,
     places_of,
@@ -102,7 +102,7 @@ async def in_thread(nbytes: int, function: Any) -> Any:
 class _Sending:
     """One update on its way out of a source."""
 
-    def __init__(self, source: Source, plan: UpdatePlan, destinations: Sequence[Destination]) -> None:
+    def __init__(self, source: Source, plan: UpdatePlan, destinations: Sequence[WriteTarget]) -> None:
         self.source, self.plan = source, plan
         self.engine = source.engine
         # As they were when this was planned with: another controller may have others prepared meanwhile.
@@ -126,7 +126,7 @@ class _Sending:
                     group.start_soon(self._commit, self._destinations[target])
         return Sent(self.written, self.gathered, self.source.staging.peak, self.failed)
 
-    async def _commit(self, to: Destination) -> None:
+    async def _commit(self, to: WriteTarget) -> None:
         if to.rank not in self.failed:
             try:
                 await self.engine.write_imm(None, to.address, to.imm)
@@ -284,7 +284,7 @@ def _convert(task: Task, sizes: _Sizes, staged: Bytes, out: Bytes) -> None:
         cast(source, task.dtype, target, sizes.to)
 
 
-class _Service(SourceService):
+class _ServedSource(SourceService):
     name = SourceService.name
 
     def __init__(self, source: Source) -> None:
@@ -299,7 +299,7 @@ class _Service(SourceService):
         return await self._source.prepare(sources, targets, gather)
 
     @service.method(raises=[StaleUpdateError, PlanMismatchError])
-    async def send(self, update: Update, digest: bytes, destinations: list[Destination]) -> Sent:
+    async def send(self, update: Update, digest: bytes, destinations: list[WriteTarget]) -> Sent:
         source = self._source
         if source.latest is not None and update <= source.latest:
             raise StaleUpdateError(f"{update} is no later than what rank {source.rank} has sent, {source.latest}")
@@ -331,7 +331,7 @@ async def serve_source(
     source = Source(engine, layout, rank, arrays, recipe or Recipe(), staging_bytes)
     await source.weights.register(engine, "read")
     try:
-        async with service.serve(engine, _Service(source)):
+        async with service.serve(engine, _ServedSource(source)):
             yield source
     finally:
         await to_the_end(source.staging.close)

@@ -27,13 +27,13 @@ from ..service.background import to_the_end
 from .layout import Layout
 from .memory import RankMemory
 from .protocol import (
-    Order,
     StaleUpdateError,
     State,
     Step,
     TargetService,
     TargetState,
     Update,
+    UpdateOrder,
     packed_layout,
     places_of,
 )
@@ -174,7 +174,7 @@ class _Incoming:
             raise StaleUpdateError(self.aborted)
 
 
-class _Service(TargetService):
+class _ServedTarget(TargetService):
     name = TargetService.name
 
     def __init__(self, target: Target) -> None:
@@ -185,7 +185,7 @@ class _Service(TargetService):
         return self._target.described()
 
     @service.method(raises=[StaleUpdateError])
-    async def update(self, order: Order) -> AsyncIterator[Step]:
+    async def update(self, order: UpdateOrder) -> AsyncIterator[Step]:
         target, mine = self._target, _Incoming(order.update)
         await self._displace(order.update)
         target.current = mine
@@ -299,7 +299,7 @@ async def serve_target(
     target = Target(engine, layout, rank, arrays, replica, versions, on_commit)
     await target.written.register(engine, "write")
     try:
-        async with service.serve(engine, _Service(target)):
+        async with service.serve(engine, _ServedTarget(target)):
             yield target
     finally:
         await to_the_end(target.written.close)
