@@ -18,7 +18,22 @@ import aiote
 from ..aio import EventLoop, LoopTask, current_loop
 from ..transfers import Access, Registrations, SharedRegistration
 from .background import report
-from .frames import MAGIC, Ask, Call, Cancel, Credit, End, Frame, Free, Grant, Hello, Items, Return, Status, unpack
+from .frames import (
+    MAGIC,
+    Ask,
+    CallFrame,
+    Cancel,
+    Credit,
+    End,
+    Frame,
+    Free,
+    Grant,
+    HelloFrame,
+    Items,
+    Return,
+    Status,
+    unpack,
+)
 from .link import FRAME_BYTES, LEAST_MESSAGE, Link
 from .memory import IDLE_S, Budget
 
@@ -73,7 +88,7 @@ class Server(Protocol):
 
     @property
     def methods(self) -> Collection[str]: ...
-    def call(self, link: Link, frame: Call) -> None: ...
+    def call(self, link: Link, frame: CallFrame) -> None: ...
 
 
 class Endpoint:
@@ -193,7 +208,7 @@ class Endpoint:
 
     def _dispatch(self, link: Link, frame: Frame) -> None:
         match frame:
-            case Call():
+            case CallFrame():
                 self._call(link, frame)
             case End():
                 link.hold(frame.pieces)
@@ -215,13 +230,13 @@ class Endpoint:
                 link.on_free(frame)
             case Return():
                 link.on_return(frame)
-            case Hello():
+            case HelloFrame():
                 link.greeted(frame)
                 parked, link.parked = link.parked, []
                 for call in parked:
                     self._call(link, call)
 
-    def _call(self, link: Link, frame: Call) -> None:
+    def _call(self, link: Link, frame: CallFrame) -> None:
         if link.ending:
             return
         if link.hello is None:
@@ -244,7 +259,7 @@ class Endpoint:
         else:
             server.call(link, frame)
 
-    def refuse(self, link: Link, frame: Call, status: int, text: str = "") -> None:
+    def refuse(self, link: Link, frame: CallFrame, status: int, text: str = "") -> None:
         """End a call that did not run."""
         link.release(frame.pieces)
         body = text.encode()[:500]

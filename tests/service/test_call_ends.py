@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 import aiote
 from aiote import service
-from aiote.service.frames import MAGIC, Call, Cancel, End, Hello, pack, unpack
+from aiote.service.frames import MAGIC, CallFrame, Cancel, End, HelloFrame, pack, unpack
 from aiote.service.memory import LEND_BYTES
 from aiote.testing import run
 from engines import PATIENCE_S, go_round, opened, pair, until
@@ -298,14 +298,14 @@ async def next_end(engine: aiote.Engine) -> End:
 async def test_a_cancellation_that_overtakes_its_call_ends_it():
     async with pair("sim") as (here, there), service.serve(there, Work()) as server:
         peer = await here.connect(there.address)
-        await raw(here, peer, Hello(1, True, 16384, 8, 16, 1000), Cancel(3, 7))
-        await raw(here, peer, Call(3, 7, "Work/1.hold", 0.0, b"\x91\xa1a", []))
+        await raw(here, peer, HelloFrame(1, True, 16384, 8, 16, 1000), Cancel(3, 7))
+        await raw(here, peer, CallFrame(3, 7, "Work/1.hold", 0.0, b"\x91\xa1a", []))
         end = await next_end(here)
         assert (end.slot, end.generation, end.status) == (3, 7, 2)
         assert server.calls == 0
         # One that is late means nothing.
         await raw(here, peer, Cancel(3, 7))
-        await raw(here, peer, Call(3, 8, "Health/1.check", 0.0, b"\x90", []))
+        await raw(here, peer, CallFrame(3, 8, "Health/1.check", 0.0, b"\x90", []))
         assert (await next_end(here)).status == 0
 
 

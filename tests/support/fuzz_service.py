@@ -28,14 +28,14 @@ from aiote.service.endpoint import Endpoint
 from aiote.service.frames import (
     MAGIC,
     Ask,
-    Call,
+    CallFrame,
     Cancel,
     Credit,
     End,
     Frame,
     Free,
     Grant,
-    Hello,
+    HelloFrame,
     Items,
     OutSpec,
     Piece,
@@ -56,7 +56,7 @@ LIMITS = calls.Limits(
     stream_bytes=4096,
 )
 CONFIG = aiote.EngineConfig(message_pool=64, max_transfers=256)
-GREETING = Hello(1, True, 16384, 8, 8, 4096)
+GREETING = HelloFrame(1, True, 16384, 8, 8, 4096)
 TURN_S = 0.002
 """Of virtual time: what a step makes happen has happened by then, mostly."""
 SOON_S = 100.0
@@ -70,7 +70,7 @@ class Say(IntEnum):
 
     FRAMES = 0  # a message of calls with these bytes behind the first
     MESSAGE = 1  # a message of these bytes
-    GREET = 2  # a well-formed Hello
+    GREET = 2  # a well-formed HelloFrame
     CALL = 3  # a call in slot and of method as the first bytes say, with the rest as its body
     OUTSIDE = 4  # the same, with its body and piece in memory that was lent
     BEGIN = 5  # the tested side calls a method of the peer's, which one the first byte says
@@ -117,7 +117,7 @@ class Liar:
         """Begin a new conversation."""
         self.generations = [0] * 8
         self.lent: tuple[int, aiote.RemoteRegion] | None = None
-        self.heard: list[Call] = []
+        self.heard: list[CallFrame] = []
         self.asked: list[int] = []
         self.told: dict[int, int] = {}
         self.pieces: list[Piece] = []
@@ -131,7 +131,7 @@ class Liar:
                     case Grant() if frame.descriptor:
                         assert frame.nbytes <= LIMITS.peer_bytes
                         self.lent = (frame.number, self.engine.attach(frame.descriptor))
-                    case Call():
+                    case CallFrame():
                         self.heard.append(frame)
                     case End() | Items():
                         self.pieces += frame.pieces
@@ -147,11 +147,11 @@ class Liar:
         except aiote.AioteError:
             self.forget()
 
-    def call(self, data: bytes, body: bytes, pieces: list[Piece], *, outside: bool = False) -> Call:
+    def call(self, data: bytes, body: bytes, pieces: list[Piece], *, outside: bool = False) -> CallFrame:
         slot = (data[0] if data else 0) % 8
         self.generations[slot] += 1
         method = METHODS[(data[0] >> 3 if data else 0) % len(METHODS)]
-        return Call(slot, self.generations[slot], method, 0.0, body, pieces, outside)
+        return CallFrame(slot, self.generations[slot], method, 0.0, body, pieces, outside)
 
     async def outside(self, data: bytes) -> None:
         if self.lent is None:
@@ -322,12 +322,12 @@ def service_seeds() -> dict[str, bytes]:
     array = ("<i4", (2,), b"12345678")
     frames: dict[str, list[Frame]] = {
         "hello": [GREETING],
-        "call": [GREETING, Call(1, 2, METHODS[0], 0.5, arguments(array, [[1]]), [])],
-        "pieces": [GREETING, Call(1, 2, METHODS[0], 0.0, arguments(("<i4", (2,), 0), []), [(0, 0, 8)])],
+        "call": [GREETING, CallFrame(1, 2, METHODS[0], 0.5, arguments(array, [[1]]), [])],
+        "pieces": [GREETING, CallFrame(1, 2, METHODS[0], 0.0, arguments(("<i4", (2,), 0), []), [(0, 0, 8)])],
         "end": [GREETING, End(0, 1, 0, b"\x01", [], False, 1)],
         "items": [GREETING, Items(0, 1, 0, [b"\x01", b"\x02"], [])],
-        "credit": [GREETING, Call(1, 1, METHODS[3], 0.0, arguments(20), []), Credit(1, 1, 3)],
-        "cancel": [GREETING, Cancel(1, 1), Call(1, 1, METHODS[2], 0.0, arguments(), [])],
+        "credit": [GREETING, CallFrame(1, 1, METHODS[3], 0.0, arguments(20), []), Credit(1, 1, 3)],
+        "cancel": [GREETING, Cancel(1, 1), CallFrame(1, 1, METHODS[2], 0.0, arguments(), [])],
         "ask": [GREETING, Ask(1000)],
         "grant": [GREETING, Grant(0, 8, b"descriptor"), Grant(0, 0, b"", "no")],
         "free": [GREETING, Free([(0, 0, 8)])],
