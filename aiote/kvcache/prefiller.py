@@ -6,7 +6,7 @@ its leases do not have), where too many wait, and while draining.
 With a decode group of several ranks a job begins when all ranks that this one writes to have sent theirs. The ranks do
 not know of each other: each goes on to the next round, with other prefillers, when it hears of a failure. So that they
 do it together, whatever ends a job before it began, or refuses a part of it, ends the parts of all ranks, also those
-that are still to come (`Turned`). One that was already delivered everything does not come in a later round, which
+that are still to come (`RefusedRequests`). One that was already delivered everything does not come in a later round, which
 nobody could have told the others. So where a part is missing after `gather_limit`
 
 | in round  | it happens because                    | and                                       |
@@ -34,11 +34,11 @@ from ..aio import current_loop
 from ..service.background import Bell, beside, to_the_end
 from .decoder import pages_in
 from .fill import FillRefused, FillRequest, Prefill
-from .job import Job, Site
+from .job import Job, PrefillContext
 from .layout import CacheLayout, integer
 from .orders import Order, OrderBuilder
 from .traffic import PrefillStatistics, PrefillTraffic
-from .turned import Turned
+from .refused_requests import RefusedRequests
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -95,7 +95,7 @@ class Prefiller:
         self._orders = OrderBuilder(layout, rank, ranks, engine.attach)
         self._jobs: dict[Job, None] = {}
         self._gathering: dict[tuple[bytes, int], Job] = {}
-        self._turned = Turned(gather_limit)
+        self._refused = RefusedRequests(gather_limit)
         self._queue: deque[Job] = deque()
         self._bell = Bell()
         self._failed: deque[Job] = deque()
@@ -112,7 +112,7 @@ class Prefiller:
     @property
     def pages(self) -> int:
         """How many pages a layer has."""
-        return self._site.pool_pages
+        return self._context.pool_pages
 
     @property
     def live(self) -> int:
@@ -126,7 +126,7 @@ class Prefiller:
 
     def statistics(self) -> PrefillStatistics:
         """Return what was written since the prefiller was entered."""
-        return self._site.traffic.read()
+        return self._context.traffic.read()
 
     def jobs(self) -> Jobs:
         """Iterate over requests, oldest first; it ends with the prefiller, or when it is drained.
@@ -166,7 +166,7 @@ class Prefiller:
         async with AsyncExitStack() as stack:
             region = await self.engine.register_async(self._memory)
             stack.push_async_callback(to_the_end, region.aclose)
-            self._site = Site(
+            self._context = PrefillContext(
                 engine=self.engine,
                 layout=self.layout,
                 region=region,
@@ -206,18 +206,18 @@ class Prefiller:
             order = self._orders.order(peer, fill)
             job = self._join(order)
         except aiote.AioteError as error:
-            self._turn_away(fill, str(error))
+            self._refuse(fill, str(error))
             raise FillRefused(str(error)) from None
         self._bell.ring()
         return job, order
 
-    def _turn_away(self, fill: FillRequest, reason: str) -> None:
+    def _refuse(self, fill: FillRequest, reason: str) -> None:
         """Refuse with a decode rank's part those of the others, which would wait for it in vain."""
         rank, name = fill.ranks.decode, (fill.request, fill.round)
         job = self._gathering.get(name)
         if fill.ranks.of_decode > 1 and (job is None or rank in self._missing(job)):
             why = f"the part of decode rank {rank} was refused: {reason}"
-            self._turned.note(name, why, {rank})
+            self._refused.note(name, why, {rank})
             if job is not None:
                 job.stop(why)
 
@@ -241,13 +241,13 @@ class Prefiller:
 
     def _begin(self, order: Order) -> Job:
         """Return a new job. Raises what its first part is refused with."""
-        if turned := self._turned.take((order.fill.request, order.fill.round), order.fill.ranks.decode):
-            raise aiote.UsageError(turned)
+        if why := self._refused.take((order.fill.request, order.fill.round), order.fill.ranks.decode):
+            raise aiote.UsageError(why)
         if self._draining:
             raise aiote.ClosedError(self._draining)
         if self.waiting >= self._queue_limit:
             raise aiote.QueueFull(f"{self._queue_limit} requests wait already")
-        return Job(self._site, order, next(self._numbers))
+        return Job(self._context, order, next(self._numbers))
 
     def _enqueue(self, job: Job) -> None:
         """Have a job given out that waits for nobody any more."""
@@ -319,7 +319,7 @@ class Prefiller:
         name = name_of(job)
         if self._gathering.get(name) is job:
             del self._gathering[name]
-            self._turned.note(name, job.reason, {order.fill.ranks.decode for order in job.orders})
+            self._refused.note(name, job.reason, {order.fill.ranks.decode for order in job.orders})
         if job in self._queue:
             self._queue.remove(job)
         self._bell.ring()

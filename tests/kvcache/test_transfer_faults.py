@@ -95,7 +95,7 @@ def test_a_prefiller_that_does_not_answer_loses_its_leases_and_nobody_else():
                     await slot.arrived()
                 assert LIMITS["stall_limit"] < fabric.now - started
                 assert fabric.now - started < LIMITS["stall_limit"] * 1.25 + LIMITS["confirm_limit"] + DRAIN + SLACK
-                assert (decode.decoder.revoked, decode.decoder.loans) == (1, 1)
+                assert (decode.decoder.revoked, decode.decoder.grants) == (1, 1)
                 await nothing_lands(decode)
                 silent.released.set()
             await until_idle(deployment)

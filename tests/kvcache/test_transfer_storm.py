@@ -145,8 +145,8 @@ class Storm:
     async def nothing_is_left(self) -> None:
         decoder = self.decode.decoder
         assert (decoder.requests, decoder.waiting, decoder.free_pages) == (0, 0, PAGES)
-        assert not len(decoder._desk.immediates)
-        assert all(not loan.borrowers for loan in decoder._desk.lender._loans.values())
+        assert not len(decoder._context.immediates)
+        assert all(not grant.borrowers for grant in decoder._context.lender._grants.values())
         self.decode.memory[:] = 7
         await asyncio.sleep(20)
         assert (self.decode.memory == 7).all()
