@@ -99,7 +99,7 @@ class Controller:
 
     `engine` is its own; `sources` and `targets` are their engines' addresses, `recipe` and `gather` as of
     `plan_update`. `epoch` is greater for each controller of the same ranks; by default the clock says it, in
-    nanoseconds. What a rank takes longer than `limit` seconds for makes it fail: a description, a plan, a loan, a
+    nanoseconds. What a rank takes longer than `limit` seconds for makes it fail: a description, a plan, a lease, a
     commit.
     """
 

@@ -1,7 +1,7 @@
 """What controller, sources and targets say to each other, as services of `aiote.service`.
 
-An update runs as one stream of calls for each target, from the loan of its memory to the commit. Its end by any way but
-the commit, a controller's death among them, takes the memory back: nothing is written late, and no target waits for
+An update runs as one stream of calls for each target, from the lease of its memory to the commit. Its end by any way
+but the commit, a controller's death among them, takes the memory back: nothing is written late, and no target waits for
 somebody who is gone.
 
     controller              target                    source
