@@ -24,7 +24,7 @@ import anyio
 import aiote
 
 from .. import service
-from ..service.background import Bell, Crew, beside
+from ..service.background import Bell, TaskScope, beside
 from ..service.endpoint import Endpoint
 from .membership import Member, RegistryError, Roster, Watch, check_lease
 from .registrations import HeldRegistration, claim, give_up
@@ -76,7 +76,7 @@ class EmbeddedRegistry:
         self._progress = Bell()
         self._redirected = Bell()
         self._numbers = itertools.count(1)
-        self._running: AbstractAsyncContextManager[Crew] | None = None
+        self._running: AbstractAsyncContextManager[TaskScope] | None = None
 
     # What a registry offers.
 

@@ -27,7 +27,7 @@ import numpy as np
 
 import aiote
 
-from ..service.background import Crew, beside, to_the_end
+from ..service.background import TaskScope, beside, to_the_end
 from ..service.endpoint import Endpoint
 from .attempt import DecoderContext, Immediates
 from .fill import LAST_IMMEDIATE, REQUEST_BYTES, Numbers
@@ -90,7 +90,7 @@ class Decoder:
         self._slots: dict[Slot, None] = {}
         self._open = False
         self._entered = False
-        self._running: AbstractAsyncContextManager[Crew] | None = None
+        self._running: AbstractAsyncContextManager[TaskScope] | None = None
 
     def _checked_immediates(self, base: int) -> tuple[int, int]:
         if self._slots_limit > MOST_SLOTS:
@@ -173,7 +173,7 @@ class Decoder:
         slot = Slot(self._context, self._pool, holding, self._tails, identity, prompt)
         self._slots[slot] = None
         # Nothing is asked for before the block's first await, so that a program may prepare its pages there.
-        self._crew.start(self._live, slot, groups, holding)
+        self._scope.start(self._live, slot, groups, holding)
         try:
             yield slot
         finally:
@@ -236,8 +236,8 @@ class Decoder:
             await self._let_go()
             raise
         self._running = beside()
-        self._crew = await self._running.__aenter__()
-        self._crew.start(self._context.watch)
+        self._scope = await self._running.__aenter__()
+        self._scope.start(self._context.watch)
         self._open = True
         return self
 
@@ -251,7 +251,7 @@ class Decoder:
             tail_bytes=self._tail_bytes,
             stall_limit=self._limits[0],
             confirm_limit=self._limits[1],
-            lender=Lender(self.engine, self._region, self._tail_region, lambda: self._crew),
+            lender=Lender(self.engine, self._region, self._tail_region, lambda: self._scope),
             immediates=Immediates(self.engine, self._imm_base, self.layout.layers + 1, self._blocks),
         )
 

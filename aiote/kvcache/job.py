@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 import aiote
 
-from ..service.background import Bell, Crew, to_the_end
+from ..service.background import Bell, TaskScope, to_the_end
 from .fill import Numbers
 from .lanes import Lane
 from .layout import CacheLayout, check_layer, integer
@@ -71,7 +71,7 @@ class PrefillContext:
     layout: CacheLayout
     region: aiote.Region
     pool_pages: int
-    crew: Callable[[], Crew]
+    scope: Callable[[], TaskScope]
     over: Callable[[Job], object]
     moved: Callable[[Job], object]
     failed: Callable[[Job], object]
@@ -269,7 +269,7 @@ class Job:
         """Have it end, in a task of its own, with what has failed or was stopped. In a task."""
         if not (self._ending or self.over):
             self._ending = True
-            self.context.crew().start(self._end)
+            self.context.scope().start(self._end)
 
     async def _end(self) -> None:
         """Stop for what has failed, and wait for all that is under way; shielded, for it is to be over in the end."""

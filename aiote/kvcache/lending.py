@@ -5,8 +5,8 @@ registration. It ends when the connection to that engine is lost. Once nobody ca
 told; from then on pages that the engine was asked to write to may be anybody's.
 
 It ends also where the engine did not confirm that it has stopped, but revoking it fails all requests that rely on it,
-and an engine may merely be busy. So it is *retired*: the next request to that engine gets another grant, and this one is
-revoked when nobody but those who wait for that relies on it any more.
+and an engine may merely be busy. So it is *retired*: the next request to that engine gets another grant, and this one
+is revoked when nobody but those who wait for that relies on it any more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import anyio
 import aiote
 
 from .. import service
-from ..service.background import Crew
+from ..service.background import TaskScope
 from .fill import Prefill
 
 __all__ = ["Key", "Lender", "WriteGrant", "key_of"]
@@ -61,15 +61,15 @@ def key_of(peer: aiote.Peer) -> Key:
 
 
 class Lender:
-    """The grants of one decoder. `crew` returns what runs beside it."""
+    """The grants of one decoder. `scope` returns what runs beside it."""
 
     def __init__(
-        self, engine: aiote.Engine, pool: aiote.Region, tails: aiote.Region | None, crew: Callable[[], Crew]
+        self, engine: aiote.Engine, pool: aiote.Region, tails: aiote.Region | None, scope: Callable[[], TaskScope]
     ) -> None:
         self._engine = engine
         self._pool = pool
         self._tails = tails
-        self._crew = crew
+        self._scope = scope
         self._grants: dict[Key, WriteGrant] = {}
         self.revoked = 0
 
@@ -93,10 +93,10 @@ class Lender:
         try:
             tails = self._tails.lease(slice(0, len(self._tails)), peer) if self._tails is not None else None
         except BaseException:
-            self._crew().start(pool.revoke)
+            self._scope().start(pool.revoke)
             raise
         grant = self._grants[key_of(peer)] = WriteGrant(peer, prefill, pool, tails)
-        self._crew().start(self._follow, grant)
+        self._scope().start(self._follow, grant)
         return grant
 
     def retire(self, grant: WriteGrant, borrower: Borrower, reason: str) -> None:
@@ -129,7 +129,7 @@ class Lender:
         self.revoked += 1
         self._withdraw(grant)
         grant.scope.cancel()
-        self._crew().start(self._revoke, grant)
+        self._scope().start(self._revoke, grant)
         for borrower in tuple(grant.borrowers):
             borrower.loan_lost(reason)
 

@@ -6,8 +6,8 @@ its leases do not have), where too many wait, and while draining.
 With a decode group of several ranks a job begins when all ranks that this one writes to have sent theirs. The ranks do
 not know of each other: each goes on to the next round, with other prefillers, when it hears of a failure. So that they
 do it together, whatever ends a job before it began, or refuses a part of it, ends the parts of all ranks, also those
-that are still to come (`RefusedRequests`). One that was already delivered everything does not come in a later round, which
-nobody could have told the others. So where a part is missing after `gather_limit`
+that are still to come (`RefusedRequests`). One that was already delivered everything does not come in a later
+round, which nobody could have told the others. So where a part is missing after `gather_limit`
 
 | in round  | it happens because                    | and                                       |
 |-----------|---------------------------------------|-------------------------------------------|
@@ -37,8 +37,8 @@ from .fill import FillRefused, FillRequest, Prefill
 from .job import Job, PrefillContext
 from .layout import CacheLayout, integer
 from .orders import Order, OrderBuilder
-from .traffic import PrefillStatistics, PrefillTraffic
 from .refused_requests import RefusedRequests
+from .traffic import PrefillStatistics, PrefillTraffic
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -171,14 +171,14 @@ class Prefiller:
                 layout=self.layout,
                 region=region,
                 pool_pages=pages_in(region, self.layout, self._ranks),
-                crew=lambda: self._crew,
+                scope=lambda: self._scope,
                 over=self._over,
                 moved=self._moved_on,
                 failed=self._fell,
                 traffic=PrefillTraffic(current_loop().time),
                 time=current_loop().time,
             )
-            self._crew = await stack.enter_async_context(beside(self._end_failed, self._tell_queued))
+            self._scope = await stack.enter_async_context(beside(self._end_failed, self._tell_queued))
             self._server = await stack.enter_async_context(service.serve(self.engine, Prefill(self._take)))
             self._stack = stack.pop_all()
         return self
@@ -236,7 +236,7 @@ class Prefiller:
         if not missing:
             self._enqueue(job)
         elif len(job.orders) == 1:
-            self._crew.start(self._expire, job)
+            self._scope.start(self._expire, job)
         return job
 
     def _begin(self, order: Order) -> Job:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 import aiote
 from aiote import service as calls
-from aiote.service.background import Crew, beside
+from aiote.service.background import TaskScope, beside
 from aiote.service.endpoint import Endpoint
 from aiote.service.frames import (
     MAGIC,
@@ -109,8 +109,8 @@ METHODS = ("Fuzzed/1.add", "Fuzzed/1.fill", "Fuzzed/1.wait", "Fuzzed/1.items", "
 class Liar:
     """The peer: it knows what was said to it, and says what a program tells."""
 
-    def __init__(self, engine: aiote.Engine, tested: aiote.Engine, client: Fuzzed, crew: Crew) -> None:
-        self.engine, self.tested, self.client, self.crew = engine, tested, client, crew
+    def __init__(self, engine: aiote.Engine, tested: aiote.Engine, client: Fuzzed, scope: TaskScope) -> None:
+        self.engine, self.tested, self.client, self.scope = engine, tested, client, scope
         self.forget()
 
     def forget(self) -> None:
@@ -213,7 +213,7 @@ class Liar:
             except (aiote.AioteError, TimeoutError):
                 pass
 
-        self.crew.start(call)
+        self.scope.start(call)
 
     async def do(self, step: Say, data: bytes) -> None:
         match step:
@@ -281,14 +281,14 @@ async def play(fabric: Fabric, program: list[tuple[Say, bytes]]) -> None:
         fabric.open_engine(config=CONFIG) as honest,
         fabric.open_engine(config=CONFIG) as lying,
         calls.serve(tested, Fuzzed(), limits=LIMITS) as server,
-        beside() as crew,
+        beside() as scope,
     ):
         endpoint = Endpoint.of(tested)
         served = calls.client(honest, tested.address, Fuzzed)
         await served.add(numpy.arange(3, dtype="i4"), [])
         tasks = len(asyncio.all_tasks())
-        liar = Liar(lying, tested, calls.client(tested, lying.address, Fuzzed), crew)
-        crew.start(liar.listen)
+        liar = Liar(lying, tested, calls.client(tested, lying.address, Fuzzed), scope)
+        scope.start(liar.listen)
         for step, data in program:
             await liar.do(step, data)
         with anyio.fail_after(SOON_S):
