@@ -5,7 +5,7 @@ Everything above asks `current_loop()` and speaks of waiters, tasks and descript
 
 from anyio.abc import ByteStream
 
-from .control import ControlConnection, ControlListener, PendingConnection, dial
+from .control_stream import ControlConnection, ControlListener, PendingConnection, dial
 from .driver import Driver
 from .handover import Handover, hand_over
 from .loops import EventLoop, LoopTask, Waiter, current_loop, report

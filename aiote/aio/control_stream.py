@@ -17,7 +17,7 @@ from anyio.streams.tls import TLSStream
 
 from ..core.address import Address
 from ..core.control import ControlError, ControlProtocol, Event, MessageReceived
-from ..core.frames import Bye, SessionMessage
+from ..core.control_frames import Bye, SessionMessage
 from ..errors import PeerError, PeerRefusedError
 from .loops import EventLoop, LoopTask, report
 from .waiting import Signal

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aiote.bench.measure import RunPlan
+from aiote.bench.order_statistics import Spread, paired_ratio
+from aiote.bench.record_table import size_text
 from aiote.bench.records import GIB
 from aiote.bench.sides import BenchError, Pair, Unsupported
-from aiote.bench.statistics import Spread, paired_ratio
-from aiote.bench.table import size_text
 from aiote.bench.work import HUGE_BYTES
 
 __all__ = [

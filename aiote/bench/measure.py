@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from aiote.bench.congestion import congestion_control
 from aiote.bench.contestants import Setting, processors
+from aiote.bench.order_statistics import Spread, paired_ratio
 from aiote.bench.records import UNITS, BenchRecord, TimedRun
 from aiote.bench.sides import BenchError, Pair, Unsupported
-from aiote.bench.statistics import Spread, paired_ratio
 from aiote.bench.work import HUGE_BYTES, Work
 
 __all__ = ["Measurement", "RunPlan", "arena_for", "measure"]

@@ -6,9 +6,9 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
+from aiote.bench.record_table import size_text
 from aiote.bench.records import BenchRecord
 from aiote.bench.sides import BenchError
-from aiote.bench.table import size_text
 
 __all__ = ["draw", "require"]
 

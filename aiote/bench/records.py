@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aiote.bench.statistics import Spread
+from aiote.bench.order_statistics import Spread
 from aiote.bench.work import Work
 
 __all__ = ["FORMAT", "BenchRecord", "TimedRun", "machine", "value_of", "write_json"]

@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 
 import aiote
-from aiote.bench.loops import Arena, initiate, serve
+from aiote.bench.measured_loops import Arena, initiate, serve
 from aiote.bench.work import Work
 
 __all__ = ["SPIN_US", "main", "run_on"]

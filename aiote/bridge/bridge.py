@@ -17,7 +17,7 @@ from ..config import EngineConfig
 from ..engine import Opening
 from ..errors import ClosedError, UsageError
 from .calls import Call, until_done
-from .registrations import MemorySource, Registration
+from .registered_memory import MemorySource, Registration
 from .thread import EngineThread, closed
 
 if TYPE_CHECKING:

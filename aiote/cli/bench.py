@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 import aiote
-from aiote.bench import plot, table
+from aiote.bench import plot, record_table
 from aiote.bench.congestion import NamespaceError, congestion_control, enter_namespace
 from aiote.bench.contestants import Contestant, Setting, perftest, start, worker_command
 from aiote.bench.devices import ports_of
@@ -268,7 +268,7 @@ def _measure(contestants: Sequence[Contestant], options: Options) -> None:
     finally:
         # What was measured before a failure or an interrupt is not lost.
         if records:
-            table.show(records, console)
+            record_table.show(records, console)
         if records and options.json is not None:
             write_json(options.json, records)
     if any(setting.over_tcp for setting in options.settings) and congestion_control() == "bbr":

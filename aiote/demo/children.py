@@ -123,7 +123,7 @@ class Child:
 @asynccontextmanager
 async def spawn(role: str, settings: Settings) -> AsyncIterator[Child]:
     """Start a process of the demo, and end it when the block is left, however it is left. Raises DemoError."""
-    command = [sys.executable, "-P", "-m", "aiote.demo.worker", role, settings.to_json()]
+    command = [sys.executable, "-P", "-m", "aiote.demo.child", role, settings.to_json()]
     child = await Child.start(role, NAMES[role], command, os.environ, errors=subprocess.PIPE)
     async with child.process, anyio.create_task_group() as readers:
         readers.start_soon(child.read_errors)

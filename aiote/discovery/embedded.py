@@ -26,9 +26,9 @@ import aiote
 from .. import service
 from ..service.background import Bell, TaskScope, beside
 from ..service.endpoint import Endpoint
+from .member_registration import HeldRegistration, claim, give_up
 from .membership import Member, RegistryError, Roster, Watch, check_lease
-from .registrations import HeldRegistration, claim, give_up
-from .server import MEMBERS_EACH, Keeping, Watching
+from .registry_server import MEMBERS_EACH, Keeping, Watching
 from .wire import MemberRecord, RosterUpdate
 
 if TYPE_CHECKING:

@@ -35,8 +35,8 @@ from .etcd_gateway import (
     records,
     unpacked,
 )
+from .member_registration import HeldRegistration, claim, give_up
 from .membership import Member, RegistryError, Roster, Watch, check_lease
-from .registrations import HeldRegistration, claim, give_up
 from .wire import decode_member, encode_member
 
 if TYPE_CHECKING:

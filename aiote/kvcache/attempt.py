@@ -24,10 +24,10 @@ import aiote
 
 from .. import service
 from ..service.background import Bell
+from .cache_layout import CacheLayout
 from .fill import FillRequest, Numbers, Progress, Ranks, fingerprint
-from .layout import CacheLayout
 from .lending import Lender, WriteGrant
-from .plan import plan_transfer
+from .transfer_plan import plan_transfer
 
 __all__ = ["Attempt", "DecoderContext", "Immediates"]
 

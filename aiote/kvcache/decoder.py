@@ -30,12 +30,12 @@ import aiote
 from ..service.background import TaskScope, beside, to_the_end
 from ..service.endpoint import Endpoint
 from .attempt import DecoderContext, Immediates
+from .cache_layout import CacheLayout, integer
 from .fill import LAST_IMMEDIATE, REQUEST_BYTES, Numbers
-from .layout import CacheLayout, integer
 from .lending import Lender
-from .plan import plan_transfer
 from .pool import Holding, PagePool
 from .slot import Group, Slot
+from .transfer_plan import plan_transfer
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -32,12 +32,12 @@ from numpy.typing import NDArray
 import aiote
 
 from ..service.background import Bell, TaskScope, to_the_end
+from .cache_layout import CacheLayout, check_layer, integer
 from .fill import Numbers
 from .lanes import Lane
-from .layout import CacheLayout, check_layer, integer
 from .orders import Order
-from .plan import PageTable
 from .traffic import PrefillTraffic
+from .transfer_plan import PageTable
 
 if TYPE_CHECKING:
     from types import TracebackType

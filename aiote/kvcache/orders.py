@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import aiote
 
 from ..service.background import Bell
+from .cache_layout import CacheLayout
 from .fill import LAST_IMMEDIATE, FillRequest, fingerprint
-from .layout import CacheLayout
 from .lending import key_of
-from .plan import PageTable, Route, plan_transfer
+from .transfer_plan import PageTable, Route, plan_transfer
 
 __all__ = ["Order", "OrderBuilder"]
 

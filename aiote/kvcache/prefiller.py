@@ -32,10 +32,10 @@ import aiote
 from .. import service
 from ..aio import current_loop
 from ..service.background import Bell, beside, to_the_end
+from .cache_layout import CacheLayout, integer
 from .decoder import pages_in
 from .fill import FillRefused, FillRequest, Prefill
 from .job import Job, PrefillContext
-from .layout import CacheLayout, integer
 from .orders import Order, OrderBuilder
 from .refused_requests import RefusedRequests
 from .traffic import PrefillStatistics, PrefillTraffic

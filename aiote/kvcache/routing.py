@@ -40,8 +40,8 @@ import numpy as np
 import aiote
 
 from ..discovery import Member
+from .cache_layout import integer
 from .fill import Numbers
-from .layout import integer
 
 __all__ = ["Choice", "NoMember", "Router", "block_hashes"]
 

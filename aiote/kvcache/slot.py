@@ -13,8 +13,8 @@ import aiote
 from ..service.background import Bell
 from .attempt import Attempt, DecoderContext
 from .fill import Numbers
-from .plan import PageTable
 from .pool import Holding, PagePool
+from .transfer_plan import PageTable
 
 __all__ = ["PrefillError", "Slot"]
 

@@ -11,6 +11,19 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ..core.address import name_of
+from ..core.control_frames import (
+    MAX_COUNTS,
+    AckCounts,
+    Arrivals,
+    Channel,
+    ChannelMessage,
+    ImmCount,
+    Joined,
+    MailboxMoved,
+    MemoryKey,
+    RailDown,
+    Range,
+)
 from ..core.failover import (
     Account,
     Action,
@@ -24,19 +37,6 @@ from ..core.failover import (
     SendArrivals,
     SendRailDown,
     Shut,
-)
-from ..core.frames import (
-    MAX_COUNTS,
-    AckCounts,
-    Arrivals,
-    Channel,
-    ChannelMessage,
-    ImmCount,
-    Joined,
-    MailboxMoved,
-    MemoryKey,
-    RailDown,
-    Range,
 )
 from ..errors import AioteError, TransferError
 from ..rails import error_text

@@ -10,7 +10,7 @@ import aiote.aio as aio
 
 from ..core.address import name_of
 from ..core.control import Role
-from ..core.frames import Channel, Offer
+from ..core.control_frames import Channel, Offer
 from ..core.pairing import pair_rails
 from ..errors import PeerError, PeerRefusedError
 

@@ -21,8 +21,7 @@ import aiote.aio as aio
 
 from ..config import HEARTBEAT_MS, MESSAGE_BYTES, MESSAGE_POOL
 from ..core.control import Authenticated, ControlProtocol, Event, HelloReceived, MessageReceived, Refusal, Role
-from ..core.failover import FailoverError
-from ..core.frames import (
+from ..core.control_frames import (
     AckCounts,
     Arrivals,
     Bye,
@@ -40,6 +39,7 @@ from ..core.frames import (
     Revoke,
     Revoked,
 )
+from ..core.failover import FailoverError
 from ..core.handshake import RefusalCode
 from ..errors import (
     AioteError,

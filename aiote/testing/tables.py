@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..transfers import Pages
 from .fabric import Fabric
 from .nics import CONNECTX7_400G, EFA_200G, NicModel
-from .running import run
+from .virtual_run import run
 
 __all__ = ["PUBLISHED", "PublishedFigure", "cells", "paged_writes", "single_write"]
 

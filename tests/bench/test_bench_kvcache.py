@@ -14,8 +14,8 @@ from aiote.bench import kvtable
 from aiote.bench.kvlatency import FirstToken, PagesBack, Round
 from aiote.bench.kvservice import Line, ServiceEntry, ServiceRun, Workload, best_of, do, measure_service, whole
 from aiote.bench.measure import RunPlan
+from aiote.bench.order_statistics import Spread
 from aiote.bench.sides import BenchError
-from aiote.bench.statistics import Spread
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / "bench" / "peers"

@@ -13,9 +13,9 @@ import pytest
 
 from aiote.bench.contestants import Contestant, Setting
 from aiote.bench.measure import Measurement, RunPlan, arena_for, measure
+from aiote.bench.order_statistics import Spread
 from aiote.bench.remote import Listener, WorkerConnection, parse_place, parse_request
 from aiote.bench.sides import BenchError, LocalSide, Pair, Unsupported
-from aiote.bench.statistics import Spread
 from aiote.bench.work import Work
 
 FAKE = textwrap.dedent(

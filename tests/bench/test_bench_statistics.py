@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote.bench.statistics import LatencySummary, Spread, paired_ratio, percentile
+from aiote.bench.order_statistics import LatencySummary, Spread, paired_ratio, percentile
 
 VALUES = st.lists(st.floats(0.001, 1e9), min_size=1, max_size=200)
 

@@ -16,7 +16,7 @@ from aiote import cli
 from aiote.cli import kvcache
 from aiote.cli.report import Bars, difference
 from aiote.demo import tokens
-from aiote.demo.local import LocalResult
+from aiote.demo.one_process import LocalResult
 from aiote.demo.run import Report, RequestTrace, RunFailed, RunResult
 from aiote.errors import PeerError, UsageError
 
@@ -178,7 +178,7 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
 
 
 def test_children_need_no_extra():
-    code = "import sys, aiote.demo.worker, aiote.demo.prefill, aiote.demo.decode; print(*sys.modules)"
+    code = "import sys, aiote.demo.child, aiote.demo.prefill, aiote.demo.decode; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert not {"typer", "rich"} & set(done.stdout.split())
 

@@ -116,8 +116,8 @@ def children(pid: int) -> dict[str, int]:
             words = (entry / "cmdline").read_bytes().split(b"\0")
         except (OSError, ValueError):
             continue
-        if parent == pid and b"aiote.demo.worker" in words:
-            found[words[words.index(b"aiote.demo.worker") + 1].decode()] = int(entry.name)
+        if parent == pid and b"aiote.demo.child" in words:
+            found[words[words.index(b"aiote.demo.child") + 1].decode()] = int(entry.name)
     return found
 
 

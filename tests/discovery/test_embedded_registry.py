@@ -14,11 +14,11 @@ import pytest
 import aiote
 from aiote import service
 from aiote.discovery import embedded
-from aiote.discovery import server as server_module
+from aiote.discovery import registry_server as server_module
 from aiote.discovery.embedded import EmbeddedRegistry
 from aiote.discovery.lease_table import LOCAL_LEASE_S, LeaseTable
 from aiote.discovery.membership import RegistryError, Roster
-from aiote.discovery.server import RegistryServer, Watching
+from aiote.discovery.registry_server import RegistryServer, Watching
 from aiote.testing import Fabric, run
 from registries import member, until_told
 

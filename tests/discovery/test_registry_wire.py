@@ -15,7 +15,7 @@ import aiote
 from aiote import service
 from aiote.discovery.embedded import EmbeddedRegistry
 from aiote.discovery.membership import Member
-from aiote.discovery.server import MEMBERS_EACH, Keeping, RegistryServer, Watching
+from aiote.discovery.registry_server import MEMBERS_EACH, Keeping, RegistryServer, Watching
 from aiote.discovery.wire import MemberRecord, RosterUpdate, decode_member, encode_member
 from engines import opened, pair
 from registries import client, member, until_told

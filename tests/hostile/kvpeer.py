@@ -13,7 +13,7 @@ from victim import LIMITS, PATIENCE_S, Broken
 import aiote
 from aiote.discovery.embedded import EmbeddedRegistry
 from aiote.discovery.membership import RegistryError
-from aiote.discovery.server import RegistryServer
+from aiote.discovery.registry_server import RegistryServer
 from aiote.service import frames
 from engines import opened
 from fuzz_discovery import KEEP, WATCH, arguments, calls

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from aiote.core.pages import PageList, pair_pages
+from aiote.core.paging import PageList, pair_pages
 from aiote.errors import UsageError
 from aiote.kvcache import CacheLayout, PageTable, TransferPlan, plan_transfer
 
@@ -94,7 +94,7 @@ def cache_of(layout: CacheLayout, rank: int, ranks: int, table: PageTable) -> Nu
 def carry_out(world: World) -> tuple[list[Numbers], list[Numbers], list[int], list[int]]:
     """Return each decode rank's memory, how often each of its bytes was written, its writes, each prefill rank's bytes.
 
-    What `write_pages` does with the families is taken from its reference, `aiote.core.pages`.
+    What `write_pages` does with the families is taken from its reference, `aiote.core.paging`.
     """
     plan, layout = world.plan, world.plan.layout
     stores = [cache_of(layout, rank, plan.prefill, table) for rank, table in enumerate(world.sources)]

@@ -168,7 +168,7 @@ def test_what_is_forbidden_is_found(tmp_path, file, text):
     [
         ("aiote/core/a.py", "from ..errors import UsageError\nfrom . import b\nimport dataclasses"),
         ("aiote/aio/__init__.py", "import asyncio\nfrom ..rails import Rail"),
-        ("aiote/rails/a.py", "from aiote_native.libfabric import device\nfrom aiote.core.pages import cut"),
+        ("aiote/rails/a.py", "from aiote_native.libfabric import device\nfrom aiote.core.paging import cut"),
         ("aiote/rails/a.py", "import os\nos.environ['FI_X'] = '0'\nraise OSError('set AIOTE_LIBFABRIC')"),
         ("aiote/config.py", "import os\nx = os.environ.get('AIOTE_LIBFABRIC')"),
         ("aiote/__init__.py", "from .engine import Engine"),

@@ -16,7 +16,7 @@ from aiote.discovery.etcd import EtcdRegistry
 from aiote.discovery.etcd_gateway import EtcdError, LineSplitter, checked, packed
 from aiote.discovery.lease_table import LeaseTable
 from aiote.discovery.membership import Member, Roster
-from aiote.discovery.server import Keeping, Watching
+from aiote.discovery.registry_server import Keeping, Watching
 from aiote.discovery.wire import MemberRecord, RosterUpdate, decode_member, encode_member
 from aiote.service.codec import decode
 from aiote.service.definition import methods_of
