@@ -21,7 +21,6 @@ import anyio
 import aiote
 
 from .. import service
-from .memory import plain_errors
 from .plan import UpdatePlan
 from .protocol import (
     PlanMismatchError,
@@ -36,6 +35,7 @@ from .protocol import (
     Where,
     WriteTarget,
 )
+from .rank_memory import plain_errors
 from .recipe import Recipe
 from .source import in_thread, planned
 

@@ -27,7 +27,7 @@ import aiote
 
 from .. import service
 from .layout import Layout
-from .memory import Bytes, RankMemory
+from .rank_memory import Bytes, RankMemory
 
 __all__ = [
     "PlanMismatchError",

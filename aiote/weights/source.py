@@ -23,7 +23,6 @@ from ..service.background import to_the_end
 from .convert import cast, quantize, temporary_bytes
 from .dtypes import ITEMSIZE
 from .layout import Layout
-from .memory import Bytes, RankMemory, StagingMemory, plain_errors
 from .plan import UpdatePlan, plan_update
 from .protocol import (
     PlanMismatchError,
@@ -39,6 +38,7 @@ from .protocol import (
     packed_layout,
     places_of,
 )
+from .rank_memory import Bytes, RankMemory, StagingMemory, plain_errors
 from .recipe import Recipe
 from .tasks import Read, Task, Write
 from .writes import Rows, copy_rows, packed, rows_of, write_rows

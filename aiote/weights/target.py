@@ -25,7 +25,6 @@ import aiote
 from .. import service
 from ..service.background import to_the_end
 from .layout import Layout
-from .memory import RankMemory
 from .protocol import (
     StaleUpdateError,
     State,
@@ -37,6 +36,7 @@ from .protocol import (
     packed_layout,
     places_of,
 )
+from .rank_memory import RankMemory
 
 __all__ = ["Target", "serve_target"]
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 import aiote
 
 from .copies import Copy
-from .memory import Bytes
+from .rank_memory import Bytes
 
 __all__ = ["Rows", "copy_rows", "packed", "rows_of", "write_rows"]
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiote.weights.copies import Copy
-from aiote.weights.memory import StagingMemory
+from aiote.weights.rank_memory import StagingMemory
 from aiote.weights.writes import Rows, copy_rows, packed, rows_of
 from engines import opened
 
