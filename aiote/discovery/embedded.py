@@ -27,7 +27,16 @@ from .. import service
 from ..service.background import Bell, TaskScope, beside
 from ..service.endpoint import Endpoint
 from .member_registration import HeldRegistration, claim, give_up
-from .membership import Member, RegistryError, Roster, Watch, check_lease
+from .membership import (
+    DEFAULT_LEASE_S,
+    RETRY_LEAST_S,
+    RETRY_MOST_S,
+    Member,
+    RegistryError,
+    Roster,
+    Watch,
+    check_lease,
+)
 from .registry_server import MEMBERS_EACH, Keeping, Watching
 from .wire import MemberRecord, RosterUpdate
 
@@ -36,8 +45,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EmbeddedRegistry"]
 
-RETRY_LEAST_S = 0.1
-RETRY_MOST_S = 5.0
 LEAVE_S = 0.5
 """How long leaving waits at most for a server that does not answer: nobody who is cancelled waits for its lease."""
 RENEWALS = 3
@@ -57,7 +64,7 @@ class EmbeddedRegistry:
         engine: aiote.Engine,
         addresses: aiote.Address | Iterable[aiote.Address],
         *,
-        lease_s: float = 10.0,
+        lease_s: float = DEFAULT_LEASE_S,
     ) -> None:
         self.failure = ""
         self._engine = engine
