@@ -117,7 +117,7 @@ async def test_a_message_of_many_calls_lets_others_run_after_each_turn(monkeypat
     async with pair("sim") as (liar, there), service.serve(there, Plain()), anyio.create_task_group() as group:
         peer = await liar.connect(there.address)
         group.start_soon(count)
-        await say(liar, peer, HELLO, *[Call(n, 1, "Plain/1.x", 0.0, b"\x90", []) for n in range(500)])
+        await say(liar, peer, HELLO, *[CallFrame(n, 1, "Plain/1.x", 0.0, b"\x90", []) for n in range(500)])
         assert len(await answers(liar, 500)) == 500
         group.cancel_scope.cancel()
     # Twice, for trio may have the counter first in one turn and last in the next.
@@ -128,7 +128,7 @@ async def test_a_message_of_many_calls_lets_others_run_after_each_turn(monkeypat
 async def test_what_is_left_of_a_message_is_read_before_its_lost_peer_is_forgotten():
     async with pair("sim") as (liar, there), service.serve(there, Plain()) as server:
         peer = await liar.connect(there.address)
-        calls = [Call(n, 1, "Plain/1.wait", 0.0, b"\x90", []) for n in range(400)]
+        calls = [CallFrame(n, 1, "Plain/1.wait", 0.0, b"\x90", []) for n in range(400)]
         await say(liar, peer, HELLO, *calls)
         await until(lambda: server.running)
         link = next(iter(server.endpoint._links.values()))
