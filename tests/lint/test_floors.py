@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("aiote", "aiote_native")
 
 # What plans an update of weights computes, as the core does, and must run anywhere.
-PLANNER = ("balance", "cells", "copies", "deal", "dtypes", "entries", "layout", "placement", "plan", "recipe", "tasks")
+PLANNER = ("balance", "boxes", "cells", "copies", "deal", "dtypes", "entries", "layout", "placement", "plan", "recipe")
+PLANNER += ("record", "tasks", "traced")
 PURE = ("aiote.core.", *(f"aiote.weights.{name}" for name in PLANNER))
 
 # From the lowest; the longest prefix decides. The public names of `aiote` itself are a floor, on which services stand.
