@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-import published_models
+from aiote.cli import published_models
 from aiote.weights import UpdatePlan, plan_update
 
 
