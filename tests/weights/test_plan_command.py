@@ -25,6 +25,7 @@ from aiote.weights import (
     packed,
     plan_update,
     quantized,
+    source,
     stack,
 )
 
