@@ -15,6 +15,7 @@ import os
 import secrets
 import socket
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any
 
 import model
@@ -129,6 +130,8 @@ if __name__ == "__main__":
     parser.add_argument("--provider", default="auto", help="auto (the default), local, socket, tcp or shm")
     parser.add_argument("--address", help="of a Ray cluster; without one RAY_ADDRESS, or a cluster of this host alone")
     given = parser.parse_args()
+    # Ray's workers import from the driver's folder, and a checkout's root has aiote's source, which is not compiled.
+    os.chdir(Path(__file__).parent)
     ray.init(address=given.address, logging_level="warning", include_dashboard=False if not given.address else None)
     try:
         asyncio.run(main(given))

@@ -164,7 +164,7 @@ def checked(trained: Sequence[dict[str, Any]], served: Sequence[dict[str, Any]],
 async def main(args: argparse.Namespace, console: Console) -> None:
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=Console(stderr=True), transient=True, disable=not console.is_terminal,
+        console=console, transient=True, disable=not console.is_terminal,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder, progress:
         bar = progress.add_task("starting 4 trainers and 2 inference ranks", total=args.updates)
