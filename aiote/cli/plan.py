@@ -140,7 +140,8 @@ def summary_of(name: str, plan: UpdatePlan, ranks_per_nic: int = 1, gbits: float
             load[rank] = load.get(rank, 0) + size
     gathers, read = _gathers(plan)
     nic, size = _hottest(plan, read, ranks_per_nic)
-    first = int(nic.split()[1]) * ranks_per_nic
+    side = plan.sources if nic.startswith("source") else plan.targets
+    sharing = [rank for rank in side.ranks if rank // ranks_per_nic == int(nic.split()[1])]
     return Summary(
         name,
         plan.gather,
@@ -151,7 +152,7 @@ def summary_of(name: str, plan: UpdatePlan, ranks_per_nic: int = 1, gbits: float
         bound=max(load.values(), default=0),
         hottest_nic=nic,
         hottest_bytes=size,
-        hottest_ranks=_ranges(range(first, first + ranks_per_nic)),
+        hottest_ranks=_ranges(sharing),
         seconds=size * 8 / gbits / 1e9,
         gathers=gathers,
     )

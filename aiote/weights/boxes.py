@@ -37,6 +37,12 @@ class Array:
                 found[dim], offset = divmod(offset, self.strides[dim])
         return tuple(found)
 
+    def has(self, offset: int) -> bool:
+        """Tell whether an element of the array is at an offset."""
+        index = self.index(offset)
+        there = sum(map(int.__mul__, index, self.strides))
+        return there == offset and all(at < extent for at, extent in zip(index, self.shape, strict=True))
+
     def dimension(self, stride: int) -> int | None:
         """Return the dimension with the largest stride up to this one."""
         fitting = (dim for dim in self._order if self.shape[dim] > 1 and self.strides[dim] <= stride)

@@ -153,6 +153,9 @@ class _Copies:
             memory = _memory(parameter)
             if memory not in self._memory.values():  # else it is another name of the same: tied weights
                 self._memory[name] = memory
+        self._in_storage: dict[int, list[str]] = {}
+        for name, memory in self._memory.items():
+            self._in_storage.setdefault(memory.storage, []).append(name)
         self._parts: dict[str, dict[tuple[Shape, Shape], Part]] = {name: {} for name in self._memory}
         self._dtypes: dict[str, str] = {}
 
@@ -174,13 +177,14 @@ class _Copies:
 
     def _find(self, view: _Memory, traced: Traced) -> tuple[str, _Memory, int]:
         """Return the parameter that a view is of, and where in it the view begins, in elements."""
-        for name, memory in self._memory.items():
-            size = ITEMSIZE[memory.dtype]
-            reach = 1 + sum((extent - 1) * stride for extent, stride in zip(memory.shape, memory.strides, strict=True))
-            if view.storage == memory.storage and 0 <= view.first - memory.first < reach * size:
-                if view.dtype != memory.dtype:
+        for name in self._in_storage.get(view.storage, ()):
+            memory = self._memory[name]
+            offset, rest = divmod(view.first - memory.first, ITEMSIZE[memory.dtype])
+            # Parameters may lie in each other's gaps.
+            if offset >= 0 and Array(memory.shape, memory.strides).has(offset):
+                if view.dtype != memory.dtype or rest:
                     raise RecordError(f"{name}: the loader writes {traced.name} to it as {view.dtype}")
-                return name, memory, (view.first - memory.first) // size
+                return name, memory, offset
         raise RecordError(f"{traced.name}: the loader copies it to a tensor that is none of the parameters")
 
     def _check_types(self, name: str, parameter: _Memory, traced: Traced) -> None:
@@ -193,22 +197,30 @@ class _Copies:
 
     def _add(self, name: str, part: Part) -> None:
         """Take note of a part; one that fills the same box as an earlier one takes its place."""
-        parts, stop = self._parts[name], tuple(map(int.__add__, part.target_start, part.extent))
-        box = (part.target_start, stop)
-        if box not in parts:
-            for low, high in parts:
-                if all(a < d and c < b for a, b, c, d in zip(*box, low, high, strict=True)):
-                    raise RecordError(f"{name}: the loader writes {box} after {(low, high)}, which overlap")
-        parts[box] = part
+        stop = tuple(map(int.__add__, part.target_start, part.extent))
+        self._parts[name][part.target_start, stop] = part
 
     def recording(self) -> Recording:
-        """Return what was noted."""
+        """Return what was noted. Raises RecordError for boxes that overlap: a plan has no order of writes."""
+        for name, parts in self._parts.items():
+            _check_apart(name, sorted(parts))
         parameters = {
             name: Parameter(m.dtype, m.shape, m.strides, self._dtypes.get(name, ""), tuple(self._parts[name].values()))
             for name, m in self._memory.items()
         }
         used = {part.source for parts in self._parts.values() for part in parts.values()}
         return Recording(parameters, {name: self._sources[name][0] for name in self._sources if name in used})
+
+
+def _check_apart(name: str, boxes: list[tuple[Shape, Shape]]) -> None:
+    """Raise RecordError unless boxes, in the order of their starts, have nothing in common."""
+    near: list[tuple[Shape, Shape]] = []
+    for start, stop in boxes:
+        near = [(low, high) for low, high in near if high[:1] > start[:1]]
+        for low, high in near:
+            if all(a < d and c < b for a, b, c, d in zip(start, stop, low, high, strict=True)):
+                raise RecordError(f"{name}: the loader writes {low} to {high} and {start} to {stop}, which overlap")
+        near.append((start, stop))
 
 
 def _joined(name: str, of_rank: Mapping[int, Parameter]) -> tuple[Tensor, list[Part]]:

@@ -198,6 +198,20 @@ def test_a_loader_may_ask_what_a_tensor_has():
     record(load, {}, {"x": ((4, 4), "F32")})
 
 
+def test_parameters_that_lie_in_each_other_s_gaps_are_told_apart():
+    memory = np.zeros((4, 8))
+    parameters = {"q": memory[:, :4], "k": memory[:, 4:]}
+
+    def load(pairs: Any) -> None:
+        for name, loaded in pairs:
+            np.copyto(parameters[name][1:], loaded[1:])
+
+    made = record(load, parameters, dict.fromkeys(parameters, ((4, 4), "F64")))
+    for name, parameter in made.parameters.items():
+        (part,) = parameter.parts
+        assert part == (name, (1, 0), (1, 0), (3, 4), (0, 1))
+
+
 def test_a_description_of_something_else_is_refused():
     for wrong in ({}, {"parameters": 1, "sources": {}}, {"parameters": {"w": ["F32", [1]]}, "sources": {}}):
         with pytest.raises(UsageError, match="no description of a recording"):
