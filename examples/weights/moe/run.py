@@ -10,6 +10,7 @@ of the trainers' whole tensors, and their logits with the trainers'.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import os
 import subprocess
@@ -217,6 +218,9 @@ def line(console: Console, version: int, loss: float, report: weights.UpdateRepo
 
 def ended(args: argparse.Namespace) -> int:
     """Run, say what went wrong, and return the exit status."""
+    if importlib.util.find_spec("torch") is None:
+        print("run.py: this needs torch: make demo-weights installs it, or pip install torch", file=sys.stderr)
+        return 2
     problems: list[BaseException] = []
     try:
         anyio.run(main, args, Console())
