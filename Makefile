@@ -10,12 +10,16 @@ WITH := PATH="$(abspath $(BIN)):$$PATH"
 READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo check test test-all soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel mutants idle bench bench-peers bench-kvcache bench-service bench-rails test-guest lint format wheel venv develop system test-system clean distclean help
+.PHONY: demo demo-weights check test test-all soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel mutants idle bench bench-peers bench-kvcache bench-service bench-rails test-guest lint format wheel venv develop system test-system clean distclean help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
 	@$(READY) run --install
 	$(BIN)/aiote demo kvcache $(ARGS)
+
+demo-weights: system  ## see trainers' weights go into inference ranks, step by step; installs torch (0.2 GB)
+	@$(READY) torch --install
+	$(BIN)/python examples/weights/moe/run.py $(ARGS)
 
 check: system  ## lint, types and the tests that need no libfabric, in a minute: for between two commits
 	@$(READY) dev --install

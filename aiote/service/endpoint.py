@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any, ClassVar, Protocol
 
 import anyio
@@ -13,10 +15,25 @@ from numpy.typing import NDArray
 
 import aiote
 
-from ..aio import EventLoop, Task, current_loop
-from ..transfers import Access, Held, Registrations
+from ..aio import EventLoop, LoopTask, current_loop
+from ..transfers import Access, Registrations, SharedRegistration
 from .background import report
-from .frames import MAGIC, Ask, Call, Cancel, Credit, End, Frame, Free, Grant, Hello, Items, Return, Status, unpack
+from .frames import (
+    MAGIC,
+    Ask,
+    CallFrame,
+    Cancel,
+    Credit,
+    End,
+    Frame,
+    Free,
+    Grant,
+    HelloFrame,
+    Items,
+    Return,
+    Status,
+    unpack,
+)
 from .link import FRAME_BYTES, LEAST_MESSAGE, Link
 from .memory import IDLE_S, Budget
 
@@ -26,8 +43,8 @@ SHARED = frozenset({"Health/1.check"})
 """Methods of every server, which the first one answers for all."""
 MAX_KEPT = 32
 """Registrations for the next call, each of which costs the NIC something."""
-TURN = 32
-"""After so many messages the tasks that they woke have their turn."""
+TURN = 128
+"""After so many frames, of which one message may hold a thousand, the tasks that they woke have their turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +78,17 @@ class Limits:
                 raise aiote.UsageError(f"{field.name}={value!r}: expected an integer from {least} to {most}")
 
 
+def frames_of(data: bytes) -> Iterator[Frame]:
+    """Yield a message's frames. Raises ValueError at the first for bytes that are none."""
+    yield from unpack(data)
+
+
 class Server(Protocol):
     """What answers the calls of some methods."""
 
     @property
     def methods(self) -> Collection[str]: ...
-    def call(self, link: Link, frame: Call) -> None: ...
+    def call(self, link: Link, frame: CallFrame) -> None: ...
 
 
 class Endpoint:
@@ -83,7 +105,7 @@ class Endpoint:
         self.messages = self.message_bytes = self.array_bytes = self.unknown = 0
         self._links: dict[aiote.Peer, Link] = {}
         self._served: dict[str, Server] = {}
-        self._sweeper: Task | None = None
+        self._sweeper: LoopTask | None = None
         self._forget = engine.listen_events(self._on_event)
         self.spawn(self._read, name="aiote service: messages")
 
@@ -104,7 +126,7 @@ class Endpoint:
             raise aiote.UsageError("the limits of calls on this engine were set before, to others")
         return found
 
-    def spawn(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any, name: str) -> Task:
+    def spawn(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any, name: str) -> LoopTask:
         """Run a coroutine function beside everything else."""
         return self.loop.spawn(function, *args, name=name)
 
@@ -145,34 +167,48 @@ class Endpoint:
     # Messages.
 
     async def _read(self) -> None:
-        count = 0
+        left = TURN
         try:
             async for message in self.engine.messages():
-                # A lost peer without a link has said nothing before that it would have to be told of.
-                if message.data[:1] == MAGIC and (message.source in self._links or not message.source.lost):
-                    self._take(self.link_to(message.source), message.data)
-                else:
+                left -= 1  # for one without frames, too
+                link = self._link_of(message)
+                if link is None:
                     self.unknown += 1
-                count += 1
-                if count % TURN == 0:
+                else:
+                    link.incoming = frames_of(message.data)
+                    left -= self._take(link, left)
+                while left <= 0:
                     await anyio.lowlevel.checkpoint()
+                    left = TURN - (0 if link is None else self._take(link, TURN))
         finally:
             self._close()
 
-    def _take(self, link: Link, data: bytes) -> None:
+    def _link_of(self, message: aiote.Message) -> Link | None:
+        # A lost peer without a link has said nothing before that it would have to be told of.
+        if message.data[:1] != MAGIC or (message.source not in self._links and message.source.lost):
+            return None
+        return self.link_to(message.source)
+
+    def _take(self, link: Link, most: int) -> int:
+        """Handle frames of the message that is being read. Returns how many; fewer than `most` are its last ones."""
+        count = 0
         try:
-            for frame in unpack(data):
+            for frame in islice(link.incoming, most):
+                count += 1
                 self._dispatch(link, frame)
         except (ValueError, KeyError, aiote.UsageError) as error:
+            link.incoming = iter(())
             link.peer.disconnect(f"what it says of its calls cannot be: {error}"[:200])
         except Exception as error:
             # Ours, then; the peer hears no more of it than that it is gone.
+            link.incoming = iter(())
             report(error)
             link.peer.disconnect("this side failed")
+        return count
 
     def _dispatch(self, link: Link, frame: Frame) -> None:
         match frame:
-            case Call():
+            case CallFrame():
                 self._call(link, frame)
             case End():
                 link.hold(frame.pieces)
@@ -194,13 +230,13 @@ class Endpoint:
                 link.on_free(frame)
             case Return():
                 link.on_return(frame)
-            case Hello():
+            case HelloFrame():
                 link.greeted(frame)
                 parked, link.parked = link.parked, []
                 for call in parked:
                     self._call(link, call)
 
-    def _call(self, link: Link, frame: Call) -> None:
+    def _call(self, link: Link, frame: CallFrame) -> None:
         if link.ending:
             return
         if link.hello is None:
@@ -223,7 +259,7 @@ class Endpoint:
         else:
             server.call(link, frame)
 
-    def refuse(self, link: Link, frame: Call, status: int, text: str = "") -> None:
+    def refuse(self, link: Link, frame: CallFrame, status: int, text: str = "") -> None:
         """End a call that did not run."""
         link.release(frame.pieces)
         body = text.encode()[:500]
@@ -269,15 +305,18 @@ class Endpoint:
 
     async def _end(self, link: Link) -> None:
         """Read what a lost peer had still said, then end its link."""
+        # `_read` may wait for its next turn amid a message; what it finds when it goes on is the end of that.
+        self._take(link, sys.maxsize)
         async for message in link.peer.messages():
             if message.data[:1] == MAGIC:
-                self._take(link, message.data)
+                link.incoming = frames_of(message.data)
+                self._take(link, sys.maxsize)
         self._links.pop(link.peer, None)
         self._forget_link(link, link.peer.reason)
         await link.lent.close()
         await link.staging.close()
 
-    def hold(self, array: NDArray[Any], *, filled: bool = False) -> Held:
+    def hold(self, array: NDArray[Any], *, filled: bool = False) -> SharedRegistration:
         """Register an array, or find the registration that an earlier call has left; `let_go` gives it back.
 
         One to be filled can be lent to be written, and never read.
@@ -287,7 +326,7 @@ class Endpoint:
         held = self.registrations.hold(key)
         return held or self.registrations.add(key, self.engine.register(array, access))
 
-    def let_go(self, held: Held) -> None:
+    def let_go(self, held: SharedRegistration) -> None:
         """Take note that a registration was used; it is kept for the next call, if there is room."""
         for region in self.registrations.let_go(held):
             self.spawn(region.aclose, name="aiote service: close a registration")

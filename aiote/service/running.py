@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 import aiote
 
-from ..aio import Signal, Task
+from ..aio import LoopTask, Signal
 from .codec import array_of, encode
 from .definition import Method
-from .frames import Call, End, Items, OutSpec, Status
+from .frames import CallFrame, End, Items, OutSpec, Status
 from .interceptors import CallInfo, intercepted
 from .link import FRAME_BYTES, PIECE_BYTES, Link, Parcel
 from .memory import LEND_BYTES, check_lent
@@ -57,11 +57,13 @@ class _NoRoom(Exception):
 class Running:
     """A call of another engine's, from its arrival to its end."""
 
-    def __init__(self, server: Server, link: Link, frame: Call, method: Method, function: Callable[..., Any]) -> None:
+    def __init__(
+        self, server: Server, link: Link, frame: CallFrame, method: Method, function: Callable[..., Any]
+    ) -> None:
         self.link, self.frame = link, frame
         self.generation = frame.generation
         self._server, self._method, self._function = server, method, function
-        self._task: Task | None = None
+        self._task: LoopTask | None = None
         self._status_if_cancelled: int | None = None
         self._deadline = anyio.current_time() + frame.left if frame.left else math.inf
         self._parcels: list[Parcel] = []

@@ -24,13 +24,10 @@ import numpy as np
 import aiote
 
 from .. import service
-from .memory import in_thread, plain_errors
 from .plan import UpdatePlan
 from .protocol import (
     Descriptors,
-    Destination,
     Numbers,
-    Order,
     PlanMismatchError,
     Sent,
     SourceService,
@@ -40,7 +37,10 @@ from .protocol import (
     TargetService,
     TargetState,
     Update,
+    UpdateOrder,
+    WriteTarget,
 )
+from .rank_memory import in_thread, plain_errors
 from .recipe import Recipe
 from .source import planned
 
@@ -129,7 +129,7 @@ class Controller:
 
     `engine` is its own; `sources` and `targets` are their engines' addresses, `recipe` and `gather` as of
     `plan_update`. `epoch` is greater for each controller of the same ranks; by default the clock says it, in
-    nanoseconds. What a rank takes longer than `limit` seconds for makes it fail: a description, a plan, a loan, a
+    nanoseconds. What a rank takes longer than `limit` seconds for makes it fail: a description, a plan, a lease, a
     commit.
     """
 
@@ -383,7 +383,7 @@ class _Attempt:
     async def _target(self, replica: _Replica, target: _Target) -> None:
         senders = self._plan.senders.get(target.state.rank, ())
         addresses = [address for address, (rank, _) in self._sources.items() if rank in senders]
-        stream: Any = target.client.update(Order(self.update, addresses, self._written[target.state.rank]))
+        stream: Any = target.client.update(UpdateOrder(self.update, addresses, self._written[target.state.rank]))
         try:
             async for step in stream:
                 target.take(step, addresses)
@@ -415,7 +415,7 @@ class _Attempt:
 
     async def _source(self, scope: anyio.CancelScope, address: str, rank: int, client: SourceService) -> None:
         destinations = [
-            Destination(target.state.rank, target.address, target.imm, target.lent.get(address, NOTHING), target.places)
+            WriteTarget(target.state.rank, target.address, target.imm, target.lent.get(address, NOTHING), target.places)
             for replica in self.replicas
             if not replica.failure
             for target in replica.targets

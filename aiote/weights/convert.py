@@ -17,7 +17,7 @@ import numpy as np
 import aiote
 
 from .dtypes import ITEMSIZE
-from .memory import Bytes
+from .rank_memory import Bytes
 
 __all__ = ["cast", "quantize", "temporary_bytes"]
 

@@ -1,7 +1,7 @@
 """What controller, sources and targets say to each other, as services of `aiote.service`.
 
-An update runs as one stream of calls for each target, from the loan of its memory to the commit. Its end by any way but
-the commit, a controller's death among them, takes the memory back: nothing is written late, and no target waits for
+An update runs as one stream of calls for each target, from the lease of its memory to the commit. Its end by any way
+but the commit, a controller's death among them, takes the memory back: nothing is written late, and no target waits for
 somebody who is gone.
 
     controller              target                    source
@@ -29,13 +29,11 @@ import aiote
 
 from .. import service
 from .layout import Layout
-from .memory import Bytes, RankMemory
+from .rank_memory import Bytes, RankMemory
 
 __all__ = [
     "Descriptors",
-    "Destination",
     "Numbers",
-    "Order",
     "PlanMismatchError",
     "Sent",
     "SourceService",
@@ -45,6 +43,8 @@ __all__ = [
     "TargetService",
     "TargetState",
     "Update",
+    "UpdateOrder",
+    "WriteTarget",
     "layout_of",
     "packed_layout",
     "places_of",
@@ -120,7 +120,7 @@ class SourceState(msgspec.Struct, frozen=True):
     address: str
 
 
-class Order(msgspec.Struct, frozen=True):
+class UpdateOrder(msgspec.Struct, frozen=True):
     """Take an update from these sources (addresses), each of which commits once; it writes to these tensors."""
 
     update: Update
@@ -141,7 +141,7 @@ class Step(msgspec.Struct, frozen=True):
     places: Numbers | None = None
 
 
-class Destination(msgspec.Struct, frozen=True):
+class WriteTarget(msgspec.Struct, frozen=True):
     """A target as a source writes to it."""
 
     rank: int
@@ -175,7 +175,7 @@ class TargetService(service.Service):
         raise NotImplementedError
 
     @service.method(raises=[StaleUpdateError])
-    async def update(self, order: Order) -> AsyncIterator[Step]:
+    async def update(self, order: UpdateOrder) -> AsyncIterator[Step]:
         """Take an update; it is over with the stream."""
         raise NotImplementedError
         yield
@@ -202,7 +202,7 @@ class SourceService(service.Service):
         raise NotImplementedError
 
     @service.method(raises=[StaleUpdateError, PlanMismatchError])
-    async def send(self, update: Update, digest: bytes, destinations: list[Destination]) -> Sent:
+    async def send(self, update: Update, digest: bytes, destinations: list[WriteTarget]) -> Sent:
         """Write this source's part to every target, and commit there."""
         raise NotImplementedError
 

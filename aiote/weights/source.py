@@ -22,11 +22,9 @@ from .convert import cast, quantize
 from .copies import Copy
 from .dtypes import ITEMSIZE
 from .layout import Layout
-from .memory import TENSOR_BYTES, Bytes, RankMemory, StagingMemory, in_thread, plain_errors
 from .plan import UpdatePlan, plan_update
 from .protocol import (
     Descriptors,
-    Destination,
     PlanMismatchError,
     Sent,
     SourceService,
@@ -34,10 +32,12 @@ from .protocol import (
     StaleUpdateError,
     TargetState,
     Update,
+    WriteTarget,
     layout_of,
     packed_layout,
     places_of,
 )
+from .rank_memory import TENSOR_BYTES, Bytes, RankMemory, StagingMemory, in_thread, plain_errors
 from .recipe import Recipe
 from .remote import Names, RemoteMemory
 from .sizes import LEAST, Fetch, Sizes, check_limit, most_rows, small
@@ -118,7 +118,7 @@ def planned(
 class _Sending:
     """One update on its way out of a source."""
 
-    def __init__(self, source: Source, plan: UpdatePlan, destinations: Sequence[Destination]) -> None:
+    def __init__(self, source: Source, plan: UpdatePlan, destinations: Sequence[WriteTarget]) -> None:
         self.source, self.plan = source, plan
         self.engine = source.engine
         # As they were when this was planned with: another controller may have others prepared meanwhile.
@@ -159,7 +159,7 @@ class _Sending:
     def _sent(self) -> Sent:
         return Sent(self.written, self.gathered, self.source.staging.peak, self.failed, self.lost)
 
-    async def _commit(self, to: Destination) -> None:
+    async def _commit(self, to: WriteTarget) -> None:
         if to.rank not in self.failed:
             try:
                 await self.engine.write_imm(None, to.address, to.imm)
@@ -304,7 +304,7 @@ def _convert(task: Task, sizes: Sizes, staged: Bytes, out: Bytes) -> None:
         cast(source, task.dtype, target, sizes.to)
 
 
-class _Service(SourceService):
+class _ServedSource(SourceService):
     name = SourceService.name
 
     def __init__(self, source: Source) -> None:
@@ -319,7 +319,7 @@ class _Service(SourceService):
         return await self._source.prepare(sources, targets, gather)
 
     @service.method(raises=[StaleUpdateError, PlanMismatchError])
-    async def send(self, update: Update, digest: bytes, destinations: list[Destination]) -> Sent:
+    async def send(self, update: Update, digest: bytes, destinations: list[WriteTarget]) -> Sent:
         source = self._source
         if source.latest is not None and update <= source.latest:
             raise StaleUpdateError(f"{update} is no later than what rank {source.rank} has sent, {source.latest}")
@@ -356,7 +356,7 @@ async def serve_source(
     source = await in_thread(len(layout.tensors) * TENSOR_BYTES, make)
     await source.weights.register(engine, "read")
     try:
-        async with service.serve(engine, _Service(source)):
+        async with service.serve(engine, _ServedSource(source)):
             yield source
     finally:
         await to_the_end(source.staging.close)

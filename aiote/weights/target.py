@@ -29,20 +29,20 @@ from .. import service
 from ..aio import current_loop
 from ..service.background import beside, to_the_end
 from .layout import Layout
-from .memory import TENSOR_BYTES, RankMemory, in_thread
 from .protocol import (
     Descriptors,
     Numbers,
-    Order,
     StaleUpdateError,
     State,
     Step,
     TargetService,
     TargetState,
     Update,
+    UpdateOrder,
     packed_layout,
     places_of,
 )
+from .rank_memory import TENSOR_BYTES, RankMemory, in_thread
 
 __all__ = ["Target", "serve_target"]
 
@@ -234,7 +234,7 @@ class _Incoming:
             raise StaleUpdateError(self.aborted)
 
 
-class _Service(TargetService):
+class _ServedTarget(TargetService):
     name = TargetService.name
 
     def __init__(self, target: Target) -> None:
@@ -245,7 +245,7 @@ class _Service(TargetService):
         return self._target.described()
 
     @service.method(raises=[StaleUpdateError])
-    async def update(self, order: Order) -> AsyncIterator[Step]:
+    async def update(self, order: UpdateOrder) -> AsyncIterator[Step]:
         target, mine = self._target, _Incoming(order.update)
         names = target.named(order.written)
         await self._displace(order.update)
@@ -364,7 +364,7 @@ async def serve_target(
     target: Target = await in_thread(work, make)
     await target.written.register(engine, "write")
     try:
-        async with service.serve(engine, _Service(target)), beside(target.follow):
+        async with service.serve(engine, _ServedTarget(target)), beside(target.follow):
             yield target
     finally:
         target.end()

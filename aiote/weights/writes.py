@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 import aiote
 
 from .copies import Copy, merged
-from .memory import Bytes
 from .placement import dense
+from .rank_memory import Bytes
 
 __all__ = ["ROW_BYTES", "Rows", "move", "packed", "parts_of", "rows_of", "runs_of", "write_rows"]
 

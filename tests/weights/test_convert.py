@@ -100,7 +100,7 @@ def test_both_libraries_give_the_same_bytes(library):
 @pytest.mark.parametrize(
     ("dtype", "to"), [("F32", "BF16"), ("BF16", "F32"), ("F32", "F16"), ("F16", "F64"), ("I64", "I32")]
 )
-def test_casts_are_those_of_the_types(library, dtype, to):
+def test_casts_give_the_bytes_of_the_types(library, dtype, to):
     count = 3 * convert.SLICE_BYTES // 4 // 2
     kind, other = convert.dtype_of(dtype), convert.dtype_of(to)
     values = np.arange(count) if dtype == "I64" else np.random.default_rng(5).standard_normal(count)

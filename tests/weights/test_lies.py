@@ -13,7 +13,7 @@ import pytest
 import aiote
 from aiote import service
 from aiote.weights import Controller, Layout, Replicate, serve_source, serve_target
-from aiote.weights.protocol import Descriptors, Order, Step, TargetService, TargetState, Update, packed_layout
+from aiote.weights.protocol import Descriptors, Step, TargetService, TargetState, Update, UpdateOrder, packed_layout
 from engines import opened
 
 pytestmark = pytest.mark.anyio
@@ -36,7 +36,7 @@ class Lying(TargetService):
         return TargetState(1, "liar", "inplace", "empty", None, packed_layout(self.layout))
 
     @service.method
-    async def update(self, order: Order) -> AsyncIterator[Step]:
+    async def update(self, order: UpdateOrder) -> AsyncIterator[Step]:
         for step in self.steps(Descriptors.of([region.descriptor for region in self.regions])):
             yield step
         if self.steps(NOTHING):

@@ -7,7 +7,7 @@ import pytest
 
 from aiote.service import codec
 from aiote.weights import Controller, Layout, Recipe, Replicate, serve_source, serve_target
-from aiote.weights.protocol import Descriptors, Destination, Step, Update
+from aiote.weights.protocol import Descriptors, Step, Update, WriteTarget
 from engines import opened
 
 pytestmark = pytest.mark.anyio
@@ -40,5 +40,5 @@ def test_what_says_where_tensors_lie_is_arrays():
     places = np.zeros((MANY, 2), np.uint64)
     packed = Descriptors.of(descriptors)
     assert packed.unpacked(MANY) == descriptors
-    for said in (Step("lent", 1, packed, places), Destination(0, "", 1, packed, places), Update(1, 1)):
+    for said in (Step("lent", 1, packed, places), WriteTarget(0, "", 1, packed, places), Update(1, 1)):
         assert len(codec.encode(said)[0]) < 1000

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import aiote
 from aiote.weights.copies import Copy
-from aiote.weights.memory import StagingMemory
+from aiote.weights.rank_memory import StagingMemory
 from aiote.weights.writes import move, packed, parts_of, rows_of, runs_of
 from engines import opened
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("seed", range(5))
-async def test_what_is_lent_never_overlaps_and_stays_within_the_limit(seed):
+async def test_staging_memory_never_overlaps_and_stays_within_the_limit(seed):
     rng = random.Random(seed)
     async with opened("sim") as engine:
         staging = StagingMemory(engine, 4096)
@@ -69,7 +69,7 @@ def copies(draw: st.DrawFn) -> tuple[Copy, int, int]:
 
 
 @given(copies(), st.sampled_from([1, 2, 4, 8]), st.booleans(), st.integers(1, 6))
-def test_rows_are_the_elements_of_their_copy(drawn, itemsize, through, most):
+def test_moving_rows_moves_the_elements_of_their_copy(drawn, itemsize, through, most):
     copy, size, room = drawn
     source = np.arange(size * itemsize, dtype=np.uint32).astype(np.uint8)
     target, expected = np.full(room * itemsize, 255, np.uint8), np.full(room * itemsize, 255, np.uint8)

@@ -20,7 +20,7 @@ from aiote.demo.children import how_it_ended, spawn
 from aiote.demo.faults import DemoError
 from aiote.demo.life import tell
 from aiote.demo.model import Model
-from aiote.demo.pages import RequestCache
+from aiote.demo.request_cache import RequestCache
 from aiote.demo.settings import Settings
 
 __all__ = ["LocalResult", "generate", "main", "run_reference", "serve"]

@@ -16,7 +16,7 @@ import numpy
 
 from ..errors import UsageError
 from ..rails import acquire as borrow
-from ..transfers import Held, Registrations
+from ..transfers import Registrations, SharedRegistration
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..transfers import Access
     from .bridge import Bridge
 
-__all__ = ["Memory", "Registration", "Source"]
+__all__ = ["Memory", "MemorySource", "Registration"]
 
 Key = tuple[int, int, bool, str]
 MAX_KEPT = 4096
@@ -49,7 +49,7 @@ class Storage:
         return (self._storage.data_ptr(), self._storage.nbytes()) == (address, nbytes)
 
 
-class Source:
+class MemorySource:
     """What is to be registered for some memory, and which bytes of it are meant."""
 
     def __init__(self, memory: Any, access: Access) -> None:
@@ -95,7 +95,7 @@ class Memory:
         self._making: dict[Key, asyncio.Event] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def hold(self, source: Source) -> Held:
+    async def hold(self, source: MemorySource) -> SharedRegistration:
         """Register some memory, or share its registration. Raises as `Engine.register_async`."""
         while True:
             while (making := self._making.get(source.key)) is not None:
@@ -108,7 +108,7 @@ class Memory:
             self._table.forget(held)
             await self.let_go(held)
 
-    async def _make(self, source: Source) -> Held:
+    async def _make(self, source: MemorySource) -> SharedRegistration:
         made = self._making[source.key] = asyncio.Event()
         try:
             region = await self._engine.register_async(source.whole, source.access)
@@ -117,7 +117,7 @@ class Memory:
             made.set()
         return self._table.add(source.key, region, source.storage)
 
-    async def let_go(self, held: Held) -> None:
+    async def let_go(self, held: SharedRegistration) -> None:
         """Take a holder off; where it was the last, and peers may have its keys, the registration ends."""
         await self._close(self._table.let_go(held, keep=held.key[3] == "local" and in_place(held)))
 
@@ -139,7 +139,7 @@ class Memory:
         await asyncio.gather(*self._closing)
 
 
-def in_place(held: Held) -> bool:
+def in_place(held: SharedRegistration) -> bool:
     """Tell whether a registration's memory lies where it did."""
     return held.lender is None or held.lender.lies_at(*held.key[:2])
 
@@ -151,7 +151,7 @@ class Registration:
     attaches. The memory must not be resized, moved or unmapped meanwhile.
     """
 
-    def __init__(self, bridge: Bridge, held: Held, region: aiote.Region) -> None:
+    def __init__(self, bridge: Bridge, held: SharedRegistration, region: aiote.Region) -> None:
         self._bridge, self.held = bridge, held
         self._region = region
         self._descriptor = region.descriptor if held.key[3] != "local" else b""

@@ -1,4 +1,4 @@
-"""The entry of the demo's child processes: `python -m aiote.demo.worker ROLE SETTINGS`.
+"""The entry of the demo's child processes: `python -m aiote.demo.child ROLE SETTINGS`.
 
 Their parent, which is the command, gives the decoder its prompts and hears of every page and every token:
 
@@ -24,7 +24,7 @@ import anyio
 import anyio.to_thread
 
 import aiote
-from aiote.demo import local, weights
+from aiote.demo import one_process, weights
 from aiote.demo.children import NAMES
 from aiote.demo.decode import DecodeServer
 from aiote.demo.life import Orders, explain, leave_with_parent, live, tell
@@ -47,7 +47,7 @@ def main(role: str, settings: Settings) -> int:
     try:
         prompts = json.loads(sys.stdin.buffer.readline())["prompts"]
         leave_with_parent(sys.stdin.fileno())
-        local.main(settings, [bytes(prompt) for prompt in prompts])
+        one_process.main(settings, [bytes(prompt) for prompt in prompts])
     except Exception as error:
         return explain(NAMES[role], error)
     return 0

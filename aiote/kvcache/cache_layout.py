@@ -21,7 +21,7 @@ Heads are spread over a group of `ranks` in order. With H = `kv_heads`
 
 and no other sizes are possible. MLA is the second row with one head: the latent vector.
 
-This module computes. It knows no engine, no region, no peer and no page table; `plan` builds on it.
+This module computes. It knows no engine, no region, no peer and no page table; `transfer_plan` builds on it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from aiote.bench.records import Record
+from aiote.bench.records import BenchRecord
 
 __all__ = ["show", "size_text"]
 
@@ -22,13 +22,13 @@ def size_text(size: int) -> str:
     return str(size)
 
 
-def _value(record: Record, value: float) -> str:
+def _value(record: BenchRecord, value: float) -> str:
     if record.unit == "ops/s":
         return f"{value:,.0f}"
     return f"{value:.2f}"
 
 
-def _figure(record: Record) -> str:
+def _figure(record: BenchRecord) -> str:
     if record.runs == 0:
         return "-"
     text = f"{_value(record, record.value.median)} {record.unit}"
@@ -37,20 +37,20 @@ def _figure(record: Record) -> str:
     return text
 
 
-def _ratio(record: Record) -> str:
+def _ratio(record: BenchRecord) -> str:
     if record.ratio is None:
         return record.note[:NOTE]
     return f"{record.ratio.median:.2f} ({record.ratio.least:.2f}-{record.ratio.most:.2f})"
 
 
-def _work(record: Record) -> str:
+def _work(record: BenchRecord) -> str:
     pages = f" x {record.pages}" if record.pages else ""
     return f"{record.op} {size_text(record.size)}{pages}, {record.window} out"
 
 
-def show(records: Sequence[Record], console: Console) -> None:
+def show(records: Sequence[BenchRecord], console: Console) -> None:
     """Print a table for each provider, library version and mode."""
-    groups: dict[tuple[str, str, str, str], list[Record]] = {}
+    groups: dict[tuple[str, str, str, str], list[BenchRecord]] = {}
     for record in records:
         engine = next((r.library for r in records if r.provider == record.provider and r.loop == record.loop), "")
         library = record.library if record.contestant in ("aiote", "raw") else engine

@@ -26,7 +26,7 @@ def groups(draw: st.DrawFn) -> tuple[int, int]:
 
 
 @given(groups())
-def test_heads_are_dealt_in_order_and_each_as_often(group: tuple[int, int]) -> None:
+def test_heads_are_dealt_to_ranks_in_order_and_equally_often(group: tuple[int, int]) -> None:
     kv_heads, ranks = group
     layout = CacheLayout(**{**LLAMA, "kv_heads": kv_heads})
     copies = max(1, ranks // kv_heads)
@@ -39,7 +39,7 @@ def test_heads_are_dealt_in_order_and_each_as_often(group: tuple[int, int]) -> N
 
 
 @given(groups(), sizes, sizes, sizes, st.sampled_from(["HND", "NHD"]), st.booleans(), st.data())
-def test_a_numpy_array_of_the_shape_has_the_bytes_at_these_places(
+def test_a_layouts_offsets_are_those_of_a_numpy_array_of_its_shape(
     group: tuple[int, int], layers: int, tokens: int, size: int, order: Any, mla: bool, data: Any
 ) -> None:
     kv_heads, ranks = (1, group[1]) if mla else group
@@ -53,7 +53,7 @@ def test_a_numpy_array_of_the_shape_has_the_bytes_at_these_places(
     assert layout.page_bytes(ranks) == tokens * layout.token_bytes(ranks) == pool[0, 0].nbytes
 
 
-def test_shapes() -> None:
+def test_pages_have_the_shape_and_size_of_their_order_and_group() -> None:
     hnd = CacheLayout(**LLAMA)
     assert (hnd.page_shape(2), hnd.page_shape(16)) == ((2, 4, 16, 128), (2, 1, 16, 128))
     assert (hnd.page_bytes(1), hnd.page_bytes(8), hnd.page_bytes(32)) == (65536, 8192, 8192)
@@ -85,7 +85,7 @@ def test_spans_one_after_another_move_every_page_once(page_tokens: int, lengths:
     assert (len(table) - bool(span.tail_tokens)) * page_tokens + span.tail_tokens == total
 
 
-def test_a_partial_page() -> None:
+def test_a_partial_page_is_ready_with_the_last_chunk_alone() -> None:
     layout = CacheLayout(**LLAMA)
     span = layout.span(16, 52)
     assert (span.first, span.full, span.end, span.tail_tokens) == (1, 3, 4, 4)
@@ -112,7 +112,7 @@ def test_a_partial_page() -> None:
         ("float8_e5m2", "float8_e5m2", 1),
     ],
 )
-def test_element_types(dtype: Any, name: str, itemsize: int) -> None:
+def test_element_types_are_known_by_name_and_size(dtype: Any, name: str, itemsize: int) -> None:
     layout = CacheLayout(**{**LLAMA, "dtype": dtype})
     assert (layout.dtype, layout.itemsize) == (name, itemsize)
 
@@ -143,7 +143,7 @@ def test_a_layout_travels_as_json_and_is_a_key() -> None:
         ({"dtype": np.dtype("f4").newbyteorder()}, "in the other byte order: give the machine's own"),
     ],
 )
-def test_bad_layouts(change: dict[str, Any], message: str) -> None:
+def test_wrong_layouts_are_refused_with_the_reason(change: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as failure:
         CacheLayout(**{**LLAMA, **change})
     assert message in str(failure.value)
@@ -168,7 +168,9 @@ def test_bad_layouts(change: dict[str, Any], message: str) -> None:
         ("filled_bytes", (17, 1), "tokens is 17, expected at most 16"),
     ],
 )
-def test_bad_questions(call: str, arguments: tuple[int, ...], message: str) -> None:
+def test_wrong_arguments_of_a_layouts_methods_are_refused_with_the_reason(
+    call: str, arguments: tuple[int, ...], message: str
+) -> None:
     with pytest.raises(UsageError) as failure:
         getattr(CacheLayout(**LLAMA), call)(*arguments)
     assert message in str(failure.value)

@@ -300,7 +300,7 @@ class ConnectionTable:
 
     def _tidy_up(self) -> None:
         """Remove what a lost peer may have left in shared memory, if it was killed."""
-        if self._runtime.fabric.tidy() and not self._tidying:
+        if self._runtime.rail_set.tidy() and not self._tidying:
             self._tidying = True
             self._runtime.spawn(self._tidy_later, name="aiote tidy up")
 
@@ -309,7 +309,7 @@ class ConnectionTable:
             # The kernel closes the sockets of a process before its number is free, with all that it had mapped.
             for pause in TIDY_S:
                 await sleep(pause)
-                self._runtime.fabric.tidy()
+                self._runtime.rail_set.tidy()
         finally:
             self._tidying = False
 

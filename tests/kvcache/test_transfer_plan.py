@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from aiote.core.pages import PageList, pair_pages
+from aiote.core.paging import PageList, pair_pages
 from aiote.errors import UsageError
 from aiote.kvcache import CacheLayout, PageTable, TransferPlan, plan_transfer
 
@@ -94,7 +94,7 @@ def cache_of(layout: CacheLayout, rank: int, ranks: int, table: PageTable) -> Nu
 def carry_out(world: World) -> tuple[list[Numbers], list[Numbers], list[int], list[int]]:
     """Return each decode rank's memory, how often each of its bytes was written, its writes, each prefill rank's bytes.
 
-    What `write_pages` does with the families is taken from its reference, `aiote.core.pages`.
+    What `write_pages` does with the families is taken from its reference, `aiote.core.paging`.
     """
     plan, layout = world.plan, world.plan.layout
     stores = [cache_of(layout, rank, plan.prefill, table) for rank, table in enumerate(world.sources)]
@@ -135,7 +135,7 @@ def test_every_byte_arrives_once_and_no_other(world: World) -> None:
 
 
 @given(worlds())
-def test_layers_whose_turns_agree_differ_by_a_step(world: World) -> None:
+def test_moves_of_layers_with_the_same_turn_differ_by_a_step_in_offset(world: World) -> None:
     for route in world.plan.routes:
         source, target = world.sources[route.source], world.targets[route.target]
         steps = route.steps(source, target)
@@ -151,7 +151,7 @@ def test_layers_whose_turns_agree_differ_by_a_step(world: World) -> None:
 
 @pytest.mark.parametrize("kind", ["HND", "NHD", "MLA"])
 @pytest.mark.parametrize("kv_heads", sorted(SIZES))
-def test_every_pair_of_sizes(kv_heads: int, kind: str) -> None:
+def test_groups_of_every_pair_of_sizes_get_each_byte_once(kv_heads: int, kind: str) -> None:
     order: Any = kind.replace("MLA", "HND")
     layout = CacheLayout(2, 1 if kind == "MLA" else kv_heads, 2, 3, "bfloat16", order, kind == "MLA")
     for prefill in SIZES[kv_heads]:
@@ -162,7 +162,7 @@ def test_every_pair_of_sizes(kv_heads: int, kind: str) -> None:
 @given(plans(), st.integers(0, 30), st.integers(0, 20), st.integers(1, 40))
 @example(plan_transfer(CacheLayout(61, 1, 576, 64, "bfloat16", mla=True), 12, 8), 0, 7, 1)
 @example(plan_transfer(CacheLayout(61, 1, 576, 64, "bfloat16", mla=True), 7, 3), 3, 2, 24)
-def test_prefill_ranks_share_equally(plan: TransferPlan, first: int, pages: int, layers: int) -> None:
+def test_prefill_ranks_send_equal_shares(plan: TransferPlan, first: int, pages: int, layers: int) -> None:
     layout = plan.layout
     a, b = layout.copies(plan.prefill), layout.copies(plan.decode)
     total, rank_page = np.zeros(plan.prefill, np.int64), layout.page_bytes(plan.prefill)
@@ -180,7 +180,9 @@ def test_prefill_ranks_share_equally(plan: TransferPlan, first: int, pages: int,
 
 @given(plans(), st.integers(0, 30), st.integers(0, 12), st.integers(0, 12))
 @example(plan_transfer(CacheLayout(3, 2, 8, 4, "int8"), 6, 4), 2, 5, 3)
-def test_turns_are_the_documents_wherever_a_table_is_cut(plan: TransferPlan, first: int, some: int, more: int) -> None:
+def test_ranks_take_pages_in_the_documented_turn_wherever_a_table_is_split(
+    plan: TransferPlan, first: int, some: int, more: int
+) -> None:
     layout = plan.layout
     a, b = layout.copies(plan.prefill), layout.copies(plan.decode)
     pages = some + more
@@ -218,7 +220,7 @@ def shape(plan: TransferPlan) -> list[tuple[int, ...]]:
     return [(r.source, r.target, r.run.pieces, r.run.piece_bytes, r.every, r.turn) for r in plan.routes]
 
 
-def test_two_ranks_to_one_and_back() -> None:
+def test_two_ranks_and_one_exchange_halves_of_a_page() -> None:
     half = 4 * 16 * 128 * 2
     assert shape(plan_transfer(LLAMA, 2, 1)) == [(0, 0, 2, half, 1, 0), (1, 0, 2, half, 1, 0)]
     second = plan_transfer(LLAMA, 2, 1).routes[1].run
@@ -229,7 +231,7 @@ def test_two_ranks_to_one_and_back() -> None:
     assert plan_transfer(LLAMA, 2, 1).writes(0, 10, 80) == 10 * 80 * 4
 
 
-def test_latent_vectors_pair_ranks() -> None:
+def test_ranks_with_latent_vectors_are_paired_by_number() -> None:
     latent = CacheLayout(61, 1, 576, 64, "bfloat16", mla=True)
     page = 64 * 576 * 2
     assert shape(plan_transfer(latent, 2, 2)) == [(0, 0, 1, page, 1, 0), (1, 1, 1, page, 1, 0)]
@@ -238,7 +240,7 @@ def test_latent_vectors_pair_ranks() -> None:
     assert plan_transfer(latent, 4, 2).writes(1, 10, 61) == 610
 
 
-def test_indices_are_what_pages_copies_at_once() -> None:
+def test_indices_of_a_move_are_contiguous_and_in_the_order_of_the_tables() -> None:
     table = PageTable([5, 0, 2, 7], 8)
     for plan in (plan_transfer(LLAMA, 2, 4), plan_transfer(CacheLayout(3, 1, 8, 4, "int8", mla=True), 3, 1)):
         for family in plan.routes[0].move(1, table, table):
@@ -253,7 +255,7 @@ def test_indices_are_what_pages_copies_at_once() -> None:
     assert (move.target.stride, move.target.offset) == (8192, 8 * 16384)
 
 
-def test_tables_are_copies_that_know_their_place() -> None:
+def test_a_page_table_copies_its_numbers_and_keeps_its_place_when_sliced() -> None:
     numbers = np.array([4, 9, 1], np.uint8)
     table = PageTable(numbers, 10, first=3)
     numbers[0] = 7
@@ -282,19 +284,19 @@ def test_tables_are_copies_that_know_their_place() -> None:
         (([], 1, -1), "first is -1, expected at least 0"),
     ],
 )
-def test_bad_tables(arguments: tuple[Any, ...], message: str) -> None:
+def test_wrong_page_tables_are_refused_with_the_reason(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(UsageError) as failure:
         PageTable(*arguments)
     assert message in str(failure.value)
 
 
-def test_bad_slices_of_a_table() -> None:
+def test_slices_of_a_table_with_a_step_are_refused() -> None:
     for item in (0, slice(None, None, 2)):
         with pytest.raises(UsageError, match="takes a slice without a step"):
             PageTable([1, 2], 8)[item]  # type: ignore[index]
 
 
-def test_bad_moves() -> None:
+def test_wrong_moves_are_refused_with_the_reason() -> None:
     route = plan_transfer(LLAMA, 1, 1).routes[0]
     two, twice = PageTable([1, 2], 8), PageTable([2, 2], 8)
     assert route.move(79, twice, two).writes == 2
@@ -308,7 +310,7 @@ def test_bad_moves() -> None:
             route.move(*arguments)
 
 
-def test_bad_groups_and_ranks() -> None:
+def test_wrong_groups_and_ranks_are_refused_with_the_reason() -> None:
     with pytest.raises(UsageError, match="the prefill group: 8 heads cannot be spread over 3 ranks"):
         plan_transfer(LLAMA, 3, 1)
     with pytest.raises(UsageError, match="the decode group: ranks is 0, expected at least 1"):

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote.core import frames
+from aiote.core import control_frames as frames
 from aiote.core.address import Address
-from aiote.core.frames import (
+from aiote.core.control_frames import (
     PLAIN_LIMIT,
     SEALED_LIMIT,
     AckCounts,

@@ -11,7 +11,7 @@ import anyio
 import numpy as np
 
 import aiote
-from aiote.bench.statistics import LatencySummary
+from aiote.bench.order_statistics import LatencySummary
 from aiote.bench.work import HUGE_BYTES, PAGE_STEP, Work, pattern
 
 __all__ = ["COUNTED", "ENDED", "Arena", "initiate", "serve"]

@@ -26,6 +26,7 @@ from aiote.weights import (
 
 BLOCK = 128
 Shape = tuple[int, ...]
+Placements = tuple[Replicate | Shard, ...]
 
 
 @dataclass
@@ -53,14 +54,21 @@ class Model:
         parts = [self.source(part, (count, columns), mesh) for part, count in rows.items()]
         self.quantized(name, cat(*parts), (sum(rows.values()), columns), everywhere, (Replicate(),))
 
-    def quantized(self, name: str, expression: Expression, shape: Shape, mesh: Mesh, placements: tuple) -> None:
+    def quantized(self, name: str, expression: Expression, shape: Shape, mesh: Mesh, placements: Placements) -> None:
         blocks = (*shape[:-2], *(-(-extent // BLOCK) for extent in shape[-2:]))
         self.targets[name] = Tensor.over(shape, "F8_E4M3", mesh, placements)
         self.targets[f"{name}_scale_inv"] = Tensor.over(blocks, "F32", mesh, placements)
         self.recipe[name] = quantized(expression, scale=f"{name}_scale_inv")
 
     def experts(
-        self, layer: str, count: int, inner: int, hidden: int, meshes: list[Mesh], mesh: Mesh, placements: tuple
+        self,
+        layer: str,
+        count: int,
+        inner: int,
+        hidden: int,
+        meshes: list[Mesh],
+        mesh: Mesh,
+        placements: Placements,
     ) -> None:
         """Add a layer's experts, of which each of `meshes` trains an equal share."""
         each = count // len(meshes)

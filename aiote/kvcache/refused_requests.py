@@ -1,4 +1,4 @@
-"""The requests of which one decode rank's part was turned away: those of the other ranks are still to come, and to be
+"""The requests of which one decode rank's part was refused: those of the other ranks are still to come, and to be
 told why.
 
 Kept for as long as a part would be waited for, and of the last ones only: what is forgotten costs its other ranks that
@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import anyio
 
-__all__ = ["Turned"]
+__all__ = ["RefusedRequests"]
 
 MOST = 1024
 Name = tuple[bytes, int]
 
 
-class Turned:
+class RefusedRequests:
     """Why, when, and which ranks were told, by the request's name and round; for `keep_s` seconds."""
 
     def __init__(self, keep_s: float) -> None:
@@ -34,7 +34,7 @@ class Turned:
             del self._known[next(iter(self._known))]
 
     def take(self, name: Name, rank: int) -> str:
-        """Return why a rank's part is turned away, "" where it is not: nothing was, or it was told before."""
+        """Return why a rank's part is refused, "" where it is not: nothing was, or it was told before."""
         reason, when, told = self._known.get(name, ("", 0.0, set()))
         if not reason or anyio.current_time() - when > self._keep_s or rank in told:
             self._known.pop(name, None)

@@ -17,9 +17,9 @@ from anyio.streams.tls import TLSStream
 
 from ..core.address import Address
 from ..core.control import ControlError, ControlProtocol, Event, MessageReceived
-from ..core.frames import Bye, SessionMessage
+from ..core.control_frames import Bye, SessionMessage
 from ..errors import PeerError, PeerRefusedError
-from .loops import EventLoop, Task, report
+from .loops import EventLoop, LoopTask, report
 from .waiting import Signal
 
 __all__ = ["ControlConnection", "ControlListener", "PendingConnection", "dial"]
@@ -55,7 +55,7 @@ class ControlConnection:
         self._ended = False
         self._deaf = False
         self._farewell = False
-        self._tasks: list[Task] = []
+        self._tasks: list[LoopTask] = []
 
     def start(self) -> None:
         """Begin to read and write."""
@@ -257,7 +257,7 @@ class ControlListener:
         self._on_failure = on_failure
         self._timeout = timeout
         self._listeners: list[SocketListener] = []
-        self._task: Task | None = None
+        self._task: LoopTask | None = None
         self._fresh: set[ByteStream] = set()
         self._pending: dict[PendingConnection, None] = {}
         self.port = 0

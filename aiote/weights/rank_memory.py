@@ -25,7 +25,16 @@ from .dtypes import ITEMSIZE, dtype_name
 from .layout import Layout
 from .placement import Held
 
-__all__ = ["TENSOR_BYTES", "Bytes", "Place", "RankMemory", "StagingMemory", "extent_of", "in_thread", "plain_errors"]
+__all__ = [
+    "TENSOR_BYTES",
+    "Bytes",
+    "RankMemory",
+    "StagingMemory",
+    "TensorPlace",
+    "extent_of",
+    "in_thread",
+    "plain_errors",
+]
 
 Bytes = NDArray[np.uint8]
 ALIGNED = 64
@@ -52,7 +61,7 @@ def plain_errors() -> Iterator[None]:
         raise error from None
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor lies: which of the rank's regions, and the byte there at which it begins."""
 
     region: int
@@ -102,7 +111,7 @@ class RankMemory:
         self.layout, self.rank = layout, rank
         self.arrays = dict(arrays)
         self.regions: list[aiote.Region] = []
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, TensorPlace] = {}
         spans: dict[str, tuple[int, int]] = {}
         for name, tensor in layout.tensors.items():
             held = tensor.held_by().get(rank)
@@ -116,7 +125,7 @@ class RankMemory:
                 self._ranges.append((address, address + nbytes))
             first, last = self._ranges[-1]
             self._ranges[-1] = (first, max(last, address + nbytes))
-            self.places[name] = Place(len(self._ranges) - 1, address - first, nbytes)
+            self.places[name] = TensorPlace(len(self._ranges) - 1, address - first, nbytes)
         self.views: list[Bytes] = [_bytes_at(first, last - first) for first, last in self._ranges]
 
     @property
@@ -134,7 +143,7 @@ class RankMemory:
         made.layout = layout
         at = -memory.ctypes.data % ALIGNED
         for name, size in sizes.items():
-            made.places[name] = Place(0, at, size)
+            made.places[name] = TensorPlace(0, at, size)
             at += -(-size // ALIGNED) * ALIGNED
         made.views = [memory]
         return made

@@ -24,7 +24,7 @@ from .lock_reaper import LockReaper
 from .selection import RailRequest, open_rails
 from .stale_files import remove_stale_files
 
-__all__ = ["Fabric", "PendingChannel"]
+__all__ = ["PendingChannel", "RailSet"]
 
 MAY_READ, MAY_WRITE, MAY_ALL = 1, 2, 3  # what a registration opens to peers
 HOST = ("cpu", "cuda_host")
@@ -93,7 +93,7 @@ def _is_raw(error: BaseException) -> TypeGuard[OSError]:
     return isinstance(error, OSError) and not isinstance(error, FabricError)
 
 
-class Fabric:
+class RailSet:
     """Opened rails and the core.
 
     `host` chooses the rail of an IP provider when `rails` does not name any; `largest` bounds a single message

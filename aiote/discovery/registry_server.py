@@ -24,7 +24,7 @@ from .. import service
 from ..service.background import Bell, beside
 from .lease_table import LeaseTable
 from .membership import Attribute, Member, RegistryError, Roster, Watch
-from .wire import LeaseSeconds, Record, Update
+from .wire import LeaseSeconds, MemberRecord, RosterUpdate
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -40,7 +40,7 @@ LATE_S = 0.2
 GRACE_S = 1.0
 """How long whoever was not heard meanwhile has, to be heard."""
 SHORTEST_SLEEP_S = 0.01
-Records: TypeAlias = Annotated[list[Record], msgspec.Meta(max_length=MEMBERS_EACH)]
+Records: TypeAlias = Annotated[list[MemberRecord], msgspec.Meta(max_length=MEMBERS_EACH)]
 
 
 class Keeping(service.Service):
@@ -68,11 +68,11 @@ class Watching(service.Service):
 
     name = "aiote.RegistryWatch"
 
-    def __init__(self, tell: Callable[[], AsyncIterator[Update]]) -> None:
+    def __init__(self, tell: Callable[[], AsyncIterator[RosterUpdate]]) -> None:
         self._tell = tell
 
     @service.method(raises=[RegistryError])
-    def watch(self) -> AsyncIterator[Update]:
+    def watch(self) -> AsyncIterator[RosterUpdate]:
         """Tell of the members there are, and of changes from then on; a slow reader is told the latest of each."""
         return self._tell()
 
@@ -185,7 +185,7 @@ class RegistryServer:
             self._sooner.ring()
         return self._leases.keep(key, number, lease_s, members, now)
 
-    async def _tell(self) -> AsyncIterator[Update]:
+    async def _tell(self) -> AsyncIterator[RosterUpdate]:
         """Tell one client. Raises RegistryError for one too many."""
         if self.watchers >= self._limit:
             self.turned_away += 1
@@ -204,15 +204,15 @@ class RegistryServer:
         finally:
             self.watchers -= 1
 
-    def _update(self, watch: Watch) -> Update:
+    def _update(self, watch: Watch) -> RosterUpdate:
         gone: list[str] = []
-        present: list[tuple[float, Record]] = []
+        present: list[tuple[float, MemberRecord]] = []
         for event in itertools.islice(iter(watch.take, None), TOLD_AT_ONCE):
             if event.kind == "left":
                 gone.append(event.member.name)
             else:
-                present.append((self._leases.lease_s(event.member.name), Record.of(event.member)))
-        return Update(self._run, not watch.pending, gone, present)
+                present.append((self._leases.lease_s(event.member.name), MemberRecord.of(event.member)))
+        return RosterUpdate(self._run, not watch.pending, gone, present)
 
     async def _sweep(self) -> None:
         """End leases when they run out; sleep while there are none."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote.core.pages import PageList, pair_pages
+from aiote.core.paging import PageList, pair_pages
 from aiote.errors import UsageError
 
 indices = st.lists(st.integers(0, 40), max_size=12)

@@ -44,7 +44,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import UsageError
-from .layout import CacheLayout, check_layer, integer
+from .cache_layout import CacheLayout, check_layer, integer
 
 __all__ = ["Move", "PageFamily", "PageTable", "Route", "Run", "Side", "TransferPlan", "plan_transfer"]
 
