@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -72,6 +73,11 @@ class Feed(service.Service):
         """Have this sender's buckets of an update written into slots, each described when it has been written."""
         raise NotImplementedError
 
+    @service.method(idempotent=True)
+    async def decline(self, update: str) -> None:
+        """Tell this sender, which waits for all its receivers, that the caller will not take an update."""
+        raise NotImplementedError
+
 
 class Exchange(Feed):
     """A process's updates on their way out, by name; served on its engine."""
@@ -86,6 +92,12 @@ class Exchange(Feed):
         if update not in self.outgoing:
             raise UpdateError(f"no update {update} is under way here: it has ended, or was never begun")
         return self.outgoing[update].feed(offer, str(service.current_call().peer.address))
+
+    @service.method(idempotent=True)
+    async def decline(self, update: str) -> None:
+        if update in self.outgoing:
+            address = service.current_call().peer.address
+            self.outgoing[update].fail(f"receiver {address}: it ended the update before it had all of it")
 
 
 class Outgoing:
@@ -189,7 +201,7 @@ class Outgoing:
         """Fail when a receiver cannot be reached, or is lost."""
         try:
             peer = await self.engine.connect(address)
-        except aiote.PeerError as error:
+        except aiote.AioteError as error:
             self.fail(f"receiver {address}: {error}")
             return
         await peer.wait_closed()
@@ -281,11 +293,11 @@ class Incoming:
         self.bucket_bytes = bucket_bytes
         self._counters = [engine.counter() for _ in range(slots.nbytes // bucket_bytes)]
         offer = Offer(slots.descriptor, bucket_bytes, [counter.imm for counter in self._counters])
-        feeds = [service.client(engine, address, Feed) for address in self.senders]
-        self._streams = [feed.take(update, offer) for feed in feeds]
-        self._credits: list[int] = []
+        self._feeds = [service.client(engine, address, Feed) for address in self.senders]
+        self._streams = [feed.take(update, offer) for feed in self._feeds]
+        self._credits: dict[int, int] = {}
         self._number = 0
-        self._holds = self._closed = False
+        self._holds = self._closed = self._declined = False
         self._scope: anyio.CancelScope | None = None
         self._left = Bell()
 
@@ -308,7 +320,7 @@ class Incoming:
         raise UpdateError(f"update {self.update} was ended at this receiver")
 
     async def _next(self) -> Bucket | None:
-        if not self._credits:
+        if len(self._credits) < len(self.senders):
             await self._begin()
         if self._holds:
             self._holds = False
@@ -326,7 +338,10 @@ class Incoming:
         return item
 
     async def aclose(self) -> None:
-        """End it, and return when no sender writes into the slots any more. Idempotent."""
+        """End it, and return when no sender writes into the slots any more. Idempotent.
+
+        Senders that have not heard of this receiver are told, which takes up to `heartbeat_timeout` for dead ones.
+        """
         self._closed = True
         if self._scope is not None:
             self._scope.cancel()
@@ -337,6 +352,19 @@ class Incoming:
             await to_the_end(stream.aclose)
         for counter in self._counters:
             counter.close()
+        if not self._declined:
+            await to_the_end(self._decline)
+
+    async def _decline(self) -> None:
+        async def decline(number: int) -> None:
+            with suppress(aiote.AioteError):
+                await self._feeds[number].decline(self.update)
+
+        self._declined = True
+        with anyio.move_on_after(self.engine.config.heartbeat_timeout):
+            async with anyio.create_task_group() as group:
+                for number in set(range(len(self.senders))) - set(self._credits):
+                    group.start_soon(decline, number)
 
     async def _next_ended(self) -> None:
         while self._scope is not None:
@@ -344,13 +372,12 @@ class Incoming:
 
     async def _begin(self) -> None:
         """Ask all senders at once: each waits for its receivers."""
-        credits = [0] * len(self.senders)
 
         async def ask(number: int) -> None:
             item = await self._item(number)
             if not isinstance(item, Begun):
                 raise self._error(number, f"it begins with {item}")
-            credits[number] = item.credits
+            self._credits[number] = item.credits
 
         try:
             async with anyio.create_task_group() as group:
@@ -358,7 +385,6 @@ class Incoming:
                     group.start_soon(ask, number)
         except BaseExceptionGroup as errors:
             raise next((one for one in errors.exceptions if isinstance(one, UpdateError)), errors) from None
-        self._credits = credits
 
     async def _credit(self, sender: int) -> None:
         """Tell a sender that a slot of its is free, or that all went well."""

@@ -279,7 +279,7 @@ def test_senders_share_the_bytes():
             made.check(tensors)
             total = sum(tensor.nbytes for tensor in tensors.values())
             sent = [written(one.engine) - was for one, was in zip(made.trainers, before, strict=True)]
-            assert max(sent) <= 1.02 * total
+            assert max(sent) <= 1.05 * total
             assert sum(sent) >= 4 * total
 
     run(main, seed=3)
