@@ -176,12 +176,16 @@ class Sending:
         if self._outgoing.error is not None:
             raise UpdateError(self._outgoing.error)
 
-    async def close(self, reason: str = "it was ended by its host") -> None:
+    async def fail(self, reason: str) -> None:
+        """End it for all, if it has not ended: every step raises UpdateError."""
+        self._outgoing.fail(f"sender {self._outgoing.index}: {reason}")
+
+    async def close(self, reason: str) -> None:
         """End it where it has not ended, and give its memory back, unless the host says that it is `in_use`.
 
         That host closes it, too: a copy may be under way. Idempotent.
         """
-        self._outgoing.fail(f"sender {self._outgoing.index}: {reason}")
+        await self.fail(reason)
         await to_the_end(self._over.wait)
         if not self._closed and not self.in_use:
             self._closed = True
