@@ -27,7 +27,7 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import anyio
 import msgspec
@@ -262,9 +262,7 @@ class Outgoing:
         if bucket.nbytes:
             slot, start = bucket.number % len(offer.immediates), self.place(bucket.number)
             target = remote[slot * offer.bucket_bytes : slot * offer.bucket_bytes + bucket.nbytes]
-            await self.engine.write_imm(
-                self._staging[start : start + bucket.nbytes], target, offer.immediates[slot]
-            )
+            await self.engine.write_imm(self._staging[start : start + bucket.nbytes], target, offer.immediates[slot])
 
     async def _unless_failed(self, step: Callable[[], Awaitable[T]]) -> T:
         """Do what may take as long as a peer; a failure interrupts it."""
@@ -294,7 +292,7 @@ class Incoming:
         self._counters = [engine.counter() for _ in range(slots.nbytes // bucket_bytes)]
         offer = Offer(slots.descriptor, bucket_bytes, [counter.imm for counter in self._counters])
         self._feeds = [service.client(engine, address, Feed) for address in self.senders]
-        self._streams = [feed.take(update, offer) for feed in self._feeds]
+        self._streams = [cast("service.Stream", feed.take(update, offer)) for feed in self._feeds]
         self._credits: dict[int, int] = {}
         self._number = 0
         self._holds = self._closed = self._declined = False

@@ -105,7 +105,7 @@ class Joiner:
         self._bytes: Bytes | None = None
 
     def add(self, piece: Piece, bucket: Bytes) -> tuple[Bytes | None, tuple[Bytes, Bytes] | None]:
-        """Return the tensor's bytes when this piece is its last, and what has to be copied before: to where, from where.
+        """Return the tensor's bytes if this piece is its last, and what has to be copied before: to where, from where.
 
         Of a tensor in one piece the bytes are the bucket's own. Raises ValueError for a piece that does not continue
         the tensor before it.

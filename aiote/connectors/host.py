@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import anyio
 import numpy as np
 
-import aiote
-
 from .. import bridge as bridges
 from .. import service
 from ..service.background import to_the_end
@@ -204,9 +202,7 @@ class Receiving:
     async def begin(cls, party: Party, update: str, senders: Sequence[str], slots: int, bucket_bytes: int) -> Receiving:
         """Prepare to take an update; the senders are asked by the first `next`."""
         memory = await party.borrow(slots * bucket_bytes, "write")
-        return cls(
-            party, memory, Incoming(party.engine, update, senders, memory.registration.region, bucket_bytes)
-        )
+        return cls(party, memory, Incoming(party.engine, update, senders, memory.registration.region, bucket_bytes))
 
     async def next(self) -> Bucket | None:
         """Wait for the next bucket; None when there are no more. Tensors of the one before are used no more."""
@@ -248,9 +244,9 @@ def bytes_of(tensor: torch.Tensor) -> Bytes:
 
 def tensor_of(piece: Piece, content: Bytes) -> torch.Tensor:
     """Return the tensor that these bytes are. Raises UpdateError for a dtype that this torch has not."""
-    torch = sys.modules["torch"]
-    dtype = getattr(torch, piece.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise UpdateError(f"{piece.name} is of {piece.dtype}, which torch {torch.__version__} has not")
-    tensor: torch.Tensor = torch.from_numpy(content).view(dtype).view(piece.shape)
+    module = sys.modules["torch"]
+    dtype = getattr(module, piece.dtype, None)
+    if not isinstance(dtype, module.dtype):
+        raise UpdateError(f"{piece.name} is of {piece.dtype}, which torch {module.__version__} has not")
+    tensor: torch.Tensor = module.from_numpy(content).view(dtype).view(piece.shape)
     return tensor

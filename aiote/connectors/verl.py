@@ -22,7 +22,7 @@ from .host import Copy, Party, Receiving, Sending, Step, party
 __all__ = ["AioteCheckpointEngine"]
 
 
-@CheckpointEngineRegistry.register("aiote")  # type: ignore[untyped-decorator]
+@CheckpointEngineRegistry.register("aiote")
 class AioteCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     """What verl makes in each trainer and rollout process; `engine_kwargs.aiote` are its keyword arguments.
 

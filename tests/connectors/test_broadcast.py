@@ -11,7 +11,7 @@ import pytest
 
 import aiote
 from aiote.connectors.broadcast import UpdateError
-from aiote.testing import Fabric, run
+from aiote.testing import CONNECTX7_400G, Fabric, run
 from broadcasts import Rollout, Tensors, Trainer, assert_same, tensors_of
 from engines import each_provider, go_round, opened
 
@@ -64,18 +64,20 @@ class World:
 
 
 @asynccontextmanager
-async def world(open_one: Callable[[], Any], trainers: int, rollouts: int) -> AsyncIterator[World]:
+async def world(
+    open_one: Callable[[], Any], trainers: int, rollouts: int, nbytes: int = BUCKET
+) -> AsyncIterator[World]:
     async with anyio.create_task_group() as group:
         engines = [open_one() for _ in range(trainers + rollouts)]
         made: list[aiote.Engine] = []
         try:
             for opening in engines:
                 made.append(await opening.__aenter__())
-            senders = [Trainer(engine, BUCKET) for engine in made[:trainers]]
+            senders = [Trainer(engine, nbytes) for engine in made[:trainers]]
             for one in senders:
                 group.start_soon(one.serve)
                 await one.served.wait()
-            yield World(senders, [Rollout(engine, 2 * trainers, BUCKET) for engine in made[trainers:]])
+            yield World(senders, [Rollout(engine, 2 * trainers, nbytes) for engine in made[trainers:]])
         finally:
             group.cancel_scope.cancel()
             with anyio.CancelScope(shield=True):
@@ -126,9 +128,7 @@ async def test_a_slow_receiver_holds_its_senders_and_loses_nothing():
     async with world(lambda: opened("sim"), 2, 2) as made:
         tensors = tensors_of(1, [(1000,)] * 20)
         trainer, rollout = made.trainers[0], made.rollouts[0]
-        outgoing = [
-            one.announce("1", 1, index=index, senders=2) for index, one in enumerate(made.trainers)
-        ]
+        outgoing = [one.announce("1", 1, index=index, senders=2) for index, one in enumerate(made.trainers)]
         async with anyio.create_task_group() as group:
             for index, one in enumerate(made.trainers):
                 group.start_soon(one.send, outgoing[index], tensors)
@@ -283,6 +283,29 @@ def test_senders_share_the_bytes():
             assert sum(sent) >= 4 * total
 
     run(main, seed=3)
+
+
+def test_as_many_senders_as_receivers_reach_the_bound_of_a_nic():
+    """On simulated ConnectX-7: one sender's NIC is the bound, four senders use each receiver's."""
+    nbytes, count = 256 * BUCKET, 32
+
+    def took(senders: int) -> float:
+        async def main(fabric: Fabric) -> float:
+            async with world(fabric.open_engine, senders, 4, nbytes) as made:
+                await made.update("1", tensors_of(1, [(16,)]))
+                tensors = tensors_of(2, [(nbytes // 4,)] * count)
+                started = fabric.now
+                await made.update("2", tensors)
+                elapsed = fabric.now - started
+                made.check(tensors)
+                return elapsed
+
+        return run(main, seed=1, model=CONNECTX7_400G)
+
+    times = {senders: took(senders) for senders in (1, 2, 4)}
+    assert times[2] < 0.6 * times[1], times
+    assert times[4] < 0.7 * times[2], times
+    assert count * nbytes / times[4] > 25e9
 
 
 def written(engine: aiote.Engine) -> int:

@@ -62,9 +62,15 @@ class Cluster:
 
     def sync(self, large: int = 0) -> None:
         """Make an update, and check every bit of it on all replicas."""
-        self.step += 1
         self.trainers.configure(large)
+        self.update()
+        self.check(large)
+
+    def update(self) -> None:
+        self.step += 1
         self.manager.update_weights(global_steps=self.step)
+
+    def check(self, large: int = 0) -> None:
         for replica in self.manager.replicas:
             assert ray.get(replica.workers[0].wrong.remote(self.step, large)) == []
 
@@ -97,7 +103,7 @@ def test_replicas_come_and_go_between_updates(cluster):
 
 
 def test_loops_answer_while_weights_move(cluster):
-    """The bound is for a quiet machine's 50 ms; what a busy one took is printed."""
+    """How soon is printed: on a machine with a core for each rank 50 ms are kept, which none may count on."""
     workers = [cluster.trainers.workers[0], cluster.replicas[0].workers[0]]
     latencies: list[float] = []
 
@@ -110,16 +116,20 @@ def test_loops_answer_while_weights_move(cluster):
     async def main() -> float:
         done, started = asyncio.Event(), time.monotonic()
         pinging = asyncio.ensure_future(ping(done))
-        await asyncio.to_thread(cluster.sync, 256)
+        await asyncio.to_thread(cluster.update)
         done.set()
         await pinging
         return time.monotonic() - started
 
+    cluster.trainers.configure(256)
     elapsed = asyncio.run(main())
     latencies.sort()
     median, worst = latencies[len(latencies) // 2], latencies[-1]
-    print(f"\n1 GiB in {elapsed:.1f} s, {len(latencies)} pings: median {1000 * median:.0f}, worst {1000 * worst:.0f} ms")
+    print(
+        f"\n1 GiB in {elapsed:.1f} s, {len(latencies)} pings: median {1000 * median:.0f}, worst {1000 * worst:.0f} ms"
+    )
     assert len(latencies) > 10
+    cluster.check(256)
 
 
 def test_registrations_and_memory_are_flat(cluster):
@@ -158,10 +168,9 @@ def test_a_rollout_that_is_killed_ends_the_update_and_the_rest_go_on(cluster):
 
 def test_a_trainer_that_is_killed_ends_the_update_and_its_successors_go_on(cluster):
     cluster.trainers.configure(0, (1, 6))
-    cluster.step += 1
     started = time.monotonic()
     with pytest.raises((ray.exceptions.RayActorError, ray.exceptions.RayTaskError)):
-        cluster.manager.update_weights(global_steps=cluster.step)
+        cluster.update()
     assert time.monotonic() - started < SOON_S
     cluster.trainers = group(Trainer, TRAINERS, config=cluster.config)
     cluster.manage()

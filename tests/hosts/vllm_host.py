@@ -17,9 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1"
-)
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
 
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -167,9 +165,9 @@ class Host:
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory: Any) -> Iterator[Host]:
+def host(tmp_path_factory: Any) -> Host:
     os.environ["AIOTE_CLUSTER_KEY"] = os.urandom(16).hex()
-    yield Host(tmp_path_factory.mktemp("llama"))
+    return Host(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

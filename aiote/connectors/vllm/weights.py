@@ -1,7 +1,7 @@
 """vLLM's `WeightTransferEngine`: weights from a trainer into the workers of vLLM, over aiote; see docs/connectors.md.
 
-vLLM calls synchronously, in the worker's main thread. The trainer's rank 0 sends; the trainer's other ranks take part in
-the collectives that gather the weights. Every update has a name, by which workers ask the trainer for it, so a worker
+vLLM calls synchronously, in the worker's main thread. The trainer's rank 0 sends; its other ranks take part in the
+collectives that gather the weights. Every update has a name, by which workers ask the trainer for it, so a worker
 that missed one never takes the bytes of another.
 """
 
@@ -117,7 +117,7 @@ class AioteWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             bridge.call(receiving.close())
 
     def _put_back(self) -> None:
-        """Have every layer that is not complete be as before; otherwise the next update would add to what came of it."""
+        """Have every layer that is not complete be as before, or the next update would add to what came of it."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
