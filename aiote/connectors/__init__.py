@@ -4,3 +4,7 @@ Each module imports its host, and only the host's processes import it: `verl` is
 `custom_backend_module` names, `vllm` holds what vLLM finds by its entry point. What they share knows no host:
 `buckets` (pure) and `broadcast` (coroutines on an engine); `host` runs these on the process's bridge.
 """
+
+from .broadcast import UpdateError
+
+__all__ = ["UpdateError"]

@@ -17,6 +17,7 @@ import numpy as np
 
 from .. import bridge as bridges
 from .. import service
+from ..errors import UsageError
 from ..service.background import to_the_end
 from .broadcast import STAGED, Exchange, Incoming, Outgoing, UpdateError
 from .buckets import ALIGNMENT, Bucket, Bytes, Cutter, Joiner, Piece
@@ -49,11 +50,16 @@ _lock = threading.Lock()
 
 
 def party(**settings: Any) -> Party:
-    """Return this process's part in updates, made by the first who asks; settings are those of `bridge.acquire`."""
+    """Return this process's part in updates, made by the first who asks; settings are those of `bridge.acquire`.
+
+    Raises UsageError for other settings than it was made with.
+    """
     global _party
     with _lock:
         if _party is None or _party[0] != os.getpid() or _party[1].bridge.closed:
             _party = os.getpid(), Party(**settings)
+        elif settings and settings != _party[1].settings:
+            raise UsageError(f"this process's engine was opened with {_party[1].settings}, not with {settings}")
         return _party[1]
 
 
@@ -68,6 +74,7 @@ class Party:
     """The bridge, the service by which receivers ask for updates, and registered memory, kept for the next update."""
 
     def __init__(self, **settings: Any) -> None:
+        self.settings = settings
         self.bridge = bridges.acquire(**settings)
         self.engine = self.bridge.engine
         self.address = str(self.engine.address)
@@ -116,7 +123,6 @@ class Sending:
         self._over = anyio.Event()
         self._closed = False
         self.in_use = False
-        self.nbytes = 0
         party.bridge.submit(self._run())
 
     @classmethod
@@ -164,7 +170,6 @@ class Sending:
     def _put(self) -> Iterator[Step]:
         if self._pieces:
             last = self._pieces[-1]
-            self.nbytes += last.offset + last.length
             yield self._outgoing.put(Bucket(self._number, last.offset + last.length, self._pieces))
             self._pieces = []
 
