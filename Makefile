@@ -10,12 +10,16 @@ WITH := PATH="$(abspath $(BIN)):$$PATH"
 READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo check test test-all soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel mutants idle bench bench-peers bench-kvcache bench-service bench-rails test-guest lint format wheel venv develop system test-system clean distclean help
+.PHONY: demo demo-weights check test test-all soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel mutants idle bench bench-peers bench-kvcache bench-service bench-rails test-guest test-connectors lint format wheel venv develop system test-system clean distclean help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
 	@$(READY) run --install
 	$(BIN)/aiote demo kvcache $(ARGS)
+
+demo-weights: system  ## see trainers' weights go into inference ranks, step by step; installs torch (0.2 GB)
+	@$(READY) torch --install
+	$(BIN)/python examples/weights/moe/run.py $(ARGS)
 
 check: system  ## lint, types and the tests that need no libfabric, in a minute: for between two commits
 	@$(READY) dev --install
@@ -47,6 +51,10 @@ test-guest: test-system  ## run what needs RDMA devices or netem, in a guest who
 	@$(READY) dev --install
 	@$(GUEST) --build-uml
 	$(GUEST) --nics 4 -- $(BIN)/pytest -q -p no:cacheprovider --combinations pairs -m "needs_rdma or needs_netem" $(ARGS)
+
+test-connectors: test-system  ## test the connectors in verl and vLLM, which it installs (4 GB); ARGS="verl -- -k killed"
+	@$(READY) dev --install
+	$(BIN)/python tools/connectors.py $(ARGS)
 
 bench-rails: test-system  ## measure several rails with a rate limit each, and the loss of one
 	@$(READY) dev --install

@@ -134,7 +134,7 @@ class EngineConfig:
     libfabric: str = _setting("libfabric", "")
 
     @property
-    def of_fabric(self) -> dict[str, Any]:
+    def of_rail_set(self) -> dict[str, Any]:
         """What rails and native core are opened with."""
         return {
             "library": self.libfabric,

@@ -17,10 +17,10 @@ from .core.address import Address
 from .errors import ClosedError, UsageError
 from .host import bind_host, host_identity
 from .observe import Events
-from .rails import Fabric, after_fork
+from .rails import RailSet, after_fork
 
 if TYPE_CHECKING:
-    from .aio import Task, Waiter
+    from .aio import LoopTask, Waiter
     from .config import EngineConfig
     from .rails import Core, PeerLink
 
@@ -58,7 +58,7 @@ class Runtime:
         """Tasks that the end of the engine wakes, whatever they wait for."""
         self.owner: object = None
         """What has to live for as long as the event loop watches the core."""
-        self._tasks: dict[Task, None] = {}
+        self._tasks: dict[LoopTask, None] = {}
         self._driver: Driver | None = None
         self.kick: Callable[[], None] = lambda: None
         """Have the event loop make progress soon."""
@@ -68,9 +68,9 @@ class Runtime:
         identity = config.identity or secrets.token_bytes(16)
         # Its port is known when the engine listens.
         self.address = Address(host, config.port or 1, identity, next_incarnation())
-        self.fabric = Fabric(provider, rails, host=host, **config.of_fabric)
-        assert self.fabric.core is not None
-        self.core: Core = self.fabric.core
+        self.rail_set = RailSet(provider, rails, host=host, **config.of_rail_set)
+        assert self.rail_set.core is not None
+        self.core: Core = self.rail_set.core
 
     def start(self, on_round: Callable[[list[PeerLink]], None]) -> None:
         """Have the event loop make progress; `on_round` hears of the peers that failed, after each collection."""
@@ -112,11 +112,11 @@ class Runtime:
 
     def rail_name(self, rail: int) -> str:
         """Name a rail by its index; an empty string when there is none."""
-        return self.fabric.rails[rail].name if 0 <= rail < len(self.fabric.rails) else ""
+        return self.rail_set.rails[rail].name if 0 <= rail < len(self.rail_set.rails) else ""
 
     def rail_index(self, rail: str | int) -> int:
         """Return the position of a rail. Raises UsageError where there is none of that name or number."""
-        names = [one.name for one in self.fabric.rails]
+        names = [one.name for one in self.rail_set.rails]
         position = names.index(rail) if rail in names else rail
         if isinstance(position, int) and 0 <= position < len(names):
             return position
@@ -147,6 +147,6 @@ class Runtime:
 
     def close(self) -> None:
         """Close core and rails, and wake who waits; links and regions are closed before. Idempotent."""
-        self.fabric.close()
+        self.rail_set.close()
         for waiter in tuple(self.waiters):
             wake(waiter)

@@ -429,19 +429,19 @@ cdef class Core:
 
     def statistics(self) -> dict[str, Any]:
         """Return what was counted since the core was opened."""
-        cdef Progress engine
-        if not (self.engine.threaded and alive(&self.engine)):
-            engine = self.engine
-        else:
-            with nogil:
+        cdef State state
+        cdef uint64_t sleeps, rounds
+        cdef bint shared = self.engine.threaded and alive(&self.engine)
+        with nogil:  # the native thread changes some of the words beside these without the lock
+            if shared:
                 lock(&self.engine)
-                engine = self.engine
+            state, sleeps, rounds = self.engine.state, self.engine.sleeps, self.engine.rounds
+            if shared:
                 unlock(&self.engine)
-        cdef State* state = &engine.state
         return {
             "posted": state.posted, "completed": state.completed, "refused": state.refused,
             "immediates": state.immediates, "outstanding": state.outstanding, "queued": state.queued,
-            "peer_wakeups": state.wakeups, "sleeps": engine.sleeps, "rounds": engine.rounds, "inbox": state.inbox,
+            "peer_wakeups": state.wakeups, "sleeps": sleeps, "rounds": rounds, "inbox": state.inbox,
             "counters": state.counters.used, "carried": tuple([state.carried[rail] for rail in range(MAX_RAILS)]),
         }
 

@@ -28,7 +28,7 @@ from aiote.bench.congestion import NamespaceError, congestion_control, enter_nam
 from aiote.bench.contestants import Contestant, Setting, start
 from aiote.bench.kvlatency import first_token, lost_pages, pages_back
 from aiote.bench.kvservice import OURS, WORKLOADS, ServiceEntry, Workload, measure_service
-from aiote.bench.measure import Plan
+from aiote.bench.measure import RunPlan
 from aiote.bench.records import FORMAT, machine
 from aiote.bench.sides import BenchError, Pair
 
@@ -106,7 +106,7 @@ class Measurement:
         self.found: dict[str, list[Any]] = {part: [] for part in PARTS}
 
     def service(self) -> None:
-        plan = Plan(self.arguments.runs, self.arguments.seconds)
+        plan = RunPlan(self.arguments.runs, self.arguments.seconds)
         for provider in self.providers:
             for workload in workloads_of(self.arguments):
                 with ExitStack() as stack:

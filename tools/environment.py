@@ -21,8 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = Path("build") / str(sys.implementation.cache_tag)
 RUN = ["cli", "libfabric", "safetensors"]
 EXTRAS = {"run": RUN, "dev": [*RUN, "trio", "uvloop", "dev"], "fuzz": [*RUN, "fuzz"], "bench": [*RUN, "uvloop", "plot"]}
+EXTRAS["torch"] = [*RUN, "torch"]
 EDITABLE = "editable\n"
 NEVER_BUILT = "atheris"  # its source wants a clang of its own making
+# torch for the CPU alone is a tenth of what PyPI has for Linux, which brings CUDA along.
+TORCH_CPU = ["--extra-index-url=https://download.pytorch.org/whl/cpu", "--retries=0", "torch==2.13.0+cpu"]
 
 
 def say(text: str) -> None:
@@ -94,6 +97,14 @@ def without_atheris() -> str:
     )
 
 
+def install_torch(venv: Path) -> None:
+    """Install torch without CUDA where there is such a wheel; else what PyPI has comes with the other requirements."""
+    try:
+        pip_install(venv, *TORCH_CPU)
+    except SystemExit:
+        say("there is no torch for the CPU alone, so the one with CUDA is installed")
+
+
 def install_requirements(venv: Path, group: str) -> None:
     stamp = venv / ".installed-requirements"
     have = set(stamp.read_text().splitlines()) if stamp.exists() else set()
@@ -101,6 +112,8 @@ def install_requirements(venv: Path, group: str) -> None:
     if have.issuperset(wanted):
         return
     say(f"installing {len(wanted)} requirements into {venv}, once")
+    if group == "torch":
+        install_torch(venv)
     try:
         pip_install(venv, f"--only-binary={NEVER_BUILT}", *wanted)
     except SystemExit as error:

@@ -53,6 +53,7 @@ LONG = {
     "fuzz": "--seconds 120",
     "sanitize": "",
     "test-wheel": "",
+    "test-connectors": "",
     "mutants": "",
 }
 # What `--check` runs: two lanes of what opens no engine on a library and needs nothing that is installed beside Python.

@@ -5,10 +5,10 @@ Everything above asks `current_loop()` and speaks of waiters, tasks and descript
 
 from anyio.abc import ByteStream
 
-from .control import ControlConnection, ControlListener, PendingConnection, dial
+from .control_stream import ControlConnection, ControlListener, PendingConnection, dial
 from .driver import Driver
 from .handover import Handover, hand_over
-from .loops import EventLoop, Task, Waiter, current_loop, report
+from .loops import EventLoop, LoopTask, Waiter, current_loop, report
 from .offload import ThreadCall
 from .waiting import Signal, finish, insist, poll_until, run, sleep, wake, within
 
@@ -19,9 +19,9 @@ __all__ = [
     "Driver",
     "EventLoop",
     "Handover",
+    "LoopTask",
     "PendingConnection",
     "Signal",
-    "Task",
     "ThreadCall",
     "Waiter",
     "current_loop",

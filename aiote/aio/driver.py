@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from .loops import AsyncioLoop, EventLoop, Task
+from .loops import AsyncioLoop, EventLoop, LoopTask
 
 if TYPE_CHECKING:
     from ..rails import Core, PeerLink
@@ -38,7 +38,7 @@ class Driver:
         self._sleeping = False
         self._collecting = False
         self._more = False
-        self._task: Task | None = None
+        self._task: LoopTask | None = None
         # The core calls this for what it starts by itself, unless it is `awake`: somebody will look soon anyway.
         core.on_submit = self.kick
         self._asyncio = loop.loop if isinstance(loop, AsyncioLoop) else None

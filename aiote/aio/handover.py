@@ -19,7 +19,7 @@ import anyio
 
 from ..errors import FabricError
 from ..rails import guarded_socket, parse_address
-from .loops import EventLoop, Task
+from .loops import EventLoop, LoopTask
 
 __all__ = ["Handover", "hand_over"]
 
@@ -79,7 +79,7 @@ class Handover:
         except OSError as error:
             raise failed(error, f"no socket to hand over wake-ups by: {error.strerror}") from error
         self._on_arrival = on_arrival
-        self._task: Task = loop.spawn(self._listen, name="aiote handover", after=self._socket.close)
+        self._task: LoopTask = loop.spawn(self._listen, name="aiote handover", after=self._socket.close)
 
     async def _listen(self) -> None:
         while True:

@@ -1,7 +1,7 @@
 """One interface to two event loops.
 
-A `Waiter` is awaited once by one task and set by `set_result`. A `Task` runs beside the engine's user, not in a scope
-of theirs, so an engine may be opened in one task and closed in another (as test fixtures do); its failures go to
+A `Waiter` is awaited once by one task and set by `set_result`. A `LoopTask` runs beside the engine's user, not in a
+scope of theirs, so an engine may be opened in one task and closed in another (as test fixtures do); its failures go to
 `on_failure`.
 """
 
@@ -19,7 +19,7 @@ from ..rails import NativeAlarm, NativeWaiter
 if TYPE_CHECKING:
     import trio
 
-__all__ = ["EventLoop", "Task", "Waiter", "current_loop"]
+__all__ = ["EventLoop", "LoopTask", "Waiter", "current_loop"]
 
 
 class Waiter(Protocol):
@@ -30,7 +30,7 @@ class Waiter(Protocol):
     def __await__(self) -> Generator[Any, Any, Any]: ...
 
 
-class Task(Protocol):
+class LoopTask(Protocol):
     """A running coroutine of the engine's own."""
 
     def cancel(self) -> None:
@@ -76,7 +76,7 @@ class EventLoop(Protocol):
         *args: Any,
         name: str,
         after: Callable[[], object] | None = None,
-    ) -> Task: ...
+    ) -> LoopTask: ...
     def call_soon(self, function: Callable[[], object]) -> None: ...
     def call_from_thread(self, function: Callable[[], object]) -> None: ...
     def forget_readable(self, fd: int) -> None: ...
@@ -195,7 +195,7 @@ class AsyncioLoop:
         *args: Any,
         name: str,
         after: Callable[[], object] | None = None,
-    ) -> Task:
+    ) -> LoopTask:
         """Run a coroutine beside the caller; `after` is called when it has ended, even if it never began."""
         task = self.loop.create_task(function(*args), name=name)
         self._tasks.add(task)
@@ -316,7 +316,7 @@ class TrioLoop:
         *args: Any,
         name: str,
         after: Callable[[], object] | None = None,
-    ) -> Task:
+    ) -> LoopTask:
         task = TrioTask(self._trio)
 
         async def run() -> None:

@@ -23,9 +23,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from aiote.bench.kvservice import ServiceRun, Workload, do
+from aiote.bench.order_statistics import Spread
 from aiote.bench.records import GIB
 from aiote.bench.sides import BenchError, Pair
-from aiote.bench.statistics import Spread
 
 __all__ = ["FirstToken", "PagesBack", "Round", "first_token", "lost_pages", "pages_back"]
 

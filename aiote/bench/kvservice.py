@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from aiote.bench.measure import Plan
+from aiote.bench.measure import RunPlan
+from aiote.bench.order_statistics import Spread, paired_ratio
+from aiote.bench.record_table import size_text
 from aiote.bench.records import GIB
 from aiote.bench.sides import BenchError, Pair, Unsupported
-from aiote.bench.statistics import Spread, paired_ratio
-from aiote.bench.table import size_text
 from aiote.bench.work import HUGE_BYTES
 
 __all__ = [
@@ -163,7 +163,7 @@ def whole(workload: Workload, count: float) -> int:
     return max(1, round(count / workload.window)) * workload.window
 
 
-def _warm_up(entry: ServiceEntry, workload: Workload, plan: Plan) -> None:
+def _warm_up(entry: ServiceEntry, workload: Workload, plan: RunPlan) -> None:
     """Check every layer as it comes, and find how many requests take as long as a run should."""
     _once(entry, workload, 2 * workload.window, check=1)
     count = 2 * workload.window
@@ -189,7 +189,7 @@ def measure_service(
     entries: Sequence[ServiceEntry],
     provider: str,
     workload: Workload,
-    plan: Plan,
+    plan: RunPlan,
     on_step: Callable[[str], object] = lambda _: None,
 ) -> list[Line]:
     """Measure one workload for all, in turn. Raises BenchError where the library fails, or data are wrong."""

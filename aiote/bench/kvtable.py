@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from aiote.bench.kvlatency import FirstToken, PagesBack
 from aiote.bench.kvservice import Line
-from aiote.bench.statistics import Spread
-from aiote.bench.table import size_text
+from aiote.bench.order_statistics import Spread
+from aiote.bench.record_table import size_text
 
 __all__ = ["first_tokens", "pages_back", "service", "service_latency"]
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 
 from aiote.bench.congestion import congestion_control
 from aiote.bench.contestants import Setting, processors
-from aiote.bench.records import UNITS, Record, Run
+from aiote.bench.order_statistics import Spread, paired_ratio
+from aiote.bench.records import UNITS, BenchRecord, TimedRun
 from aiote.bench.sides import BenchError, Pair, Unsupported
-from aiote.bench.statistics import Spread, paired_ratio
 from aiote.bench.work import HUGE_BYTES, Work
 
-__all__ = ["Entry", "Plan", "arena_for", "measure"]
+__all__ = ["Measurement", "RunPlan", "arena_for", "measure"]
 
 LEAST_ARENA = 32 << 20
 FIRST_BYTES = 32 << 20
@@ -25,7 +25,7 @@ SEEDS = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunPlan:
     """How often and for how long: `runs` of about `seconds` each, after a cold one and one that finds the length."""
 
     runs: int = 5
@@ -33,7 +33,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Entry:
+class Measurement:
     """One contestant at one kind of work, as far as it was measured. `loop` is "" where none matters.
 
     `optional`: its failure is noted, and does not end the measurement of the others.
@@ -44,7 +44,7 @@ class Entry:
     optional: bool = False
     count: int = 0
     cold: float = 0.0
-    runs: list[Run] = field(default_factory=list)
+    runs: list[TimedRun] = field(default_factory=list)
     refusal: str = ""
 
 
@@ -54,7 +54,7 @@ def arena_for(works: Sequence[Work]) -> int:
     return -(-most // HUGE_BYTES) * HUGE_BYTES
 
 
-def _once(entry: Entry, work: Work, count: int) -> Run:
+def _once(entry: Measurement, work: Work, count: int) -> TimedRun:
     """Do one run. Raises BenchError when what arrived is not what was sent."""
     work = replace(work, count=count, seed=next(SEEDS))
     initiator, target = entry.pair.run(work.line())
@@ -62,7 +62,7 @@ def _once(entry: Entry, work: Work, count: int) -> Run:
         if answer.get("verified") is not True:
             raise BenchError(f"{entry.pair.name} {side}: the data are wrong after {work.line()!r}")
     try:
-        return Run.of(work, initiator, target)
+        return TimedRun.of(work, initiator, target)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise BenchError(f"{entry.pair.name}: not a result: {initiator!r}, {target!r}") from error
 
@@ -72,7 +72,7 @@ def _whole(work: Work, count: float) -> int:
     return max(1, round(count / work.window)) * work.window
 
 
-def _warm_up(entry: Entry, work: Work, plan: Plan) -> None:
+def _warm_up(entry: Measurement, work: Work, plan: RunPlan) -> None:
     """Do the cold run, and find how many requests take as long as a run should."""
     size = max(work.request_bytes, 1)
     count = _whole(work, min(FIRST_REQUESTS, max(work.window, FIRST_BYTES // size)))
@@ -88,11 +88,11 @@ def _warm_up(entry: Entry, work: Work, plan: Plan) -> None:
     entry.count = _whole(work, count * plan.seconds / max(run.seconds, 1e-6))
 
 
-def _shared(run: Run) -> bool:
+def _shared(run: TimedRun) -> bool:
     return min(run.cpu_initiator, run.cpu_target) < ALONE * run.seconds
 
 
-def _round(entries: Sequence[Entry], work: Work) -> dict[int, Run]:
+def _round(entries: Sequence[Measurement], work: Work) -> dict[int, TimedRun]:
     """Do one run of each; one that fails and may is left out from then on."""
     found = {}
     for entry in entries:
@@ -103,7 +103,7 @@ def _round(entries: Sequence[Entry], work: Work) -> dict[int, Run]:
     return found
 
 
-def _note(entry: Entry, error: BenchError) -> None:
+def _note(entry: Measurement, error: BenchError) -> None:
     """Leave a contestant out that failed. Raises the error where its failure counts."""
     if not entry.optional:
         raise error
@@ -111,7 +111,7 @@ def _note(entry: Entry, error: BenchError) -> None:
     entry.runs.clear()
 
 
-def _alternate(entries: Sequence[Entry], work: Work, plan: Plan, *, spins: bool) -> int:
+def _alternate(entries: Sequence[Measurement], work: Work, plan: RunPlan, *, spins: bool) -> int:
     """Do the runs, one of each contestant in turn, every other round in the opposite order; return how many rounds were
     thrown away because a spinning process of the engine or the baseline had to share its core.
     """
@@ -131,13 +131,17 @@ def _alternate(entries: Sequence[Entry], work: Work, plan: Plan, *, spins: bool)
 
 
 def measure(
-    entries: Sequence[Entry], work: Work, setting: Setting, plan: Plan, on_step: Callable[[str], object] | None = None
-) -> list[Record]:
+    entries: Sequence[Measurement],
+    work: Work,
+    setting: Setting,
+    plan: RunPlan,
+    on_step: Callable[[str], object] | None = None,
+) -> list[BenchRecord]:
     """Measure one kind of work for all contestants; one that cannot do it has a record without a figure.
 
     Raises BenchError where a worker fails or the data are wrong.
     """
-    able: list[Entry] = []
+    able: list[Measurement] = []
     for entry in entries:
         if on_step is not None:
             on_step(f"{work.op} {work.size}: {entry.pair.name}")
@@ -157,13 +161,13 @@ def measure(
     return [_record(entry, work, setting, raw, disturbed) for entry in entries]
 
 
-def _record(entry: Entry, work: Work, setting: Setting, raw: Entry | None, disturbed: int) -> Record:
+def _record(entry: Measurement, work: Work, setting: Setting, raw: Measurement | None, disturbed: int) -> BenchRecord:
     runs = entry.runs
     ratio = None
     if raw is not None and raw is not entry and runs:
         ratio = paired_ratio([run.value for run in runs], [run.value for run in raw.runs])
     timed = work.op == "latency" and bool(runs)
-    return Record(
+    return BenchRecord(
         op=work.op,
         contestant=entry.pair.name,
         provider=setting.provider,

@@ -6,9 +6,9 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from aiote.bench.records import Record
+from aiote.bench.record_table import size_text
+from aiote.bench.records import BenchRecord
 from aiote.bench.sides import BenchError
-from aiote.bench.table import size_text
 
 __all__ = ["draw", "require"]
 
@@ -19,7 +19,7 @@ def require() -> None:
         raise BenchError('a plot needs matplotlib; install with: pip install "aiote[plot]"')
 
 
-def draw(path: Path, records: Sequence[Record]) -> None:
+def draw(path: Path, records: Sequence[BenchRecord]) -> None:
     """Draw a panel for each provider and unit: a group of bars for each kind of work, a bar for each contestant.
 
     The line on a bar goes from the least to the largest of its runs. Raises BenchError, OSError.
@@ -27,7 +27,7 @@ def draw(path: Path, records: Sequence[Record]) -> None:
     require()
     from matplotlib.figure import Figure
 
-    panels: dict[tuple[str, str], list[Record]] = {}
+    panels: dict[tuple[str, str], list[BenchRecord]] = {}
     for record in records:
         if record.runs:
             panels.setdefault((record.provider, record.unit), []).append(record)

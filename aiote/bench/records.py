@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aiote.bench.statistics import Spread
+from aiote.bench.order_statistics import Spread
 from aiote.bench.work import Work
 
-__all__ = ["FORMAT", "Record", "Run", "machine", "value_of", "write_json"]
+__all__ = ["FORMAT", "BenchRecord", "TimedRun", "machine", "value_of", "write_json"]
 
 FORMAT = 1
 GIB = 1 << 30
@@ -22,7 +22,7 @@ UNITS = {"write": "GiB/s", "read": "GiB/s", "pages": "GiB/s", "send": "ops/s", "
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TimedRun:
     """One run of one contestant: `value` in the unit of its kind of work, CPU seconds of each side, and its length."""
 
     value: float
@@ -33,7 +33,7 @@ class Run:
     max_us: float = 0.0
 
     @classmethod
-    def of(cls, work: Work, initiator: dict[str, Any], target: dict[str, Any]) -> Run:
+    def of(cls, work: Work, initiator: dict[str, Any], target: dict[str, Any]) -> TimedRun:
         """Make one of what the two sides answered. Raises KeyError, TypeError for answers that are none."""
         return cls(
             value=value_of(work, initiator),
@@ -54,7 +54,7 @@ def value_of(work: Work, answer: dict[str, Any]) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class BenchRecord:
     """One line of the table: a contestant at one kind of work.
 
     `value` is in `unit`; of the cold run, the first after the processes met, there is one value, and it is in no other
@@ -105,7 +105,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write_json(path: Path, records: Sequence[Record]) -> None:
+def write_json(path: Path, records: Sequence[BenchRecord]) -> None:
     """Write all records; a file that is there is replaced at once or not at all."""
     text = json.dumps(
         {"format": FORMAT, "machine": machine(), "records": [record.as_dict() for record in records]}, indent=1

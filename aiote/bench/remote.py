@@ -17,7 +17,7 @@ import socketserver
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from aiote.bench.sides import PATIENCE_S, BenchError, Lines, LocalSide
+from aiote.bench.sides import PATIENCE_S, BenchError, JsonLines, LocalSide
 
 if TYPE_CHECKING:
     from aiote.bench.contestants import Setting
@@ -53,7 +53,7 @@ class RemoteSide:
     def __init__(self, name: str, sock: socket.socket) -> None:
         self.name = name
         self._sock = sock
-        self._lines = Lines(name, sock)
+        self._lines = JsonLines(name, sock)
 
     def send(self, line: str) -> None:
         """Send a line. Raises BenchError when the connection is gone."""

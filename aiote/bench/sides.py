@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Protocol
 
-__all__ = ["BenchError", "Lines", "LocalSide", "Pair", "Side", "Unsupported", "eventfds"]
+__all__ = ["BenchError", "BenchSide", "JsonLines", "LocalSide", "Pair", "Unsupported", "eventfds"]
 
 PATIENCE_S = 120.0
 SHARED_MEMORY = Path("/dev/shm")
@@ -28,7 +28,7 @@ class Unsupported(BenchError):
     """A worker cannot do what it was asked for."""
 
 
-class Side(Protocol):
+class BenchSide(Protocol):
     """One worker."""
 
     name: str
@@ -38,7 +38,7 @@ class Side(Protocol):
     def close(self) -> None: ...
 
 
-class Lines:
+class JsonLines:
     """Lines of JSON from a descriptor, each waited for at most so long."""
 
     def __init__(self, name: str, stream: IO[bytes] | socket.socket) -> None:
@@ -89,7 +89,7 @@ class LocalSide:
             process_group=0,  # Ctrl-C is for the one that started it, which ends it
         )
         assert self._process.stdout is not None
-        self._lines = Lines(name, self._process.stdout)
+        self._lines = JsonLines(name, self._process.stdout)
 
     def send(self, line: str) -> None:
         """Send a line. Raises BenchError when the worker is gone."""
@@ -151,7 +151,7 @@ def eventfds() -> Iterator[tuple[int, int]]:
 class Pair:
     """The two workers of one contestant, connected."""
 
-    def __init__(self, name: str, target: Side, initiator: Side) -> None:
+    def __init__(self, name: str, target: BenchSide, initiator: BenchSide) -> None:
         self.name = name
         self.target = target
         self.initiator = initiator

@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 
 import aiote
-from aiote.bench.loops import Arena, initiate, serve
+from aiote.bench.measured_loops import Arena, initiate, serve
 from aiote.bench.work import Work
 
 __all__ = ["SPIN_US", "main", "run_on"]
@@ -42,7 +42,7 @@ def settings(arguments: argparse.Namespace) -> aiote.EngineConfig:
     )
 
 
-class Side:
+class WorkerSide:
     """One side of the pair."""
 
     def __init__(self, arguments: argparse.Namespace, arena: Arena) -> None:
@@ -87,7 +87,7 @@ async def drive(arguments: argparse.Namespace) -> None:
     # A thread reads the lines, so that the engine's heartbeats go on between the runs.
     lines = anyio.wrap_file(sys.stdin)
     async with aiote.open_engine(arguments.provider, rails=rails, config=settings(arguments)) as engine:
-        side = Side(arguments, Arena(engine, arguments.arena))
+        side = WorkerSide(arguments, Arena(engine, arguments.arena))
         write_answer({"address": side.arena.region.descriptor.hex(), "library": engine.rails[0].library})
         while (line := (await lines.readline()).strip()) and await side.obey(line):
             pass

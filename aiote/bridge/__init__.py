@@ -7,6 +7,6 @@ event loop. Both end only when the coroutine has ended, so what a cancelled tran
 
 from .bridge import Bridge, acquire
 from .calls import Call
-from .registrations import Registration
+from .registered_memory import Registration
 
 __all__ = ["Bridge", "Call", "Registration", "acquire"]

@@ -17,7 +17,7 @@ from ..config import EngineConfig
 from ..engine import Opening
 from ..errors import ClosedError, UsageError
 from .calls import Call, until_done
-from .registrations import Registration, Source
+from .registered_memory import MemorySource, Registration
 from .thread import EngineThread, closed
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class Bridge:
         holds it any more, within `kept_bytes`; with any other, peers may have its keys, and it ends with the last who
         holds it. In any thread but the bridge's own. Raises as `Engine.register_async`.
         """
-        call = self._call(self._register(Source(memory, access)), waits=True)
+        call = self._call(self._register(MemorySource(memory, access)), waits=True)
         try:
             return call.wait()
         except BaseException:
@@ -212,14 +212,14 @@ class Bridge:
 
     async def register_async(self, memory: Any, access: Access = "read-write") -> Registration:
         """Register memory as `register` does, on any event loop, also the bridge's own."""
-        call = self._call(self._register(Source(memory, access)))
+        call = self._call(self._register(MemorySource(memory, access)))
         try:
             return await call.join()
         except BaseException:
             self._take_back(call)
             raise
 
-    async def _register(self, source: Source) -> Registration:
+    async def _register(self, source: MemorySource) -> Registration:
         held = await self._thread.memory.hold(source)
         try:
             registration = Registration(self, held, held.region[source.bytes])

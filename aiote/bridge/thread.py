@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..aio import report
 from ..errors import ClosedError, UsageError
 from .calls import Call, until_done
-from .registrations import Memory
+from .registered_memory import Memory
 
 if TYPE_CHECKING:
     import aiote

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from aiote.cli import bench, doctor, info, kvcache, weightfile
+from aiote.cli import bench, doctor, info, kvcache, plan, weightfile
 
 __all__ = ["run"]
 
@@ -22,10 +22,13 @@ app = typer.Typer(
 demo = typer.Typer(help="See the engine at work on real input.", no_args_is_help=True)
 app.add_typer(demo, name="demo")
 app.add_typer(bench.app, name="bench")
+plans = typer.Typer(help="See what would be moved, before anything is.", no_args_is_help=True)
+app.add_typer(plans, name="plan")
 app.command("info")(info.command)
 app.command("doctor")(doctor.command)
 demo.command("kvcache")(kvcache.command)
 demo.command("weights")(weightfile.command)
+plans.command("weights")(plan.weights)
 
 
 def _version(asked: bool) -> None:

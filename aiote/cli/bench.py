@@ -18,12 +18,12 @@ import typer
 from rich.console import Console
 
 import aiote
-from aiote.bench import plot, table
+from aiote.bench import plot, record_table
 from aiote.bench.congestion import NamespaceError, congestion_control, enter_namespace
 from aiote.bench.contestants import Contestant, Setting, perftest, start, worker_command
 from aiote.bench.devices import ports_of
-from aiote.bench.measure import Entry, Plan, arena_for, measure
-from aiote.bench.records import Record, write_json
+from aiote.bench.measure import Measurement, RunPlan, arena_for, measure
+from aiote.bench.records import BenchRecord, write_json
 from aiote.bench.remote import Listener, WorkerConnection, parse_place
 from aiote.bench.sides import BenchError
 from aiote.bench.work import OPS, Work
@@ -124,7 +124,7 @@ class Options:
 
     settings: tuple[Setting, ...]
     works: tuple[Work, ...]
-    plan: Plan
+    plan: RunPlan
     json: Path | None
     plot: Path | None
     reno: bool
@@ -218,7 +218,7 @@ def _options(ops: Sequence[str], values: dict[str, Any]) -> Options:
             plot.require()
         except BenchError as error:
             _fail(str(error), 2)
-    plan = Plan(values["runs"], values["seconds"])
+    plan = RunPlan(values["runs"], values["seconds"])
     return Options(settings, works, plan, values["json"], values["plot"], values["reno"], values["connect"])
 
 
@@ -228,7 +228,7 @@ def _one_setting(
     setting: Setting,
     connection: WorkerConnection | None,
     console: Console,
-    records: list[Record],
+    records: list[BenchRecord],
 ) -> None:
     """Measure over one provider with one library, and add what was found."""
     with contextlib.ExitStack() as stack, console.status("starting") as status:
@@ -247,14 +247,14 @@ def _one_setting(
                 continue
             entries.append((pair, setting.loop if contestant.kind == "aiote" else "", contestant.kind == "other"))
         for work in options.works:
-            taking_part = [Entry(pair, loop, optional) for pair, loop, optional in entries]
+            taking_part = [Measurement(pair, loop, optional) for pair, loop, optional in entries]
             records += measure(taking_part, work, setting, options.plan, status.update)
 
 
 def _measure(contestants: Sequence[Contestant], options: Options) -> None:
     # What is not a terminal is a file, which has room for a line.
     console, progress = Console(width=None if sys.stdout.isatty() else WIDTH), Console(stderr=True)
-    records: list[Record] = []
+    records: list[BenchRecord] = []
     try:
         if options.reno:
             enter_namespace("reno")
@@ -268,7 +268,7 @@ def _measure(contestants: Sequence[Contestant], options: Options) -> None:
     finally:
         # What was measured before a failure or an interrupt is not lost.
         if records:
-            table.show(records, console)
+            record_table.show(records, console)
         if records and options.json is not None:
             write_json(options.json, records)
     if any(setting.over_tcp for setting in options.settings) and congestion_control() == "bbr":

@@ -14,8 +14,8 @@ from aiote.cli.report import Bars, Summary, summarize
 from aiote.demo import prompts
 from aiote.demo import run as runs
 from aiote.demo.faults import DemoError, leaves
-from aiote.demo.local import run_reference
 from aiote.demo.model import ModelConfig
+from aiote.demo.one_process import run_reference
 from aiote.demo.settings import Settings
 from aiote.demo.tokens import encode
 from aiote.errors import AioteError, UsageError

@@ -16,8 +16,8 @@ from rich.text import Text
 
 from aiote.demo import tokens
 from aiote.demo.children import NAMES
-from aiote.demo.local import LocalResult
 from aiote.demo.model import ModelConfig
+from aiote.demo.one_process import LocalResult
 from aiote.demo.run import RunResult
 from aiote.demo.settings import Settings
 

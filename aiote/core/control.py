@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 from ..errors import ClosedError, UsageError
 from .address import Address
-from .frames import (
+from .control_frames import (
     FAILED_PROTOCOL,
     PLAIN_LIMIT,
     SEALED_LIMIT,

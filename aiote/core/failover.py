@@ -65,7 +65,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 from ..errors import UsageError
 from .control import Role
-from .frames import ControlError
+from .control_frames import ControlError
 
 __all__ = [
     "ARRIVED_LIMIT",

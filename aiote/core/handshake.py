@@ -32,8 +32,8 @@ from enum import IntEnum
 
 from ..errors import UsageError
 from .address import ANYONE, IDENTITY_BYTES, Address
+from .control_frames import NONCE_BYTES, Challenge, ControlError, Hello, Proof, Refused, Welcome, encode
 from .fields import U64, FieldError, Fixed
-from .frames import NONCE_BYTES, Challenge, ControlError, Hello, Proof, Refused, Welcome, encode
 
 __all__ = [
     "DEFAULT_NONCE",

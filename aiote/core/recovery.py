@@ -46,12 +46,22 @@ from typing import Final
 
 from .failover import Account, FailoverError, Received, reconcile
 
-__all__ = ["GAPS_LIMIT", "MessageNumbers", "Post", "Recovery", "Stage", "Work", "cancel", "resolved", "take_over"]
+__all__ = [
+    "GAPS_LIMIT",
+    "MessageNumbers",
+    "Post",
+    "Recovery",
+    "Stage",
+    "TrackedWork",
+    "cancel",
+    "resolved",
+    "take_over",
+]
 
 GAPS_LIMIT: Final = 1024  # a gap is a message under way, and a peer has few credits for those
 
 
-class Work:
+class TrackedWork:
     """Whatever posts belong to: how many of them are not resolved, and whether it was cancelled."""
 
     __slots__ = ("cancelled", "open", "taken")
@@ -78,7 +88,7 @@ class Post:
 
     def __init__(
         self,
-        work: Work,
+        work: TrackedWork,
         what: object | None,
         *,
         imm_data: int | None = None,
@@ -108,7 +118,7 @@ class Stage(enum.Enum):
     OVER = enum.auto()
 
 
-class Recovery(Work):
+class Recovery(TrackedWork):
     """Brings the lost posts of one immediate of one dead channel to their target, and their counts."""
 
     __slots__ = ("came", "imm_data", "posts", "stage")
@@ -187,7 +197,7 @@ def resolved(post: Post) -> list[Post]:
     return _resolve([post])
 
 
-def cancel(work: Work) -> list[Post]:
+def cancel(work: TrackedWork) -> list[Post]:
     """Cancel a work; return what may be posted now. What of it is posted drains, what is queued is to be resolved."""
     work.cancelled = True
     return _resolve(_let_go(list(work.taken)))

@@ -4,13 +4,13 @@ A transformer in numpy, the prefill and the decode server that serve it over `ai
 such servers live and are started. `aiote demo kvcache` runs one of each and compares their tokens with those of a
 generation in one process; `examples/kvcache` makes a cluster of them.
 
-    tokens.py   bytes to token numbers         model.py      the transformer, float32
-    pages.py    a request's keys and values    weights.py    seeded weights, or a safetensors file
-    settings.py what a run is to do            prefixes.py   the pages of a prefill server
-    prefill.py  decode.py                      the two servers
-    life.py     what ends a server             children.py   starting processes that outlive nobody
-    run.py      the demo: starts both, hands out prompts, gathers tokens    worker.py   its processes
-    local.py    the generation in one process  prompts.py    what is generated from
+    tokens.py         bytes to token numbers         model.py      the transformer, float32
+    request_cache.py  a request's keys and values    weights.py    seeded weights, or a safetensors file
+    settings.py       what a run is to do            prefixes.py   the pages of a prefill server
+    prefill.py        decode.py                      the two servers
+    life.py           what ends a server             children.py   starting processes that outlive nobody
+    run.py            the demo: starts both, hands out prompts, gathers tokens    child.py    its processes
+    one_process.py    the generation in one process  prompts.py    what is generated from
 """
 
 from . import tokens, weights

@@ -71,9 +71,9 @@ class Child:
             raise DemoError(f"cannot start the {name} ({command[0]}): {error.strerror}") from error
         return cls(role, name, process)
 
-    def facts(self) -> Facts:
+    def facts(self) -> FactStream:
         """Iterate over what it says until it ends. Raises DemoError for what is no fact."""
-        return Facts(self)
+        return FactStream(self)
 
     async def ask(self, **facts: Any) -> None:
         """Write a line to it; one that has ended is left for `wait` to tell."""
@@ -86,7 +86,7 @@ class Child:
     async def read_errors(self) -> None:
         """Read its standard error until it ends."""
         assert self.process.stderr is not None
-        async for line in Lines(self.process.stderr):
+        async for line in LineStream(self.process.stderr):
             text = line.decode(errors="replace").rstrip()
             self.complaint = text.removeprefix(f"{self.name}: ") or self.complaint
         self._errors_read.set()
@@ -123,7 +123,7 @@ class Child:
 @asynccontextmanager
 async def spawn(role: str, settings: Settings) -> AsyncIterator[Child]:
     """Start a process of the demo, and end it when the block is left, however it is left. Raises DemoError."""
-    command = [sys.executable, "-P", "-m", "aiote.demo.worker", role, settings.to_json()]
+    command = [sys.executable, "-P", "-m", "aiote.demo.child", role, settings.to_json()]
     child = await Child.start(role, NAMES[role], command, os.environ, errors=subprocess.PIPE)
     async with child.process, anyio.create_task_group() as readers:
         readers.start_soon(child.read_errors)
@@ -145,7 +145,7 @@ def how_it_ended(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-class Lines(AsyncIterator[bytes]):
+class LineStream(AsyncIterator[bytes]):
     """The whole lines of a stream: one that was killed may leave a part of its last one."""
 
     def __init__(self, stream: AsyncIterator[bytes]) -> None:
@@ -160,13 +160,13 @@ class Lines(AsyncIterator[bytes]):
         return self._lines.popleft()
 
 
-class Facts(AsyncIterator[dict[str, Any]]):
+class FactStream(AsyncIterator[dict[str, Any]]):
     """What a child says. Made by `Child.facts`."""
 
     def __init__(self, child: Child) -> None:
         assert child.process.stdout is not None
         self._child = child
-        self._lines = Lines(child.process.stdout)
+        self._lines = LineStream(child.process.stdout)
 
     async def __anext__(self) -> dict[str, Any]:
         line = await anext(self._lines)

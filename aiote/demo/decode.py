@@ -16,7 +16,7 @@ import numpy as np
 import aiote
 from aiote.demo import tokens
 from aiote.demo.model import Model
-from aiote.demo.pages import RequestCache
+from aiote.demo.request_cache import RequestCache
 from aiote.demo.settings import Settings
 from aiote.kvcache import Decoder, Slot
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from aiote.demo.pages import Floats, RequestCache, plan
+from aiote.demo.request_cache import Floats, RequestCache, plan
 
 __all__ = ["LayerWeights", "Model", "ModelConfig", "Span", "Weights"]
 

@@ -15,8 +15,8 @@ import anyio.to_thread
 
 import aiote
 from aiote.demo.model import Model
-from aiote.demo.pages import Floats, RequestCache, plan
 from aiote.demo.prefixes import PrefixPages
+from aiote.demo.request_cache import Floats, RequestCache, plan
 from aiote.demo.settings import Settings
 from aiote.kvcache import Job, Prefiller
 

@@ -12,7 +12,7 @@ import numpy as np
 from aiote.demo import weights
 from aiote.demo.faults import DemoError
 from aiote.demo.model import Model, ModelConfig
-from aiote.demo.pages import Floats
+from aiote.demo.request_cache import Floats
 from aiote.kvcache import CacheLayout
 
 __all__ = ["Settings"]

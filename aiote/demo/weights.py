@@ -30,7 +30,7 @@ import numpy as np
 
 from aiote.demo.faults import DemoError
 from aiote.demo.model import LayerWeights, Model, ModelConfig, Weights
-from aiote.demo.pages import Floats
+from aiote.demo.request_cache import Floats
 from aiote.demo.tokens import VOCABULARY
 
 __all__ = ["fingerprint", "inspect", "load", "save", "seeded", "seeded_config", "shapes"]

@@ -7,7 +7,7 @@ or `etcd.EtcdRegistry`, which needs the extra `etcd`.
 from .embedded import EmbeddedRegistry
 from .members import Members
 from .membership import Member, MemberEvent, Registration, Registry, RegistryError, Watch
-from .server import RegistryServer
+from .registry_server import RegistryServer
 
 __all__ = [
     "EmbeddedRegistry",

@@ -24,20 +24,27 @@ import anyio
 import aiote
 
 from .. import service
-from ..service.background import Bell, Crew, beside
+from ..service.background import Bell, TaskScope, beside
 from ..service.endpoint import Endpoint
-from .membership import Member, RegistryError, Roster, Watch, check_lease
-from .registrations import HeldRegistration, claim, give_up
-from .server import MEMBERS_EACH, Keeping, Watching
-from .wire import Record, Update
+from .member_registration import HeldRegistration, claim, give_up
+from .membership import (
+    DEFAULT_LEASE_S,
+    RETRY_LEAST_S,
+    RETRY_MOST_S,
+    Member,
+    RegistryError,
+    Roster,
+    Watch,
+    check_lease,
+)
+from .registry_server import MEMBERS_EACH, Keeping, Watching
+from .wire import MemberRecord, RosterUpdate
 
 if TYPE_CHECKING:
     from types import TracebackType
 
 __all__ = ["EmbeddedRegistry"]
 
-RETRY_LEAST_S = 0.1
-RETRY_MOST_S = 5.0
 LEAVE_S = 0.5
 """How long leaving waits at most for a server that does not answer: nobody who is cancelled waits for its lease."""
 RENEWALS = 3
@@ -57,7 +64,7 @@ class EmbeddedRegistry:
         engine: aiote.Engine,
         addresses: aiote.Address | Iterable[aiote.Address],
         *,
-        lease_s: float = 10.0,
+        lease_s: float = DEFAULT_LEASE_S,
     ) -> None:
         self.failure = ""
         self._engine = engine
@@ -76,7 +83,7 @@ class EmbeddedRegistry:
         self._progress = Bell()
         self._redirected = Bell()
         self._numbers = itertools.count(1)
-        self._running: AbstractAsyncContextManager[Crew] | None = None
+        self._running: AbstractAsyncContextManager[TaskScope] | None = None
 
     # What a registry offers.
 
@@ -214,7 +221,7 @@ class EmbeddedRegistry:
     async def _say(self, server: Keeping) -> None:
         """Say which members there are, all of them. Raises CallError, RegistryError where nothing is answered."""
         said = [(one, one.number) for one in self._registrations.values() if not (one.lost or one.leaving)]
-        records = [Record.of(one.member) for one, _ in said]
+        records = [MemberRecord.of(one.member) for one, _ in said]
         with anyio.move_on_after(self._lease_s):
             refusals = await server.keep(self._session, next(self._numbers), self._lease_s, records)
             for one, number in said:
@@ -239,7 +246,7 @@ class EmbeddedRegistry:
                 raise RegistryError("the registry tells nothing, or no more")
             self._apply(update)
 
-    def _apply(self, update: Update) -> None:
+    def _apply(self, update: RosterUpdate) -> None:
         for name in update.gone:
             self._hear_of(name)
             self._drop(name)

@@ -35,8 +35,17 @@ from .etcd_gateway import (
     records,
     unpacked,
 )
-from .membership import Member, RegistryError, Roster, Watch, check_lease
-from .registrations import HeldRegistration, claim, give_up
+from .member_registration import HeldRegistration, claim, give_up
+from .membership import (
+    DEFAULT_LEASE_S,
+    RETRY_LEAST_S,
+    RETRY_MOST_S,
+    Member,
+    RegistryError,
+    Roster,
+    Watch,
+    check_lease,
+)
 from .wire import decode_member, encode_member
 
 if TYPE_CHECKING:
@@ -49,8 +58,6 @@ PAGE = 256
 MEMBERS = 1 << 16
 WATCH_S = 10.0
 """A watch is made anew so often: one whose endpoint has silently gone would be silent for ever."""
-RETRY_LEAST_S = 0.1
-RETRY_MOST_S = 5.0
 LEAVE_S = 2.0
 TRIES = 16
 
@@ -88,7 +95,7 @@ class EtcdRegistry:
         endpoints: str | Iterable[str],
         *,
         prefix: str = PREFIX,
-        lease_s: float = 10.0,
+        lease_s: float = DEFAULT_LEASE_S,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.malformed = 0

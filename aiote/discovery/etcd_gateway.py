@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EtcdError",
     "Gateway",
-    "Lines",
+    "LineSplitter",
     "checked",
     "number",
     "packed",
@@ -165,13 +165,13 @@ class Gateway:
         async with self._answering(path, body, None, **{"Grpc-Metadata-hasleader": "true"}) as (status, chunks):
             if status != 200:
                 checked(path, status, await _whole(path, chunks))
-            lines = Lines()
+            lines = LineSplitter()
             async for chunk in chunks:
                 for line in lines.feed(chunk):
                     yield checked(path, status, line)
 
 
-class Lines:
+class LineSplitter:
     """Cuts a stream in lines; one of more than ANSWER_BYTES raises EtcdError, before more than a chunk more is held."""
 
     def __init__(self) -> None:

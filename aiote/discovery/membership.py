@@ -38,6 +38,9 @@ ATTRIBUTES = 16
 KEY_BYTES = 32
 VALUE_BYTES = 128
 LEASE_S = (0.1, 600.0)
+DEFAULT_LEASE_S = 10.0
+RETRY_LEAST_S = 0.1
+RETRY_MOST_S = 5.0
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _INTEGERS = (-(1 << 63), (1 << 63) - 1)
 

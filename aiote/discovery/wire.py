@@ -8,12 +8,12 @@ import msgspec
 
 from .membership import LEASE_S, Attribute, Member
 
-__all__ = ["LeaseSeconds", "Record", "Update", "decode_member", "encode_member"]
+__all__ = ["LeaseSeconds", "MemberRecord", "RosterUpdate", "decode_member", "encode_member"]
 
 LeaseSeconds: TypeAlias = Annotated[float, msgspec.Meta(ge=LEASE_S[0], le=LEASE_S[1])]
 
 
-class Record(msgspec.Struct, frozen=True):
+class MemberRecord(msgspec.Struct, frozen=True):
     """A member as it travels; one that would be malformed is not decoded."""
 
     name: str
@@ -26,7 +26,7 @@ class Record(msgspec.Struct, frozen=True):
         self.member()
 
     @classmethod
-    def of(cls, member: Member) -> Record:
+    def of(cls, member: Member) -> MemberRecord:
         """Return the record of a member."""
         return cls(member.name, member.role, member.address, member.incarnation, dict(member.attributes))
 
@@ -35,7 +35,7 @@ class Record(msgspec.Struct, frozen=True):
         return Member(self.name, self.role, self.address, self.incarnation, self.attributes)
 
 
-class Update(msgspec.Struct, frozen=True):
+class RosterUpdate(msgspec.Struct, frozen=True):
     """What a client is told: first of all that are there, then of changes. `run` is the server's.
 
     The names in `gone` have left; then these members are there, each with the length of its lease. `complete`: all that
@@ -45,15 +45,15 @@ class Update(msgspec.Struct, frozen=True):
     run: int
     complete: bool
     gone: list[str]
-    present: list[tuple[LeaseSeconds, Record]]
+    present: list[tuple[LeaseSeconds, MemberRecord]]
 
 
-_decoder = msgspec.json.Decoder(Record)
+_decoder = msgspec.json.Decoder(MemberRecord)
 
 
 def encode_member(member: Member) -> bytes:
     """Return a member as JSON."""
-    return msgspec.json.encode(Record.of(member))
+    return msgspec.json.encode(MemberRecord.of(member))
 
 
 def decode_member(data: bytes) -> Member:

@@ -84,7 +84,7 @@ class Engine:
     @property
     def rails(self) -> tuple[RailInfo, ...]:
         """The opened NICs."""
-        return self._runtime.fabric.info
+        return self._runtime.rail_set.info
 
     @property
     def config(self) -> EngineConfig:

@@ -6,15 +6,15 @@ group writes to every rank of a decode group, and `Route.move` turns that into t
 a registry of `aiote.discovery` knows.
 """
 
+from .cache_layout import CacheLayout, TokenSpan
 from .decoder import Decoder
 from .job import Chunk, Job, JobEnded
-from .layout import CacheLayout, TokenSpan
-from .plan import Move, PageFamily, PageTable, Route, Run, Side, TransferPlan, plan_transfer
 from .pool import PagesExhausted
 from .prefiller import Prefiller
 from .routing import Choice, NoMember, Router, block_hashes
 from .slot import PrefillError, Slot
 from .traffic import PrefillStatistics
+from .transfer_plan import Move, PageFamily, PageTable, Route, Run, Side, TransferPlan, plan_transfer
 
 __all__ = [
     "CacheLayout",

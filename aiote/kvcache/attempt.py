@@ -4,8 +4,8 @@ It opens immediates, calls every prefill rank that has something to write, and c
 
 * *All counts are there.* They are as many as the plan has writes, so no write is left that could still land.
 * *It failed*: a rank refused or was lost, nothing came for too long, or the request is not wanted any more. Then every
-  call is cancelled. A rank is *over* when its call has ended there, or when its loan is revoked. Where the call does
-  not end within `confirm_limit`, the loan is *retired*: it is revoked as soon as that fails no other request. The
+  call is cancelled. A rank is *over* when its call has ended there, or when its grant is revoked. Where the call does
+  not end within `confirm_limit`, the grant is *retired*: it is revoked as soon as that fails no other request. The
   attempt ends when all are over.
 
 Either way nobody can write for it when `run` returns: pages may be anybody's.
@@ -24,12 +24,12 @@ import aiote
 
 from .. import service
 from ..service.background import Bell
+from .cache_layout import CacheLayout
 from .fill import FillRequest, Numbers, Progress, Ranks, fingerprint
-from .layout import CacheLayout
-from .lending import Lender, Loan
-from .plan import plan_transfer
+from .lending import Lender, WriteGrant
+from .transfer_plan import plan_transfer
 
-__all__ = ["Attempt", "Desk", "Immediates"]
+__all__ = ["Attempt", "DecoderContext", "Immediates"]
 
 MAX_REASON = 1024
 LOOKS = 4
@@ -84,7 +84,7 @@ class Block:
 
 
 @dataclass(slots=True)
-class Desk:
+class DecoderContext:
     """What the attempts of one decoder share, and which of them wait for what is to come."""
 
     engine: aiote.Engine
@@ -107,14 +107,14 @@ class Desk:
                 attempt.look(anyio.current_time())
 
 
-class Source:
+class PrefillSource:
     """One prefill rank of an attempt: what it was lent, and whether it may still write."""
 
     def __init__(self, attempt: Attempt, rank: int, place: aiote.Peer | aiote.Address) -> None:
         self._attempt = attempt
         self._rank = rank
         self._address = place.address if isinstance(place, aiote.Peer) else place
-        self._loan: Loan | None = None
+        self._grant: WriteGrant | None = None
         self._call: service.Stream | None = None
         self._over = False
         self._bell = Bell()
@@ -122,8 +122,8 @@ class Source:
     async def ask(self) -> None:
         """Call the rank, and return when the call is on its way; what goes wrong fails the attempt."""
         try:
-            loan = self._lend(await self._connect())
-            call = cast("service.Stream", loan.prefill.fill(self._attempt.request(self._rank, loan)))
+            grant = self._lend(await self._connect())
+            call = cast("service.Stream", grant.prefill.fill(self._attempt.request(self._rank, grant)))
             await call.listen(self._heard, self._ended)
             self._call = call
         except aiote.AioteError as error:
@@ -133,37 +133,37 @@ class Source:
         self._attempt.heard()
 
     def _ended(self, error: Exception | None) -> None:
-        """Take note that its call has ended there, or that it is lost: then the loan ends."""
+        """Take note that its call has ended there, or that it is lost: then the grant ends."""
         if error is not None:
             self._fail(str(error))
-        if self._loan is not None and not self._loan.peer.lost:
+        if self._grant is not None and not self._grant.peer.lost:
             self.loan_over()
 
     async def _connect(self) -> aiote.Peer:
         """Return the engine; who has nothing of ours yet has to answer before it gets something."""
-        desk = self._attempt.desk
-        peer = desk.engine.find_peer(self._address)
-        if peer is None or not desk.lender.has_lent(peer):
-            peer = peer or await desk.engine.connect(self._address)
-            await service.client(desk.engine, peer, service.Health).check()
+        context = self._attempt.context
+        peer = context.engine.find_peer(self._address)
+        if peer is None or not context.lender.has_lent(peer):
+            peer = peer or await context.engine.connect(self._address)
+            await service.client(context.engine, peer, service.Health).check()
             self._attempt.heard()
         return peer
 
-    def _lend(self, peer: aiote.Peer) -> Loan:
-        loan = self._loan = self._attempt.desk.lender.lend(peer)
-        loan.borrowers.add(self)
-        return loan
+    def _lend(self, peer: aiote.Peer) -> WriteGrant:
+        grant = self._grant = self._attempt.context.lender.lend(peer)
+        grant.borrowers.add(self)
+        return grant
 
     async def stop(self, limit: float) -> None:
-        """Return when it can write nothing more for this attempt. After `limit` its loan is retired."""
+        """Return when it can write nothing more for this attempt. After `limit` its grant is retired."""
         if self._call is None:
             return
         self.call_off()
         with anyio.move_on_after(limit):
             await self._until_over()
-        if self._loan is not None and not self._over:
+        if self._grant is not None and not self._over:
             reason = f"it did not confirm within {limit} s that it had stopped"
-            self._attempt.desk.lender.retire(self._loan, self, reason)
+            self._attempt.context.lender.retire(self._grant, self, reason)
         await self._until_over()
 
     def call_off(self) -> None:
@@ -177,11 +177,11 @@ class Source:
 
     def forget(self) -> None:
         """Take note that the attempt is over."""
-        if self._loan is not None:
-            self._attempt.desk.lender.take_back(self._loan, self)
+        if self._grant is not None:
+            self._attempt.context.lender.take_back(self._grant, self)
 
     def loan_lost(self, reason: str) -> None:
-        """Take note that its loan is being revoked."""
+        """Take note that its grant is being revoked."""
         self._fail(reason)
 
     def loan_over(self) -> None:
@@ -200,7 +200,7 @@ class Attempt:
 
     def __init__(
         self,
-        desk: Desk,
+        context: DecoderContext,
         request: bytes,
         round_: int,
         group: Sequence[aiote.Peer | aiote.Address],
@@ -208,7 +208,7 @@ class Attempt:
         pages: Sequence[int],
         place: int,
     ) -> None:
-        self.desk = desk
+        self.context = context
         self.reason = ""
         self.layers = 0
         self._name = request
@@ -216,33 +216,33 @@ class Attempt:
         self._tokens = tokens
         self._pages = np.asarray(pages, dtype=np.uint32)
         self._place = place
-        self._plan = plan_transfer(desk.layout, len(group), desk.ranks)
-        ranks = dict.fromkeys(route.source for route in self._plan.incoming(desk.rank))
+        self._plan = plan_transfer(context.layout, len(group), context.ranks)
+        ranks = dict.fromkeys(route.source for route in self._plan.incoming(context.rank))
         self._of_prefill = len(group)
         self._tail_from = min(ranks)
-        self._sources = [Source(self, rank, group[rank]) for rank in ranks]
+        self._sources = [PrefillSource(self, rank, group[rank]) for rank in ranks]
         self._block: Block | None = None
         self._collecting = anyio.CancelScope()
         self._heard = 0
         self._seen = (0, 0, (0, 0))
         self._since = 0.0
 
-    def request(self, rank: int, loan: Loan) -> FillRequest:
+    def request(self, rank: int, grant: WriteGrant) -> FillRequest:
         """Return what is asked of one prefill rank."""
-        desk, block = self.desk, self._block
+        context, block = self.context, self._block
         assert block is not None
-        tail = desk.tail_bytes if rank == self._tail_from else 0
+        tail = context.tail_bytes if rank == self._tail_from else 0
         return FillRequest(
             round=self._round,
-            ranks=Ranks(rank, self._of_prefill, desk.rank, desk.ranks),
+            ranks=Ranks(rank, self._of_prefill, context.rank, context.ranks),
             imm=block.first,
-            pool_pages=desk.pool_pages,
-            tail_offset=self._place * desk.tail_bytes,
+            pool_pages=context.pool_pages,
+            tail_offset=self._place * context.tail_bytes,
             tail_bytes=tail,
             request=self._name,
-            print=fingerprint(desk.layout),
-            pool=loan.pool.descriptor,
-            tails=loan.tails.descriptor if tail and loan.tails is not None else b"",
+            print=fingerprint(context.layout),
+            pool=grant.pool.descriptor,
+            tails=grant.tails.descriptor if tail and grant.tails is not None else b"",
             tokens=self._tokens,
             pages=self._pages,
         )
@@ -260,10 +260,10 @@ class Attempt:
 
     def _begin(self) -> None:
         """Open immediates."""
-        writes = self._plan.writes(self.desk.rank, len(self._pages))
-        needs = [writes] * self.desk.layout.layers + [1] * bool(self.desk.tail_bytes)
+        writes = self._plan.writes(self.context.rank, len(self._pages))
+        needs = [writes] * self.context.layout.layers + [1] * bool(self.context.tail_bytes)
         try:
-            self._block = self.desk.immediates.open(needs)
+            self._block = self.context.immediates.open(needs)
         except aiote.AioteError as error:
             self.reason = str(error)
             return
@@ -285,7 +285,7 @@ class Attempt:
                 if not arrived:
                     async with anyio.create_task_group() as group:
                         for source in self._sources:
-                            group.start_soon(source.stop, self.desk.confirm_limit)
+                            group.start_soon(source.stop, self.context.confirm_limit)
                 return "" if arrived else self.reason
             finally:
                 for source in self._sources:
@@ -306,19 +306,19 @@ class Attempt:
         """Count layer by layer, then the tail; False where the attempt failed before."""
         arrived, reached = False, 0
         self._since = anyio.current_time()
-        self.desk.collecting.add(self)
+        self.context.collecting.add(self)
         try:
             with self._collecting:
                 await self._ask()
                 while reached < len(row):
                     reached = await row.wait(reached + 1)
-                    self.layers = min(reached, self.desk.layout.layers)
+                    self.layers = min(reached, self.context.layout.layers)
                     progress(self.layers)
                 arrived = True
         except aiote.AioteError as error:
             self.fail(str(error))
         finally:
-            self.desk.collecting.discard(self)
+            self.context.collecting.discard(self)
         return arrived
 
     def look(self, now: float) -> None:
@@ -327,5 +327,5 @@ class Attempt:
         state = (self.layers, self._heard, self._block.row.progress)
         if state != self._seen:
             self._seen, self._since = state, now
-        elif now - self._since >= self.desk.stall_limit:
-            self.fail(f"nothing has come for {self.desk.stall_limit} s, though the connection is alive")
+        elif now - self._since >= self.context.stall_limit:
+            self.fail(f"nothing has come for {self.context.stall_limit} s, though the connection is alive")

@@ -27,15 +27,15 @@ import numpy as np
 
 import aiote
 
-from ..service.background import Crew, beside, to_the_end
+from ..service.background import TaskScope, beside, to_the_end
 from ..service.endpoint import Endpoint
-from .attempt import Desk, Immediates
+from .attempt import DecoderContext, Immediates
+from .cache_layout import CacheLayout, integer
 from .fill import LAST_IMMEDIATE, REQUEST_BYTES, Numbers
-from .layout import CacheLayout, integer
 from .lending import Lender
-from .plan import plan_transfer
 from .pool import Holding, PagePool
 from .slot import Group, Slot
+from .transfer_plan import plan_transfer
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -90,7 +90,7 @@ class Decoder:
         self._slots: dict[Slot, None] = {}
         self._open = False
         self._entered = False
-        self._running: AbstractAsyncContextManager[Crew] | None = None
+        self._running: AbstractAsyncContextManager[TaskScope] | None = None
 
     def _checked_immediates(self, base: int) -> tuple[int, int]:
         if self._slots_limit > MOST_SLOTS:
@@ -127,14 +127,14 @@ class Decoder:
         return self._pool.waiting
 
     @property
-    def loans(self) -> int:
-        """How many prefill engines are lent the cache; a loan that is ending is left out."""
-        return len(self._desk.lender)
+    def grants(self) -> int:
+        """How many prefill engines are lent the cache; a grant that is ending is left out."""
+        return len(self._context.lender)
 
     @property
     def revoked(self) -> int:
-        """How many loans were ended, for whatever reason."""
-        return self._desk.lender.revoked
+        """How many grants were ended, for whatever reason."""
+        return self._context.lender.revoked
 
     # Requests.
 
@@ -170,10 +170,10 @@ class Decoder:
         if not self._open:  # closed in the moment in which its turn came
             self._pool.give(holding)
             self._require_open()
-        slot = Slot(self._desk, self._pool, holding, self._tails, identity, prompt)
+        slot = Slot(self._context, self._pool, holding, self._tails, identity, prompt)
         self._slots[slot] = None
         # Nothing is asked for before the block's first await, so that a program may prepare its pages there.
-        self._crew.start(self._live, slot, groups, holding)
+        self._scope.start(self._live, slot, groups, holding)
         try:
             yield slot
         finally:
@@ -231,18 +231,18 @@ class Decoder:
             self._tails = np.zeros((self._slots_limit, self._tail_bytes), np.uint8)
             self._tail_region = self.engine.register(self._tails) if self._tail_bytes else None
             self._pool = PagePool(pages_in(self._region, self.layout, self._ranks), self._slots_limit, self._line)
-            self._desk = self._make_desk()
+            self._context = self._make_context()
         except BaseException:
             await self._let_go()
             raise
         self._running = beside()
-        self._crew = await self._running.__aenter__()
-        self._crew.start(self._desk.watch)
+        self._scope = await self._running.__aenter__()
+        self._scope.start(self._context.watch)
         self._open = True
         return self
 
-    def _make_desk(self) -> Desk:
-        return Desk(
+    def _make_context(self) -> DecoderContext:
+        return DecoderContext(
             engine=self.engine,
             layout=self.layout,
             rank=self._rank,
@@ -251,7 +251,7 @@ class Decoder:
             tail_bytes=self._tail_bytes,
             stall_limit=self._limits[0],
             confirm_limit=self._limits[1],
-            lender=Lender(self.engine, self._region, self._tail_region, lambda: self._crew),
+            lender=Lender(self.engine, self._region, self._tail_region, lambda: self._scope),
             immediates=Immediates(self.engine, self._imm_base, self.layout.layers + 1, self._blocks),
         )
 

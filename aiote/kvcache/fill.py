@@ -28,7 +28,7 @@ import aiote
 
 from .. import service
 from ..service.background import to_the_end
-from .layout import CacheLayout
+from .cache_layout import CacheLayout
 
 if TYPE_CHECKING:
     from .job import Job

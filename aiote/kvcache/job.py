@@ -31,18 +31,18 @@ from numpy.typing import NDArray
 
 import aiote
 
-from ..service.background import Bell, Crew, to_the_end
+from ..service.background import Bell, TaskScope, to_the_end
+from .cache_layout import CacheLayout, check_layer, integer
 from .fill import Numbers
 from .lanes import Lane
-from .layout import CacheLayout, check_layer, integer
 from .orders import Order
-from .plan import PageTable
-from .traffic import Traffic
+from .traffic import PrefillTraffic
+from .transfer_plan import PageTable
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Chunk", "Job", "JobEnded", "Site"]
+__all__ = ["Chunk", "Job", "JobEnded", "PrefillContext"]
 
 BURST, BURST_S = 16, 200e-6
 """How many layers that are done at once are submitted in a row, and for how long: each turn of the loop between them
@@ -62,7 +62,7 @@ class JobEnded(aiote.AioteError):
 
 
 @dataclass(slots=True)
-class Site:
+class PrefillContext:
     """What the jobs of one prefiller share. `over` is called with each job once, at its end, `moved` with one that has
     submitted a write, and `failed` with one of which a write has failed, outside of tasks.
     """
@@ -71,11 +71,11 @@ class Site:
     layout: CacheLayout
     region: aiote.Region
     pool_pages: int
-    crew: Callable[[], Crew]
+    scope: Callable[[], TaskScope]
     over: Callable[[Job], object]
     moved: Callable[[Job], object]
     failed: Callable[[Job], object]
-    traffic: Traffic
+    traffic: PrefillTraffic
     time: Callable[[], float]
 
 
@@ -87,8 +87,8 @@ class Job:
     greater `number` than those that came before it.
     """
 
-    def __init__(self, site: Site, first: Order, number: int) -> None:
-        self.site = site
+    def __init__(self, context: PrefillContext, first: Order, number: int) -> None:
+        self.context = context
         self.number = number
         self.orders = [first]
         self.request_id = first.fill.request
@@ -133,18 +133,18 @@ class Job:
         it, or with the last one. Raises UsageError.
         """
         self._require_entered()
-        span = self.site.layout.span(start, stop)
+        span = self.context.layout.span(start, stop)
         if span.start != self._next or span.stop > len(self.tokens):
             raise aiote.UsageError(
                 f"chunk: tokens {start} to {stop} (exclusive), expected to begin at {self._next} and to end at most at "
                 f"{len(self.tokens)}"
             )
-        table = source if isinstance(source, PageTable) else PageTable(source, self.site.pool_pages)
+        table = source if isinstance(source, PageTable) else PageTable(source, self.context.pool_pages)
         ready = span.ready(span.stop == len(self.tokens))
-        if table.pool != self.site.pool_pages or ready.start < table.first or ready.stop > table.first + len(table):
+        if table.pool != self.context.pool_pages or ready.start < table.first or ready.stop > table.first + len(table):
             raise aiote.UsageError(
                 f"chunk: {table!r} does not have the places {ready.start} to {ready.stop} (exclusive), of a cache of "
-                f"{self.site.pool_pages} pages"
+                f"{self.context.pool_pages} pages"
             )
         chunk = Chunk(self, table[ready.start - table.first : ready.stop - table.first], ready)
         self._next = span.stop
@@ -166,14 +166,14 @@ class Job:
         self._tail_sent = True
         if not targets:
             return
-        region = data if isinstance(data, aiote.Region) else self.site.engine.register(data)
+        region = data if isinstance(data, aiote.Region) else self.context.engine.register(data)
         try:
             for order, target in targets:
                 if len(target) != len(region):
                     # Either side may be the one that is wrong, and the decoder's mistake must not end this program.
                     self.stop(f"tail: {len(region)} bytes, the decoder expects {len(target)}")
-                imm = order.fill.imm + self.site.layout.layers
-                await self._start(order, partial(self.site.engine.submit_write_imm, region, target, imm))
+                imm = order.fill.imm + self.context.layout.layers
+                await self._start(order, partial(self.context.engine.submit_write_imm, region, target, imm))
             while self.in_flight and not self.reason:
                 await self._bell.wait()
             await self._require_live()
@@ -209,7 +209,7 @@ class Job:
             self._scope.cancel()
         for order in self.orders:
             order.flight.changed = partial(self._landed, order)
-            self.site.traffic.enter(order.flight)
+            self.context.traffic.enter(order.flight)
         with self._scope:
             try:
                 yield
@@ -257,10 +257,10 @@ class Job:
     def _landed(self, order: Order, failed: aiote.Transfer | None) -> None:
         """Take note that a write of an order has failed, or that the last one that was under way is over."""
         if not order.flight:
-            self.site.traffic.ended()
+            self.context.traffic.ended()
         if failed is not None:
             self._failed.append(failed)
-            self.site.failed(self)
+            self.context.failed(self)
         elif self._sealed and not (self.in_flight or self._ending or self._failed):
             self._conclude()
         self._bell.ring()
@@ -269,7 +269,7 @@ class Job:
         """Have it end, in a task of its own, with what has failed or was stopped. In a task."""
         if not (self._ending or self.over):
             self._ending = True
-            self.site.crew().start(self._end)
+            self.context.scope().start(self._end)
 
     async def _end(self) -> None:
         """Stop for what has failed, and wait for all that is under way; shielded, for it is to be over in the end."""
@@ -300,7 +300,7 @@ class Job:
         self._bell.ring()
         for order in self.orders:
             order.news.ring()
-        self.site.over(self)
+        self.context.over(self)
 
     async def wait_over(self) -> None:
         """Wait until no write of it is under way, and none follows."""
@@ -310,7 +310,7 @@ class Job:
     def _let_go(self) -> None:
         for order in self.orders:
             order.flight.changed = None  # which refers to this job
-            self.site.traffic.leave(order.flight)
+            self.context.traffic.leave(order.flight)
 
     def _require_entered(self) -> None:
         if not self.entered:
@@ -329,7 +329,7 @@ class Job:
 
     async def _require_live(self) -> None:
         """Raise what ends the caller where the job was stopped: the cancellation in its own block, else JobEnded."""
-        now = self.site.time
+        now = self.context.time
         turn = self._in_a_row >= BURST or now() - self._yielded > BURST_S
         if turn or self.reason or self._sealed or self.over:
             await anyio.lowlevel.checkpoint()
@@ -346,7 +346,7 @@ class Job:
             try:
                 transfer = submit()
             except aiote.QueueFull:
-                await self.site.engine.room(order.peer)
+                await self.context.engine.room(order.peer)
                 if not self.reason:
                     transfer = submit()
         except aiote.UsageError:
@@ -355,9 +355,9 @@ class Job:
             self.stop(str(error))
         if transfer is not None:
             if not order.flight:
-                self.site.traffic.begun()
+                self.context.traffic.begun()
             transfer.join(order.flight)
-            self.site.moved(self)
+            self.context.moved(self)
         if self.reason:
             await self._require_live()
 
@@ -366,7 +366,7 @@ class Job:
         found = []
         for order in self.orders:
             target = order.table[entries]
-            found += [(order, Lane(route, source, target, self.site.region, order.pool)) for route in order.routes]
+            found += [(order, Lane(route, source, target, self.context.region, order.pool)) for route in order.routes]
         return found
 
     async def write(self, layer: int, lanes: Sequence[tuple[Order, Lane]]) -> None:
@@ -374,7 +374,9 @@ class Job:
         for order, lane in lanes:
             pages = lane.pages(layer)
             if pages is not None:
-                await self._start(order, partial(self.site.engine.submit_write_pages, *pages, order.fill.imm + layer))
+                await self._start(
+                    order, partial(self.context.engine.submit_write_pages, *pages, order.fill.imm + layer)
+                )
 
     def chunk_finished(self) -> None:
         """Take note that all layers of a chunk were submitted."""
@@ -391,7 +393,7 @@ class Chunk:
     def __init__(self, job: Job, source: PageTable, entries: slice) -> None:
         self._job = job
         self._lanes = job.lanes(source, entries)
-        self._layers = job.site.layout.layers
+        self._layers = job.context.layout.layers
         self._begun = [False] * self._layers
         self._missing = self._layers
 
@@ -425,7 +427,7 @@ class Chunk:
         The word is as of `Engine.watch`: 1 to 8 bytes that the model bumps, perhaps from a GPU, by one or more; it may
         run on beyond, for the next chunk, and may wrap around. Raises UsageError.
         """
-        changes = self._job.site.engine.watch(word)
+        changes = self._job.context.engine.watch(word)
         try:
             # Looked at after the watch began, so no bump is missed between the two.
             await self.done_to(self._reached(_value(word), base, word))

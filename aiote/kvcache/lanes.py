@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import aiote
 
-from .plan import PageTable, Route
+from .transfer_plan import PageTable, Route
 
 __all__ = ["Lane"]
 

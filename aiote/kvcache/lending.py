@@ -1,12 +1,12 @@
 """What a decoder lends to prefillers: its cache and its tails, one pair of leases for each engine that writes to them.
 
-A *loan* begins when an engine is asked for the first time, and is kept while all goes well: then a request costs no
+A *grant* begins when an engine is asked for the first time, and is kept while all goes well: then a request costs no
 registration. It ends when the connection to that engine is lost. Once nobody can write through it its borrowers are
 told; from then on pages that the engine was asked to write to may be anybody's.
 
 It ends also where the engine did not confirm that it has stopped, but revoking it fails all requests that rely on it,
-and an engine may merely be busy. So it is *retired*: the next request to that engine gets another loan, and this one is
-revoked when nobody but those who wait for that relies on it any more.
+and an engine may merely be busy. So it is *retired*: the next request to that engine gets another grant, and this one
+is revoked when nobody but those who wait for that relies on it any more.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import anyio
 import aiote
 
 from .. import service
-from ..service.background import Crew
+from ..service.background import TaskScope
 from .fill import Prefill
 
-__all__ = ["Key", "Lender", "Loan", "key_of"]
+__all__ = ["Key", "Lender", "WriteGrant", "key_of"]
 
 Key = tuple[bytes, int]
 
 
 class Borrower(Protocol):
-    """What a loan tells those who rely on it."""
+    """What a grant tells those who rely on it."""
 
     def loan_lost(self, reason: str) -> None: ...
     def loan_over(self) -> None: ...
 
 
-class Loan:
+class WriteGrant:
     """The leases of one engine, and its service. Made by `Lender.lend`."""
 
     def __init__(self, peer: aiote.Peer, prefill: Prefill, pool: aiote.Lease, tails: aiote.Lease | None) -> None:
@@ -61,84 +61,84 @@ def key_of(peer: aiote.Peer) -> Key:
 
 
 class Lender:
-    """The loans of one decoder. `crew` returns what runs beside it."""
+    """The grants of one decoder. `scope` returns what runs beside it."""
 
     def __init__(
-        self, engine: aiote.Engine, pool: aiote.Region, tails: aiote.Region | None, crew: Callable[[], Crew]
+        self, engine: aiote.Engine, pool: aiote.Region, tails: aiote.Region | None, scope: Callable[[], TaskScope]
     ) -> None:
         self._engine = engine
         self._pool = pool
         self._tails = tails
-        self._crew = crew
-        self._loans: dict[Key, Loan] = {}
+        self._scope = scope
+        self._grants: dict[Key, WriteGrant] = {}
         self.revoked = 0
 
     def __len__(self) -> int:
-        return len(self._loans)
+        return len(self._grants)
 
     def has_lent(self, peer: aiote.Peer) -> bool:
-        """Whether an engine has a loan."""
-        loan = self._loans.get(key_of(peer))
-        return loan is not None and loan.peer is peer
+        """Whether an engine has a grant."""
+        grant = self._grants.get(key_of(peer))
+        return grant is not None and grant.peer is peer
 
-    def lend(self, peer: aiote.Peer) -> Loan:
-        """Return the loan of an engine, a new one where it has none. Raises ClosedError, FabricError."""
-        loan = self._loans.get(key_of(peer))
-        if loan is not None and loan.peer is peer:
-            return loan
-        if loan is not None:
-            self.end(loan, "its connection was replaced by another")
+    def lend(self, peer: aiote.Peer) -> WriteGrant:
+        """Return the grant of an engine, a new one where it has none. Raises ClosedError, FabricError."""
+        grant = self._grants.get(key_of(peer))
+        if grant is not None and grant.peer is peer:
+            return grant
+        if grant is not None:
+            self.end(grant, "its connection was replaced by another")
         prefill = service.client(self._engine, peer, Prefill)
         pool = self._pool.lease(slice(0, len(self._pool)), peer)
         try:
             tails = self._tails.lease(slice(0, len(self._tails)), peer) if self._tails is not None else None
         except BaseException:
-            self._crew().start(pool.revoke)
+            self._scope().start(pool.revoke)
             raise
-        loan = self._loans[key_of(peer)] = Loan(peer, prefill, pool, tails)
-        self._crew().start(self._follow, loan)
-        return loan
+        grant = self._grants[key_of(peer)] = WriteGrant(peer, prefill, pool, tails)
+        self._scope().start(self._follow, grant)
+        return grant
 
-    def retire(self, loan: Loan, borrower: Borrower, reason: str) -> None:
-        """Have a loan end for a borrower, which is told, as soon as that is no loss to the others."""
-        loan.retired = loan.retired or reason
-        loan.giving_up.add(borrower)
-        self._withdraw(loan)
-        self._end_unused(loan)
+    def retire(self, grant: WriteGrant, borrower: Borrower, reason: str) -> None:
+        """Have a grant end for a borrower, which is told, as soon as that is no loss to the others."""
+        grant.retired = grant.retired or reason
+        grant.giving_up.add(borrower)
+        self._withdraw(grant)
+        self._end_unused(grant)
 
-    def take_back(self, loan: Loan, borrower: Borrower) -> None:
-        """Take note that one does not rely on a loan any more."""
-        loan.borrowers.discard(borrower)
-        loan.giving_up.discard(borrower)
-        self._end_unused(loan)
+    def take_back(self, grant: WriteGrant, borrower: Borrower) -> None:
+        """Take note that one does not rely on a grant any more."""
+        grant.borrowers.discard(borrower)
+        grant.giving_up.discard(borrower)
+        self._end_unused(grant)
 
-    def _end_unused(self, loan: Loan) -> None:
-        if loan.retired and loan.borrowers <= loan.giving_up:
-            self.end(loan, loan.retired)
+    def _end_unused(self, grant: WriteGrant) -> None:
+        if grant.retired and grant.borrowers <= grant.giving_up:
+            self.end(grant, grant.retired)
 
-    def _withdraw(self, loan: Loan) -> None:
+    def _withdraw(self, grant: WriteGrant) -> None:
         """Lend it to nobody any more."""
-        if self._loans.get(key_of(loan.peer)) is loan:
-            del self._loans[key_of(loan.peer)]
+        if self._grants.get(key_of(grant.peer)) is grant:
+            del self._grants[key_of(grant.peer)]
 
-    def end(self, loan: Loan, reason: str) -> None:
-        """Begin to revoke a loan, and tell those who rely on it. Idempotent."""
-        if loan.reason:
+    def end(self, grant: WriteGrant, reason: str) -> None:
+        """Begin to revoke a grant, and tell those who rely on it. Idempotent."""
+        if grant.reason:
             return
-        loan.reason = reason
+        grant.reason = reason
         self.revoked += 1
-        self._withdraw(loan)
-        loan.scope.cancel()
-        self._crew().start(self._revoke, loan)
-        for borrower in tuple(loan.borrowers):
+        self._withdraw(grant)
+        grant.scope.cancel()
+        self._scope().start(self._revoke, grant)
+        for borrower in tuple(grant.borrowers):
             borrower.loan_lost(reason)
 
-    async def _follow(self, loan: Loan) -> None:
-        """End a loan when the connection is lost."""
-        with loan.scope:
-            self.end(loan, await loan.peer.wait_closed())
+    async def _follow(self, grant: WriteGrant) -> None:
+        """End a grant when the connection is lost."""
+        with grant.scope:
+            self.end(grant, await grant.peer.wait_closed())
 
-    async def _revoke(self, loan: Loan) -> None:
-        await loan.revoke()
-        for borrower in tuple(loan.borrowers):
+    async def _revoke(self, grant: WriteGrant) -> None:
+        await grant.revoke()
+        for borrower in tuple(grant.borrowers):
             borrower.loan_over()

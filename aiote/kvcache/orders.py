@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import aiote
 
 from ..service.background import Bell
+from .cache_layout import CacheLayout
 from .fill import LAST_IMMEDIATE, FillRequest, fingerprint
-from .layout import CacheLayout
 from .lending import key_of
-from .plan import PageTable, Route, plan_transfer
+from .transfer_plan import PageTable, Route, plan_transfer
 
-__all__ = ["Order", "Orders"]
+__all__ = ["Order", "OrderBuilder"]
 
 ATTACHED = 256
 """How many descriptors are kept: a decoder's is the same in all its requests, for as long as its lease lasts."""
@@ -41,7 +41,7 @@ class Order:
     queued: bool = False
 
 
-class Orders:
+class OrderBuilder:
     """Makes orders of requests, for a prefill rank. `attach` is the engine's."""
 
     def __init__(

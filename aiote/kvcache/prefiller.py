@@ -6,8 +6,8 @@ its leases do not have), where too many wait, and while draining.
 With a decode group of several ranks a job begins when all ranks that this one writes to have sent theirs. The ranks do
 not know of each other: each goes on to the next round, with other prefillers, when it hears of a failure. So that they
 do it together, whatever ends a job before it began, or refuses a part of it, ends the parts of all ranks, also those
-that are still to come (`Turned`). One that was already delivered everything does not come in a later round, which
-nobody could have told the others. So where a part is missing after `gather_limit`
+that are still to come (`RefusedRequests`). One that was already delivered everything does not come in a later
+round, which nobody could have told the others. So where a part is missing after `gather_limit`
 
 | in round  | it happens because                    | and                                       |
 |-----------|---------------------------------------|-------------------------------------------|
@@ -32,13 +32,13 @@ import aiote
 from .. import service
 from ..aio import current_loop
 from ..service.background import Bell, beside, to_the_end
+from .cache_layout import CacheLayout, integer
 from .decoder import pages_in
 from .fill import FillRefused, FillRequest, Prefill
-from .job import Job, Site
-from .layout import CacheLayout, integer
-from .orders import Order, Orders
-from .traffic import PrefillStatistics, Traffic
-from .turned import Turned
+from .job import Job, PrefillContext
+from .orders import Order, OrderBuilder
+from .refused_requests import RefusedRequests
+from .traffic import PrefillStatistics, PrefillTraffic
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -92,10 +92,10 @@ class Prefiller:
         self._rank, self._ranks = rank, ranks
         self._queue_limit = integer("queue", queue, 1)
         self._gather_limit = gather_limit
-        self._orders = Orders(layout, rank, ranks, engine.attach)
+        self._orders = OrderBuilder(layout, rank, ranks, engine.attach)
         self._jobs: dict[Job, None] = {}
         self._gathering: dict[tuple[bytes, int], Job] = {}
-        self._turned = Turned(gather_limit)
+        self._refused = RefusedRequests(gather_limit)
         self._queue: deque[Job] = deque()
         self._bell = Bell()
         self._failed: deque[Job] = deque()
@@ -112,7 +112,7 @@ class Prefiller:
     @property
     def pages(self) -> int:
         """How many pages a layer has."""
-        return self._site.pool_pages
+        return self._context.pool_pages
 
     @property
     def live(self) -> int:
@@ -126,7 +126,7 @@ class Prefiller:
 
     def statistics(self) -> PrefillStatistics:
         """Return what was written since the prefiller was entered."""
-        return self._site.traffic.read()
+        return self._context.traffic.read()
 
     def jobs(self) -> Jobs:
         """Iterate over requests, oldest first; it ends with the prefiller, or when it is drained.
@@ -166,19 +166,19 @@ class Prefiller:
         async with AsyncExitStack() as stack:
             region = await self.engine.register_async(self._memory)
             stack.push_async_callback(to_the_end, region.aclose)
-            self._site = Site(
+            self._context = PrefillContext(
                 engine=self.engine,
                 layout=self.layout,
                 region=region,
                 pool_pages=pages_in(region, self.layout, self._ranks),
-                crew=lambda: self._crew,
+                scope=lambda: self._scope,
                 over=self._over,
                 moved=self._moved_on,
                 failed=self._fell,
-                traffic=Traffic(current_loop().time),
+                traffic=PrefillTraffic(current_loop().time),
                 time=current_loop().time,
             )
-            self._crew = await stack.enter_async_context(beside(self._end_failed, self._tell_queued))
+            self._scope = await stack.enter_async_context(beside(self._end_failed, self._tell_queued))
             self._server = await stack.enter_async_context(service.serve(self.engine, Prefill(self._take)))
             self._stack = stack.pop_all()
         return self
@@ -206,18 +206,18 @@ class Prefiller:
             order = self._orders.order(peer, fill)
             job = self._join(order)
         except aiote.AioteError as error:
-            self._turn_away(fill, str(error))
+            self._refuse(fill, str(error))
             raise FillRefused(str(error)) from None
         self._bell.ring()
         return job, order
 
-    def _turn_away(self, fill: FillRequest, reason: str) -> None:
+    def _refuse(self, fill: FillRequest, reason: str) -> None:
         """Refuse with a decode rank's part those of the others, which would wait for it in vain."""
         rank, name = fill.ranks.decode, (fill.request, fill.round)
         job = self._gathering.get(name)
         if fill.ranks.of_decode > 1 and (job is None or rank in self._missing(job)):
             why = f"the part of decode rank {rank} was refused: {reason}"
-            self._turned.note(name, why, {rank})
+            self._refused.note(name, why, {rank})
             if job is not None:
                 job.stop(why)
 
@@ -236,18 +236,18 @@ class Prefiller:
         if not missing:
             self._enqueue(job)
         elif len(job.orders) == 1:
-            self._crew.start(self._expire, job)
+            self._scope.start(self._expire, job)
         return job
 
     def _begin(self, order: Order) -> Job:
         """Return a new job. Raises what its first part is refused with."""
-        if turned := self._turned.take((order.fill.request, order.fill.round), order.fill.ranks.decode):
-            raise aiote.UsageError(turned)
+        if why := self._refused.take((order.fill.request, order.fill.round), order.fill.ranks.decode):
+            raise aiote.UsageError(why)
         if self._draining:
             raise aiote.ClosedError(self._draining)
         if self.waiting >= self._queue_limit:
             raise aiote.QueueFull(f"{self._queue_limit} requests wait already")
-        return Job(self._site, order, next(self._numbers))
+        return Job(self._context, order, next(self._numbers))
 
     def _enqueue(self, job: Job) -> None:
         """Have a job given out that waits for nobody any more."""
@@ -319,7 +319,7 @@ class Prefiller:
         name = name_of(job)
         if self._gathering.get(name) is job:
             del self._gathering[name]
-            self._turned.note(name, job.reason, {order.fill.ranks.decode for order in job.orders})
+            self._refused.note(name, job.reason, {order.fill.ranks.decode for order in job.orders})
         if job in self._queue:
             self._queue.remove(job)
         self._bell.ring()

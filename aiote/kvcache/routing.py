@@ -40,8 +40,8 @@ import numpy as np
 import aiote
 
 from ..discovery import Member
+from .cache_layout import integer
 from .fill import Numbers
-from .layout import integer
 
 __all__ = ["Choice", "NoMember", "Router", "block_hashes"]
 
@@ -156,7 +156,7 @@ class Router:
         self._credit = integer("credit", credit, 0)
         self._prefixes = _Prefixes(integer("prefixes", prefixes, 1))
         self._pause = pause
-        self._seats: dict[str, _Candidate] = {}
+        self._candidates: dict[str, _Candidate] = {}
         self._open: dict[Choice, _Candidate] = {}
         self._serial = 0
         self._turn = 0
@@ -174,21 +174,21 @@ class Router:
     @property
     def loads(self) -> dict[str, int]:
         """The tokens that each member was given and has not delivered."""
-        return {name: seat.load for name, seat in self._seats.items()}
+        return {name: candidate.load for name, candidate in self._candidates.items()}
 
     def see(self, members: Iterable[Member]) -> None:
         """Take the members as they are now; those that are not among them have left, and so has an earlier run."""
         here = {member.name: member for member in members if member.role == self.role}
-        for name in self._seats.keys() - here.keys():
-            del self._seats[name]
+        for name in self._candidates.keys() - here.keys():
+            del self._candidates[name]
         for name, member in here.items():
-            seat = self._seats.get(name)
-            if seat is None or seat.member.incarnation != member.incarnation:
-                self._seats[name] = self._seat(member)
+            candidate = self._candidates.get(name)
+            if candidate is None or candidate.member.incarnation != member.incarnation:
+                self._candidates[name] = self._make_candidate(member)
             else:
-                seat.member = member
+                candidate.member = member
 
-    def _seat(self, member: Member) -> _Candidate:
+    def _make_candidate(self, member: Member) -> _Candidate:
         self._serial += 1
         return _Candidate(member, self._serial)
 
@@ -196,16 +196,16 @@ class Router:
         """Choose for a prompt, and charge the first for it until `delivered`. Raises NoMember."""
         there = self._there(now)
         hashes = block_hashes(tokens, self.page_tokens)
-        blocks = self._prefixes.lengths(hashes, (seat.serial for seat in there))
-        cached = {seat: blocks.get(seat.serial, 0) * self.page_tokens for seat in there}
+        blocks = self._prefixes.lengths(hashes, (candidate.serial for candidate in there))
+        cached = {candidate: blocks.get(candidate.serial, 0) * self.page_tokens for candidate in there}
 
-        def score(seat: _Candidate) -> tuple[bool, int, int]:
-            return seat.member.stale, seat.load - min(cached[seat], self._credit), seat.last
+        def score(candidate: _Candidate) -> tuple[bool, int, int]:
+            return candidate.member.stale, candidate.load - min(cached[candidate], self._credit), candidate.last
 
         order = sorted(there, key=score)[: 1 + self._alternatives]
         first = order[0]
         cost = max(len(tokens) - cached[first], 1)
-        choice = Choice(tuple(seat.member for seat in order), cached[first], cost, tuple(hashes))
+        choice = Choice(tuple(candidate.member for candidate in order), cached[first], cost, tuple(hashes))
         self._turn += 1
         first.last = self._turn
         first.load += cost
@@ -215,10 +215,12 @@ class Router:
         return choice
 
     def _there(self, now: float) -> list[_Candidate]:
-        working = [seat for seat in self._seats.values() if not seat.member.attributes.get("draining")]
-        there = [seat for seat in working if now - seat.failed >= self._pause] or working
+        working = [
+            candidate for candidate in self._candidates.values() if not candidate.member.attributes.get("draining")
+        ]
+        there = [candidate for candidate in working if now - candidate.failed >= self._pause] or working
         if not there:
-            why = f"all {len(self._seats)} are draining" if self._seats else "none is known"
+            why = f"all {len(self._candidates)} are draining" if self._candidates else "none is known"
             raise NoMember(f"no member for {self.role}: {why}")
         return there
 
@@ -235,46 +237,46 @@ class Router:
             if by is not None and member.name == by.name:
                 self._believe(choice, member)
                 return
-            self._sit_out(member, now)
+            self._note_failure(member, now)
             if member is choice.members[0]:
                 self._disbelieve(choice, member)
 
     def failed(self, choice: Choice, member: Member, now: float) -> None:
         """Take note that a choice is over, for one member failed: it sits out, and what it had cached is forgotten."""
         self._close(choice)
-        seat = self._sit_out(member, now)
-        if seat is not None:
+        candidate = self._note_failure(member, now)
+        if candidate is not None:
             self._serial += 1
-            seat.serial = self._serial
+            candidate.serial = self._serial
 
     def cancelled(self, choice: Choice) -> None:
         """Take note that a choice is not wanted any more, which is nobody's fault. Idempotent."""
         self._close(choice)
 
     def _close(self, choice: Choice) -> bool:
-        seat = self._open.pop(choice, None)
-        if seat is not None:
-            seat.load -= choice.cost
-        return seat is not None
+        candidate = self._open.pop(choice, None)
+        if candidate is not None:
+            candidate.load -= choice.cost
+        return candidate is not None
 
     def _believe(self, choice: Choice, member: Member) -> None:
-        seat = self._seat_of(member)
-        if seat is not None:
-            self._prefixes.put(choice.hashes, seat.serial)
+        candidate = self._candidate_of(member)
+        if candidate is not None:
+            self._prefixes.put(choice.hashes, candidate.serial)
 
     def _disbelieve(self, choice: Choice, member: Member) -> None:
         """Take back what was believed of the first member because it was chosen."""
-        seat = self._seat_of(member)
-        if seat is not None:
-            self._prefixes.drop(choice.hashes[choice.cached_tokens // self.page_tokens :], seat.serial)
+        candidate = self._candidate_of(member)
+        if candidate is not None:
+            self._prefixes.drop(choice.hashes[choice.cached_tokens // self.page_tokens :], candidate.serial)
 
-    def _sit_out(self, member: Member, now: float) -> _Candidate | None:
-        seat = self._seat_of(member)
-        if seat is not None:
-            seat.failed = now
-        return seat
+    def _note_failure(self, member: Member, now: float) -> _Candidate | None:
+        candidate = self._candidate_of(member)
+        if candidate is not None:
+            candidate.failed = now
+        return candidate
 
-    def _seat_of(self, member: Member) -> _Candidate | None:
+    def _candidate_of(self, member: Member) -> _Candidate | None:
         """Return what is known of this run of a member."""
-        seat = self._seats.get(member.name)
-        return seat if seat is not None and seat.member.incarnation == member.incarnation else None
+        candidate = self._candidates.get(member.name)
+        return candidate if candidate is not None and candidate.member.incarnation == member.incarnation else None

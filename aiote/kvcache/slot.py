@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 import aiote
 
 from ..service.background import Bell
-from .attempt import Attempt, Desk
+from .attempt import Attempt, DecoderContext
 from .fill import Numbers
-from .plan import PageTable
 from .pool import Holding, PagePool
+from .transfer_plan import PageTable
 
 __all__ = ["PrefillError", "Slot"]
 
@@ -48,13 +48,19 @@ class Slot:
     """One request's place in a decoder. Made by `Decoder.request`, and of no use after its `async with`."""
 
     def __init__(
-        self, desk: Desk, pool: PagePool, holding: Holding, tails: NDArray[np.uint8], request: bytes, tokens: Numbers
+        self,
+        context: DecoderContext,
+        pool: PagePool,
+        holding: Holding,
+        tails: NDArray[np.uint8],
+        request: bytes,
+        tokens: Numbers,
     ) -> None:
         self.over = anyio.Event()
         self.left = anyio.Event()
         self.request_id = request
         self.tokens = tokens
-        self._desk = desk
+        self._context = context
         self._pool = pool
         self._holding = holding
         self._tails = tails
@@ -80,12 +86,12 @@ class Slot:
     @property
     def capacity(self) -> int:
         """How many tokens its pages have room for."""
-        return len(self._holding.pages) * self._desk.layout.page_tokens
+        return len(self._holding.pages) * self._context.layout.page_tokens
 
     @property
     def layer_count(self) -> int:
         """How many layers there are to come."""
-        return self._desk.layout.layers
+        return self._context.layout.layers
 
     @property
     def round(self) -> int:
@@ -147,7 +153,7 @@ class Slot:
             raise aiote.UsageError(f"extend: tokens={tokens!r}: expected an integer from 0 on")
         if self.left.is_set():
             raise aiote.UsageError("extend: the request is over")
-        missing = self._desk.layout.pages_for(self._room + tokens) - len(self._holding.pages)
+        missing = self._context.layout.pages_for(self._room + tokens) - len(self._holding.pages)
         if missing > 0:
             await self._pool.extend(self._holding, missing)
         self._room += tokens
@@ -157,12 +163,12 @@ class Slot:
     async def run(self, groups: Sequence[Group]) -> None:
         """Try one group after another, until all has arrived or the request was left; then nobody writes to it."""
         reasons: list[str] = []
-        prompt = self._holding.pages[: self._desk.layout.pages_for(len(self.tokens))]
+        prompt = self._holding.pages[: self._context.layout.pages_for(len(self.tokens))]
         for number, group in enumerate(groups, 1):
             if self.left.is_set() or self._failure is not None:
                 break
             self._attempt = Attempt(
-                self._desk, self.request_id, number, group, self.tokens, prompt, self._holding.place
+                self._context, self.request_id, number, group, self.tokens, prompt, self._holding.place
             )
             self._round, self._done = number, 0
             reason = await self._attempt.run(self._progress)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import aiote
 
-__all__ = ["PrefillStatistics", "Traffic"]
+__all__ = ["PrefillStatistics", "PrefillTraffic"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class PrefillStatistics:
     busy_s: float
 
 
-class Traffic:
+class PrefillTraffic:
     """Counts the transfers of one prefiller, by the flights that they are of. `now` tells the time, outside of tasks
     as well.
     """

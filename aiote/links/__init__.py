@@ -4,6 +4,6 @@
 """
 
 from .nic_events import NicEvents
-from .table import ConnectionTable
+from .peer_table import ConnectionTable
 
 __all__ = ["ConnectionTable", "NicEvents"]

@@ -11,6 +11,19 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from ..core.address import name_of
+from ..core.control_frames import (
+    MAX_COUNTS,
+    AckCounts,
+    Arrivals,
+    Channel,
+    ChannelMessage,
+    ImmCount,
+    Joined,
+    MailboxMoved,
+    MemoryKey,
+    RailDown,
+    Range,
+)
 from ..core.failover import (
     Account,
     Action,
@@ -24,19 +37,6 @@ from ..core.failover import (
     SendArrivals,
     SendRailDown,
     Shut,
-)
-from ..core.frames import (
-    MAX_COUNTS,
-    AckCounts,
-    Arrivals,
-    Channel,
-    ChannelMessage,
-    ImmCount,
-    Joined,
-    MailboxMoved,
-    MemoryKey,
-    RailDown,
-    Range,
 )
 from ..errors import AioteError, TransferError
 from ..rails import error_text
@@ -255,7 +255,7 @@ class Channels:
 
     def _unknown_of(self, number: int) -> tuple[MemoryKey, ...]:
         """Return those of the keys that the peer asked for which no memory has on the channel's rail."""
-        known = self._runtime.fabric.keys_of(self._pairs[number][0])
+        known = self._runtime.rail_set.keys_of(self._pairs[number][0])
         return tuple(item for item in self._asked.pop(number, ()) if item.key not in known)
 
     def _reconcile(self, number: int, arrivals: Account) -> None:
@@ -275,11 +275,11 @@ class Channels:
         """Open our endpoint and tell it; who was asked to joins the other's at once."""
         mine, remote = self._pairs[number]
         try:
-            pending = self._pending[number] = self._runtime.fabric.open_channel(mine, remote)
+            pending = self._pending[number] = self._runtime.rail_set.open_channel(mine, remote)
         except AioteError as error:
             self.fail(number, f"it cannot be opened again: {error}")
             return
-        key, base = self._runtime.fabric.scratch.keys[mine]
+        key, base = self._runtime.rail_set.scratch.keys[mine]
         self._send(Channel(mine, remote, generation, pending.address, key, base, b""))
         if not self._initiates:
             self._join(number)
@@ -288,7 +288,7 @@ class Channels:
         theirs = self._peer_endpoints.pop(number)
         pending = self._pending.pop(number)
         try:
-            self._runtime.fabric.join(
+            self._runtime.rail_set.join(
                 self._link,
                 pending,
                 theirs.address,

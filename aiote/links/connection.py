@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..aio import Signal, poll_until
 from ..core.address import Address
-from ..core.frames import Bye
+from ..core.control_frames import Bye
 from ..errors import PeerError, PeerLostError, QueueFull
 from ..transfers import Peer, Transfer, drain
 from ..transfers.admission import AdmissionQueue

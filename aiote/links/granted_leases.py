@@ -71,7 +71,7 @@ class GrantedLeases:
         whole = region.memory
         part = section(whole.buffer, region.start, region.start + region.nbytes)
         # A local region is lent to be used; of another no more is lent than its descriptor would open.
-        memory = self._runtime.fabric.register(part, whole.access or MAY_ALL)
+        memory = self._runtime.rail_set.register(part, whole.access or MAY_ALL)
         try:
             memory.bind(name_of(_key(holder)))
         except BaseException:

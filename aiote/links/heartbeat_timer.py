@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..aio import Signal, Task, report, within
+from ..aio import LoopTask, Signal, report, within
 
 if TYPE_CHECKING:
     from ..aio import EventLoop
@@ -27,7 +27,7 @@ class HeartbeatTimer:
         self._loop = loop
         self._beats: dict[Callable[[float], float], None] = {}
         self._changed = Signal(loop)
-        self._task: Task | None = None
+        self._task: LoopTask | None = None
 
     def add(self, beat: Callable[[float], float]) -> None:
         """Call it from now on, soon for the first time."""

@@ -10,7 +10,7 @@ import aiote.aio as aio
 
 from ..core.address import name_of
 from ..core.control import Role
-from ..core.frames import Channel, Offer
+from ..core.control_frames import Channel, Offer
 from ..core.pairing import pair_rails
 from ..errors import PeerError, PeerRefusedError
 
@@ -26,9 +26,9 @@ SLOT = struct.Struct("<iI")  # in a wake-up page: its number and its generation
 
 def pair(runtime: Runtime, connection: Connection, offer: Offer, role: Role) -> list[tuple[int, int]]:
     """Return the pairs of (our rail, its rail) that are joined; both sides find the same. Raises PeerError."""
-    ours = {rail.index: rail.wire for rail in runtime.fabric.rails}
+    ours = {rail.index: rail.wire for rail in runtime.rail_set.rails}
     theirs = {number: rail.wire for number, rail in enumerate(offer.rails)}
-    near = {rail.wire for rail in runtime.fabric.rails if rail.traits.host_only} & set(theirs.values())
+    near = {rail.wire for rail in runtime.rail_set.rails if rail.traits.host_only} & set(theirs.values())
     if len(set(ours.values()) - near) > 0 and len(set(theirs.values()) - near) > 0:
         # Where there are others, too: shared memory alone is used on one host, and never between two.
         here = offer.host_id == runtime.host_id
@@ -70,12 +70,12 @@ class Joining:
             handover.close()
         for pending in self._pending:
             pending.close()
-            self._runtime.fabric.free_slot(pending.slot)
+            self._runtime.rail_set.free_slot(pending.slot)
         self._pending.clear()
 
     def offer(self, mine: int, remote: int) -> None:
         """Open a channel of two rails and tell the peer."""
-        pending = self._runtime.fabric.open_channel(mine, remote)
+        pending = self._runtime.rail_set.open_channel(mine, remote)
         self._pending.append(pending)
         wakeup = b""
         if not pending.rail.traits.waits:
@@ -86,7 +86,7 @@ class Joining:
 
             handover = self._handovers[pending] = aio.Handover(self._runtime.loop, on_arrival)
             wakeup = SLOT.pack(pending.slot, pending.generation) + handover.address
-        key, base = self._runtime.fabric.scratch.keys[mine]
+        key, base = self._runtime.rail_set.scratch.keys[mine]
         self._control.send(Channel(mine, remote, 0, pending.address, key, base, wakeup))
 
     async def join(self, connection: Connection, link: PeerLink, pending: PendingChannel, channel: Channel) -> None:
@@ -103,7 +103,9 @@ class Joining:
             peer_slot = SLOT.unpack_from(channel.wakeup)
             await self._hand_over(connection, pending, channel.wakeup[SLOT.size :])
         who = name_of(connection.key)
-        self._runtime.fabric.join(link, pending, channel.address, channel.imm_key, channel.imm_base, peer_slot, who=who)
+        self._runtime.rail_set.join(
+            link, pending, channel.address, channel.imm_key, channel.imm_base, peer_slot, who=who
+        )
         self._pending.remove(pending)
 
     async def _hand_over(self, connection: Connection, pending: PendingChannel, address: bytes) -> None:

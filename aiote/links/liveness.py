@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from ..core.frames import Heartbeat
+from ..core.control_frames import Heartbeat
 from ..core.heartbeat_clock import HeartbeatClock
 from ..core.stall import StallDetector
 

@@ -32,7 +32,7 @@ class NicEvents:
         self._runtime = runtime
         self._stops: list[Callable[[], object]] = []
         try:
-            for rail in runtime.fabric.rails:
+            for rail in runtime.rail_set.rails:
                 if rail.device.async_fd >= 0:
                     read = functools.partial(self._read, rail)
                     self._stops.append(runtime.loop.on_readable(rail.device.async_fd, read))

@@ -21,8 +21,7 @@ import aiote.aio as aio
 
 from ..config import HEARTBEAT_MS, MESSAGE_BYTES, MESSAGE_POOL
 from ..core.control import Authenticated, ControlProtocol, Event, HelloReceived, MessageReceived, Refusal, Role
-from ..core.failover import FailoverError
-from ..core.frames import (
+from ..core.control_frames import (
     AckCounts,
     Arrivals,
     Bye,
@@ -40,6 +39,7 @@ from ..core.frames import (
     Revoke,
     Revoked,
 )
+from ..core.failover import FailoverError
 from ..core.handshake import RefusalCode
 from ..errors import (
     AioteError,
@@ -311,7 +311,7 @@ class Session:
         runtime = self._runtime
         rails = tuple(
             RailOffer(rail.index, rail.provider, rail.wire, rail.name, rail.info.speed_mbps)
-            for rail in runtime.fabric.rails
+            for rail in runtime.rail_set.rails
         )
         config = runtime.config
         every = min(round(config.heartbeat_interval * 1000), HEARTBEAT_MS[1])
@@ -345,12 +345,12 @@ class Session:
         link = self._link = runtime.core.add_peer(self)
         # Of several the loss of one is not the peer's, nor where it takes no more than a request that failed. But what
         # is mapped is never made anew: shared memory fails with its process, or for a lie.
-        traits = [runtime.fabric.rails[mine].traits for mine, _ in pairs]
+        traits = [runtime.rail_set.rails[mine].traits for mine, _ in pairs]
         survivable = (len(pairs) > 1 or traits[0].fragile) and not any(one.host_only for one in traits)
         link.expect(len(pairs), runtime.config.schedule == "round-robin", survivable)
         for pending in self._joining:
             await self._joining.join(connection, link, pending, await self._expect(Channel))
-        runtime.fabric.open_mailbox(
+        runtime.rail_set.open_mailbox(
             link, runtime.config.message_pool, runtime.config.message_bytes, offer.pool, offer.message_bytes
         )
         self._control.send(Mapped())
@@ -408,7 +408,7 @@ class Session:
         """Take note that a link has failed."""
         rail = self._runtime.rail_name(link.failed_rail)
         where = f" on rail {rail}" if rail else ""
-        if link.failed == errno.ENOTCONN and rail and self._runtime.fabric.rails[link.failed_rail].traits.host_only:
+        if link.failed == errno.ENOTCONN and rail and self._runtime.rail_set.rails[link.failed_rail].traits.host_only:
             # Its gate, which is seen sooner than its last message is heard.
             self.link_failed(f"it has closed its end of the data connection{where}")
         else:

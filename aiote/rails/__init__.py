@@ -1,6 +1,6 @@
 """Rails: opened NICs behind one contract, and the only door to the compiled floor.
 
-`Fabric` is what the floors above use: the rails of one engine with their native core. The names of the native objects
+`RailSet` is what the floors above use: the rails of one engine with their native core. The names of the native objects
 that they handle are re-exported here, because nothing above imports `aiote_native`.
 """
 
@@ -22,8 +22,8 @@ from aiote_native.waits import CounterHandle, CounterWait, Watch, read_value
 from aiote_native.workrequests import LocalMemory, Operation, PageIndex, RemoteMemory, Waitable
 
 from .contract import Rail, RailInfo
-from .fabric import MAY_ALL, MAY_READ, MAY_WRITE, POOL_BYTES, Fabric, PendingChannel, pools_fit
 from .library import library_summary
+from .rail_set import MAY_ALL, MAY_READ, MAY_WRITE, POOL_BYTES, PendingChannel, RailSet, pools_fit
 from .sim import sim_identity
 
 __all__ = [
@@ -36,7 +36,6 @@ __all__ = [
     "CountRow",
     "CounterHandle",
     "CounterWait",
-    "Fabric",
     "Flight",
     "ForkError",
     "LocalMemory",
@@ -50,6 +49,7 @@ __all__ = [
     "PendingChannel",
     "Rail",
     "RailInfo",
+    "RailSet",
     "RemoteMemory",
     "RemoteSlice",
     "Request",

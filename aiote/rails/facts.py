@@ -25,7 +25,7 @@ from .sysfs import read_topology
 from .topology import Nic, Topology
 from .tree import Tree
 
-__all__ = ["OF_THE_MACHINE", "Device", "Facts", "Gid", "Limit", "Net", "PortFacts", "gather", "node_state"]
+__all__ = ["OF_THE_MACHINE", "Device", "Facts", "GidFacts", "Limit", "Net", "PortFacts", "gather", "node_state"]
 
 SYSFS = "/sys"
 PROC = "/proc"
@@ -58,7 +58,7 @@ class Net:
 
 
 @dataclass(frozen=True, slots=True)
-class Gid:
+class GidFacts:
     """A GID: 2 or 1 for RoCE v2 or v1, its IP address, whether that is known on one link alone."""
 
     version: int
@@ -75,7 +75,7 @@ class PortFacts:
     state: str = ""
     physical: str = ""
     ethernet: bool = False
-    gids: tuple[Gid, ...] | None = None
+    gids: tuple[GidFacts, ...] | None = None
     nets: tuple[Net, ...] = ()
 
 
@@ -209,7 +209,7 @@ def _software_driver(tree: Tree, folder: str) -> str:
 def _port(tree: Tree, port: Port, nic: Nic) -> PortFacts:
     folder = f"class/infiniband/{port.device}/ports/{port.number}"
     known = bool(tree.names(f"{folder}/gids"))
-    gids = tuple(Gid(gid.version, gid.ip, ipaddress.ip_address(gid.ip).is_link_local) for gid in port.gids)
+    gids = tuple(GidFacts(gid.version, gid.ip, ipaddress.ip_address(gid.ip).is_link_local) for gid in port.gids)
     return PortFacts(
         port.name,
         port.number,

@@ -13,7 +13,7 @@ from aiote_native.status import StatusError
 from ..errors import FabricError, UsageError
 from .contract import RailInfo, Traits, traits_of
 from .host_addresses import nearest, node_of, unknown
-from .library import Found
+from .library import FoundLibrary
 from .stale_files import mark
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ ORDER = (*UNTRIED, "verbs;ofi_rxm", "tcp", "shm")
 class LibfabricRail:
     """A domain of libfabric."""
 
-    def __init__(self, index: int, provider: str, node: str, domain: str, library: Found) -> None:
+    def __init__(self, index: int, provider: str, node: str, domain: str, library: FoundLibrary) -> None:
         """Open it. Raises FabricError that names provider and rail."""
         name = domain or node or provider
         try:
@@ -121,7 +121,9 @@ def source_host(attributes: dict[str, Any]) -> str:
     return socket.inet_ntoa(source[4:8])
 
 
-def choose(provider: str, names: tuple[str, ...] | None, host: str, library: Found) -> list[tuple[str, str, str]]:
+def choose(
+    provider: str, names: tuple[str, ...] | None, host: str, library: FoundLibrary
+) -> list[tuple[str, str, str]]:
     """Return (provider, node, domain) of the rails to open.
 
     `names` are the user's (NIC names or local IP addresses); without them the rail that owns `host` is taken. Raises
@@ -173,7 +175,7 @@ def _offers(provider: str) -> list[dict[str, Any]]:
     return list(seen.values())
 
 
-def _refuse_spinning(offer: dict[str, Any], library: Found) -> None:
+def _refuse_spinning(offer: dict[str, Any], library: FoundLibrary) -> None:
     version = offer["provider_version"]
     if offer["provider"] == "net" or (
         offer["provider"] == "tcp" and library.version == SPINNING_TCP and version & 0xFFFF == 0

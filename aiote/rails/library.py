@@ -16,7 +16,7 @@ from aiote_native.libfabric import library as native
 
 from ..errors import FabricError, UsageError
 
-__all__ = ["OLDEST", "Found", "find", "library_summary", "load"]
+__all__ = ["OLDEST", "FoundLibrary", "find", "library_summary", "load"]
 
 OLDEST = (1, 17)
 """The oldest version that this package was built for and is tested with (Debian 12's)."""
@@ -35,7 +35,7 @@ INSTALL = (
 DEFAULTS = {"FI_OFI_RXM_USE_SRX": "0", "IPATH_NO_BACKTRACE": "1"}
 
 
-class Found(NamedTuple):
+class FoundLibrary(NamedTuple):
     """A libfabric that could be opened: its file, its version and where it was looked for."""
 
     path: str
@@ -43,7 +43,7 @@ class Found(NamedTuple):
     origin: str
 
 
-def find(explicit: str = "") -> Found:
+def find(explicit: str = "") -> FoundLibrary:
     """Choose the libfabric to use; `explicit` is the user's own path.
 
     Raises FabricError that names everything that was tried and the command that installs one.
@@ -62,13 +62,13 @@ def find(explicit: str = "") -> Found:
     return _checked(best, tried)
 
 
-def load(explicit: str = "") -> Found:
+def load(explicit: str = "") -> FoundLibrary:
     """Open libfabric for the life of the process; a second call returns what is open.
 
     Raises FabricError when there is none or it is too old, UsageError when another one is open already.
     """
     if native.path():
-        opened = Found(native.path(), native.version(), "open")
+        opened = FoundLibrary(native.path(), native.version(), "open")
         if explicit and os.path.realpath(explicit) != os.path.realpath(opened.path):
             raise UsageError(
                 f"libfabric is open from {opened.path} in this process, so {explicit} cannot be: "
@@ -99,17 +99,17 @@ def _wheel_paths(tried: list[str]) -> list[str]:
     return [path for path in paths if os.path.exists(path)]
 
 
-def _probe(path: str, origin: str, tried: list[str]) -> Found | None:
+def _probe(path: str, origin: str, tried: list[str]) -> FoundLibrary | None:
     try:
         resolved, major, minor = native.probe(path, DEFAULTS)
     except ImportError as error:
         tried.append(f"{path} ({origin}): {error}")
         return None
     tried.append(f"{resolved} ({origin}): version {major}.{minor}")
-    return Found(resolved, (major, minor), origin)
+    return FoundLibrary(resolved, (major, minor), origin)
 
 
-def _checked(found: Found | None, tried: list[str]) -> Found:
+def _checked(found: FoundLibrary | None, tried: list[str]) -> FoundLibrary:
     looked = "; ".join(tried)
     if found is None:
         raise FabricError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import FabricError, UsageError
 from .contract import Rail
 from .libfabric import UNTRIED, LibfabricRail, choose, fast_provider
-from .library import Found, load
+from .library import FoundLibrary, load
 from .local import LOCAL, LocalRail, choose_local, may_make_rings
 from .sim import network
 from .sockets import SOCKET, SocketRail, choose_sockets
@@ -40,7 +40,7 @@ class RailRequest:
     threaded: bool = False
 
 
-def open_rails(request: RailRequest, rails: list[Rail]) -> tuple[Found | None, Any]:
+def open_rails(request: RailRequest, rails: list[Rail]) -> tuple[FoundLibrary | None, Any]:
     """Add the rails to the list as they are opened; return the libfabric that is open, and the clock of virtual time.
 
     Raises FabricError, UsageError; who calls closes what was opened.
@@ -75,7 +75,7 @@ def open_rails(request: RailRequest, rails: list[Rail]) -> tuple[Found | None, A
     return found, clock
 
 
-def _best(request: RailRequest) -> tuple[str, Found | None]:
+def _best(request: RailRequest) -> tuple[str, FoundLibrary | None]:
     """Return the best provider that is here, and the libfabric that was opened to find out.
 
     RDMA devices come first, then TCP over the kernel's sockets, which is faster than libfabric's. What was never run is

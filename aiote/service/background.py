@@ -12,9 +12,9 @@ from contextlib import asynccontextmanager
 import anyio
 import anyio.lowlevel
 
-from ..aio import Signal, Task, current_loop
+from ..aio import LoopTask, Signal, current_loop
 
-__all__ = ["Bell", "Crew", "beside", "report", "to_the_end"]
+__all__ = ["Bell", "TaskScope", "beside", "report", "to_the_end"]
 
 
 class Bell:
@@ -40,7 +40,7 @@ class Bell:
         await self._signal.wait()
 
 
-class Crew:
+class TaskScope:
     """The tasks that run beside a body, until its end. Made by `beside`.
 
     Not only until a scope around them is cancelled: the body may shield its shutdown, and relies on them meanwhile. So
@@ -51,7 +51,7 @@ class Crew:
         self.failures: list[Exception] = []
         self._end_body = end_body
         self._loop = current_loop()
-        self._tasks: set[Task] = set()
+        self._tasks: set[LoopTask] = set()
 
     def start(self, function: Callable[..., Awaitable[None]], *args: object) -> None:
         """Run one more; its failure ends the body, and is raised from the `async with`."""
@@ -80,24 +80,24 @@ class Crew:
 
 
 @asynccontextmanager
-async def beside(*functions: Callable[[], Awaitable[None]]) -> AsyncIterator[Crew]:
+async def beside(*functions: Callable[[], Awaitable[None]]) -> AsyncIterator[TaskScope]:
     """Run functions beside the body and cancel them at its end. Entering does not wait.
 
     Entered and left in the same task, for a cancel scope spans the body. The first error, be it the body's or a
     function's, is raised as it is.
     """
     with anyio.CancelScope() as scope:
-        crew = Crew(scope.cancel)
+        tasks = TaskScope(scope.cancel)
         for function in functions:
-            crew.start(function)
+            tasks.start(function)
         try:
-            yield crew
+            yield tasks
         except Exception as error:
-            crew.failures.append(error)
+            tasks.failures.append(error)
         finally:
-            await to_the_end(crew.close)
-    if crew.failures:
-        raise crew.failures[0]
+            await to_the_end(tasks.close)
+    if tasks.failures:
+        raise tasks.failures[0]
 
 
 async def to_the_end(step: Callable[[], Awaitable[object]]) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import aiote
 
-from ..transfers import Held
+from ..transfers import SharedRegistration
 from .background import to_the_end
 from .codec import describe_array
 from .definition import Method, Service, methods_of
@@ -118,7 +118,7 @@ class Caller:
         if not method.outs:
             return await self._exchange(link, method, bound)
         outs = [_check_out(method, name, getattr(bound, name)) for name in method.outs]
-        leases: list[tuple[Held, aiote.Lease]] = []
+        leases: list[tuple[SharedRegistration, aiote.Lease]] = []
         try:
             specs = [self._lend(link, array, leases) for array in outs]
             fields = {name: getattr(bound, name) for name in bound.__struct_fields__}
@@ -135,7 +135,7 @@ class Caller:
             array[...] = values
         return result
 
-    def _lend(self, link: Link, array: NDArray[Any], leases: list[tuple[Held, aiote.Lease]]) -> OutSpec:
+    def _lend(self, link: Link, array: NDArray[Any], leases: list[tuple[SharedRegistration, aiote.Lease]]) -> OutSpec:
         text, descriptor = describe_array(array), b""
         if array.nbytes >= LEND_BYTES:
             held = self.endpoint.hold(array, filled=True)
@@ -147,7 +147,7 @@ class Caller:
             descriptor = leases[-1][1].descriptor
         return OutSpec(text, list(array.shape), descriptor)
 
-    async def _revoke(self, leases: list[tuple[Held, aiote.Lease]]) -> None:
+    async def _revoke(self, leases: list[tuple[SharedRegistration, aiote.Lease]]) -> None:
         for _, lease in leases:
             lease.begin_revoking()
         while leases:

@@ -15,10 +15,25 @@ from numpy.typing import NDArray
 
 import aiote
 
-from ..aio import EventLoop, Signal, Task, Waiter, current_loop, run, wake
-from ..transfers import Access, Held, Registrations
+from ..aio import EventLoop, LoopTask, Signal, Waiter, current_loop, run, wake
+from ..transfers import Access, Registrations, SharedRegistration
 from .background import report
-from .frames import MAGIC, Ask, Call, Cancel, Credit, End, Frame, Free, Grant, Hello, Items, Return, Status, unpack
+from .frames import (
+    MAGIC,
+    Ask,
+    CallFrame,
+    Cancel,
+    Credit,
+    End,
+    Frame,
+    Free,
+    Grant,
+    HelloFrame,
+    Items,
+    Return,
+    Status,
+    unpack,
+)
 from .link import FRAME_BYTES, LEAST_MESSAGE, Link
 from .memory import IDLE_S, Budget
 
@@ -73,7 +88,7 @@ class Server(Protocol):
 
     @property
     def methods(self) -> Collection[str]: ...
-    def call(self, link: Link, frame: Call) -> None: ...
+    def call(self, link: Link, frame: CallFrame) -> None: ...
 
 
 class Endpoint:
@@ -92,7 +107,7 @@ class Endpoint:
         self.messages = self.message_bytes = self.array_bytes = self.unknown = 0
         self._links: dict[aiote.Peer, Link] = {}
         self._served: dict[str, Server] = {}
-        self._sweeper: Task | None = None
+        self._sweeper: LoopTask | None = None
         self._forget = engine.listen_events(self._on_event)
         self._over = Signal(self.loop)
         self._part: Link | None = None  # whose message is being read
@@ -117,7 +132,7 @@ class Endpoint:
             raise aiote.UsageError("the limits of calls on this engine were set before, to others")
         return found
 
-    def spawn(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any, name: str) -> Task:
+    def spawn(self, function: Callable[..., Coroutine[Any, Any, None]], *args: Any, name: str) -> LoopTask:
         """Run a coroutine function beside everything else."""
         return self.loop.spawn(function, *args, name=name)
 
@@ -249,7 +264,7 @@ class Endpoint:
 
     def _dispatch(self, link: Link, frame: Frame) -> None:
         match frame:
-            case Call():
+            case CallFrame():
                 self._call(link, frame)
             case End():
                 link.hold(frame.pieces)
@@ -271,13 +286,13 @@ class Endpoint:
                 link.on_free(frame)
             case Return():
                 link.on_return(frame)
-            case Hello():
+            case HelloFrame():
                 link.greeted(frame)
                 parked, link.parked = link.parked, []
                 for call in parked:
                     self._call(link, call)
 
-    def _call(self, link: Link, frame: Call) -> None:
+    def _call(self, link: Link, frame: CallFrame) -> None:
         if link.ending:
             return
         if link.hello is None:
@@ -300,7 +315,7 @@ class Endpoint:
         else:
             server.call(link, frame)
 
-    def refuse(self, link: Link, frame: Call, status: int, text: str = "") -> None:
+    def refuse(self, link: Link, frame: CallFrame, status: int, text: str = "") -> None:
         """End a call that did not run."""
         link.release(frame.pieces)
         body = text.encode()[:500]
@@ -357,7 +372,7 @@ class Endpoint:
         await link.lent.close()
         await link.staging.close()
 
-    def hold(self, array: NDArray[Any], *, filled: bool = False) -> Held:
+    def hold(self, array: NDArray[Any], *, filled: bool = False) -> SharedRegistration:
         """Register an array, or find the registration that an earlier call has left; `let_go` gives it back.
 
         One to be filled can be lent to be written, and never read.
@@ -367,7 +382,7 @@ class Endpoint:
         held = self.registrations.hold(key)
         return held or self.registrations.add(key, self.engine.register(array, access))
 
-    def let_go(self, held: Held) -> None:
+    def let_go(self, held: SharedRegistration) -> None:
         """Take note that a registration was used; it is kept for the next call, if there is room."""
         for region in self.registrations.let_go(held):
             self.spawn(region.aclose, name="aiote service: close a registration")

@@ -13,7 +13,7 @@ import aiote
 from .codec import encode
 from .definition import Method
 from .errors import BusyError, CallError, CallLostError, DrainingError, NotServedError, RemoteError
-from .frames import Call, End, Items, Piece, Status
+from .frames import CallFrame, End, Items, Piece, Status
 from .link import FRAME_BYTES, PIECE_BYTES, Link
 
 __all__ = ["Pending", "UnderWay", "begin", "failure", "result_of"]
@@ -108,7 +108,7 @@ async def begin(pending: UnderWay, method: Method, bound: Any, *, wait: bool) ->
     if not method.stream and (deadline := link.endpoint.deadline()) < math.inf:
         left, pending.deadline = max(deadline - link.endpoint.loop.time(), 1e-6), deadline
     size = FRAME_BYTES + 2 * len(method.name) + len(parcel.body) + PIECE_BYTES * len(parcel.pieces)
-    frame = Call(slot, pending.generation, method.name, left, parcel.body, parcel.pieces, parcel.outside)
+    frame = CallFrame(slot, pending.generation, method.name, left, parcel.body, parcel.pieces, parcel.outside)
     # A call that is alone does not wait for others that could travel with it, and a stream is one of a few.
     link.post(frame, size, now=method.stream or len(link.calls) == 1)
 

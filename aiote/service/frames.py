@@ -1,10 +1,10 @@
 """What two engines tell each other about calls: version 1 of the protocol.
 
 A message of the engine is a byte that says that it is one of ours, then a MessagePack list of frames. Messages may
-overtake each other, so no frame relies on another one's having come before, but for `Hello`.
+overtake each other, so no frame relies on another one's having come before, but for `HelloFrame`.
 
-A call is known by its *slot*, a number below what the server's `Hello` admits, and a *generation*, which grows each
-time that the caller uses the slot again: so both sides keep as much about calls as there are slots.
+A call is known by its *slot*, a number below what the server's `HelloFrame` admits, and a *generation*, which grows
+each time that the caller uses the slot again: so both sides keep as much about calls as there are slots.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = [
     "MAGIC",
     "VERSION",
     "Ask",
-    "Call",
+    "CallFrame",
     "Cancel",
     "Credit",
     "End",
     "Frame",
     "Free",
     "Grant",
-    "Hello",
+    "HelloFrame",
     "Items",
     "OutSpec",
     "Piece",
@@ -60,7 +60,7 @@ class Status:
     STOPPED = 7  # the server ended meanwhile
 
 
-class Hello(msgspec.Struct, array_like=True, tag=0, frozen=True, gc=False):
+class HelloFrame(msgspec.Struct, array_like=True, tag=0, frozen=True, gc=False):
     """The first frame of each side: its version, and what it takes. `asks` for the other side's."""
 
     version: Number
@@ -71,7 +71,7 @@ class Hello(msgspec.Struct, array_like=True, tag=0, frozen=True, gc=False):
     stream_bytes: Count
 
 
-class Call(msgspec.Struct, array_like=True, tag=1, frozen=True):
+class CallFrame(msgspec.Struct, array_like=True, tag=1, frozen=True):
     """A call. `left` are the seconds until the caller's deadline, 0 where there is none."""
 
     slot: Slot
@@ -157,7 +157,7 @@ class OutSpec(msgspec.Struct, array_like=True, frozen=True):
     descriptor: bytes
 
 
-Frame: TypeAlias = Hello | Call | End | Items | Credit | Cancel | Ask | Grant | Free | Return
+Frame: TypeAlias = HelloFrame | CallFrame | End | Items | Credit | Cancel | Ask | Grant | Free | Return
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(list[Frame])

@@ -16,13 +16,13 @@ from ..aio import Signal
 from ..rails import unfolded_bytes
 from .background import report
 from .codec import decode
-from .frames import VERSION, Ask, Call, Cancel, End, Frame, Free, Grant, Hello, Items, Piece, Return, pack
+from .frames import VERSION, Ask, CallFrame, Cancel, End, Frame, Free, Grant, HelloFrame, Items, Piece, Return, pack
 from .memory import Borrowed, Lent, Staging
 
 if TYPE_CHECKING:
     from .endpoint import Endpoint
 
-__all__ = ["Caller", "Link", "Parcel"]
+__all__ = ["Link", "OutgoingCall", "Parcel"]
 
 FRAME_BYTES = 96
 """More than a frame takes beside its body, its pieces and the name of its method."""
@@ -50,7 +50,7 @@ class Parcel:
         self.body, self.pieces, self.outside = body, pieces, outside
 
 
-class Caller(Protocol):
+class OutgoingCall(Protocol):
     """A call of ours that is under way, as its slot has it."""
 
     generation: int
@@ -96,8 +96,8 @@ class Link:
             ask=lambda nbytes: self.post(Ask(nbytes), FRAME_BYTES),
             give_back=lambda number: self.post(Return(number), FRAME_BYTES),
         )
-        self.hello: Hello | None = None
-        self.calls: dict[int, Caller] = {}
+        self.hello: HelloFrame | None = None
+        self.calls: dict[int, OutgoingCall] = {}
         self.running: dict[int, Served] = {}
         self.arrived: dict[int, int] = {}
         self.early: dict[int, int] = {}
@@ -114,7 +114,7 @@ class Link:
         self._scheduled = self._waiting = self._flushing = False
         self._held_bytes = self.unfolded_bytes = 0
         self._asking = False
-        self.parked: list[Call] = []
+        self.parked: list[CallFrame] = []
         self.incoming: Iterator[Frame] = iter(())  # what is left of the message that is being read
         self.room = 0  # for the body of a frame that goes alone
 
@@ -132,10 +132,10 @@ class Link:
         endpoint = self.endpoint
         limits = endpoint.limits
         message_bytes = endpoint.engine.config.message_bytes
-        hello = Hello(VERSION, asks, message_bytes, limits.slots, limits.stream_items, limits.stream_bytes)
+        hello = HelloFrame(VERSION, asks, message_bytes, limits.slots, limits.stream_items, limits.stream_bytes)
         self.post(hello, FRAME_BYTES, now=True)
 
-    def greeted(self, hello: Hello) -> None:
+    def greeted(self, hello: HelloFrame) -> None:
         """Take what the peer takes. Raises ValueError where the two cannot talk."""
         if hello.version != VERSION:
             raise ValueError(f"it speaks version {hello.version} of the protocol of calls, this side version {VERSION}")
@@ -158,7 +158,7 @@ class Link:
         """Whether one more call may begin now."""
         return bool(self._free)
 
-    async def take_slot(self, caller: Caller) -> int:
+    async def take_slot(self, caller: OutgoingCall) -> int:
         """Take a slot for a call, waiting until there is one, or the peer is lost; -1 then."""
         while not self._free:
             if self.lost:
@@ -170,7 +170,7 @@ class Link:
         self.calls[slot] = caller
         return slot
 
-    def give_slot(self, slot: int, caller: Caller) -> None:
+    def give_slot(self, slot: int, caller: OutgoingCall) -> None:
         """Give a slot back: the call is over, or never began."""
         if self.calls.get(slot) is caller:
             del self.calls[slot]
@@ -195,7 +195,7 @@ class Link:
         if end is not None and end.items <= caller.arrived:
             self.on_end(self._early_ends.pop(frame.slot))
 
-    def _caller(self, frame: End | Items) -> Caller:
+    def _caller(self, frame: End | Items) -> OutgoingCall:
         caller = self.calls.get(frame.slot)
         # One that has a slot and was not sent yet has no end.
         if caller is None or caller.generation != frame.generation or caller.slot < 0:
@@ -326,7 +326,7 @@ class Link:
     def read(
         self,
         decoder: msgspec.msgpack.Decoder[Any],
-        frame: Call | End | Items,
+        frame: CallFrame | End | Items,
         body: bytes,
         charge: Callable[[int], object] | None = None,
     ) -> Any:

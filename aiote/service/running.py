@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 import aiote
 
-from ..aio import Signal, Task
+from ..aio import LoopTask, Signal
 from .codec import array_of, encode
 from .definition import Method
-from .frames import Call, End, Items, OutSpec, Status
+from .frames import CallFrame, End, Items, OutSpec, Status
 from .interceptors import CallInfo, intercepted
 from .link import FRAME_BYTES, PIECE_BYTES, Link, Parcel
 from .memory import LEND_BYTES, check_lent
@@ -56,11 +56,13 @@ class _NoRoom(Exception):
 class Running:
     """A call of another engine's, from its arrival to its end."""
 
-    def __init__(self, server: Server, link: Link, frame: Call, method: Method, function: Callable[..., Any]) -> None:
+    def __init__(
+        self, server: Server, link: Link, frame: CallFrame, method: Method, function: Callable[..., Any]
+    ) -> None:
         self.link, self.frame = link, frame
         self.generation = frame.generation
         self._server, self._method, self._function = server, method, function
-        self.task: Task | None = None
+        self.task: LoopTask | None = None
         self._status_if_cancelled: int | None = None
         # A callback asks, in which anyio does not know the loop.
         self._deadline = link.endpoint.loop.time() + frame.left if frame.left else math.inf

@@ -15,7 +15,7 @@ from ..aio import Signal
 from .background import to_the_end
 from .definition import Method, Service, method, methods_of
 from .endpoint import Endpoint, Limits
-from .frames import Call, Status
+from .frames import CallFrame, Status
 from .interceptors import Interceptor
 from .link import Link
 from .running import Running
@@ -90,7 +90,7 @@ class Server:
         """How many calls wait for others to end."""
         return len(self._queue)
 
-    def call(self, link: Link, frame: Call) -> None:
+    def call(self, link: Link, frame: CallFrame) -> None:
         """Start a call, queue it or refuse it."""
         limits = self.endpoint.limits
         known = self._methods[frame.method]
@@ -106,7 +106,7 @@ class Server:
         else:
             self._refuse(link, frame, Status.BUSY, f"{limits.calls} calls run, {limits.queue} wait")
 
-    def _refuse(self, link: Link, frame: Call, status: int, text: str = "") -> None:
+    def _refuse(self, link: Link, frame: CallFrame, status: int, text: str = "") -> None:
         self.refused += 1
         self.endpoint.refuse(link, frame, status, text)
 

@@ -10,7 +10,7 @@ import contextvars
 import functools
 from typing import Protocol
 
-from ..aio import Task, Waiter
+from ..aio import LoopTask, Waiter
 from .endpoint import Endpoint
 
 __all__ = ["Job", "Workers"]
@@ -21,7 +21,7 @@ MAX_IDLE = 64
 class Job(Protocol):
     """A call that is to be run."""
 
-    task: Task | None
+    task: LoopTask | None
     """The task that runs it; to be cleared by `after`."""
 
     async def run(self) -> None: ...
@@ -51,7 +51,7 @@ class Workers:
         )
         worker.task = job.task = self._context.run(spawn)
 
-    def keeps(self, task: Task, context: contextvars.Context) -> bool:
+    def keeps(self, task: LoopTask, context: contextvars.Context) -> bool:
         """Tell whether a task that has run a call may run another; `context` is what its own was before."""
         if self._closed or len(self.idle) >= MAX_IDLE or not task.untouched:
             return False
@@ -72,7 +72,7 @@ class Workers:
 class _Worker:
     """One task; `job` is what it runs."""
 
-    task: Task
+    task: LoopTask
 
     def __init__(self, pool: Workers, job: Job) -> None:
         self._pool = pool

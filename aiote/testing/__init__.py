@@ -5,8 +5,8 @@ See docs/testing.md. Nothing here needs libfabric or a NIC.
 
 from .fabric import Fabric, Happened
 from .nics import CONNECTX7_400G, EFA_100G, EFA_200G, EFA_400G, MODELS, UNRULY, NicModel
-from .running import run
 from .virtual import StandstillError, VirtualLoop
+from .virtual_run import run
 
 __all__ = [
     "CONNECTX7_400G",

@@ -52,7 +52,7 @@ def running_virtual_loop() -> VirtualLoop | None:
     return loop if isinstance(loop, VirtualLoop) else None
 
 
-class Opening:
+class FabricOpening:
     """What `open_engine` returns: as aiote's own."""
 
     def __init__(self, fabric: Fabric, rails: Iterable[str] | None, config: aiote.EngineConfig | None) -> None:
@@ -115,10 +115,10 @@ class Fabric:
 
     def open_engine(
         self, rails: Iterable[str] | None = None, config: aiote.EngineConfig | None = None, **settings: Any
-    ) -> Opening:
+    ) -> FabricOpening:
         """Open an engine on this network, as `aiote.open_engine` does; `settings` are fields of the config."""
         base = config if config is not None else aiote.EngineConfig()
-        return Opening(self, rails, dataclasses.replace(base, **settings) if settings else base)
+        return FabricOpening(self, rails, dataclasses.replace(base, **settings) if settings else base)
 
     def __enter__(self) -> Fabric:
         self._tokens.append(current_network.set(self.network))
@@ -144,7 +144,7 @@ class Fabric:
 
     def rail(self, engine: aiote.Engine, rail: int | str = 0) -> SimRail:
         """Return an engine's NIC, by its number or its name. Raises UsageError."""
-        rails = cast("list[SimRail]", engine._runtime.fabric.rails)
+        rails = cast("list[SimRail]", engine._runtime.rail_set.rails)
         found = [each for each in rails if rail in (each.index, each.name)]
         if not found or not isinstance(found[0], SimRail):
             raise UsageError(f"{engine!r} has no simulated rail {rail!r}")
@@ -194,7 +194,7 @@ class Fabric:
 
     def crash(self, engine: aiote.Engine) -> None:
         """Let an engine's process die: its NICs fall silent, its connections are reset, and nobody is told more."""
-        for rail in engine._runtime.fabric.rails:
+        for rail in engine._runtime.rail_set.rails:
             self.kill_rail(engine, rail.index, silently=True)
         engine.abort()
 
@@ -204,13 +204,13 @@ class Fabric:
         In virtual time alone. Both sides live on, and hear no more of each other. Raises UsageError.
         """
         self._hold(engine, held=True)
-        for rail in engine._runtime.fabric.rails:
+        for rail in engine._runtime.rail_set.rails:
             self.kill_rail(engine, rail.index, silently=True)
 
     def heal(self, engine: aiote.Engine) -> None:
         """End a partition: what was held up goes on. Raises UsageError."""
         self._hold(engine, held=False)
-        for rail in engine._runtime.fabric.rails:
+        for rail in engine._runtime.rail_set.rails:
             self.restore_rail(engine, rail.index)
 
     def _hold(self, engine: aiote.Engine, *, held: bool) -> None:

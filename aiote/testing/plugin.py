@@ -48,7 +48,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     function = coroutine_function(pyfuncitem.obj)
     if mark is None or function is None:
         return None
-    from .running import run
+    from .virtual_run import run
 
     names = pyfuncitem._fixtureinfo.argnames
     given = {name: pyfuncitem.funcargs[name] for name in names}

@@ -179,7 +179,7 @@ class MemoryTransport(asyncio.Transport):
             self._loop.call_soon(self._protocol.connection_lost, error)
 
 
-class Listener:
+class MemoryListener:
     """Who listens at one address: connections that nobody has accepted, and who waits for one."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, address: Any) -> None:
@@ -212,7 +212,9 @@ class Listener:
 class MemoryServer(asyncio.AbstractServer):
     """What `create_server` returns: it accepts until it is closed."""
 
-    def __init__(self, ports: Ports, listener: Listener, factory: Callable[[], Any], task: asyncio.Task[None]) -> None:
+    def __init__(
+        self, ports: Ports, listener: MemoryListener, factory: Callable[[], Any], task: asyncio.Task[None]
+    ) -> None:
         self._ports = ports
         self._listener = listener
         self._task = task
@@ -244,7 +246,7 @@ class Ports:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._listeners: dict[int, tuple[socket.socket | None, Listener]] = {}
+        self._listeners: dict[int, tuple[socket.socket | None, MemoryListener]] = {}
         self._next_port = FIRST_PORT
         self._next_key = -1
 
@@ -252,17 +254,17 @@ class Ports:
         self._next_port += 1
         return self._next_port
 
-    def listener_of(self, listening: socket.socket) -> Listener:
+    def listener_of(self, listening: socket.socket) -> MemoryListener:
         """Return what stands for a listening socket."""
         fd = listening.fileno()
         known = self._listeners.get(fd)
         if known is None or known[0] is not listening:
-            self._listeners[fd] = known = (listening, Listener(self._loop, listening.getsockname()))
+            self._listeners[fd] = known = (listening, MemoryListener(self._loop, listening.getsockname()))
         return known[1]
 
     def serve(self, factory: Callable[[], Any], host: str, port: int) -> MemoryServer:
         """Listen at an address without a socket."""
-        listener = Listener(self._loop, (host, port or self._fresh_port()))
+        listener = MemoryListener(self._loop, (host, port or self._fresh_port()))
         self._listeners[self._next_key] = None, listener
         self._next_key -= 1
 
@@ -278,7 +280,7 @@ class Ports:
             if listener.address[1] == port:
                 listener.partitioned = held
 
-    def forget(self, listener: Listener) -> None:
+    def forget(self, listener: MemoryListener) -> None:
         """Listen there no longer."""
         listener.close()
         self._listeners = {key: known for key, known in self._listeners.items() if known[1] is not listener}
@@ -289,7 +291,7 @@ class Ports:
         if known is not None and known[0] is not None and known[0].fileno() in (fd, -1):
             self.forget(known[1])
 
-    def _find(self, host: str, port: int) -> Listener | None:
+    def _find(self, host: str, port: int) -> MemoryListener | None:
         for listening, listener in tuple(self._listeners.values()):
             if listening is not None and listening.fileno() < 0:
                 self.forget(listener)

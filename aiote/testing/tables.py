@@ -13,9 +13,9 @@ from typing import NamedTuple
 from ..transfers import Pages
 from .fabric import Fabric
 from .nics import CONNECTX7_400G, EFA_200G, NicModel
-from .running import run
+from .virtual_run import run
 
-__all__ = ["PUBLISHED", "Cell", "cells", "paged_writes", "single_write"]
+__all__ = ["PUBLISHED", "PublishedFigure", "cells", "paged_writes", "single_write"]
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -32,7 +32,7 @@ PUBLISHED: dict[tuple[str, NicModel, int], dict[int, float]] = {
 """(what, model, NICs) to Gbit/s by bytes of a write, or of a page."""
 
 
-class Cell(NamedTuple):
+class PublishedFigure(NamedTuple):
     """One published figure and the model's, in Gbit/s."""
 
     what: str
@@ -79,9 +79,9 @@ def paged_writes(model: NicModel, rails: int, page: int) -> float:
     return run(main, rails=rails, model=model)
 
 
-def cells() -> Iterator[Cell]:
+def cells() -> Iterator[PublishedFigure]:
     """Simulate every published figure."""
     for (what, model, rails), figures in PUBLISHED.items():
         simulate = single_write if what == "single write" else paged_writes
         for size, published in figures.items():
-            yield Cell(what, model, rails, size, published, simulate(model, rails, size))
+            yield PublishedFigure(what, model, rails, size, published, simulate(model, rails, size))

@@ -11,7 +11,7 @@ from .owner import Destination, PeerFinder, TransferOwner, drain
 from .pages import Pages
 from .peer import Peer
 from .regions import Access, LeaseGranter, Region, Regions, RemoteRegion
-from .registrations import Held, Registrations
+from .registrations import Registrations, SharedRegistration
 from .requests import Requests
 from .scatter import PeerGroup, ScatterTarget, group_room, make_group, submit_scatter
 from .transfer import Launch, Transfer
@@ -24,7 +24,6 @@ __all__ = [
     "CounterRow",
     "Counters",
     "Destination",
-    "Held",
     "Inbox",
     "Launch",
     "Lease",
@@ -41,6 +40,7 @@ __all__ = [
     "RemoteRegion",
     "Requests",
     "ScatterTarget",
+    "SharedRegistration",
     "Transfer",
     "TransferOwner",
     "barrier",

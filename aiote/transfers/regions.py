@@ -271,17 +271,17 @@ class Regions:
     def register(self, array: Any, access: Access = "read-write") -> Region:
         """Register memory with every rail; see `Engine.register`."""
         buffer = self._borrowed(array, access)
-        return self._entered(self._runtime.fabric.register(buffer, ACCESS[access]), access)
+        return self._entered(self._runtime.rail_set.register(buffer, ACCESS[access]), access)
 
     async def register_async(self, array: Any, access: Access = "read-write") -> Region:
         """Register memory in a thread, where that takes long; see `Engine.register_async`."""
-        fabric = self._runtime.fabric
+        rail_set = self._runtime.rail_set
         buffer = self._borrowed(array, access)
-        if not fabric.pins(buffer):
-            return self._entered(fabric.register(buffer, ACCESS[access]), access)
+        if not rail_set.pins(buffer):
+            return self._entered(rail_set.register(buffer, ACCESS[access]), access)
         try:
             call = ThreadCall(
-                self._runtime.loop, partial(fabric.pin, buffer, ACCESS[access]), LocalMemory.close, name=THREAD
+                self._runtime.loop, partial(rail_set.pin, buffer, ACCESS[access]), LocalMemory.close, name=THREAD
             )
         except RuntimeError as error:
             buffer.release()
@@ -295,7 +295,7 @@ class Regions:
             if call.returned:
                 self._calls.discard(call)
         self._runtime.require_open()
-        return self._entered(fabric.keep(call.result()), access)
+        return self._entered(rail_set.keep(call.result()), access)
 
     def _borrowed(self, array: Any, access: Access) -> Buffer:
         """Borrow memory that may be registered so. Raises UsageError and ClosedError."""
@@ -327,7 +327,7 @@ class Regions:
 
     def register_part(self, whole: LocalMemory, start: int, stop: int, access: int) -> LocalMemory:
         """Register a slice of registered memory once more. Raises FabricError."""
-        memory = self._runtime.fabric.register(section(whole.buffer, start, stop), access)
+        memory = self._runtime.rail_set.register(section(whole.buffer, start, stop), access)
         self._memories.add(memory)
         return memory
 

@@ -14,13 +14,13 @@ from typing import Any
 
 from .regions import Region
 
-__all__ = ["Held", "Registrations"]
+__all__ = ["Registrations", "SharedRegistration"]
 
 Key = tuple[int, int, bool, str]
 """Address, length in bytes, whether it is writable, and the access that it is registered with."""
 
 
-class Held:
+class SharedRegistration:
     """A registration in the table, how many hold it, and whose memory it is, if somebody asked to note that."""
 
     __slots__ = ("holders", "key", "lender", "region")
@@ -35,8 +35,8 @@ class Registrations:
 
     def __init__(self, nbytes: int, most: int) -> None:
         self._limit, self._most = nbytes, most
-        self._known: dict[Key, Held] = {}
-        self._idle: OrderedDict[Held, None] = OrderedDict()
+        self._known: dict[Key, SharedRegistration] = {}
+        self._idle: OrderedDict[SharedRegistration, None] = OrderedDict()
         self.idle_bytes = 0
 
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class Registrations:
         """How many that can be found are held."""
         return len(self._known) - len(self._idle)
 
-    def hold(self, key: Key) -> Held | None:
+    def hold(self, key: Key) -> SharedRegistration | None:
         """Return the registration of some memory, with one more holder; None where there is none."""
         held = self._known.get(key)
         if held is not None:
@@ -55,12 +55,12 @@ class Registrations:
             held.holders += 1
         return held
 
-    def add(self, key: Key, region: Region, lender: Any = None) -> Held:
+    def add(self, key: Key, region: Region, lender: Any = None) -> SharedRegistration:
         """Enter a registration that there was none of, with one holder."""
-        held = self._known[key] = Held(key, region, lender)
+        held = self._known[key] = SharedRegistration(key, region, lender)
         return held
 
-    def let_go(self, held: Held, *, keep: bool = True) -> list[Region]:
+    def let_go(self, held: SharedRegistration, *, keep: bool = True) -> list[Region]:
         """Take one holder off; return the regions that the caller is to close now.
 
         These are its own, where it was the last and the registration is not kept, and those that make room for it.
@@ -74,7 +74,7 @@ class Registrations:
         self.idle_bytes += held.region.nbytes
         return self.trim(self._limit)
 
-    def forget(self, held: Held) -> list[Region]:
+    def forget(self, held: SharedRegistration) -> list[Region]:
         """Have nobody find a registration any more; return its region if nobody holds it, to be closed."""
         if self._known.get(held.key) is held:
             del self._known[held.key]
@@ -87,7 +87,7 @@ class Registrations:
             regions += self.forget(next(iter(self._idle)))
         return regions
 
-    def _use(self, held: Held) -> bool:
+    def _use(self, held: SharedRegistration) -> bool:
         """Take a registration from those that nobody holds; tell whether it was one."""
         if held not in self._idle:
             return False

@@ -12,6 +12,7 @@ from .placement import Mesh, Replicate, Runs, Shard, StridedShard, packed, slots
 from .plan import Traffic, UpdatePlan, plan_update
 from .protocol import PlanMismatchError, StaleUpdateError, Update
 from .recipe import Expression, Quantized, Recipe, cat, quantized, source, stack
+from .record import Recording, record
 from .source import Source, serve_source
 from .target import Target, serve_target
 from .tasks import Read, Task, Write
@@ -27,6 +28,7 @@ __all__ = [
     "Quantized",
     "Read",
     "Recipe",
+    "Recording",
     "Replicate",
     "Runs",
     "Shard",
@@ -47,6 +49,7 @@ __all__ = [
     "packed",
     "plan_update",
     "quantized",
+    "record",
     "serve_source",
     "serve_target",
     "slots",

@@ -1,8 +1,9 @@
 """The one that starts updates: it knows the ranks, has them plan, and decides who commits.
 
 A replica gets a version when all its ranks have everything; one that fails stops no other. A source that fails ends
-the attempt: the update is planned once more without it, and what no other source holds is named in the error. What was
-written to `shadow` targets meanwhile is forgotten, the others are `torn` until the next commit.
+the attempt for replicas that lack something: all ranks are looked at anew, the update is planned once more without the
+source, and what no other source holds is named in the error. What was written to `shadow` targets meanwhile is
+forgotten, the others are `torn` until the next commit.
 
 A controller that dies takes its update with it, for every target's part of it is a stream that ends then. The next one
 has a later epoch, before which the others' updates make way. Between two commits a death can leave the ranks of one
@@ -11,37 +12,42 @@ replica with two versions; `describe` shows that, and the next update mends it.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import anyio
+import numpy as np
 
 import aiote
 
 from .. import service
-from .memory import plain_errors
 from .plan import UpdatePlan
 from .protocol import (
-    Destination,
-    Order,
+    Descriptors,
+    Numbers,
     PlanMismatchError,
     Sent,
     SourceService,
     SourceState,
     StaleUpdateError,
+    Step,
     TargetService,
     TargetState,
     Update,
-    Where,
+    UpdateOrder,
+    WriteTarget,
 )
+from .rank_memory import in_thread, plain_errors
 from .recipe import Recipe
-from .source import in_thread, planned
+from .source import planned
 
 __all__ = ["Controller", "UpdateError", "UpdateReport"]
 
 Places = Sequence[aiote.Address | str]
+NOTHING = Descriptors.of([])
 
 
 class UpdateError(aiote.AioteError):
@@ -78,6 +84,11 @@ class _Replica:
         self.counted = self.committed = 0
         self.scope = anyio.CancelScope()
 
+    @property
+    def complete(self) -> bool:
+        """Whether all its ranks have everything."""
+        return self.counted == len(self.targets)
+
     def fail(self, reason: str) -> None:
         """Give it up."""
         self.failure = self.failure or reason
@@ -89,9 +100,28 @@ class _Target:
 
     def __init__(self, address: str, state: TargetState, client: TargetService) -> None:
         self.address, self.state, self.client = address, state, client
-        self.lent: dict[str, list[bytes]] | None = None
-        self.places: dict[str, Where] = {}
+        self.lent: dict[str, Descriptors] | None = None
+        self.places: Numbers = np.zeros((0, 2), np.uint64)
         self.imm = 0
+        self.steps: list[str] = []
+
+    def take(self, step: Step, sources: Sequence[str]) -> None:
+        """Take note of how far it is. Raises UsageError for what cannot be."""
+        expected = ("lent", "counted", "committed")[len(self.steps) : len(self.steps) + 1]
+        if (step.kind,) != expected:
+            raise aiote.UsageError(f"it says {step.kind!r} after {self.steps}")
+        self.steps.append(step.kind)
+        if step.kind != "lent":
+            return
+        if step.lent is None or step.places is None or step.places.ndim != 2 or not 0 <= step.imm < 1 << 32:
+            raise aiote.UsageError("it does not say what it lends")
+        regions, rest = divmod(len(step.lent.ends), max(1, len(sources)))
+        descriptors = step.lent.unpacked(regions * len(sources) + rest)
+        if rest or (len(step.places) and int(step.places[:, 0].max()) >= regions and sources):
+            raise aiote.UsageError(f"it lends {len(descriptors)} regions to {len(sources)} sources")
+        several = [descriptors[first * regions : (first + 1) * regions] for first in range(len(sources))]
+        self.lent = {one: Descriptors.of(mine) for one, mine in zip(sources, several, strict=True)}
+        self.imm, self.places = step.imm, step.places
 
 
 class Controller:
@@ -99,7 +129,7 @@ class Controller:
 
     `engine` is its own; `sources` and `targets` are their engines' addresses, `recipe` and `gather` as of
     `plan_update`. `epoch` is greater for each controller of the same ranks; by default the clock says it, in
-    nanoseconds. What a rank takes longer than `limit` seconds for makes it fail: a description, a plan, a loan, a
+    nanoseconds. What a rank takes longer than `limit` seconds for makes it fail: a description, a plan, a lease, a
     commit.
     """
 
@@ -127,6 +157,7 @@ class Controller:
         self._states: dict[str, SourceState] = {}
         self._described: dict[str, TargetState] = {}
         self._replica_of: dict[str, str] = {}
+        self._written: dict[int, Numbers] = {}
         self.absent: dict[str, str] = {}
 
     async def describe(self) -> dict[str, TargetState]:
@@ -145,8 +176,13 @@ class Controller:
         Raises UsageError for ranks that cannot be brought together, PlanMismatchError where one has another recipe,
         UpdateError where the sources that are there do not hold everything, or no replica is there.
         """
-        self.absent = {}
-        self._states = await self._ask(self._sources, "describe", self.absent)
+        return await self._prepare({})
+
+    async def _prepare(self, lost: dict[str, str]) -> UpdatePlan:
+        """Prepare without sources that failed in an update that goes on."""
+        self.absent = dict(lost)
+        others = {address: client for address, client in self._sources.items() if address not in lost}
+        self._states = await self._ask(others, "describe", self.absent)
         self._described = await self._ask(self._targets, "describe", self.absent)
         self._replica_of.update({address: one.replica for address, one in self._described.items()})
         never = self._targets.keys() - self._replica_of.keys()
@@ -164,32 +200,44 @@ class Controller:
             raise UpdateError(None, {**self.absent, "the others": str(error)}) from error
 
     async def _plan(self) -> UpdatePlan:
-        sources, targets = list(self._states.values()), list(self._described.values())
-        if not sources or not targets:
-            raise UpdateError(None, self.absent)
-        for side in (sources, targets):
-            ranks = [one.rank for one in side]
-            if len(set(ranks)) != len(ranks):
-                raise aiote.UsageError(f"two ranks have the same number: {sorted(ranks)}")
-        size = sum(one.layout.nbytes for one in targets)
-        plan: UpdatePlan = await in_thread(size, lambda: planned(sources, targets, self.recipe, self.gather))
-        failed: dict[str, str] = {}
-        chosen = {address: client for address, client in self._sources.items() if address in self._states}
-        digests = await self._ask(chosen, "prepare", failed, sources, targets, self.gather)
-        if failed:
-            raise UpdateError(None, failed)
+        while True:
+            sources, targets = list(self._states.values()), list(self._described.values())
+            if not sources or not targets:
+                raise UpdateError(None, self.absent)
+            for side in (sources, targets):
+                ranks = [one.rank for one in side]
+                if len(set(ranks)) != len(ranks):
+                    raise aiote.UsageError(f"two ranks have the same number: {sorted(ranks)}")
+            size = sum(one.layout.nbytes for one in targets)
+            make = functools.partial(planned, sources, targets, self.recipe, self.gather)
+            plan: UpdatePlan
+            plan, names = await in_thread(size, make)
+            failed: dict[str, str] = {}
+            chosen = {address: client for address, client in self._sources.items() if address in self._states}
+            digests = await self._ask(chosen, "prepare", failed, sources, targets, self.gather)
+            if not failed:
+                break
+            # They were lost since they described themselves: the others hold what they had, or the next plan says what.
+            self.absent.update(failed)
+            self._states = {address: one for address, one in self._states.items() if address not in failed}
         for address, digest in digests.items():
             if digest != plan.digest:
                 raise PlanMismatchError(f"source {address} has another plan: it was given another recipe")
+        written = {name for entry in plan.entries for name in (entry.target, entry.scale)}
+        self._written = {
+            rank: np.array([number for name, number in mine.items() if name in written], np.uint64)
+            for rank, mine in names[1].items()
+        }
         self.plan = plan
         return plan
 
-    async def update(self, version: int, *, attempts: int = 2) -> UpdateReport:
+    async def update(self, version: int, *, attempts: int = 3) -> UpdateReport:
         """Bring a version to every target, and return what became of it.
 
-        Each of up to `attempts` tries goes without the sources that failed in the last one. Cancelling it aborts the
-        update everywhere; when it has ended, no target has more of it than what was committed, and nothing is written
-        any more. Raises UpdateError where no replica has the version, and what `prepare` raises.
+        Each of up to `attempts` tries goes without the sources that failed before, to the replicas that have not
+        committed yet. Cancelling it aborts the update everywhere; when it has ended, no target has more of it than what
+        was committed, and nothing is written any more. Raises UpdateError where no replica has the version, and what
+        `prepare` raises.
         """
         report = UpdateReport(version)
         begun = time.monotonic()
@@ -198,44 +246,47 @@ class Controller:
         # Whatever happens now but the commit of all, the next update looks at the ranks anew.
         plan, self.plan = self.plan, None
         lost: dict[str, str] = {}
-        while True:
+        made: list[Update] = []
+        while plan is not None:
             report.attempts += 1
             # Each attempt is an update of its own, so that one that failed can be made once more.
             self.epoch += 1
-            if lost:
-                plan = await self._without(version, lost)
-            assert plan is not None
-            lost = await self._attempt(plan, Update(self.epoch, version), report)
+            made.append(Update(self.epoch, version))
+            found = await self._attempt(plan, made, report)
             report.seconds = time.monotonic() - begun
-            if not lost:
+            lost.update(found)
+            if not found or not report.failed or report.attempts >= attempts:
                 break
-            if report.attempts == attempts:
-                raise UpdateError(version, lost)
+            try:
+                plan = await self._without(version, lost)
+            except UpdateError:
+                if not report.committed:
+                    raise
+                break
         if not report.committed:
-            raise UpdateError(version, report.failed)
-        if not report.failed and not self.absent:
+            raise UpdateError(version, {**lost, **report.failed})
+        if not report.failed and not self.absent and not lost:
             self.plan = plan
         return report
 
     async def _without(self, version: int, lost: dict[str, str]) -> UpdatePlan:
-        """Plan without sources that failed. Raises UpdateError, which says what no other holds."""
-        for address in lost:
-            self._states.pop(address, None)
+        """Look at all ranks anew, and plan without sources that failed. Raises UpdateError: what no other holds."""
         try:
-            return await self._plan()
+            return await self._prepare(lost)
         except (aiote.UsageError, UpdateError) as error:
             raise UpdateError(version, {**lost, "without them": str(error)}) from error
         finally:
             self.plan = None
 
-    async def _attempt(self, plan: UpdatePlan, update: Update, report: UpdateReport) -> dict[str, str]:
-        """Try once; return the sources that failed, and why."""
-        attempt = _Attempt(self, plan, update)
+    async def _attempt(self, plan: UpdatePlan, made: Sequence[Update], report: UpdateReport) -> dict[str, str]:
+        """Try once; return the sources that failed, and why. `made` are the attempts so far, this one the last."""
+        attempt = _Attempt(self, plan, made, self._written, report.committed)
         with plain_errors():
             await attempt.run()
-        report.sent = attempt.sent
-        report.committed = sorted(one.name for one in attempt.replicas if not one.failure)
-        report.failed = {one.name: one.failure for one in attempt.replicas if one.failure}
+        report.sent.update(attempt.sent)
+        report.committed = sorted({*report.committed, *(one.name for one in attempt.replicas if not one.failure)})
+        report.failed.update({one.name: one.failure for one in attempt.replicas if one.failure})
+        report.failed = {name: why for name, why in report.failed.items() if name not in report.committed}
         return attempt.lost
 
     def targets(self) -> list[_Target]:
@@ -269,16 +320,26 @@ class Controller:
 class _Attempt:
     """One try to bring a version to all replicas."""
 
-    def __init__(self, controller: Controller, plan: UpdatePlan, update: Update) -> None:
-        self.controller, self.update = controller, update
+    def __init__(
+        self,
+        controller: Controller,
+        plan: UpdatePlan,
+        made: Sequence[Update],
+        written: dict[int, Numbers],
+        committed: Sequence[str],
+    ) -> None:
+        self.controller, self.update = controller, made[-1]
         self.sent: dict[int, Sent] = {}
         self.lost: dict[str, str] = {}
-        self._plan = plan
+        self._plan, self._written = plan, written
         self._sources = controller.sources()
         replicas: dict[str, list[_Target]] = {}
         for target in controller.targets():
-            replicas.setdefault(target.state.replica, []).append(target)
-        self.replicas = [_Replica(name, targets) for name, targets in replicas.items()]
+            several = replicas.setdefault(target.state.replica, [])
+            # One that has committed in an earlier attempt, of which others of its replica have not, has the bytes.
+            if target.state.update not in made:
+                several.append(target)
+        self.replicas = [_Replica(name, targets) for name, targets in replicas.items() if name not in committed]
         self._changed = anyio.Event()
 
     async def run(self) -> None:
@@ -295,7 +356,8 @@ class _Attempt:
             if not all(one.failure for one in self.replicas):
                 await self._send()
             for replica in self.replicas:
-                if self.lost:
+                # Where all is there, it does not matter who is lost.
+                if self.lost and not replica.complete:
                     replica.fail("a source was lost: " + "; ".join(self.lost.values()))
 
     def _change(self) -> None:
@@ -321,23 +383,24 @@ class _Attempt:
     async def _target(self, replica: _Replica, target: _Target) -> None:
         senders = self._plan.senders.get(target.state.rank, ())
         addresses = [address for address, (rank, _) in self._sources.items() if rank in senders]
-        stream: Any = target.client.update(Order(self.update, addresses))
+        stream: Any = target.client.update(UpdateOrder(self.update, addresses, self._written[target.state.rank]))
         try:
             async for step in stream:
-                if step.kind == "lent":
-                    target.lent, target.imm = dict(zip(addresses, step.lent, strict=True)), step.imm
-                    target.places = step.places
-                elif step.kind == "counted":
-                    replica.counted += 1
-                else:
-                    replica.committed += 1
+                target.take(step, addresses)
+                replica.counted += step.kind == "counted"
                 self._change()
                 if step.kind == "counted":
-                    await self._until(lambda: replica.counted == len(replica.targets))
+                    await self._until(lambda: replica.complete)
                     with anyio.fail_after(self.controller.limit):
                         await target.client.commit(self.update)
-        except (aiote.AioteError, TimeoutError, ValueError) as error:
-            replica.fail(f"rank {target.state.rank} at {target.address}: {error}")
+                        target.take(await anext(stream), addresses)
+                    replica.committed += 1
+                    break
+            if len(target.steps) < 3:
+                raise aiote.UsageError(f"the update ended before it was committed, after {target.steps}")
+        except (aiote.AioteError, StopAsyncIteration, TimeoutError, ValueError) as error:
+            why = str(error) or f"it took longer than {self.controller.limit} s for its commit"
+            replica.fail(f"rank {target.state.rank} at {target.address}: {why}")
         finally:
             # The memory is taken back before this returns, so that nothing of the update is written later.
             with anyio.move_on_after(self.controller.limit, shield=True):
@@ -352,7 +415,7 @@ class _Attempt:
 
     async def _source(self, scope: anyio.CancelScope, address: str, rank: int, client: SourceService) -> None:
         destinations = [
-            Destination(target.state.rank, target.address, target.imm, target.lent.get(address, []), target.places)
+            WriteTarget(target.state.rank, target.address, target.imm, target.lent.get(address, NOTHING), target.places)
             for replica in self.replicas
             if not replica.failure
             for target in replica.targets
@@ -365,16 +428,26 @@ class _Attempt:
                 replica.fail(f"source {rank}: {error}")
             return
         except aiote.AioteError as error:
-            self.lost[address] = str(error)
-            scope.cancel()
+            self._lose(scope, {address: str(error)})
             return
         self.sent[rank] = sent
+        if sent.lost:
+            known = {number: one for one, (number, _) in self._sources.items() if one != address}
+            accused = {known[number]: why for number, why in sent.lost.items() if number in known}
+            self._lose(scope, accused or {address: "it gave up"})
+            return
         for replica in self.replicas:
             for target in replica.targets:
                 if target.state.rank in sent.failed:
                     replica.fail(
                         f"source {rank} could not write to rank {target.state.rank}: {sent.failed[target.state.rank]}"
                     )
+
+    def _lose(self, scope: anyio.CancelScope, lost: dict[str, str]) -> None:
+        """Take note of lost sources; what the others send is of use only where nothing more is needed."""
+        self.lost.update(lost)
+        if not all(one.failure or one.complete for one in self.replicas):
+            scope.cancel()
 
 
 def _all_lent(replica: _Replica) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 import aiote
 
 from .dtypes import ITEMSIZE
-from .memory import Bytes
+from .rank_memory import Bytes
 
 __all__ = ["cast", "quantize", "temporary_bytes"]
 
@@ -33,9 +33,16 @@ SLICE_BYTES = 1 << 20
 """Work is done on slices of about so many bytes of 32-bit numbers: they stay in the cache, and little is held."""
 
 
-def temporary_bytes(elements: int) -> int:
-    """Return what a conversion of so many elements holds besides its input and its output, at most."""
-    return min(elements * 16, 4 * SLICE_BYTES)
+def temporary_bytes(shape: tuple[int, ...], block: tuple[int, int] | None) -> int:
+    """Return what a conversion of an array holds besides its input and its output, at most; with `block` quantized."""
+    elements = math.prod(shape)
+    if block is None:
+        return min(elements, SLICE_BYTES // 4) * 8
+    rows, columns = shape[-2:]
+    high, wide = -(-rows // block[0]), -(-columns // block[1])
+    at_once = min(high, _blocks_at_once(columns, block[0]))
+    # Of a slice, filled up to whole blocks: 32-bit numbers, their magnitudes, and what they become.
+    return at_once * wide * math.prod(block) * 12 + math.prod(shape[:-2]) * high * wide * 16
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -100,9 +107,13 @@ def quantize(
     cast(made.reshape(-1).view(np.uint8), "F32", scales[0], scales[1])
 
 
+def _blocks_at_once(columns: int, high: int) -> int:
+    return max(1, SLICE_BYTES // 4 // (columns * high))
+
+
 def _slices(matrices: int, rows: int, columns: int, high: int) -> Iterator[tuple[int, int, int]]:
     """Yield runs of rows that hold whole blocks: matrix, first row, end."""
-    step = high * max(1, SLICE_BYTES // 4 // (columns * high))
+    step = high * _blocks_at_once(columns, high)
     for matrix in range(matrices):
         for first in range(0, rows, step):
             yield matrix, first, min(first + step, rows)

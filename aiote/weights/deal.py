@@ -22,7 +22,7 @@ from .cells import Cell, Holder
 from .entries import Entry, bytes_needed
 from .layout import Layout
 
-__all__ = ["Unit", "deal", "deal_whole", "ranks_of"]
+__all__ = ["Unit", "deal", "deal_whole", "demands", "halves", "ranks_of"]
 
 Point = tuple[int, ...]
 Makers = tuple[int, ...]
@@ -47,6 +47,23 @@ class Unit(NamedTuple):
     ranks: tuple[int, ...] | None
 
 
+def halves(unit: Unit, size: Sequence[int]) -> tuple[Unit, ...]:
+    """Return the halves of a unit along its outermost dimension of several granules; none of a single granule."""
+    for dim, (start, stop, step) in enumerate(zip(unit.start, unit.stop, size, strict=True)):
+        middle = start + -(-(stop - start) // step) // 2 * step
+        if middle > start:
+            first, rest = (
+                (*unit.stop[:dim], middle, *unit.stop[dim + 1 :]),
+                (
+                    *unit.start[:dim],
+                    middle,
+                    *unit.start[dim + 1 :],
+                ),
+            )
+            return unit._replace(stop=first), unit._replace(start=rest)
+    return ()
+
+
 class _Item(NamedTuple):
     """A cell in a line: its weight, the dimension along which it may be divided, and into how many granules."""
 
@@ -69,6 +86,17 @@ def _makers(entry: Entry, cell: Cell, sources: Layout) -> Makers:
         return ranks_of(entry, several[0][0], sources)
     groups = [{rank for holder in holders for rank in ranks_of(entry, holder, sources)} for holders in several]
     return tuple(sorted(set.intersection(*groups) or set.union(*groups)))
+
+
+def demands(entries: Sequence[Entry], sources: Layout, targets: Layout) -> dict[Makers, int]:
+    """Return the bytes that have to come from each set of possible senders, between them. No plan changes that."""
+    found: dict[Makers, int] = {}
+    for entry in entries:
+        for cell in entry.cells:
+            makers = _makers(entry, cell, sources)
+            size = sum(len(ranks) * size for ranks, size in bytes_needed(entry, cell, targets))
+            found[makers] = found.get(makers, 0) + size
+    return found
 
 
 def deal(entries: Sequence[Entry], sources: Layout, targets: Layout) -> list[Unit]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import UsageError
 
-__all__ = ["ITEMSIZE", "dtype_name"]
+__all__ = ["ITEMSIZE", "LONG_NAMES", "dtype_name"]
 
 ITEMSIZE = {
     "BOOL": 1,
@@ -42,6 +42,8 @@ OTHER_NAMES |= {
     f"{kind}{8 * size}": f"{kind[0].upper()}{8 * size}" for kind in ("int", "uint") for size in (1, 2, 4, 8)
 }
 OTHER_NAMES |= {f"float{8 * size}": f"F{8 * size}" for size in (2, 4, 8)}
+LONG_NAMES = {name: long for long, name in OTHER_NAMES.items()}
+"""What torch, numpy and ml_dtypes name a type; where there are two names, that with the number of bits."""
 
 
 def dtype_name(dtype: Any) -> str:

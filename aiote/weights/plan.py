@@ -27,11 +27,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from ..errors import UsageError
-from .deal import Unit, deal, deal_whole
+from .deal import Unit, deal, deal_whole, halves
 from .dtypes import ITEMSIZE
 from .entries import Entry, bytes_needed, entries_of, part_of
 from .layout import Layout
@@ -116,12 +116,23 @@ class UpdatePlan:
         first = self._place.get(source, 0) * len(others) // max(1, len(self._place))
         return [n for _, n in gathered] + others[first:] + others[:first]
 
-    def tasks(self, source: int) -> Iterator[Task]:
-        """Yield what a source rank does, in order; copies are computed one task at a time."""
+    def tasks(self, source: int, small: Callable[[Task], bool] | None = None) -> Iterator[Task]:
+        """Yield what a source rank does, in order; copies are computed one task at a time.
+
+        A task for which `small` is false is halved, again and again down to single elements or quantization blocks.
+        """
         turn = self._place.get(source, 0)
         for number in self.order(source):
-            unit = self.units[number]
-            yield task_of(self.entries[unit.entry], unit, self.sources, self.targets, turn)
+            yield from self._halved(self.units[number], turn, small)
+
+    def _halved(self, unit: Unit, turn: int, small: Callable[[Task], bool] | None) -> Iterator[Task]:
+        entry = self.entries[unit.entry]
+        task = task_of(entry, unit, self.sources, self.targets, turn)
+        several = () if small is None or small(task) else halves(unit, entry.size)
+        for half in several:
+            yield from self._halved(half, turn, small)
+        if not several:
+            yield task
 
     def task(self, number: int) -> Task:
         """Return what the maker of a unit does for it."""

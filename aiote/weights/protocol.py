@@ -1,7 +1,7 @@
 """What controller, sources and targets say to each other, as services of `aiote.service`.
 
-An update runs as one stream of calls for each target, from the loan of its memory to the commit. Its end by any way but
-the commit, a controller's death among them, takes the memory back: nothing is written late, and no target waits for
+An update runs as one stream of calls for each target, from the lease of its memory to the commit. Its end by any way
+but the commit, a controller's death among them, takes the memory back: nothing is written late, and no target waits for
 somebody who is gone.
 
     controller              target                    source
@@ -16,22 +16,24 @@ somebody who is gone.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 import aiote
 
 from .. import service
 from .layout import Layout
-from .memory import Bytes, RankMemory
+from .rank_memory import Bytes, RankMemory
 
 __all__ = [
-    "Destination",
-    "Order",
+    "Descriptors",
+    "Numbers",
     "PlanMismatchError",
     "Sent",
     "SourceService",
@@ -41,10 +43,14 @@ __all__ = [
     "TargetService",
     "TargetState",
     "Update",
+    "UpdateOrder",
+    "WriteTarget",
     "layout_of",
     "packed_layout",
+    "places_of",
 ]
 
+Numbers = NDArray[np.uint64]
 Mode = Literal["inplace", "gated", "shadow"]
 State = Literal["empty", "ready", "updating", "torn"]
 
@@ -64,11 +70,33 @@ class Update(msgspec.Struct, frozen=True, order=True):
     version: int
 
 
-class Where(msgspec.Struct, frozen=True):
-    """Where a tensor lies in its rank's memory: which region, and the byte at which it begins."""
+class Descriptors(msgspec.Struct, frozen=True):
+    """Descriptors of memory, one after another, and where each ends: arrays, which messages of any length carry."""
 
-    region: int
-    offset: int
+    data: Bytes
+    ends: Numbers
+
+    @classmethod
+    def of(cls, several: Sequence[bytes]) -> Descriptors:
+        """Return these as they travel."""
+        ends = np.cumsum([len(one) for one in several], dtype=np.uint64)
+        return cls(np.frombuffer(b"".join(several), np.uint8), ends)
+
+    def unpacked(self, count: int) -> list[bytes]:
+        """Return the descriptors. Raises UsageError unless there are `count`."""
+        ends, data = self.ends, self.data
+        if (
+            data.ndim != 1
+            or ends.shape != (count,)
+            or (ends[1:] < ends[:-1]).any()
+            or int(ends[-1:].sum()) != len(data)
+        ):
+            raise aiote.UsageError(
+                f"{count} descriptors of memory are expected, got {ends.shape} in {data.shape} bytes"
+            )
+        starts = [0, *ends.tolist()]
+        whole = data.tobytes()
+        return [whole[start:end] for start, end in itertools.pairwise(starts)]
 
 
 class TargetState(msgspec.Struct, frozen=True):
@@ -80,55 +108,60 @@ class TargetState(msgspec.Struct, frozen=True):
     state: State
     update: Update | None
     layout: Bytes
-    places: dict[str, Where]
 
 
 class SourceState(msgspec.Struct, frozen=True):
-    """What a source is: its rank, its layout as JSON, and descriptors of its memory for sources that gather."""
+    """What a source is: its rank, its layout as JSON, and for sources that gather where its tensors lie."""
 
     rank: int
     layout: Bytes
-    places: dict[str, Where]
-    regions: list[bytes]
+    places: Numbers
+    regions: Descriptors
     address: str
 
 
-class Order(msgspec.Struct, frozen=True):
-    """Take an update from these sources (addresses), each of which commits once."""
+class UpdateOrder(msgspec.Struct, frozen=True):
+    """Take an update from these sources (addresses), each of which commits once; it writes to these tensors."""
 
     update: Update
     sources: list[str]
+    written: Numbers
 
 
 class Step(msgspec.Struct, frozen=True):
     """How far a target is.
 
-    With "lent" come the commits' immediate, for each source descriptors of the regions, and where tensors lie in these.
+    With "lent" come the commits' immediate, for each source descriptors of all regions, one source after another, and
+    where the tensors lie in these.
     """
 
     kind: Literal["lent", "counted", "committed"]
     imm: int = 0
-    lent: list[list[bytes]] = []
-    places: dict[str, Where] = {}
+    lent: Descriptors | None = None
+    places: Numbers | None = None
 
 
-class Destination(msgspec.Struct, frozen=True):
+class WriteTarget(msgspec.Struct, frozen=True):
     """A target as a source writes to it."""
 
     rank: int
     address: str
     imm: int
-    regions: list[bytes]
-    places: dict[str, Where]
+    regions: Descriptors
+    places: Numbers
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """What a source has done: bytes written and gathered, its peak of staging memory, targets that failed and why."""
+    """What a source has done: bytes written and gathered, its peak of staging memory, targets that failed and why.
+
+    Where sources were `lost` from which it gathers, it has committed nowhere.
+    """
 
     written: int
     gathered: int
     peak: int
     failed: dict[int, str]
+    lost: dict[int, str] = {}
 
 
 class TargetService(service.Service):
@@ -142,7 +175,7 @@ class TargetService(service.Service):
         raise NotImplementedError
 
     @service.method(raises=[StaleUpdateError])
-    async def update(self, order: Order) -> AsyncIterator[Step]:
+    async def update(self, order: UpdateOrder) -> AsyncIterator[Step]:
         """Take an update; it is over with the stream."""
         raise NotImplementedError
         yield
@@ -169,7 +202,7 @@ class SourceService(service.Service):
         raise NotImplementedError
 
     @service.method(raises=[StaleUpdateError, PlanMismatchError])
-    async def send(self, update: Update, digest: bytes, destinations: list[Destination]) -> Sent:
+    async def send(self, update: Update, digest: bytes, destinations: list[WriteTarget]) -> Sent:
         """Write this source's part to every target, and commit there."""
         raise NotImplementedError
 
@@ -188,6 +221,7 @@ def layout_of(packed: Bytes) -> Layout:
     return Layout.from_description(plain)
 
 
-def places_of(memory: RankMemory) -> dict[str, Where]:
-    """Return where a rank's tensors lie, as it travels."""
-    return {name: Where(place.region, place.offset) for name, place in memory.places.items()}
+def places_of(memory: RankMemory) -> Numbers:
+    """Return where a rank's tensors lie, in the layout's order: numbers of regions, and bytes at which they begin."""
+    found = [memory.places[name][:2] for name in memory.layout.tensors if name in memory.places]
+    return np.array(found, np.uint64).reshape(-1, 2)

@@ -8,25 +8,23 @@ one-sided; they run nothing for it.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
-import numpy as np
 
 import aiote
 
 from .. import service
 from ..service.background import to_the_end
-from .convert import cast, quantize, temporary_bytes
+from .convert import cast, quantize
+from .copies import Copy
 from .dtypes import ITEMSIZE
 from .layout import Layout
-from .memory import Bytes, RankMemory, StagingMemory, plain_errors
 from .plan import UpdatePlan, plan_update
 from .protocol import (
-    Destination,
+    Descriptors,
     PlanMismatchError,
     Sent,
     SourceService,
@@ -34,23 +32,22 @@ from .protocol import (
     StaleUpdateError,
     TargetState,
     Update,
-    Where,
+    WriteTarget,
     layout_of,
     packed_layout,
     places_of,
 )
+from .rank_memory import TENSOR_BYTES, Bytes, RankMemory, StagingMemory, in_thread, plain_errors
 from .recipe import Recipe
-from .tasks import Read, Task, Write
-from .writes import Rows, copy_rows, packed, rows_of, write_rows
+from .remote import Names, RemoteMemory
+from .sizes import LEAST, Fetch, Sizes, check_limit, most_rows, small
+from .tasks import Task, Write
+from .writes import ROW_BYTES, Rows, move, packed, parts_of, rows_of, runs_of, write_rows
 
 __all__ = ["Source", "serve_source"]
 
 UNITS = 8
 """How many units are under way at a time: what one waits for, the next ones do."""
-MOST_BETWEEN = 4
-"""Of rows elsewhere all that lies between them is read, too, where it is no more than so many times as much."""
-LARGE = 1 << 20
-"""From so many bytes on a conversion runs in a thread, for it would hold the event loop for milliseconds."""
 
 
 class Source:
@@ -69,11 +66,12 @@ class Source:
         self.digest = b""
         self._packed = packed_layout(layout.only(rank))
         self.latest: Update | None = None
-        self.sources: dict[int, SourceState] = {}
+        self.sources: dict[int, RemoteMemory] = {}
+        self.names: dict[int, Names] = {}
 
     def described(self) -> SourceState:
         """Return what it tells its controller."""
-        regions = [region.descriptor for region in self.weights.regions]
+        regions = Descriptors.of([region.descriptor for region in self.weights.regions])
         places = places_of(self.weights)
         return SourceState(self.rank, self._packed, places, regions, str(self.engine.address))
 
@@ -81,52 +79,87 @@ class Source:
         """Plan with these ranks, and return the plan's digest."""
         self.plan = None
         make = functools.partial(planned, sources, targets, self.recipe, gather)
-        plan = await in_thread(sum(target.layout.nbytes for target in targets), make)
+        plan, names = await in_thread(sum(target.layout.nbytes for target in targets), make)
+        check_limit(plan, self.rank, self.staging.limit)
         self.digest = plan.digest
-        self.sources = {one.rank: one for one in sources}
+        self.names = names[1]
+        self.sources = {
+            one.rank: RemoteMemory(self.engine, one.address, one.regions, one.places, names[0][one.rank])
+            for one in sources
+        }
         self.plan = plan
         return self.digest
 
 
-def planned(sources: Sequence[SourceState], targets: Sequence[TargetState], recipe: Recipe, gather: Any) -> UpdatePlan:
-    """Return the plan for ranks that have described themselves."""
-    sides = [Layout.merge(layout_of(one.layout) for one in side) for side in (sources, targets)]
-    return plan_update(sides[0], sides[1], recipe, gather=gather)
+def planned(
+    sources: Sequence[SourceState], targets: Sequence[TargetState], recipe: Recipe, gather: Any
+) -> tuple[UpdatePlan, list[dict[int, Names]]]:
+    """Return the plan for ranks that have described themselves, and the numbers of each one's tensors.
 
-
-async def in_thread(nbytes: int, function: Any) -> Any:
-    """Call a function that works on so many bytes, in a thread where that takes long."""
-    return await anyio.to_thread.run_sync(function) if nbytes >= LARGE else function()
+    Raises UsageError, too, for a rank that describes another one's tensors.
+    """
+    sides, names = [], []
+    # What is the same for many ranks is kept once.
+    known: dict[tuple[str, ...], Names] = {}
+    for side in (sources, targets):
+        layouts = {one.rank: layout_of(one.layout) for one in side}
+        for rank, layout in layouts.items():
+            if any(ranks != (rank,) for tensor in layout.tensors.values() for ranks in tensor.ranks):
+                raise aiote.UsageError(f"rank {rank} describes what others hold")
+        sides.append(Layout.merge(layouts.values()))
+        held = {rank: tuple(layout.tensors) for rank, layout in layouts.items()}
+        names.append({rank: known.setdefault(one, {n: i for i, n in enumerate(one)}) for rank, one in held.items()})
+    plan = plan_update(sides[0], sides[1], recipe, gather=gather)
+    # Of a large model these take long, too; the plan keeps them.
+    _ = plan.digest, plan.senders
+    return plan, names
 
 
 class _Sending:
     """One update on its way out of a source."""
 
-    def __init__(self, source: Source, plan: UpdatePlan, destinations: Sequence[Destination]) -> None:
+    def __init__(self, source: Source, plan: UpdatePlan, destinations: Sequence[WriteTarget]) -> None:
         self.source, self.plan = source, plan
         self.engine = source.engine
         # As they were when this was planned with: another controller may have others prepared meanwhile.
         self.sources = source.sources
+        self.limit = source.staging.limit
+        self._most = most_rows(self.limit)
         self.failed: dict[int, str] = {}
+        self.lost: dict[int, str] = {}
         self.written = self.gathered = 0
-        self._attach = functools.lru_cache(maxsize=None)(self.engine.attach)
-        self._destinations = {one.rank: one for one in destinations}
+        names = source.names
+        self._destinations = {
+            one.rank: (one, RemoteMemory(self.engine, one.address, one.regions, one.places, names[one.rank]))
+            for one in destinations
+            if one.rank in names
+        }
         self._under_way = anyio.Semaphore(UNITS)
 
     async def run(self) -> Sent:
         """Write everything, then commit to every target that has all of it."""
         rank = self.source.rank
-        async with anyio.create_task_group() as group:
-            for task in self.plan.tasks(rank):
-                await self._under_way.acquire()
-                group.start_soon(self._unit, task)
+        fits = functools.partial(small, plan=self.plan, limit=self.limit)
+        try:
+            with plain_errors():
+                async with anyio.create_task_group() as group:
+                    for task in self.plan.tasks(rank, fits):
+                        await self._under_way.acquire()
+                        group.start_soon(self._unit, task)
+        except aiote.AioteError:
+            if not self.lost:
+                raise
+            return self._sent()
         async with anyio.create_task_group() as group:
             for target, senders in self.plan.senders.items():
                 if rank in senders and target in self._destinations:
-                    group.start_soon(self._commit, self._destinations[target])
-        return Sent(self.written, self.gathered, self.source.staging.peak, self.failed)
+                    group.start_soon(self._commit, self._destinations[target][0])
+        return self._sent()
 
-    async def _commit(self, to: Destination) -> None:
+    def _sent(self) -> Sent:
+        return Sent(self.written, self.gathered, self.source.staging.peak, self.failed, self.lost)
+
+    async def _commit(self, to: WriteTarget) -> None:
         if to.rank not in self.failed:
             try:
                 await self.engine.write_imm(None, to.address, to.imm)
@@ -146,25 +179,36 @@ class _Sending:
     async def _straight(self, write: Write) -> None:
         """Write out of the weights; rows that are short are packed first."""
         memory, name = self.source.weights, write.copy.source
-        rows = rows_of(write.copy, ITEMSIZE[self.source.layout.tensors[name].dtype])
-        shorter = packed(rows)
-        if shorter is None:
+        size = ITEMSIZE[self.source.layout.tensors[name].dtype]
+        both = packed(write.copy, size)
+        if both is None:
             place = memory.places[name]
             region = memory.regions[place.region][place.offset : place.offset + place.nbytes]
-            await self._write(write, rows, region)
+            async with self._counted(write.copy):
+                await self._write(write.ranks, write.copy, size, region)
             return
-        async with self.source.staging.take(rows.total) as (staged, region):
-            dense = np.arange(0, rows.total, rows.nbytes, dtype=np.int64)
-            await in_thread(
-                rows.total,
-                functools.partial(copy_rows, Rows(rows.nbytes, rows.source, dense), memory.bytes_of(name), staged),
-            )
-            await self._write(write, shorter, region)
+        into, out = both
+        offsets = min(runs_of(out), self._most) * ROW_BYTES
+        nbytes = into.elements * size
+        async with self.source.staging.take(nbytes + offsets) as (staged, region):
+            await in_thread(nbytes, functools.partial(move, into, size, memory.bytes_of(name), staged[:nbytes]))
+            await self._write(write.ranks, out, size, region[:nbytes])
+
+    @asynccontextmanager
+    async def _counted(self, copy: Copy) -> AsyncIterator[None]:
+        """Count the offsets of a copy's rows, where there are several."""
+        rows = min(runs_of(copy), self._most)
+        if rows == 1:
+            yield
+        else:
+            async with self.source.staging.count(rows * ROW_BYTES):
+                yield
 
     async def _made(self, task: Task) -> None:
         """Gather, convert and write one unit."""
-        fetches = [_Fetch(read, ITEMSIZE[task.dtype]) for read in task.reads if read.rank != self.source.rank]
-        sizes = _Sizes(task, self.plan.targets, fetches)
+        fetches = [Fetch(read, ITEMSIZE[task.dtype]) for read in task.reads if read.rank != self.source.rank]
+        sizes = Sizes(task, self.plan.targets, self._most)
+        sizes.land(fetches, self.source.staging.limit)
         async with self.source.staging.take(sizes.all) as (memory, region):
             staged = memory[: sizes.staged]
             if sum(read.copy.elements for read in task.reads) < sizes.elements:
@@ -181,8 +225,8 @@ class _Sending:
                     parts[task.scale] = (sizes.staged + sizes.converted, sizes.scales)
             for write in task.writes:
                 start, nbytes = parts[write.copy.target]
-                rows = rows_of(write.copy, ITEMSIZE[self.plan.targets.tensors[write.copy.target].dtype])
-                await self._write(write, rows, region[start : start + nbytes])
+                size = ITEMSIZE[self.plan.targets.tensors[write.copy.target].dtype]
+                await self._write(write.ranks, write.copy, size, region[start : start + nbytes])
 
     async def _read_own(self, task: Task, staged: Bytes) -> None:
         own = [read.copy for read in task.reads if read.rank == self.source.rank]
@@ -190,91 +234,67 @@ class _Sending:
 
         def load() -> None:
             for copy in own:
-                copy_rows(rows_of(copy, size), self.source.weights.bytes_of(copy.source), staged)
+                move(copy, size, self.source.weights.bytes_of(copy.source), staged)
 
         await in_thread(sum(copy.elements for copy in own) * size, load)
 
-    async def _read_others(self, fetches: list[_Fetch], end: int, region: aiote.Region, memory: Bytes) -> None:
+    async def _read_others(self, fetches: list[Fetch], end: int, region: aiote.Region, memory: Bytes) -> None:
         async with anyio.create_task_group() as group:
             for fetch in fetches:
                 end -= fetch.landing
-                group.start_soon(self._fetch, fetch, end, region, memory)
+                group.start_soon(self._fetch_or_say, fetch, end, region, memory)
 
-    async def _fetch(self, fetch: _Fetch, landing: int, region: aiote.Region, memory: Bytes) -> None:
+    async def _fetch_or_say(self, fetch: Fetch, landing: int, region: aiote.Region, memory: Bytes) -> None:
+        try:
+            await self._fetch(fetch, landing, region, memory)
+        except aiote.AioteError as error:
+            if not self.engine.closed:
+                # The other's failure, and not this rank's.
+                self.lost[fetch.rank] = str(error)
+            raise
+
+    async def _fetch(self, fetch: Fetch, landing: int, region: aiote.Region, memory: Bytes) -> None:
         """Read rows of another source's part into the staging memory."""
-        owner, rows = self.sources[fetch.rank], fetch.rows
-        remote = self._remote(owner.regions, owner.places[fetch.tensor])
+        owner, size = self.sources[fetch.rank], fetch.itemsize
+        remote = owner.tensor(fetch.tensor)
         if fetch.landing:
             span = fetch.last - fetch.first
             await self.engine.read(remote[fetch.first : fetch.last], region[landing : landing + span])
-            moved = Rows(rows.nbytes, rows.source - fetch.first, rows.target)
-            await in_thread(rows.total, functools.partial(copy_rows, moved, memory[landing:], memory))
+            moved = fetch.copy._replace(source_offset=0)
+            await in_thread(
+                fetch.nbytes, functools.partial(move, moved, size, memory[landing : landing + span], memory)
+            )
         else:
-            for there, here in zip(rows.source.tolist(), rows.target.tolist(), strict=True):
-                await self.engine.read(remote[there : there + rows.nbytes], region[here : here + rows.nbytes])
-        self.gathered += rows.total
+            for part in parts_of(fetch.copy, self._most):
+                rows = await in_thread(runs_of(part) * ROW_BYTES, functools.partial(rows_of, part, size))
+                for there, here in zip(map(int, rows.source), map(int, rows.target), strict=True):
+                    await self.engine.read(remote[there : there + rows.nbytes], region[here : here + rows.nbytes])
+        self.gathered += fetch.nbytes
 
-    async def _write(self, write: Write, rows: Rows, region: aiote.Region) -> None:
-        if len(write.ranks) == 1:
-            await self._write_to(write.ranks[0], write, rows, region)
-            return
-        async with anyio.create_task_group() as group:
-            for rank in write.ranks:
-                group.start_soon(self._write_to, rank, write, rows, region)
+    async def _write(self, ranks: Sequence[int], copy: Copy, size: int, region: aiote.Region) -> None:
+        for part in parts_of(copy, self._most):
+            rows = await in_thread(runs_of(part) * ROW_BYTES, functools.partial(rows_of, part, size))
+            if len(ranks) == 1:
+                await self._write_to(ranks[0], copy.target, rows, region)
+                continue
+            async with anyio.create_task_group() as group:
+                for rank in ranks:
+                    group.start_soon(self._write_to, rank, copy.target, rows, region)
 
-    async def _write_to(self, rank: int, write: Write, rows: Rows, region: aiote.Region) -> None:
+    async def _write_to(self, rank: int, tensor: str, rows: Rows, region: aiote.Region) -> None:
         """Write to one target, unless it has failed; a target that fails stops no other."""
         to = self._destinations.get(rank)
         if to is None or rank in self.failed:
             return
         try:
-            await write_rows(self.engine, rows, region, self._remote(to.regions, to.places[write.copy.target]))
+            await write_rows(self.engine, rows, region, to[1].tensor(tensor))
             self.written += rows.total
-        except (aiote.AioteError, IndexError, KeyError) as error:
+        except (aiote.AioteError, ValueError, IndexError, KeyError) as error:
             # What a target says of its memory may be wrong, too: that is its failure, and nobody else's.
             self.failed[rank] = str(error)
 
-    def _remote(self, regions: Sequence[bytes], place: Where) -> aiote.RemoteRegion:
-        remote: aiote.RemoteRegion = self._attach(regions[place.region])
-        return remote[place.offset :]
 
-
-class _Fetch:
-    """Rows of another rank's part. Several that lie near each other are read at once, with what is between them."""
-
-    def __init__(self, read: Read, itemsize: int) -> None:
-        self.rank, self.tensor = read.rank, read.copy.source
-        self.rows = rows_of(read.copy, itemsize)
-        self.first, self.last = int(self.rows.source.min()), int(self.rows.source.max()) + self.rows.nbytes
-        near = len(self.rows.source) > 1 and self.last - self.first <= MOST_BETWEEN * self.rows.total
-        self.landing = -(-(self.last - self.first) // 64) * 64 if near else 0
-
-
-class _Sizes:
-    """What a unit needs of staging memory.
-
-    From its beginning: what is put together, what that is converted to, and the scales. Behind them a conversion's
-    temporary arrays are counted, and at the end lands what is read of other ranks.
-    """
-
-    def __init__(self, task: Task, targets: Layout, fetches: Sequence[_Fetch]) -> None:
-        self.shape = tuple(map(int.__sub__, task.stop, task.start))
-        self.elements = math.prod(self.shape)
-        self.to = targets.tensors[task.target].dtype
-        self.scale = targets.tensors[task.scale].dtype if task.scale else ""
-        self.staged = -(-self.elements * ITEMSIZE[task.dtype] // 64) * 64
-        changed = task.block is not None or self.to != task.dtype
-        self.converted = -(-self.elements * ITEMSIZE[self.to] // 64) * 64 if changed else 0
-        self.scales = 0
-        if task.block:
-            high, wide = (-(-size // block) for size, block in zip(self.shape[-2:], task.block, strict=True))
-            self.scales = math.prod(self.shape[:-2]) * high * wide * ITEMSIZE[self.scale]
-        temporary = temporary_bytes(self.elements) if changed else 0
-        landing = sum(fetch.landing for fetch in fetches)
-        self.all = -(-(self.staged + self.converted + self.scales + temporary + landing) // 64) * 64
-
-
-def _convert(task: Task, sizes: _Sizes, staged: Bytes, out: Bytes) -> None:
+def _convert(task: Task, sizes: Sizes, staged: Bytes, out: Bytes) -> None:
     source = staged[: sizes.elements * ITEMSIZE[task.dtype]]
     target = out[: sizes.elements * ITEMSIZE[sizes.to]]
     if task.block:
@@ -284,7 +304,7 @@ def _convert(task: Task, sizes: _Sizes, staged: Bytes, out: Bytes) -> None:
         cast(source, task.dtype, target, sizes.to)
 
 
-class _Service(SourceService):
+class _ServedSource(SourceService):
     name = SourceService.name
 
     def __init__(self, source: Source) -> None:
@@ -299,7 +319,7 @@ class _Service(SourceService):
         return await self._source.prepare(sources, targets, gather)
 
     @service.method(raises=[StaleUpdateError, PlanMismatchError])
-    async def send(self, update: Update, digest: bytes, destinations: list[Destination]) -> Sent:
+    async def send(self, update: Update, digest: bytes, destinations: list[WriteTarget]) -> Sent:
         source = self._source
         if source.latest is not None and update <= source.latest:
             raise StaleUpdateError(f"{update} is no later than what rank {source.rank} has sent, {source.latest}")
@@ -324,14 +344,19 @@ async def serve_source(
 
     `arrays` are the rank's parts by name, as `layout` describes them for `rank`: numpy arrays, or torch tensors on the
     CPU; they stay in place meanwhile, and do not change while an update is sent. All ranks and the controller have the
-    same `recipe`. `staging_bytes` bounds what an update holds besides; a unit that needs more runs alone.
+    same `recipe`. `staging_bytes` bounds what an update holds besides: larger units are sent in pieces, down to single
+    quantization blocks.
 
-    Raises UsageError, which names the tensor, for an array that is not as the layout says.
+    Raises UsageError, which names the tensor, for an array that is not as the layout says; a controller's `prepare`
+    raises it where one block takes more than `staging_bytes`.
     """
-    source = Source(engine, layout, rank, arrays, recipe or Recipe(), staging_bytes)
+    if staging_bytes < LEAST:
+        raise aiote.UsageError(f"staging_bytes is {staging_bytes}, expected {LEAST} or more")
+    make = functools.partial(Source, engine, layout, rank, arrays, recipe or Recipe(), staging_bytes)
+    source = await in_thread(len(layout.tensors) * TENSOR_BYTES, make)
     await source.weights.register(engine, "read")
     try:
-        async with service.serve(engine, _Service(source)):
+        async with service.serve(engine, _ServedSource(source)):
             yield source
     finally:
         await to_the_end(source.staging.close)

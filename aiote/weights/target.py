@@ -6,16 +6,19 @@
 | `gated`   | the weights, while a window is open  | weights that are torn, in a window that it opened      |
 | `shadow`  | other memory, copied at the commit   | the old version, bit by bit                            |
 
+A commit copies the tensors that the update writes, and no others: those are the program's own.
+
 No code of the rank runs while bytes arrive. Memory is lent by lease for one update: after an aborted one nothing is
 written any more, whatever its sources do.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Literal
 
 import anyio
@@ -23,20 +26,23 @@ import anyio
 import aiote
 
 from .. import service
-from ..service.background import to_the_end
+from ..aio import current_loop
+from ..service.background import beside, to_the_end
 from .layout import Layout
-from .memory import RankMemory
 from .protocol import (
-    Order,
+    Descriptors,
+    Numbers,
     StaleUpdateError,
     State,
     Step,
     TargetService,
     TargetState,
     Update,
+    UpdateOrder,
     packed_layout,
     places_of,
 )
+from .rank_memory import TENSOR_BYTES, RankMemory, in_thread
 
 __all__ = ["Target", "serve_target"]
 
@@ -59,14 +65,15 @@ class Target:
         replica: str,
         versions: Literal["inplace", "gated", "shadow"],
         on_commit: Callable[[int], Awaitable[None] | None] | None,
+        limit: float,
     ) -> None:
         if versions not in ("inplace", "gated", "shadow"):
             raise aiote.UsageError(f'versions is {versions!r}, expected "inplace", "gated" or "shadow"')
         self.engine = engine
-        self.weights = RankMemory(layout, rank, arrays)
+        self.weights = RankMemory(layout, rank, arrays, written=True)
         self.written = self.weights
         if versions == "shadow":
-            # What no update writes, padding, is copied at the commits, too.
+            # What an update leaves out of the tensors that it writes, padding, is copied at the commits, too.
             self.written = RankMemory.allocated(layout, rank)
             self.weights.copy_to(self.written)
         self.rank, self.replica, self.versions = rank, replica, versions
@@ -74,7 +81,8 @@ class Target:
         self.update: Update | None = None
         self.epoch = 0
         self.current: _Incoming | None = None
-        self._on_commit = on_commit
+        self.stale = self.ended = False
+        self._on_commit, self._limit = on_commit, limit
         self._packed = packed_layout(layout.only(rank))
         self._open = versions != "gated"
         self._changed = anyio.Event()
@@ -86,8 +94,14 @@ class Target:
 
     def described(self) -> TargetState:
         """Return what it tells its controller."""
-        places = places_of(self.written)
-        return TargetState(self.rank, self.replica, self.versions, self.state, self.update, self._packed, places)
+        return TargetState(self.rank, self.replica, self.versions, self.state, self.update, self._packed)
+
+    def named(self, numbers: Numbers) -> list[str]:
+        """Return the names of these tensors of the layout. Raises UsageError for numbers of none."""
+        held = [name for name in self.weights.layout.tensors if name in self.weights.places]
+        if numbers.ndim != 1 or (len(numbers) and int(numbers.max()) >= len(held)):
+            raise aiote.UsageError(f"an update names tensors beyond the {len(held)} of rank {self.rank}")
+        return [held[number] for number in numbers.tolist()]
 
     def change(self, state: State) -> None:
         """Take note of a state, and wake who waits for one."""
@@ -96,9 +110,25 @@ class Target:
         changed.set()
 
     async def wait_version(self, version: int) -> None:
-        """Wait until the weights are of this version or a later one. Cancelling loses nothing."""
+        """Wait until the weights are of this version or a later one. Cancelling loses nothing.
+
+        Raises ClosedError when the target or its engine was closed.
+        """
         while (self.version if self.version is not None else -1) < version:
+            if self.ended:
+                raise aiote.ClosedError("the target is closed, no version comes any more")
             await self._changed.wait()
+
+    def end(self) -> None:
+        """Take note that no update comes any more."""
+        self.ended = True
+        self.change(self.state)
+
+    async def follow(self) -> None:
+        """Return when the engine is closed."""
+        with suppress(aiote.ClosedError):
+            await _counter(self.engine).wait(1)
+        self.end()
 
     @asynccontextmanager
     async def window(self) -> AsyncIterator[None]:
@@ -128,13 +158,25 @@ class Target:
         while not self._open:
             await self._changed.wait()
 
-    async def install(self, update: Update) -> None:
-        """Make what was written the version, and tell the program. Once begun, no cancellation ends it halfway."""
+    async def refresh(self) -> None:
+        """Bring a shadow to what the weights are, where an update that failed has written to it."""
+        if self.stale:
+            copy = functools.partial(self.weights.copy_to, self.written)
+            await to_the_end(functools.partial(in_thread, self.weights.nbytes, copy))
+            self.stale = False
+
+    async def install(self, update: Update, names: Sequence[str]) -> None:
+        """Make what was written to these tensors the version, and tell the program.
+
+        Once begun, no cancellation ends it halfway; the program has `limit` seconds.
+        """
 
         async def swap() -> None:
             if self.written is not self.weights:
                 # Once more where it was interrupted: nobody can write to either any more, so that gives the same.
-                await anyio.to_thread.run_sync(self.written.copy_to, self.weights)
+                copy = functools.partial(self.written.copy_to, self.weights, names)
+                await in_thread(self.weights.nbytes, copy)
+                self.stale = False
             self.update = update
             self.change("ready")
 
@@ -143,9 +185,27 @@ class Target:
         finally:
             # Also where it was cancelled meanwhile: the weights are new, and the program has to know.
             if self.update == update and self._on_commit is not None:
-                told = self._on_commit(update.version)
-                if inspect.isawaitable(told):
-                    await told
+                await self._tell(self._on_commit, update.version)
+
+    async def _tell(self, on_commit: Callable[[int], Awaitable[None] | None], version: int) -> None:
+        """Call the program in a task of its own, which no cancellation of the update reaches."""
+        failures: list[Exception] = []
+
+        async def call() -> None:
+            try:
+                with anyio.fail_after(self._limit):
+                    told = on_commit(version)
+                    if inspect.isawaitable(told):
+                        await told
+            except TimeoutError:
+                failures.append(TimeoutError(f"on_commit took longer than {self._limit} s"))
+            except Exception as error:
+                failures.append(error)
+
+        task = current_loop().spawn(call, name="aiote weights: on_commit")
+        await to_the_end(task.join)
+        if failures:
+            raise failures[0]
 
 
 class _Incoming:
@@ -174,7 +234,7 @@ class _Incoming:
             raise StaleUpdateError(self.aborted)
 
 
-class _Service(TargetService):
+class _ServedTarget(TargetService):
     name = TargetService.name
 
     def __init__(self, target: Target) -> None:
@@ -185,8 +245,9 @@ class _Service(TargetService):
         return self._target.described()
 
     @service.method(raises=[StaleUpdateError])
-    async def update(self, order: Order) -> AsyncIterator[Step]:
+    async def update(self, order: UpdateOrder) -> AsyncIterator[Step]:
         target, mine = self._target, _Incoming(order.update)
+        names = target.named(order.written)
         await self._displace(order.update)
         target.current = mine
         leases: list[aiote.Lease] = []
@@ -195,9 +256,12 @@ class _Service(TargetService):
             with mine.step():
                 await target.opened()
             counter = _counter(target.engine)
+            await target.refresh()
             lent = _lent(target, order.sources, leases)
             if target.versions != "shadow":
                 target.change("updating")
+            else:
+                target.stale = True
             yield Step("lent", counter.imm, lent, places_of(target.written))
             with mine.step():
                 await counter.wait(len(order.sources)) if order.sources else None
@@ -205,7 +269,7 @@ class _Service(TargetService):
             with mine.step():
                 await mine.asked.wait()
             await _revoke(leases)
-            await target.install(order.update)
+            await target.install(order.update, names)
             yield Step("committed")
         finally:
             await self._over(mine, leases, counter)
@@ -257,15 +321,12 @@ def _counter(engine: aiote.Engine) -> aiote.Counter:
     return engine.counter(secrets.randbelow(IMMEDIATES))
 
 
-def _lent(target: Target, sources: list[str], leases: list[aiote.Lease]) -> list[list[bytes]]:
+def _lent(target: Target, sources: list[str], leases: list[aiote.Lease]) -> Descriptors:
     """Lend every region to every source; return the descriptors."""
-    lent = []
     for source in sources:
-        first = len(leases)
         for region in target.written.regions:
             leases.append(region.lease(slice(0, region.nbytes), source))
-        lent.append([lease.descriptor for lease in leases[first:]])
-    return lent
+    return Descriptors.of([lease.descriptor for lease in leases])
 
 
 async def _revoke(leases: list[aiote.Lease]) -> None:
@@ -286,20 +347,25 @@ async def serve_target(
     replica: str = "",
     versions: Literal["inplace", "gated", "shadow"] = "shadow",
     on_commit: Callable[[int], Awaitable[None] | None] | None = None,
+    limit: float = 60.0,
 ) -> AsyncIterator[Target]:
     """Take updates of an inference rank's weights for the length of an `async with`.
 
     `arrays` are the rank's parts by name, as `layout` describes them for `rank`: numpy arrays, or torch tensors on the
     CPU; they stay in place meanwhile. Ranks of one `replica` get a version together. `versions` says what sources write
     to, see the module; `shadow` takes the weights' memory once more. `on_commit` is called with each version when the
-    weights are of it, before the controller hears of the commit: to forget a prefix cache, for one.
+    weights are of it, before the controller hears of the commit: to forget a prefix cache, for one. It has `limit`
+    seconds; what it raises makes the replica fail in the controller's report, though the weights are new.
 
-    Raises UsageError, which names the tensor, for an array that is not as the layout says.
+    Raises UsageError, which names the tensor, for an array that is not as the layout says, or is read-only.
     """
-    target = Target(engine, layout, rank, arrays, replica, versions, on_commit)
+    make = functools.partial(Target, engine, layout, rank, arrays, replica, versions, on_commit, limit)
+    work = sum(tensor.nbytes for tensor in layout.tensors.values()) + len(layout.tensors) * TENSOR_BYTES
+    target: Target = await in_thread(work, make)
     await target.written.register(engine, "write")
     try:
-        async with service.serve(engine, _Service(target)):
+        async with service.serve(engine, _ServedTarget(target)), beside(target.follow):
             yield target
     finally:
+        target.end()
         await to_the_end(target.written.close)

@@ -1,7 +1,12 @@
-"""A plan's copies as transfers of an engine: rows of bytes from here to there."""
+"""A plan's copies as transfers of an engine, and within this process.
+
+A transfer takes rows of bytes from here to there, by lists of offsets. A copy of many short rows is carried out in
+parts, so that the lists stay short.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -9,13 +14,16 @@ from numpy.typing import NDArray
 
 import aiote
 
-from .copies import Copy
-from .memory import Bytes
+from .copies import Copy, merged
+from .placement import dense
+from .rank_memory import Bytes
 
-__all__ = ["Rows", "copy_rows", "packed", "rows_of", "write_rows"]
+__all__ = ["ROW_BYTES", "Rows", "move", "packed", "parts_of", "rows_of", "runs_of", "write_rows"]
 
 PACK_BYTES = 4096
 """Rows shorter than this are packed before they go out where that makes them longer at the target."""
+ROW_BYTES = 16
+"""What the offsets of a row take."""
 
 Offsets = NDArray[np.int64]
 
@@ -33,6 +41,11 @@ class Rows(NamedTuple):
         return self.nbytes * len(self.source)
 
 
+def runs_of(copy: Copy) -> int:
+    """Return how many rows a copy falls into."""
+    return copy.elements // copy.run
+
+
 def rows_of(copy: Copy, itemsize: int) -> Rows:
     """Return the rows of a copy: the longest runs that lie together on both sides, in the order of the target."""
     shape, here, there = copy.shape, copy.source_strides, copy.target_strides
@@ -45,39 +58,58 @@ def rows_of(copy: Copy, itemsize: int) -> Rows:
         steps = np.arange(extent, dtype=np.int64)
         source = (source[:, None] + steps * ours).reshape(-1)
         target = (target[:, None] + steps * theirs).reshape(-1)
-    return Rows(run * itemsize, source * itemsize, target * itemsize)
+    source *= itemsize
+    target *= itemsize
+    return Rows(run * itemsize, source, target)
 
 
-def packed(rows: Rows) -> Rows | None:
-    """Return the rows as they are once packed in the order of the target; None where that makes none of them longer."""
-    if rows.nbytes >= PACK_BYTES or len(rows.source) < 2:
-        return None
-    starts = np.flatnonzero(np.diff(rows.target) != rows.nbytes) + 1
-    if len(starts) + 1 == len(rows.target):
-        return None
-    lengths = np.diff(np.concatenate(([0], starts, [len(rows.target)])))
-    size = int(np.gcd.reduce(lengths)) * rows.nbytes
-    first = np.arange(0, rows.total, size, dtype=np.int64)
-    return Rows(size, first, rows.target[first // rows.nbytes])
-
-
-def copy_rows(rows: Rows, source: Bytes, target: Bytes) -> None:
-    """Copy rows within this process."""
-    if len(rows.source) == 1:
-        start, end = int(rows.source[0]), int(rows.target[0])
-        target[end : end + rows.nbytes] = source[start : start + rows.nbytes]
+def parts_of(copy: Copy, most: int) -> Iterator[Copy]:
+    """Yield a copy in parts of at most `most` rows each, in the order of the target."""
+    runs = runs_of(copy)
+    if runs <= most:
+        yield copy
         return
-    for width in (8, 4, 2, 1):
-        if rows.nbytes % width == 0 and not (rows.source % width).any() and not (rows.target % width).any():
-            break
-    # Of numbers as wide as can be; a row's are next to each other.
-    wide = np.dtype(f"u{width}")
-    usable = [view[: view.nbytes // width * width].view(wide) for view in (source, target)]
-    step = np.arange(rows.nbytes // width, dtype=np.int64)
-    many = max(1, (1 << 20) // rows.nbytes)
-    for first in range(0, len(rows.source), many):
-        here, there = (offsets[first : first + many, None] // width + step for offsets in (rows.source, rows.target))
-        usable[1][there] = usable[0][here]
+    extent, here, there = copy.shape[0], copy.source_strides[0], copy.target_strides[0]
+    step = max(1, most * extent // runs)
+    for first in range(0, extent, step):
+        count = min(step, extent - first)
+        part = copy._replace(
+            source_offset=copy.source_offset + first * here, target_offset=copy.target_offset + first * there
+        )
+        if count == 1 and len(copy.shape) > 1:
+            part = part._replace(
+                shape=copy.shape[1:], source_strides=copy.source_strides[1:], target_strides=copy.target_strides[1:]
+            )
+        else:
+            part = part._replace(shape=(count, *copy.shape[1:]))
+        yield from parts_of(part, most)
+
+
+def packed(copy: Copy, itemsize: int) -> tuple[Copy, Copy] | None:
+    """Return a copy as one into a dense array in the order of the target, and one out of it.
+
+    None where the rows of the second are no longer than the copy's own, or where these are long enough.
+    """
+    if copy.run * itemsize >= PACK_BYTES or runs_of(copy) == 1:
+        return None
+    strides = dense(copy.shape)
+    offsets = 0, copy.target_offset
+    out = merged(copy.source, copy.target, copy.shape, offsets, strides, copy.target_strides)
+    return (copy._replace(target_offset=0, target_strides=strides), out) if out.run > copy.run else None
+
+
+def move(copy: Copy, itemsize: int, source: Bytes, target: Bytes) -> None:
+    """Carry out a copy within this process; `source` and `target` begin where its offsets count from."""
+    kind = np.dtype(f"u{itemsize}")
+    sides = (
+        (target, copy.target_offset, copy.target_strides),
+        (source, copy.source_offset, copy.source_strides),
+    )
+    there, here = (
+        np.ndarray(copy.shape, kind, memory.data, offset * itemsize, [stride * itemsize for stride in strides])
+        for memory, offset, strides in sides
+    )
+    there[...] = here
 
 
 async def write_rows(engine: aiote.Engine, rows: Rows, source: aiote.Region, target: aiote.RemoteRegion) -> None:

@@ -103,7 +103,7 @@ class Endpoint:
             "waiting": decoder.waiting,
             "pages": decoder.pages,
             "pages_held": decoder.pages - decoder.free_pages,
-            "loans": decoder.loans,
+            "grants": decoder.grants,
             "revoked": decoder.revoked,
             "bytes_arrived": self.bytes,
             "tokens": self.tokens,

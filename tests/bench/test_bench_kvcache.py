@@ -13,9 +13,9 @@ import pytest
 from aiote.bench import kvtable
 from aiote.bench.kvlatency import FirstToken, PagesBack, Round
 from aiote.bench.kvservice import Line, ServiceEntry, ServiceRun, Workload, best_of, do, measure_service, whole
-from aiote.bench.measure import Plan
+from aiote.bench.measure import RunPlan
+from aiote.bench.order_statistics import Spread
 from aiote.bench.sides import BenchError
-from aiote.bench.statistics import Spread
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / "bench" / "peers"
@@ -41,7 +41,7 @@ class FakePair:
 
 
 def measured(*pairs: FakePair) -> list[Line]:
-    return measure_service([ServiceEntry(pair.name, pair) for pair in pairs], "shm", SMALL, Plan(3, 0.001))
+    return measure_service([ServiceEntry(pair.name, pair) for pair in pairs], "shm", SMALL, RunPlan(3, 0.001))
 
 
 def test_a_workload_knows_its_bytes():
@@ -95,7 +95,7 @@ def test_a_peer_that_fails_is_left_out_and_the_library_may_not():
         measured(FakePair("aiote-uvloop", 2.0, verified=False))
 
 
-def test_nobody_is_the_best_of_nobody():
+def test_the_best_of_no_peers_is_none():
     assert best_of([]) is None
 
 

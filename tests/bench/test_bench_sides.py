@@ -12,10 +12,10 @@ import time
 import pytest
 
 from aiote.bench.contestants import Contestant, Setting
-from aiote.bench.measure import Entry, Plan, arena_for, measure
+from aiote.bench.measure import Measurement, RunPlan, arena_for, measure
+from aiote.bench.order_statistics import Spread
 from aiote.bench.remote import Listener, WorkerConnection, parse_place, parse_request
 from aiote.bench.sides import BenchError, LocalSide, Pair, Unsupported
-from aiote.bench.statistics import Spread
 from aiote.bench.work import Work
 
 FAKE = textwrap.dedent(
@@ -110,8 +110,8 @@ def test_runs_alternate_and_the_cold_one_is_kept_apart():
         pair("raw", initiator={**GOOD, "seconds": 0.001}) as raw,
         pair("aiote", initiator={**GOOD, "seconds": 0.002}) as ours,
     ):
-        entries = [Entry(raw), Entry(ours, "asyncio")]
-        records = measure(entries, Work("rate", 8, 4, 4), Setting("shm", mode="event"), Plan(runs=3, seconds=0.8))
+        entries = [Measurement(raw), Measurement(ours, "asyncio")]
+        records = measure(entries, Work("rate", 8, 4, 4), Setting("shm", mode="event"), RunPlan(runs=3, seconds=0.8))
     base, record = records
     assert [r.contestant for r in records] == ["raw", "aiote"]
     assert base.ratio is None
@@ -125,8 +125,8 @@ def test_runs_alternate_and_the_cold_one_is_kept_apart():
 def test_a_spinning_process_that_shares_its_core_is_measured_again_and_it_is_said():
     with pair("aiote", target={**GOOD, "cpu": 0.0005}) as ours:
         work = Work("rate", 8, 4, 4)
-        spinning = measure([Entry(ours)], work, Setting("shm", mode="spin"), Plan(runs=2, seconds=0.02))
-        sleeping = measure([Entry(ours)], work, Setting("shm", mode="event"), Plan(runs=2, seconds=0.02))
+        spinning = measure([Measurement(ours)], work, Setting("shm", mode="spin"), RunPlan(runs=2, seconds=0.02))
+        sleeping = measure([Measurement(ours)], work, Setting("shm", mode="event"), RunPlan(runs=2, seconds=0.02))
     assert (spinning[0].runs, spinning[0].disturbed) == (2, 5)
     assert (sleeping[0].runs, sleeping[0].disturbed) == (2, 0)
 
@@ -136,26 +136,26 @@ def test_wrong_data_are_no_measurement():
         pair(target={**GOOD, "verified": False}) as made,
         pytest.raises(BenchError, match="target: the data are wrong"),
     ):
-        measure([Entry(made)], Work("write", 8, 1, 1), Setting("shm"), Plan(runs=1, seconds=0.01))
+        measure([Measurement(made)], Work("write", 8, 1, 1), Setting("shm"), RunPlan(runs=1, seconds=0.01))
 
 
 def test_another_library_s_failure_is_a_note_and_ends_nobody_else_s_measurement():
     with pair("raw") as raw, pair("theirs", target={**GOOD, "verified": False}) as theirs:
         for _ in range(2):
-            entries = [Entry(raw), Entry(theirs, optional=True)]
-            ours, other = measure(entries, Work("rate", 8, 1, 1), Setting("shm", mode="event"), Plan(2, 0.01))
+            entries = [Measurement(raw), Measurement(theirs, optional=True)]
+            ours, other = measure(entries, Work("rate", 8, 1, 1), Setting("shm", mode="event"), RunPlan(2, 0.01))
             assert (ours.runs, other.runs, other.ratio) == (2, 0, None)
             assert "the data are wrong" in other.note
 
 
 def test_half_a_result_is_no_measurement():
     with pair(initiator={"verified": True}) as made, pytest.raises(BenchError, match="not a result"):
-        measure([Entry(made)], Work("write", 8, 1, 1), Setting("shm"), Plan(runs=1, seconds=0.01))
+        measure([Measurement(made)], Work("write", 8, 1, 1), Setting("shm"), RunPlan(runs=1, seconds=0.01))
 
 
 def test_what_nobody_can_do_is_a_line_without_a_figure():
     with pair(refuse="say(unsupported='never'); continue") as made:
-        (record,) = measure([Entry(made)], Work("read", 8, 1, 1), Setting("shm"), Plan(runs=1, seconds=0.01))
+        (record,) = measure([Measurement(made)], Work("read", 8, 1, 1), Setting("shm"), RunPlan(runs=1, seconds=0.01))
     assert (record.runs, record.ratio) == (0, None)
     assert "never" in record.note
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote.bench.statistics import LatencySummary, Spread, paired_ratio, percentile
+from aiote.bench.order_statistics import LatencySummary, Spread, paired_ratio, percentile
 
 VALUES = st.lists(st.floats(0.001, 1e9), min_size=1, max_size=200)
 
@@ -65,6 +65,6 @@ def test_runs_that_cannot_be_paired_are_refused(ours, theirs):
 
 
 @pytest.mark.parametrize("function", [Spread.of, LatencySummary.of, lambda values: percentile(values, 50)])
-def test_nothing_has_no_statistics(function):
+def test_statistics_of_no_values_are_refused(function):
     with pytest.raises(ValueError):
         function([])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote.bench.loops import Arena
+from aiote.bench.measured_loops import Arena
 from aiote.bench.work import OPS, PAGE_STEP, Work, pattern
 
 WORKS = st.builds(

@@ -34,7 +34,7 @@ def bridge(request, monkeypatch):
         yield bridge
 
 
-def test_many_threads_call(bridge):
+def test_calls_of_many_threads_return_their_results(bridge):
     def calls(number: int) -> list[int]:
         return [bridge.call(value(number * 100 + step, turns=step % 3)) for step in range(100)]
 
@@ -67,12 +67,12 @@ def test_a_coroutine_has_no_context_of_its_caller(bridge):
 
 
 @pytest.mark.parametrize("work", [None, value, lambda: 1], ids=["nothing", "function", "lambda"])
-def test_what_is_no_coroutine_is_refused(bridge, work):
+def test_a_call_of_no_coroutine_is_refused(bridge, work):
     with pytest.raises(aiote.UsageError, match="a coroutine is expected, as an async function returns it"):
         bridge.call(work)
 
 
-def test_the_bridge_s_own_thread_does_not_wait_for_itself(bridge):
+def test_the_bridges_own_thread_does_not_wait_for_itself(bridge):
     refused = pytest.raises(aiote.UsageError, match="would wait for itself")
 
     async def inside() -> int:
@@ -187,7 +187,7 @@ def test_ctrl_c_is_raised_when_the_coroutine_has_ended(bridge, times):
     assert bridge.call(value(1)) == 1
 
 
-def test_another_signal_s_exception_waits_as_well(bridge):
+def test_an_exception_of_another_signal_is_raised_when_the_coroutine_has_ended(bridge):
     work = Stubborn()
 
     def end(*_: object) -> None:
@@ -277,7 +277,7 @@ async def test_bare_cancellations_of_asyncio_wait_for_the_end(bridge):
     assert work.ended
 
 
-async def test_the_caller_s_loop_runs_on_meanwhile(bridge):
+async def test_the_callers_loop_runs_on_during_a_call(bridge):
     enough = threading.Event()
 
     async def wait() -> None:

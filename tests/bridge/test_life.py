@@ -79,14 +79,14 @@ def test_without_a_key_only_the_loopback_is_listened_on(monkeypatch):
     ("arguments", "error"),
     [(("nonsense",), aiote.AioteError), (("local", ["eth9"]), aiote.UsageError), ((5,), aiote.UsageError)],
 )
-def test_an_engine_that_cannot_be_opened_is_no_hindrance_to_the_next(arguments, error):
+def test_an_engine_that_cannot_be_opened_does_not_hinder_the_next(arguments, error):
     with pytest.raises(error):
         bridges.acquire(*arguments)
     with bridges.acquire("local") as bridge:
         assert bridge.call(value(1)) == 1
 
 
-def test_many_threads_acquire_and_close():
+def test_many_threads_that_acquire_and_close_leave_no_engine_open():
     engines = set()
 
     def use(number: int) -> int:
@@ -165,7 +165,7 @@ async def test_a_cancelled_close_is_done_when_it_is_raised():
     assert engine.closed
 
 
-def test_an_engine_that_is_closed_by_somebody_leaves_a_bridge_that_can_be_closed():
+def test_a_bridge_whose_engine_was_closed_by_others_can_be_closed():
     with bridge_to() as bridge:
         bridge.call(bridge.engine.aclose())
         with pytest.raises(aiote.ClosedError):
@@ -245,7 +245,7 @@ def test_the_interpreter_exits_whatever_is_under_way(what, loop):
     )
 
 
-def test_the_exit_tells_the_peers():
+def test_peers_hear_of_the_exit_at_once():
     """They hear of it at once, not by silence."""
     said(
         """

@@ -135,7 +135,7 @@ def test_access_and_writability_are_registrations_of_their_own(bridge):
         each.close()
 
 
-def test_what_peers_may_have_keys_of_ends_and_the_rest_is_kept(bridge):
+def test_closed_registrations_are_kept_only_where_no_peer_has_a_key(bridge):
     array = np.zeros(1000, np.uint8)
     kept, ended = bridge.register(array, "local"), bridge.register(array)
     kept.close()
@@ -196,7 +196,7 @@ def test_views_share_the_registration_of_their_storage(bridge, tensor):
 
 
 @each_tensor
-def test_a_view_s_descriptor_opens_the_view_alone(bridge, tensor):
+def test_a_views_descriptor_opens_the_view_alone(bridge, tensor):
     with bridge_to() as _, bridge.register(tensor(1000)[100:300]) as view:
 
         async def attach() -> int:
@@ -276,7 +276,7 @@ def test_every_way_to_show_memory_leads_to_one_registration(bridge, show):
 
 
 @pytest.mark.parametrize("what", [None, 5, "text", np.zeros(0), np.zeros(10)[::2]], ids=repr)
-def test_what_is_no_memory_in_one_piece_is_refused(bridge, what):
+def test_objects_without_memory_in_one_piece_are_refused(bridge, what):
     with pytest.raises(aiote.UsageError, match="^register: "):
         bridge.register(what)
     assert bridge.call(value(1)) == 1
@@ -305,7 +305,7 @@ def test_a_bridge_that_is_closed_lets_go_of_what_it_held(bridge):
     held[2].close()
 
 
-def test_many_threads_hold_the_same_memory(bridge):
+def test_many_threads_that_hold_the_same_memory_share_one_registration(bridge):
     """Of each array one registration at a time, whoever comes and goes."""
     arrays = [np.zeros(100_000 + 64 * number, np.uint8) for number in range(6)]
     together = threading.Barrier(8)

@@ -20,7 +20,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "bridge.md").read_text()
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
 
-async def test_the_program_runs():
+async def test_the_program_of_the_page_runs():
     (program,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     async with aiote.open_engine() as engine:
         descriptor = base64.b64encode(engine.register(b"hello" + bytes(4091), "read").descriptor).decode()
@@ -31,7 +31,7 @@ async def test_the_program_runs():
     assert (done.returncode, done.stdout, done.stderr) == (0, "hello\n", "")
 
 
-def test_what_the_table_names_is_there():
+def test_methods_that_the_table_of_the_page_names_exist():
     named = re.findall(r"^\| `(?:await )?bridge\.(\w+)\(", PAGE, re.MULTILINE)
     assert named == ["call", "submit", "run", "register", "register_async"]
     assert all(callable(getattr(bridges.Bridge, name)) for name in named)

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from aiote.transfers import Held, Registrations
+from aiote.transfers import Registrations, SharedRegistration
 
 LIMIT = 100
 MOST = 3
@@ -24,11 +24,11 @@ class FakeRegion:
         self.closed = False
 
 
-def made(table: Registrations, key: Any) -> Held:
+def made(table: Registrations, key: Any) -> SharedRegistration:
     return table.add(key, FakeRegion(key[1]))
 
 
-def test_what_is_held_by_nobody_is_kept_and_the_least_recently_used_goes_first():
+def test_registrations_without_holders_are_kept_and_the_least_recently_used_goes_first():
     table = Registrations(LIMIT, MOST)
     first, second, third = (made(table, key) for key in KEYS[:3])
     for held in (first, second, third):
@@ -41,13 +41,13 @@ def test_what_is_held_by_nobody_is_kept_and_the_least_recently_used_goes_first()
     assert (table.idle_bytes, len(table)) == (100, 3)
 
 
-def test_more_than_so_many_are_not_kept():
+def test_registrations_beyond_the_greatest_number_are_not_kept():
     table = Registrations(LIMIT, MOST)
     every = [made(table, (address, 1, True, "local")) for address in range(MOST + 1)]
     assert [table.let_go(held) for held in every] == [[], [], [], [every[0].region]]
 
 
-def test_one_larger_than_the_limit_is_closed_and_nothing_goes_for_it():
+def test_a_registration_larger_than_the_limit_is_closed_and_displaces_none():
     table = Registrations(LIMIT, MOST)
     small, large = made(table, KEYS[0]), made(table, KEYS[4])
     assert table.let_go(small) == []
@@ -55,7 +55,7 @@ def test_one_larger_than_the_limit_is_closed_and_nothing_goes_for_it():
     assert table.hold(small.key) is small
 
 
-def test_one_that_is_not_to_be_kept_is_closed_with_its_last_holder():
+def test_a_registration_that_is_not_kept_is_closed_with_its_last_holder():
     table = Registrations(LIMIT, MOST)
     held = made(table, KEYS[0])
     assert table.hold(held.key) is held
@@ -64,7 +64,7 @@ def test_one_that_is_not_to_be_kept_is_closed_with_its_last_holder():
     assert table.hold(held.key) is None
 
 
-def test_one_that_was_forgotten_stays_its_holders_and_another_takes_its_place():
+def test_a_forgotten_registration_stays_its_holders_and_another_takes_its_place():
     table = Registrations(LIMIT, MOST)
     old = made(table, KEYS[0])
     assert table.forget(old) == []
@@ -82,8 +82,8 @@ class Holding(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.table = Registrations(LIMIT, MOST)
-        self.holders: dict[Held, int] = {}
-        self.forgotten: set[Held] = set()
+        self.holders: dict[SharedRegistration, int] = {}
+        self.forgotten: set[SharedRegistration] = set()
 
     def close(self, regions: list[Any]) -> None:
         for region in regions:
@@ -91,7 +91,7 @@ class Holding(RuleBasedStateMachine):
             region.closed = True
 
     @rule(target=handles, key=st.sampled_from(KEYS))
-    def hold(self, key: Any) -> Held:
+    def hold(self, key: Any) -> SharedRegistration:
         held = self.table.hold(key)
         if held is None:
             assert all(one.key != key or one in self.forgotten for one in self.holders), "it is there already"
@@ -101,7 +101,7 @@ class Holding(RuleBasedStateMachine):
         return held
 
     @rule(held=consumes(handles), keep=st.booleans())
-    def let_go(self, held: Held, keep: bool) -> None:
+    def let_go(self, held: SharedRegistration, keep: bool) -> None:
         self.holders[held] -= 1
         self.close(self.table.let_go(held, keep=keep))
         if not self.holders[held]:
@@ -110,7 +110,7 @@ class Holding(RuleBasedStateMachine):
             assert held.region.closed is not kept, "the one that came last is kept, if any is"
 
     @rule(held=handles)
-    def forget(self, held: Held) -> None:
+    def forget(self, held: SharedRegistration) -> None:
         self.close(self.table.forget(held))
         if held in self.holders:
             self.forgotten.add(held)

@@ -122,7 +122,7 @@ def pass_time(bridge: bridges.Bridge, turns: int) -> None:
 @real_provider
 @pytest.mark.parametrize("ending", [by_future, by_timeout, by_interrupt, by_loop, by_close])
 @pytest.mark.parametrize("verb", ["write", "read"])
-def test_nothing_is_written_after_the_end(provider, bridge, other, ending: Ending, verb):
+def test_nothing_is_written_after_a_call_has_ended(provider, bridge, other, ending: Ending, verb):
     descriptor, there = other
     here = np.zeros(SIZE, np.uint8)
     source, target = (here, there) if verb == "write" else (there, here)
@@ -150,7 +150,7 @@ def test_nothing_is_written_after_the_end(provider, bridge, other, ending: Endin
 
 
 @real_provider
-def test_many_threads_write_at_a_time(provider, bridge, other):
+def test_writes_of_many_threads_at_a_time_all_arrive(provider, bridge, other):
     descriptor, there = other
     part = SIZE // 64
     data = np.random.default_rng(1).integers(0, 256, SIZE, np.uint8)
@@ -218,7 +218,7 @@ async def test_a_timeout_toward_a_stopped_peer_is_bounded_by_its_loss(provider, 
 
 @pytest.mark.one_library
 @pytest.mark.parametrize("provider", ["local"])
-async def test_what_is_sent_and_counted_goes_through_the_bridge_s_engine(provider, child):
+async def test_messages_and_counters_go_through_the_bridges_engine(provider, child):
     """The other verbs, as a connector's coroutines use them."""
     await child.open(provider, 1 << 16)
     with bridge_to(provider) as bridge:

@@ -10,7 +10,7 @@ import pytest
 
 import aiote
 from aiote.core.control import Authenticated, ControlProtocol, HelloReceived, Role
-from aiote.core.frames import Hello, encode, frame
+from aiote.core.control_frames import Hello, encode, frame
 from aiote.core.handshake import VERSION, HandshakeConfig
 from aiote.testing import Fabric
 from engines import until

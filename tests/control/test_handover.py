@@ -15,7 +15,7 @@ import pytest
 import aiote
 from aiote.aio import Handover, current_loop, hand_over
 from aiote.core.control import Authenticated
-from aiote.core.frames import Channel, Offer
+from aiote.core.control_frames import Channel, Offer
 from aiote_native.peer_wakeups import WakeupEvent, parse_address
 from engines import PATIENCE_S, opened, served_on, until
 from own_page import PAGE

@@ -10,7 +10,7 @@ import pytest
 
 import aiote
 from aiote.core.control import Authenticated
-from aiote.core.frames import Channel, Heartbeat, Mapped, Offer, RailOffer, Ready, Revoke, encode, frame
+from aiote.core.control_frames import Channel, Heartbeat, Mapped, Offer, RailOffer, Ready, Revoke, encode, frame
 from engines import PATIENCE_S, opened, until
 from strangers import LIKE_YOURS, Insider, offer, refusals
 

@@ -11,7 +11,7 @@ import pytest
 import aiote
 import aiote.aio as aio
 from aiote.aio.loops import current_loop
-from aiote.core.frames import Bye, Failed, RailDown
+from aiote.core.control_frames import Bye, Failed, RailDown
 from control_peers import Pair
 from engines import PATIENCE_S, linked, opened, served_on, until
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import anyio
 import pytest
 
-from aiote.core.frames import Hello, encode, frame
+from aiote.core.control_frames import Hello, encode, frame
 from aiote.core.handshake import VERSION
 from engines import PATIENCE_S, linked, opened, pair, served_on, until
 from leftovers import descriptors

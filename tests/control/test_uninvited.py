@@ -14,8 +14,8 @@ import pytest
 
 import aiote
 from aiote.core.control import ControlProtocol, Refusal, Role
+from aiote.core.control_frames import Challenge, Hello, Proof, Refused, Welcome, decode, encode, frame
 from aiote.core.descriptor import RegionDescriptor
-from aiote.core.frames import Challenge, Hello, Proof, Refused, Welcome, decode, encode, frame
 from aiote.core.handshake import HandshakeConfig
 from engines import PATIENCE_S, opened, until
 from relay import Relay, relayed

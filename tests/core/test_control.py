@@ -16,7 +16,7 @@ from aiote.core.control import (
     Role,
     State,
 )
-from aiote.core.frames import (
+from aiote.core.control_frames import (
     AckCounts,
     Arrivals,
     Bye,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aiote.core.control import ControlError, ControlProtocol, MessageReceived
-from aiote.core.frames import (
+from aiote.core.control_frames import (
     AckCounts,
     Arrivals,
     Bye,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote.core import frames
+from aiote.core import control_frames as frames
 from aiote.core.control import (
     Authenticated,
     ControlError,
@@ -18,7 +18,7 @@ from aiote.core.control import (
     Role,
     State,
 )
-from aiote.core.frames import (
+from aiote.core.control_frames import (
     FAILED_PROTOCOL,
     SEALED_LIMIT,
     Bye,

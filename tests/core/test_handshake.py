@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote.core.frames import Challenge, ControlError, Hello, Proof, Refused, Seal, Welcome, encode
+from aiote.core.control_frames import Challenge, ControlError, Hello, Proof, Refused, Seal, Welcome, encode
 from aiote.core.handshake import VERSION, Acceptor, Established, HandshakeConfig, Initiator, RefusalCode, refused
 from aiote.errors import UsageError
 from control_peers import U64S, address, config, nonces

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from aiote.core import recovery
 from aiote.core.failover import Account, FailoverError, Received
-from aiote.core.recovery import MessageNumbers, Post, Recovery, Work, cancel, resolved, take_over
+from aiote.core.recovery import MessageNumbers, Post, Recovery, TrackedWork, cancel, resolved, take_over
 
 IMM_DATA = 5
 
 
-def counted(*works: Work) -> list[Post]:
+def counted(*works: TrackedWork) -> list[Post]:
     return [Post(work, f"bytes {at}", imm_data=IMM_DATA) for at, work in enumerate(works)]
 
 
@@ -29,20 +29,20 @@ def immediates(posts: list[Post]) -> list[Post]:
 
 
 def test_confirmed_posts_end_their_work() -> None:
-    work = Work()
+    work = TrackedWork()
     first, second = Post(work, "a"), Post(work, "b")
     assert (resolved(first), work.open) == ([], 1)
     assert (resolved(second), work.open) == ([], 0)
 
 
 def test_what_came_altogether_is_over() -> None:
-    works = [Work(), Work()]
+    works = [TrackedWork(), TrackedWork()]
     assert take_over(counted(*works), {IMM_DATA: 3}, came(5)) == []
     assert [work.open for work in works] == [0, 0]
 
 
 def test_uncounted_posts_are_posted_again() -> None:
-    work, gone = Work(), Work()
+    work, gone = TrackedWork(), TrackedWork()
     write, dropped = Post(work, "bytes"), Post(gone, "bytes")
     cancel(gone)
     assert take_over([write, dropped], {}, Account()) == [write]
@@ -50,7 +50,7 @@ def test_uncounted_posts_are_posted_again() -> None:
 
 
 def test_the_missing_count_waits_for_the_last_rewrite() -> None:
-    works = [Work(), Work(), Work()]
+    works = [TrackedWork(), TrackedWork(), TrackedWork()]
     rewrites = take_over(counted(*works), {IMM_DATA: 1}, came(2))
     assert [(post.what, post.imm_data) for post in rewrites] == [(f"bytes {at}", None) for at in range(3)]
     assert resolved(rewrites[2]) == resolved(rewrites[0]) == []
@@ -63,7 +63,7 @@ def test_the_missing_count_waits_for_the_last_rewrite() -> None:
 
 
 def test_a_lost_rewrite_is_posted_again() -> None:
-    work = Work()
+    work = TrackedWork()
     (rewrite,) = take_over(counted(work), {}, came(0))
     assert take_over([rewrite], {}, Account()) == [rewrite]
     (missing,) = resolved(rewrite)
@@ -73,7 +73,7 @@ def test_a_lost_rewrite_is_posted_again() -> None:
 
 def test_a_lost_immediate_is_recovered_in_its_turn() -> None:
     """Along with a write of the same immediate: its bytes come first, and the outer recovery waits for the inner."""
-    old, new = Work(), Work()
+    old, new = TrackedWork(), TrackedWork()
     (rewrite,) = take_over(counted(old), {}, came(0))
     (lost,) = immediates(resolved(rewrite))
     (again,) = take_over([lost, *counted(new)], {}, came(1))
@@ -85,14 +85,14 @@ def test_a_lost_immediate_is_recovered_in_its_turn() -> None:
 
 
 def test_a_lost_immediate_that_came_is_over() -> None:
-    work = Work()
+    work = TrackedWork()
     (rewrite,) = take_over(counted(work), {}, came(0))
     assert take_over(resolved(rewrite), {IMM_DATA: 4}, came(5)) == []
     assert work.open == 0
 
 
 def test_an_immediate_alone_has_nothing_to_rewrite() -> None:
-    work = Work()
+    work = TrackedWork()
     (missing,) = immediates(take_over([Post(work, None, imm_data=IMM_DATA)], {}, came(0)))
     resolved(missing)
     assert work.open == 0
@@ -100,7 +100,7 @@ def test_an_immediate_alone_has_nothing_to_rewrite() -> None:
 
 def test_thousands_of_nested_recoveries_end_their_work() -> None:
     """Deeper than any stack."""
-    work = Work()
+    work = TrackedWork()
     posts = immediates(take_over([Post(work, None, imm_data=IMM_DATA)], {}, came(0)))
     for _ in range(5000):
         posts = immediates(take_over(posts, {}, came(0)))
@@ -109,7 +109,7 @@ def test_thousands_of_nested_recoveries_end_their_work() -> None:
 
 
 def test_what_was_cancelled_before_ends_at_once() -> None:
-    live, gone = Work(), Work()
+    live, gone = TrackedWork(), TrackedWork()
     posts = counted(live, gone)
     cancel(gone)
     (rewrite,) = take_over(posts, {}, came(1))
@@ -119,7 +119,7 @@ def test_what_was_cancelled_before_ends_at_once() -> None:
 
 
 def test_what_is_cancelled_while_it_is_rewritten_ends_with_that() -> None:
-    live, gone = Work(), Work()
+    live, gone = TrackedWork(), TrackedWork()
     first, second = take_over(counted(live, gone), {}, came(0))
     assert cancel(gone) == []
     assert (gone.open, second.live, first.live) == (1, False, True)
@@ -129,7 +129,7 @@ def test_what_is_cancelled_while_it_is_rewritten_ends_with_that() -> None:
 
 
 def test_what_is_cancelled_after_its_rewrite_does_not_wait_for_the_others() -> None:
-    live, gone = Work(), Work()
+    live, gone = TrackedWork(), TrackedWork()
     first, second = take_over(counted(live, gone), {}, came(0))
     assert resolved(second) == []
     assert cancel(gone) == []
@@ -138,7 +138,7 @@ def test_what_is_cancelled_after_its_rewrite_does_not_wait_for_the_others() -> N
 
 
 def test_a_count_that_nobody_wants_any_more_is_not_posted() -> None:
-    work = Work()
+    work = TrackedWork()
     (rewrite,) = take_over(counted(work), {}, came(0))
     (missing,) = resolved(rewrite)
     assert missing.live
@@ -148,7 +148,7 @@ def test_a_count_that_nobody_wants_any_more_is_not_posted() -> None:
 
 
 def test_impossible_numbers_change_nothing() -> None:
-    work = Work()
+    work = TrackedWork()
     posts = [Post(work, "plain"), *counted(work)]
     with pytest.raises(FailoverError):
         take_over(posts, {}, came(2))
@@ -158,7 +158,7 @@ def test_impossible_numbers_change_nothing() -> None:
 
 
 def test_messages_are_sent_again_only_if_they_did_not_arrive() -> None:
-    works = [Work() for _ in range(4)]
+    works = [TrackedWork() for _ in range(4)]
     posts = [Post(work, "text", number=number) for work, number in zip(works, (2, 3, 4, 5), strict=True)]
     cancel(works[1])
     assert take_over(posts, {}, Account((), Received(2, ((5, 7),)))) == posts[1:3]
@@ -168,7 +168,7 @@ def test_messages_are_sent_again_only_if_they_did_not_arrive() -> None:
 @given(st.lists(st.booleans(), min_size=1, max_size=6), st.randoms(use_true_random=False))
 def test_counts_are_exact_whatever_is_lost(wanted: list[bool], source: random.Random) -> None:
     """All posts of one immediate on one channel after the other; those not wanted are cancelled at some time."""
-    works = [Work() for _ in wanted]
+    works = [TrackedWork() for _ in wanted]
     flying, counts, doomed = counted(*works), 0, [work for work, live in zip(works, wanted, strict=True) if not live]
     for _ in range(12):
         arrived = [post for post in flying if source.random() < 0.4]
@@ -192,7 +192,7 @@ def test_counts_are_exact_whatever_is_lost(wanted: list[bool], source: random.Ra
 
 
 def test_a_recovery_says_where_it_stands() -> None:
-    (rewrite,) = take_over(counted(Work()), {}, came(0))
+    (rewrite,) = take_over(counted(TrackedWork()), {}, came(0))
     assert isinstance(rewrite.work, Recovery)
     assert rewrite.work.stage is recovery.Stage.REWRITING
     (missing,) = resolved(rewrite)

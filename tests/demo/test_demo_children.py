@@ -45,14 +45,14 @@ def heard(*pieces: bytes) -> list[dict]:
 
 
 @given(st.lists(facts, max_size=4), st.data())
-def test_facts_arrive_however_they_are_cut(said, data):
+def test_facts_arrive_however_they_are_split(said, data):
     text = told(said)
     at = data.draw(st.integers(0, len(text)))
     assert heard(text[:at], text[at:]) == said
 
 
 @given(st.lists(facts, min_size=1, max_size=4), st.data())
-def test_what_a_killed_child_did_not_finish_is_not_heard(said, data):
+def test_a_line_that_a_killed_child_did_not_finish_is_dropped(said, data):
     whole, last = told(said[:-1]), told(said[-1:])
     assert heard(whole + last[: data.draw(st.integers(0, len(last) - 1))]) == said[:-1]
 
@@ -68,7 +68,7 @@ def test_arbitrary_bytes_give_facts_or_an_error_that_names_the_child(data):
 
 
 @pytest.mark.parametrize("line", [b"", b"17", b"[]", b'{"a": 1}}', b'{"a": 1', b"\xff"])
-def test_what_is_no_fact_is_refused(line):
+def test_a_malformed_fact_is_refused(line):
     with pytest.raises(DemoError, match="no JSON object"):
         heard(line + b"\n")
 
@@ -112,7 +112,7 @@ SMALL = Settings("tcp", 1, 0, None, 4, 8, 2, 1, 8)
 @pytest.mark.parametrize(
     "line", [{}, {"request": 1}, {"request": -1, "prompt": [1], "prefiller": "aiote://127.0.0.1:1"}]
 )
-async def test_what_is_no_request_ends_a_decoder(line):
+async def test_a_malformed_request_ends_a_decoder(line):
     with anyio.fail_after(PATIENCE_S):
         async with spawn("decode", SMALL) as child:
             said = child.facts()

@@ -16,7 +16,7 @@ from aiote import cli
 from aiote.cli import kvcache
 from aiote.cli.report import Bars, difference
 from aiote.demo import tokens
-from aiote.demo.local import LocalResult
+from aiote.demo.one_process import LocalResult
 from aiote.demo.run import Report, RequestTrace, RunFailed, RunResult
 from aiote.errors import PeerError, UsageError
 
@@ -119,7 +119,7 @@ def test_json_is_one_object_and_nothing_else(faked, capsys):
         (UsageError("provider 'foo' is unknown"), 2, {}),
     ],
 )
-def test_what_ends_a_run_is_one_line(faked, capsys, error, code, details):
+def test_an_error_that_ends_a_run_is_one_line(faked, capsys, error, code, details):
     faked(error)
     assert cli.main([*RUN, "--json"]) == code
     out, err = capsys.readouterr()
@@ -129,13 +129,13 @@ def test_what_ends_a_run_is_one_line(faked, capsys, error, code, details):
     assert err == f"aiote: {shown['error']}\n"
 
 
-def test_what_was_not_foreseen_is_not_hidden(faked):
+def test_an_unforeseen_error_is_not_hidden(faked):
     faked(ZeroDivisionError("a defect"))
     with pytest.raises(ZeroDivisionError):
         cli.main(RUN)
 
 
-def test_an_interrupt_is_130(faked, capsys):
+def test_an_interrupt_exits_with_130(faked, capsys):
     faked(KeyboardInterrupt())
     assert cli.main(RUN) == 130
     assert "aiote: interrupted" in capsys.readouterr().err
@@ -163,7 +163,7 @@ def test_bad_arguments_are_named(faked, capsys, arguments, says):
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["demo", "kvcache", "--help"], ["--version"]])
-def test_help_is_there(capsys, arguments):
+def test_help_and_version_are_printed(capsys, arguments):
     assert cli.main(arguments) == 0
     out, err = capsys.readouterr()
     assert "aiote" in out
@@ -178,12 +178,12 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
 
 
 def test_children_need_no_extra():
-    code = "import sys, aiote.demo.worker, aiote.demo.prefill, aiote.demo.decode; print(*sys.modules)"
+    code = "import sys, aiote.demo.child, aiote.demo.prefill, aiote.demo.decode; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert not {"typer", "rich"} & set(done.stdout.split())
 
 
-def test_weights_are_written_once(tmp_path, capsys):
+def test_weights_are_overwritten_only_by_force(tmp_path, capsys):
     path = tmp_path / "w.safetensors"
     assert cli.main(["demo", "weights", str(path), "--layers", "1"]) == 0
     assert f"1 layers, {path.stat().st_size} bytes" in " ".join(capsys.readouterr().out.split())
@@ -201,7 +201,7 @@ def test_the_first_difference_is_told():
     assert "request 1: token 2 is 9, but 2" in difference(result((1, 9, 4)), references)
 
 
-def test_bars_are_for_terminals():
+def test_bars_are_shown_on_terminals_alone():
     for terminal in (False, True):
         out = io.StringIO()
         with Bars(Console(file=out, force_terminal=terminal), 2) as bars:

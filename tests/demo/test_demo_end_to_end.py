@@ -59,19 +59,19 @@ def check(run: dict, provider: str) -> None:
     assert len(set(run["pids"].values())) == 3
 
 
-def test_tcp(tcp):
+def test_a_run_over_tcp_generates_the_text_of_one_process(tcp):
     check(tcp, "tcp")
     assert all(rail["provider"] and rail["library"] for rail in tcp["rails"])
 
 
-def test_shm_says_the_same(tcp):
+def test_a_run_over_shm_generates_the_same_text(tcp):
     run = shown(demo(TEXT, *SMALL, "--provider", "shm", "--concurrency", "3", "--json"))
     check(run, "shm")
     assert texts(run) == texts(tcp)
 
 
 @pytest.mark.parametrize("provider", ["verbs", "verbs;ofi_rxm"])
-def test_rdma_devices_say_the_same(tcp, provider, monkeypatch):
+def test_a_run_over_rdma_devices_generates_the_same_text(tcp, provider, monkeypatch):
     monkeypatch.setenv("FI_UNIVERSE_SIZE", "16")
     run = shown(demo(TEXT, *SMALL, "--provider", provider, "--json"))
     check(run, provider)
@@ -93,7 +93,7 @@ def test_auto_reads_standard_input_and_weights_from_a_file(tcp, tmp_path):
 
 
 @pytest.mark.parametrize("provider", ["tcp", "shm", "verbs"])
-def test_a_prefiller_killed_in_the_middle(provider):
+def test_a_prefiller_killed_in_the_middle_fails_the_run_and_frees_its_pages(provider):
     done = demo(*LONG, "--provider", provider, "--kill-prefiller-after", "0.3", "--json")
     run = shown(done, 1)
     assert re.search(
@@ -116,8 +116,8 @@ def children(pid: int) -> dict[str, int]:
             words = (entry / "cmdline").read_bytes().split(b"\0")
         except (OSError, ValueError):
             continue
-        if parent == pid and b"aiote.demo.worker" in words:
-            found[words[words.index(b"aiote.demo.worker") + 1].decode()] = int(entry.name)
+        if parent == pid and b"aiote.demo.child" in words:
+            found[words[words.index(b"aiote.demo.child") + 1].decode()] = int(entry.name)
     return found
 
 
@@ -158,7 +158,7 @@ def started():
 
 @pytest.mark.one_library
 @pytest.mark.parametrize(("role", "name"), [("prefill", "prefiller"), ("decode", "decoder")])
-def test_a_child_killed_from_outside(started, role, name):
+def test_a_child_killed_from_outside_fails_the_run_by_its_name(started, role, name):
     process, roles = started
     os.kill(roles[role], signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
@@ -168,7 +168,7 @@ def test_a_child_killed_from_outside(started, role, name):
 
 
 @pytest.mark.one_library
-def test_an_interrupt_ends_everything(started):
+def test_an_interrupt_ends_all_processes(started):
     process, roles = started
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)

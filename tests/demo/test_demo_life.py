@@ -12,7 +12,7 @@ from engines import PATIENCE_S
 pytestmark = pytest.mark.anyio
 
 
-async def test_the_first_ends_the_others():
+async def test_the_first_task_to_end_cancels_the_others():
     ended = []
 
     async def quick():

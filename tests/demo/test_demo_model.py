@@ -8,9 +8,9 @@ import json
 import numpy as np
 import pytest
 
-from aiote.demo import local, tokens, weights
+from aiote.demo import one_process, tokens, weights
 from aiote.demo.model import Model, ModelConfig
-from aiote.demo.pages import RequestCache
+from aiote.demo.request_cache import RequestCache
 from aiote.demo.settings import Settings
 
 CONFIG = ModelConfig(layers=3, heads=6, kv_heads=2, head_size=8, width=48, hidden=64, vocabulary=tokens.VOCABULARY)
@@ -97,7 +97,7 @@ def test_where_pages_lie_changes_no_bit(model):
         assert np.array_equal(first, model.prefill(PROMPT, cache_for(len(PROMPT), seed=seed), 16))
 
 
-def test_every_page_matters(model):
+def test_every_page_influences_the_logits(model):
     """A run tells a wrong page by wrong tokens, so no page may be without influence on the logits."""
     cache = cache_for(len(PROMPT) + 1)
     model.prefill(PROMPT, cache, 16)
@@ -112,11 +112,11 @@ def test_every_page_matters(model):
     assert np.array_equal(model.step(65, len(PROMPT), cache), before)
 
 
-def test_a_seeded_model_says_something():
+def test_a_seeded_model_generates_varied_text():
     model = weights.seeded(weights.seeded_config(3), 0)
     settings = Settings("tcp", 3, 0, None, 16, 64, 48, 1, 0).with_pool_for(120)
     texts = [b"The tube was quick. " * 4, b"She did not ring a bell, and did not wait. "]
-    answers = [result.tokens for result in local.serve(model, texts, settings)]
+    answers = [result.tokens for result in one_process.serve(model, texts, settings)]
     assert all(len(answer) == 48 for answer in answers)
     assert all(len(set(answer)) >= 8 for answer in answers)
     assert answers[0] != answers[1]
@@ -128,7 +128,7 @@ def test_the_mark_of_end_ends_an_answer(model):
     head[:, tokens.END] *= 1000
     chatty = Model(CONFIG, dataclasses.replace(model.weights, head=head))
     settings = Settings("tcp", 3, 0, None, PAGE, 16, 100, 1, 64)
-    answer = list(local.generate(chatty, PROMPT, cache_for(len(PROMPT) + 100), settings))
+    answer = list(one_process.generate(chatty, PROMPT, cache_for(len(PROMPT) + 100), settings))
     assert answer[-1] == tokens.END
     assert tokens.END not in answer[:-1]
     assert len(answer) < 100
@@ -136,10 +136,10 @@ def test_the_mark_of_end_ends_an_answer(model):
 
 def test_requests_in_one_process_are_timed_from_admission(model):
     settings = Settings("tcp", 3, 0, None, PAGE, 16, 5, 2, 0).with_pool_for(40)
-    results = list(local.serve(model, [b"one", b"two, longer", b"three"], settings))
+    results = list(one_process.serve(model, [b"one", b"two, longer", b"three"], settings))
     assert [result.request for result in results] == [0, 1, 2]
     assert results[0].ttft_s < results[1].ttft_s
     assert results[0].finished_s < results[1].finished_s < results[2].finished_s
     assert results[2].ttft_s < results[2].finished_s - results[0].finished_s
     lines = [json.dumps(dataclasses.asdict(result)) for result in results]
-    assert [local.LocalResult(**json.loads(line)) for line in lines] == results
+    assert [one_process.LocalResult(**json.loads(line)) for line in lines] == results

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiote.demo.model import ModelConfig
-from aiote.demo.pages import RequestCache, plan
+from aiote.demo.request_cache import RequestCache, plan
 from aiote.demo.settings import Settings
 
 PAGES = 40

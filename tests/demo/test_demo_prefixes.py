@@ -17,7 +17,7 @@ prompts = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 
 
 @given(st.data())
-def test_pages_hold_what_was_computed(data):
+def test_pages_kept_for_a_prefix_hold_what_was_computed(data):
     """Write each prompt's tokens into its pages, and find in those that are said to be computed what belongs there."""
 
     async def story() -> None:

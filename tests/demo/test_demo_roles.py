@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import aiote
-from aiote.demo import DecodeServer, PrefillServer, Settings, local, tokens, weights
-from aiote.demo.pages import RequestCache
+from aiote.demo import DecodeServer, PrefillServer, Settings, one_process, tokens, weights
+from aiote.demo.request_cache import RequestCache
 from aiote.kvcache import Decoder, Job, Prefiller, PrefillError
 from engines import PATIENCE_S
 
@@ -142,7 +142,7 @@ async def test_a_decode_server_goes_on_from_what_arrived():
             answer = [token async for token in generation]
             checksum = await generation.checksum()
     cache = RequestCache(memory, range(SETTINGS.pool_pages))
-    assert answer == await anyio.to_thread.run_sync(list, local.generate(MODEL, PROMPT, cache, SETTINGS))
+    assert answer == await anyio.to_thread.run_sync(list, one_process.generate(MODEL, PROMPT, cache, SETTINGS))
     assert checksum == cache.checksum(len(PROMPT))
     assert generation.finish == ("stop" if answer[-1] == tokens.END else "length")
 

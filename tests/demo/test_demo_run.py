@@ -71,12 +71,12 @@ async def opened(provider):
     yield SimpleNamespace(rails=())
 
 
-async def test_what_is_said_is_kept(traces_of):
+async def test_tokens_and_checksum_of_an_answer_are_kept(traces_of):
     (trace,) = await traces_of(ANSWER)
     assert (trace.tokens, trace.checksum, trace.reason, trace.open) == ([7, 8], 5, "", False)
 
 
-async def test_what_is_no_message_ends_a_run(traces_of):
+async def test_a_malformed_message_ends_a_run(traces_of):
     with pytest.raises(ExceptionGroup) as told:
         await traces_of([{"request": 0, "tokens": 7}])
     assert told.group_contains(DemoError, match="the decoder wrote .*no message")

@@ -31,7 +31,7 @@ def test_readable_text_is_printable(sequence):
     assert all(c.isprintable() or c in "\n\t" for c in tokens.readable(sequence))
 
 
-def test_readable_text_keeps_what_is_text():
+def test_readable_text_replaces_control_characters_alone():
     assert (
         tokens.readable(tokens.encode("ä line\n\tand \x1b[2J".encode())) == "ä line\n\tand \N{REPLACEMENT CHARACTER}[2J"
     )
@@ -49,7 +49,7 @@ def test_varied_prompts_differ_in_their_first_page(prompt, count):
     assert len(set(varied[1:])) == count - 1
 
 
-def test_a_prompt_comes_from_one_place(tmp_path):
+def test_a_prompt_comes_from_text_or_a_file_and_not_from_both(tmp_path):
     file = tmp_path / "prompt"
     file.write_bytes(b"\xff raw bytes")
     assert prompts.read(None, str(file)) == b"\xff raw bytes"

@@ -42,7 +42,7 @@ def test_a_file_gives_back_what_was_written(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
-def test_other_floats_are_taken(tmp_path, dtype):
+def test_weights_of_other_floats_are_converted(tmp_path, dtype):
     path = tmp_path / "w.safetensors"
     save_file({name: tensor.astype(dtype) for name, tensor in tensors().items()}, path)
     model = weights.load(path)

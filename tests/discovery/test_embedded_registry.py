@@ -14,11 +14,11 @@ import pytest
 import aiote
 from aiote import service
 from aiote.discovery import embedded
-from aiote.discovery import server as server_module
+from aiote.discovery import registry_server as server_module
 from aiote.discovery.embedded import EmbeddedRegistry
 from aiote.discovery.lease_table import LOCAL_LEASE_S, LeaseTable
 from aiote.discovery.membership import RegistryError, Roster
-from aiote.discovery.server import RegistryServer, Watching
+from aiote.discovery.registry_server import RegistryServer, Watching
 from aiote.testing import Fabric, run
 from registries import member, until_told
 
@@ -147,7 +147,7 @@ async def _collect(events, seen) -> None:
         seen.append(event)
 
 
-def test_who_died_with_the_server_is_told_as_left_after_a_grace():
+def test_a_member_that_died_with_the_server_is_told_as_left_after_a_grace():
     async def story(town: Town) -> None:
         (server, end), spare = await town.mortal(), await town.server()
         here, there = [await town.client(server.address, spare.address) for _ in range(2)]
@@ -162,7 +162,7 @@ def test_who_died_with_the_server_is_told_as_left_after_a_grace():
     in_town(story)
 
 
-def test_joining_waits_for_a_server_and_says_so_to_whoever_gives_up():
+def test_joining_waits_for_a_server_and_can_be_given_up():
     async def story(town: Town) -> None:
         server, end = await town.mortal()
         address = aiote.Address(server.address.host, server.address.port)
@@ -203,7 +203,7 @@ def test_a_thousand_joins_leave_nothing_behind():
     in_town(story)
 
 
-def test_clients_come_and_go():
+def test_a_hundred_clients_that_come_and_go_leave_no_watcher():
     async def story(town: Town) -> None:
         server = await town.server()
         engine = await town.engine()
@@ -219,7 +219,7 @@ def test_clients_come_and_go():
     in_town(story)
 
 
-def test_a_client_that_takes_nothing_keeps_nobody_waiting():
+def test_a_client_that_reads_nothing_keeps_no_other_waiting():
     async def story(town: Town) -> None:
         server = await town.server()
         here, there = [await town.client(server.address) for _ in range(2)]
@@ -245,7 +245,7 @@ def test_a_client_that_takes_nothing_keeps_nobody_waiting():
     in_town(story)
 
 
-def test_a_server_that_was_stopped_lets_nobody_leave(monkeypatch):
+def test_a_server_that_was_stopped_tells_of_no_member_as_left(monkeypatch):
     async def story(town: Town) -> None:
         server = await town.server()
         here = await town.client(server.address)
@@ -290,7 +290,7 @@ def test_a_stream_that_breaks_begins_again_with_everything():
     in_town(story)
 
 
-def test_limits():
+def test_a_server_at_its_limits_refuses_members_and_clients():
     async def story(town: Town) -> None:
         server = await town.server(limit=1)
         here = await town.client(server.address)
@@ -347,7 +347,7 @@ def test_leaving_in_a_cancelled_scope_is_heard_at_once(around, after_ms):
     in_town(story)
 
 
-def test_a_server_that_takes_nothing_holds_up_no_cancellation_for_long():
+def test_a_server_that_answers_nothing_holds_up_no_cancellation_for_long():
     async def story(town: Town) -> None:
         server = await town.server()
         here = await town.client(server.address)
@@ -401,7 +401,7 @@ def test_a_name_is_registered_once_also_while_the_old_one_leaves():
     in_town(story)
 
 
-def test_the_lease_table_takes_nothing_behind_a_later_word():
+def test_the_lease_table_ignores_what_is_older_than_it_has():
     table = LeaseTable(roster := Roster(), limit=2)
 
     def keep(session: int, number: int, *members, now: float = 0.0) -> dict[str, str]:
@@ -436,7 +436,7 @@ def test_the_lease_table_is_bounded():
     assert (len(table), len(table._sessions), len(roster.known)) == (0, 0, 0)
 
 
-def test_leases_end_and_are_postponed():
+def test_the_lease_table_ends_and_postpones_leases_by_their_times():
     table = LeaseTable(roster := Roster(), limit=2)
     table.keep(1, 1, 1.0, [member("a")], 0.0)
     table.keep(2, 1, 600.0, [member("b")], 0.0)

@@ -15,7 +15,7 @@ import pytest
 from aiote.discovery import etcd as etcd_module
 from aiote.discovery import etcd_gateway
 from aiote.discovery.etcd import EtcdRegistry
-from aiote.discovery.etcd_gateway import EtcdError, Lines, checked, number, packed, records, unpacked
+from aiote.discovery.etcd_gateway import EtcdError, LineSplitter, checked, number, packed, records, unpacked
 from aiote.discovery.membership import RegistryError
 from aiote.discovery.wire import encode_member
 from aiote.testing import Fabric, run
@@ -106,7 +106,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("status", "more", "text"), REFUSALS)
 @pytest.mark.parametrize("path", ["/v3/lease/grant", "/v3/kv/range", "/v3/kv/txn"])
-async def test_what_is_refused_for_good_is_told_at_once(status, more, text, path):
+async def test_a_permanent_refusal_fails_a_join_at_once(status, more, text, path):
     fake = Fake()
     fake.otherwise[path] = [refused(status, text, **more)]
     with anyio.fail_after(PATIENCE_S):
@@ -134,7 +134,7 @@ async def test_a_proxy_that_refuses_is_heard_as_well():
 
 
 @pytest.mark.parametrize("code", [1, 2, 4, 8, 13, 14])
-async def test_what_passes_is_tried_again(code):
+async def test_a_passing_refusal_is_tried_again(code):
     fake = Fake()
     well = 200, said({"ID": "1", "TTL": "2"})
     fake.otherwise["/v3/lease/grant"] = [refused(503, "etcdserver: no leader", code=code), (502, b""), well]
@@ -143,7 +143,7 @@ async def test_what_passes_is_tried_again(code):
             assert not registration.lost
 
 
-async def test_who_has_a_seat_keeps_it_while_etcd_refuses(monkeypatch):
+async def test_a_registration_is_kept_while_etcd_refuses(monkeypatch):
     fake = Fake()
     with anyio.fail_after(PATIENCE_S):
         async with fake.registry() as here, here.join(member("a")) as registration:
@@ -242,21 +242,21 @@ async def test_pages_that_are_too_long_are_made_shorter(monkeypatch):
                 await here._read_all()
 
 
-def test_lines_are_cut_wherever_the_chunks_end(monkeypatch):
+def test_lines_are_found_wherever_the_chunks_end(monkeypatch):
     monkeypatch.setattr(etcd_gateway, "ANSWER_BYTES", 8)
     data = b"ab\n\ncdefghij\nk\n"
     for size in range(1, len(data)):
-        lines = Lines()
+        lines = LineSplitter()
         chunks = [data[at : at + size] for at in range(0, len(data), size)]
         assert [line for chunk in chunks for line in lines.feed(chunk)] == [b"ab", b"", b"cdefghij", b"k"]
     for chunks in ([b"123456789\n"], [b"1234", b"56789"], [b"1234", b"56789\n1\n"]):
-        lines = Lines()
+        lines = LineSplitter()
         with pytest.raises(EtcdError, match="more than 8 bytes"):
             for chunk in chunks:
                 lines.feed(chunk)
 
 
-def test_answers_that_are_none():
+def test_malformed_answers_are_refused():
     for content in (b"[" * 100_000, b'{"a":' * 100_000, b"1" * 5000, b"\xff", b"\xed\xa0\x80"):
         with pytest.raises(EtcdError):
             checked("/p", 200, content)
@@ -288,7 +288,7 @@ def guarded() -> Iterator[Etcd]:
 @pytest.mark.parametrize(
     ("who", "text"), [("nobody", "user name is empty"), ("guest", "permission denied"), ("liar", "invalid auth token")]
 )
-async def test_a_real_etcd_s_own_words(guarded, who, text):
+async def test_refusals_of_a_real_etcd_are_told_in_its_words(guarded, who, text):
     headers = {"liar": {"Authorization": "nonsense"}, "nobody": {}}.get(who)
     with anyio.fail_after(PATIENCE_S):
         for user in ("root", "guest") if headers is None else ():

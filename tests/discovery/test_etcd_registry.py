@@ -76,7 +76,7 @@ async def test_a_killed_process_is_told_as_left_within_its_lease(etcd):
 
 
 @pytest.mark.anyio
-async def test_etcd_dies_and_comes_back(etcd):
+async def test_members_are_stale_while_etcd_is_down_and_updated_when_it_is_back(etcd):
     with anyio.fail_after(PATIENCE_S):
         async with registry(etcd) as here, registry(etcd) as there, here.join(member("a", load=1)) as registration:
             events = there.watch()
@@ -162,7 +162,7 @@ async def test_a_name_that_is_being_left_is_taken_once_it_is_free(etcd):
                     assert not registration.lost
 
 
-async def test_what_was_compacted_is_read_again(etcd, monkeypatch):
+async def test_a_watch_of_a_compacted_revision_reads_all_again(etcd, monkeypatch):
     monkeypatch.setattr(etcd_module, "WATCH_S", 2.0)
     with anyio.fail_after(PATIENCE_S):
         async with registry(etcd) as there, registry(etcd) as here, here.join(member("a")):
@@ -183,7 +183,7 @@ async def test_what_was_compacted_is_read_again(etcd, monkeypatch):
 
 
 @pytest.mark.anyio
-async def test_a_revision_that_went_back_is_read_again(etcd):
+async def test_a_watch_of_a_revision_that_went_back_reads_all_again(etcd):
     with anyio.fail_after(PATIENCE_S):
         async with registry(etcd) as here:
             await here.ready()
@@ -192,7 +192,7 @@ async def test_a_revision_that_went_back_is_read_again(etcd):
 
 
 @pytest.mark.anyio
-async def test_other_endpoints_are_asked(etcd):
+async def test_other_endpoints_are_asked_when_the_first_are_dead(etcd):
     dead = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
     with anyio.fail_after(PATIENCE_S):
         async with EtcdRegistry([*dead, etcd.endpoint], prefix=PREFIX, lease_s=2) as here, here.join(member("a")):
@@ -201,7 +201,7 @@ async def test_other_endpoints_are_asked(etcd):
 
 
 @pytest.mark.anyio
-async def test_what_is_no_member_is_counted_and_stops_nobody(etcd):
+async def test_keys_that_hold_no_member_are_counted_and_stop_no_watch(etcd):
     with anyio.fail_after(PATIENCE_S):
         for key in (PREFIX + "noise", PREFIX + "a"):
             await asked(etcd, "/v3/kv/put", {"key": packed(key.encode()), "value": packed(b"noise")})
@@ -218,7 +218,7 @@ async def test_what_is_no_member_is_counted_and_stops_nobody(etcd):
 
 
 @pytest.mark.anyio
-async def test_more_members_than_a_page(etcd, monkeypatch):
+async def test_more_members_than_a_page_are_all_read(etcd, monkeypatch):
     monkeypatch.setattr(etcd_module, "PAGE", 3)
     with anyio.fail_after(PATIENCE_S):
         async with registry(etcd) as here, anyio.create_task_group() as group:
@@ -240,7 +240,7 @@ async def test_more_members_than_a_page(etcd, monkeypatch):
 
 
 @pytest.mark.anyio
-async def test_nobody_answers():
+async def test_joining_waits_while_no_endpoint_answers():
     with anyio.fail_after(PATIENCE_S):
         async with EtcdRegistry(f"http://127.0.0.1:{free_port()}") as here:
             await until(lambda: here.failure)
@@ -251,7 +251,7 @@ async def test_nobody_answers():
             assert scope.cancelled_caught
 
 
-def test_answers_arechecked():
+def test_answers_of_the_gateway_are_checked():
     assert checked("/p", 200, b'{"result": {"a": 1}}') == {"a": 1}
     for status, content, code in [
         (200, b"", 14),

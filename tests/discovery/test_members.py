@@ -112,7 +112,7 @@ async def test_calls_are_shared_among_the_members(registry):
             one.who.gate.set()
 
 
-async def test_one_that_drains_takes_no_more(registry):
+async def test_a_member_that_drains_takes_no_more_calls(registry):
     async with three(registry) as (there, members, client, _):
         await there[0].server.drain()
         assert set(await answers(client, 20)) == {"b", "c"}
@@ -128,7 +128,7 @@ async def test_one_that_drains_takes_no_more(registry):
         assert there[0].server.refused == 1
 
 
-async def test_streams_begin_where_they_are_taken(registry):
+async def test_a_stream_that_a_member_refuses_begins_at_another(registry):
     async with three(registry) as (there, _, client, _):
         await there[2].server.drain()
         heard = Counter([await anext(client.items()) for _ in range(10)])
@@ -141,7 +141,7 @@ async def test_streams_begin_where_they_are_taken(registry):
             await anext(client.items())
 
 
-async def test_one_that_is_killed_is_left_out_and_one_that_joins_is_found(registry):
+async def test_a_killed_member_is_left_out_and_one_that_joins_is_called(registry):
     async with three(registry) as (there, members, client, registries):
         there[0].engine.abort()
         assert set(await answers(client, 20)) == {"b", "c"}
@@ -155,7 +155,7 @@ async def test_one_that_is_killed_is_left_out_and_one_that_joins_is_found(regist
         assert set(await answers(client, 20)) == {"b", "c"}
 
 
-async def test_a_client_waits_while_there_is_none(registry):
+async def test_a_call_waits_while_there_is_no_member(registry):
     async with registry() as registries, opened("sim") as engine, registries() as here:
         client = service.client(engine, Members(here, "who"), Who)
         for _ in range(2):
@@ -176,7 +176,7 @@ async def test_a_client_waits_while_there_is_none(registry):
             await until(lambda: not here.members())
 
 
-async def test_a_choice_looks_at_nothing_that_has_not_changed(registry, monkeypatch):
+async def test_a_choice_looks_at_members_only_when_they_have_changed(registry, monkeypatch):
     async with three(registry) as (there, members, client, _):
         looks = []
         look = Chooser._look
@@ -220,7 +220,7 @@ async def test_members_without_an_address_are_counted_and_a_closed_registry_is_n
         Members(roster, "x" * 33)  # type: ignore[arg-type]
 
 
-def test_a_few_of_many_are_compared_and_all_have_their_turn():
+def test_a_choice_compares_a_few_of_many_members_and_gives_all_their_turn():
     class Link:
         def __init__(self) -> None:
             self.calls: dict[int, None] = {}

@@ -47,7 +47,7 @@ def test_a_malformed_member_is_refused(parts):
         Member(**{"name": "a", "role": "decode", "address": b"", "incarnation": 1} | parts)
 
 
-def test_a_member_is_a_value():
+def test_members_are_compared_by_value_and_cannot_be_changed():
     given_attributes = {"b": 1, "a": True}
     one = Member("n", "decode", b"", 1, given_attributes)
     given_attributes["b"] = 2
@@ -59,7 +59,7 @@ def test_a_member_is_a_value():
 
 
 @pytest.mark.parametrize("lease_s", [0, 0.01, 601, float("nan"), "1"])
-def test_a_lease_is_bounded(lease_s):
+def test_lease_times_out_of_bounds_are_refused(lease_s):
     with pytest.raises(aiote.UsageError):
         check_lease(lease_s)
 
@@ -106,7 +106,7 @@ STEPS = st.lists(st.tuples(st.sampled_from("prt"), st.sampled_from("abc"), st.in
 
 
 @given(STEPS)
-def test_whoever_applies_the_events_knows_the_members(steps):
+def test_applying_the_events_of_a_watch_gives_the_members(steps):
     roster = Roster()
     watch = roster.watch()
     known: dict[str, Member] = {}

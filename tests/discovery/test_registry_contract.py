@@ -31,7 +31,7 @@ async def test_a_member_joins_changes_and_leaves(registry):
         assert there.in_touch
 
 
-async def test_a_watch_begins_with_who_is_there(registry):
+async def test_a_watch_begins_with_the_members_that_are_there(registry):
     async with registry() as opened, opened() as here, here.join(member("a")), here.join(member("b", role="decode")):
         async with opened() as there:
             told = await until_told(there.watch(), ("joined", "a"), ("joined", "b"))
@@ -75,7 +75,7 @@ async def test_the_greater_incarnation_has_the_name(registry):
             await until_told(events, ("left", "a"))
 
 
-async def test_whoever_is_cancelled_leaves(registry):
+async def test_a_member_whose_task_is_cancelled_leaves(registry):
     async with registry() as opened, opened() as here, opened() as there:
         await there.ready()
         events = there.watch()
@@ -93,7 +93,7 @@ async def test_whoever_is_cancelled_leaves(registry):
             await until_told(events, ("joined", "a"))
 
 
-async def test_wrong_use_is_named_and_errors_come_out_as_they_are(registry):
+async def test_wrong_use_is_refused_and_errors_of_the_block_come_out_unchanged(registry):
     async with registry() as opened, opened() as here:
         async with here.join(member("a")) as registration:
             with pytest.raises((aiote.UsageError, RegistryError)):

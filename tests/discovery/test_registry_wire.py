@@ -15,8 +15,8 @@ import aiote
 from aiote import service
 from aiote.discovery.embedded import EmbeddedRegistry
 from aiote.discovery.membership import Member
-from aiote.discovery.server import MEMBERS_EACH, Keeping, RegistryServer, Watching
-from aiote.discovery.wire import Record, Update, decode_member, encode_member
+from aiote.discovery.registry_server import MEMBERS_EACH, Keeping, RegistryServer, Watching
+from aiote.discovery.wire import MemberRecord, RosterUpdate, decode_member, encode_member
 from engines import opened, pair
 from registries import client, member, until_told
 
@@ -40,28 +40,28 @@ MEMBERS = st.builds(
     st.dictionaries(texts(32), VALUES, max_size=4),
 )
 UPDATES = st.builds(
-    Update,
+    RosterUpdate,
     WORDS,
     st.booleans(),
     st.lists(texts(128), max_size=2),
-    st.lists(st.tuples(st.floats(0.1, 600), MEMBERS.map(Record.of)), max_size=2),
+    st.lists(st.tuples(st.floats(0.1, 600), MEMBERS.map(MemberRecord.of)), max_size=2),
 )
 
 
 @given(UPDATES)
-def test_an_update_comes_back(update):
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(update), type=Update) == update
+def test_an_encoded_update_decodes_to_itself(update):
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(update), type=RosterUpdate) == update
 
 
 @given(MEMBERS)
-def test_a_member_by_itself(one):
+def test_an_encoded_member_decodes_to_itself(one):
     found = decode_member(encode_member(one))
     assert found == one
     assert [type(value) for value in found.attributes.values()] == [type(value) for value in one.attributes.values()]
 
 
 @given(MEMBERS, st.binary(max_size=100), st.data())
-def test_other_bytes_are_a_member_or_a_value_error(one, noise, data):
+def test_arbitrary_bytes_decode_to_a_member_or_a_value_error(one, noise, data):
     damaged = bytearray(encode_member(one))
     damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     for content in (noise, bytes(damaged), b"[" * 100_000, b'{"x":' * 100_000):
@@ -82,7 +82,7 @@ def test_the_bytes_in_etcd_are_fixed():
 
 def plain(one: Member, **other: object) -> dict[str, object]:
     """Return a member as a liar may say it, whom nothing checks."""
-    return {**msgspec.structs.asdict(Record.of(one)), **other}
+    return {**msgspec.structs.asdict(MemberRecord.of(one)), **other}
 
 
 LIES = {
@@ -114,7 +114,7 @@ class Liar(service.Service):
 
 
 @pytest.mark.anyio
-async def test_what_a_liar_says_is_refused_and_harms_nobody():
+async def test_lies_of_a_client_are_refused_and_harm_no_other():
     async with pair("sim") as (liar, there), RegistryServer(there) as server, client(server.address) as honest:
         lying = service.client(liar, server.address, Liar)
         async with honest.join(member("honest", 5)):

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import aiote
-from aiote.core import frames, striping
+from aiote.core import control_frames as frames
+from aiote.core import striping
 from aiote.rails.library import DEFAULTS
 from aiote_native.peers import pool_bytes
 

@@ -95,10 +95,10 @@ async def test_system_errors_while_an_endpoint_opens_are_fabric_errors(provider,
 
     async with opened(provider) as left, opened(provider) as right:
         with monkeypatch.context() as patch:
-            patch.setattr(type(left._runtime.fabric.rails[0]), "open_endpoint", fails)
+            patch.setattr(type(left._runtime.rail_set.rails[0]), "open_endpoint", fails)
             for _ in range(WAKEUP_SLOTS + 1):
                 with pytest.raises(aiote.FabricError, match=os.strerror(number)) as caught:
-                    left._runtime.fabric.open_channel(0, 0)
+                    left._runtime.rail_set.open_channel(0, 0)
             assert (caught.value.errno, caught.value.operation) == (number, "open endpoint")
             with pytest.raises(aiote.PeerError, match=os.strerror(number)):
                 await left.connect(right.address)

@@ -24,7 +24,7 @@ each_pinned = pytest.mark.parametrize("provider", ["local", "socket", "sim", "ve
 
 
 def devices(engine: aiote.Engine) -> list[NativeDevice]:
-    return [rail.device for rail in engine._runtime.fabric.rails]
+    return [rail.device for rail in engine._runtime.rail_set.rails]
 
 
 def free(memory: bytearray) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import aiote
-from aiote.rails import Fabric, numa
+from aiote.rails import RailSet, numa
 from aiote.rails.topology import Place
 from engines import PATIENCE_S, across, fabric, linked, until
 
@@ -138,8 +138,8 @@ def test_memory_and_rails_on_known_nodes_are_ranked(monkeypatch):
         def rank(self, ranks):
             asked.append(ranks)
 
-    def fabric_on(*nodes: int) -> Fabric:
-        made = Fabric.__new__(Fabric)
+    def fabric_on(*nodes: int) -> RailSet:
+        made = RailSet.__new__(RailSet)
         made.rails = [SimpleNamespace(place=Place(node)) for node in nodes]
         return made
 

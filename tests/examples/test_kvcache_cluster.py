@@ -13,7 +13,7 @@ import anyio
 import httpx
 import pytest
 
-from aiote.demo.local import run_reference
+from aiote.demo.one_process import run_reference
 from browser import Browser
 from clusters import Cluster, events, reference_settings
 

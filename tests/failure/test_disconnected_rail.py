@@ -14,7 +14,7 @@ import pytest
 from arrays_service import check
 from cables import CONFIG, PIECE, WRITES, opened, pour
 from children import Child, ChildError
-from namespaces import Network
+from namespaces import Network, end_of
 
 pytestmark = [
     pytest.mark.libfabric,
@@ -139,3 +139,37 @@ async def sent(network: Network, cable: str) -> int:
     """Return how many bytes have left over a cable."""
     said = await anyio.run_process([*network.enter(0), "ip", "-json", "-stats", "link", "show", "dev", cable])
     return int(json.loads(said.stdout)[0]["stats64"]["tx"]["bytes"])
+
+
+@pytest.mark.parametrize("provider", ["socket", "tcp"])
+@each_cut
+async def test_an_update_of_weights_goes_on_when_one_of_two_unequal_rails_is_lost(network, processes, cut, provider):
+    async with opened(network, processes, 2, provider) as (network, near, far):
+        controller = Child(*network.enter(0))
+        try:
+            names = [end_of(1 + number, 0) for number in range(2)]
+            await controller.open(provider, rails=names, host=end_of(0, 0), **CONFIG)
+            await near.ask("source", rank=0)
+            await far.ask("target", rank=0, versions="shadow")
+            ends = {"sources": [str(near.address)], "targets": [str(far.address)]}
+            await near.ask("train", version=1)
+            assert (await controller.ask("update", version=1, **ends))["committed"] == ["r0"]
+            await network.limit(network.cables[1], 20)
+            await network.limit(network.cables[2], 4)
+            await near.ask("train", version=2)
+            controller.tell("update", version=2, **ends)
+            begun = await sent(network, network.cables[2])
+            while await sent(network, network.cables[2]) < begun + 20_000:
+                await anyio.sleep(0.01)
+            await cut(network, network.cables[2])
+            answer = await controller.answer()
+            assert answer["committed"] == ["r0"], answer
+            found = await far.ask("look")
+            assert found["right"]
+            assert found["version"] == 2
+        finally:
+            controller.end()
+            for cable in network.cables[1:3]:
+                await network.limit(cable, 0)
+            await network.heal()
+        assert "rail.failed" in await names_of(near) + await names_of(far)

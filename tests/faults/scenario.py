@@ -144,7 +144,7 @@ class Scene:
         return {
             "descriptors": len(descriptors()),
             "threads": len([name for name in threads().values() if "asyncio" not in name]),
-            "registrations": sum(rail.device.children for rail in self.engine._runtime.fabric.rails),
+            "registrations": sum(rail.device.children for rail in self.engine._runtime.rail_set.rails),
             "peers": len(self.engine.peers),
         }
 

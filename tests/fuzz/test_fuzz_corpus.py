@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote.core import fields, frames
+from aiote.core import control_frames as frames
+from aiote.core import fields
 from aiote.core.control import SESSION, MessageReceived, Role
 from fuzz_seeds import example, seeds
 from fuzz_targets import TARGETS, Step, Talk, control, message, program

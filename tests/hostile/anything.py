@@ -6,7 +6,8 @@ import dataclasses
 import random
 from typing import Any, get_type_hints
 
-from aiote.core import fields, frames
+from aiote.core import control_frames as frames
+from aiote.core import fields
 from aiote.core.address import Address
 
 EDGES = (0, 1, 2, 3, 7, 255, 256, 4095, 4096, 65535, 65536, 2**28 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)

@@ -11,7 +11,7 @@ import anyio
 import anyio.to_thread
 
 from aiote.aio import Handover, current_loop, hand_over
-from aiote.core.frames import Channel
+from aiote.core.control_frames import Channel
 from aiote_native.peer_wakeups import PeerWakeup, WakeupEvent
 from aiote_native.streams.sockets import parse
 from own_page import own_page

@@ -13,7 +13,7 @@ from victim import LIMITS, PATIENCE_S, Broken
 import aiote
 from aiote.discovery.embedded import EmbeddedRegistry
 from aiote.discovery.membership import RegistryError
-from aiote.discovery.server import RegistryServer
+from aiote.discovery.registry_server import RegistryServer
 from aiote.service import frames
 from engines import opened
 from fuzz_discovery import KEEP, WATCH, arguments, calls
@@ -61,12 +61,12 @@ class Cluster:
             bodies = [b"\x90"] * rng.randint(1, 20)
         elif way != "right":
             bodies = [anything.damaged(body) if way == "damaged" else anything.bytes(1000) for body in bodies]
-        said: list[frames.Frame] = [frames.Hello(frames.VERSION, True, 16384, 64, 16, 1000)]
+        said: list[frames.Frame] = [frames.HelloFrame(frames.VERSION, True, 16384, 64, 16, 1000)]
         for slot, body in enumerate(bodies):
             # The numbers go on from attack to attack: a call that comes once more would only be disconnected.
             self._generation += 1
             method = WATCH if way == "watches" else KEEP
-            said.append(frames.Call(slot, self._generation, method.name, 0.0, body, []))
+            said.append(frames.CallFrame(slot, self._generation, method.name, 0.0, body, []))
         data = frames.pack(said)
         return [anything.damaged(data) if rng.random() < 0.1 else data]
 
@@ -87,14 +87,14 @@ class Cluster:
         """Return a greeting, a call, and what may belong to it."""
         self._generation += 1
         slot, generation = rng.randrange(4), self._generation
-        call = frames.Call(slot, generation, METHOD, 0.0, body, [])
+        call = frames.CallFrame(slot, generation, METHOD, 0.0, body, [])
         more: list[frames.Frame] = [
             frames.Cancel(slot, generation),
             frames.Credit(slot, generation, rng.randrange(3)),
             frames.Items(slot, generation, 0, [body[:100]], []),
             frames.End(slot, generation, rng.randrange(8), body[:100], []),
         ]
-        return [frames.Hello(frames.VERSION, True, 16384, 64, 8, 4096), call, *rng.sample(more, rng.randrange(3))]
+        return [frames.HelloFrame(frames.VERSION, True, 16384, 64, 8, 4096), call, *rng.sample(more, rng.randrange(3))]
 
     async def check(self) -> None:
         """See that a request is served, byte by byte, and that a member comes and goes."""

@@ -15,8 +15,8 @@ from victim import KEY
 from aiote import AioteError
 from aiote.core.address import Address
 from aiote.core.control import Authenticated
+from aiote.core.control_frames import Channel, Failed, Heartbeat, Mapped, Offer, Ready, encode, frame
 from aiote.core.descriptor import RegionDescriptor
-from aiote.core.frames import Channel, Failed, Heartbeat, Mapped, Offer, Ready, encode, frame
 from raw_ring import DATA, HEADER, READ, RING_BYTES, SEND, WRITE, Frame
 from strangers import Insider, offer
 

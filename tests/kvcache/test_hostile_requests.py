@@ -141,8 +141,8 @@ def whole(liar: Liar) -> bytes:
 
 def stolen(liar: Liar) -> bytes:
     """Return the lease of an honest decoder, which this very prefiller holds."""
-    (loan,) = liar.deployment.decode[0].decoder._desk.lender._loans.values()
-    return loan.pool.descriptor
+    (grant,) = liar.deployment.decode[0].decoder._context.lender._grants.values()
+    return grant.pool.descriptor
 
 
 DESCRIPTORS: dict[str, tuple[Callable[[Liar], bytes], str]] = {

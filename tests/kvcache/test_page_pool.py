@@ -17,7 +17,7 @@ async def settle() -> None:
     await anyio.wait_all_tasks_blocked()
 
 
-async def test_first_come_first_served_and_nobody_passes():
+async def test_waits_for_pages_are_served_in_order_and_none_is_passed():
     pool = PagePool(4, 4, 10)
     first = await pool.take(3)
     order: list[int] = []
@@ -38,7 +38,7 @@ async def test_first_come_first_served_and_nobody_passes():
     assert (pool.free, pool.held, pool.waiting) == (4, 0, 0)
 
 
-async def test_who_holds_pages_is_served_before_who_does_not():
+async def test_a_holder_of_pages_is_served_before_new_requests():
     pool = PagePool(4, 4, 10)
     one, two = await pool.take(2), await pool.take(2)
     done: list[str] = []
@@ -82,7 +82,7 @@ async def test_a_cancelled_wait_loses_nothing_and_lets_others_pass():
     assert (pool.free, pool.held, pool.waiting) == (0, 1, 0)
 
 
-async def test_limits_and_the_end():
+async def test_a_pool_refuses_more_than_it_has_and_ends_waits_when_closed():
     pool = PagePool(4, 4, 1)
     with pytest.raises(aiote.UsageError, match="5 pages"):
         await pool.take(5)

@@ -135,7 +135,7 @@ TestRouting = Routing.TestCase
 
 
 @given(st.lists(prompts, max_size=60), st.integers(1, 5), st.integers(0, 64))
-def test_the_load_stays_in_balance(drawn, count, credit):
+def test_loads_of_members_that_stay_differ_by_one_prompt_at_most(drawn, count, credit):
     """With members that stay, and no deliveries, loads differ by one prompt at most."""
     router = router_of(*"abcde"[:count], credit=credit)
     for tokens in drawn:
@@ -154,7 +154,7 @@ def test_a_hot_prefix_does_not_overload_its_member():
     assert 60 <= chosen.count("a") <= 140
 
 
-def test_a_prefix_goes_where_it_was():
+def test_a_prompt_goes_to_the_member_that_has_its_prefix():
     router = router_of("a", "b", "c")
     first = router.choose(prompt(1, 16), 0.0)
     router.delivered(first, first.members[0], 0.0)
@@ -202,7 +202,7 @@ def test_stale_members_come_last():
     assert len(router.choose(prompt(1, 16), 0.0).members) == 2
 
 
-def test_nobody_is_said():
+def test_choosing_without_a_member_fails_with_the_reason():
     router = Router(PAGE)
     with pytest.raises(NoMember, match="no member for prefill: none is known"):
         router.choose([1], 0.0)
@@ -220,6 +220,6 @@ def test_hashes_are_equal_where_prefixes_are(one, other):
 
 
 @pytest.mark.parametrize("wrong", [{"page_tokens": 0}, {"alternatives": -1}, {"credit": 1.5}, {"prefixes": 0}])
-def test_bad_numbers_are_refused(wrong):
+def test_wrong_settings_of_a_router_are_refused_by_name(wrong):
     with pytest.raises(aiote.UsageError, match=next(iter(wrong))):
         Router(**{"page_tokens": PAGE, **wrong})

@@ -34,7 +34,7 @@ async def test_a_cache_arrives_and_its_pages_come_back(provider):
 
 @pytest.mark.parametrize("layout", [SMALL, GQA, MLA], ids=["HND", "NHD-GQA", "MLA"])
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2), (4, 2)])
-async def test_groups_of_other_sizes(layout, prefill, decode):
+async def test_a_cache_arrives_between_groups_of_different_sizes(layout, prefill, decode):
     async def one(rank: int) -> None:
         here = deployment.decode[rank]
         async with here.decoder.request(range(19), deployment.group, request_id=b"the same") as slot:

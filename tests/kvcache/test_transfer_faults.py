@@ -95,7 +95,7 @@ def test_a_prefiller_that_does_not_answer_loses_its_leases_and_nobody_else():
                     await slot.arrived()
                 assert LIMITS["stall_limit"] < fabric.now - started
                 assert fabric.now - started < LIMITS["stall_limit"] * 1.25 + LIMITS["confirm_limit"] + DRAIN + SLACK
-                assert (decode.decoder.revoked, decode.decoder.loans) == (1, 1)
+                assert (decode.decoder.revoked, decode.decoder.grants) == (1, 1)
                 await nothing_lands(decode)
                 silent.released.set()
             await until_idle(deployment)
@@ -127,7 +127,7 @@ class Other(service.Service):
         return None
 
 
-def test_refusals_are_told_with_their_reason_and_the_next_is_tried():
+def test_a_prefiller_that_refuses_gives_its_reason_and_the_next_is_tried():
     async def main(fabric: Fabric) -> None:
         other = CacheLayout(layers=3, kv_heads=4, head_size=2, page_tokens=4, dtype="uint8", order="NHD")
         async with (
@@ -288,7 +288,7 @@ def test_a_decoder_dies_and_its_prefiller_drops_the_job(fault, after_us):
 
 
 @pytest.mark.parametrize("after_us", range(0, 3000, 300))
-def test_the_prefiller_s_task_is_cancelled_at_any_time(after_us):
+def test_a_request_ends_whenever_the_prefillers_task_is_cancelled(after_us):
     async def main(fabric: Fabric) -> None:
         async with deployed(fabric.open_engine, BIG, serving=False, **LIMITS) as deployment:
             (decode,), (prefill,) = deployment.decode, deployment.prefill
@@ -312,7 +312,7 @@ def test_the_prefiller_s_task_is_cancelled_at_any_time(after_us):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_leases_that_are_revoked_in_the_middle_of_slow_writes(seed):
+def test_pages_come_back_when_leases_are_revoked_in_the_middle_of_slow_writes(seed):
     """Pages come back when the last write is over, which takes longer than the prefiller is given to say so."""
 
     async def main(fabric: Fabric) -> None:
@@ -386,7 +386,7 @@ def test_a_job_is_not_left_before_its_writes_are_over_however_often_it_is_cancel
     virtually(main)
 
 
-def test_a_job_that_computes_hears_of_its_decoder_s_death():
+def test_a_job_that_computes_hears_of_its_decoders_death():
     async def main(fabric: Fabric) -> None:
         async with deployed(fabric.open_engine, serving=False) as deployment:
             (decode,), (prefill,) = deployment.decode, deployment.prefill

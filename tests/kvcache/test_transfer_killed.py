@@ -73,7 +73,7 @@ def open_engine(provider: str):
     ids=["killed-early", "killed", "killed-late", "stopped"],
 )
 @pytest.mark.parametrize("prefills", [2], indirect=True, ids=["two"])
-async def test_the_request_is_done_by_another(provider, prefills, how, moment):
+async def test_a_request_of_a_killed_or_stopped_prefiller_is_done_by_another(provider, prefills, how, moment):
     """Whenever it happens, the cache that the other one wrote is whole, and stays so when the first one wakes up."""
     victim, spare = prefills
     with anyio.fail_after(PATIENCE_S):
@@ -98,7 +98,7 @@ async def test_the_request_is_done_by_another(provider, prefills, how, moment):
 
 
 @served_by_process
-async def test_with_nobody_else_it_fails_with_its_reason_and_the_pages_come_back(provider, prefills):
+async def test_a_request_without_another_prefiller_fails_with_its_reason_and_frees_its_pages(provider, prefills):
     (victim,) = prefills
     with anyio.fail_after(PATIENCE_S):
         async with decode_rank(open_engine(provider), pages=PAGES, **LIMITS) as decode:
@@ -114,7 +114,7 @@ async def test_with_nobody_else_it_fails_with_its_reason_and_the_pages_come_back
 
 
 @served_by_process
-async def test_cancelled_while_the_prefiller_stands_still(provider, prefills):
+async def test_a_request_cancelled_while_its_prefiller_is_stopped_gets_no_late_write(provider, prefills):
     """What is given back is filled with poison, and then the prefiller wakes up and goes on."""
     (victim,) = prefills
     with anyio.fail_after(PATIENCE_S):

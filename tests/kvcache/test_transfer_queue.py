@@ -45,7 +45,7 @@ async def serve_in_turn(prefill: PrefillRank) -> None:
 
 
 @pytest.mark.parametrize("serve", [serve_in_line, serve_in_turn])
-def test_a_queue_that_moves_is_no_stall(serve):
+def test_a_queue_that_moves_does_not_count_as_a_stall(serve):
     """Of two decoders: what one of them waits for may be the other one's."""
 
     async def main(fabric: Fabric) -> None:
@@ -63,7 +63,7 @@ def test_a_queue_that_moves_is_no_stall(serve):
     run(main)
 
 
-def test_a_job_that_is_passed_over_is_a_stall_however_much_moves_behind_it():
+def test_a_job_that_is_passed_over_stalls_however_much_moves_behind_it():
     async def main(fabric: Fabric) -> None:
         async with (
             prefill_rank(fabric.open_engine) as prefill,
@@ -82,7 +82,7 @@ def test_a_job_that_is_passed_over_is_a_stall_however_much_moves_behind_it():
     run(main)
 
 
-def test_what_is_behind_a_job_that_stalls_is_not_waited_for_longer():
+def test_requests_behind_a_job_that_stalls_fail_as_soon_as_it_does():
     async def main(fabric: Fabric) -> None:
         async with (
             prefill_rank(fabric.open_engine) as prefill,
@@ -96,7 +96,7 @@ def test_what_is_behind_a_job_that_stalls_is_not_waited_for_longer():
     run(main)
 
 
-def test_a_decoder_with_another_length_of_the_tail_fails_its_own_requests_alone():
+def test_a_decoder_with_another_tail_length_fails_its_own_requests_alone():
     async def main(fabric: Fabric) -> None:
         async with (
             deployed(fabric.open_engine, tail_bytes=24) as deployment,

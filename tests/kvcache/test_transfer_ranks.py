@@ -17,10 +17,10 @@ import pytest
 
 import aiote
 from aiote.kvcache import PrefillError, Slot
-from aiote.kvcache import turned as turned_module
+from aiote.kvcache import refused_requests as refused_module
 from aiote.kvcache.fill import FillRequest
 from aiote.kvcache.orders import Order
-from aiote.kvcache.turned import Turned
+from aiote.kvcache.refused_requests import RefusedRequests
 from aiote.testing import Fabric, run
 from kvcaches import DecodeRank, Deployment, PrefillRank, deployed, prefill_rank, tail_of, until_idle
 
@@ -116,9 +116,9 @@ def test_a_prefiller_fails_in_the_middle_and_both_ranks_arrive(fault, seed):
                     for job in tuple(victim.prefiller._jobs):
                         job.refuse("it does not feel like it")
                 elif fault == "one rank's leases":
-                    lender = draw.choice(both.decode).decoder._desk.lender
-                    for loan in tuple(lender._loans.values()):
-                        lender.end(loan, "as in this test")
+                    lender = draw.choice(both.decode).decoder._context.lender
+                    for grant in tuple(lender._grants.values()):
+                        lender.end(grant, "as in this test")
                 else:
                     getattr(fabric, fault)(victim.engine)
 
@@ -132,7 +132,7 @@ def test_a_prefiller_fails_in_the_middle_and_both_ranks_arrive(fault, seed):
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_one_rank_s_part_is_refused_and_the_other_one_goes_with_it(seed, monkeypatch):
+def test_a_part_that_is_refused_ends_the_part_of_the_other_rank(seed, monkeypatch):
     """Whichever part comes first, nobody waits for one that does not come."""
 
     async def main(fabric: Fabric) -> None:
@@ -164,8 +164,8 @@ def test_a_rank_that_has_everything_is_not_waited_for_in_the_next_round():
                 while not two._slots or not next(iter(two._slots)).complete:
                     await asyncio.sleep(1e-4)
                 assert not next(iter(one._slots)).complete
-                (loan,) = one._desk.lender._loans.values()
-                one._desk.lender.end(loan, "as in this test")
+                (grant,) = one._context.lender._grants.values()
+                one._context.lender.end(grant, "as in this test")
 
             fabric.slow_rail(both.decode[0].engine, 0, by=0.05)
             fabric.slow_rail(both.decode[0].engine, 1, by=0.05)
@@ -191,18 +191,18 @@ def test_a_first_round_without_all_parts_fails_with_its_reason():
 
 
 @pytest.mark.virtual_time
-async def test_what_was_turned_away_is_forgotten_in_time(monkeypatch):
-    monkeypatch.setattr(turned_module, "MOST", 3)
-    turned = Turned(10.0)
-    turned.note((b"r", 1), "why", {0})
-    turned.note((b"r", 1), "again", {1})
-    assert [turned.take((b"r", 1), 2), turned.take((b"r", 2), 2)] == ["why", ""]
-    assert turned.take((b"r", 1), 1) == ""  # it was told, so this is another request
-    assert turned.take((b"r", 1), 2) == ""
+async def test_reasons_of_refused_requests_are_told_once_and_forgotten_in_time(monkeypatch):
+    monkeypatch.setattr(refused_module, "MOST", 3)
+    refused = RefusedRequests(10.0)
+    refused.note((b"r", 1), "why", {0})
+    refused.note((b"r", 1), "again", {1})
+    assert [refused.take((b"r", 1), 2), refused.take((b"r", 2), 2)] == ["why", ""]
+    assert refused.take((b"r", 1), 1) == ""  # it was told, so this is another request
+    assert refused.take((b"r", 1), 2) == ""
     for number in range(5):
-        turned.note((b"r", number), "why", set())
-    assert len(turned) == 3
+        refused.note((b"r", number), "why", set())
+    assert len(refused) == 3
     await asyncio.sleep(10.1)
-    assert turned.take((b"r", 4), 0) == ""
-    turned.note((b"s", 1), "why", set())
-    assert len(turned) == 1
+    assert refused.take((b"r", 4), 0) == ""
+    refused.note((b"s", 1), "why", set())
+    assert len(refused) == 1

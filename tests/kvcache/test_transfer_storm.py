@@ -145,8 +145,8 @@ class Storm:
     async def nothing_is_left(self) -> None:
         decoder = self.decode.decoder
         assert (decoder.requests, decoder.waiting, decoder.free_pages) == (0, 0, PAGES)
-        assert not len(decoder._desk.immediates)
-        assert all(not loan.borrowers for loan in decoder._desk.lender._loans.values())
+        assert not len(decoder._context.immediates)
+        assert all(not grant.borrowers for grant in decoder._context.lender._grants.values())
         self.decode.memory[:] = 7
         await asyncio.sleep(20)
         assert (self.decode.memory == 7).all()
@@ -156,7 +156,7 @@ class Storm:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_no_page_is_ever_another_request_s(seed):
+def test_requests_in_a_storm_never_share_a_page(seed):
     storms: list[Storm] = []
 
     async def main(fabric: Fabric) -> None:

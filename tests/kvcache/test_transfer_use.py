@@ -82,7 +82,7 @@ async def test_layers_come_in_order_while_the_next_one_is_computed(provider):
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint64])
-async def test_a_word_that_the_model_bumps_sends_several_layers_at_once(dtype):
+async def test_a_watched_value_that_the_model_raises_sends_several_layers_at_once(dtype):
     word = np.full(1, 254, dtype)  # of one byte, it wraps around
 
     async def model() -> None:
@@ -113,7 +113,7 @@ async def test_a_word_that_the_model_bumps_sends_several_layers_at_once(dtype):
 
 
 @pytest.mark.virtual_time
-async def test_pages_for_generated_tokens():
+async def test_a_request_takes_more_pages_for_generated_tokens():
     async with deployed("sim", pages=8) as deployment:
         (decode,) = deployment.decode
         async with decode.decoder.request(TOKENS, deployment.group) as slot:
@@ -196,7 +196,7 @@ async def test_a_job_that_is_wrongly_used_says_how_and_refuses_the_request():
 
 
 @pytest.mark.virtual_time
-async def test_a_job_whose_request_was_cancelled_before_it_began():
+async def test_a_job_whose_request_was_cancelled_ends_at_its_first_await():
     async with deployed("sim", serving=False) as deployment:
         (decode,), (prefill,) = deployment.decode, deployment.prefill
         async with decode.decoder.request(TOKENS, deployment.group):
@@ -210,7 +210,7 @@ async def test_a_job_whose_request_was_cancelled_before_it_began():
 
 
 @pytest.mark.virtual_time
-async def test_one_decode_rank_s_part_is_missing():
+async def test_a_request_without_the_part_of_one_decode_rank_fails_in_time():
     async with deployed("sim", decode=2, serving=False, confirm_limit=1.0) as deployment:
         here, _ = deployment.decode
         with pytest.raises(PrefillError, match="decode ranks 1 have not asked for it within 10.0 s"):
@@ -255,7 +255,7 @@ async def test_an_engine_that_cannot_call_is_refused():
 
 
 @pytest.mark.anyio
-async def test_wrong_arguments_are_named():
+async def test_wrong_arguments_of_decoders_and_requests_are_refused():
     async with pair("sim") as (engine, other):
         memory = pool_of(SMALL, 4, 1)
         for wrong in ({"rank": 1}, {"ranks": 3}, {"slots": 0}, {"stall_limit": 0}, {"imm_base": (1 << 28) - 4}):
@@ -288,7 +288,7 @@ async def test_wrong_arguments_are_named():
                 raise AssertionError("unreachable")
 
 
-def test_who_waits_for_a_request_that_is_left_hears_of_it():
+def test_a_wait_for_a_request_that_is_left_ends_with_an_error():
     async def main(fabric: Fabric) -> None:
         async with deployed(fabric.open_engine, serving=False) as deployment:
             (decode,) = deployment.decode
@@ -335,7 +335,7 @@ async def test_a_prefiller_counts_what_it_has_written():
         assert later.busy_s > whole.busy_s
 
 
-def test_layers_done_in_a_row_leave_the_loop_its_turns():
+def test_layers_done_in_a_row_let_the_loop_run_between_them():
     """Where the loop's clock stands still during a turn, as this one and uvloop's, the number of layers is bounded."""
 
     async def main(fabric: Fabric) -> None:
@@ -367,7 +367,7 @@ def test_layers_done_in_a_row_leave_the_loop_its_turns():
 
 
 @pytest.mark.virtual_time
-async def test_what_was_delivered_is_not_called_off():
+async def test_a_delivered_request_is_not_cancelled_when_it_is_left():
     """The decoder needs no message for that, and what the program does in its block afterwards is its own matter."""
     async with deployed("sim", serving=False) as deployment:
         (decode,), (prefill,) = deployment.decode, deployment.prefill
@@ -390,7 +390,7 @@ async def test_what_was_delivered_is_not_called_off():
 
 
 @pytest.mark.virtual_time
-async def test_two_decoders_of_one_engine():
+async def test_two_decoders_of_one_engine_get_a_cache_each():
     """Of one prefiller, too; their immediates differ."""
     async with deployed("sim") as deployment:
         (decode,) = deployment.decode

@@ -40,9 +40,9 @@ def started(pair, source, target, handle):
         "pages": lambda: core.submit_pages(*pages),
         "send": lambda: core.submit_send(link, Operation(), b"x"),
         "wait": lambda: handle.wait(CounterWait(), 1),
-        "register": lambda: pair.a.fabric.register(acquire(bytearray(8))),
-        "endpoint": lambda: pair.a.fabric.open_channel(0, 0),
-        "mailbox": lambda: pair.a.fabric.open_mailbox(link, 1, 1, 1, 1),
+        "register": lambda: pair.a.rail_set.register(acquire(bytearray(8))),
+        "endpoint": lambda: pair.a.rail_set.open_channel(0, 0),
+        "mailbox": lambda: pair.a.rail_set.open_mailbox(link, 1, 1, 1, 1),
     }
 
 

@@ -160,10 +160,11 @@ READS = """
         side = rails.side()
         memory = side.register(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         key, base = memory.local.keys[0]
-        pending, link = side.fabric.open_channel(0, 0), side.core.add_peer(side)
+        pending, link = side.rail_set.open_channel(0, 0), side.core.add_peer(side)
         host, port, token = parse(pending.address)
         # Of two addresses the greater one connects.
-        side.fabric.join(link, pending, f"aiote-tcp://{host}:65535/{'f' * 32}".encode(), *side.fabric.scratch.keys[0])
+        greater = f"aiote-tcp://{host}:65535/{'f' * 32}".encode()
+        side.rail_set.join(link, pending, greater, *side.rail_set.scratch.keys[0])
         with socket.create_connection((host, port)) as peer:
             peer.sendall(token + Frame(READ, [(base, length)], key).encode() * 4)
             rails.rest()

@@ -14,7 +14,7 @@ from rail_pair import Kind, opened
 def test_what_nobody_closed_is_closed_when_it_goes(provider, monkeypatch):
     """Endpoints and registrations that are dropped, and those whose constructor fails half-way."""
     with opened(Kind(provider)) as rails:
-        rail = rails.side().fabric.rails[0]
+        rail = rails.side().rail_set.rails[0]
         device, memory = rail.device, acquire(bytearray(4096))
         held, descriptors = device.children, len(os.listdir("/proc/self/fd"))
         endpoint = rail.open_endpoint()

@@ -273,15 +273,15 @@ def test_a_slot_beyond_the_page_is_refused():
     """The number comes from the peer, and a poll reads the number that it points to."""
     with opened(SHM) as rails:
         a, b = rails.side(), rails.side()
-        pending = a.fabric.open_channel(0, 0)
+        pending = a.rail_set.open_channel(0, 0)
         link = a.core.add_peer(b)
         wakeup = b.core.wakeup_event
         pending.take([os.dup(wakeup.memory_fd)], wakeup.address)
         assert not pending.refused
         with pytest.raises(FabricError, match="no such wake-up slot"):
-            a.fabric.join(link, pending, pending.address, 0, 0, (1000, 0))
+            a.rail_set.join(link, pending, pending.address, 0, 0, (1000, 0))
         pending.close()
-        a.fabric.free_slot(pending.slot)
+        a.rail_set.free_slot(pending.slot)
         a.close_link(link)
 
 

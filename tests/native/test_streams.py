@@ -271,7 +271,7 @@ def test_memory_that_is_taken_back_is_read_no_further(pair: Pair):
 
 def listening(side: Side) -> tuple[object, tuple[str, int]]:
     """Open a channel and return it with where it listens."""
-    pending = side.fabric.open_channel(0, 0)
+    pending = side.rail_set.open_channel(0, 0)
     host, port, _ = parse(pending.address)
     return pending, (host, port)
 
@@ -289,8 +289,8 @@ def test_strangers_are_not_let_in():
         links = {}
         for side, other in ((a, b), (b, a)):
             link = links[side] = side.core.add_peer(side)
-            side.fabric.join(link, ends[side][0], ends[other][0].address, *other.fabric.scratch.keys[0])
-            side.fabric.open_mailbox(link, 16, 4096, 16, 4096)
+            side.rail_set.join(link, ends[side][0], ends[other][0].address, *other.rail_set.scratch.keys[0])
+            side.rail_set.open_mailbox(link, 16, 4096, 16, 4096)
             side.awake = True
         rails.drive(lambda: True)
         late = socket.socket()
@@ -320,14 +320,14 @@ def test_nothing_is_sent_before_the_listener_answers(answer):
     """A port may be another's by now: it gets the token of one connection, which nobody takes any more, and no key."""
     with opened(Kind("socket")) as rails:
         side = rails.side()
-        pending, link = side.fabric.open_channel(0, 0), side.core.add_peer(side)
+        pending, link = side.rail_set.open_channel(0, 0), side.core.add_peer(side)
         _, _, own = parse(pending.address)
         token = bytes(range(16))
         said = {"nothing": b"", "part": own[:15], "another's": bytes(16), "the right one": own}[answer]
         with server_below(pending.address) as server:
             host, port = server.getsockname()
             address = f"aiote-tcp://{host}:{port}/{token.hex()}".encode()
-            side.fabric.join(link, pending, address, *side.fabric.scratch.keys[0])
+            side.rail_set.join(link, pending, address, *side.rail_set.scratch.keys[0])
             side.awake = True
             side.write(link, imm=IMM)
             peer, _ = server.accept()
@@ -403,7 +403,7 @@ def test_addresses_are_parsed_or_refused(address):
 @pytest.fixture
 def ends(side: Side) -> Iterator[tuple[Any, Any]]:
     """Two endpoints with rings."""
-    ends = side.fabric.rails[0].open_endpoint(), side.fabric.rails[0].open_endpoint()
+    ends = side.rail_set.rails[0].open_endpoint(), side.rail_set.rails[0].open_endpoint()
     yield ends
     for end in ends:
         end.close()

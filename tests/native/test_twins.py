@@ -19,7 +19,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multip
 
 from aiote.core import imm_counters as plain_counters
 from aiote.core import striping
-from aiote.core.pages import PageList
+from aiote.core.paging import PageList
 from aiote.core.striping import IMM_LIMIT, MAX_COUNTED, encode_immediate
 from aiote.errors import UsageError
 from aiote_native.counters import ImmCounters, Ticket

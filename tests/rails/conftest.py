@@ -23,5 +23,5 @@ def rails(request: pytest.FixtureRequest, kind: Kind) -> Iterator[Rails]:
 
 @pytest.fixture
 def pair(rails: Rails) -> Pair:
-    """Two fabrics with one rail each, joined."""
+    """Two rail sets with one rail each, joined."""
     return Pair.of(rails)

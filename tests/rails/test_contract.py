@@ -1,4 +1,4 @@
-"""What every kind of rail does with bytes: writes, reads, immediates and pages between fabrics of one process."""
+"""What every kind of rail does with bytes: writes, reads, immediates and pages between rail sets of one process."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def run(rails: Rails, flows: list[Traffic], count: int) -> None:
     def over() -> bool:
         for flow in flows:
             flow.collect()
-        started = {flow.here.fabric: flow.here for flow in flows}.values()
+        started = {flow.here.rail_set: flow.here for flow in flows}.values()
         ended = sum(len(side.ended) for side in started)
         return ended == count * len(flows) and sum(len(flow.got) for flow in flows) == total
 

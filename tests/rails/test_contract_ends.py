@@ -334,7 +334,7 @@ def test_a_core_with_peers_and_a_rail_with_memory_stay_open(rails: Rails):
     rails.finish(pair.a.write(pair.ab, imm=IMM))
     memory = pair.a.register(64)
     with pytest.raises((RuntimeError, StatusError), match="still open"):
-        pair.a.fabric.rails[0].close()
+        pair.a.rail_set.rails[0].close()
     pair.a.memories.remove(memory)
     memory.local.close()
     rails.finish(pair.a.write(pair.ab, imm=IMM))

@@ -17,7 +17,7 @@ SLOTS, BYTES = 4, 1000
 
 @pytest.fixture
 def pair(rails: Rails) -> Pair:
-    """Two fabrics with small pools."""
+    """Two rail sets with small pools."""
     return Pair.of(rails, pools=((SLOTS, BYTES), (SLOTS, BYTES)))
 
 

@@ -1,7 +1,7 @@
 """What every kind of rail does with writes that are cut: over one rail, several, and a different number on each side.
 
-A fabric of one rail may also be joined by several endpoint pairs, so that striping is tested where no NIC can be opened
-twice.
+A rail set of one rail may also be joined by several endpoint pairs, so that striping is tested where no NIC can be
+opened twice.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def two(kind: Kind, threaded: bool) -> Iterator[Rails]:
 def test_two_rails_count_as_one_does(two: Rails, counts):
     """Whatever number of rails each side has, the bytes and the counts are those of a single rail."""
     a, b = two.side(counts[0]), two.side(counts[1])
-    assert [len(side.fabric.rails) for side in (a, b)] == list(counts)
+    assert [len(side.rail_set.rails) for side in (a, b)] == list(counts)
     there, back = two.join(a, b)
     exchange(two, a, b, there)
     exchange(two, b, a, back)

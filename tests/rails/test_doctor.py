@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 import sysfs_trees
 from aiote.cli.doctor import as_dict, lines
 from aiote.rails.diagnosis import Finding, examine
-from aiote.rails.facts import Device, Facts, Gid, Limit, Net, PortFacts, gather
+from aiote.rails.facts import Device, Facts, GidFacts, Limit, Net, PortFacts, gather
 from switch import Switch
 
 GIB = 1 << 30
-ROUTED = Gid(2, "10.0.0.1")
-LOCAL = Gid(2, "fe80::1", link_local=True)
+ROUTED = GidFacts(2, "10.0.0.1")
+LOCAL = GidFacts(2, "fe80::1", link_local=True)
 PORT = PortFacts("mlx5_0", 1, "ACTIVE", "LinkUp", True, (LOCAL, ROUTED), (Net("ens5", True),))
 UVERBS = "/dev/infiniband/uverbs0"
 PERMANENT = "echo '* - memlock unlimited' > /etc/security/limits.d/rdma.conf"
@@ -116,7 +116,7 @@ WRONG = {
     ),
     "no GID": ({"devices": port(gids=())}, "mlx5_0", "ip address add ADDRESS/PREFIX dev ens5"),
     "RoCE disabled": (
-        {"devices": port(gids=(Gid(1, "10.0.0.1"),))},
+        {"devices": port(gids=(GidFacts(1, "10.0.0.1"),))},
         "mlx5_0",
         "devlink dev param set pci/0000:18:00.0 name enable_roce value true cmode driverinit "
         "&& devlink dev reload pci/0000:18:00.0",
@@ -165,7 +165,7 @@ HINTS = {
         "ip address add ADDRESS/PREFIX dev ens5",
     ),
     "RoCE v1 alone": (
-        {"devices": (device(driver="mlx4_core", ports=port(gids=(Gid(1, "10.0.0.1"),))[0].ports),)}
+        {"devices": (device(driver="mlx4_core", ports=port(gids=(GidFacts(1, "10.0.0.1"),))[0].ports),)}
         | {"libraries": ("mlx4",)},
         "mlx5_0",
         "ibv_devinfo -v -d mlx5_0",
@@ -219,7 +219,7 @@ def test_an_old_kernel_and_a_missing_module_are_two_findings():
 def test_of_a_port_that_is_down_or_iwarp_no_address_is_asked():
     (finding,) = examine(facts(devices=port(state="DOWN", gids=())))
     assert "cable" in finding.what
-    (iwarp,) = port(gids=(Gid(1, "2::", link_local=True),))
+    (iwarp,) = port(gids=(GidFacts(1, "2::", link_local=True),))
     assert examine(facts(devices=(device(iwarp=True, ports=iwarp.ports),))) == []
 
 

@@ -14,7 +14,7 @@ import sysfs_trees
 from aiote.errors import FabricError
 from aiote.rails import facts as module
 from aiote.rails.diagnosis import examine
-from aiote.rails.facts import Facts, Gid, Limit, Net, gather, node_state
+from aiote.rails.facts import Facts, GidFacts, Limit, Net, gather, node_state
 from sysfs_trees import Entry
 
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
@@ -73,7 +73,7 @@ def test_devices_and_ports_are_read_from_the_tree(tmp_path):
     assert (first.nets, second.nets) == ((Net("ib0"),), (Net("ib1", True),))
     assert (rxe.driver, rxe.software, rxe.iwarp, rxe.address, rxe.node) == ("rxe", True, False, "", "unknown")
     (port,) = rxe.ports
-    assert port.gids == (Gid(2, "fe80::aff:fe4d:1", link_local=True), Gid(2, "10.77.0.1"))
+    assert port.gids == (GidFacts(2, "fe80::aff:fe4d:1", link_local=True), GidFacts(2, "10.77.0.1"))
     assert port.nets == (Net("veth0", up=False),)
 
 

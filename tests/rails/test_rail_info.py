@@ -17,7 +17,7 @@ def test_a_rail_is_matched_with_its_nic(rails: Rails, monkeypatch: pytest.Monkey
         return Nic(domain, "net", Place(1, ("pci0000:00", "0000:00:03.0")), 40_000)
 
     monkeypatch.setattr(sysfs, "read_nic", read_nic)
-    (rail,) = rails.side().fabric.rails
+    (rail,) = rails.side().rail_set.rails
     assert asked == [], "opening asks nobody"
     first, second = rail.info, rail.info
     assert first == second
@@ -31,7 +31,7 @@ def test_a_rail_is_matched_with_its_nic(rails: Rails, monkeypatch: pytest.Monkey
 
 def test_a_rail_without_a_nic_knows_nothing(rails: Rails, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sysfs, "read_nic", lambda _domain: None)
-    (rail,) = rails.side().fabric.rails
+    (rail,) = rails.side().rail_set.rails
     assert (rail.info.numa_node, rail.place) == (-1, Place())
     if rail.provider != "sim":
         assert rail.info.speed_mbps == getattr(rail.device, "attributes", {}).get("speed", 0) // 1_000_000

@@ -10,7 +10,7 @@ from aiote.service.background import beside
 pytestmark = pytest.mark.anyio
 
 
-async def test_what_fails_beside_ends_the_body_and_comes_out_as_it_is():
+async def test_an_error_of_the_background_ends_the_body_and_comes_out_unchanged():
     async def fail() -> None:
         await anyio.sleep(0)
         raise OSError("beside")
@@ -20,7 +20,7 @@ async def test_what_fails_beside_ends_the_body_and_comes_out_as_it_is():
             await anyio.sleep_forever()
 
 
-async def test_what_the_body_raises_comes_out_as_it_is():
+async def test_an_error_of_the_body_comes_out_unchanged():
     with pytest.raises(KeyError):
         async with beside(anyio.sleep_forever):
             raise KeyError("mine")

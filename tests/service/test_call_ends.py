@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 import aiote
 from aiote import service
-from aiote.service.frames import MAGIC, Call, Cancel, End, Hello, pack, unpack
+from aiote.service.frames import MAGIC, CallFrame, Cancel, End, HelloFrame, pack, unpack
 from aiote.service.memory import LEND_BYTES
 from aiote.testing import run
 from engines import PATIENCE_S, go_round, opened, pair, until
@@ -82,7 +82,7 @@ async def at_rest(client: Any, server: service.Server) -> None:
     assert set(here.engine._links.leases._live) <= lent
 
 
-async def test_a_cancelled_call_is_cancelled_there():
+async def test_a_cancelled_call_is_cancelled_at_the_server():
     async with served() as (work, client, server), anyio.create_task_group() as group:
         group.start_soon(client.hold, "a")
         await until(lambda: work.log)
@@ -92,7 +92,7 @@ async def test_a_cancelled_call_is_cancelled_there():
             await at_rest(client, server)
 
 
-def test_the_time_that_is_left_travels():
+def test_the_deadline_of_a_call_cancels_it_at_the_server():
     async def main(fabric: Any) -> None:
         async with fabric.open_engine() as here, fabric.open_engine() as there:
             work = Work()
@@ -298,14 +298,14 @@ async def next_end(engine: aiote.Engine) -> End:
 async def test_a_cancellation_that_overtakes_its_call_ends_it():
     async with pair("sim") as (here, there), service.serve(there, Work()) as server:
         peer = await here.connect(there.address)
-        await raw(here, peer, Hello(1, True, 16384, 8, 16, 1000), Cancel(3, 7))
-        await raw(here, peer, Call(3, 7, "Work/1.hold", 0.0, b"\x91\xa1a", []))
+        await raw(here, peer, HelloFrame(1, True, 16384, 8, 16, 1000), Cancel(3, 7))
+        await raw(here, peer, CallFrame(3, 7, "Work/1.hold", 0.0, b"\x91\xa1a", []))
         end = await next_end(here)
         assert (end.slot, end.generation, end.status) == (3, 7, 2)
         assert server.calls == 0
         # One that is late means nothing.
         await raw(here, peer, Cancel(3, 7))
-        await raw(here, peer, Call(3, 8, "Health/1.check", 0.0, b"\x90", []))
+        await raw(here, peer, CallFrame(3, 8, "Health/1.check", 0.0, b"\x90", []))
         assert (await next_end(here)).status == 0
 
 
@@ -341,7 +341,7 @@ async def test_a_result_that_has_come_is_not_lost_with_its_peer():
             assert not server.running
 
 
-async def test_what_waited_in_a_queue_did_not_run():
+async def test_a_call_that_waited_in_a_queue_is_said_not_to_have_run():
     limits = service.Limits(calls=1)
     async with pair("sim") as (here, there), anyio.create_task_group() as group:
         work, ends = Work(), {}

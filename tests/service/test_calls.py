@@ -97,7 +97,7 @@ async def test_values_and_arrays_go_there_and_back(provider):
         assert server.calls == 8
 
 
-async def test_what_is_long_goes_one_sided_and_its_places_are_given_back():
+async def test_long_values_go_one_sided_and_give_their_places_back():
     async with served("sim") as (_, client, server):
         text = "x" * 1_000_000
         assert await client.echo(text) == text
@@ -121,7 +121,7 @@ async def test_both_sides_may_serve_and_call():
             assert (await there.echo("a"), await back.echo("b")) == ("a", "b")
 
 
-async def test_a_thousand_at_a_time_share_messages():
+async def test_a_thousand_calls_at_a_time_share_messages():
     async with served("sim") as (_, client, server):
         found = {}
 
@@ -171,7 +171,7 @@ async def test_wrong_arguments_are_explained_and_nothing_runs(call, error, text)
         assert await client.echo("fine") == "fine"
 
 
-async def test_what_is_not_served_is_said():
+async def test_calls_of_what_is_not_served_fail_with_the_reason():
     class Other(service.Service):
         @service.method
         async def go(self) -> None: ...
@@ -188,7 +188,7 @@ async def test_what_is_not_served_is_said():
             await client.go()
 
 
-async def test_two_versions_stand_side_by_side():
+async def test_two_versions_of_a_service_are_served_side_by_side():
     class Newer(Embed):
         name = "Embed"
         version = 2
@@ -345,7 +345,7 @@ def test_services_that_cannot_be_called_are_explained():
             methods_of(kind)
 
 
-async def test_what_is_served_or_limited_twice_is_refused():
+async def test_serving_or_limiting_twice_is_refused():
     async with pair("sim") as (_, there), service.serve(there, Embed()):
         with pytest.raises(aiote.UsageError, match="Embed/1.add.*: the engine serves this already"):
             async with service.serve(there, Embed()):

@@ -22,13 +22,13 @@ from aiote.service.endpoint import TURN, Endpoint
 from aiote.service.frames import (
     MAGIC,
     Ask,
-    Call,
+    CallFrame,
     Cancel,
     Credit,
     End,
     Free,
     Grant,
-    Hello,
+    HelloFrame,
     Items,
     Return,
     pack,
@@ -37,7 +37,7 @@ from aiote.service.frames import (
 from aiote.service.memory import MAX_SEGMENTS
 from engines import opened, pair, until
 
-HELLO = Hello(1, True, 16384, 8, 16, 1000)
+HELLO = HelloFrame(1, True, 16384, 8, 16, 1000)
 
 
 class Plain(service.Service):
@@ -69,13 +69,13 @@ async def answers(engine: aiote.Engine, count: int) -> list[End]:
 
 
 LIES: dict[str, list[Any]] = {
-    "another version": [Hello(2, True, 16384, 8, 16, 1000)],
-    "messages too short for anything": [Hello(1, True, 64, 8, 16, 1000)],
-    "no slots": [Hello(1, True, 16384, 0, 16, 1000)],
-    "pieces in memory that was not lent": [HELLO, Call(0, 1, "Plain/1.wait", 0.0, b"\x90", [(0, 0, 8)])],
-    "a slot that there is not": [HELLO, Call(60_000, 1, "Plain/1.wait", 0.0, b"\x90", [])],
-    "a slot that is in use": [HELLO, *[Call(1, 1 + n, "Plain/1.wait", 0.0, b"\x90", []) for n in range(2)]],
-    "a call once more": [HELLO, *[Call(1, 1, "Plain/1.nothing", 0.0, b"\x90", []) for _ in range(2)]],
+    "another version": [HelloFrame(2, True, 16384, 8, 16, 1000)],
+    "messages too short for anything": [HelloFrame(1, True, 64, 8, 16, 1000)],
+    "no slots": [HelloFrame(1, True, 16384, 0, 16, 1000)],
+    "pieces in memory that was not lent": [HELLO, CallFrame(0, 1, "Plain/1.wait", 0.0, b"\x90", [(0, 0, 8)])],
+    "a slot that there is not": [HELLO, CallFrame(60_000, 1, "Plain/1.wait", 0.0, b"\x90", [])],
+    "a slot that is in use": [HELLO, *[CallFrame(1, 1 + n, "Plain/1.wait", 0.0, b"\x90", []) for n in range(2)]],
+    "a call once more": [HELLO, *[CallFrame(1, 1, "Plain/1.nothing", 0.0, b"\x90", []) for _ in range(2)]],
     "the end of no call": [HELLO, End(0, 1, 0, b"", [])],
     "items of no call": [HELLO, Items(0, 1, 0, [b"\x01"], [])],
     "memory that nobody asked for": [HELLO, Grant(0, 1 << 20, b"x" * 100)],
@@ -83,7 +83,7 @@ LIES: dict[str, list[Any]] = {
     "a return of what is not lent": [HELLO, Return(0)],
     "pieces that nobody gave": [HELLO, Free([(0, 0, 64)])],
     "a cancellation in no slot": [HELLO, Cancel(50_000, 1)],
-    "credit for what was not sent": [HELLO, Call(1, 1, "Plain/1.wait", 0.0, b"\x90", []), Credit(1, 1, 1 << 40)],
+    "credit for what was not sent": [HELLO, CallFrame(1, 1, "Plain/1.wait", 0.0, b"\x90", []), Credit(1, 1, 1 << 40)],
 }
 
 
@@ -117,7 +117,7 @@ async def test_a_message_of_many_calls_lets_others_run_after_each_turn(monkeypat
     async with pair("sim") as (liar, there), service.serve(there, Plain()), anyio.create_task_group() as group:
         peer = await liar.connect(there.address)
         group.start_soon(count)
-        await say(liar, peer, HELLO, *[Call(n, 1, "Plain/1.x", 0.0, b"\x90", []) for n in range(500)])
+        await say(liar, peer, HELLO, *[CallFrame(n, 1, "Plain/1.x", 0.0, b"\x90", []) for n in range(500)])
         assert len(await answers(liar, 500)) == 500
         group.cancel_scope.cancel()
     # Twice, for trio may have the counter first in one turn and last in the next.
@@ -128,7 +128,7 @@ async def test_a_message_of_many_calls_lets_others_run_after_each_turn(monkeypat
 async def test_what_is_left_of_a_message_is_read_before_its_lost_peer_is_forgotten():
     async with pair("sim") as (liar, there), service.serve(there, Plain()) as server:
         peer = await liar.connect(there.address)
-        calls = [Call(n, 1, "Plain/1.wait", 0.0, b"\x90", []) for n in range(400)]
+        calls = [CallFrame(n, 1, "Plain/1.wait", 0.0, b"\x90", []) for n in range(400)]
         await say(liar, peer, HELLO, *calls)
         await until(lambda: server.running)
         link = next(iter(server.endpoint._links.values()))
@@ -155,10 +155,10 @@ async def test_what_is_left_of_a_message_is_read_before_its_lost_peer_is_forgott
         ("Plain/1.fill", msgspec.msgpack.encode((("|u1", (1 << 21,), b"x" * 90),)), [], "descriptor"),
     ],
 )
-async def test_arguments_that_are_none_are_refused(method, body, pieces, text):
+async def test_malformed_arguments_are_refused(method, body, pieces, text):
     async with pair("sim") as (liar, there), service.serve(there, Plain()) as server:
         peer = await liar.connect(there.address)
-        await say(liar, peer, HELLO, Call(0, 1, method, 0.0, body, pieces))
+        await say(liar, peer, HELLO, CallFrame(0, 1, method, 0.0, body, pieces))
         (end,) = await answers(liar, 1)
         assert (end.slot, end.status) == (0, 6)
         assert text in end.body.decode()
@@ -174,7 +174,7 @@ async def test_memory_of_a_third_engine_is_not_filled():
         lease = third.register(memory, access="local").lease(slice(0, 1 << 20), there.address)
         peer = await liar.connect(there.address)
         body = msgspec.msgpack.encode((("|u1", (1 << 20,), lease.descriptor),))
-        await say(liar, peer, HELLO, Call(0, 1, "Plain/1.fill", 0.0, body, []))
+        await say(liar, peer, HELLO, CallFrame(0, 1, "Plain/1.fill", 0.0, body, []))
         (end,) = await answers(liar, 1)
         assert (end.status, end.body) == (6, b"memory that is to be written must be lent by the peer itself")
         assert not memory.any()
@@ -214,7 +214,7 @@ async def test_a_peer_that_takes_no_answers_is_disconnected():
             with pytest.raises(aiote.AioteError):
                 while True:
                     generation += 1
-                    await say(liar, peer, *[Call(0, generation, "no", 0.0, b"", [])])
+                    await say(liar, peer, *[CallFrame(0, generation, "no", 0.0, b"", [])])
             await until(lambda: "it does not take the answers to its calls" in reasons)
             assert generation < 1000
             assert not server.running
@@ -222,8 +222,8 @@ async def test_a_peer_that_takes_no_answers_is_disconnected():
 
 slots, generations, few, none = st.integers(0, 3), st.integers(1, 4), st.integers(0, 9), st.just([])
 frames = st.one_of(
-    st.builds(Hello, few, st.booleans(), st.integers(0, 1 << 31), few, few, few),
-    st.builds(Call, slots, generations, st.just("Plain/1.add"), st.floats(), st.binary(), none),
+    st.builds(HelloFrame, few, st.booleans(), st.integers(0, 1 << 31), few, few, few),
+    st.builds(CallFrame, slots, generations, st.just("Plain/1.add"), st.floats(), st.binary(), none),
     st.builds(End, slots, generations, few, st.binary(), st.just([(0, 0, 1)])),
     st.builds(Items, slots, generations, few, st.lists(st.binary()), none),
     st.builds(Credit, slots, generations, st.integers(0, 1 << 40)),
@@ -236,14 +236,14 @@ frames = st.one_of(
 
 
 @given(st.lists(frames, max_size=20))
-def test_frames_survive_their_way(found):
+def test_packed_frames_unpack_to_themselves(found):
     data = pack(found)
     assert data[:1] == MAGIC
     assert msgspec.msgpack.encode(unpack(data)) == data[1:]
 
 
 @given(st.binary(max_size=200))
-def test_bytes_are_frames_or_a_value_error(data):
+def test_arbitrary_bytes_unpack_to_frames_or_a_value_error(data):
     try:
         unpack(MAGIC + data)
     except ValueError:
@@ -251,7 +251,7 @@ def test_bytes_are_frames_or_a_value_error(data):
 
 
 @given(st.text(max_size=9), st.lists(st.one_of(st.integers(), st.text(max_size=2)), max_size=40))
-def test_a_description_is_an_array_s_or_a_value_error(text, shape):
+def test_an_arbitrary_description_gives_an_array_or_a_value_error(text, shape):
     try:
         dtype, lengths, nbytes = array_of(text, shape)
     except ValueError:
@@ -261,7 +261,7 @@ def test_a_description_is_an_array_s_or_a_value_error(text, shape):
 
 
 @given(st.binary(max_size=100), st.integers(0, 3))
-def test_a_value_is_read_or_a_value_error(data, lent):
+def test_arbitrary_bytes_decode_to_a_value_or_a_value_error(data, lent):
     memory = memoryview(bytes(1000))
 
     def take(number: int, nbytes: int) -> memoryview:
@@ -302,7 +302,7 @@ def at_random(rng: random.Random) -> Any:
     body = rng.choice((b"\x90", b"", rng.randbytes(9), msgspec.msgpack.encode((("<i4", (2,), b"12345678"), 1))))
     return rng.choice(
         (
-            Call(slot, generation, rng.choice(("Plain/1.add", "Plain/1.wait", "x")), rng.random() / 100, body, []),
+            CallFrame(slot, generation, rng.choice(("Plain/1.add", "Plain/1.wait", "x")), rng.random() / 100, body, []),
             Cancel(slot, generation),
             Ask(rng.randrange(1 << 22)),
             *([Credit(slot, generation, 0)] * 3),
@@ -316,7 +316,7 @@ def at_random(rng: random.Random) -> Any:
 
 
 @pytest.mark.anyio
-async def test_a_place_is_not_read_again_and_again():
+async def test_pieces_that_read_a_place_again_are_refused():
     """What is placed in lent memory is never more than was lent: so a few bytes do not become many."""
     async with pair("sim") as (liar, there), service.serve(there, Plain()) as server:
         peer = await liar.connect(there.address)
@@ -328,9 +328,9 @@ async def test_a_place_is_not_read_again_and_again():
         nbytes = grants[0].nbytes
         body = msgspec.msgpack.encode((("<i4", (nbytes // 4,), 0), 1))
         twice = msgspec.msgpack.encode((("<i4", (64,), 0), ("<i4", (64,), 0)))
-        await say(liar, peer, Call(0, 1, "Plain/1.add", 0.0, twice, [(0, 0, 256)]))
+        await say(liar, peer, CallFrame(0, 1, "Plain/1.add", 0.0, twice, [(0, 0, 256)]))
         assert (await answers(liar, 1))[0].status == 6
-        calls = [Call(slot, 1, "Plain/1.add", 0.0, body, [(0, 0, nbytes)]) for slot in range(1, 4)]
+        calls = [CallFrame(slot, 1, "Plain/1.add", 0.0, body, [(0, 0, nbytes)]) for slot in range(1, 4)]
         await say(liar, peer, *calls)
         assert "more is placed in lent memory than there is of it" in await peer.wait_closed()
         await until(lambda: not server.running and not server.endpoint.budget.used)
@@ -365,7 +365,7 @@ async def test_an_end_for_a_call_that_was_not_sent_is_a_lie():
 async def test_a_call_may_overtake_the_greeting():
     async with pair("sim") as (other, there), service.serve(there, Plain()):
         peer = await other.connect(there.address)
-        await say(other, peer, Call(0, 1, "Health/1.check", 0.0, b"\x90", []))
+        await say(other, peer, CallFrame(0, 1, "Health/1.check", 0.0, b"\x90", []))
         await say(other, peer, HELLO)
         assert (await answers(other, 1))[0].status == 0
 
@@ -406,17 +406,17 @@ async def test_a_few_bytes_do_not_become_many_objects():
     limits = service.Limits(message_bytes=8 << 10, peer_bytes=400_000)
     async with pair("sim") as (liar, there), service.serve(there, loose := Loose(), limits=limits) as server:
         peer = await liar.connect(there.address)
-        await say(liar, peer, HELLO, Call(0, 1, "Loose/1.count", 0.0, lists(1000), []))
+        await say(liar, peer, HELLO, CallFrame(0, 1, "Loose/1.count", 0.0, lists(1000), []))
         (end,) = await answers(liar, 1)
         assert (end.status, b"bytes as objects; put them in arrays" in end.body) == (6, True)
         # 134 KB each: the third has no room while two run, and has it when they are over.
-        await say(liar, peer, *[Call(slot, 2, "Loose/1.count", 0.0, lists(600), []) for slot in range(3)])
+        await say(liar, peer, *[CallFrame(slot, 2, "Loose/1.count", 0.0, lists(600), []) for slot in range(3)])
         (end,) = await answers(liar, 1)
         assert (end.status, end.body[:18]) == (3, b"no room for values")
         assert server.endpoint.budget.used > 250_000
         loose.open.set()
         assert [end.status for end in await answers(liar, 2)] == [0, 0]
-        await say(liar, peer, Call(3, 1, "Loose/1.count", 0.0, lists(600), []))
+        await say(liar, peer, CallFrame(3, 1, "Loose/1.count", 0.0, lists(600), []))
         assert [end.status for end in await answers(liar, 1)] == [0]
         assert not server.endpoint.budget.used
 

@@ -69,7 +69,7 @@ def test_connected_peers_that_are_idle_hold_no_memory():
     run(main)
 
 
-def test_what_is_in_use_stays():
+def test_memory_in_use_is_not_given_back():
     async def main(fabric: Fabric) -> None:
         async with fabric.open_engine() as there, fabric.open_engine() as here:
             async with service.serve(there, Slow(), limits=LIMITS) as server:

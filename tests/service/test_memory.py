@@ -30,7 +30,7 @@ actions = st.lists(st.one_of(st.integers(1, 5000), st.integers(-50, -1)), max_si
 
 
 @given(actions, st.integers(1, 100))
-def test_places_never_overlap_and_make_one_again(actions, units):
+def test_allocated_places_never_overlap_and_merge_when_freed(actions, units):
     allocator = Allocator(units * ALIGNMENT)
     taken: list[tuple[int, int]] = []
     for action in actions:
@@ -76,7 +76,7 @@ def test_a_budget_bounds_one_peer_and_all():
 
 
 @pytest.mark.anyio
-async def test_places_are_given_in_line_and_a_cancelled_wait_passes_on():
+async def test_places_are_given_in_order_and_a_cancelled_wait_passes_its_turn_on():
     async with linked("sim") as (user, owner):
         budget = Budget(FIRST_BYTES, FIRST_BYTES)
         lent = Lent(owner, current_loop(), next(iter(owner.peers)), budget)
@@ -123,7 +123,7 @@ async def test_places_are_given_in_line_and_a_cancelled_wait_passes_on():
 
 
 @pytest.mark.anyio
-async def test_what_is_lent_is_what_was_asked_for():
+async def test_grants_of_memory_that_was_not_asked_for_are_refused():
     async with linked("sim") as (user, owner), opened("sim") as third:
         lent = Lent(owner, current_loop(), next(iter(owner.peers)), Budget(1 << 30, 1 << 30))
         number, nbytes, descriptor = await lent.lend(100)
@@ -176,7 +176,7 @@ async def test_staging_is_free_when_nobody_has_the_array():
 
 
 @pytest.mark.anyio
-async def test_arrays_stay_registered_for_the_next_call_and_only_as_they_are():
+async def test_an_array_stays_registered_for_the_next_call_while_it_is_unchanged():
     async with linked("sim") as (engine, _):
         endpoint = Endpoint.of(engine, Limits(kept_bytes=10_000))
         array, large = numpy.zeros(3000, numpy.uint8), numpy.zeros(20_000, numpy.uint8)

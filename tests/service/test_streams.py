@@ -79,7 +79,7 @@ def client_endpoint(engine: Any) -> Any:
 
 
 @each_provider
-async def test_items_come_in_order_and_whole(provider):
+async def test_items_of_a_stream_come_in_order_and_whole(provider):
     async with served(provider) as (_, client, _):
         assert [number async for number in client.count(3000)] == list(range(3000))
         sizes = [0, 1, 5000, 3, 3_000_000, 2]
@@ -137,7 +137,7 @@ async def test_a_stream_is_ahead_by_no_more_bytes_than_allowed():
             assert len([array async for array in stream]) == 19
 
 
-async def test_what_the_method_raises_comes_behind_its_items():
+async def test_an_error_of_a_streams_method_comes_behind_its_items():
     async with served() as (_, client, _):
         found = []
         with pytest.raises(service.RemoteError, match="RuntimeError: it broke"):
@@ -147,7 +147,7 @@ async def test_what_the_method_raises_comes_behind_its_items():
 
 
 @pytest.mark.parametrize("way", ["break", "close", "cancel", "drop"])
-async def test_a_stream_that_is_left_is_cancelled_there(way):
+async def test_a_stream_that_is_left_is_cancelled_at_the_server(way):
     async with served() as (tokens, client, server):
         if way == "break":
             async for number in client.count(10**9):
@@ -203,7 +203,7 @@ async def test_a_stream_that_nobody_reads_never_begins():
         assert tokens.left == []
 
 
-async def test_a_stream_is_listened_to_and_may_be_forgotten():
+async def test_a_stream_that_is_listened_to_goes_on_when_its_object_is_dropped():
     async with served(stream_items=4) as (tokens, client, _):
         heard: list[int] = []
         ends: list[Exception | None] = []
@@ -215,7 +215,7 @@ async def test_a_stream_is_listened_to_and_may_be_forgotten():
         assert tokens.left == ["count"]
 
 
-async def test_who_listens_hears_why_it_ended():
+async def test_a_listener_is_told_why_its_stream_ended():
     async with served() as (_, client, _):
         heard: list[str] = []
         ends: list[Exception | None] = []
@@ -248,7 +248,7 @@ async def test_a_stream_that_is_listened_to_is_left_by_close():
         assert len(ends) == 1
 
 
-async def test_an_item_that_is_none_ends_who_listens_when_the_method_has_ended(monkeypatch):
+async def test_a_malformed_item_ends_the_listener_once_the_method_has_ended(monkeypatch):
     async with served() as (tokens, client, _):
         heard: list[Any] = []
         ends: list[Exception | None] = []

@@ -17,6 +17,7 @@ from typing import Any
 
 import aiote
 import arrays_service
+import weight_ranks
 from aiote import service
 from mix import Mix
 
@@ -31,6 +32,7 @@ class Commands:
         self.failed: list[str] = []
         self.tasks: set[asyncio.Task[None]] = set()
         self.mix: Mix | None = None
+        self.ranks: weight_ranks.Ranks | None = None
 
     async def open(
         self, provider: str, config: dict[str, Any], size: int, rails: list[str] | None = None
@@ -188,6 +190,35 @@ class Commands:
     async def serving(self) -> dict[str, Any]:
         """Tell what calls hold here."""
         return arrays_service.held(self.engine)
+
+    async def source(self, rank: int) -> dict[str, Any]:
+        """Begin to be a source of weights."""
+        self.ranks = weight_ranks.Ranks(self.engine)
+        ready = asyncio.Event()
+        self._start(self.ranks.source(rank, ready))
+        await ready.wait()
+        return {}
+
+    async def train(self, version: int) -> dict[str, Any]:
+        """Bring a source's weights to a version."""
+        self.ranks.train(version)
+        return {}
+
+    async def target(self, rank: int, versions: str) -> dict[str, Any]:
+        """Begin to be a target of weights."""
+        self.ranks = weight_ranks.Ranks(self.engine)
+        ready = asyncio.Event()
+        self._start(self.ranks.serve(rank, versions, ready))
+        await ready.wait()
+        return {}
+
+    async def look(self) -> dict[str, Any]:
+        """Tell what a target has."""
+        return self.ranks.look()
+
+    async def update(self, sources: list[str], targets: list[str], version: int) -> dict[str, Any]:
+        """Bring a version of weights from sources to targets, as their controller."""
+        return await weight_ranks.Ranks(self.engine).update(sources, targets, version)
 
     async def _serve(self, ready: asyncio.Event, journal: str) -> None:
         noted = arrays_service.Noted(journal)

@@ -9,7 +9,8 @@ from typing import Any, get_type_hints
 
 from hypothesis import strategies as st
 
-from aiote.core import fields, frames
+from aiote.core import control_frames as frames
+from aiote.core import fields
 from aiote.core.address import ANYONE, Address
 from aiote.core.control import ControlProtocol, Event, Role, State
 from aiote.core.handshake import HandshakeConfig

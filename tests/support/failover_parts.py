@@ -8,7 +8,7 @@ from collections import Counter, deque
 from aiote.core.control import Role
 from aiote.core.failover import Account, ChannelCounts, ChannelStates
 from aiote.core.imm_counters import ImmCounters
-from aiote.core.recovery import MessageNumbers, Post, Work
+from aiote.core.recovery import MessageNumbers, Post, TrackedWork
 from aiote.core.striping import decode_immediate
 
 FAULTS = {
@@ -44,7 +44,7 @@ class Stripe:
         self.placed = False
 
 
-class Transfer(Work):
+class Transfer(TrackedWork):
     """One write, read or message; `heads` and `tails` are posts, the tails for when the heads are resolved."""
 
     __slots__ = ("credited", "heads", "imm_data", "message", "over", "side", "stripes", "tails")

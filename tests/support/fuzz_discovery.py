@@ -13,11 +13,11 @@ from collections.abc import Callable
 import msgspec
 
 from aiote.discovery.etcd import EtcdRegistry
-from aiote.discovery.etcd_gateway import EtcdError, Lines, checked, packed
+from aiote.discovery.etcd_gateway import EtcdError, LineSplitter, checked, packed
 from aiote.discovery.lease_table import LeaseTable
 from aiote.discovery.membership import Member, Roster
-from aiote.discovery.server import Keeping, Watching
-from aiote.discovery.wire import Record, Update, decode_member, encode_member
+from aiote.discovery.registry_server import Keeping, Watching
+from aiote.discovery.wire import MemberRecord, RosterUpdate, decode_member, encode_member
 from aiote.service.codec import decode
 from aiote.service.definition import methods_of
 
@@ -53,10 +53,10 @@ def registry(data: bytes) -> None:
 def update(data: bytes) -> None:
     """Decode what the server tells."""
     try:
-        found: Update = decode(WATCH.read_result, data)
+        found: RosterUpdate = decode(WATCH.read_result, data)
     except ValueError:
         return
-    assert [Record.of(record.member()) for _, record in found.present] == [record for _, record in found.present]
+    assert [MemberRecord.of(record.member()) for _, record in found.present] == [record for _, record in found.present]
 
 
 def member(data: bytes) -> None:
@@ -72,7 +72,7 @@ def etcd(data: bytes) -> None:
     """Take what a gateway streams, in chunks or at once, as pages and as news."""
     status, content = (STATUSES[data[0] % len(STATUSES)], data[1:]) if data else (200, b"")
     size = max(1, data[0]) if data else 1
-    lines, reader, whole = [], Lines(), Lines()
+    lines, reader, whole = [], LineSplitter(), LineSplitter()
     for at in range(0, len(content), size):
         lines += reader.feed(content[at : at + size])
     assert lines == whole.feed(content)
@@ -104,10 +104,10 @@ DISCOVERY: dict[str, Callable[[bytes], None]] = {
 def discovery_seeds() -> dict[str, dict[str, bytes]]:
     """Return the seeds of these targets: target, name, bytes."""
     bare, whole = _members().values()
-    present = [(1.0, Record.of(bare)), (2.0, Record.of(whole))]
+    present = [(1.0, MemberRecord.of(bare)), (2.0, MemberRecord.of(whole))]
     return {
         "registry": {name: b"".join(step(*one) for one in steps) for name, steps in calls().items()},
-        "update": {"whole": msgspec.msgpack.encode(Update(1, True, ["c"], present))},
+        "update": {"whole": msgspec.msgpack.encode(RosterUpdate(1, True, ["c"], present))},
         "member": {name: encode_member(one) for name, one in _members().items()},
         "etcd": _answers(),
     }
@@ -134,7 +134,7 @@ def step(who: int, number: int, lease_s: float, members: list[Member]) -> bytes:
 
 def arguments(session: int, number: int, lease_s: float, members: list[Member]) -> bytes:
     """Return the arguments of a call as they travel."""
-    return msgspec.msgpack.encode((session, number, lease_s, [Record.of(one) for one in members]))
+    return msgspec.msgpack.encode((session, number, lease_s, [MemberRecord.of(one) for one in members]))
 
 
 def _members() -> dict[str, Member]:

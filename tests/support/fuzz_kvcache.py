@@ -13,7 +13,7 @@ from aiote.core.address import Address
 from aiote.core.descriptor import RailKey, RegionDescriptor
 from aiote.kvcache import CacheLayout
 from aiote.kvcache.fill import LAST_IMMEDIATE, FillRequest, Prefill, Ranks, fingerprint
-from aiote.kvcache.orders import Orders
+from aiote.kvcache.orders import OrderBuilder
 from aiote.service import codec
 from aiote.service.definition import methods_of
 from aiote.transfers import RemoteRegion
@@ -47,7 +47,7 @@ def fill(data: bytes) -> None:
         return attached[-1]
 
     try:
-        order = Orders(LAYOUT, 0, 1, attach).order(cast("aiote.Peer", Decoder()), request)
+        order = OrderBuilder(LAYOUT, 0, 1, attach).order(cast("aiote.Peer", Decoder()), request)
     except aiote.AioteError as error:
         assert len(str(error)) < 1000
         return

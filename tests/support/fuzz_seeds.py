@@ -10,11 +10,12 @@ import dataclasses
 import itertools
 from typing import Any, get_type_hints
 
-from aiote.core import fields, frames
+from aiote.core import control_frames as frames
+from aiote.core import fields
 from aiote.core.address import Address
 from aiote.core.control import SESSION, Role, State
+from aiote.core.control_frames import encode, frame
 from aiote.core.descriptor import RailKey, RegionDescriptor
-from aiote.core.frames import encode, frame
 from fuzz_discovery import discovery_seeds
 from fuzz_kvcache import kvcache_seeds
 from fuzz_service import service_seeds

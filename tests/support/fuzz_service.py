@@ -23,19 +23,19 @@ from numpy.typing import NDArray
 
 import aiote
 from aiote import service as calls
-from aiote.service.background import Crew, beside
+from aiote.service.background import TaskScope, beside
 from aiote.service.endpoint import Endpoint
 from aiote.service.frames import (
     MAGIC,
     Ask,
-    Call,
+    CallFrame,
     Cancel,
     Credit,
     End,
     Frame,
     Free,
     Grant,
-    Hello,
+    HelloFrame,
     Items,
     OutSpec,
     Piece,
@@ -56,7 +56,7 @@ LIMITS = calls.Limits(
     stream_bytes=4096,
 )
 CONFIG = aiote.EngineConfig(message_pool=64, max_transfers=256)
-GREETING = Hello(1, True, 16384, 8, 8, 4096)
+GREETING = HelloFrame(1, True, 16384, 8, 8, 4096)
 TURN_S = 0.002
 """Of virtual time: what a step makes happen has happened by then, mostly."""
 SOON_S = 100.0
@@ -70,7 +70,7 @@ class Say(IntEnum):
 
     FRAMES = 0  # a message of calls with these bytes behind the first
     MESSAGE = 1  # a message of these bytes
-    GREET = 2  # a well-formed Hello
+    GREET = 2  # a well-formed HelloFrame
     CALL = 3  # a call in slot and of method as the first bytes say, with the rest as its body
     OUTSIDE = 4  # the same, with its body and piece in memory that was lent
     BEGIN = 5  # the tested side calls a method of the peer's, which one the first byte says
@@ -109,15 +109,15 @@ METHODS = ("Fuzzed/1.add", "Fuzzed/1.fill", "Fuzzed/1.wait", "Fuzzed/1.items", "
 class Liar:
     """The peer: it knows what was said to it, and says what a program tells."""
 
-    def __init__(self, engine: aiote.Engine, tested: aiote.Engine, client: Fuzzed, crew: Crew) -> None:
-        self.engine, self.tested, self.client, self.crew = engine, tested, client, crew
+    def __init__(self, engine: aiote.Engine, tested: aiote.Engine, client: Fuzzed, scope: TaskScope) -> None:
+        self.engine, self.tested, self.client, self.scope = engine, tested, client, scope
         self.forget()
 
     def forget(self) -> None:
         """Begin a new conversation."""
         self.generations = [0] * 8
         self.lent: tuple[int, aiote.RemoteRegion] | None = None
-        self.heard: list[Call] = []
+        self.heard: list[CallFrame] = []
         self.asked: list[int] = []
         self.told: dict[int, int] = {}
         self.pieces: list[Piece] = []
@@ -131,7 +131,7 @@ class Liar:
                     case Grant() if frame.descriptor:
                         assert frame.nbytes <= LIMITS.peer_bytes
                         self.lent = (frame.number, self.engine.attach(frame.descriptor))
-                    case Call():
+                    case CallFrame():
                         self.heard.append(frame)
                     case End() | Items():
                         self.pieces += frame.pieces
@@ -147,11 +147,11 @@ class Liar:
         except aiote.AioteError:
             self.forget()
 
-    def call(self, data: bytes, body: bytes, pieces: list[Piece], *, outside: bool = False) -> Call:
+    def call(self, data: bytes, body: bytes, pieces: list[Piece], *, outside: bool = False) -> CallFrame:
         slot = (data[0] if data else 0) % 8
         self.generations[slot] += 1
         method = METHODS[(data[0] >> 3 if data else 0) % len(METHODS)]
-        return Call(slot, self.generations[slot], method, 0.0, body, pieces, outside)
+        return CallFrame(slot, self.generations[slot], method, 0.0, body, pieces, outside)
 
     async def outside(self, data: bytes) -> None:
         if self.lent is None:
@@ -213,7 +213,7 @@ class Liar:
             except (aiote.AioteError, TimeoutError):
                 pass
 
-        self.crew.start(call)
+        self.scope.start(call)
 
     async def do(self, step: Say, data: bytes) -> None:
         match step:
@@ -281,14 +281,14 @@ async def play(fabric: Fabric, program: list[tuple[Say, bytes]]) -> None:
         fabric.open_engine(config=CONFIG) as honest,
         fabric.open_engine(config=CONFIG) as lying,
         calls.serve(tested, Fuzzed(), limits=LIMITS) as server,
-        beside() as crew,
+        beside() as scope,
     ):
         endpoint = Endpoint.of(tested)
         served = calls.client(honest, tested.address, Fuzzed)
         await served.add(numpy.arange(3, dtype="i4"), [])
         tasks = len(asyncio.all_tasks())
-        liar = Liar(lying, tested, calls.client(tested, lying.address, Fuzzed), crew)
-        crew.start(liar.listen)
+        liar = Liar(lying, tested, calls.client(tested, lying.address, Fuzzed), scope)
+        scope.start(liar.listen)
         for step, data in program:
             await liar.do(step, data)
         with anyio.fail_after(SOON_S):
@@ -322,12 +322,12 @@ def service_seeds() -> dict[str, bytes]:
     array = ("<i4", (2,), b"12345678")
     frames: dict[str, list[Frame]] = {
         "hello": [GREETING],
-        "call": [GREETING, Call(1, 2, METHODS[0], 0.5, arguments(array, [[1]]), [])],
-        "pieces": [GREETING, Call(1, 2, METHODS[0], 0.0, arguments(("<i4", (2,), 0), []), [(0, 0, 8)])],
+        "call": [GREETING, CallFrame(1, 2, METHODS[0], 0.5, arguments(array, [[1]]), [])],
+        "pieces": [GREETING, CallFrame(1, 2, METHODS[0], 0.0, arguments(("<i4", (2,), 0), []), [(0, 0, 8)])],
         "end": [GREETING, End(0, 1, 0, b"\x01", [], False, 1)],
         "items": [GREETING, Items(0, 1, 0, [b"\x01", b"\x02"], [])],
-        "credit": [GREETING, Call(1, 1, METHODS[3], 0.0, arguments(20), []), Credit(1, 1, 3)],
-        "cancel": [GREETING, Cancel(1, 1), Call(1, 1, METHODS[2], 0.0, arguments(), [])],
+        "credit": [GREETING, CallFrame(1, 1, METHODS[3], 0.0, arguments(20), []), Credit(1, 1, 3)],
+        "cancel": [GREETING, Cancel(1, 1), CallFrame(1, 1, METHODS[2], 0.0, arguments(), [])],
         "ask": [GREETING, Ask(1000)],
         "grant": [GREETING, Grant(0, 8, b"descriptor"), Grant(0, 0, b"", "no")],
         "free": [GREETING, Free([(0, 0, 8)])],

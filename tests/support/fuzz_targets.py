@@ -16,11 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import IntEnum
 
-from aiote.core import frames
+from aiote.core import control_frames as frames
 from aiote.core.address import Address
 from aiote.core.control import Authenticated, ControlError, ControlProtocol, Event, MessageReceived, Role, State
+from aiote.core.control_frames import Challenge, Hello, Proof, Seal, Welcome, decode, encode, frame
 from aiote.core.descriptor import RegionDescriptor
-from aiote.core.frames import Challenge, Hello, Proof, Seal, Welcome, decode, encode, frame
 from aiote.core.handshake import HandshakeConfig, _Proofs
 from aiote.errors import ClosedError, UsageError
 from fuzz_discovery import DISCOVERY

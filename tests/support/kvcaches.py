@@ -211,7 +211,7 @@ async def until_idle(deployment: Deployment) -> None:
     """Check that nothing is left behind."""
     for decoder in (rank.decoder for rank in deployment.decode):
         assert (decoder.requests, decoder.waiting, decoder.free_pages) == (0, 0, decoder.pages)
-        assert not len(decoder._desk.immediates)
+        assert not len(decoder._context.immediates)
     with anyio.fail_after(20):
         while any(rank.prefiller.live or len(rank.free) < rank.prefiller.pages for rank in deployment.prefill):
             await anyio.sleep(0.001)

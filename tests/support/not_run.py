@@ -27,6 +27,14 @@ def _etcd() -> str:
     return "" if importlib.util.find_spec("httpx") else "no httpx (the extra etcd)"
 
 
+def _torch() -> str:
+    return "" if importlib.util.find_spec("torch") else "no torch (the extra torch; make demo-weights installs it)"
+
+
+def _ray() -> str:
+    return "" if importlib.util.find_spec("ray") else "no ray (pip install ray)"
+
+
 def _browser() -> str:
     return "" if shutil.which("chromium") else "no chromium (Debian: chromium)"
 
@@ -36,6 +44,8 @@ NEEDS: dict[str, Callable[[], str]] = {
     "needs_gpu": _gpu,
     "needs_rdma": _rdma,
     "needs_etcd": _etcd,
+    "needs_torch": _torch,
+    "needs_ray": _ray,
     "needs_browser": _browser,
     "needs_namespaces": namespaces.missing,
     "needs_netem": namespaces.missing_netem,

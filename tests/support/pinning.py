@@ -50,6 +50,6 @@ class PinningRail:
 
 def pinning(engine: aiote.Engine, rail: int = -1) -> PinningDevice:
     """Have one of an engine's rails pin for long from now on, the last one if no other is named."""
-    rails = engine._runtime.fabric.rails
+    rails = engine._runtime.rail_set.rails
     rails[rail] = PinningRail(rails[rail])
     return rails[rail].device

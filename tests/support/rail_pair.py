@@ -1,6 +1,6 @@
-"""Fabrics of one process, joined and driven by hand: what the contract suite of rails and the tests of progress run on.
+"""Rail sets of one process, joined and driven by hand: what the contract suite and the tests of progress run on.
 
-`Rails` owns the fabrics of one test and does what an event loop would: it calls a core while that asks for it, and
+`Rails` owns the rail sets of one test and does what an event loop would: it calls a core while that asks for it, and
 sleeps on the descriptors of all as soon as none does. Sleeping for good is a failure, so whatever runs here also tests
 that every wake-up comes. With `threaded` the native threads make the progress, and only reaping is left.
 
@@ -24,17 +24,16 @@ from aiote.rails import (
     Core,
     CounterHandle,
     CounterWait,
-    Fabric,
     LocalMemory,
     Operation,
     PageIndex,
     PeerLink,
+    RailSet,
     RemoteMemory,
     acquire,
 )
 from aiote.rails.sim import current_network
-from aiote.testing import UNRULY, NicModel
-from aiote.testing import Fabric as SimFabric
+from aiote.testing import UNRULY, Fabric, NicModel
 from aiote_native.sim.world import World
 
 TAKING = replace(UNRULY, refusals=0)
@@ -46,7 +45,7 @@ SLICE_S = 0.001  # how often conditions are looked at that a native thread annou
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of rail. `nic`: one that a fabric can open twice; `guards`: it refuses access that was not granted."""
+    """A kind of rail. `nic`: one that a rail set can open twice; `guards`: it refuses access that was not granted."""
 
     provider: str
     nic: str = ""
@@ -77,9 +76,9 @@ class Memory:
 
 @dataclass(eq=False)
 class Side:
-    """One fabric, the operations that ended on it, and the peers that failed it."""
+    """One rail set, the operations that ended on it, and the peers that failed it."""
 
-    fabric: Fabric
+    rail_set: RailSet
     awake: bool = True
     ended: list[Operation] = field(default_factory=list)
     failed: list[PeerLink] = field(default_factory=list)
@@ -88,8 +87,8 @@ class Side:
 
     @property
     def core(self) -> Core:
-        assert self.fabric.core is not None
-        return self.fabric.core
+        assert self.rail_set.core is not None
+        return self.rail_set.core
 
     def turn(self, readable: bool) -> bool:
         """Do what an event loop does on one iteration; tell whether it would not sleep before the next one."""
@@ -101,7 +100,7 @@ class Side:
     def register(self, array: Any) -> Memory:
         """Register an array, or so many zero bytes."""
         array = np.zeros(array, np.uint8) if isinstance(array, int) else array
-        memory = Memory(array, self.fabric.register(acquire(array)))
+        memory = Memory(array, self.rail_set.register(acquire(array)))
         self.memories.append(memory)
         return memory
 
@@ -187,11 +186,11 @@ class Side:
             handle.close(discard=True)
         for memory in self.memories:
             memory.local.close()
-        self.fabric.close()
+        self.rail_set.close()
 
 
 class Rails:
-    """The fabrics of one test. `core` are arguments of every core, `model` is what simulated NICs are like."""
+    """The rail sets of one test. `core` are arguments of every core, `model` is what simulated NICs are like."""
 
     def __init__(self, kind: Kind, threaded: bool = False, model: NicModel = TAKING, **core: Any) -> None:
         self.kind = kind
@@ -199,16 +198,16 @@ class Rails:
         self.sides: list[Side] = []
         self._core = {"spin_us": 0, **core}
         self._poll = select.poll()
-        self._sim = SimFabric(seed=1, model=model) if kind.provider == "sim" else None
+        self._sim = Fabric(seed=1, model=model) if kind.provider == "sim" else None
 
     def side(self, rails: int = 1, **more: Any) -> Side:
-        """Open a fabric; more than one rail are all of the kind's one NIC. `more` are arguments of fabric and core."""
+        """Open a rail set; more than one rail are all of the kind's one NIC. `more` are of it and its core."""
         names = (self.kind.nic,) * rails if rails > 1 else None
         library = os.environ.get("AIOTE_LIBFABRIC", "")
         core = {"threaded": self.threaded, **self._core, **more}
         token = current_network.set(self._sim.network if self._sim else None)
         try:
-            side = Side(Fabric(self.kind.provider, names, host="127.0.0.1", library=library, **core))
+            side = Side(RailSet(self.kind.provider, names, host="127.0.0.1", library=library, **core))
         finally:
             current_network.reset(token)
         self.sides.append(side)
@@ -230,8 +229,8 @@ class Rails:
         `pairs` are (rail of a, rail of b), `pools` (slots, bytes) of a and of b; not `greeted`: as if neither knew
         that the other has made progress.
         """
-        chosen = pairs or pair_rails([r.wire for r in a.fabric.rails], [r.wire for r in b.fabric.rails])
-        ends = [(a.fabric.open_channel(i, j), b.fabric.open_channel(j, i)) for i, j in chosen]
+        chosen = pairs or pair_rails([r.wire for r in a.rail_set.rails], [r.wire for r in b.rail_set.rails])
+        ends = [(a.rail_set.open_channel(i, j), b.rail_set.open_channel(j, i)) for i, j in chosen]
         links = a.core.add_peer(b), b.core.add_peer(a)
         for other, turned in ((b, 1), (a, -1)):
             for mine, theirs in (end[::turned] for end in ends):
@@ -241,10 +240,10 @@ class Rails:
         # Both ways at every step: neither side makes progress on a channel before the other has joined its end.
         for this, other, link, turned in ((a, b, links[0], 1), (b, a, links[1], -1)):
             for mine, theirs in (end[::turned] for end in ends):
-                keys = other.fabric.scratch.keys[theirs.rail.index]
-                this.fabric.join(link, mine, theirs.address, *keys, (theirs.slot, theirs.generation))
-        a.fabric.open_mailbox(links[0], *pools[0], *pools[1])
-        b.fabric.open_mailbox(links[1], *pools[1], *pools[0])
+                keys = other.rail_set.scratch.keys[theirs.rail.index]
+                this.rail_set.join(link, mine, theirs.address, *keys, (theirs.slot, theirs.generation))
+        a.rail_set.open_mailbox(links[0], *pools[0], *pools[1])
+        b.rail_set.open_mailbox(links[1], *pools[1], *pools[0])
         for side in (a, b) * 2:
             side.core.progress()
         for link in links if greeted else ():

@@ -73,13 +73,13 @@ class RawRing:
         ring = ring_memory()
         self.own = mmap.mmap(ring, DATA + RING_BYTES)
         self.wakeup = WakeupEvent()
-        pending = side.fabric.open_channel(0, 0)
+        pending = side.rail_set.open_channel(0, 0)
         self._theirs = mmap.mmap(pending.endpoint.memory_fd, DATA + RING_BYTES)
         pending.take([os.dup(self.wakeup.memory_fd), ring], self.wakeup.address)
         assert not pending.refused
         self.link = side.core.add_peer(side)
-        side.fabric.join(self.link, pending, SCHEME + b"%016x" % NUMBER, *side.fabric.scratch.keys[0])
-        side.fabric.open_mailbox(self.link, 16, 4096, 16, 4096)
+        side.rail_set.join(self.link, pending, SCHEME + b"%016x" % NUMBER, *side.rail_set.scratch.keys[0])
+        side.rail_set.open_mailbox(self.link, 16, 4096, 16, 4096)
         side.core.progress()
         side.awake = True
         self._head = self._tail = 0

@@ -19,7 +19,7 @@ from typing import Any
 import aiote
 from aiote.discovery.embedded import EmbeddedRegistry
 from aiote.discovery.membership import Member, MemberEvent
-from aiote.discovery.server import RegistryServer
+from aiote.discovery.registry_server import RegistryServer
 from engines import opened
 from machine import SLOWER
 

@@ -10,7 +10,7 @@ import anyio
 
 import aiote
 from aiote.core.control import ControlProtocol, MessageReceived, Role
-from aiote.core.frames import Offer, RailOffer
+from aiote.core.control_frames import Offer, RailOffer
 from aiote.core.handshake import HandshakeConfig
 
 LIKE_YOURS = (RailOffer(0, "tcp", "tcp", "lo", 0),)

@@ -7,7 +7,7 @@ and a half, and the scale of a block is the sum of its elements: enough to see t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,13 +71,15 @@ def block_sums(whole: Array, block: tuple[int, int]) -> Array:
     return whole
 
 
-def carry_out(plan: UpdatePlan, stores: Store) -> tuple[Store, dict[int, dict[str, Array]]]:
+def carry_out(
+    plan: UpdatePlan, stores: Store, small: Callable[[Task], bool] | None = None
+) -> tuple[Store, dict[int, dict[str, Array]]]:
     """Return what each target rank has after an update, and how often each element was written."""
     blank = {n: np.full(t.shape, UNTOUCHED) for n, t in plan.targets.tensors.items()}
     memory = hold(plan.targets, blank)
     count = hold(plan.targets, {n: np.zeros(t.shape) for n, t in plan.targets.tensors.items()})
     for rank in plan.sources.ranks:
-        for task in plan.tasks(rank):
+        for task in plan.tasks(rank, small):
             made = stage(plan, task, stores)
             for ranks, copy in task.writes:
                 begin = stores[rank][copy.source] if task.kind == "direct" else made[copy.target].ravel()

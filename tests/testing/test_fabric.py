@@ -108,7 +108,7 @@ def test_an_hour_of_heartbeats_takes_a_bounded_number_of_turns(monkeypatch):
             turns += 1
             super()._run_once()  # type: ignore[misc]
 
-    monkeypatch.setattr("aiote.testing.running.VirtualLoop", Counting)
+    monkeypatch.setattr("aiote.testing.virtual_run.VirtualLoop", Counting)
 
     async def main(fabric: Fabric) -> float:
         async with fabric.open_engine() as left, fabric.open_engine() as right:

@@ -206,7 +206,7 @@ def test_a_rail_may_die_at_any_event(side, silently):
 
 @pytest.mark.parametrize("whole", [False, True], ids=["connection", "engine"])
 @pytest.mark.parametrize("model", [CALM, LINGERING], ids=["gone", "on the wire"])
-def test_what_a_closed_endpoint_had_sent(model, whole):
+def test_writes_of_a_closed_endpoint_arrive_only_where_the_model_lets_them(model, whole):
     """It is gone, even while the memory that it was sent from is there, or, where the model says so, it arrives."""
 
     async def main(fabric: Fabric) -> bool:

@@ -63,7 +63,7 @@ def test_a_key_that_is_gone_or_was_never_given_is_refused(rails: Rails):
     target.local.close()
     assert refused(pair, source, remote)
     assert refused(pair, source, RemoteMemory(SIZE, True, [(0, 0)]))
-    private = pair.b.fabric.register(acquire(target.array), 0)
+    private = pair.b.rail_set.register(acquire(target.array), 0)
     assert refused(pair, source, RemoteMemory(SIZE, True, private.keys))
     private.close()
     assert not target.array.any()

@@ -56,7 +56,7 @@ def test_many_engines_in_one_process_write_around_and_inward():
 
 
 @pytest.mark.parametrize("model", [CONNECTX7_400G, EFA_200G], ids=lambda model: model.name)
-def test_rails_add_up(model):
+def test_a_write_over_several_rails_is_nearly_as_many_times_as_fast(model):
     """A large write over n rails is nearly n times as fast: what is missing is the one way there and back."""
     one = single_write(model, 1, 32 << 20)
     for rails in (2, 4, 8):

@@ -8,7 +8,7 @@ import struct
 import pytest
 
 import aiote
-from aiote.rails import fabric
+from aiote.rails import rail_set
 from engines import PATIENCE_S, across, opened, until
 from idleness import assert_idle
 from switch import SOONER, nics, over_switch
@@ -49,8 +49,8 @@ async def test_defect_5_a_malformed_address_is_refused_and_harms_nobody(spoil, m
     config = aiote.EngineConfig(heartbeat_interval=0.5, heartbeat_timeout=2.0)
     async with aiote.open_engine("verbs", ["rxe0"], config) as left, aiote.open_engine("verbs", None, config) as right:
         with monkeypatch.context() as patch:
-            address = fabric.PendingChannel.address
-            patch.setattr(fabric.PendingChannel, "address", property(lambda self: spoil(address.fget(self))))
+            address = rail_set.PendingChannel.address
+            patch.setattr(rail_set.PendingChannel, "address", property(lambda self: spoil(address.fget(self))))
             with pytest.raises(aiote.PeerError):
                 await left.connect(right.address)
         await left.connect(right.address)

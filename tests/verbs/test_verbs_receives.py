@@ -24,7 +24,7 @@ def not_ready() -> int:
 
 
 def refills(engine: aiote.Engine) -> int:
-    return sum(rail.device.attributes["refills"] for rail in engine._runtime.fabric.rails)
+    return sum(rail.device.attributes["refills"] for rail in engine._runtime.rail_set.rails)
 
 
 async def test_in_steady_state_no_receive_is_missing():

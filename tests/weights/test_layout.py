@@ -26,12 +26,12 @@ def rows(extent: int, mesh: Any, *placements: Any) -> dict[int, list[int]]:
     return {rank: held["x"].astype(int).tolist() for rank, held in store.items() if held}
 
 
-def test_shards_are_those_of_chunk():
+def test_shards_are_those_of_torch_chunk():
     assert rows(10, range(4), Shard(0)) == {0: [0, 1, 2], 1: [3, 4, 5], 2: [6, 7, 8], 3: [9]}
     assert rows(5, range(4), Shard(0)) == {0: [0, 1], 1: [2, 3], 2: [4]}  # rank 3 has nothing
 
 
-def test_axes_cut_in_order():
+def test_axes_of_a_mesh_split_a_dimension_in_order():
     assert rows(8, [[0, 1], [2, 3]], Shard(0), Shard(0)) == {0: [0, 1], 1: [2, 3], 2: [4, 5], 3: [6, 7]}
     assert rows(4, [[0, 1], [2, 3]], Replicate(), Shard(-1)) == {0: [0, 1], 1: [2, 3], 2: [0, 1], 3: [2, 3]}
 
@@ -42,7 +42,7 @@ def test_strided_shards_are_where_fsdp2_has_them():
     assert rows(7, mesh, StridedShard(0, 2), Shard(0)) == {0: [0, 1], 1: [4], 2: [2, 3], 3: [5], 5: [6]}
 
 
-def test_packed_parts_are_cut_each_by_itself():
+def test_packed_parts_are_split_each_by_itself():
     assert rows(12, range(2), packed(0, 2, 4, 8)) == {0: [0, 1, 4, 5, 6, 7], 1: [2, 3, 8, 9, 10, 11]}
     # Four ranks, four query heads of one row each, two heads of keys: neighbours have the same one.
     assert rows(6, range(4), packed(0, 4, (4, 4), (2, 2))) == {0: [0, 4], 1: [1, 4], 2: [2, 5], 3: [3, 5]}
@@ -50,11 +50,11 @@ def test_packed_parts_are_cut_each_by_itself():
         packed(0, 4, (6, 3))
 
 
-def test_experts_follow_their_table():
+def test_experts_are_placed_by_their_table():
     assert rows(4, range(2), slots(0, [[3, 0, 0], [1, 2]])) == {0: [3, 0, 0], 1: [1, 2]}
 
 
-def test_what_is_cut_again_keeps_its_order():
+def test_a_shard_that_is_split_again_keeps_its_order():
     # Runs that two more ranks share: each takes a half of what lies in memory.
     assert rows(4, [[0, 1], [2, 3]], slots(0, [[3, 0], [1, 2]]), Shard(0)) == {0: [3], 1: [0], 2: [1], 3: [2]}
 
@@ -128,7 +128,7 @@ def test_buffers_of_several_ranks_make_one_tensor():
         (Buffer((4,), "F5"), "dtype"),
     ],
 )
-def test_buffers_that_cannot_be_are_refused_by_name(buffer, words):
+def test_impossible_buffers_are_refused_by_name(buffer, words):
     with pytest.raises(UsageError, match=rf"x: .*{words}"):
         Layout.of_buffers(0, {"x": buffer})
 
@@ -236,7 +236,7 @@ def test_modules_of_all_ranks_make_one_layout():
     assert merged.tensors["plain"].dtype == "BF16"
 
 
-def test_a_module_is_asked_for_its_state():
+def test_the_layout_of_a_module_is_that_of_its_state():
     class Module:
         def state_dict(self) -> dict[str, FakeTensor]:
             return module_of(1)

@@ -98,7 +98,7 @@ def test_a_rank_makes_room_for_a_piece():
 EVERYWHERE = Mesh.of(range(4))
 
 
-def test_replicas_share_what_they_all_have():
+def test_replicas_send_equal_shares_of_what_they_all_have():
     sources = Layout.over([[0, 1], [2, 3]], {"w": ((64, 8), "BF16", (Replicate(), Shard(0)))})
     targets = Layout.over(range(2), {"w": ((64, 8), "BF16", Replicate())})
     assert plan_update(sources, targets).traffic.sent == dict.fromkeys(range(4), 512)
@@ -120,7 +120,7 @@ def test_rounding_does_not_add_up_over_many_sets_of_holders(rows):
     assert max(sent.values()) <= 1.05 * sum(sent.values()) / 6
 
 
-def test_what_cannot_be_divided_goes_to_the_rank_with_least():
+def test_a_tensor_that_cannot_be_divided_goes_to_the_rank_with_least():
     # A flow gives each rank four fifths of a tensor; whole, they must avoid each other.
     sent = loads(1, [(0, 4), (2, 4), (0, 1, 3), (2, 3)])
     assert sorted(sent.values()) == [0, 4, 4, 4, 4]
@@ -138,7 +138,7 @@ def test_a_stage_sends_only_what_it_has():
     assert plan.senders == {0: (0, 2), 1: (1, 3)}
 
 
-def test_equal_shards_go_straight_in_one_run_each():
+def test_equal_shards_are_sent_directly_in_one_run_each():
     layout = Layout.over(range(4), {"w": ((64, 8), "BF16", Shard(0))})
     plan = plan_update(layout, layout)
     for rank in range(4):
@@ -227,14 +227,14 @@ def test_always_gathering_gathers_whole_tensors_on_all_ranks_that_send():
     assert Counter(rank for unit in plan.units for rank in unit.ranks or ()) == {0: 1, 1: 1}
 
 
-def test_tasks_of_a_rank_that_sends_nothing_are_none():
+def test_a_rank_that_sends_nothing_has_no_tasks():
     sources = Layout.over(range(4), {"w": ((2, 4), "F32", Shard(0))})
     plan = plan_update(sources, Layout.over(range(1), {"w": ((2, 4), "F32", Replicate())}))
     assert list(plan.tasks(3)) == []
     assert plan.order(9) == []
 
 
-def test_without_tensors_there_is_nothing_to_do():
+def test_a_plan_without_tensors_is_empty():
     plan = plan_update(Layout({}), Layout({}))
     assert (plan.units, plan.senders, plan.groups, plan.traffic.sent) == ((), {}, (), {})
 
@@ -253,7 +253,7 @@ def test_the_digest_tells_plans_apart(gather):
 
 @settings(max_examples=30)
 @given(st.integers(1, 300), st.integers(1, 8), st.integers(1, 8))
-def test_one_tensor_from_any_number_of_ranks_to_any(rows, sources, targets):
+def test_a_tensor_arrives_whole_from_any_number_of_ranks_to_any(rows, sources, targets):
     here = Layout.over(range(sources), {"w": ((rows, 3), "F32", Shard(0))})
     there = Layout.over(range(targets), {"w": ((rows, 3), "F32", Shard(0))})
     value = np.arange(3.0 * rows).reshape(rows, 3)

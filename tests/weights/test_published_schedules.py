@@ -10,8 +10,9 @@ from collections import Counter
 
 import pytest
 
-import published_models
+from aiote.cli import published_models
 from aiote.weights import UpdatePlan, plan_update
+from machine import LONG
 
 
 @functools.cache
@@ -20,7 +21,7 @@ def plan(model: str, gather: str, *args: int) -> UpdatePlan:
 
 
 @pytest.mark.parametrize("gather", ["always", "auto"])
-def test_qwen3_235b_to_all_printed_digits(gather):
+def test_qwen3_235b_bytes_are_the_published_ones_to_all_digits(gather):
     sent, received, _ = plan("qwen3_235b", gather).traffic
     # The first stage of each row of nodes has the embedding, the last has ten layers and the head.
     by_node = [{round(sent[8 * node + i] / 1e9, 5) for i in range(8)} for node in range(16)]
@@ -47,7 +48,7 @@ def test_qwen3_235b_gathers_next_to_nothing_when_it_may_choose():
     ("stage", "parameters", "outputs", "writes"),
     [(0, 487, 647, 1144), *((stage, 632, 840, 1344) for stage in (1, 7, 14))],
 )
-def test_kimi_k2_calls_of_a_trainer(stage, parameters, outputs, writes):
+def test_kimi_k2_trainers_make_the_published_number_of_calls(stage, parameters, outputs, writes):
     for rank in (16 * stage, 16 * stage + 15):
         tasks = list(plan("kimi_k2", "always").tasks(rank))
         assert len({read.copy.source for task in tasks for read in task.reads}) == parameters
@@ -55,11 +56,13 @@ def test_kimi_k2_calls_of_a_trainer(stage, parameters, outputs, writes):
         assert sum(len(write.ranks) for task in tasks for write in task.writes) == writes
 
 
-def test_kimi_k2_bytes():
+def test_kimi_k2_ranks_send_and_receive_the_published_bytes():
     sent, received, _ = plan("kimi_k2", "always").traffic
     assert {round(sent[rank] / 1e9, 1) for rank in range(16)} == {32.7}
     assert {round(sent[rank] / 1e9, 1) for rank in range(16, 240)} == {13.3}
     assert {round(size / 1e9, 2) for size in received.values()} == {30.10}
+    if not LONG:
+        return
     wider = plan("kimi_k2", "always", 32).traffic.received
     assert {round(wider[rank] / 1e9, 1) for rank in range(128)} == {46.0}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 import machine
-from aiote.weights import UpdatePlan, plan_update
+from aiote.weights import Task, UpdatePlan, plan_update
 from aiote.weights.dtypes import ITEMSIZE
 from weight_plans import carry_out, hold
 from weight_worlds import World, bound, worlds
@@ -26,13 +27,18 @@ def try_out(part: int, cases: int, check: Callable[..., None], **strategies: st.
 
 @PARTS
 def test_every_element_is_written_once_and_right(part):
-    try_out(part, 1000, check_elements, world=worlds(), gather=st.sampled_from(["auto", "always"]))
+    ways, limits = st.sampled_from(["auto", "always"]), st.sampled_from([None, 1, 7, 40])
+    try_out(part, 1000, check_elements, world=worlds(), gather=ways, most=limits)
 
 
-def check_elements(world: World, gather: str) -> None:
+def check_elements(world: World, gather: str, most: int | None) -> None:
     sources, targets, recipe = world.plan_of
     plan = plan_update(sources, targets, recipe, gather=gather)
-    memory, count = carry_out(plan, hold(sources, world.values()))
+
+    def small(task: Task) -> bool:
+        return math.prod(map(int.__sub__, task.stop, task.start)) <= (most or 0)
+
+    memory, count = carry_out(plan, hold(sources, world.values()), None if most is None else small)
     values, times = world.expected()
     expected, written = hold(targets, values), hold(targets, times)
     for rank in targets.ranks:

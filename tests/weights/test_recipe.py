@@ -72,7 +72,7 @@ def plan(sources: dict, targets: dict, recipe: Recipe | None = None, ranks: int 
     return plan_update(Layout.over(range(ranks), sources), Layout.over(range(ranks), targets), recipe)
 
 
-def test_names_that_nobody_listed_are_refused():
+def test_tensors_that_one_side_lacks_are_refused_unless_listed():
     x, y = {"x": ((4,), "F32", Shard(0))}, {"y": ((4,), "F32", Shard(0))}
     with pytest.raises(UsageError, match="1 target tensors come from nowhere: y"):
         plan(x, y)
@@ -84,7 +84,7 @@ def test_names_that_nobody_listed_are_refused():
         plan(x, x, Recipe({"x": "y"}))
 
 
-def test_names_that_are_listed_stay_away():
+def test_tensors_listed_as_unused_or_untouched_are_left_out():
     x, y = {"x": ((4,), "F32", Shard(0))}, {"y.cache": ((4,), "F32", Shard(0))}
     assert [entry.target for entry in plan(x | y, x, Recipe(unused=("*.cache",))).entries] == ["x"]
     assert [entry.target for entry in plan(x, x | y, Recipe(untouched=("y.*",))).entries] == ["x"]
@@ -96,7 +96,7 @@ def test_a_tied_tensor_goes_to_two_places():
     assert sum(tied.traffic.sent.values()) == 32
 
 
-def test_shapes_and_types_must_fit():
+def test_shapes_and_types_that_do_not_fit_are_refused():
     x = {"x": ((4, 2), "F32", Shard(0))}
     with pytest.raises(UsageError, match=r"x: the recipe makes it of shape \(4, 2\)"):
         plan(x, {"x": ((2, 4), "F32", Shard(0))})
@@ -121,7 +121,7 @@ def quantize(
     return plan({"x": (shape, "BF16", Shard(0))}, targets, recipe, 3)
 
 
-def test_blocks_must_be_whole_on_every_target_rank():
+def test_blocks_that_are_not_whole_on_every_target_rank_are_refused():
     assert quantize((Shard(0),), (Shard(0),)).traffic.sent == {0: 24, 1: 24, 2: 24}
     with pytest.raises(UsageError, match="x: a target rank has 0 to 2 of 6 at 0, which cuts blocks of 3"):
         quantize((Shard(0),), (Replicate(),), (3, 3), blocks=(2, 2))
@@ -135,7 +135,7 @@ def test_blocks_must_be_whole_on_every_target_rank():
         quantize((Shard(0),), (Shard(0),), shape=(6,), blocks=(3,))
 
 
-def test_scales_have_one_tensor_each():
+def test_scales_without_a_tensor_of_their_own_are_refused():
     x, s = ((2, 2), "BF16", Replicate()), ((1, 1), "F32", Replicate())
     f8 = ((2, 2), "F8_E4M3", Replicate())
     with pytest.raises(UsageError, match="tensors of scales are none of the targets: s"):

@@ -1,0 +1,176 @@
+"""The measured loops on aiote's public API: what a user would write, one coroutine for each outstanding request."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import anyio
+import numpy as np
+
+import aiote
+from aiote.bench.order_statistics import LatencySummary
+from aiote.bench.work import HUGE_BYTES, PAGE_STEP, Work, pattern
+
+__all__ = ["COUNTED", "ENDED", "Arena", "initiate", "serve"]
+
+COUNTED = 1
+ENDED = 2
+Words = np.ndarray[Any, np.dtype[np.uint64]]
+
+
+def _aligned(nbytes: int) -> Words:
+    """Allocate from the start of a huge page on."""
+    memory = np.zeros(nbytes + HUGE_BYTES, dtype=np.uint8)
+    start = -memory.ctypes.data % HUGE_BYTES
+    return memory[start : start + nbytes].view(np.uint64)
+
+
+class Arena:
+    """The memory of one side, registered, and the other side's."""
+
+    def __init__(self, engine: aiote.Engine, nbytes: int) -> None:
+        self.engine = engine
+        self.words = _aligned(nbytes)
+        self.region = engine.register(self.words)
+        self.remote: aiote.RemoteRegion | None = None
+        self.received: dict[int, bytes] = {}
+
+    def meet(self, descriptor: bytes) -> None:
+        """Take the other side's description of its arena."""
+        self.remote = self.engine.attach(descriptor)
+
+    @property
+    def there(self) -> aiote.RemoteRegion:
+        """The other side's arena."""
+        assert self.remote is not None
+        return self.remote
+
+    def prepare(self, work: Work, *, fills: bool) -> None:
+        """Fill with the run's pattern, or clear what the run will write to."""
+        if work.used > self.words.nbytes:
+            raise ValueError(f"the run needs {work.used} bytes, the arena has {self.words.nbytes}")
+        if work.size <= 0 or work.size % 8 or work.window <= 0 or work.count <= 0:
+            raise ValueError("a run needs a window, a count and a size in whole words")
+        words = work.used // 8
+        self.words[:words] = pattern(work.seed, words) if fills else 0
+        self.received.clear()
+
+    def verify(self, work: Work) -> bool:
+        """Tell whether the run's bytes are where they belong."""
+        words = work.used // 8
+        if work.op == "send":
+            slots = [pattern(work.seed, work.size // 8, slot * work.size // 8).tobytes() for slot in range(work.slots)]
+            return bool(self.received) and all(data in slots for data in self.received.values())
+        expected = pattern(work.seed, words)
+        if work.op == "pages":
+            pages = expected.reshape(work.slots, work.pages, work.size // 8)
+            there = self.words[:words].reshape(pages.shape)
+            return bool(np.array_equal(there[:, np.arange(work.pages) * PAGE_STEP % work.pages], pages))
+        return bool(np.array_equal(self.words[:words], expected))
+
+    def slot(self, work: Work, slot: int) -> slice:
+        """Return where a slot is."""
+        return slice(slot * work.request_bytes, (slot + 1) * work.request_bytes)
+
+
+def _request(arena: Arena, work: Work, slot: int) -> tuple[Callable[..., Awaitable[None]], tuple[Any, ...]]:
+    """Return the verb that a slot's requests are made with, and its arguments, which are the same each time."""
+    engine, where = arena.engine, arena.slot(work, slot)
+    here, there = arena.region[where], arena.there[where]
+    if work.op == "read":
+        return engine.read, (there, here)
+    if work.op == "send":
+        return engine.send, (there.owner, arena.words.view(np.uint8)[where].tobytes())
+    if work.op == "pages":
+        order = np.arange(work.pages)
+        target = aiote.Pages(there, order * PAGE_STEP % work.pages, work.size)
+        return engine.write_pages, (aiote.Pages(here, order, work.size), target, COUNTED)
+    return engine.write, (here, there)
+
+
+async def _stream(arena: Arena, work: Work) -> None:
+    async def lane(slot: int) -> None:
+        verb, arguments = _request(arena, work, slot)
+        for _ in range(slot, work.count, work.window):
+            await verb(*arguments)
+
+    async with anyio.create_task_group() as group:
+        for slot in range(work.slots):
+            group.start_soon(lane, slot)
+
+
+async def _round_trips(arena: Arena, work: Work) -> list[float]:
+    engine, where = arena.engine, arena.slot(work, 0)
+    here, there = arena.region[where], arena.there[where]
+    times: list[float] = []
+    # The answer says that a write has arrived; its own completion is no part of a round trip, here and in the C loop.
+    transfers: deque[aiote.Transfer] = deque()
+    with engine.counter(COUNTED) as counter:
+        before = time.perf_counter_ns()
+        for _ in range(work.count):
+            transfers.append(engine.submit_write_imm(here, there, COUNTED))
+            await counter.wait(1)
+            now = time.perf_counter_ns()
+            times.append((now - before) / 1000)
+            before = now
+    await _all(transfers)
+    return times
+
+
+async def _all(transfers: Iterable[aiote.Transfer]) -> None:
+    for transfer in transfers:
+        await transfer
+
+
+async def initiate(arena: Arena, work: Work) -> dict[str, Any]:
+    """Do the work, tell the target that it is over, and return the result."""
+    result: dict[str, Any] = {}
+    begun, cpu = time.perf_counter(), time.process_time()
+    if work.op == "latency":
+        times = await _round_trips(arena, work)
+        result["seconds"] = time.perf_counter() - begun
+        result.update(LatencySummary.of(times).fields())
+    else:
+        await _stream(arena, work)
+        result["seconds"] = time.perf_counter() - begun
+    await arena.engine.write_imm(None, arena.there, ENDED)
+    result["cpu"] = time.process_time() - cpu
+    result["verified"] = work.op != "read" or arena.verify(work)
+    return result
+
+
+async def _answer(arena: Arena, work: Work) -> None:
+    engine, where = arena.engine, arena.slot(work, 0)
+    here, there = arena.region[where], arena.there[where]
+    transfers: deque[aiote.Transfer] = deque()
+    with engine.counter(COUNTED) as counter:
+        for _ in range(work.count):
+            await counter.wait(1)
+            transfers.append(engine.submit_write_imm(here, there, COUNTED))
+    await _all(transfers)
+
+
+async def _receive(arena: Arena, work: Work) -> None:
+    for number in range(work.count):
+        message = await arena.engine.recv()
+        # Looking at each would be measured; every slot of the window has come once by then.
+        arena.received[number % work.window] = bytes(message.data)
+
+
+async def serve(arena: Arena, work: Work) -> dict[str, Any]:
+    """Be the target of the work until it is over, and return the result."""
+    begun, cpu = time.perf_counter(), time.process_time()
+    with arena.engine.counter(ENDED) as ended, arena.engine.counter(COUNTED) as counted:
+        if work.op == "latency":
+            await _answer(arena, work)
+        elif work.op == "send":
+            await _receive(arena, work)
+        elif work.op == "pages":
+            await counted.wait(work.count * work.pages)
+        await ended.wait(1)
+        result: dict[str, Any] = {"seconds": time.perf_counter() - begun, "cpu": time.process_time() - cpu}
+        result["verified"] = work.op in ("read", "latency") or arena.verify(work)
+    return result

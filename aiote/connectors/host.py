@@ -1,0 +1,257 @@
+"""What connectors share: this process's part in updates, and what turns tensors into buckets and back.
+
+Coroutines here run on the bridge. A host that awaits gives them to `bridge.run`, one that does not to `bridge.call`;
+its own code, which yields tensors or loads them, stays in its own thread. torch is not imported before a host did.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import anyio
+import numpy as np
+
+from .. import bridge as bridges
+from .. import service
+from ..errors import UsageError
+from ..service.background import to_the_end
+from .broadcast import STAGED, Exchange, Incoming, Outgoing, UpdateError
+from .buckets import ALIGNMENT, Bucket, Bytes, Cutter, Joiner, Piece
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Copy", "Party", "Receiving", "Sending", "Step", "party"]
+
+LARGE = 1 << 20
+"""So many bytes are copied in a thread by hosts that await: 50 us, and a whole bucket takes 10 ms."""
+
+
+class Copy:
+    """A copy that has to be made; call it, in any thread."""
+
+    def __init__(self, target: Bytes, source: Bytes) -> None:
+        self._target, self._source = target, source
+        self.large = target.nbytes >= LARGE
+
+    def __call__(self) -> None:
+        np.copyto(self._target, self._source)
+
+
+Step: TypeAlias = Coroutine[Any, Any, None] | Copy
+"""What has to be done next: a coroutine on the bridge, or a copy."""
+
+_party: tuple[int, Party] | None = None
+_lock = threading.Lock()
+
+
+def party(**settings: Any) -> Party:
+    """Return this process's part in updates, made by the first who asks; settings are those of `bridge.acquire`.
+
+    Raises UsageError for other settings than it was made with.
+    """
+    global _party
+    with _lock:
+        if _party is None or _party[0] != os.getpid() or _party[1].bridge.closed:
+            _party = os.getpid(), Party(**settings)
+        elif settings and settings != _party[1].settings:
+            raise UsageError(f"this process's engine was opened with {_party[1].settings}, not with {settings}")
+        return _party[1]
+
+
+class Memory:
+    """Registered bytes."""
+
+    def __init__(self, content: Bytes, registration: bridges.Registration) -> None:
+        self.bytes, self.registration = content, registration
+
+
+class Party:
+    """The bridge, the service by which receivers ask for updates, and registered memory, kept for the next update."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+        self.bridge = bridges.acquire(**settings)
+        self.engine = self.bridge.engine
+        self.address = str(self.engine.address)
+        self.exchange = Exchange()
+        self.registrations = 0
+        self._free: dict[str, Memory] = {}
+        ready = threading.Event()
+        serving = self.bridge.submit(self._serve(ready))
+        serving.add_done_callback(lambda _: ready.set())
+        ready.wait()
+        if serving.done():
+            serving.result()
+
+    async def _serve(self, ready: threading.Event) -> None:
+        async with service.serve(self.engine, self.exchange):
+            ready.set()
+            await anyio.sleep_forever()
+
+    async def borrow(self, nbytes: int, access: Literal["local", "write"]) -> Memory:
+        """Return registered memory of this size, that of an earlier update where there is some."""
+        memory = self._free.pop(access, None)
+        if memory is not None:
+            if len(memory.bytes) == nbytes:
+                return memory
+            await memory.registration.aclose()
+        unaligned = np.empty(nbytes + ALIGNMENT, np.uint8)
+        start = -unaligned.ctypes.data % ALIGNMENT
+        content = unaligned[start : start + nbytes]
+        self.registrations += 1
+        return Memory(content, await self.bridge.register_async(content, access))
+
+    async def give_back(self, memory: Memory, access: Literal["local", "write"]) -> None:
+        """Keep memory that is used no more for the next update, if no other is kept."""
+        if self._free.setdefault(access, memory) is not memory:
+            await memory.registration.aclose()
+
+
+class Sending:
+    """One sender's part of an update, as its host makes it: `add` for each tensor, `end`, and `close` in any case."""
+
+    def __init__(self, party: Party, memory: Memory, outgoing: Outgoing) -> None:
+        self._party, self._memory, self._outgoing = party, memory, outgoing
+        self._cutter = Cutter(outgoing.bucket_bytes)
+        self._number = -1
+        self._pieces: list[Piece] = []
+        self._over = anyio.Event()
+        self._closed = False
+        self.in_use = False
+        party.bridge.submit(self._run())
+
+    @classmethod
+    async def begin(cls, party: Party, update: str, bucket_bytes: int, receivers: int, **part: Any) -> Sending:
+        """Announce an update; `part` are the other arguments of `Outgoing`."""
+        memory = await party.borrow(STAGED * bucket_bytes, "local")
+        region = memory.registration.region
+        return cls(party, memory, Outgoing(party.engine, party.exchange, update, region, receivers, **part))
+
+    async def _run(self) -> None:
+        try:
+            await self._outgoing.run()
+        except UpdateError:
+            # Every step raises it.
+            pass
+        finally:
+            self._over.set()
+
+    def add(self, name: str, tensor: torch.Tensor) -> Iterator[Step]:
+        """Yield what has to be done, in order, for a tensor to be sent; when that is done it may change.
+
+        A tensor of another device is copied by this thread, in the order of its stream.
+        """
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        content: Bytes | None = None
+        for number, piece in self._cutter.cut(name, dtype, tensor.shape, tensor.nbytes):
+            if number % self._outgoing.senders != self._outgoing.index:
+                continue
+            if number != self._number:
+                yield from self._put()
+                yield self._outgoing.room(number)
+                self._number = number
+            self._pieces.append(piece)
+            if content is None:
+                content = bytes_of(tensor)
+            start = self._outgoing.place(number) + piece.offset
+            target = self._memory.bytes[start : start + piece.length]
+            yield Copy(target, content[piece.start : piece.start + piece.length])
+
+    def end(self) -> Iterator[Step]:
+        """Yield what has to be done for all receivers to have everything."""
+        yield from self._put()
+        yield self._finish()
+
+    def _put(self) -> Iterator[Step]:
+        if self._pieces:
+            last = self._pieces[-1]
+            yield self._outgoing.put(Bucket(self._number, last.offset + last.length, self._pieces))
+            self._pieces = []
+
+    async def _finish(self) -> None:
+        await self._outgoing.finish(self._cutter.ended())
+        await self._over.wait()
+        if self._outgoing.error is not None:
+            raise UpdateError(self._outgoing.error)
+
+    async def fail(self, reason: str) -> None:
+        """End it for all, if it has not ended: every step raises UpdateError."""
+        self._outgoing.fail(f"sender {self._outgoing.index}: {reason}")
+
+    async def close(self, reason: str) -> None:
+        """End it where it has not ended, and give its memory back, unless the host says that it is `in_use`.
+
+        That host closes it, too: a copy may be under way. Idempotent.
+        """
+        await self.fail(reason)
+        await to_the_end(self._over.wait)
+        if not self._closed and not self.in_use:
+            self._closed = True
+            await self._party.give_back(self._memory, "local")
+
+
+class Receiving:
+    """An update as a receiver's host takes it: `next`, `unpack` each bucket, and `close` in any case."""
+
+    def __init__(self, party: Party, memory: Memory, incoming: Incoming) -> None:
+        self._party, self._memory, self._incoming = party, memory, incoming
+        self._joiner = Joiner()
+        self._closed = False
+
+    @classmethod
+    async def begin(cls, party: Party, update: str, senders: Sequence[str], slots: int, bucket_bytes: int) -> Receiving:
+        """Prepare to take an update; the senders are asked by the first `next`."""
+        memory = await party.borrow(slots * bucket_bytes, "write")
+        return cls(party, memory, Incoming(party.engine, update, senders, memory.registration.region, bucket_bytes))
+
+    async def next(self) -> Bucket | None:
+        """Wait for the next bucket; None when there are no more. Tensors of the one before are used no more."""
+        bucket = await self._incoming.next()
+        if bucket is None and self._joiner.unfinished:
+            raise UpdateError(f"the update ended within {self._joiner.unfinished}")
+        return bucket
+
+    def unpack(self, bucket: Bucket) -> Iterator[tuple[Copy | None, str, torch.Tensor | None]]:
+        """Yield for each piece the copy that has to be made, if any, its tensor's name, and the tensor once whole."""
+        start = self._incoming.place(bucket.number)
+        content = self._memory.bytes[start : start + bucket.nbytes]
+        for piece in bucket.pieces:
+            try:
+                whole, copy = self._joiner.add(piece, content)
+            except ValueError as error:
+                raise UpdateError(str(error)) from error
+            tensor = None if whole is None else tensor_of(piece, whole)
+            yield None if copy is None else Copy(*copy), piece.name, tensor
+
+    async def stop(self) -> None:
+        """End it for a host that may still use a tensor; a `next` raises UpdateError."""
+        await self._incoming.aclose()
+
+    async def close(self) -> None:
+        """End it, and give its memory back: no tensor of its buckets is used any more. Idempotent."""
+        await self._incoming.aclose()
+        if not self._closed:
+            self._closed = True
+            await self._party.give_back(self._memory, "write")
+
+
+def bytes_of(tensor: torch.Tensor) -> Bytes:
+    """Return a tensor's bytes in a row; a copy only where it lies on another device, or is not in one piece."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    content: Bytes = flat.view(sys.modules["torch"].uint8).numpy()
+    return content
+
+
+def tensor_of(piece: Piece, content: Bytes) -> torch.Tensor:
+    """Return the tensor that these bytes are. Raises UpdateError for a dtype that this torch has not."""
+    module = sys.modules["torch"]
+    dtype = getattr(module, piece.dtype, None)
+    if not isinstance(dtype, module.dtype):
+        raise UpdateError(f"{piece.name} is of {piece.dtype}, which torch {module.__version__} has not")
+    tensor: torch.Tensor = module.from_numpy(content).view(dtype).view(piece.shape)
+    return tensor

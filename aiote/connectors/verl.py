@@ -1,0 +1,158 @@
+"""verl's `CheckpointEngine`: weights from verl's trainer ranks to all its rollout ranks, over aiote.
+
+Named in verl's configuration, `checkpoint_engine.custom_backend_module=aiote.connectors.verl` and `backend=aiote`; see
+docs/connectors.md. Nothing here waits on the actor's event loop, which runs in the thread that calls us: what takes as
+long as a peer is awaited, copies of 1 MiB and more are made in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import anyio.to_thread
+import torch
+from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
+
+from .buckets import slots_of
+from .host import Copy, Party, Receiving, Sending, Step, party
+
+__all__ = ["AioteCheckpointEngine"]
+
+
+@CheckpointEngineRegistry.register("aiote")
+class AioteCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+    """What verl makes in each trainer and rollout process; `engine_kwargs.aiote` are its keyword arguments.
+
+    bucket_size: bytes; a rollout rank holds twice as many, at most 128 MiB for each sender. senders: how many trainer
+    ranks send at most; each of them iterates over the same full tensors, and sends its part. settings: those of
+    `aiote.open_engine`.
+    """
+
+    def __init__(self, bucket_size: int, is_master: bool = False, senders: int | None = None, **settings: Any) -> None:
+        self._bucket_size, self._senders, self._settings = bucket_size, senders, settings
+        self._sending: Sending | None = None
+        self._receiving: Receiving | None = None
+        self._plan: dict[str, Any] = {}
+        self.party: Party
+
+    def prepare(self) -> dict[str, Any]:
+        """Say where this process is; what is left of an update that failed ends."""
+        self.party = party(**self._settings)
+        self._abandon("the next update has begun")
+        return {
+            "address": self.party.address,
+            "update": secrets.token_hex(8),
+            "bucket_size": self._bucket_size,
+            "senders": self._senders,
+        }
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Have as many trainer ranks send as there are rollout ranks, which none of them passes anything on."""
+        trainers, rollouts = metadata[:actor_wg_world_size], metadata[actor_wg_world_size:]
+        senders = min(actor_wg_world_size, rollout_world_size, metadata[0]["senders"] or actor_wg_world_size)
+        slots, bucket_bytes = slots_of(metadata[0]["bucket_size"], senders)
+        plan = {
+            "update": metadata[0]["update"],
+            "senders": [one["address"] for one in trainers[:senders]],
+            "receivers": [one["address"] for one in rollouts],
+            "slots": slots,
+            "bucket_bytes": bucket_bytes,
+        }
+        return (
+            {"index": list(range(actor_wg_world_size)), "plan": [plan] * actor_wg_world_size},
+            {"index": [None] * rollout_world_size, "plan": [plan] * rollout_world_size},
+        )
+
+    def init_process_group(self, index: int | None, plan: dict[str, Any]) -> None:
+        """Take the plan; a trainer rank that sends is ready for its receivers when this returns."""
+        self._plan = plan
+        if index is not None and index < len(plan["senders"]):
+            begin = Sending.begin(
+                self.party,
+                plan["update"],
+                plan["bucket_bytes"],
+                len(plan["receivers"]),
+                index=index,
+                senders=len(plan["senders"]),
+                addresses=plan["receivers"],
+            )
+            self._sending = self.party.bridge.call(begin)
+
+    def finalize(self) -> None:
+        """Have nothing more to do with the update; buckets stay registered for the next."""
+        self._abandon("it was finalized")
+
+    def _abandon(self, reason: str) -> None:
+        # Not waited for: this is the actor's loop. Who still uses memory keeps it from the next update.
+        if self._sending is not None:
+            self.party.bridge.submit(self._sending.close(reason))
+        if self._receiving is not None:
+            self.party.bridge.submit(self._receiving.stop())
+        self._sending = self._receiving = None
+
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> dict[str, Any]:
+        """Send this rank's part of the weights; return when every rollout rank has everything. Raises UpdateError."""
+        sending = self._sending
+        if sending is None:
+            async for _ in each(weights):
+                pass
+            return {}
+        sending.in_use, reason = True, ""
+        try:
+            async for name, tensor in each(weights):
+                await self._do(sending.add(name, tensor))
+            await self._do(sending.end())
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            sending.in_use = False
+            await self.party.bridge.run(sending.close(reason))
+        return {}
+
+    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor, each until the next is asked for. Raises UpdateError."""
+        plan, bridge = self._plan, self.party.bridge
+        begin = Receiving.begin(self.party, plan["update"], plan["senders"], plan["slots"], plan["bucket_bytes"])
+        receiving = self._receiving = await bridge.run(begin)
+        try:
+            while (bucket := await bridge.run(receiving.next())) is not None:
+                for copy, name, tensor in receiving.unpack(bucket):
+                    if copy is not None:
+                        await made(copy)
+                    if tensor is not None:
+                        yield name, tensor
+        finally:
+            await bridge.run(receiving.close())
+
+    async def _do(self, steps: Iterator[Step]) -> None:
+        for step in steps:
+            if isinstance(step, Copy):
+                await made(step)
+            else:
+                await self.party.bridge.run(step)
+
+
+async def each(weights: Any) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    """Iterate over what may be an iterator of either kind; between tensors others have their turn on this loop."""
+    if hasattr(weights, "__aiter__"):
+        async for pair in weights:
+            yield pair
+    else:
+        for pair in weights:
+            yield pair
+            await asyncio.sleep(0)
+
+
+async def made(copy: Copy) -> None:
+    """Make a copy, in a thread where it takes long; a cancellation comes when it has been made."""
+    if copy.large:
+        await anyio.to_thread.run_sync(copy)
+    else:
+        copy()

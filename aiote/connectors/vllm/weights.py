@@ -1,0 +1,205 @@
+"""vLLM's `WeightTransferEngine`: weights from a trainer into the workers of vLLM, over aiote; see docs/connectors.md.
+
+vLLM calls synchronously, in the worker's main thread. The trainer's rank 0 sends; its other ranks take part in the
+collectives that gather the weights. Every update has a name, by which workers ask the trainer for it, so a worker
+that missed one never takes the bytes of another.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from ..buckets import slots_of
+from ..host import Copy, Party, Receiving, Sending, Step, party
+
+__all__ = [
+    "AioteInitInfo",
+    "AioteTrainerInitInfo",
+    "AioteTrainerWeightTransferEngine",
+    "AioteUpdateInfo",
+    "AioteWeightTransferEngine",
+]
+
+BUCKET_SIZE = 64 << 20
+
+
+@dataclass
+class AioteInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """What the trainer tells each worker: its address, and how many bytes a bucket has."""
+
+    trainer: str
+    bucket_size: int = BUCKET_SIZE
+
+
+@dataclass
+class AioteUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Which update a worker is to take."""
+
+    update: str
+
+
+@dataclass
+class AioteTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
+    """What a trainer's rank is given: how many workers there are, in all instances of vLLM, and bytes of a bucket."""
+
+    backend: ClassVar[str] = "aiote"
+
+    workers: int = 1
+    bucket_size: int = BUCKET_SIZE
+
+
+class AioteWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
+    """The worker's side. A worker holds two buckets, and a copy of what it has not loaded yet."""
+
+    init_info_cls = AioteInitInfo
+    update_info_cls = AioteUpdateInfo
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._init: AioteInitInfo | None = None
+
+    def init_transfer_engine(self, init_info: AioteInitInfo) -> None:
+        """Take note of the trainer; another one may follow it."""
+        self._init = init_info
+        party()
+
+    def start_weight_update(self) -> None:
+        """Have vLLM load layer by layer."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        """Have vLLM process what it has not processed yet."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def receive_weights(self, update_info: AioteUpdateInfo) -> None:
+        """Take an update and load it. Raises UpdateError; each layer is then the new or the old one, whole."""
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+        if self._init is None:
+            raise RuntimeError("init_transfer_engine comes before an update")
+        try:
+            with disable_mtp_completeness_check():
+                self.model.load_weights(self._tensors(party(), self._init, update_info.update))
+        except BaseException:
+            self._put_back()
+            raise
+
+    def _tensors(self, mine: Party, init: AioteInitInfo, update: str) -> Iterator[tuple[str, torch.Tensor]]:
+        slots, bucket_bytes = slots_of(init.bucket_size, 1)
+        bridge = mine.bridge
+        receiving = bridge.call(Receiving.begin(mine, update, [init.trainer], slots, bucket_bytes))
+        try:
+            while (bucket := bridge.call(receiving.next())) is not None:
+                for copy, name, tensor in receiving.unpack(bucket):
+                    if copy is not None:
+                        copy()
+                    if tensor is not None:
+                        # vLLM keeps it until its layer is complete, which may be after the bucket's next use.
+                        yield name, tensor.to(self.device, copy=True)
+        finally:
+            bridge.call(receiving.close())
+
+    def _put_back(self) -> None:
+        """Have every layer that is not complete be as before, or the next update would add to what came of it."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                info.load_numel = 0
+                info.loaded_weights.clear()
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Forget the trainer; the process's bridge stays for others, and ends with the process."""
+        self._init = None
+
+
+class AioteTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
+    """The trainer's side, made by `trainer_init` on each of its ranks."""
+
+    init_info_cls = AioteTrainerInitInfo
+
+    def __init__(self, *, workers: int, bucket_size: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._workers, self._bucket_size = workers, bucket_size
+
+    @classmethod
+    def trainer_init(cls, init_info: AioteTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
+        """Tell the workers where the trainer is."""
+        if source is None:
+            raise ValueError("the aiote backend sends all weights: it wants a WeightSource")
+        made = cls(
+            client=client,
+            source=source,
+            is_sender=init_info.is_sender,
+            workers=init_info.workers,
+            bucket_size=init_info.bucket_size,
+        )
+        if made.is_sender:
+            client.init_weight_transfer_engine(asdict(AioteInitInfo(party().address, init_info.bucket_size)))
+        return made
+
+    def send_weights(self) -> None:
+        """Bring the source's weights to every worker, and return when all have loaded them.
+
+        Raises UpdateError, or what a worker raised; the next call is a fresh update.
+        """
+        if not self.is_sender:
+            for _ in self.source:
+                pass
+            return
+        mine, update = party(), secrets.token_hex(8)
+        _, bucket_bytes = slots_of(self._bucket_size, 1)
+        self.client.start_weight_update()
+        sending = mine.bridge.call(Sending.begin(mine, update, bucket_bytes, self._workers))
+        reason = ""
+        # Not waited for at the end: a server that is stuck would keep the error from its caller.
+        caller = ThreadPoolExecutor(1, "aiote: update_weights")
+        loading = caller.submit(self.client.update_weights, asdict(AioteUpdateInfo(update)))
+        loading.add_done_callback(lambda done: give_up(mine, sending, done))
+        try:
+            for name, tensor in self.source:
+                do(mine, sending.add(name, tensor))
+            do(mine, sending.end())
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            mine.bridge.call(sending.close(reason))
+            caller.shutdown(wait=False)
+        loading.result()
+        self.client.finish_weight_update()
+
+
+def give_up(mine: Party, sending: Sending, done: Future[None]) -> None:
+    """End an update that its workers have refused: they would never ask for it."""
+    if (error := done.exception()) is not None:
+        mine.bridge.submit(sending.fail(f"update_weights: {error}"))
+
+
+def do(mine: Party, steps: Iterator[Step]) -> None:
+    """Do what sending needs, one after the other."""
+    for step in steps:
+        if isinstance(step, Copy):
+            step()
+        else:
+            mine.bridge.call(step)

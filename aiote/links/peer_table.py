@@ -1,0 +1,349 @@
+"""The connections of an engine: who is connected, who connects to us, and that it is one connection a pair."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ..aio import ByteStream, ControlListener, PendingConnection, dial, sleep, within
+from ..core.address import ANYONE, Address
+from ..core.control import ControlProtocol, Role
+from ..core.handshake import HandshakeConfig
+from ..errors import ConnectTimeoutError, FabricError, PeerError, PeerRefusedError, UsageError
+from ..transfers import Inbox, Peer
+from .connection import Connection, ServingSession
+from .granted_leases import GrantedLeases
+from .heartbeat_timer import HeartbeatTimer
+from .session import Session, SessionOver
+
+if TYPE_CHECKING:
+    from ..rails import PeerLink
+    from ..runtime import Runtime
+
+__all__ = ["ConnectionTable"]
+
+TIDY_S = (0.05, 0.5, 2.0)
+
+
+class ConnectionTable:
+    """All connections of one engine, and the port where others connect."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        config, address = runtime.config, runtime.address
+        self._handshake = HandshakeConfig(address.identity, address.incarnation, config.cluster_key)
+        self._connections: dict[tuple[bytes, int], Connection] = {}
+        self._dialling: dict[tuple[str, int], Connection] = {}
+        self._pending: dict[Session, PendingConnection] = {}
+        self._sessions: dict[Session, None] = {}
+        self._ending = False
+        self._tidying = False
+        self.heartbeats = HeartbeatTimer(runtime.loop)
+        self.inbox = Inbox(runtime.loop, runtime.core)
+        self.leases = GrantedLeases(runtime, self._session_of)
+        self._listener = ControlListener(
+            runtime.loop, config.ssl_server, self._on_connection, self._refused, config.connect_timeout
+        )
+
+    async def listen(self) -> None:
+        """Open the control port. Raises FabricError."""
+        own, port = self._runtime.address, self._runtime.config.port
+        try:
+            await self._listener.open(own.host, port or 0)
+        except OSError as error:
+            raise FabricError(
+                error.errno or 0,
+                f"cannot listen on {own.host} port {port}: {error.strerror or error}",
+                operation="open control port",
+            ) from error
+        self._runtime.address = Address(own.host, self._listener.port, own.identity, own.incarnation)
+
+    @property
+    def peers(self) -> tuple[Peer, ...]:
+        """The engines that are connected now."""
+        return tuple(one.peer for one in self._connections.values() if one.connected)
+
+    def control_streams(self) -> tuple[ByteStream, ...]:
+        """Return the control connections as they are now; `aiote.testing` holds up what they carry."""
+        return tuple(session.stream for session in self._sessions)
+
+    # Finding and making peers.
+
+    def find(self, target: Peer | Address | str, operation: str = "") -> Connection:
+        """Return the connection to a peer, begun if there is none. Raises UsageError, PeerError for a lost Peer, which
+        names the operation.
+        """
+        if isinstance(target, Peer):
+            connection = target._connection
+            if not isinstance(connection, Connection) or not connection.belongs_to(self._runtime):
+                raise UsageError("this Peer belongs to another engine; give its address")
+            if connection.lost:
+                raise connection.error(operation)
+            return connection
+        if isinstance(target, str):
+            target = Address.parse(target)
+        if not isinstance(target, Address):
+            raise UsageError(f"a Peer, an Address or its text is expected, got {type(target).__name__}")
+        own = self._runtime.address
+        here = target.is_anyone and (target.host, target.port) == (own.host, own.port)
+        if here or target.identity == own.identity:
+            raise UsageError("this is the engine's own address: an engine has no connection to itself")
+        known = self.known(target)
+        return known if known is not None else self._dial(target)
+
+    def known(self, target: Address) -> Connection | None:
+        """Return the connection to an address, if there is one."""
+        if target.identity != ANYONE:
+            known = self._connections.get((target.identity, target.incarnation))
+            if known is not None:
+                return known
+        else:
+            for connection in self._connections.values():
+                # Not where it says that it is: that might be anybody's place.
+                if (target.host, target.port) in connection.reached:
+                    return connection
+        dialled = self._dialling.get((target.host, target.port))
+        if dialled is not None and target.identity in (ANYONE, dialled.address.identity):
+            return dialled
+        return None
+
+    def _dial(self, address: Address) -> Connection:
+        connection = Connection(self._runtime, self, address)
+        if address.identity == ANYONE:
+            self._dialling[address.host, address.port] = connection
+        else:
+            self._connections[connection.key] = connection
+        self._spawn_dial(connection, address)
+        return connection
+
+    def _spawn_dial(self, connection: Connection, address: Address) -> None:
+        connection.attempts += 1
+        self._runtime.spawn(
+            self._keep_dialling, connection, address, name=f"aiote connect {address.host}:{address.port}"
+        )
+
+    async def _keep_dialling(self, connection: Connection, address: Address) -> None:
+        """Make the connection and serve it; where another one between the two is in the way, try again."""
+        reason, busy, kind = "unknown", False, PeerError
+        try:
+            while not (connection.connected or connection.lost or connection.successor):
+                try:
+                    await self._dial_once(connection, address)
+                    return
+                except SessionOver as over:
+                    reason, busy, kind = str(over), over.busy, over.kind
+                    if not busy or self._runtime.loop.time() >= connection.deadline:
+                        return
+                await sleep(random.uniform(0.005, 0.02))
+        except PeerError as error:
+            reason, kind = error.reason, type(error)
+        except FabricError as error:
+            reason = str(error)
+        finally:
+            if self._dialling.get((address.host, address.port)) is connection:
+                del self._dialling[address.host, address.port]
+            self._attempt_over(connection, reason, kind, busy=busy)
+
+    def _attempt_over(self, connection: Connection, reason: str, kind: type[PeerError], *, busy: bool) -> None:
+        """Lose a peer that nothing tries to connect any more; dial again where another connection was in the way."""
+        connection.attempts -= 1
+        if connection.attempts or connection.connected or connection.lost or connection.successor:
+            return
+        if busy and not self._ending and self._runtime.loop.time() < connection.deadline:
+            self._spawn_dial(connection, connection.address)
+        else:
+            connection.lose(reason, kind)
+
+    async def _dial_once(self, connection: Connection, address: Address) -> None:
+        stream: list[ByteStream] = []
+
+        async def attempt() -> None:
+            stream.append(await dial(address, self._runtime.config.ssl_client))
+
+        if not await within(connection.deadline - self._runtime.loop.time(), attempt):
+            raise ConnectTimeoutError(
+                str(address), f"its control port did not answer within {self._runtime.config.connect_timeout} s"
+            )
+        protocol = ControlProtocol(Role.INITIATOR, self._handshake, target=address)
+        name, left = f"to {address.host}:{address.port}", connection.deadline - self._runtime.loop.time()
+        session = Session(self._runtime, self, stream[0], protocol, connection, name, left)
+        try:
+            await self._run_session(session)
+        except SessionOver as over:
+            known = self._connections.get(session.who) if session.who is not None else None
+            if over.busy and known is not None and known is not connection and known.connected:
+                known.reached.add((address.host, address.port))
+                connection.follow(known)
+            raise
+
+    async def _on_connection(self, stream: ByteStream, pending: PendingConnection) -> None:
+        """Serve whoever connects to us."""
+        if self._ending:
+            await stream.aclose()
+            return
+        protocol = ControlProtocol(Role.ACCEPTOR, self._handshake)
+        session = Session(
+            self._runtime, self, stream, protocol, None, "from a peer", self._runtime.config.connect_timeout
+        )
+        pending.end = session.end
+        self._pending[session] = pending
+        try:
+            await self._run_session(session)
+        except SessionOver as over:
+            if not over.busy:
+                self._refused(str(over))
+        finally:
+            self._pending.pop(session, None)
+
+    async def _run_session(self, session: Session) -> None:
+        self._sessions[session] = None
+        reason, busy, kind = "its engine was closed", False, PeerError
+        try:
+            await session.run()
+        except SessionOver as over:
+            reason, busy, kind = str(over), over.busy, over.kind
+            raise
+        finally:
+            self._sessions.pop(session, None)
+            connection = session.connection
+            if connection is not None and session.admitted:
+                if connection.session is session:
+                    connection.session = None
+                    connection.initiator = b""
+                self._attempt_over(connection, reason, kind, busy=busy)
+
+    def _refused(self, reason: str) -> None:
+        self._runtime.events.emit("connection.refused", reason=reason)
+
+    # What sessions ask for.
+
+    def admit(
+        self,
+        session: Session,
+        connection: Connection | None,
+        claimed: Address,
+        identity: bytes,
+        incarnation: int,
+        role: Role,
+    ) -> Connection | None:
+        """Let an authenticated connection be the one of its pair; None when another is.
+
+        Of two that are being made at once, the one that the engine with the lower identity made wins, on both sides.
+        """
+        pending = self._pending.pop(session, None)
+        if pending is not None:
+            self._listener.proven(pending)
+        address = Address(claimed.host, claimed.port, identity, incarnation)
+        initiator = self._runtime.address.identity if role is Role.INITIATOR else identity
+        if any(other.connected and other.newer_than(identity, incarnation) for other in self._connections.values()):
+            raise PeerRefusedError(str(address), "it was restarted: a newer incarnation of it is connected")
+        existing = self._connections.get((identity, incarnation))
+        if existing is not None and (existing is not connection or existing.session is not None):
+            if existing.connected or not self._wins(existing, initiator):
+                return None
+            if existing.session is not None:
+                existing.session.supersede()
+        chosen = existing or connection or Connection(self._runtime, self, address)
+        if connection is not None:
+            chosen.reached.add((connection.address.host, connection.address.port))
+        if connection is not None and chosen is not connection:
+            connection.follow(chosen)
+        chosen.address = address
+        chosen.initiator = initiator
+        chosen.session = session
+        chosen.attempts += 1
+        self._connections[identity, incarnation] = chosen
+        self._forget_incarnations(chosen)
+        return chosen
+
+    def _wins(self, existing: Connection, initiator: bytes) -> bool:
+        """Whether a new connection of `initiator` takes the place of the one that `existing` is being made by.
+
+        Never once we have said Ready there, for the other side may use it then.
+        """
+        if existing.session is not None and existing.session.committed:
+            return False
+        rival = existing.initiator or self._runtime.address.identity
+        return (existing.session is None and rival == initiator) or initiator < rival
+
+    def _forget_incarnations(self, connection: Connection) -> None:
+        """What was addressed to an earlier life of this engine fails, at once."""
+        for other in tuple(self._connections.values()):
+            if connection.newer_than(*other.key):
+                other.lose("it was restarted: a new incarnation of it has connected")
+
+    def peer_lost(self, connection: Connection) -> None:
+        """Take a lost peer out of the tables."""
+        if self._connections.get(connection.key) is connection:
+            del self._connections[connection.key]
+        self.inbox.remove(connection)
+        if not self._ending:
+            self._tidy_up()
+        self._runtime.events.emit("peer.lost", peer=connection.name, reason=connection.reason)
+
+    def void_leases(self, holder: tuple[bytes, int]) -> Iterable[tuple[int, int]]:
+        """Return the ranges of our leases that are void for a holder."""
+        return self.leases.void(holder)
+
+    # What the native core has to say.
+
+    def on_round(self, failed: list[PeerLink]) -> None:
+        """Take note of links that failed, of channels to look at, and of messages that came."""
+        core = self._runtime.core
+        for link in failed:
+            link.tag.data_failed(link)  # type: ignore[attr-defined]
+        for link in core.noticed():
+            link.tag.notice(link)  # type: ignore[attr-defined]
+        if core.inbox:
+            self.inbox.arrived()
+
+    def _tidy_up(self) -> None:
+        """Remove what a lost peer may have left in shared memory, if it was killed."""
+        if self._runtime.rail_set.tidy() and not self._tidying:
+            self._tidying = True
+            self._runtime.spawn(self._tidy_later, name="aiote tidy up")
+
+    async def _tidy_later(self) -> None:
+        try:
+            # The kernel closes the sockets of a process before its number is free, with all that it had mapped.
+            for pause in TIDY_S:
+                await sleep(pause)
+                self._runtime.rail_set.tidy()
+        finally:
+            self._tidying = False
+
+    # The end.
+
+    def _session_of(self, key: tuple[bytes, int]) -> ServingSession | None:
+        """Return the conversation with an engine, however far it has got."""
+        connection = self._connections.get(key)
+        return None if connection is None else connection.session
+
+    async def close(self, reason: str) -> None:
+        """Say goodbye to everyone, and stop to listen and to dial."""
+        self.abandon(reason)
+        await self._listener.close()
+        await self._runtime.join_tasks()
+        await self.heartbeats.close()
+
+    def abandon(self, reason: str) -> None:
+        """Lose every peer now, and stop to listen and to dial without waiting for that."""
+        self._ending = True
+        for connection in (*self._connections.values(), *self._dialling.values()):
+            connection.lose(reason)
+        for session in tuple(self._sessions):
+            session.end(reason)
+            session.discard()
+        self._listener.abandon()
+        self.heartbeats.abandon()
+        self._runtime.cancel_tasks()
+
+    def close_links(self) -> None:
+        """Close every link, and what was granted or received over them."""
+        core = self._runtime.core
+        if not core.closed:
+            for link in tuple(core.peers):
+                link.close()
+            core.reap()
+        self.leases.abandon()

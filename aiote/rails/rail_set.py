@@ -1,0 +1,306 @@
+"""The rails of one engine, with the native core that drives them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+from aiote_native.buffers import Buffer, acquire
+from aiote_native.core import Core
+from aiote_native.messages import CREDIT_MESSAGES
+from aiote_native.peer_wakeups import PeerWakeup, WakeupEvent
+from aiote_native.peers import PeerLink, pool_bytes
+from aiote_native.provider import NativeEndpoint
+from aiote_native.status import StatusError
+from aiote_native.workrequests import LocalMemory
+
+from ..errors import FabricError, UsageError
+from .contract import Rail, RailInfo
+from .libfabric import fabric_error
+from .lock_reaper import LockReaper
+from .selection import RailRequest, open_rails
+from .stale_files import remove_stale_files
+
+__all__ = ["PendingChannel", "RailSet"]
+
+MAY_READ, MAY_WRITE, MAY_ALL = 1, 2, 3  # what a registration opens to peers
+HOST = ("cpu", "cuda_host")
+SCRATCH_BYTES = 64
+"""Target of immediates alone, and source of operations without local memory: nobody reads it."""
+
+
+class PendingChannel:
+    """An endpoint that was opened for one peer and waits for the other side's address."""
+
+    def __init__(self, rail: Rail, remote_rail: int, slot: int, generation: int) -> None:
+        self.rail = rail
+        self.remote_rail = remote_rail
+        self.slot = slot
+        self.generation = generation
+        self.endpoint: NativeEndpoint = rail.open_endpoint()
+        self.wakeup: PeerWakeup | None = None
+        self.refused = ""
+
+    @property
+    def address(self) -> bytes:
+        """The endpoint's own address, for the peer."""
+        return self.endpoint.address
+
+    def shared(self, own: WakeupEvent) -> list[int]:
+        """Return the descriptors of what the peer is to map: the wake-up page, and where there is one the ring."""
+        return [fd for fd in (own.memory_fd, self.endpoint.memory_fd) if fd >= 0]
+
+    def take(self, descriptors: Sequence[int], wakeup: bytes, error: OSError | None = None) -> None:
+        """Map what the peer has shared, and close the descriptors; `refused` says why where something is wrong."""
+        left = list(descriptors)
+        expected = 1 if self.endpoint.memory_fd < 0 else 2
+        try:
+            if error is not None:
+                raise error
+            if len(left) != expected:
+                raise ValueError(f"it shared {len(left)} descriptors, expected {expected}")
+            self.wakeup = PeerWakeup(left.pop(0), wakeup)
+            if left:
+                self.endpoint.take(left.pop(0))
+        except (OSError, ValueError, RuntimeError, MemoryError) as error:
+            self.refused = f"what it shared for wake-ups is refused: {str(error) or type(error).__name__}"
+        finally:
+            for fd in left:
+                os.close(fd)
+
+    def close(self) -> None:
+        """Close what no link has taken over. Idempotent."""
+        self.endpoint.close()
+        if self.wakeup is not None:
+            self.wakeup.close()
+
+
+POOL_BYTES = 128 << 20
+"""Bytes of message pools that a peer's offer may ask for here, unless the engine's own config asks for more."""
+
+
+def pools_fit(slots: int, message_bytes: int, peer_slots: int, peer_bytes: int) -> bool:
+    """Whether the pools for one peer are within the limit; `slots` and `message_bytes` are our own numbers."""
+    limit = max(POOL_BYTES, pool_bytes(slots, message_bytes, slots, message_bytes))
+    return pool_bytes(slots, message_bytes, peer_slots, peer_bytes) <= limit
+
+
+def _is_raw(error: BaseException) -> TypeGuard[OSError]:
+    """Whether this is the system's or the native floor's own error, which nobody has said anything about yet."""
+    return isinstance(error, OSError) and not isinstance(error, FabricError)
+
+
+class RailSet:
+    """Opened rails and the core.
+
+    `host` chooses the rail of an IP provider when `rails` does not name any; `largest` bounds a single message
+    below what the provider takes (0: no bound); `verbs` are settings of that kind's devices, `messages` how
+    many of a peer's are held, `silence` after how many seconds a peer that stands in `shm` of libfabric 1 is given up.
+    """
+
+    def __init__(
+        self,
+        provider: str,
+        rails: tuple[str, ...] | None,
+        *,
+        host: str,
+        library: str,
+        largest: int = 0,
+        verbs: Mapping[str, int] | None = None,
+        messages: int = 16,
+        silence: float = 3.0,
+        **core: Any,
+    ) -> None:
+        """Open everything, or nothing. Raises FabricError and UsageError."""
+        self.largest = largest
+        self.rails: list[Rail] = []
+        self.core: Core | None = None
+        self._lock_reaper: LockReaper | None = None
+        self._scratch: LocalMemory | None = None
+        self._memories: weakref.WeakSet[LocalMemory] = weakref.WeakSet()
+        settings = {**(verbs or {}), "messages": messages + CREDIT_MESSAGES}
+        request = RailRequest(provider, rails, host, library, settings, bool(core.get("threaded")))
+        try:
+            found, clock = open_rails(request, self.rails)
+            if clock is not None:
+                core["clock"] = clock
+            opened = self.core = Core(wakeup_event=any(not rail.traits.waits for rail in self.rails), **core)
+            if found is not None and found.version < (2, 0) and any(rail.provider == "shm" for rail in self.rails):
+                self._lock_reaper = LockReaper(lambda: opened.rounds, silence)
+            self.tidy()
+            self._scratch = self.register(acquire(bytearray(SCRATCH_BYTES)))
+        except BaseException as error:
+            self.close()
+            if _is_raw(error):
+                raise fabric_error(error, "open engine", "") from error
+            raise
+
+    def tidy(self) -> bool:
+        """Remove what killed processes left in shared memory; False where no rail of ours uses any."""
+        if all(rail.traits.waits for rail in self.rails):
+            return False
+        remove_stale_files()
+        return True
+
+    @property
+    def scratch(self) -> LocalMemory:
+        """The memory that immediates alone are written to."""
+        assert self._scratch is not None
+        return self._scratch
+
+    @property
+    def info(self) -> tuple[RailInfo, ...]:
+        """Describe the rails."""
+        return tuple(rail.info for rail in self.rails)
+
+    def register(self, buffer: Buffer, access: int = MAY_ALL) -> LocalMemory:
+        """Register memory with every rail; `access` is what peers may do. The buffer is released on failure. Raises
+        FabricError and UsageError.
+        """
+        return self.keep(self.pin(buffer, access))
+
+    def pins(self, buffer: Buffer) -> bool:
+        """Whether registering memory takes the kernel as long as it takes to pin its pages: of the host, for a NIC."""
+        return buffer.device in HOST and any(rail.device.pins for rail in self.rails)
+
+    def pin(self, buffer: Buffer, access: int = MAY_ALL) -> LocalMemory:
+        """Do what takes long about `register`, in any thread; `keep` has to follow in the engine's own."""
+        try:
+            memory = self._registered(buffer, access)
+        except BaseException as error:
+            buffer.release()
+            if _is_raw(error):
+                raise fabric_error(error, "register memory", ", ".join(rail.name for rail in self.rails)) from error
+            raise
+        if len(self.rails) > 1 and access:
+            self._rank(memory)
+        return memory
+
+    def keep(self, memory: LocalMemory) -> LocalMemory:
+        """Take note of what was registered, and return it."""
+        self._memories.add(memory)
+        return memory
+
+    def _registered(self, buffer: Buffer, access: int) -> LocalMemory:
+        devices = [rail.device for rail in self.rails]
+        if buffer.device in HOST:
+            return LocalMemory(buffer, devices, access)
+        from .dmabuf import EXPORTERS, exported
+
+        deaf = sorted({rail.provider for rail in self.rails if not rail.traits.dmabuf})
+        if buffer.device not in EXPORTERS or deaf:
+            raise UsageError(
+                f"memory of device {buffer.device!r} cannot be registered with {', '.join(deaf) or 'any provider'}, "
+                "which reach host memory only: register a pinned host buffer and copy to it, or open the engine with "
+                "provider='verbs' and its rails by name"
+            )
+        with exported(buffer.device, buffer.address, buffer.nbytes) as found:
+            return LocalMemory(buffer, devices, access, found.fd, found.offset)
+
+    def _rank(self, memory: LocalMemory) -> None:
+        """Have the rails that are near the memory preferred, as far as it is known where it is and where they are."""
+        places = [rail.place for rail in self.rails]
+        if len({place.numa_node for place in places}) > 1:
+            # Only where the rails lie apart: to ask the kernel where the memory lies takes a system call.
+            from .numa import memory_node
+            from .topology import Place, preference
+
+            memory.rank(preference(Place(memory_node(memory.address, memory.length)), places))
+
+    def keys_of(self, rail: int) -> set[int]:
+        """Return the keys of all memory that is registered now, on one rail."""
+        return {memory.keys[rail][0] for memory in self._memories if memory.registrations}
+
+    def open_channel(self, rail: int, remote_rail: int) -> PendingChannel:
+        """Open an endpoint for one peer. Raises FabricError."""
+        chosen = self.rails[rail]
+        assert self.core is not None
+        slot, generation = -1, 0
+        if not chosen.traits.waits and self.core.wakeup_event is not None:
+            slot, generation = self.core.wakeup_event.take_slot()
+        try:
+            return PendingChannel(chosen, remote_rail, slot, generation)
+        except BaseException as error:
+            self.free_slot(slot)
+            if _is_raw(error):
+                raise fabric_error(error, "open endpoint", chosen.name) from error
+            raise
+
+    def free_slot(self, slot: int) -> None:
+        """Give back the wake-up slot of a channel that came to nothing."""
+        if slot >= 0 and self.core is not None and self.core.wakeup_event is not None and not self.core.closed:
+            self.core.wakeup_event.free_slot(slot)
+
+    def join(
+        self,
+        link: PeerLink,
+        pending: PendingChannel,
+        address: bytes,
+        imm_key: int,
+        imm_base: int,
+        peer_slot: tuple[int, int] = (-1, 0),
+        number: int = -1,
+        who: bytes = b"",
+    ) -> None:
+        """Connect a pending channel to the peer's endpoint and hand it to the link. `peer_slot` is the slot in the
+        peer's wake-up page with its generation, `number` a shut channel whose place it takes, `who` the peer's name,
+        for memory bound to it. Raises FabricError.
+        """
+        try:
+            if who:
+                pending.endpoint.name(who)
+            pending.endpoint.connect(address)
+            link.add_channel(
+                pending.endpoint,
+                pending.rail.index,
+                pending.remote_rail,
+                imm_key,
+                imm_base,
+                self.scratch,
+                largest=self.largest,
+                least=pending.rail.traits.least,
+                wakeup=pending.wakeup,
+                slot=pending.slot,
+                peer_slot=peer_slot[0],
+                peer_generation=peer_slot[1],
+                number=number,
+                speed_mbps=pending.rail.info.speed_mbps,
+            )
+            pending.wakeup = None
+            if self._lock_reaper is not None and not pending.rail.traits.waits:
+                self._lock_reaper.add(link, pending.address, address)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise fabric_error(error, "connect channel", pending.rail.name) from error
+
+    def open_mailbox(self, link: PeerLink, slots: int, message_bytes: int, peer_slots: int, peer_bytes: int) -> None:
+        """Give a link its message pools. Raises FabricError."""
+        # Mapped, not allocated: a pool for many messages takes no memory before they come, where the NIC pins none.
+        size = pool_bytes(slots, message_bytes, peer_slots, peer_bytes)
+        try:
+            pool = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise fabric_error(error, "map message pools", "") from error
+        memory = self.register(acquire(pool), 0)
+        try:
+            link.open_mailbox(memory, slots, message_bytes, peer_slots, peer_bytes)
+        except BaseException:
+            memory.close()
+            raise
+
+    def close(self) -> None:
+        """Close core, memory and rails; links and regions are closed before. Idempotent."""
+        if self._lock_reaper is not None:
+            self._lock_reaper.close()
+        if self.core is not None:
+            self.core.close()
+        if self._scratch is not None:
+            self._scratch.close()
+            self._scratch = None
+        while self.rails:
+            try:
+                self.rails.pop().close()
+            except StatusError as error:
+                raise fabric_error(error, "close rail", "") from error

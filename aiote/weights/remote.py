@@ -1,0 +1,53 @@
+"""Another rank's tensors, as it says where they lie.
+
+What it says may be wrong: then that reaches nobody's memory but its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import aiote
+
+from .protocol import Descriptors, Numbers
+
+__all__ = ["Names", "RemoteMemory"]
+
+Names = Mapping[str, int]
+"""The numbers of a rank's tensors, in the order of its layout."""
+
+
+class RemoteMemory:
+    """The tensors of the rank at an address, in regions that it has described."""
+
+    def __init__(self, engine: aiote.Engine, address: str, regions: Descriptors, places: Numbers, names: Names) -> None:
+        self._engine, self._names, self._places = engine, names, places
+        self._owner = aiote.Address.parse(address)
+        self._regions = regions
+        self._descriptors: list[bytes] | None = None
+        self._attached: dict[int, aiote.RemoteRegion] = {}
+
+    def tensor(self, name: str) -> aiote.RemoteRegion:
+        """Return the memory from a tensor's first byte on.
+
+        Raises UsageError for what is no such description, and for memory of another engine than the rank's.
+        """
+        if self._places.shape != (len(self._names), 2):
+            raise aiote.UsageError(f"places of {len(self._names)} tensors are expected, got {self._places.shape}")
+        number, offset = map(int, self._places[self._names[name]])
+        remote = self._attached[number] if number in self._attached else self._attach(number)
+        if offset > remote.nbytes:
+            raise aiote.UsageError(f"{name} begins at byte {offset} of {remote.nbytes}")
+        return remote[offset:]
+
+    def _attach(self, number: int) -> aiote.RemoteRegion:
+        if self._descriptors is None:
+            self._descriptors = self._regions.unpacked(len(self._regions.ends))
+        if number >= len(self._descriptors):
+            raise aiote.UsageError(f"there is no region {number} of {len(self._descriptors)}")
+        remote = self._engine.attach(self._descriptors[number])
+        theirs = remote.owner
+        if (theirs.identity, theirs.incarnation) != (self._owner.identity, self._owner.incarnation):
+            raise aiote.UsageError(f"the memory is of {theirs}, not of {self._owner}")
+        self._attached[number] = remote
+        return remote

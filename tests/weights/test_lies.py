@@ -1,0 +1,122 @@
+"""Ranks that say what cannot be: their replica fails, and nothing else is harmed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+import aiote
+from aiote import service
+from aiote.weights import Controller, Layout, Replicate, serve_source, serve_target
+from aiote.weights.protocol import Descriptors, Step, TargetService, TargetState, Update, UpdateOrder, packed_layout
+from engines import opened
+
+pytestmark = pytest.mark.anyio
+
+LAYOUT = Layout.over([0], {"a": ((64,), "F32", Replicate())})
+PLACES = np.zeros((1, 2), np.uint64)
+NOTHING = Descriptors.of([])
+
+
+class Lying(TargetService):
+    """A target that says these steps, of memory that it was given."""
+
+    name = TargetService.name
+
+    def __init__(self, steps: Callable[[Any], list[Step]], layout: Layout, *regions: aiote.Region) -> None:
+        self.steps, self.layout, self.regions = steps, layout, regions
+
+    @service.method(idempotent=True)
+    async def describe(self) -> TargetState:
+        return TargetState(1, "liar", "inplace", "empty", None, packed_layout(self.layout))
+
+    @service.method
+    async def update(self, order: UpdateOrder) -> AsyncIterator[Step]:
+        for step in self.steps(Descriptors.of([region.descriptor for region in self.regions])):
+            yield step
+        if self.steps(NOTHING):
+            await anyio.sleep_forever()
+
+    @service.method(idempotent=True)
+    async def commit(self, update: Update) -> None:
+        pass
+
+
+LIES: dict[str, tuple[Callable[[Any], list[Step]], str]] = {
+    "counted first": (lambda lent: [Step("counted")], "it says 'counted' after"),
+    "lent twice": (lambda lent: [Step("lent", 1, lent, PLACES)] * 2, "it says 'lent' after"),
+    "counted twice": (
+        lambda lent: [Step("lent", 1, lent, PLACES), Step("counted"), Step("counted")],
+        "it says 'counted' after",
+    ),
+    "committed unasked": (lambda lent: [Step("lent", 1, lent, PLACES), Step("committed")], "it says 'committed' after"),
+    "over without a word": (lambda lent: [], "ended before it was committed"),
+    "no memory": (lambda lent: [Step("lent", 1)], "does not say what it lends"),
+    "a place nowhere": (lambda lent: [Step("lent", 1, lent, PLACES + np.uint64(7))], "it lends"),
+    "a place beyond": (lambda lent: [Step("lent", 1, lent, PLACES + np.array([0, 9999], np.uint64))], "begins at byte"),
+    "too few places": (lambda lent: [Step("lent", 1, lent, PLACES[:0])], "places of 1 tensors"),
+    "a large immediate": (lambda lent: [Step("lent", 1 << 40, lent, PLACES)], "does not say what it lends"),
+    "ends that go back": (
+        lambda lent: [Step("lent", 1, Descriptors(lent.data, np.array([9, 2**64 - 1], np.uint64)), PLACES)],
+        "are expected",
+    ),
+    "no descriptor": (lambda lent: [Step("lent", 1, Descriptors.of([b"none"]), PLACES)], "escriptor"),
+}
+
+
+@pytest.mark.parametrize("lie", list(LIES))
+async def test_a_target_that_lies_fails_alone(lie):
+    steps, text = LIES[lie]
+    report, _, _ = await told(steps, own=True)
+    assert report.committed == [""]
+    assert text in report.failed["liar"], report.failed
+
+
+async def test_nobody_is_made_to_write_to_another_s_memory():
+    """The region is a third engine's, which has given it to somebody else."""
+    report, memory, foreign = await told(lambda lent: [Step("lent", 1, lent, PLACES)], own=False)
+    assert "the memory is of" in report.failed["liar"]
+    assert not foreign.any()
+    np.testing.assert_array_equal(memory, np.arange(64))
+
+
+async def told(steps: Callable[[Any], list[Step]], *, own: bool) -> Any:
+    """Update an honest replica and one that lies."""
+    values, memory, foreign = np.arange(64, dtype=np.float32), np.zeros(64, np.float32), np.zeros(64, np.float32)
+    theirs = Layout.over([1], {"a": ((64,), "F32", Replicate())})
+    async with AsyncExitStack() as stack:
+        one, honest, liar, third, mine = [await stack.enter_async_context(opened("sim")) for _ in range(5)]
+        await stack.enter_async_context(serve_source(one, LAYOUT, 0, {"a": values}))
+        await stack.enter_async_context(serve_target(honest, LAYOUT, 0, {"a": memory}))
+        region = (liar if own else third).register(foreign)
+        await stack.enter_async_context(service.serve(liar, Lying(steps, theirs, region)))
+        controller = Controller(mine, [one.address], [honest.address, liar.address])
+        report = await controller.update(1)
+    return report, memory, foreign
+
+
+async def test_a_rank_that_describes_another_s_tensors_is_refused():
+    async with opened("sim") as one, opened("sim") as liar, opened("sim") as mine:
+        values = {"a": np.zeros(64, np.float32)}
+        async with (
+            serve_source(one, LAYOUT, 0, values),
+            service.serve(liar, Lying(lambda lent: [], LAYOUT)),
+        ):
+            with pytest.raises(aiote.UsageError, match="rank 1 describes what others hold"):
+                await Controller(mine, [one.address], [liar.address]).prepare()
+
+
+async def test_arrays_that_cannot_be_written_are_refused_by_a_target():
+    fixed = np.zeros(64, np.float32)
+    fixed.flags.writeable = False
+    async with opened("sim") as engine:
+        with pytest.raises(aiote.UsageError, match="a: the array is read-only"):
+            async with serve_target(engine, LAYOUT, 0, {"a": fixed}):
+                pass
+        async with serve_source(engine, LAYOUT, 0, {"a": fixed}):
+            pass

