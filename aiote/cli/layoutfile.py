@@ -54,7 +54,7 @@ def read_layout(path: Path) -> Layout:
     """Read a layout. Raises UsageError, which names the file and the tensor, for one that is wrong."""
     table = _table(path)
     with _Within(str(path)):
-        if "cuts" in table:
+        if "shardings" in table:
             return Layout.from_description(table)
         groups = table.get("group", [table])
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):

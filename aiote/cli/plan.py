@@ -204,14 +204,16 @@ def _why(plan: UpdatePlan, number: int) -> str:
     entry = plan.entries[number]
     if plan.gather == "always" or entry.block is None:
         return "whole tensors were asked for"
-    cut = []
+    split = []
     for name in dict.fromkeys(part.source for part in entry.parts):
-        shapes = {held.shape for held in plan.sources.tensors[name].cut.held}
+        shapes = {held.shape for held in plan.sources.tensors[name].sharding.held}
         shape = min(shapes)
         if any(extent % block for extent, block in zip(shape[-2:], entry.block, strict=True)):
-            cut.append(f"{_alike(name)} has {'x'.join(map(str, shape))} on a rank")
+            split.append(f"{_alike(name)} has {'x'.join(map(str, shape))} on a rank")
     blocks = "x".join(map(str, entry.block))
-    return f"blocks of {blocks} cross edges between ranks: {', '.join(dict.fromkeys(cut)) or 'parts begin within one'}"
+    return (
+        f"blocks of {blocks} cross edges between ranks: {', '.join(dict.fromkeys(split)) or 'parts begin within one'}"
+    )
 
 
 def _alike(name: str) -> str:

@@ -1,7 +1,7 @@
 """A copy between two strided arrays, as boxes of both: what strides say, said by indices.
 
 A copy runs over some dimensions, each with a stride on either side. Where such a dimension is one dimension of both
-arrays, it is a side of a box. Others are merged with a neighbour (an array that was flattened), cut in two (one that
+arrays, it is a side of a box. Others are merged with a neighbour (an array that was flattened), split in two (one that
 was given more dimensions), or walked through index by index (a slice with a step), up to a limit.
 """
 

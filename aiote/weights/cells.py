@@ -22,14 +22,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..errors import UsageError
-from .placement import Cut, Piece
+from .placement import Piece, Sharding
 from .recipe import Part
 
 __all__ = ["Atom", "Cell", "Need", "cells_of", "clip", "from_source"]
 
 Point = tuple[int, ...]
 Holder = tuple[int, int, int]
-"""Numbers of a part, of what is held of its source tensor (`Cut.held`), and of a piece of that."""
+"""Numbers of a part, of what is held of its source tensor (`Sharding.held`), and of a piece of that."""
 
 
 class Atom(NamedTuple):
@@ -113,17 +113,17 @@ class _Grid:
 
 
 def cells_of(
-    target: Cut, parts: Sequence[tuple[Part, Cut]], block: tuple[int, int] | None, whole: bool
+    target: Sharding, parts: Sequence[tuple[Part, Sharding]], block: tuple[int, int] | None, whole: bool
 ) -> tuple[Cell, ...]:
-    """Return the cells of a target that is cut so among its ranks, in order; each part comes with its source's cut.
+    """Return the cells of a target with this sharding, in order; each part comes with its source's sharding.
 
     Raises UsageError where no source rank holds what a part takes.
     """
     size = (1,) * len(target.shape) if block is None else (1,) * (len(target.shape) - 2) + block
     boxes = [
         (*box, (number, held, at))
-        for number, (part, cut) in enumerate(parts)
-        for held, entry in enumerate(cut.held)
+        for number, (part, sharding) in enumerate(parts)
+        for held, entry in enumerate(sharding.held)
         for at, piece in enumerate(entry.pieces)
         if (box := from_source(part, piece))
     ]
@@ -150,8 +150,8 @@ def _box_of(part: Part) -> tuple[Point, Point]:
 
 
 def _coarse_grid(
-    target: Cut,
-    parts: Sequence[tuple[Part, Cut]],
+    target: Sharding,
+    parts: Sequence[tuple[Part, Sharding]],
     boxes: Iterable[tuple[Point, Point, Holder]],
     size: Point,
     whole: bool,
@@ -175,7 +175,10 @@ def _coarse_grid(
 
 
 def _atoms(
-    target: Cut, parts: Sequence[tuple[Part, Cut]], boxes: Iterable[tuple[Point, Point, Holder]], coarse: _Grid
+    target: Sharding,
+    parts: Sequence[tuple[Part, Sharding]],
+    boxes: Iterable[tuple[Point, Point, Holder]],
+    coarse: _Grid,
 ) -> dict[Point, list[Atom]]:
     """Return by cell the boxes in it that come from the same ranks; padding has none."""
     fine, one = _Grid(target.shape), (1,) * len(target.shape)
@@ -201,7 +204,7 @@ def _atoms(
     return found
 
 
-def _needs(target: Cut, coarse: _Grid, size: Point) -> dict[Point, dict[int, tuple[int, int]]]:
+def _needs(target: Sharding, coarse: _Grid, size: Point) -> dict[Point, dict[int, tuple[int, int]]]:
     """Return by cell what each part that is held of the target takes of it, in elements and in blocks."""
     needs: dict[Point, dict[int, tuple[int, int]]] = {}
     for number, held in enumerate(target.held):

@@ -14,7 +14,7 @@ from ..errors import UsageError
 from .cells import Cell, Need, cells_of
 from .dtypes import ITEMSIZE
 from .layout import Layout, Tensor
-from .placement import Cut, Held
+from .placement import Held, Sharding
 from .recipe import Expression, Made, Part, Quantized, Recipe, source
 
 __all__ = ["Entry", "bytes_needed", "entries_of", "part_of"]
@@ -120,10 +120,10 @@ def _entry(
         _check_blocks(target, targets.tensors[quantized.scale], quantized)
     dtype, converted = _conversion(made, target, quantized)
     block = quantized.block if quantized else None
-    pairs = [(part, sources.tensors[part.source].cut) for part in made.parts]
-    key = (target.cut, block, tuple((cut, part[1:]) for part, cut in pairs))
+    pairs = [(part, sources.tensors[part.source].sharding) for part in made.parts]
+    key = (target.sharding, block, tuple((sharding, part[1:]) for part, sharding in pairs))
     if key not in known:
-        known[key] = cells_of(target.cut, pairs, block, whole)
+        known[key] = cells_of(target.sharding, pairs, block, whole)
     scale = quantized.scale if quantized else ""
     return Entry(name, dtype, converted, scale, block, tuple(made.parts), known[key])
 
@@ -156,7 +156,7 @@ def _check_blocks(target: Tensor, scale: Tensor, quantized: Quantized) -> None:
         if pair in seen:
             continue
         seen.add(pair)
-        blocks = _blocks_held(held, target.cut, size)
+        blocks = _blocks_held(held, target.sharding, size)
         if pair[1] is None or blocks != set(pair[1].pieces):
             raise UsageError(
                 f"target rank {rank} has other blocks of it than scales in {quantized.scale}: spread both in one way"
@@ -167,13 +167,13 @@ def _in_blocks(shape: Iterable[int], size: Iterable[int]) -> tuple[int, ...]:
     return tuple(-(-extent // block) for extent, block in zip(shape, size, strict=True))
 
 
-def _blocks_held(held: Held, cut: Cut, size: tuple[int, ...]) -> set[tuple[tuple[int, ...], ...]]:
+def _blocks_held(held: Held, sharding: Sharding, size: tuple[int, ...]) -> set[tuple[tuple[int, ...], ...]]:
     """Return the pieces of a tensor of scales that belong to what a rank holds of the weight."""
     for piece in held.pieces:
-        for start, stop, local, block, extent in zip(*piece, size, cut.shape, strict=True):
+        for start, stop, local, block, extent in zip(*piece, size, sharding.shape, strict=True):
             if start % block or local % block or (stop % block and stop != extent):
                 raise UsageError(
-                    f"a target rank has {start} to {stop} of {extent} at {local}, which cuts blocks of {block}: "
+                    f"a target rank has {start} to {stop} of {extent} at {local}, which splits blocks of {block}: "
                     "quantize by blocks whose size divides the ranks' parts"
                 )
     return {tuple(_in_blocks(numbers, size) for numbers in piece) for piece in held.pieces}

@@ -20,17 +20,17 @@ from typing import Any, NamedTuple
 
 from ..errors import UsageError
 from .dtypes import ITEMSIZE, dtype_name
-from .placement import Cut, Held, Mesh, Piece, Placement, Replicate, Runs, Shard, StridedShard, cut_over, dense
+from .placement import Held, Mesh, Piece, Placement, Replicate, Runs, Shard, Sharding, StridedShard, dense, shard_over
 
 __all__ = ["Buffer", "Layout", "Tensor"]
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor's global shape and element type, the different parts of it (`cut`), and which ranks have each."""
+    """A tensor's global shape and element type, the different parts of it (`sharding`), and which ranks have each."""
 
     dtype: str
-    cut: Cut
+    sharding: Sharding
     ranks: tuple[tuple[int, ...], ...]
 
     @classmethod
@@ -52,22 +52,22 @@ class Tensor:
         if order is not None and sorted(order) != list(range(len(whole))):
             raise UsageError(f"order is {order!r}, expected the numbers 0 to {len(whole) - 1} once each")
         kinds = tuple(_checked_placement(placement) for placement in placements)
-        cut, places = cut_over(whole, kinds, mesh.shape, None if order is None else tuple(order))
-        return cls(dtype_name(dtype), cut, _ranks_at(mesh.ranks, places))
+        sharding, places = shard_over(whole, kinds, mesh.shape, None if order is None else tuple(order))
+        return cls(dtype_name(dtype), sharding, _ranks_at(mesh.ranks, places))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor."""
-        return self.cut.shape
+        return self.sharding.shape
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
-        return math.prod(self.cut.shape) * ITEMSIZE[self.dtype]
+        return math.prod(self.sharding.shape) * ITEMSIZE[self.dtype]
 
     def held_by(self) -> dict[int, Held]:
         """Return what each rank holds of it; ranks that hold nothing are not there."""
-        return {rank: held for held, ranks in zip(self.cut.held, self.ranks, strict=True) for rank in ranks}
+        return {rank: held for held, ranks in zip(self.sharding.held, self.ranks, strict=True) for rank in ranks}
 
 
 class Buffer(NamedTuple):
@@ -150,19 +150,19 @@ class Layout:
         for name, tensor in self.tensors.items():
             held = tensor.held_by().get(rank)
             if held is not None:
-                found[name] = Tensor(tensor.dtype, Cut.of(tensor.shape, (held,)), ((rank,),))
+                found[name] = Tensor(tensor.dtype, Sharding.of(tensor.shape, (held,)), ((rank,),))
         return Layout(found)
 
     def describe(self) -> dict[str, Any]:
         """Return the layout as mappings, tuples, strings and integers; what tensors share stands there once."""
-        cuts: dict[Cut, int] = {}
+        shardings: dict[Sharding, int] = {}
         groups: dict[tuple[tuple[int, ...], ...], int] = {}
         tensors = {
-            name: [t.dtype, cuts.setdefault(t.cut, len(cuts)), groups.setdefault(t.ranks, len(groups))]
+            name: [t.dtype, shardings.setdefault(t.sharding, len(shardings)), groups.setdefault(t.ranks, len(groups))]
             for name, t in self.tensors.items()
         }
         return {
-            "cuts": [[cut.shape, cut.held] for cut in cuts],
+            "shardings": [[sharding.shape, sharding.held] for sharding in shardings],
             "ranks": list(groups),
             "tensors": tensors,
         }
@@ -171,13 +171,15 @@ class Layout:
     def from_description(cls, description: Mapping[str, Any]) -> Layout:
         """Make the layout that `describe` returned the description of. Raises UsageError for anything else."""
         try:
-            cuts = [_cut_of_plain(*entry) for entry in description["cuts"]]
+            shardings = [_sharding_of_plain(*entry) for entry in description["shardings"]]
             groups = [tuple(tuple(map(int, ranks)) for ranks in group) for group in description["ranks"]]
             tensors = {}
-            for name, (dtype, cut, group) in description["tensors"].items():
-                if len(cuts[cut].held) != len(groups[group]):
-                    raise UsageError(f"{name}: {len(groups[group])} groups of ranks for {len(cuts[cut].held)} parts")
-                tensors[str(name)] = Tensor(dtype_name(dtype), cuts[cut], groups[group])
+            for name, (dtype, sharding, group) in description["tensors"].items():
+                if len(shardings[sharding].held) != len(groups[group]):
+                    raise UsageError(
+                        f"{name}: {len(groups[group])} groups of ranks for {len(shardings[sharding].held)} parts"
+                    )
+                tensors[str(name)] = Tensor(dtype_name(dtype), shardings[sharding], groups[group])
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise UsageError(f"this is no description of a layout: {error!r}") from None
         return cls(tensors)
@@ -235,8 +237,8 @@ def _tensor_of_torch(rank: int, value: Any) -> Tensor:
     if tuple(local.shape) != expected and (held or local.numel()):
         raise UsageError(f"the local tensor has shape {tuple(local.shape)}, its placements say {expected}")
     if held is None:
-        return Tensor(dtype, Cut.of(shape, ()), ())
-    return Tensor(dtype, Cut.of(shape, (held._replace(strides=_own(local.stride(), held.shape)),)), ((rank,),))
+        return Tensor(dtype, Sharding.of(shape, ()), ())
+    return Tensor(dtype, Sharding.of(shape, (held._replace(strides=_own(local.stride(), held.shape)),)), ((rank,),))
 
 
 def _own(strides: Iterable[int], shape: Sequence[int]) -> tuple[int, ...]:
@@ -254,12 +256,12 @@ def _tensor_of_buffer(rank: int, buffer: Buffer) -> Tensor:
     if not len(shape) == len(start) == len(stop) == len(strides):
         raise UsageError(f"shape {shape}, start {start}, stop {stop} and strides {strides} differ in length")
     held = Held((Piece(start, stop, (0,) * len(shape)),), local, _own(strides, local))
-    cut = _checked_cut(shape, (held,) if all(local) else ())
-    return Tensor(dtype_name(buffer.dtype), cut, ((int(rank),),) * len(cut.held))
+    sharding = _checked_sharding(shape, (held,) if all(local) else ())
+    return Tensor(dtype_name(buffer.dtype), sharding, ((int(rank),),) * len(sharding.held))
 
 
-def _cut_of_plain(shape: Sequence[int], held: Iterable[Any]) -> Cut:
-    return _checked_cut(
+def _sharding_of_plain(shape: Sequence[int], held: Iterable[Any]) -> Sharding:
+    return _checked_sharding(
         tuple(map(int, shape)),
         tuple(
             Held(
@@ -272,8 +274,8 @@ def _cut_of_plain(shape: Sequence[int], held: Iterable[Any]) -> Cut:
     )
 
 
-def _checked_cut(shape: tuple[int, ...], held: tuple[Held, ...]) -> Cut:
-    """Return the cut; raise UsageError unless every piece lies in the tensor and in the local tensor."""
+def _checked_sharding(shape: tuple[int, ...], held: tuple[Held, ...]) -> Sharding:
+    """Return the sharding; raise UsageError unless every piece lies in the tensor and in the local tensor."""
     for pieces, local, strides in held:
         if not len(local) == len(strides) == len(shape) or min(strides, default=0) < 0:
             raise UsageError(f"a part has shape {local} and strides {strides}, expected {len(shape)} of each, from 0")
@@ -288,7 +290,7 @@ def _checked_cut(shape: tuple[int, ...], held: tuple[Held, ...]) -> Cut:
                 raise UsageError(f"a part goes from {piece.start} to {piece.stop}, which is not within {shape}")
             if not all(0 <= at <= size - (stop - start) for _, start, stop, at, size in rows):
                 raise UsageError(f"a piece at {piece.local} does not fit in its rank's part of shape {local}")
-    return Cut.of(shape, held)
+    return Sharding.of(shape, held)
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
@@ -299,10 +301,12 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     for tensor in tensors:
         if (tensor.shape, tensor.dtype) != (first.shape, first.dtype):
             raise UsageError(f"it is {tensor.dtype} {tensor.shape} here and {first.dtype} {first.shape} there")
-        for held, ranks in zip(tensor.cut.held, tensor.ranks, strict=True):
+        for held, ranks in zip(tensor.sharding.held, tensor.ranks, strict=True):
             parts.setdefault(held, set()).update(ranks)
             for rank in ranks:
                 if owner.setdefault(rank, held) != held:
                     raise UsageError(f"rank {rank} holds it in two ways: {owner[rank]} and {held}")
     ordered = sorted(parts, key=lambda held: min(parts[held]))
-    return Tensor(first.dtype, Cut.of(first.shape, tuple(ordered)), tuple(tuple(sorted(parts[h])) for h in ordered))
+    return Tensor(
+        first.dtype, Sharding.of(first.shape, tuple(ordered)), tuple(tuple(sorted(parts[h])) for h in ordered)
+    )

@@ -6,13 +6,13 @@ A mesh is an array of ranks. Each of its axes has one placement, as in torch's D
 |----------------------------|---------------------------------------------------------------------------------------|
 | `Replicate()`              | all                                                                                   |
 | `Shard(dim)`               | chunk c of `torch.chunk`: ceil(extent / n) each, the last ones smaller or empty       |
-| `StridedShard(dim, f)`     | the same, but cut after a later axis's `Shard(dim)`, of f places: FSDP2 over TP or EP |
+| `StridedShard(dim, f)`     | the same, but split after a later axis's `Shard(dim)`, of f places: FSDP2 over TP or EP |
 | `Runs(dim, runs)`          | the index ranges `runs[c]`, one after another: fused projections, tables of experts   |
 
-Axes apply in order; each cuts what the ones before it left. What a place holds of a dimension is therefore a list of
-ranges, which lie one after another in its memory, and what it holds of the tensor is their product: `Piece`s. A `Cut`
-is all of that for one kind of tensor, without ranks: the planner works on cuts, so that a model's thousands of equal
-parameters are computed once.
+Axes apply in order; each splits what the ones before it left. What a place holds of a dimension is therefore a list of
+ranges, which lie one after another in its memory, and what it holds of the tensor is their product: `Piece`s. A
+`Sharding` is all of that for one kind of tensor, without ranks: the planner works on shardings, so that a model's
+thousands of equal parameters are computed once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,19 @@ import numpy as np
 
 from ..errors import UsageError
 
-__all__ = ["Cut", "Held", "Mesh", "Piece", "Placement", "Replicate", "Runs", "Shard", "StridedShard", "packed", "slots"]
+__all__ = [
+    "Held",
+    "Mesh",
+    "Piece",
+    "Placement",
+    "Replicate",
+    "Runs",
+    "Shard",
+    "Sharding",
+    "StridedShard",
+    "packed",
+    "slots",
+]
 
 Span = tuple[int, int]
 
@@ -40,16 +52,16 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The axis cuts dimension `dim` by `torch.chunk`: of 10 over 4 places they hold 3, 3, 3 and 1."""
+    """The axis splits dimension `dim` by `torch.chunk`: of 10 over 4 places they hold 3, 3, 3 and 1."""
 
     dim: int
 
 
 @dataclass(frozen=True, slots=True)
 class StridedShard:
-    """The axis cuts dimension `dim` after a later axis did, which has a `Shard(dim)` over `split_factor` places.
+    """The axis splits dimension `dim` after a later axis did, which has a `Shard(dim)` over `split_factor` places.
 
-    FSDP2 makes it where the module was cut by tensor or expert parallelism along the same dimension before.
+    FSDP2 makes it where the module was split by tensor or expert parallelism along the same dimension before.
     """
 
     dim: int
@@ -71,12 +83,12 @@ Placement = Replicate | Shard | StridedShard | Runs
 
 
 def packed(dim: int, ranks: int, *parts: int | tuple[int, int]) -> Runs:
-    """Return the placement of a tensor that is fused of parts along `dim`, each cut over `ranks` by itself.
+    """Return the placement of a tensor that is fused of parts along `dim`, each split over `ranks` by itself.
 
     Each rank holds its shares of all parts, one after another, as fused projections do under tensor parallelism:
     `packed(0, tp, (q, q_heads), (k, kv_heads), (v, kv_heads))`, `packed(0, tp, gate, up)`. A part is its size, or its
-    size and how many heads it has: heads are never cut, and where there are fewer than ranks, ranks / heads neighbours
-    hold the same one. Raises UsageError for what cannot be spread evenly.
+    size and how many heads it has: heads are never split, and where there are fewer than ranks, ranks / heads
+    neighbours hold the same one. Raises UsageError for what cannot be spread evenly.
     """
     rows: list[list[Span]] = [[] for _ in range(ranks)]
     first = 0
@@ -137,8 +149,8 @@ class Held(NamedTuple):
     strides: tuple[int, ...]
 
 
-class Cut:
-    """The different things that ranks hold of one kind of tensor. Equal cuts are the same object, by `Cut.of`."""
+class Sharding:
+    """The different things that ranks hold of one kind of tensor. Equal ones are the same object, by `Sharding.of`."""
 
     __slots__ = ("held", "shape")
 
@@ -147,13 +159,13 @@ class Cut:
         self.held = held
 
     def __repr__(self) -> str:
-        return f"<Cut of {self.shape} into {len(self.held)}>"
+        return f"<Sharding of {self.shape} into {len(self.held)}>"
 
     @staticmethod
     @functools.lru_cache(maxsize=1 << 14)
-    def of(shape: tuple[int, ...], held: tuple[Held, ...]) -> Cut:
-        """Return the cut of a tensor of this shape into these."""
-        return Cut(shape, held)
+    def of(shape: tuple[int, ...], held: tuple[Held, ...]) -> Sharding:
+        """Return the sharding of a tensor of this shape into these."""
+        return Sharding(shape, held)
 
 
 def dense(shape: Sequence[int], order: Iterable[int] | None = None) -> tuple[int, ...]:
@@ -165,10 +177,10 @@ def dense(shape: Sequence[int], order: Iterable[int] | None = None) -> tuple[int
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def cut_over(
+def shard_over(
     shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: tuple[int, ...], order: tuple[int, ...] | None
-) -> tuple[Cut, tuple[tuple[int, ...], ...]]:
-    """Return the cut of a tensor over a mesh of that shape, and for each thing held the places of the mesh it is at.
+) -> tuple[Sharding, tuple[tuple[int, ...], ...]]:
+    """Return the sharding of a tensor over a mesh of that shape, and the places of the mesh where each thing is held.
 
     Places that hold nothing are left out. Raises UsageError for placements that fit neither the tensor nor the mesh.
     """
@@ -183,11 +195,11 @@ def cut_over(
         held = _held(runs, order)
         if held.pieces:
             places.setdefault(held, []).append(place)
-    return Cut.of(shape, tuple(places)), tuple(map(tuple, places.values()))
+    return Sharding.of(shape, tuple(places)), tuple(map(tuple, places.values()))
 
 
 def _ordered(placements: tuple[Placement, ...], mesh: tuple[int, ...]) -> list[tuple[int, Placement]]:
-    """Return the axes in the order in which they cut: strided ones right after the `Shard` that they waited for.
+    """Return the axes in the order in which they split: strided ones right after the `Shard` that they waited for.
 
     As `_explicit_order_placements` of torch/distributed/tensor/_utils.py does, and as FSDP2 fills its shards. What
     torch 2.13's `compute_local_shape_and_global_offset` says of uneven strided shards differs from that: of 7 rows over
@@ -216,7 +228,7 @@ def _ordered(placements: tuple[Placement, ...], mesh: tuple[int, ...]) -> list[t
 
 def _dim(placement: Shard | StridedShard | Runs, dims: int) -> int:
     if not -dims <= placement.dim < dims:
-        raise UsageError(f"{placement} cuts dimension {placement.dim} of a tensor that has {dims}")
+        raise UsageError(f"{placement} splits dimension {placement.dim} of a tensor that has {dims}")
     return placement.dim % dims
 
 
@@ -226,7 +238,7 @@ def _share(runs: list[Span], placement: Placement, place: int, places: int, exte
         if len(placement.runs) != places:
             raise UsageError(f"a Runs placement has ranges for {len(placement.runs)} places on an axis of {places}")
         if runs != ([(0, extent)] if extent else []):
-            raise UsageError("a Runs placement must be the first that cuts its dimension")
+            raise UsageError("a Runs placement must be the first that splits its dimension")
         if any(not 0 <= start <= stop <= extent for start, stop in placement.runs[place]):
             raise UsageError(f"a Runs placement has {placement.runs[place]}, expected ranges within 0 to {extent}")
         return _merged(placement.runs[place])

@@ -25,7 +25,7 @@ from ..errors import UsageError
 from .boxes import Array, boxes_between
 from .dtypes import ITEMSIZE, dtype_name
 from .layout import Layout, Tensor
-from .placement import Cut, Held, Piece, dense
+from .placement import Held, Piece, Sharding, dense
 from .recipe import Expression, Made, Part, Recipe, SourceOf
 from .traced import RecordError, Traced
 
@@ -110,7 +110,7 @@ def record(
 
     `load` takes (name, tensor) pairs, as vLLM's `load_weights` does; its parameters are torch tensors on any device,
     "meta" among them, or numpy arrays, and keep their values. `sources` say shape and type of each tensor of the
-    checkpoint. What a loader calls may slice, turn, cut, put together and convert tensors, and copies them with
+    checkpoint. What a loader calls may slice, turn, split, put together and convert tensors, and copies them with
     `tensor.copy_`, by an index, or with `numpy.copyto`. Raises UsageError, which names the call and the tensor, for
     anything else.
     """
@@ -249,8 +249,8 @@ def _joined(name: str, of_rank: Mapping[int, Parameter]) -> tuple[Tensor, list[P
             held = Held((piece,), own, _usual(of_rank[rank]))
             ranks_of.setdefault(held, []).append(rank)
         begin += own[0] if own else 0
-    cut = Cut.of(shape, tuple(ranks_of))
-    return Tensor(first.dtype, cut, tuple(tuple(sorted(ranks)) for ranks in ranks_of.values())), parts
+    sharding = Sharding.of(shape, tuple(ranks_of))
+    return Tensor(first.dtype, sharding, tuple(tuple(sorted(ranks)) for ranks in ranks_of.values())), parts
 
 
 def _usual(parameter: Parameter) -> Shape:

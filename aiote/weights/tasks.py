@@ -100,7 +100,7 @@ def task_of(entry: Entry, unit: Unit, sources: Layout, targets: Layout, turn: in
 def origin_of(entry: Entry, holder: Holder, sources: Layout) -> Origin:
     """Return where what a holder names lies."""
     part = entry.parts[holder[0]]
-    held = sources.tensors[part.source].cut.held[holder[1]]
+    held = sources.tensors[part.source].sharding.held[holder[1]]
     return Origin(part, held, held.pieces[holder[2]])
 
 
@@ -113,14 +113,14 @@ def _rotated(ranks: Sequence[int], only: tuple[int, ...] | None, turn: int) -> t
 def _straight(
     entry: Entry, unit: Unit, found: Sequence[Fetch], held: int, sources: Layout, targets: Layout
 ) -> Iterator[Copy]:
-    target = targets.tensors[entry.target].cut.held[held]
+    target = targets.tensors[entry.target].sharding.held[held]
     for _, holder, start, stop in found:
         yield from relocate(origin_of(entry, holder, sources), target, entry.target, start, stop)
 
 
 def _staged(entry: Entry, unit: Unit, held: int, rank: int, targets: Layout) -> Iterator[Copy]:
     target = targets.tensors[entry.target]
-    yield from store(target.cut.held[held], entry.target, unit.start, unit.stop)
+    yield from store(target.sharding.held[held], entry.target, unit.start, unit.stop)
     if entry.block:
         start = tuple(map(int.__floordiv__, unit.start, entry.size))
         stop = tuple(-(-end // block) for end, block in zip(unit.stop, entry.size, strict=True))

@@ -283,7 +283,7 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
         return found
 
     def split(self, sizes: Any, dim: int = 0) -> tuple[Traced, ...]:
-        """Cut along a dimension into pieces of one size, or of these sizes."""
+        """Split along a dimension into pieces of one size, or of these sizes."""
         at = self._dim(dim)
         extent = self.shape[at]
         several = list(sizes) if isinstance(sizes, (list, tuple)) else [sizes] * -(-extent // sizes)
@@ -293,7 +293,7 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
         )
 
     def chunk(self, chunks: int, dim: int = 0) -> tuple[Traced, ...]:
-        """Cut along a dimension into so many pieces, as torch does."""
+        """Split along a dimension into so many pieces, as torch does."""
         return self.split(max(1, -(-self.shape[self._dim(dim)] // chunks)), dim)
 
     def unbind(self, dim: int = 0) -> tuple[Traced, ...]:

@@ -1,4 +1,4 @@
-"""A layer's weights as trainers have them (each tensor cut by rows) and as inference ranks do (fused, by heads)."""
+"""A layer's weights as trainers have them (each tensor split by rows) and as inference ranks do (fused, by heads)."""
 
 from __future__ import annotations
 

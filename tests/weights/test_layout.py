@@ -68,7 +68,7 @@ def test_a_shard_that_is_split_again_keeps_its_order():
         (4, (2, 2), (StridedShard(0, 3), Shard(0)), "shards over 2 places"),
         (4, (2,), (Runs(0, (((0, 4),),)),), "1 places on an axis of 2"),
         (4, (2,), (Runs(0, (((0, 5),), ())),), "within 0 to 4"),
-        (4, (2, 2), (Shard(0), Runs(0, ((), ()))), "first that cuts"),
+        (4, (2, 2), (Shard(0), Runs(0, ((), ()))), "first that splits"),
         (4, (2,), ("S(0)",), "is none of"),
     ],
 )
@@ -113,7 +113,7 @@ def test_buffers_of_several_ranks_make_one_tensor():
     parts = [Layout.of_buffers(r, {"x": Buffer((4, 6), "F32", (2 * r, 0), (2 * r + 2, 6), (8, 1))}) for r in range(2)]
     both = Layout.merge(parts)
     assert both.ranks == (0, 1)
-    assert [held.strides for held in both.tensors["x"].cut.held] == [(8, 1)] * 2
+    assert [held.strides for held in both.tensors["x"].sharding.held] == [(8, 1)] * 2
     assert both.tensors["x"].nbytes == 96
 
 
@@ -153,14 +153,14 @@ def test_a_layout_travels_as_json(data, shape):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda d: d.pop("cuts"),
+        lambda d: d.pop("shardings"),
         lambda d: d["tensors"].update(x=["F32", 9, 0]),
         lambda d: d["tensors"].update(x=["F99", 0, 0]),
         lambda d: d["tensors"].update(x=7),
         lambda d: d["ranks"][0].append([5]),
-        lambda d: d["cuts"][0][1][0][0][0].__setitem__(1, [9]),
-        lambda d: d["cuts"][0][1][0][0][0].__setitem__(2, [1]),
-        lambda d: d["cuts"][0].__setitem__(0, None),
+        lambda d: d["shardings"][0][1][0][0][0].__setitem__(1, [9]),
+        lambda d: d["shardings"][0][1][0][0][0].__setitem__(2, [1]),
+        lambda d: d["shardings"][0].__setitem__(0, None),
     ],
 )
 def test_a_description_that_was_changed_is_refused(change):
@@ -268,6 +268,6 @@ def test_modules_that_cannot_be_sources_are_refused_by_name(tensor, words):
 
 def test_a_transposed_part_has_the_strides_of_its_order():
     tensor = Tensor.over((4, 6), "F32", Mesh.of(range(2)), (Shard(0),), (1, 0))
-    assert tensor.cut.held[0].strides == (1, 2)
+    assert tensor.sharding.held[0].strides == (1, 2)
     with pytest.raises(UsageError, match="order"):
         Tensor.over((4, 6), "F32", Mesh.of(range(2)), (Shard(0),), (0, 0))

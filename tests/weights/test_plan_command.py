@@ -173,7 +173,7 @@ def test_what_ranks_are_read_for_others_counts_for_their_nics():
     assert gathering.why == "blocks of 128x128 cross edges between ranks: w has 32x128 on a rank"
 
 
-def test_sizes_that_look_equal_share_a_bar_and_many_are_cut():
+def test_sizes_that_look_equal_share_a_bar_and_many_are_left_out():
     sources = Layout.over(range(40), {f"w{i}": ((1 + i,), "F64", Shard(0)) for i in range(40)})
     out = io.StringIO()
     picture(summary_of("many", plan_update(sources, sources)), Console(file=out, width=100))

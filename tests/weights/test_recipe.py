@@ -123,7 +123,7 @@ def quantize(
 
 def test_blocks_that_are_not_whole_on_every_target_rank_are_refused():
     assert quantize((Shard(0),), (Shard(0),)).traffic.sent == {0: 24, 1: 24, 2: 24}
-    with pytest.raises(UsageError, match="x: a target rank has 0 to 2 of 6 at 0, which cuts blocks of 3"):
+    with pytest.raises(UsageError, match="x: a target rank has 0 to 2 of 6 at 0, which splits blocks of 3"):
         quantize((Shard(0),), (Replicate(),), (3, 3), blocks=(2, 2))
     with pytest.raises(UsageError, match="target rank 0 has other blocks of it than scales in s"):
         quantize((Shard(0),), (Replicate(),))
