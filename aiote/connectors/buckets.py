@@ -2,7 +2,7 @@
 
 Senders that iterate over the same tensors lay them out alike without a word between them: so bucket b can be sender
 b mod n's to fill and to write, and the receivers still have one stream, in order. A tensor that fits into a bucket lies
-in one piece, where the receiver uses it in place. A larger one is cut, and put together at the receiver.
+in one piece, where the receiver uses it in place. A larger one is split, and put together at the receiver.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Bucket", "Bytes", "Cutter", "Ended", "Joiner", "Piece", "slots_of"]
+__all__ = ["Bucket", "Bytes", "Ended", "Joiner", "Piece", "Splitter", "slots_of"]
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
@@ -65,7 +65,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     digest: bytes
 
 
-class Cutter:
+class Splitter:
     """Lays tensors into buckets of a size, one after the other."""
 
     def __init__(self, bucket_bytes: int) -> None:
@@ -73,7 +73,7 @@ class Cutter:
         self._number = self._used = self._pieces = self._tensors = 0
         self._digest = hashlib.blake2b(digest_size=16)
 
-    def cut(self, name: str, dtype: str, shape: Sequence[int], nbytes: int) -> Iterator[tuple[int, Piece]]:
+    def split(self, name: str, dtype: str, shape: Sequence[int], nbytes: int) -> Iterator[tuple[int, Piece]]:
         """Yield the pieces of the next tensor, each with its bucket's number."""
         self._tensors += 1
         self._digest.update(f"{name}\0{dtype}\0{tuple(shape)}\0".encode())
@@ -98,7 +98,7 @@ class Cutter:
 
 
 class Joiner:
-    """Puts tensors together that are cut. `add` is called with every piece, in order."""
+    """Puts tensors together that are split. `add` is called with every piece, in order."""
 
     def __init__(self) -> None:
         self._piece: Piece | None = None

@@ -20,7 +20,7 @@ from .. import service
 from ..errors import UsageError
 from ..service.background import to_the_end
 from .broadcast import STAGED, Exchange, Incoming, Outgoing, UpdateError
-from .buckets import ALIGNMENT, Bucket, Bytes, Cutter, Joiner, Piece
+from .buckets import ALIGNMENT, Bucket, Bytes, Joiner, Piece, Splitter
 
 if TYPE_CHECKING:
     import torch
@@ -117,7 +117,7 @@ class Sending:
 
     def __init__(self, party: Party, memory: Memory, outgoing: Outgoing) -> None:
         self._party, self._memory, self._outgoing = party, memory, outgoing
-        self._cutter = Cutter(outgoing.bucket_bytes)
+        self._splitter = Splitter(outgoing.bucket_bytes)
         self._number = -1
         self._pieces: list[Piece] = []
         self._over = anyio.Event()
@@ -148,7 +148,7 @@ class Sending:
         """
         dtype = str(tensor.dtype).removeprefix("torch.")
         content: Bytes | None = None
-        for number, piece in self._cutter.cut(name, dtype, tensor.shape, tensor.nbytes):
+        for number, piece in self._splitter.split(name, dtype, tensor.shape, tensor.nbytes):
             if number % self._outgoing.senders != self._outgoing.index:
                 continue
             if number != self._number:
@@ -174,7 +174,7 @@ class Sending:
             self._pieces = []
 
     async def _finish(self) -> None:
-        await self._outgoing.finish(self._cutter.ended())
+        await self._outgoing.finish(self._splitter.ended())
         await self._over.wait()
         if self._outgoing.error is not None:
             raise UpdateError(self._outgoing.error)

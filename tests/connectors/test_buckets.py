@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aiote.connectors import buckets
-from aiote.connectors.buckets import ALIGNMENT, Cutter, Joiner, Piece, slots_of
+from aiote.connectors.buckets import ALIGNMENT, Joiner, Piece, Splitter, slots_of
 
 BUCKET = 4 * ALIGNMENT
 sizes = st.lists(st.one_of(st.integers(0, 3 * BUCKET), st.sampled_from([0, 1, BUCKET - 1, BUCKET, BUCKET + 1])))
@@ -16,21 +16,21 @@ sizes = st.lists(st.one_of(st.integers(0, 3 * BUCKET), st.sampled_from([0, 1, BU
 
 @given(sizes)
 def test_what_comes_out_is_what_went_in(sizes):
-    cutter, joiner = Cutter(BUCKET), Joiner()
+    splitter, joiner = Splitter(BUCKET), Joiner()
     contents = [np.random.default_rng(number).integers(0, 256, size, np.uint8) for number, size in enumerate(sizes)]
     filled: dict[int, tuple[np.ndarray, list[Piece]]] = {}
     for number, content in enumerate(contents):
-        for bucket, piece in cutter.cut(str(number), "uint8", content.shape, content.nbytes):
+        for bucket, piece in splitter.split(str(number), "uint8", content.shape, content.nbytes):
             memory, pieces = filled.setdefault(bucket, (np.zeros(BUCKET, np.uint8), []))
             assert piece.offset % ALIGNMENT == 0
             assert not pieces or piece.offset >= pieces[-1].offset + pieces[-1].length
             memory[piece.offset : piece.offset + piece.length] = content[piece.start : piece.start + piece.length]
             pieces.append(piece)
-    assert list(filled) == list(range(cutter.ended().buckets))
+    assert list(filled) == list(range(splitter.ended().buckets))
     out = []
     for memory, pieces in filled.values():
         for piece in pieces:
-            assert piece.length == piece.nbytes or piece.nbytes > BUCKET, "cut, although it fits"
+            assert piece.length == piece.nbytes or piece.nbytes > BUCKET, "split, although it fits"
             whole, copy = joiner.add(piece, memory)
             if copy is not None:
                 copy[0][:] = copy[1]
@@ -43,17 +43,17 @@ def test_what_comes_out_is_what_went_in(sizes):
 
 def test_a_bucket_has_no_more_pieces_than_a_message_describes(monkeypatch):
     monkeypatch.setattr(buckets, "MOST_PIECES", 3)
-    cutter = Cutter(BUCKET)
-    numbers = [number for index in range(7) for number, _ in cutter.cut(str(index), "uint8", (0,), 0)]
+    splitter = Splitter(BUCKET)
+    numbers = [number for index in range(7) for number, _ in splitter.split(str(index), "uint8", (0,), 0)]
     assert numbers == [0, 0, 0, 1, 1, 1, 2]
 
 
 def test_the_digest_tells_tensors_apart():
     def digest(*tensors: tuple[str, str, tuple[int, ...]]) -> bytes:
-        cutter = Cutter(BUCKET)
+        splitter = Splitter(BUCKET)
         for name, dtype, shape in tensors:
-            list(cutter.cut(name, dtype, shape, 4))
-        return cutter.ended().digest
+            list(splitter.split(name, dtype, shape, 4))
+        return splitter.ended().digest
 
     a, b = ("a", "float32", (1,)), ("b", "float32", (1,))
     digests = [digest(), digest(a), digest(a, b), digest(b, a), digest(("a", "int32", (1,)), b)]

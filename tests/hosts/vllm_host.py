@@ -98,7 +98,7 @@ def train(pipe: Any, versions: list[int], die_at: int) -> None:
     from aiote.connectors.vllm.weights import AioteTrainerInitInfo
 
     client, source = Client(pipe), Source(module(versions[0]))
-    # Buckets smaller than a matrix: some tensors are cut, and the trainer dies when a part of them has been loaded.
+    # Buckets smaller than a matrix: some tensors are split, and the trainer dies when a part of them has been loaded.
     init = AioteTrainerInitInfo(rank=0, workers=1, bucket_size=40_000)
     engine = WeightTransferTrainerFactory.trainer_init(init, client=client, source=source)
     for version in versions:
