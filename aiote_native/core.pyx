@@ -431,12 +431,12 @@ cdef class Core:
         """Return what was counted since the core was opened."""
         cdef State state
         cdef uint64_t sleeps, rounds
-        cdef bint shared = self.engine.threaded and alive(&self.engine)
-        with nogil:  # the native thread changes some of the words beside these without the lock
-            if shared:
-                lock(&self.engine)
+        if not (self.engine.threaded and alive(&self.engine)):
             state, sleeps, rounds = self.engine.state, self.engine.sleeps, self.engine.rounds
-            if shared:
+        else:
+            with nogil:  # the native thread changes some of the words beside these without the lock
+                lock(&self.engine)
+                state, sleeps, rounds = self.engine.state, self.engine.sleeps, self.engine.rounds
                 unlock(&self.engine)
         return {
             "posted": state.posted, "completed": state.completed, "refused": state.refused,

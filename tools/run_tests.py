@@ -35,7 +35,10 @@ NEEDS_GUEST = "needs_rdma or needs_netem"
 GUEST_HEARTBEAT_LIMIT_S = 15
 LANES = 5  # one for each run, so that none waits for another
 # The folders of the first two parts, which take about as long as each other; the third has the rest.
-PARTS = ({"engine", "core", "docs", "lint", "native"}, {"failure", "soak", "testing", "demo", "hostile", "faults"})
+PARTS = (
+    {"engine", "core", "docs", "lint", "native", "bridge", "connectors"},
+    {"failure", "soak", "testing", "demo", "hostile", "faults"},
+)
 NOTHING_CHOSEN = 5  # pytest's status where the arguments leave it no test
 SYSTEM = ["/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib"]
 # Which combinations each run tries; with another turn it tries others.
