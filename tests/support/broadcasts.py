@@ -12,7 +12,7 @@ import numpy as np
 import aiote
 from aiote import service
 from aiote.connectors.broadcast import STAGED, Exchange, Incoming, Outgoing
-from aiote.connectors.buckets import Bucket, Cutter, Joiner
+from aiote.connectors.buckets import Bucket, Joiner, Splitter
 
 Tensors = dict[str, Any]
 
@@ -40,7 +40,7 @@ class Trainer:
             run = _Run(outgoing)
             group = await stack.enter_async_context(anyio.create_task_group())
             group.start_soon(run)
-            cutter, number, pieces = Cutter(outgoing.bucket_bytes), -1, []
+            splitter, number, pieces = Splitter(outgoing.bucket_bytes), -1, []
 
             async def put() -> None:
                 if pieces:
@@ -50,7 +50,7 @@ class Trainer:
             try:
                 for name, tensor in tensors.items():
                     content = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
-                    for at, piece in cutter.cut(name, str(tensor.dtype), tensor.shape, tensor.nbytes):
+                    for at, piece in splitter.split(name, str(tensor.dtype), tensor.shape, tensor.nbytes):
                         if at % outgoing.senders != outgoing.index:
                             continue
                         if at != number:
@@ -61,7 +61,7 @@ class Trainer:
                         start = outgoing.place(at) + piece.offset
                         self.staging[start : start + piece.length] = content[piece.start : piece.start + piece.length]
                 await put()
-                await outgoing.finish(cutter.ended())
+                await outgoing.finish(splitter.ended())
             except aiote.AioteError:
                 pass
             await run.over.wait()
