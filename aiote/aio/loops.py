@@ -8,6 +8,7 @@ scope of theirs, so an engine may be opened in one task and closed in another (a
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import sys
 from collections.abc import Callable, Coroutine, Generator
@@ -40,11 +41,6 @@ class LoopTask(Protocol):
     @property
     def ended(self) -> bool:
         """Whether it has ended, or its loop has."""
-        ...
-
-    @property
-    def untouched(self) -> bool:
-        """Whether it may do one more thing at once: its loop runs what a callback wakes, and nobody cancelled it."""
         ...
 
     async def join(self) -> None:
@@ -116,10 +112,6 @@ class AsyncioTask:
     @property
     def ended(self) -> bool:
         return self._task.done() or self._task.get_loop().is_closed()
-
-    @property
-    def untouched(self) -> bool:
-        return not (self._asked or self._task.cancelling())
 
     async def join(self) -> None:
         if self._task is not asyncio.current_task():
@@ -260,10 +252,6 @@ class TrioTask:
     def ended(self) -> bool:
         return bool(self.over.is_set())
 
-    @property
-    def untouched(self) -> bool:
-        return False
-
     async def join(self) -> None:
         await self.over.wait()
 
@@ -331,5 +319,5 @@ class TrioLoop:
                 if after is not None:
                     after()
 
-        self._trio.lowlevel.spawn_system_task(run, name=name)
+        self._trio.lowlevel.spawn_system_task(run, name=name, context=contextvars.copy_context())
         return task

@@ -111,7 +111,7 @@ class Signal:
                 self.wake_one()
             raise
 
-    def wake_one(self) -> None:
+    def wake_one(self, wake: Callable[[Waiter], object] = wake) -> None:
         """Wake the one that has waited longest, if any."""
         while self._waiters:
             waiter = self._waiters.popleft()

@@ -315,8 +315,9 @@ class Engine:
         """Call `listener()` whenever `recv_nowait` may find a message, and `over()` when the engine is closed.
 
         They are callbacks of the event loop: no task is running. What is returned stops that. An engine has one
-        listener; it has to take every message that there is.
+        listener; it has to take every message that there is. Raises UsageError for another, and ClosedError.
         """
+        self._runtime.require_open()
         return self._links.inbox.listen(listener, over)
 
     def messages(self) -> Messages:

@@ -111,7 +111,7 @@ class Endpoint:
         self._forget = engine.listen_events(self._on_event)
         self._over = Signal(self.loop)
         self._part: Link | None = None  # whose message is being read
-        self.reading = self._direct = False
+        self.reading = self._direct = self._due = False
         self._unsent: list[Link] = []
         self.spawn(self._listen, name="aiote service: messages")
 
@@ -183,7 +183,7 @@ class Endpoint:
 
     def _read(self) -> None:
         """Take messages, as a callback of the loop's: no task is running, so what they wake runs at once."""
-        if self.reading:
+        if self.reading or self._due:
             return
         self.reading = self._direct = again = True
         try:
@@ -191,10 +191,25 @@ class Endpoint:
         finally:
             self.reading = self._direct = False
             unsent, self._unsent = self._unsent, []
-            for link in unsent:
-                link.flush()
             if again:
-                self.loop.call_soon(self._read)
+                # Once: the engine calls, too, and each would go on beside the others.
+                self._due = True
+                self.loop.call_soon(self._go_on)
+            self._flush(unsent)
+
+    def _go_on(self) -> None:
+        self._due = False
+        self._read()
+
+    def _flush(self, links: list[Link]) -> None:
+        """Send what links have; an interrupt leaves it to the loop's next turn."""
+        try:
+            while links:
+                links[-1].flush()
+                links.pop()
+        finally:
+            for link in links:
+                self.loop.call_soon(link.flush)
 
     def _read_some(self) -> bool:
         """Take as many as may be in one turn; tell whether there may be more."""
@@ -215,11 +230,6 @@ class Endpoint:
                 self._part = None
             left -= count
         return True
-
-    @property
-    def direct(self) -> bool:
-        """Whether what is woken runs at once: messages are being taken, and no task is running."""
-        return self._direct
 
     def wake(self, waiter: Waiter) -> None:
         """Wake a task, which runs before this returns where that may be."""

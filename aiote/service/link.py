@@ -175,7 +175,8 @@ class Link:
         if self.calls.get(slot) is caller:
             del self.calls[slot]
             self._free.append(slot)
-            self._changed.wake_one()
+            # Who waits takes it before the caller whose call has ended may come for it again.
+            self._changed.wake_one(self.endpoint.wake)
 
     def on_end(self, frame: End) -> None:
         """Hand an end to its call, once every item before it has come. Raises ValueError for one of no call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -62,7 +63,7 @@ class Running:
         self.link, self.frame = link, frame
         self.generation = frame.generation
         self._server, self._method, self._function = server, method, function
-        self.task: LoopTask | None = None
+        self._task: LoopTask | None = None
         self._status_if_cancelled: int | None = None
         # A callback asks, in which anyio does not know the loop.
         self._deadline = link.endpoint.loop.time() + frame.left if frame.left else math.inf
@@ -80,7 +81,8 @@ class Running:
 
     def start(self) -> None:
         """Run it in a task."""
-        self._server.workers.start(self)
+        spawn = functools.partial(self.link.endpoint.loop.spawn, self._run, name=self._method.name, after=self._after)
+        self._task = self._server.context.run(spawn)
 
     def cancel(self) -> None:
         """Cancel it: the caller wants no more of it, or is lost."""
@@ -92,22 +94,22 @@ class Running:
             return
         if self._status_if_cancelled is None:
             self._status_if_cancelled = status
-        if self.task is not None:
-            self.task.cancel()
+        if self._task is not None:
+            self._task.cancel()
         else:
-            self.after()
+            self._after()
 
     def credit(self, taken: int) -> None:
         """Take note that the caller has taken so many items."""
         if self._outgoing is not None:
             self._outgoing.credit(taken)
 
-    def after(self) -> None:
+    def _after(self) -> None:
         """Take note that its task has ended, even if that never began."""
         if not self._ended:
             self._end(Status.CANCELLED if self._status_if_cancelled is None else self._status_if_cancelled)
         # The task's context knows this, and the stream does: cycles have the garbage collector come in every few calls.
-        self.task = self._outgoing = None
+        self._task = self._outgoing = None
         self._server.over(self)
 
     def _end(self, status: int, parcel: Parcel | None = None) -> None:
@@ -127,13 +129,13 @@ class Running:
         # The last one of its peer does not wait for others that could travel with it.
         link.post(end, size, now=not link.running)
 
-    async def run(self) -> None:
+    async def _run(self) -> None:
         """Run it to its end, whatever that is."""
         token = _current.set(self)
         try:
             parcel = await self._within_deadline()
         except anyio.get_cancelled_exc_class():
-            # What we cancelled is told by `after`; a method that cancels itself has failed.
+            # What we cancelled is told by `_after`; a method that cancels itself has failed.
             if self._status_if_cancelled is None:
                 self._end(Status.FAILED, self._described(RuntimeError("it was cancelled")))
         except _Invalid as error:

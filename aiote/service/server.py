@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -19,7 +20,6 @@ from .frames import CallFrame, Status
 from .interceptors import Interceptor
 from .link import Link
 from .running import Running
-from .workers import Workers
 
 __all__ = ["Health", "HealthStatus", "Server", "serve"]
 
@@ -73,7 +73,7 @@ class Server:
         self._queue: deque[Running] = deque()
         self._changed = Signal(endpoint.loop)
         # Calls see what is set around `serve`, not what the first caller of this engine's clients had set.
-        self.workers = Workers(endpoint)
+        self.context = contextvars.copy_context()
 
     @property
     def methods(self) -> Collection[str]:
@@ -145,7 +145,6 @@ class Server:
             running.stop(Status.STOPPED)
         while self._running:
             await self._changed.wait()
-        await self.workers.close()
 
 
 @asynccontextmanager

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..aio import EventLoop, Signal
-from ..errors import ClosedError, PeerError
+from ..errors import ClosedError, PeerError, UsageError
 
 if TYPE_CHECKING:
     from ..rails import Core
@@ -153,18 +153,22 @@ class Inbox:
     def listen(self, listener: Callable[[], object], over: Callable[[], object]) -> Callable[[], None]:
         """Call a function, as a callback of the loop, whenever messages may be taken; `over` at the end of the engine.
 
-        What is returned stops that. There is one listener at a time, and it takes them all.
+        What is returned stops that. There is one listener, which takes them all. Raises UsageError for another.
         """
+        if self._listener is not None:
+            raise UsageError("the messages of this engine have a listener already")
+
+        def stop() -> None:
+            if self._listener is listener:
+                self._listener = self._over = self._core.on_messages = None
+                if not self._core.closed:
+                    self._core.expect_messages(-1)
+
         self._listener, self._over = listener, over
         self._core.on_messages = listener
         self._core.expect_messages(1)
         self.arrived()
-        return self._ignore
-
-    def _ignore(self) -> None:
-        self._listener = self._over = self._core.on_messages = None
-        if not self._core.closed:
-            self._core.expect_messages(-1)
+        return stop
 
     def _tell(self) -> None:
         self._told = False

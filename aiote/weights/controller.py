@@ -113,9 +113,9 @@ class _Target:
         self.steps.append(step.kind)
         if step.kind != "lent":
             return
-        if step.lent is None or step.places is None or step.places.ndim != 2 or not 0 <= step.imm < 1 << 32:
+        if step.lent is None or step.places is None or step.places.shape[1:] != (2,) or not 0 <= step.imm < 1 << 32:
             raise aiote.UsageError("it does not say what it lends")
-        regions, rest = divmod(len(step.lent.ends), max(1, len(sources)))
+        regions, rest = divmod(step.lent.ends.size, max(1, len(sources)))
         descriptors = step.lent.unpacked(regions * len(sources) + rest)
         if rest or (len(step.places) and int(step.places[:, 0].max()) >= regions and sources):
             raise aiote.UsageError(f"it lends {len(descriptors)} regions to {len(sources)} sources")
@@ -355,7 +355,11 @@ class _Attempt:
                         replica.fail(f"it lent no memory within {self.controller.limit} s")
             if not all(one.failure for one in self.replicas):
                 await self._send()
+            with anyio.move_on_after(self.controller.limit) as late:
+                await self._until(lambda: self.lost or all(one.failure or one.complete for one in self.replicas))
             for replica in self.replicas:
+                if late.cancelled_caught and not (replica.failure or replica.complete):
+                    replica.fail(f"it did not have everything {self.controller.limit} s after the sources had ended")
                 # Where all is there, it does not matter who is lost.
                 if self.lost and not replica.complete:
                     replica.fail("a source was lost: " + "; ".join(self.lost.values()))

@@ -180,7 +180,9 @@ class Layout:
                         f"{name}: {len(groups[group])} groups of ranks for {len(shardings[sharding].held)} parts"
                     )
                 tensors[str(name)] = Tensor(dtype_name(dtype), shardings[sharding], groups[group])
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
+        except UsageError:
+            raise
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise UsageError(f"this is no description of a layout: {error!r}") from None
         return cls(tensors)
 

@@ -216,7 +216,7 @@ def layout_of(packed: Bytes) -> Layout:
     """Return the layout of such bytes. Raises UsageError for anything else."""
     try:
         plain: dict[str, Any] = json.loads(packed.tobytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise aiote.UsageError(f"this is no description of a layout: {error}") from None
     return Layout.from_description(plain)
 

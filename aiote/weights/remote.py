@@ -42,7 +42,7 @@ class RemoteMemory:
 
     def _attach(self, number: int) -> aiote.RemoteRegion:
         if self._descriptors is None:
-            self._descriptors = self._regions.unpacked(len(self._regions.ends))
+            self._descriptors = self._regions.unpacked(self._regions.ends.size)
         if number >= len(self._descriptors):
             raise aiote.UsageError(f"there is no region {number} of {len(self._descriptors)}")
         remote = self._engine.attach(self._descriptors[number])

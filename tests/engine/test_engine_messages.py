@@ -257,3 +257,26 @@ async def test_a_loop_over_messages_ends_with_the_engine():
             await until(lambda: got)
             await right.aclose()
         assert got == [b"last", None]
+
+
+@pytest.mark.anyio
+async def test_messages_have_one_listener_and_its_end_leaves_the_next_alone():
+    async with pair("sim") as (left, right):
+        heard: list[bytes] = []
+
+        def hear() -> None:
+            while (message := right.recv_nowait()) is not None:
+                heard.append(message.data)
+
+        stop = right.listen_messages(hear, lambda: None)
+        with pytest.raises(aiote.UsageError, match="have a listener already"):
+            right.listen_messages(lambda: None, lambda: None)
+        await left.send(right.address, b"one")
+        await until(lambda: heard == [b"one"])
+        stop()
+        right.listen_messages(hear, lambda: None)
+        stop()
+        await left.send(right.address, b"two")
+        await until(lambda: heard == [b"one", b"two"])
+    with pytest.raises(aiote.ClosedError):
+        right.listen_messages(hear, lambda: None)

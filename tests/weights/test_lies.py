@@ -13,7 +13,16 @@ import pytest
 import aiote
 from aiote import service
 from aiote.weights import Controller, Layout, Replicate, serve_source, serve_target
-from aiote.weights.protocol import Descriptors, Step, TargetService, TargetState, Update, UpdateOrder, packed_layout
+from aiote.weights.protocol import (
+    Descriptors,
+    Step,
+    TargetService,
+    TargetState,
+    Update,
+    UpdateOrder,
+    layout_of,
+    packed_layout,
+)
 from engines import opened
 
 pytestmark = pytest.mark.anyio
@@ -65,6 +74,12 @@ LIES: dict[str, tuple[Callable[[Any], list[Step]], str]] = {
         lambda lent: [Step("lent", 1, Descriptors(lent.data, np.array([9, 2**64 - 1], np.uint64)), PLACES)],
         "are expected",
     ),
+    "ends that are no row": (
+        lambda lent: [Step("lent", 1, Descriptors(lent.data, np.array(3, np.uint64)), PLACES)],
+        "are expected",
+    ),
+    "places without bytes": (lambda lent: [Step("lent", 1, lent, np.zeros((3, 0), np.uint64))], "does not say what"),
+    "places that are no rows": (lambda lent: [Step("lent", 1, lent, np.array(1, np.uint64))], "does not say what"),
     "no descriptor": (lambda lent: [Step("lent", 1, Descriptors.of([b"none"]), PLACES)], "escriptor"),
 }
 
@@ -85,7 +100,30 @@ async def test_nobody_is_made_to_write_to_another_s_memory():
     np.testing.assert_array_equal(memory, np.arange(64))
 
 
-async def told(steps: Callable[[Any], list[Step]], *, own: bool) -> Any:
+async def test_a_target_that_falls_silent_fails_alone_and_by_the_limit():
+    report, memory, _ = await told(lambda lent: [Step("lent", 1, lent, PLACES)], own=True, limit=0.5)
+    assert report.committed == [""]
+    assert "it did not have everything 0.5 s after the sources had ended" in report.failed["liar"]
+    np.testing.assert_array_equal(memory, np.arange(64))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 200_000,
+        "5",
+        '{"shardings":[[["x"],[]]],"ranks":[],"tensors":{}}',
+        '{"shardings":[[[Infinity],[]]],"ranks":[],"tensors":{}}',
+        '{"shardings":[],"ranks":[],"tensors":[1]}',
+    ],
+    ids=lambda text: text[:30],
+)
+def test_a_layout_that_is_none_is_refused(text):
+    with pytest.raises(aiote.UsageError, match="no description of a layout"):
+        layout_of(np.frombuffer(text.encode(), np.uint8))
+
+
+async def told(steps: Callable[[Any], list[Step]], *, own: bool, limit: float = 60.0) -> Any:
     """Update an honest replica and one that lies."""
     values, memory, foreign = np.arange(64, dtype=np.float32), np.zeros(64, np.float32), np.zeros(64, np.float32)
     theirs = Layout.over([1], {"a": ((64,), "F32", Replicate())})
@@ -95,7 +133,7 @@ async def told(steps: Callable[[Any], list[Step]], *, own: bool) -> Any:
         await stack.enter_async_context(serve_target(honest, LAYOUT, 0, {"a": memory}))
         region = (liar if own else third).register(foreign)
         await stack.enter_async_context(service.serve(liar, Lying(steps, theirs, region)))
-        controller = Controller(mine, [one.address], [honest.address, liar.address])
+        controller = Controller(mine, [one.address], [honest.address, liar.address], limit=limit)
         report = await controller.update(1)
     return report, memory, foreign
 

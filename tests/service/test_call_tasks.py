@@ -1,22 +1,21 @@
-"""Tasks that run several calls: what one call leaves in its task is not there for the next one."""
+"""The tasks of calls: what one call leaves behind is not there for the next one, and callers take turns."""
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
 import pytest
-import sniffio
 
 from aiote import service
-from aiote.service import workers
 from engines import pair, until
 
 pytestmark = pytest.mark.anyio
 
+around: contextvars.ContextVar[str] = contextvars.ContextVar("around", default="nothing")
 left_behind: contextvars.ContextVar[str] = contextvars.ContextVar("left behind", default="nothing")
 
 
@@ -39,8 +38,8 @@ class Tasks(service.Service):
         self.gate = anyio.Event()
 
     @service.method
-    async def which(self) -> int:
-        return id(asyncio.current_task())
+    async def set_around(self) -> str:
+        return around.get()
 
     @service.method
     async def leave(self, value: str) -> str:
@@ -62,11 +61,6 @@ class Tasks(service.Service):
             pass
         return "cancelled, and went on"
 
-    @service.method
-    async def wait(self) -> bool:
-        await self.gate.wait()
-        return service.current_call().method == "Tasks/1.wait"
-
 
 @asynccontextmanager
 async def served() -> AsyncIterator[tuple[Tasks, Tasks, service.Server]]:
@@ -76,14 +70,11 @@ async def served() -> AsyncIterator[tuple[Tasks, Tasks, service.Server]]:
             yield tasks, service.client(here, there.address, Tasks), server
 
 
-async def test_a_task_runs_one_call_after_the_other():
-    async with served() as (_, client, server):
-        if sniffio.current_async_library() != "asyncio":
-            assert not server.workers.idle
-            return
-        assert len({await client.which() for _ in range(5)}) == 1
-        assert len(server.workers.idle) == 1
-    assert not server.workers.idle
+async def test_a_call_sees_the_variables_that_were_set_around_serve():
+    around.set("around serve")
+    async with served() as (_, client, _):
+        around.set("later")
+        assert await client.set_around() == "around serve"
 
 
 async def test_context_variables_of_a_call_are_its_own():
@@ -93,7 +84,7 @@ async def test_context_variables_of_a_call_are_its_own():
             assert await client.leave_strange() is False
 
 
-async def test_a_task_that_was_cancelled_runs_no_other_call():
+async def test_a_call_that_swallowed_its_cancellation_ends_no_later_call():
     async with served() as (tasks, client, server):
         await client.leave("")
         async with anyio.create_task_group() as group:
@@ -106,26 +97,6 @@ async def test_a_task_that_was_cancelled_runs_no_other_call():
             assert await client.swallow() == "cancelled, and went on"
 
 
-async def test_idle_tasks_are_few_and_run_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(workers, "MAX_IDLE", 3)
-    async with served() as (tasks, client, server):
-        for _ in range(2):
-            tasks.gate = anyio.Event()
-            answers: list[bool] = []
-
-            async def call(answers: list[bool] = answers) -> None:
-                answers.append(await client.wait())
-
-            async with anyio.create_task_group() as group:
-                for _ in range(10):
-                    group.start_soon(call)
-                await until(lambda: server.running == 10)
-                tasks.gate.set()
-            assert answers == [True] * 10
-            await until(lambda: not server.running)
-            assert len(server.workers.idle) <= 3
-
-
 async def test_answers_to_one_message_share_one():
     async with served() as (_, client, server):
         await client.leave("")
@@ -135,3 +106,21 @@ async def test_answers_to_one_message_share_one():
             for _ in range(20):
                 group.start_soon(client.leave, "")
         assert endpoint.messages - before <= 3
+
+
+@pytest.mark.parametrize("provider", ["sim", "local"])
+async def test_callers_take_turns_where_slots_are_few(provider):
+    """Whoever waits for a slot has it before the caller whose call has just ended."""
+    done: Counter[int] = Counter()
+
+    async def call(number: int, client: Tasks) -> None:
+        while sum(done.values()) < 200:
+            await client.leave("")
+            done[number] += 1
+
+    async with pair(provider) as (here, there), service.serve(there, Tasks(), limits=service.Limits(slots=1)):
+        client = service.client(here, there.address, Tasks)
+        async with anyio.create_task_group() as group:
+            for number in range(4):
+                group.start_soon(call, number, client)
+    assert min(done[number] for number in range(4)) >= 40
