@@ -158,8 +158,12 @@ class Inbox:
         if self._listener is not None:
             raise UsageError("the messages of this engine have a listener already")
 
+        stopped = False
+
         def stop() -> None:
-            if self._listener is listener:
+            nonlocal stopped
+            if not stopped:
+                stopped = True
                 self._listener = self._over = self._core.on_messages = None
                 if not self._core.closed:
                     self._core.expect_messages(-1)
