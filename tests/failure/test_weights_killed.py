@@ -19,9 +19,9 @@ from machine import LONG
 
 pytestmark = [pytest.mark.anyio, pytest.mark.blocking_allowed("starts processes, and no engine runs here")]
 
-HARMS = 10
-"""In each part, of 50 or 1; with two providers that makes 1000, and 20."""
-PARTS = range(50 if LONG else 1)
+HARMS = 5
+"""In each part, of 100 or 2; with two providers that makes 1000, and 20."""
+PARTS = range(100 if LONG else 2)
 KINDS = ("shadow", "inplace")
 
 

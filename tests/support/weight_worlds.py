@@ -116,7 +116,7 @@ def spread(blocks: Array, block: tuple[int, int], shape: Shape) -> Array:
 def holders_of(tensor: Tensor) -> Array:
     """Return the ranks that hold each element of a tensor, as bits."""
     masks = np.zeros(tensor.shape, np.int64)
-    for held, ranks in zip(tensor.cut.held, tensor.ranks, strict=True):
+    for held, ranks in zip(tensor.sharding.held, tensor.ranks, strict=True):
         for piece in held.pieces:
             masks[tuple(map(slice, piece.start, piece.stop))] |= sum(1 << rank for rank in ranks)
     return masks.astype(np.float64)

@@ -17,7 +17,7 @@ from aiote.weights.dtypes import ITEMSIZE
 from weight_plans import carry_out, hold
 from weight_worlds import World, bound, worlds
 
-# A hundred parts of a thousand, each with a seed of its own: no test may take minutes.
+# A hundred parts of a thousand, each with a seed of its own: no test may take minutes. Else a thousand in all.
 PARTS = pytest.mark.parametrize("part", range(100 if machine.LONG else 1))
 
 
@@ -28,7 +28,7 @@ def try_out(part: int, cases: int, check: Callable[..., None], **strategies: st.
 @PARTS
 def test_every_element_is_written_once_and_right(part):
     ways, limits = st.sampled_from(["auto", "always"]), st.sampled_from([None, 1, 7, 40])
-    try_out(part, 1000, check_elements, world=worlds(), gather=ways, most=limits)
+    try_out(part, 1000 if machine.LONG else 650, check_elements, world=worlds(), gather=ways, most=limits)
 
 
 def check_elements(world: World, gather: str, most: int | None) -> None:

@@ -25,6 +25,7 @@ from aiote.weights import (
 )
 from aiote.weights.convert import cast, quantize, temporary_bytes
 from engines import opened
+from machine import LONG
 
 pytestmark = pytest.mark.anyio
 
@@ -47,7 +48,7 @@ async def updated(
         return [sent.peak for sent in report.sent.values()]
 
 
-@pytest.mark.parametrize("limit", [4096, 5000, 20_000, 1 << 20])
+@pytest.mark.parametrize("limit", [4096, 5000, 20_000, 1 << 20] if LONG else [4096, 20_000])
 @pytest.mark.parametrize("way", ["transposed", "transposed there", "cast", "in columns"])
 async def test_every_byte_is_right_within_the_limit(way, limit):
     shape = (ROWS, COLUMNS)

@@ -343,7 +343,7 @@ async def test_a_cancelled_update_leaves_the_old_version_and_nothing_under_way()
     async with ranks("sim") as made:
         await made.controller.update(1)
         made.train(2)
-        for steps in range(0, 200, 7 if LONG else 28):
+        for steps in range(0, 200, 7 if LONG else 40):
             with anyio.CancelScope() as scope:
                 async with anyio.create_task_group() as group:
                     group.start_soon(cancel_after, scope, steps)

@@ -31,8 +31,8 @@ from aiote.weights import (
 )
 from machine import LONG
 
-SEEDS = range(400 if LONG else 4)
-ROUNDS = 12
+SEEDS = range(400 if LONG else 2)
+ROUNDS = 12 if LONG else 9
 SOURCES = Layout.over(
     [[0, 1], [2, 3]],
     {"a": ((64, 48), "I32", (Replicate(), Shard(0))), "b": ((48, 64), "I32", (Replicate(), Shard(1)))},
