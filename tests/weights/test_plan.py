@@ -185,6 +185,16 @@ def test_experts_of_several_stages_do_not_go_to_one_rank_at_once():
     assert all(len(set(step)) == 4 for step in zip(*steps, strict=True))
 
 
+def test_what_takes_longest_comes_first_on_every_rank():
+    shapes = {f"w{i}": (4, 8) for i in range(50)} | {"embed": (4000, 8)} | {f"v{i}": (4, 8) for i in range(50)}
+    sources = Layout.over(range(4), {name: (shape, "BF16", Shard(0)) for name, shape in shapes.items()})
+    targets = Layout.over(range(2), {name: (shape, "BF16", Replicate()) for name, shape in shapes.items()})
+    plan = plan_update(sources, targets)
+    tasks = [[task.target for task in plan.tasks(rank)] for rank in range(4)]
+    assert all(sorted(several) == sorted(shapes) for several in tasks)
+    assert [several[:2] for several in tasks] == [["embed", name] for name in ("w0", "w25", "v0", "v25")]
+
+
 def test_an_expert_with_several_slots_is_written_to_each():
     sources = Layout.over(range(2), {"w": ((4, 6), "F32", Shard(0))})
     targets = Layout.over(range(2), {"w": ((4, 6), "F32", slots(0, [[3, 0, 3], [1, 2]]))})
