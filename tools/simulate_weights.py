@@ -167,7 +167,14 @@ class Trainer:
             straight = self.groups[LAST]
             self.groups[LAST] = in_turn(straight, [job.nbytes for job in straight], place, places)
         self.now = self.gathered = 0.0
-        self.posts: list[Posts] = []
+        self.times: list[float] = []
+        self.targets: list[int] = []
+        self.sizes: list[float] = []
+
+    @property
+    def posts(self) -> Posts:
+        """All its writes."""
+        return Posts(np.array(self.times), np.array(self.targets, np.int64), np.array(self.sizes))
 
     def run(self, group: int) -> None:
         """Do the jobs of a mesh group."""
@@ -183,10 +190,11 @@ class Trainer:
                         self._write(ranks[first:] + ranks[:first], size)
 
     def _write(self, ranks: tuple[int, ...], size: int) -> None:
-        step = self.costs.submit * self.slower
-        times = self.now + step * np.arange(1, len(ranks) + 1)
-        self.posts.append(Posts(times, np.array(ranks), np.full(len(ranks), float(size))))
-        self.now = float(times[-1])
+        first, step = self.now, self.costs.submit * self.slower
+        self.times += [first + step * number for number in range(1, len(ranks) + 1)]
+        self.targets += ranks
+        self.sizes += [float(size)] * len(ranks)
+        self.now = self.times[-1]
 
 
 def delivered(several: Sequence[Posts], nic: NicModel) -> Floats:
@@ -222,8 +230,7 @@ def simulate(stages: Stages, nic: NicModel = EFA_400G, *, slower: float = 1.0, c
             trainer.now = max(trainer.now, barrier)
             trainer.run(group)
     hosts = max(trainer.now for trainer in trainers)
-    posts = [Posts.together(trainer.posts) for trainer in trainers]
-    total = max(hosts, float(delivered(posts, nic).max()))
+    total = max(hosts, float(delivered([trainer.posts for trainer in trainers], nic).max()))
     spent = spent_in_calls(stages.jobs[0], costs)
     return Times(*(time / 1000 for time in (spent, hosts, total, total - spent)))
 

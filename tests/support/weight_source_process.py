@@ -21,10 +21,10 @@ from aiote.weights import Expression, Layout, Quantized, Recipe, Replicate, quan
 from engines import opened
 from machine import LONG
 
-LIMIT = (64 if LONG else 32) << 20
+LIMIT = (64 if LONG else 16) << 20
 """Of staging memory."""
 COLUMNS, TENSORS = 4096, 12
-FEW_ROWS, ROWS = 128, (4096 if LONG else 1024)
+FEW_ROWS, ROWS = 128, (4096 if LONG else 512)
 UPDATE_BYTES = TENSORS * ROWS * COLUMNS * 4
 NAMES = [f"w{number}" for number in range(TENSORS)]
 WAYS = ["cast", "transposed", "quantized"]
