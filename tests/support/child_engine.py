@@ -256,9 +256,8 @@ class Commands:
         task.add_done_callback(self.tasks.discard)
 
 
-async def main() -> None:
+async def main(commands: Commands) -> None:
     """Answer until the input ends."""
-    commands = Commands()
     lines = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     print("{}", flush=True)
@@ -274,4 +273,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    asyncio.run(main(Commands()))

@@ -25,10 +25,10 @@ class ChildError(Exception):
 class Child:
     """One child process with at most one engine. Made outside of a loop, for starting a process blocks."""
 
-    def __init__(self, *prefix: str) -> None:
+    def __init__(self, *prefix: str, script: Path = SCRIPT) -> None:
         """Start it; `prefix` is a command that runs another in its own process, as `nsenter`."""
         self._process = subprocess.Popen(
-            [*prefix, sys.executable, str(SCRIPT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [*prefix, sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._output, False)
