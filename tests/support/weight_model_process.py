@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import tracemalloc
 from typing import Any
 
@@ -55,9 +56,13 @@ class Commands(child_engine.Commands):
     ) -> dict[str, Any]:
         """Begin to be a target, which holds nothing yet."""
         self.layout, self.rank = shardings.inference(inference, model, fp8), rank
-        for name, tensor in self.layout.tensors.items():
-            kind, shape = np.dtype(models.KINDS[tensor.dtype]), tensor.held_by()[rank].shape
-            self.arrays[name] = np.full((*shape, kind.itemsize), shardings.FILL, np.uint8).view(kind).reshape(shape)
+        kinds = {name: np.dtype(models.KINDS[tensor.dtype]) for name, tensor in self.layout.tensors.items()}
+        shapes = {name: tensor.held_by()[rank].shape for name, tensor in self.layout.tensors.items()}
+        ends = np.cumsum([math.prod(shapes[name]) * kinds[name].itemsize for name in shapes]).tolist()
+        # In one storage, as an allocator of device memory has them: each region of its own is lent by itself.
+        storage = np.full(ends[-1], shardings.FILL, np.uint8)
+        for name, start, end in zip(shapes, [0, *ends], ends, strict=False):
+            self.arrays[name] = storage[start:end].view(kinds[name]).reshape(shapes[name])
         serving = serve_target(self.engine, self.layout, rank, self.arrays, replica=replica, versions=versions)
         self.target = await self._begin(serving)
         return self._measured()

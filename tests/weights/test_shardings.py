@@ -23,14 +23,14 @@ from children import Child
 from engines import PATIENCE_S
 from machine import LONG
 
-pytestmark = [pytest.mark.anyio, pytest.mark.blocking_allowed("starts processes, and no engine runs here")]
+pytestmark = pytest.mark.blocking_allowed("starts processes, and no engine runs here, on whichever loop")
 
 SCRIPT = Path(models.__file__).with_name("weight_model_process.py")
-UPDATES = 10
+UPDATES = 10 if LONG else 3
 STAGING = {False: 64 << 10, True: 512 << 10}
 """By fp8: a fiftieth of the largest tensor's whole, a sixteenth of it; and what one quantization block takes."""
-SLACK = 256 << 10
-"""What a process's own Python objects may take meanwhile."""
+SLACK = 384 << 10
+"""What Python's own objects may take meanwhile."""
 EMBED_BYTES = models.WORDS * models.HIDDEN * 2
 
 PROVIDERS = ("local", "socket", "shm", "tcp")
