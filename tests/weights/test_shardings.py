@@ -103,9 +103,7 @@ class Job:
         numbered = [(number, one) for number, several in enumerate(self.replicas) for one in several]
         for rank, (number, one) in enumerate(numbered):
             versions = ("shadow", "inplace")[number % 2]
-            await one.ask(
-                "server", rank=rank, inference=self.kind, versions=versions, replica=f"r{number}", **common
-            )
+            await one.ask("server", rank=rank, inference=self.kind, versions=versions, replica=f"r{number}", **common)
 
     async def update(self, version: int) -> dict[str, Any]:
         """Train, bring the version over, and return the controller's report."""
