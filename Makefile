@@ -10,7 +10,7 @@ WITH := PATH="$(abspath $(BIN)):$$PATH"
 READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo demo-weights check test test-all soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel mutants idle bench bench-peers bench-kvcache bench-service bench-rails test-guest test-connectors lint format wheel venv develop system test-system clean distclean help
+.PHONY: demo demo-weights check test test-all soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel mutants idle bench bench-peers bench-kvcache bench-service bench-weights bench-rails test-guest test-connectors lint format wheel venv develop system test-system clean distclean help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
@@ -102,6 +102,11 @@ bench-service: system  ## measure calls beside grpc.aio, pyzmq, sockets, FastAPI
 	@$(READY) bench --install
 	$(BIN)/python tools/bench_peers.py install pyzmq sockets grpc http ray
 	$(BIN)/python tools/bench_service.py $(ARGS)
+
+bench-weights: system  ## measure weight updates beside torch.distributed (gloo) and Ray, which it installs
+	@$(READY) weights --install
+	$(BIN)/python tools/bench_peers.py install ray
+	$(BIN)/python tools/bench_weights.py $(ARGS)
 
 lint: system  ## ruff, mypy --strict and cython-lint
 	@$(READY) dev

@@ -1,7 +1,7 @@
 """Install the libraries that `make bench-peers` measures, each in an environment of its own, and list what there is.
 
 usage: bench_peers.py install [NAME...] [--folder .venv-peers]
-       bench_peers.py list [--job transfers|kvcache|service] [--folder .venv-peers]
+       bench_peers.py list [--job transfers|kvcache|service|weights] [--folder .venv-peers]
 
 An environment is stamped with what was asked of it once its library has been imported there; a second run starts no
 pip. What cannot be had is reported at the end and does not hold up the others: `install` fails only if it has nothing.
@@ -57,6 +57,7 @@ class Peer:
     libraries: tuple[tuple[str, str], ...] = ()  # what is loaded from the system, and Debian's packages of it
     kvcache: str = ""  # the worker of the KV-cache service, where it has one
     service: str = ""  # the worker of the service of calls, where it has one
+    weights: str = ""  # the worker of the updates of weights, where it has one
     driver: bool = False  # is linked to the NVIDIA driver's library
 
 
@@ -121,7 +122,14 @@ PEERS = {
         (NUMPY, "fastapi>=0.115", "httpx>=0.27", "uvicorn>=0.32"),
         service="service_http.py",
     ),
-    "ray": Peer("", "import ray", (Way("ray", ("shm",)),), (NUMPY, "ray>=2.40"), service="service_ray.py"),
+    "ray": Peer(
+        "",
+        "import ray",
+        (Way("ray", ("shm",)),),
+        (NUMPY, "ray>=2.40"),
+        service="service_ray.py",
+        weights="weights_ray.py",
+    ),
 }
 
 
@@ -237,7 +245,7 @@ def install_all(names: list[str], folder: Path) -> int:
 
 def show_all(folder: Path, job: str) -> int:
     for name, peer in PEERS.items():
-        worker = {"kvcache": peer.kvcache, "service": peer.service}.get(job, peer.worker)
+        worker = {"kvcache": peer.kvcache, "service": peer.service, "weights": peer.weights}.get(job, peer.worker)
         if not worker:
             continue
         if not installed(name, folder):
@@ -261,7 +269,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for command in (commands.add_parser("install"), commands.add_parser("list")):
         command.add_argument("--folder", type=Path, default=ROOT / ".venv-peers", help="of the environments")
-    commands.choices["list"].add_argument("--job", choices=("transfers", "kvcache", "service"), default="transfers")
+    commands.choices["list"].add_argument("--job", choices=("transfers", "kvcache", "service", "weights"), default="transfers")
     commands.choices["install"].add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PEERS)}; or all")
     arguments = parser.parse_args()
     folder = arguments.folder.absolute()

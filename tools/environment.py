@@ -22,6 +22,7 @@ BUILD = Path("build") / str(sys.implementation.cache_tag)
 RUN = ["cli", "libfabric", "safetensors"]
 EXTRAS = {"run": RUN, "dev": [*RUN, "trio", "uvloop", "dev"], "fuzz": [*RUN, "fuzz"], "bench": [*RUN, "uvloop", "plot"]}
 EXTRAS["torch"] = [*RUN, "torch"]
+EXTRAS["weights"] = [*EXTRAS["torch"], "weights"]
 EDITABLE = "editable\n"
 NEVER_BUILT = "atheris"  # its source wants a clang of its own making
 # torch for the CPU alone is a tenth of what PyPI has for Linux, which brings CUDA along.
@@ -112,7 +113,7 @@ def install_requirements(venv: Path, group: str) -> None:
     if have.issuperset(wanted):
         return
     say(f"installing {len(wanted)} requirements into {venv}, once")
-    if group == "torch":
+    if "torch" in EXTRAS[group]:
         install_torch(venv)
     try:
         pip_install(venv, f"--only-binary={NEVER_BUILT}", *wanted)
