@@ -59,6 +59,7 @@ class Runtime:
         self.owner: object = None
         """What has to live for as long as the event loop watches the core."""
         self._tasks: dict[LoopTask, None] = {}
+        self._enough_tasks = 0
         self._driver: Driver | None = None
         self.kick: Callable[[], None] = lambda: None
         """Have the event loop make progress soon."""
@@ -107,7 +108,10 @@ class Runtime:
 
     def spawn(self, function: object, *args: object, name: str) -> None:
         """Run a coroutine function as a task of the engine, which its end cancels."""
-        self._tasks = {task: None for task in self._tasks if not task.ended}
+        if len(self._tasks) >= self._enough_tasks:
+            # Not each time: a thousand leases that end at once have a task each.
+            self._tasks = {task: None for task in self._tasks if not task.ended}
+            self._enough_tasks = 2 * len(self._tasks) + 1
         self._tasks[self.loop.spawn(function, *args, name=name)] = None  # type: ignore[arg-type]
 
     def rail_name(self, rail: int) -> str:

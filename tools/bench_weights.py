@@ -160,7 +160,7 @@ def show(told: dict[str, Any]) -> None:
     for name, one in found.items():
         share = found["memcpy"]["seconds"] / one["seconds"] if "memcpy" in found else float("nan")
         cells = ["{:.2f} ({:.2f}-{:.2f})".format(*one[f"x_{ours}"]).rjust(22) for ours in mine]
-        print(name.ljust(14), f"{one['seconds'] * 1e3:8.1f} {one['gib_s']:7.2f} {share:7.0%}", *cells)
+        print(name.ljust(14), f"{one['seconds'] * 1e3:8.1f} {one['gib_s']:7.2f} {share:7.0%}", *cells, flush=True)
 
 
 def parse() -> argparse.Namespace:
@@ -169,7 +169,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--updates", type=int, default=3, help="of each contestant in a run, after one")
-    parser.add_argument("--hidden", type=int, default=2048, help="of the model; a multiple of 64")
+    parser.add_argument("--hidden", type=int, default=2048, help="of the model; a multiple of 64, for fp8 of 512")
     parser.add_argument("--layers", type=int, default=2, help="of either kind, dense and mixtures of experts")
     parser.add_argument("--experts", type=int, default=16, help="of a layer")
     parser.add_argument("--folder", default="", help="of the peers' environments, as bench_peers.py has it")
@@ -183,8 +183,9 @@ def checked() -> argparse.Namespace:
     if unknown := set(arguments.cases.split(",")) - set(CASES):
         raise SystemExit(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     least = min(arguments.runs, arguments.updates, arguments.layers, arguments.experts)
-    if least < 1 or arguments.hidden < 64 or arguments.hidden % 64:
-        raise SystemExit("--runs, --updates, --layers and --experts are 1 or more, --hidden a multiple of 64")
+    step = 512 if any(CASES[case].fp8 for case in arguments.cases.split(",")) else 64
+    if least < 1 or arguments.hidden < step or arguments.hidden % step:
+        raise SystemExit(f"--runs, --updates, --layers and --experts are 1 or more, --hidden a multiple of {step}")
     return arguments
 
 
@@ -203,9 +204,9 @@ def main() -> int:
         nbytes = Model(case, arguments.hidden, arguments.layers, arguments.experts).nbytes
         records.append(record(case, nbytes, rows, libraries))
         show(records[-1])
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    told = {"machine": machine(), "congestion": congestion_control(), "sizes": sizes, "cases": records}
-    arguments.json.write_text(json.dumps(told, indent=1) + "\n")
+        told = {"machine": machine(), "congestion": congestion_control(), "sizes": sizes, "cases": records}
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(told, indent=1) + "\n")
     return 0
 
 

@@ -8,7 +8,7 @@ one-sided; they run nothing for it.
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -48,6 +48,8 @@ __all__ = ["Source", "serve_source"]
 
 UNITS = 8
 """How many units are under way at a time: what one waits for, the next ones do."""
+KEPT_TASKS = 1 << 14
+"""So many tasks are kept for the next update, about 1 KiB each; to compute one takes as long as to start its writes."""
 
 
 class Source:
@@ -68,6 +70,7 @@ class Source:
         self.latest: Update | None = None
         self.sources: dict[int, RemoteMemory] = {}
         self.names: dict[int, Names] = {}
+        self._tasks: list[Task] = []
 
     def described(self) -> SourceState:
         """Return what it tells its controller."""
@@ -77,7 +80,7 @@ class Source:
 
     async def prepare(self, sources: Sequence[SourceState], targets: Sequence[TargetState], gather: str) -> bytes:
         """Plan with these ranks, and return the plan's digest."""
-        self.plan = None
+        self.plan, self._tasks = None, []
         make = functools.partial(planned, sources, targets, self.recipe, gather)
         plan, names = await in_thread(sum(target.layout.nbytes for target in targets), make)
         check_limit(plan, self.rank, self.staging.limit)
@@ -89,6 +92,19 @@ class Source:
         }
         self.plan = plan
         return self.digest
+
+    def tasks(self, plan: UpdatePlan) -> Iterator[Task]:
+        """Yield what this rank does, in order; the first update of a plan computes it, task by task."""
+        if self._tasks and self.plan is plan:
+            yield from self._tasks
+            return
+        made: list[Task] = []
+        for task in plan.tasks(self.rank, functools.partial(small, plan=plan, limit=self.staging.limit)):
+            if len(made) <= KEPT_TASKS:
+                made.append(task)
+            yield task
+        if self.plan is plan and len(made) <= KEPT_TASKS:
+            self._tasks = made
 
 
 def planned(
@@ -123,8 +139,7 @@ class _Sending:
         self.engine = source.engine
         # As they were when this was planned with: another controller may have others prepared meanwhile.
         self.sources = source.sources
-        self.limit = source.staging.limit
-        self._most = most_rows(self.limit)
+        self._most = most_rows(source.staging.limit)
         self.failed: dict[int, str] = {}
         self.lost: dict[int, str] = {}
         self.written = self.gathered = 0
@@ -139,11 +154,10 @@ class _Sending:
     async def run(self) -> Sent:
         """Write everything, then commit to every target that has all of it."""
         rank = self.source.rank
-        fits = functools.partial(small, plan=self.plan, limit=self.limit)
         try:
             with plain_errors():
                 async with anyio.create_task_group() as group:
-                    for task in self.plan.tasks(rank, fits):
+                    for task in self.source.tasks(self.plan):
                         await self._under_way.acquire()
                         group.start_soon(self._unit, task)
         except aiote.AioteError:

@@ -84,8 +84,12 @@ class Full(Rank):
         self.group = dist.new_group([0, *self.targets])
         self.sharded: dict[str, Any] = {}
         if memory.side == "source":
-            for name, array in self.arrays.items():
-                self.sharded[name] = DTensor.from_local(array, mesh, [Shard(0)], run_check=False)
+            for one in self.made.tensors:
+                shape = torch.Size(one.shape)
+                stride = (one.shape[1], 1) if len(shape) == 2 else (1,)
+                self.sharded[one.name] = DTensor.from_local(
+                    self.arrays[one.name], mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+                )
 
     def broadcast(self, tensor: Any) -> Any:
         return dist.broadcast(tensor.view(torch.uint8), 0, self.group, async_op=True)
