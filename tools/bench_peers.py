@@ -269,7 +269,9 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for command in (commands.add_parser("install"), commands.add_parser("list")):
         command.add_argument("--folder", type=Path, default=ROOT / ".venv-peers", help="of the environments")
-    commands.choices["list"].add_argument("--job", choices=("transfers", "kvcache", "service", "weights"), default="transfers")
+    commands.choices["list"].add_argument(
+        "--job", choices=("transfers", "kvcache", "service", "weights"), default="transfers"
+    )
     commands.choices["install"].add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PEERS)}; or all")
     arguments = parser.parse_args()
     folder = arguments.folder.absolute()

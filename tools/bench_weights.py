@@ -72,9 +72,7 @@ class Run:
     def __init__(self, one: Contestant, case: str, sizes: list[str]) -> None:
         self.name = one.name
         command = [*one.command, "--case", case, *sizes]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=WORKERS
-        )
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=WORKERS)
         self.library = self._answer()["library"]
 
     def _answer(self) -> dict[str, Any]:

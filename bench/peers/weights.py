@@ -1,4 +1,4 @@
-"""An update of a model's weights, the same for every library: which tensors, who holds what, what is checked, the clock.
+"""An update of a model's weights, the same for every library: the tensors, who holds what, what is checked, the clock.
 
 Four training ranks hold the model as FSDP2 does, every tensor split along its first dimension. Inference ranks hold it
 tensor parallel (projections by rows or by columns, embedding by rows, norms and routers whole) with whole experts, or
@@ -196,7 +196,9 @@ class Memory:
     def check(self, version: int) -> bool:
         """Tell whether every byte of this target is that of a version."""
         return all(
-            self._checked(number, one, version) for number, one in enumerate(self.model.tensors) if one.name in self.boxes
+            self._checked(number, one, version)
+            for number, one in enumerate(self.model.tensors)
+            if one.name in self.boxes
         )
 
     def _checked(self, number: int, one: Tensor, version: int) -> bool:

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from weights import SCALE, Memory, Model, RankSession, Ranks, answered, blocks, model_of, parse, serve
+from weights import SCALE, Memory, Model, Ranks, RankSession, answered, blocks, model_of, parse, serve
 
 import aiote
 from aiote import weights
@@ -57,9 +57,7 @@ async def rank(arguments: Any, provider: str, versions: Any) -> None:
             serving: Any = weights.serve_source(engine, layout, arguments.rank, arrays, recipe_of(made))
         else:
             replica = str(arguments.rank) if made.case.replicated else ""
-            serving = weights.serve_target(
-                engine, layout, arguments.rank, arrays, replica=replica, versions=versions
-            )
+            serving = weights.serve_target(engine, layout, arguments.rank, arrays, replica=replica, versions=versions)
         async with serving:
             print(json.dumps(str(engine.address)), flush=True)
             while line := await asyncio.to_thread(sys.stdin.readline):

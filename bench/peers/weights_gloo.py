@@ -1,9 +1,9 @@
 """The update by torch.distributed with gloo, in the two ways that there are.
 
-`full`: all sources take part in `full_tensor()` of every parameter, the first broadcasts it to all targets, and these
-copy what they hold of it. The next is put together while one is broadcast. What is quantized the first source quantizes.
-`p2p`: every source sends to every target what of its box that target holds, where it can straight out of the weights
-into the weights. Whole blocks cannot be quantized so.
+`full`: all sources take part in `full_tensor()` of every parameter. The first one quantizes it where targets have fp8,
+and broadcasts it to all targets, which copy what they hold of it. While one is broadcast the next is gathered.
+`p2p`: every source sends to every target what that one holds of its box, straight out of the weights and into the
+weights where they are dense there. It moves what is there, and so cannot quantize blocks that cross an edge.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from weights import (
     SOURCES,
     Box,
     Memory,
-    RankSession,
     Ranks,
+    RankSession,
     be_rank,
     blocks,
     model_of,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
-from weights import SOURCES, Model, RankSession, Ranks, be_rank, model_of, parse, serve
+from weights import SOURCES, Model, Ranks, RankSession, be_rank, model_of, parse, serve
 
 
 class Copier:
