@@ -104,7 +104,8 @@ def test_ratios_are_of_one_run_and_shown(tool, capsys):
     ("arguments", "why"),
     [
         (["--cases", "sharded 4-3"], "no such case: sharded 4-3; there are sharded 4-2"),
-        (["--hidden", "100"], "--hidden a multiple of 64"),
+        (["--hidden", "100", "--cases", "sharded 4-2"], "--hidden a multiple of 64"),
+        (["--hidden", "64"], "--hidden a multiple of 512"),
         (["--updates", "0"], "are 1 or more"),
     ],
 )
