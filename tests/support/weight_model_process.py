@@ -1,4 +1,4 @@
-"""One trainer, inference rank or controller of the models of `weight_models`, in a process of its own; see `children`."""
+"""One rank or controller of the models of `weight_models`, in a process of its own; see `children`."""
 
 from __future__ import annotations
 

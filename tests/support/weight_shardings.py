@@ -241,7 +241,7 @@ def rounded(whole: Arrays) -> dict[str, Any]:
     """Return trainers' tensors as quantization leaves them; edges of fused ones are edges of blocks."""
     found = dict(whole)
     for name, array in by_expert(whole).items():
-        at, _, last = name.rpartition(".")
+        last = name.rpartition(".")[2]
         if is_quantized(name) or last in ("gate", "up", "q_a", "kv_a"):
             found[name], found[f"{name}.scale"] = in_blocks(array)
     return found

@@ -1,4 +1,4 @@
-"""Weight updates over queue pairs, on two rails of which one is slower and is lost in the midst: every byte is right."""
+"""Weight updates over queue pairs, on two rails of which a slower one is lost in the midst: every byte is right."""
 
 from __future__ import annotations
 
