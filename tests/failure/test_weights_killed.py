@@ -17,7 +17,7 @@ from children import Child
 from engines import LOST_SOON, PATIENCE_S
 from machine import LONG
 
-pytestmark = pytest.mark.blocking_allowed("starts processes, and no engine runs here, on whichever loop")
+pytestmark = pytest.mark.blocking_allowed("starts processes, and no engine runs here")
 
 HARMS = 5
 """In each part, of 100 or 2; with two providers that makes 1000, and 20."""
