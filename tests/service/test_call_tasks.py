@@ -123,4 +123,5 @@ async def test_callers_take_turns_where_slots_are_few(provider):
         async with anyio.create_task_group() as group:
             for number in range(4):
                 group.start_soon(call, number, client)
-    assert min(done[number] for number in range(4)) >= 40
+    # Of fifty each; without turns one of them has nearly all.
+    assert min(done[number] for number in range(4)) >= 20
