@@ -32,7 +32,7 @@ from collections.abc import Iterable
 
 from aiote.errors import UsageError
 
-__all__ = ["PageList", "pair_pages"]
+__all__ = ["PageList", "integer", "pair_pages"]
 
 
 class PageList:
@@ -46,11 +46,11 @@ class PageList:
     __slots__ = ("indices", "offset", "page_bytes", "stride")
 
     def __init__(self, indices: Iterable[int], page_bytes: int, stride: int, offset: int) -> None:
-        self.page_bytes = _integer("page_bytes", page_bytes, 1)
-        self.stride = _integer("stride", stride, 0)
-        self.offset = _integer("offset", offset, 0)
+        self.page_bytes = integer("page_bytes", page_bytes, 1)
+        self.stride = integer("stride", stride, 0)
+        self.offset = integer("offset", offset, 0)
         self.indices = tuple(
-            _integer(f"the index of page {position}", index, 0) for position, index in enumerate(indices)
+            integer(f"the index of page {position}", index, 0) for position, index in enumerate(indices)
         )
 
     def __len__(self) -> int:
@@ -95,7 +95,8 @@ def pair_pages(src: PageList, dst: PageList) -> list[tuple[int, int, int]]:
     return [(src.start(position), dst.start(position), src.page_bytes) for position in range(len(src))]
 
 
-def _integer(name: str, value: int, least: int) -> int:
+def integer(name: str, value: int, least: int) -> int:
+    """Return a value as an int; raise UsageError that names it unless it is an integer of at least `least`."""
     try:
         number = operator.index(value)
     except TypeError:

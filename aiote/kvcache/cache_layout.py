@@ -26,16 +26,16 @@ This module computes. It knows no engine, no region, no peer and no page table; 
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import DTypeLike
 
+from ..core.paging import integer
 from ..errors import UsageError
 
-__all__ = ["CacheLayout", "TokenSpan", "integer"]
+__all__ = ["CacheLayout", "TokenSpan"]
 
 # Types of models that numpy does not have by itself, in bytes. Four-bit types are not among them: an element has to
 # begin at a byte.
@@ -205,17 +205,6 @@ class CacheLayout:
         if tokens > self.page_tokens:
             raise UsageError(f"tokens is {tokens}, expected at most {self.page_tokens}, which is what a page has")
         return tokens * self.token_bytes(ranks)
-
-
-def integer(name: str, value: int, least: int) -> int:
-    """Return a value as an int; raise UsageError that names it unless it is an integer of at least `least`."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise UsageError(f"{name} is {value!r}, expected an integer") from None
-    if number < least:
-        raise UsageError(f"{name} is {number}, expected at least {least}")
-    return number
 
 
 def check_layer(layer: int, layers: int) -> int:

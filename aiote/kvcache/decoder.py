@@ -27,10 +27,11 @@ import numpy as np
 
 import aiote
 
+from ..core.paging import integer
 from ..service.background import TaskScope, beside, to_the_end
 from ..service.endpoint import Endpoint
 from .attempt import DecoderContext, Immediates
-from .cache_layout import CacheLayout, integer
+from .cache_layout import CacheLayout
 from .fill import LAST_IMMEDIATE, REQUEST_BYTES, Numbers
 from .lending import Lender
 from .pool import Holding, PagePool

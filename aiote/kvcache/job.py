@@ -31,8 +31,9 @@ from numpy.typing import NDArray
 
 import aiote
 
+from ..core.paging import integer
 from ..service.background import Bell, TaskScope, to_the_end
-from .cache_layout import CacheLayout, check_layer, integer
+from .cache_layout import CacheLayout, check_layer
 from .fill import Numbers
 from .lanes import Lane
 from .orders import Order

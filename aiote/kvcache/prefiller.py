@@ -31,8 +31,9 @@ import aiote
 
 from .. import service
 from ..aio import current_loop
+from ..core.paging import integer
 from ..service.background import Bell, beside, to_the_end
-from .cache_layout import CacheLayout, integer
+from .cache_layout import CacheLayout
 from .decoder import pages_in
 from .fill import FillRefused, FillRequest, Prefill
 from .job import Job, PrefillContext

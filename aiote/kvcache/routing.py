@@ -39,8 +39,8 @@ import numpy as np
 
 import aiote
 
+from ..core.paging import integer
 from ..discovery import Member
-from .cache_layout import integer
 from .fill import Numbers
 
 __all__ = ["Choice", "NoMember", "Router", "block_hashes"]

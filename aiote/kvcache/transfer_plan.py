@@ -43,8 +43,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.paging import integer
 from ..errors import UsageError
-from .cache_layout import CacheLayout, check_layer, integer
+from .cache_layout import CacheLayout, check_layer
 
 __all__ = ["Move", "PageFamily", "PageTable", "Route", "Run", "Side", "TransferPlan", "plan_transfer"]
 
