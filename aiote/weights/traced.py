@@ -167,12 +167,10 @@ class Traced(np.lib.mixins.NDArrayOperatorsMixin):
         pieces = []
         for piece in self.pieces:
             low, high = piece.start[at], piece.start[at] + piece.extent[at]
-            if step != 1 and (low, high) != (0, self.shape[at]):
-                raise self._refuse("a slice with a step across several tensors")
-            here = max(0, first - low)
-            count = length if step != 1 else min(high, first + length) - max(low, first)
+            begin = max(0, -(-(low - first) // step))  # of the chosen indices the first that is within the piece
+            count = min(length, -(-(high - first) // step)) - begin
+            here = first + begin * step - low
             if count > 0:
-                begin = max(low - first, 0)
                 pieces.append(
                     piece._replace(
                         start=_put(piece.start, at, begin),
