@@ -41,8 +41,8 @@ def pytest_collection_finish() -> None:
 
 
 # No deadlines and no complaint about slow data: both would test the machine. A failure prints the blob that repeats it.
-# `make test` tries the same examples every time, so that whether a change passes is not drawn by lot; what searches for
-# new ones is HYPOTHESIS_PROFILE=thorough.
+# `make test` tries the same examples every time and everywhere, so that whether a change passes is not drawn by lot;
+# what searches for new ones is HYPOTHESIS_PROFILE=thorough.
 settings.register_profile(
     "quick",
     deadline=None,
@@ -52,6 +52,5 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("brief", settings.get_profile("quick"), max_examples=20)
-settings.register_profile("ci", settings.get_profile("quick"), max_examples=100)
 settings.register_profile("thorough", settings.get_profile("quick"), max_examples=2000, derandomize=False)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "quick"))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or "quick")
