@@ -16,6 +16,7 @@ cdef struct FabricEndpoint:
     fid_fabric* fabric
     fi_addr_t peer
     uint64_t write_flags
+    uint64_t read_flags
     uint64_t send_flags
     bint waits
     bint disconnects

@@ -108,7 +108,8 @@ cdef int post_one(FabricEndpoint* self, const Post* args, WorkRequest* wr) noexc
     A completion means delivery where the provider is able to: by default tcp reports when the socket buffer took the
     data, and replaces a connection that breaks then without an error, so that what it held is lost. A message over shm
     is the exception: shm of 2.5.1 crashes in its own progress when both sides of a pair send with
-    FI_DELIVERY_COMPLETE, and has no connection that could lose it.
+    FI_DELIVERY_COMPLETE, and has no connection that could lose it. A read over shm asks for it, or the reader would
+    copy from the other process at once, whatever lies at that address by now: its owner may have closed the engine.
     """
     cdef iovec local
     cdef fi_msg message
@@ -154,7 +155,7 @@ cdef int post_rma(FabricEndpoint* self, const Post* args, WorkRequest* wr) noexc
     rma.context = wr
     rma.data = args.imm | (args.parts - 1) << 32
     if args.opcode == OP_READ:
-        return <int> fi_readmsg(self.ep, &rma, FI_COMPLETION)
+        return <int> fi_readmsg(self.ep, &rma, self.read_flags)
     return <int> fi_writemsg(self.ep, &rma, self.write_flags | (FI_REMOTE_CQ_DATA if args.with_imm else 0))
 
 
@@ -326,6 +327,7 @@ cdef class Endpoint(NativeEndpoint):
         cdef int descriptor = -1
         cdef char name[NAME_BYTES]
         cdef size_t length = sizeof(name)
+        cdef bint shm
         memset(&cq_attr, 0, sizeof(cq_attr))
         memset(&av_attr, 0, sizeof(av_attr))
         cq_attr.size = queue
@@ -353,7 +355,9 @@ cdef class Endpoint(NativeEndpoint):
         self.impl.name_length = length
         self.impl.disconnects = self.device.info.fabric_attr.prov_name.startswith(b"tcp;ofi_rxm")
         self.tcp = self.device.info.fabric_attr.prov_name.startswith(b"tcp")
+        shm = self.device.info.fabric_attr.prov_name.startswith(b"shm")
         self.impl.send_flags = FI_COMPLETION | (FI_DELIVERY_COMPLETE if self.tcp else 0)
+        self.impl.read_flags = FI_COMPLETION | (FI_DELIVERY_COMPLETE if shm else 0)
         if not waits:
             enlist(self.impl)
         return 0
