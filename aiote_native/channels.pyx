@@ -85,7 +85,8 @@ cdef void shut_endpoint(Progress* self, Channel* channel) noexcept nogil:
 
     The gate is shut only where writes or reads are under way: it would also keep the peer from taking messages that
     were sent to it, and a completed send promises those. It is shut as well while the peer may still have our greeting
-    before it: shm of 1.17 then looks for our memory, and crashes where that is gone.
+    before it: shm of 1.17 then looks for our memory, and crashes where that is gone. A peer that is within its library
+    even so may still be copying from our memory.
     """
     cdef int quiet = 0
     for _turn in range(LAST_TURNS):
@@ -93,8 +94,8 @@ cdef void shut_endpoint(Progress* self, Channel* channel) noexcept nogil:
             break
     if channel.peer.greeting or holds_transfers(channel):
         gate_shut(channel)
-    if channel.peer.greeting:
-        gate_wait(channel)
+        if not gate_wait(channel):
+            channel.peer.within = True
     if channel.ops.disconnect(channel.impl):
         for _turn in range(DISCONNECT_ROUNDS):
             quiet = 0 if drain(&self.state, channel) else quiet + 1

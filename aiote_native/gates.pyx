@@ -21,6 +21,8 @@ was posted before the call is copied in it as well.
 from libc.errno cimport ENOTCONN
 from libc.stdint cimport uint32_t, uint64_t
 
+from aiote_native.clocks cimport clock_ns
+
 cdef extern from *:
     """
     #define aiote_enter(p) __atomic_store_n((p), *(p) + 1, __ATOMIC_SEQ_CST)
@@ -37,7 +39,7 @@ cdef extern from "<sched.h>" nogil:
     int sched_yield()
 
 cdef enum:
-    LEAVING_ROUNDS = 1000  # a poll takes microseconds; a peer that was stopped within one is not waited for
+    LEAVING_NS = 5_000_000  # a call copies at most a window, in 0.2 to 2 ms; one stopped within it is not waited for
 
 
 cdef inline bint enter(Channel* channel) noexcept nogil:
@@ -120,13 +122,22 @@ cdef void gate_shut(Channel* channel) noexcept nogil:
         aiote_set(channel.own_gate, channel.own_gate[0] | 1)
 
 
-cdef void gate_wait(Channel* channel) noexcept nogil:
-    """Give a peer that is within its library the time to leave it; our gate is shut."""
-    if channel.own_gate != NULL:
-        for _round in range(LEAVING_ROUNDS):
-            if not aiote_get(channel.peer_busy) & 1:
-                return
-            sched_yield()
+cdef bint gate_wait(Channel* channel) noexcept nogil:
+    """Give a peer that is within its library the time to leave it, and tell whether it has; our gate is shut.
+
+    One whose slot has another generation has closed its end: what it is busy with there is another link's. Of a peer
+    that copies our memory and found no slot free nothing is known.
+    """
+    cdef uint64_t end = 0
+    if channel.own_gate == NULL:
+        return channel.peer_page == NULL
+    while aiote_get(channel.peer_busy) & 1 and (aiote_get(channel.peer_gate) | 1) == (channel.peer_generation | 1):
+        if end == 0:
+            end = clock_ns() + LEAVING_NS
+        elif clock_ns() > end:
+            return False
+        sched_yield()
+    return True
 
 
 cdef bint gate_paced(Channel* channel, uint64_t payload, uint64_t window) noexcept nogil:

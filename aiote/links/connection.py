@@ -295,6 +295,8 @@ class Connection:
         waiting = list(self._queue.dissolve())
         if self.link is not None:
             self.link.close(PEER_LOST)
+            if self.link.within:
+                self.confirmed = False
         if self.control is not None:
             # The peer takes a Bye as the confirmation that our endpoints are closed.
             self.control.send(Bye(self.reason))

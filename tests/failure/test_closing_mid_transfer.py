@@ -19,6 +19,7 @@ from engines import (
     served_by_process,
     until,
 )
+from own_page import BUSY, own_page
 from strangers import Stranger
 
 pytestmark = pytest.mark.libfabric
@@ -189,6 +190,48 @@ async def test_a_region_closes_after_the_failure_of_what_used_it(provider, child
             memory.clear()
             with pytest.raises(aiote.TransferError):
                 await transfer
+
+
+@pytest.mark.anyio
+@served_by_process
+async def test_a_read_after_its_peer_has_closed_fails(provider, child):
+    """Before anybody has heard of that, and while the memory is another's: what it would get is not what was lent."""
+    closing = child()
+    with anyio.fail_after(PATIENCE_S):
+        await closing.open(provider, size=1 << 20)
+        async with opened(provider, heartbeat_timeout=NEVER_S) as engine:
+            remote, local = engine.attach(closing.descriptor), engine.register(bytearray(1 << 20))
+            await engine.read(remote, local)
+            closing.tell("abort", value=9)
+            closing.hold_until_answer()
+            with pytest.raises(aiote.TransferError):
+                await engine.read(remote, local)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("provider", ["shm", "local"])
+@pytest.mark.parametrize("copying", [True, False])
+@pytest.mark.parametrize("how", ["abort", "disconnect"])
+async def test_closing_confirms_what_the_peer_cannot_be_copying(provider, copying, how):
+    """The peer's own page says that it is within a call, which may copy from our memory; here it never ends."""
+    async with pair(provider) as (left, right):
+        peer = await left.connect(right.address)
+        local, remote = left.register(bytearray(BIG)), left.attach(right.register(bytearray(BIG)).descriptor)
+        await left.write(local, remote)
+        transfer = left.submit_write(local, remote)
+        left._runtime.core.progress()  # alone, so that the peer has done nothing of it
+        with own_page(right._runtime.core.wakeup_event) as page:
+            assert page[BUSY] % 2 == 0
+            page[BUSY] ^= copying
+            if how == "abort":
+                left.abort()
+            else:
+                peer.disconnect()
+            page[BUSY] ^= copying
+            page.release()
+        with pytest.raises(aiote.TransferError) as caught:
+            await transfer
+        assert caught.value.confirmed is not copying
 
 
 @pytest.mark.anyio

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 from aiote_native.peer_wakeups import WakeupEvent
-from own_page import own_page
+from own_page import BUSY, GATES, own_page
 from rail_pair import KINDS, Pair, Rails, filled, opened
 
 pytestmark = pytest.mark.libfabric
 
 SHM = next(kind for kind in KINDS if kind.provider == "shm")
 TCP = next(kind for kind in KINDS if kind.provider == "tcp")
-GATES, BUSY = 64 + 4 * 1000, 64 + 8 * 1000
 SIZE = 1 << 20
 PACE = 1 << 20
 PIECE = PACE // 16
@@ -71,6 +70,23 @@ def test_a_link_is_quiet_when_its_peer_is_not_within_a_call(rails):
         assert not pair.ab.quiet
         page[place] = bytes(4)
         assert pair.ab.quiet
+
+
+@pytest.mark.parametrize("under_way", [True, False])
+@pytest.mark.parametrize("again", [True, False])
+def test_a_link_that_is_closed_under_a_call_of_its_peer_says_so(rails, under_way, again):
+    """Not where nothing was under way, nor where the peer has closed its end: then it calls for another link."""
+    pair = Pair.of(rails)
+    source, target = pair.a.register(filled(SIZE)), pair.b.register(SIZE)
+    rails.finish(pair.a.write(pair.ab, source, target.remote))
+    with own_page(pair.b.core.wakeup_event) as page:
+        slot = 4 * taken(pair.b.core.wakeup_event)
+        if under_way:
+            pair.a.write(pair.ab, source, target.remote)
+        page[BUSY + slot : BUSY + slot + 4] = WITHIN
+        page[GATES + slot] += 2 * again
+        pair.a.close_link(pair.ab)
+        assert pair.ab.within == (under_way and not again)
 
 
 def taken(wakeup: WakeupEvent) -> int:

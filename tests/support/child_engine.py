@@ -49,6 +49,12 @@ class Commands:
         self.memory = bytearray(size)
         return {"address": str(self.engine.address), "descriptor": self.engine.register(self.memory).descriptor.hex()}
 
+    async def abort(self, value: int) -> dict[str, Any]:
+        """Close the engine at once, and use the memory for something else: fill it with a byte."""
+        self.engine.abort()
+        self.memory[:] = bytes([value]) * len(self.memory)
+        return {}
+
     async def connect(self, address: str) -> dict[str, Any]:
         """Connect to an engine."""
         return {"peer": str((await self.engine.connect(address)).address)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import aiote
 
 SCRIPT = Path(__file__).with_name("child_engine.py")
 SHARED_MEMORY = Path("/dev/shm")
+PATIENCE_S = 60
 
 
 class ChildError(Exception):
@@ -65,6 +67,10 @@ class Child:
     def tell(self, do: str, **arguments: Any) -> None:
         """Give a command; its answer, if anybody wants it, is the next of `answer`."""
         os.write(self._input, json.dumps({"do": do, **arguments}).encode() + b"\n")
+
+    def hold_until_answer(self) -> None:
+        """Hold the calling loop until the child has answered a command that was told."""
+        assert select.select([self._output], [], [], PATIENCE_S)[0], f"child {self.pid} does not answer"
 
     async def open(self, provider: str, size: int = 4096, rails: list[str] | None = None, **config: Any) -> None:
         """Open the child's engine; bytes in the config travel as hexadecimal text."""

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from aiote_native.peer_wakeups import WakeupEvent
 
-PAGE = 64 + 3 * 4 * 1000
+SLOTS = 1000
+GATES, BUSY = 64 + 4 * SLOTS, 64 + 8 * SLOTS
+PAGE = 64 + 12 * SLOTS
 """The epoch with its padding, then what is waited for, the gate and who is busy, for each slot."""
 
 
