@@ -16,7 +16,7 @@ def address(program) -> str:
 
 
 def test_clients_are_answered_and_one_changes_its_mind(start, provider):
-    service = start("service.py", "--provider", provider)
+    service = start("service.py", provider)
     where = address(service)
     impatient = start("client.py", where, "--provider", provider, "--patience", "0", "one", "two")
     assert impatient.end() == 0
