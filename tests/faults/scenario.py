@@ -27,7 +27,8 @@ import aiote
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
 from engines import opened
-from leftovers import descriptors, threads
+from leaks import threads
+from leftovers import descriptors
 
 ERRORS = {
     "malloc": errno.ENOMEM,
@@ -143,7 +144,7 @@ class Scene:
     def held(self) -> dict[str, int]:
         return {
             "descriptors": len(descriptors()),
-            "threads": len([name for name in threads().values() if "asyncio" not in name]),
+            "threads": len(threads()),
             "registrations": sum(rail.device.children for rail in self.engine._runtime.rail_set.rails),
             "peers": len(self.engine.peers),
         }

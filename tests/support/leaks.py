@@ -29,8 +29,12 @@ def descriptors() -> dict[int, str]:
 
 
 def threads() -> dict[int, str]:
-    """Return every thread of the process by its kernel id, without the idle ones that trio keeps for ten seconds."""
-    cached = {thread.native_id for thread in threading.enumerate() if thread.name.startswith("Trio thread")}
+    """Return every thread of the process by its kernel id, without those of the loops' own pools: trio keeps idle ones
+    for ten seconds, asyncio as many as it once needed at a time.
+    """
+    cached = {
+        thread.native_id for thread in threading.enumerate() if thread.name.startswith(("Trio thread", "asyncio_"))
+    }
     return {number: comm for number, comm in leftovers.threads().items() if number not in cached}
 
 
