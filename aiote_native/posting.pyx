@@ -33,8 +33,9 @@ cdef enum:
 
 cdef int split_part(uint64_t length, uint32_t lanes, uint64_t largest, uint64_t smallest, bint counted,
                     Split* out) noexcept nogil:
-    cdef uint64_t needed = length // largest + (1 if length % largest else 0)
-    cdef uint64_t spread = length // smallest if smallest else length
+    # Most are one stripe, and a division takes as long as all else that is done here.
+    cdef uint64_t needed = 1 if length <= largest else length // largest + (1 if length % largest else 0)
+    cdef uint64_t spread = 1 if lanes <= 1 else length // smallest if smallest else length
     if spread < 1:
         spread = 1
     if spread > lanes:
@@ -72,15 +73,17 @@ cdef void split_op(Op* op, const PeerState* peer, uint64_t largest, uint64_t sma
         # Several stripes for each rail, so that unequal rails can share a large write as they are able to.
         lanes = grains if grains < lanes * STRIPES_A_LANE else lanes * STRIPES_A_LANE
     split_part(op.part_bytes, <uint32_t> lanes, largest, smallest, op.counted, &op.split)
-    if op.split.tail_count:
+    if op.split.head_count + op.split.tail_count == 1:
+        op.stripe_bytes = op.part_bytes
+    elif op.split.tail_count:
         op.stripe_bytes = op.split.tail_bytes // op.split.tail_count
     else:
         op.stripe_bytes = op.split.head_bytes // op.split.head_count
 
 
 cdef void piece_of(uint64_t length, uint64_t pieces, uint64_t j, uint64_t* offset, uint64_t* size) noexcept nogil:
-    cdef uint64_t quotient = length // pieces
-    cdef uint64_t remainder = length % pieces
+    cdef uint64_t quotient = length if pieces == 1 else length // pieces
+    cdef uint64_t remainder = length - quotient * pieces
     offset[0] = j * quotient + (j if j < remainder else remainder)
     size[0] = quotient + (1 if j < remainder else 0)
 
