@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from aiote_native.provider import NativeEndpoint
 from aiote_native.sim.nics import SimDevice
+from aiote_native.sim.null import NullEndpoint
 from aiote_native.sim.ports import Endpoint
 from aiote_native.sim.world import World
 from aiote_native.status import StatusError
@@ -118,6 +119,7 @@ class SimRail:
         self.node = node
         self._speed = nic.speed_mbps
         # As NICs differ: every other one addresses memory from 0, not by where it lies.
+        self._endpoint = NullEndpoint if nic.numbers.get("null") else Endpoint
         self.device = SimDevice(world, node, index, dict(nic.numbers), index % 2 == 1)
 
     @property
@@ -133,7 +135,7 @@ class SimRail:
 
     def open_endpoint(self) -> NativeEndpoint:
         try:
-            return Endpoint(self.device)
+            return self._endpoint(self.device)
         except StatusError as error:
             raise FabricError(
                 error.errno or 0, f"{error.strerror}", operation="open endpoint", rail=self.name

@@ -4,7 +4,7 @@ See docs/testing.md. Nothing here needs libfabric or a NIC.
 """
 
 from .fabric import Fabric, Happened
-from .nics import CONNECTX7_400G, EFA_100G, EFA_200G, EFA_400G, MODELS, UNRULY, NicModel
+from .nics import CONNECTX7_400G, EFA_100G, EFA_200G, EFA_400G, MODELS, NULL_NIC, UNRULY, NicModel
 from .virtual import StandstillError, VirtualLoop
 from .virtual_run import run
 
@@ -14,6 +14,7 @@ __all__ = [
     "EFA_200G",
     "EFA_400G",
     "MODELS",
+    "NULL_NIC",
     "UNRULY",
     "Fabric",
     "Happened",

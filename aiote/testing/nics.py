@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..errors import UsageError
 from ..rails.sim import SimNic
 
-__all__ = ["CONNECTX7_400G", "EFA_100G", "EFA_200G", "EFA_400G", "MODELS", "UNRULY", "NicModel"]
+__all__ = ["CONNECTX7_400G", "EFA_100G", "EFA_200G", "EFA_400G", "MODELS", "NULL_NIC", "UNRULY", "NicModel"]
 
 MAX_PIECES = MAX_SGE = 4
 
@@ -27,7 +27,7 @@ class NicModel:
     before it refuses more; events: arrivals that lie untaken before more wait. pieces: the most pieces that a payload
     is placed in, in any order. max_sge: the most SGEs of one operation (tcp and shm of libfabric take 4, NICs 1).
     refusals: the share of posts that are refused for now without a reason. lingers: what has left a NIC arrives though
-    its endpoint was closed meanwhile, as bytes on a wire do.
+    its endpoint was closed meanwhile, as bytes on a wire do. null: every operation ends at once, and nothing is moved.
     """
 
     name: str
@@ -44,6 +44,7 @@ class NicModel:
     max_sge: int = 1
     refusals: float = 0.0
     lingers: bool = False
+    null: bool = False
 
     def __post_init__(self) -> None:
         """Check the numbers. Raises UsageError."""
@@ -70,6 +71,7 @@ class NicModel:
             "max_sge": self.max_sge,
             "refusals": round(self.refusals * 65536),
             "lingers": self.lingers,
+            "null": self.null,
         }
         return SimNic(f"sim{index}", round((self.speed_gbps or self.gbps) * 1000), numbers)
 
@@ -78,6 +80,9 @@ UNRULY = NicModel(
     name="unruly", latency_us=2, answer_us=1, jitter_us=20, queue=64, events=64, pieces=4, refusals=1 / 128
 )
 """No NIC that there is: it puts everything in any order, in pieces, with short queues. For tests."""
+
+NULL_NIC = NicModel(name="null", latency_us=0, answer_us=0, queue=4096, null=True)
+"""No NIC at all: a request over it takes our own time alone. For benchmarks of who posts."""
 
 CONNECTX7_400G = NicModel(
     name="ConnectX-7 400G",

@@ -61,6 +61,7 @@ cdef struct Model:
     uint32_t pieces      # the most pieces that a payload is placed in
     uint32_t max_sge     # of one operation
     uint32_t refusals    # of 65536 posts, drawn, that are refused for now
+    bint null            # every operation ends at once, and nothing is moved (null.pyx)
     bint lingers         # what has left a NIC arrives, though its endpoint was closed meanwhile
     uint64_t largest
 

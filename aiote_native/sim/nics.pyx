@@ -27,6 +27,7 @@ cdef int read_model(dict given, Model* model) except -1:
     model.pieces = given.get("pieces", 1)
     model.max_sge = given.get("max_sge", 1)
     model.refusals = given.get("refusals", 0)
+    model.null = given.get("null", False)
     model.lingers = given.get("lingers", False)
     model.largest = given.get("largest", 1 << 30)
     if not (model.depth and model.receives and model.events and model.largest and 1 <= model.pieces <= MAX_PIECES):

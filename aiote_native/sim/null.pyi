@@ -1,0 +1,3 @@
+from aiote_native.sim.ports import Endpoint
+
+class NullEndpoint(Endpoint): ...
