@@ -19,3 +19,6 @@ cdef class ChannelSet:
     cdef bint holds(self, const Channel* channel, const Op* op) noexcept nogil
     cdef bint is_noticed(self) noexcept
     cdef bint take_failure(self) noexcept
+
+cdef uint64_t largest_of(const PeerState* peer) noexcept nogil
+cdef int widest_of(const PeerState* peer) noexcept nogil

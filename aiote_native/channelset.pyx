@@ -24,6 +24,24 @@ from aiote_native.workrequests cimport Operation
 cdef object MAX_ACKED = 1 << 60
 
 
+cdef uint64_t largest_of(const PeerState* peer) noexcept nogil:
+    cdef uint64_t least = 0xFFFFFFFFFFFFFFFFULL
+    cdef int i
+    for i in range(peer.channel_count):
+        if peer.channels[i].largest < least:
+            least = peer.channels[i].largest
+    return least
+
+
+cdef int widest_of(const PeerState* peer) noexcept nogil:
+    cdef int most = -1
+    cdef int i
+    for i in range(peer.channel_count):
+        if peer.channels[i].remote_rail > most:
+            most = peer.channels[i].remote_rail
+    return most
+
+
 cdef class ChannelSet:
     """The part of a peer's link that knows its channels. A base class: it has no life of its own."""
 
@@ -36,21 +54,11 @@ cdef class ChannelSet:
 
     cdef uint64_t largest(self) noexcept nogil:
         """The largest message that every channel takes."""
-        cdef uint64_t least = 0xFFFFFFFFFFFFFFFFULL
-        cdef int i
-        for i in range(self.state.channel_count):
-            if self.state.channels[i].largest < least:
-                least = self.state.channels[i].largest
-        return least
+        return largest_of(&self.state)
 
     cdef int widest(self) noexcept nogil:
         """The highest number of a remote rail in use."""
-        cdef int most = -1
-        cdef int i
-        for i in range(self.state.channel_count):
-            if self.state.channels[i].remote_rail > most:
-                most = self.state.channels[i].remote_rail
-        return most
+        return widest_of(&self.state)
 
     def under_way(self) -> dict[int, int]:
         """Return how many work requests have ended on each channel that is to move: it has some outstanding, or all are

@@ -35,6 +35,8 @@ cdef class Request(Operation):
 
 cdef int leave_link(PeerLink link) except -1
 
+cdef Request fresh(type kind, object peer)
+
 cdef class Awaiting:
     cdef Request request
     cdef object inner

@@ -4,7 +4,7 @@ from typing import Any, Self, TypeVar
 from aiote_native.core import Core
 from aiote_native.flights import Flight
 from aiote_native.peers import PeerLink
-from aiote_native.scatter import ScatterTargets
+from aiote_native.scatter import TargetOps
 from aiote_native.workrequests import LocalMemory, Operation, PageIndex, RemoteMemory
 
 class LocalSlice:
@@ -34,7 +34,7 @@ class Request(Operation):
     peer: Any
     lease: int
     refused: bool
-    targets: ScatterTargets | None
+    targets: TargetOps | None
     @property
     def verb(self) -> str: ...
     @property

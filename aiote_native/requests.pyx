@@ -189,7 +189,7 @@ cdef class Request(Operation):
     cdef int resolved(self) except -1:
         self.leave()
         if self.targets is not None:
-            self.targets.leave()
+            self.targets.leave(self)
         Operation.resolved(self)
         return self.land()
 
@@ -287,9 +287,10 @@ cdef bint open_for(Core core, PeerLink link):
             and link.unfinished < link.limit)
 
 
-cdef Request fresh(type kind, PeerLink link):
+cdef Request fresh(type kind, object peer):
+    """Make a request of a kind without its `__init__`."""
     cdef Request request = <Request> (<PyTypeObject*> kind).tp_new(kind, NOTHING, NULL)
-    request.peer = link.peer
+    request.peer = peer
     return request
 
 
@@ -346,7 +347,7 @@ def quick(Core core, type kind, local, remote, bint reads, imm, rail=None):
     link = <PeerLink> there.memory.link
     if not (here.memory.writable and there.memory.readable if reads else there.memory.writable):
         return None
-    request = fresh(kind, link)
+    request = fresh(kind, link.peer)
     request.take(here.memory, here.start, there.memory, there.start, here.nbytes, here.nbytes, reads)
     request.op.part_bytes = here.nbytes
     request.op.parts = 1
@@ -378,7 +379,7 @@ def quick_pages(Core core, type kind, pages, onto, imm, rail=None):
     if not open_to(core, here, there) or not there.memory.writable:
         return None
     link = <PeerLink> there.memory.link
-    request = fresh(kind, link)
+    request = fresh(kind, link.peer)
     core.submit_pages(link, request, here.memory, here.start + source.offset, source.index, source.stride,
                       there.memory, there.start + target.offset, target.index, target.stride, source.page_bytes, imm)
     lend(there.memory, request)
@@ -393,7 +394,7 @@ def quick_send(Core core, type kind, PeerLink link, payload):
         return None
     if link.state.mailbox == NULL or len(<bytes> payload) > link.message_limit or not alive(&core.engine):
         return None
-    request = fresh(kind, link)
+    request = fresh(kind, link.peer)
     core.submit_send(link, request, payload)
     started(core, link, request)
     return request

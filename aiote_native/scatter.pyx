@@ -17,7 +17,25 @@ from aiote_native.structs cimport OP_WRITE
 from aiote_native.workrequests cimport LocalMemory, RemoteMemory, fill
 
 
-cdef class ScatterTargets:
+cdef class TargetOps:
+    """The native transfers of one request, a target each. A base class: others know the peers and the memories."""
+
+    def __dealloc__(self):
+        free(self.ops)
+
+    def __len__(self):
+        return self.count
+
+    def failures(self) -> list[tuple[int, int, int]]:
+        """Return (position, positive error number, rail) of each target that failed."""
+        return [(i, -self.ops[i].status, self.ops[i].rail) for i in range(self.count) if self.ops[i].status != 0]
+
+    def unfinished(self) -> list[int]:
+        """Return the positions of the targets that are not over."""
+        return [i for i in range(self.count) if not self.ops[i].over]
+
+
+cdef class ScatterTargets(TargetOps):
     """Up to `capacity` targets, each with its peer's link, a source and a destination of one length."""
 
     def __cinit__(self, uint32_t capacity):
@@ -27,12 +45,6 @@ cdef class ScatterTargets:
         self.ops = <Op*> calloc(capacity or 1, sizeof(Op))
         if self.ops == NULL:
             raise MemoryError
-
-    def __dealloc__(self):
-        free(self.ops)
-
-    def __len__(self):
-        return self.count
 
     def add(self, PeerLink link not None, LocalMemory local, uint64_t local_offset, RemoteMemory remote,
             uint64_t remote_offset, uint64_t length) -> None:
@@ -67,7 +79,7 @@ cdef class ScatterTargets:
                 local.in_flight += 1
         return 0
 
-    def leave(self) -> None:
+    def leave(self, request) -> None:
         """Count as over; called by the request."""
         cdef PeerLink link
         cdef LocalMemory local
@@ -76,14 +88,6 @@ cdef class ScatterTargets:
         for local, _remote in self.memories:
             if local is not None:
                 local.leave()
-
-    def failures(self) -> list[tuple[int, int, int]]:
-        """Return (position, positive error number, rail) of each target that failed."""
-        return [(i, -self.ops[i].status, self.ops[i].rail) for i in range(self.count) if self.ops[i].status != 0]
-
-    def unfinished(self) -> list[int]:
-        """Return the positions of the targets that are not over."""
-        return [i for i in range(self.count) if not self.ops[i].over]
 
 
 def scatter(Core core, Request request, ScatterTargets targets, int64_t imm) -> None:

@@ -21,6 +21,8 @@ from ..transfers import (
     Pages,
     Peer,
     PeerGroup,
+    PreparedPages,
+    PreparedScatter,
     Region,
     Regions,
     RemoteRegion,
@@ -262,6 +264,30 @@ class Engine:
         if isinstance(group, PeerGroup):
             await self.room_for(group)
         await submit_scatter(self._runtime, group, chosen, imm)
+
+    def prepare_scatter(self, group: PeerGroup, targets: Iterable[ScatterTarget]) -> PreparedScatter:
+        """Check targets once for many scatters, each of which brings arrays of lengths and offsets within them.
+
+        `src` and `dst` of a target may differ in length: they bound what is written. Raises UsageError, ClosedError,
+        PeerError.
+        """
+        return PreparedScatter(self._runtime, group, targets)
+
+    def prepare_pages(
+        self,
+        group: PeerGroup,
+        targets: Iterable[ScatterTarget],
+        page_bytes: int,
+        *,
+        src_stride: int | None = None,
+        dst_stride: int | None = None,
+    ) -> PreparedPages:
+        """Check targets once for many writes of pages, each of which brings arrays of page numbers.
+
+        Page n of a side begins n strides (bytes; `page_bytes` unless given) behind the start of its region. Raises as
+        `prepare_scatter`.
+        """
+        return PreparedPages.of(self._runtime, group, targets, page_bytes, (src_stride, dst_stride))
 
     async def barrier(self, group: PeerGroup, imm: int) -> None:
         """Wait until every member of the group is here: each has called its own `barrier` as often as this engine.

@@ -11,6 +11,7 @@ from aiote_native.flights import Flight
 from aiote_native.forks import ForkError, after_fork
 from aiote_native.peer_wakeups import guarded_socket, parse_address
 from aiote_native.peers import PeerLink
+from aiote_native.prepared import PreparedTargets, TargetRun
 from aiote_native.requests import LocalSlice, PageSet, RemoteSlice, Request, quick, quick_pages, quick_send
 from aiote_native.rows import CountRow
 from aiote_native.scatter import ScatterTargets, scatter
@@ -47,6 +48,7 @@ __all__ = [
     "PageSet",
     "PeerLink",
     "PendingChannel",
+    "PreparedTargets",
     "Rail",
     "RailInfo",
     "RailSet",
@@ -55,6 +57,7 @@ __all__ = [
     "Request",
     "ScatterTargets",
     "StatusError",
+    "TargetRun",
     "Waitable",
     "Watch",
     "acquire",

@@ -10,6 +10,7 @@ from .lease import Lease
 from .owner import Destination, PeerFinder, TransferOwner, drain
 from .pages import Pages
 from .peer import Peer
+from .prepared import PreparedPages, PreparedScatter
 from .regions import Access, LeaseGranter, Region, Regions, RemoteRegion
 from .registrations import Registrations, SharedRegistration
 from .requests import Requests
@@ -34,6 +35,8 @@ __all__ = [
     "Peer",
     "PeerFinder",
     "PeerGroup",
+    "PreparedPages",
+    "PreparedScatter",
     "Region",
     "Regions",
     "Registrations",

@@ -21,7 +21,20 @@ if TYPE_CHECKING:
     from ..runtime import Runtime
     from .owner import PeerFinder
 
-__all__ = ["GroupTransfer", "PeerGroup", "ScatterTarget", "group_room", "make_group", "submit_scatter"]
+__all__ = [
+    "GroupTransfer",
+    "PeerGroup",
+    "ScatterTarget",
+    "check_group",
+    "group_room",
+    "link_of",
+    "make_group",
+    "member_of",
+    "memories_of",
+    "submit_scatter",
+    "take_rooms",
+    "void_lease",
+]
 
 NO_IMMEDIATE = -1
 
@@ -142,15 +155,22 @@ async def make_group(runtime: Runtime, finder: PeerFinder, members: Iterable[Pee
 class GroupTransfer(Transfer):
     """A transfer to every target of a scatter; over when all of them are. What failed first is its error's cause."""
 
+    _peers: Sequence[Destination] = ()
+
     def __init__(self, group: PeerGroup, peers: Sequence[Destination], description: str) -> None:
         self.peer = group
         self._peers = peers
         self._text = description
 
+    def members(self) -> Sequence[Destination]:
+        """Return the peer of each target."""
+        return self._peers
+
     def unfinished_peers(self) -> list[Destination]:
         """Return the peers whose part is not over."""
         assert self.targets is not None
-        return list(dict.fromkeys(self._peers[i] for i in self.targets.unfinished()))
+        peers = self.members()
+        return list(dict.fromkeys(peers[i] for i in self.targets.unfinished()))
 
     def explain(self) -> TransferError:
         """Say what became of it: which targets failed, and why the first of them did."""
@@ -163,7 +183,7 @@ class GroupTransfer(Transfer):
             return self._error(None, f"{self.description}: cancelled, {done}")
         failures = self.targets.failures()
         position, errnum, rail = failures[0]
-        peer = self._peers[position]
+        peer = self.members()[position]
         if peer.reason:
             cause = peer.error(self.description)
         else:
@@ -174,13 +194,18 @@ class GroupTransfer(Transfer):
         return self._error(cause, f"{self.description}: {where}{others} failed, {done}: {cause}")
 
 
+def check_group(runtime: Runtime, group: object) -> None:
+    """Raise UsageError for what is no group of this engine, ClosedError."""
+    runtime.require_open()
+    if not isinstance(group, PeerGroup) or group.runtime is not runtime:
+        raise UsageError("scatter: a PeerGroup of this engine is expected (await engine.peer_group([...]))")
+
+
 def submit_scatter(
     runtime: Runtime, group: PeerGroup, targets: Iterable[ScatterTarget], imm: int | None
 ) -> GroupTransfer:
     """Start a write to each target, one request for all. Raises UsageError, PeerError, QueueFull: none was started."""
-    runtime.require_open()
-    if not isinstance(group, PeerGroup) or group.runtime is not runtime:
-        raise UsageError("scatter: a PeerGroup of this engine is expected (await engine.peer_group([...]))")
+    check_group(runtime, group)
     value = NO_IMMEDIATE if imm is None else check_immediate(imm)
     items = list(targets)
     parts = ScatterTargets(len(items))
@@ -195,12 +220,7 @@ def submit_scatter(
         if isinstance(dst, RemoteRegion) and dst.lease:
             leases[peers[-1], dst.lease] = None
     transfer = GroupTransfer(group, peers, f"scatter to {len(items)} targets")
-    for peer in dict.fromkeys(peers):
-        if not peer.take_room():
-            raise QueueFull(
-                f"{transfer.description}: {runtime.config.max_transfers} transfers toward peer {peer.name} are "
-                "unfinished; await engine.room(peer), or raise config.max_transfers"
-            )
+    take_rooms(runtime, transfer.description, peers)
     held = _take_leases(transfer, leases)
     try:
         scatter(runtime.core, transfer, parts, value)
@@ -208,6 +228,16 @@ def submit_scatter(
         _leave(held, transfer)
         raise UsageError(f"{transfer.description}: {error}") from error
     return transfer
+
+
+def take_rooms(runtime: Runtime, description: str, peers: Iterable[Destination]) -> None:
+    """Take room for a request at each of its peers. Raises QueueFull."""
+    for peer in dict.fromkeys(peers):
+        if not peer.take_room():
+            raise QueueFull(
+                f"{description}: {runtime.config.max_transfers} transfers toward peer {peer.name} are unfinished; "
+                "await engine.room(peer), or raise config.max_transfers"
+            )
 
 
 def _add(
@@ -219,21 +249,11 @@ def _add(
     dst: RemoteRegion | Peer | Address | str,
 ) -> Destination:
     """Check one target and add it; return its peer."""
-    peer = group.member(dst.owner if isinstance(dst, RemoteRegion) else dst)
-    if peer is None:
-        raise UsageError(f"scatter: target {position} is not of the group")
-    link = _link(peer)
+    peer, link = member_of(group, position, dst)
     if src is None:
         parts.add(link, None, 0, None, 0, 0)
         return peer
-    if not isinstance(src, Region) or not isinstance(dst, RemoteRegion):
-        raise UsageError(
-            f"scatter: target {position} needs a Region as source and a RemoteRegion as destination, "
-            f"got {type(src).__name__} and {type(dst).__name__}"
-        )
-    src.require_open()
-    if src.memory.owner is not runtime.core:
-        raise UsageError(f"scatter: the source of target {position} belongs to another engine")
+    src, dst = memories_of(runtime, position, src, dst)
     if src.nbytes != dst.nbytes:
         raise UsageError(f"scatter: target {position} has {src.nbytes} bytes to write to {dst.nbytes}")
     try:
@@ -243,7 +263,31 @@ def _add(
     return peer
 
 
-def _link(peer: Destination) -> PeerLink:
+def member_of(
+    group: PeerGroup, position: int, dst: RemoteRegion | Peer | Address | str
+) -> tuple[Destination, PeerLink]:
+    """Return the peer of a target, and its link. Raises UsageError, PeerError."""
+    peer = group.member(dst.owner if isinstance(dst, RemoteRegion) else dst)
+    if peer is None:
+        raise UsageError(f"scatter: target {position} is not of the group")
+    return peer, link_of(peer)
+
+
+def memories_of(runtime: Runtime, position: int, src: object, dst: object) -> tuple[Region, RemoteRegion]:
+    """Check the memories of a target. Raises UsageError, ClosedError."""
+    if not isinstance(src, Region) or not isinstance(dst, RemoteRegion):
+        raise UsageError(
+            f"scatter: target {position} needs a Region as source and a RemoteRegion as destination, "
+            f"got {type(src).__name__} and {type(dst).__name__}"
+        )
+    src.require_open()
+    if src.memory.owner is not runtime.core:
+        raise UsageError(f"scatter: the source of target {position} belongs to another engine")
+    return src, dst
+
+
+def link_of(peer: Destination) -> PeerLink:
+    """Return the link of a peer. Raises PeerError where it is lost."""
     if peer.link is None or not peer.connected:
         raise peer.error("scatter")
     return peer.link
@@ -256,13 +300,18 @@ def _take_leases(transfer: GroupTransfer, leases: Iterable[tuple[Destination, in
         flight = peer.lease_flight(lease)
         if flight is None:
             _leave(held, transfer)
-            cause = LeaseRevokedError(peer.name, f"it has revoked lease {lease}, which a target was of")
-            raise TransferError(transfer, cause, f"{transfer.description} failed, nothing was posted: {cause}")
+            raise void_lease(transfer, peer, lease)
         flight.enter(transfer)
         held.append(flight)
     if held:
         transfer.on_over = partial(_leave, held)
     return held
+
+
+def void_lease(transfer: GroupTransfer, peer: Destination, lease: int) -> TransferError:
+    """The error of a request through a lease that was revoked."""
+    cause = LeaseRevokedError(peer.name, f"it has revoked lease {lease}, which a target was of")
+    return TransferError(transfer, cause, f"{transfer.description} failed, nothing was posted: {cause}")
 
 
 def _leave(held: Iterable[Flight], transfer: GroupTransfer) -> None:

@@ -1,0 +1,250 @@
+"""Targets that are checked once, and written to by many requests with arrays of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..core.striping import check_immediate
+from ..errors import LeaseRevokedError, UsageError
+from ..rails import PreparedTargets, TargetRun
+from .regions import as_integer
+from .scatter import (
+    GroupTransfer,
+    PeerGroup,
+    ScatterTarget,
+    check_group,
+    group_room,
+    link_of,
+    member_of,
+    memories_of,
+    take_rooms,
+    void_lease,
+)
+
+if TYPE_CHECKING:
+    from ..runtime import Runtime
+    from .owner import Destination
+    from .regions import Region
+    from .transfer import Transfer
+
+__all__ = ["PreparedPages", "PreparedScatter"]
+
+NO_IMMEDIATE = -1
+
+
+class PreparedTransfer(GroupTransfer):
+    """A request made of prepared targets; it is started without `__init__`."""
+
+    def members(self) -> Sequence[Destination]:
+        """Return the peer of each target."""
+        assert isinstance(self.targets, TargetRun)
+        return [self.targets.prepared.peers[row] for row in self.targets.rows()]
+
+    @property
+    def description(self) -> str:
+        """What it does, for people."""
+        assert isinstance(self.targets, TargetRun)
+        return described(self.targets)
+
+
+def described(run: TargetRun) -> str:
+    """Say what a run does, for people."""
+    verb = "write_pages" if run.prepared.page_bytes else "scatter"
+    return f"prepared {verb} to {len(run)} targets"
+
+
+class Prepared:
+    """Targets of a group that were checked once; the base of what is written to them."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        group: PeerGroup,
+        targets: Iterable[ScatterTarget],
+        page_bytes: int = 0,
+        strides: tuple[int, int] = (0, 0),
+    ) -> None:
+        check_group(runtime, group)
+        items = list(targets)
+        self.group = group
+        self._runtime = runtime
+        self._targets = PreparedTargets(runtime.core, len(items), page_bytes)
+        self._sources: list[Region | None] = []
+        self._leases: list[int] = []
+        peers = []
+        for position, item in enumerate(items):
+            try:
+                src, dst = item
+            except (TypeError, ValueError):
+                raise UsageError(f"scatter: target {position} is {item!r}, expected ScatterTarget(src, dst)") from None
+            peers.append(self._add(position, src, dst, strides))
+        self._targets.peers = tuple(peers)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def _add(self, position: int, src: Any, dst: Any, strides: tuple[int, int]) -> Destination:
+        """Check one target and add it; return its peer."""
+        peer, link = member_of(self.group, position, dst)
+        lease, flight = 0, None
+        if src is None:
+            self._targets.add(link, None, 0, 0, None, 0, 0)
+        else:
+            source, remote = memories_of(self._runtime, position, src, dst)
+            lease = remote.lease
+            flight = peer.lease_flight(lease) if lease else None
+            if lease and flight is None:
+                raise LeaseRevokedError(peer.name, f"it has revoked lease {lease}, which target {position} is of")
+            try:
+                self._targets.add(
+                    link,
+                    source.memory,
+                    source.start,
+                    source.nbytes,
+                    remote.memory,
+                    remote.start,
+                    remote.nbytes,
+                    *strides,
+                    flight=flight,
+                )
+            except ValueError as error:
+                raise UsageError(f"scatter: target {position}: {error}") from None
+        self._sources.append(src)
+        self._leases.append(lease)
+        return peer
+
+    def _start(self, run: TargetRun, imm: int) -> Transfer:
+        """Post a run. Raises UsageError, ClosedError, PeerError, QueueFull, TransferError: nothing was posted."""
+        transfer = run.start(PreparedTransfer, self.group, imm)
+        return self._start_slowly(run, imm) if transfer is None else transfer
+
+    def _start_slowly(self, run: TargetRun, imm: int) -> Transfer:
+        """Find out why a run was not posted, and post it if nothing but a turn to submit was in its way."""
+        self._runtime.require_open()
+        rows = dict.fromkeys(run.rows())
+        peers = self._targets.peers
+        for row in rows:
+            source, lease = self._sources[row], self._leases[row]
+            if source is not None:
+                source.require_open()
+            link_of(peers[row])
+            if lease and peers[row].lease_flight(lease) is None:
+                raise void_lease(GroupTransfer(self.group, peers, described(run)), peers[row], lease)
+        take_rooms(self._runtime, described(run), [peers[row] for row in rows])
+        transfer = run.start(PreparedTransfer, self.group, imm, admitted=True)
+        if transfer is None:
+            raise UsageError(
+                f"{described(run)}: the memory of a target was registered with fewer rails than its owner has "
+                "connected since; prepare it anew"
+            )
+        return transfer
+
+    async def _write(self, run: TargetRun, imm: int) -> None:
+        await group_room(self.group)
+        await self._start(run, imm)
+
+
+class PreparedScatter(Prepared):
+    """Targets that scatters write to. Made by `Engine.prepare_scatter`; several requests may be under way at once.
+
+    It names peers, not their successors: once a peer is lost, requests to its target raise PeerError. A closed region
+    or a revoked lease raises as well, and nothing is posted then. It holds nothing that would have to be closed.
+    """
+
+    def submit(
+        self,
+        lengths: Any,
+        local_offsets: Any = None,
+        remote_offsets: Any = None,
+        imm: int | None = None,
+        *,
+        to: Any = None,
+    ) -> Transfer:
+        """Start a write of `lengths[i]` bytes to target i, between these offsets (bytes) within its two regions.
+
+        Each is an array of int64 or uint64 (NumPy, `array.array`, any buffer), read before this returns; offsets that
+        are None are 0. With `imm` each write counts 1 at its receiver, one of length 0 as well; without, a length of 0
+        posts nothing. `to` lists the targets that are meant, by position, in any order and as often as needed; the
+        others get nothing. Raises UsageError for numbers that do not fit, ClosedError, PeerError, QueueFull, and
+        TransferError for a void lease: nothing was posted then.
+        """
+        return self._start(self._run(lengths, local_offsets, remote_offsets, to), checked(imm))
+
+    async def write(
+        self,
+        lengths: Any,
+        local_offsets: Any = None,
+        remote_offsets: Any = None,
+        imm: int | None = None,
+        *,
+        to: Any = None,
+    ) -> None:
+        """Write as `submit`, once there is room toward every member of the group; all is over when this returns.
+
+        Cancelling is as of `Engine.scatter`. The arrays are read at once.
+        """
+        await self._write(self._run(lengths, local_offsets, remote_offsets, to), checked(imm))
+
+    def _run(self, lengths: Any, local_offsets: Any, remote_offsets: Any, to: Any) -> TargetRun:
+        try:
+            return self._targets.scatter(lengths, local_offsets, remote_offsets, to)
+        except (BufferError, TypeError, ValueError) as error:
+            raise UsageError(f"scatter: {error}") from None
+
+    def __repr__(self) -> str:
+        return f"<PreparedScatter to {len(self)} targets>"
+
+
+class PreparedPages(Prepared):
+    """Targets that pages are written to. Made by `Engine.prepare_pages`; else as `PreparedScatter`."""
+
+    @property
+    def page_bytes(self) -> int:
+        """The length of every page."""
+        return self._targets.page_bytes
+
+    def submit(self, local_pages: Any, remote_pages: Any, imm: int | None = None, *, counts: Any = None) -> Transfer:
+        """Start a write of page `local_pages[i]` to page `remote_pages[i]` for every i; with `imm` each page counts 1.
+
+        Page n of a side begins n strides behind the start of its region. The first `counts[0]` pages are target 0's,
+        the next `counts[1]` target 1's, and so on; with a single target there need be no counts. Arrays and errors are
+        as of `PreparedScatter.submit`.
+        """
+        return self._start(self._run(local_pages, remote_pages, counts), checked(imm))
+
+    async def write(self, local_pages: Any, remote_pages: Any, imm: int | None = None, *, counts: Any = None) -> None:
+        """Write as `submit`, once there is room toward every member of the group; all is over when this returns."""
+        await self._write(self._run(local_pages, remote_pages, counts), checked(imm))
+
+    def _run(self, local_pages: Any, remote_pages: Any, counts: Any) -> TargetRun:
+        try:
+            return self._targets.write_pages(local_pages, remote_pages, counts)
+        except (BufferError, TypeError, ValueError) as error:
+            raise UsageError(f"write_pages: {error}") from None
+
+    @classmethod
+    def of(
+        cls,
+        runtime: Runtime,
+        group: PeerGroup,
+        targets: Iterable[ScatterTarget],
+        page_bytes: Any,
+        strides: tuple[Any, Any],
+    ) -> PreparedPages:
+        """Prepare targets for pages of a length; a stride that is None is that length. Raises UsageError."""
+        page = as_integer("page_bytes", page_bytes)
+        near, far = (page if stride is None else as_integer("stride", stride) for stride in strides)
+        if not 0 < page < 1 << 62 or not 0 <= min(near, far) <= max(near, far) < 1 << 62:
+            raise UsageError(
+                f"page_bytes={page}, strides {near} and {far}: positive and not negative ones are expected"
+            )
+        return cls(runtime, group, targets, page, (near, far))
+
+    def __repr__(self) -> str:
+        return f"<PreparedPages of {self.page_bytes} bytes to {len(self)} targets>"
+
+
+def checked(imm: int | None) -> int:
+    """Return an immediate for the native core. Raises UsageError."""
+    return NO_IMMEDIATE if imm is None else check_immediate(imm)

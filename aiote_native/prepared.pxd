@@ -1,0 +1,49 @@
+from cpython.buffer cimport Py_buffer
+from cpython.object cimport PyObject
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+
+from aiote_native.core cimport Core
+from aiote_native.requests cimport Request
+from aiote_native.scatter cimport TargetOps
+from aiote_native.structs cimport Op
+
+# What was checked of one target: an Op that lacks what each request says, and the bounds of that.
+cdef struct Row:
+    PyObject* link       # kept, as the next two, by the lists of whose row it is
+    PyObject* local      # NULL: an immediate alone
+    PyObject* flight     # of what goes through its lease; NULL: it has none
+    uint64_t local_bytes
+    uint64_t remote_bytes
+    uint64_t local_pages
+    uint64_t remote_pages
+    int rails            # that the remote memory was registered with
+    Op op
+
+cdef class Integers:
+    cdef Py_buffer view
+    cdef bint held
+    cdef bint signed
+    cdef uint64_t count
+    cdef str name
+    cdef uint64_t at(self, uint64_t i) noexcept nogil
+    cdef object value(self, uint64_t i)
+
+cdef class PreparedTargets:
+    cdef readonly Core core
+    cdef Row* rows
+    cdef readonly uint32_t count
+    cdef uint32_t capacity
+    cdef list kept
+    cdef readonly uint64_t page_bytes
+    cdef public object peers
+    cdef object write_fault(self, Integers length, Integers here, Integers there, Integers to, uint64_t i)
+    cdef object page_fault(self, Integers here, Integers there, Integers shares, uint64_t i)
+
+cdef class TargetRun(TargetOps):
+    cdef readonly PreparedTargets prepared
+    cdef uint32_t* chosen
+    cdef int64_t* pages
+    cdef bint started
+    cdef int allocate(self, PreparedTargets prepared, uint64_t count, uint64_t pages) except -1
+    cdef bint is_open(self, bint admitted) except -1
+    cdef int retain(self, Request request) except -1

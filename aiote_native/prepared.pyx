@@ -1,0 +1,379 @@
+"""Targets that were checked once, for many requests: each brings arrays of lengths and offsets, or of page numbers.
+
+A scatter that is made anew looks at each target in Python, which takes longer than to post it. Here a request copies a
+checked `Op` for each of its targets, puts its own numbers in, and posts all of them under one lock. What may have
+changed since is looked at each time: whether the peer is there and has room, the region open, the lease valid.
+
+The caller's arrays are read once, when the run is made; what is checked is what was copied.
+"""
+
+from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBuffer_Release, PyObject_GetBuffer
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_INCREF
+from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcpy
+
+from aiote_native.channelset cimport largest_of, widest_of
+from aiote_native.core cimport Core
+from aiote_native.flights cimport Flight
+from aiote_native.peers cimport PeerLink
+from aiote_native.posting cimport ops_start, split_op
+from aiote_native.progress cimport alive, kick, lock, unlock
+from aiote_native.requests cimport Request, fresh, leave_link
+from aiote_native.scatter cimport TargetOps
+from aiote_native.structs cimport MAX_CHANNELS, OP_WRITE, Op
+from aiote_native.workrequests cimport LocalMemory, RemoteMemory, fill
+
+cdef uint64_t ANY_PAGE = 1 << 62  # of a stride of 0 every page is the same one
+
+
+cdef class Integers:
+    """A caller's row of 64-bit integers, through the buffer protocol; None stands for zeros."""
+
+    def __cinit__(self, str name, values):
+        cdef const char* kind
+        self.name = name
+        if values is None:
+            return
+        try:
+            PyObject_GetBuffer(values, &self.view, PyBUF_FORMAT | PyBUF_STRIDES)
+        except TypeError:
+            raise TypeError(f"{name}: an array of 64-bit integers is expected, got {type(values).__name__}") from None
+        self.held = True
+        kind = self.view.format
+        # "<" is the native order on every machine that this runs on.
+        if kind[0] in (c"@", c"=", c"<"):
+            kind += 1
+        self.signed = kind[0] in (c"l", c"q")
+        if (self.view.ndim != 1 or self.view.itemsize != 8 or kind[0] == 0 or kind[1] != 0
+                or not (self.signed or kind[0] in (c"L", c"Q"))):
+            raise TypeError(f"{name}: one dimension of int64 or uint64 is expected, got {self.view.ndim} of format "
+                            f"{(<bytes> self.view.format).decode()!r}")
+        self.count = self.view.shape[0]
+
+    def __dealloc__(self):
+        if self.held:
+            PyBuffer_Release(&self.view)
+
+    cdef uint64_t at(self, uint64_t i) noexcept nogil:
+        """Return a number; one below 0 is larger than any bound."""
+        cdef uint64_t value = 0
+        if self.held:
+            memcpy(&value, <char*> self.view.buf + <Py_ssize_t> i * self.view.strides[0], 8)
+        return value
+
+    cdef object value(self, uint64_t i):
+        """Return a number as its owner sees it."""
+        return <int64_t> self.at(i) if self.signed else self.at(i)
+
+
+cdef class PreparedTargets:
+    """Up to `capacity` targets of one engine, written by pages where there are `page_bytes`.
+
+    `peers` is for the caller: whose targets they are.
+    """
+
+    def __cinit__(self, Core core not None, uint32_t capacity, uint64_t page_bytes=0):
+        self.core = core
+        self.capacity = capacity
+        self.page_bytes = page_bytes
+        self.kept = []
+        self.rows = <Row*> calloc(capacity or 1, sizeof(Row))
+        if self.rows == NULL:
+            raise MemoryError
+
+    def __dealloc__(self):
+        free(self.rows)
+
+    def add(self, PeerLink link not None, LocalMemory local, uint64_t local_start, uint64_t local_bytes,
+            RemoteMemory remote, uint64_t remote_start, uint64_t remote_bytes, uint64_t local_stride=0,
+            uint64_t remote_stride=0, Flight flight=None) -> None:
+        """Add a target: what is written comes from one range and goes to another; without memories it is an immediate
+        alone. Raises ValueError for a range that leaves its region, and for remote memory that is read-only.
+        """
+        cdef Row* row
+        if self.count >= self.capacity:
+            raise ValueError(f"more than the {self.capacity} targets that were announced")
+        if (local is None) != (remote is None):
+            raise ValueError("a target has both memories or none")
+        row = &self.rows[self.count]
+        row.op.rail = row.op.pin = -1
+        row.op.opcode = OP_WRITE
+        row.op.peer = &link.state
+        fill(&row.op, local, local_start, remote, remote_start, local_bytes, remote_bytes, False)
+        row.op.local_stride, row.op.remote_stride = local_stride, remote_stride
+        row.link = <PyObject*> link
+        row.rails = MAX_CHANNELS
+        if local is not None:
+            row.local = <PyObject*> local
+            row.local_bytes, row.remote_bytes = local_bytes, remote_bytes
+            row.rails = remote.rails
+        if flight is not None:
+            row.flight = <PyObject*> flight
+        if self.page_bytes:
+            row.local_pages = pages_in(row.local_bytes, self.page_bytes, local_stride)
+            row.remote_pages = pages_in(row.remote_bytes, self.page_bytes, remote_stride)
+        self.kept.append((link, local, remote, flight))
+        self.count += 1
+
+    def scatter(self, lengths, local_offsets, remote_offsets, to) -> TargetRun:
+        """Make a run of one write to each target, or to those whose positions `to` lists.
+
+        Raises TypeError for what is no array of 64-bit integers, ValueError for arrays of different lengths, a position
+        that is none, and a range that leaves the target's.
+        """
+        cdef Integers length = Integers("lengths", lengths)
+        cdef Integers here = Integers("local_offsets", local_offsets)
+        cdef Integers there = Integers("remote_offsets", remote_offsets)
+        cdef Integers rows = Integers("to", to)
+        cdef uint64_t count = rows.count if rows.held else self.count
+        cdef TargetRun run = TargetRun.__new__(TargetRun)
+        cdef int64_t bad
+        cdef Integers given
+        for given in (length, here, there):
+            if (given.held or given is length) and given.count != count:
+                raise ValueError(f"{given.name} has {given.count} numbers for {count} targets")
+        run.allocate(self, count, 0)
+        bad = fill_writes(self, run, length, here, there, rows)
+        if bad >= 0:
+            raise ValueError(self.write_fault(length, here, there, rows, bad))
+        return run
+
+    cdef object write_fault(self, Integers length, Integers here, Integers there, Integers to, uint64_t i):
+        """Say what is wrong with write `i`."""
+        cdef uint64_t at = to.at(i) if to.held else i
+        if at >= self.count:
+            return f"to[{i}] is {to.value(i)}, and there are {self.count} targets"
+        sides = (("local", here, self.rows[at].local_bytes), ("remote", there, self.rows[at].remote_bytes))
+        for side, offset, limit in sides:
+            start, size = (<Integers> offset).value(i), length.value(i)
+            if start < 0 or size < 0 or start + size > limit:
+                return f"write {i}: {side} range {start}+{size} leaves target {at}'s {limit} bytes"
+        return f"write {i} changed while it was read"
+
+    def write_pages(self, local_pages, remote_pages, counts) -> TargetRun:
+        """Make a run of page writes: the first `counts[0]` pages go to target 0, the next to target 1, and so on.
+
+        Raises TypeError and ValueError as `scatter`; `counts` None is for a single target, and a count of 0 leaves one
+        out.
+        """
+        cdef Integers here = Integers("local_pages", local_pages)
+        cdef Integers there = Integers("remote_pages", remote_pages)
+        cdef Integers shares = Integers("counts", counts)
+        cdef TargetRun run = TargetRun.__new__(TargetRun)
+        cdef uint64_t total, i
+        cdef int64_t bad
+        if not here.held or not there.held or here.count != there.count:
+            raise ValueError(f"{here.count} local pages, but {there.count} remote pages; page i goes to page i")
+        if (shares.count if shares.held else 1) != self.count:
+            raise ValueError(f"{shares.count} counts for {self.count} targets")
+        total = here.count if not shares.held else 0
+        for i in range(shares.count):
+            total = shared(total, shares.at(i))
+        if total != here.count:
+            raise ValueError(f"the counts are of other than the {here.count} pages that were given")
+        run.allocate(self, self.count, here.count)
+        with nogil:
+            bad = fill_pages(self, run, here, there, shares)
+        if bad >= 0:
+            raise ValueError(self.page_fault(here, there, shares, bad))
+        return run
+
+    cdef object page_fault(self, Integers here, Integers there, Integers shares, uint64_t i):
+        """Say what is wrong with page `i`."""
+        cdef uint64_t at = 0, end = shares.at(0) if shares.held else here.count
+        while end <= i and at + 1 < self.count:
+            at += 1
+            end += shares.at(at)
+        sides = (("local", here, self.rows[at].local_pages), ("remote", there, self.rows[at].remote_pages))
+        for side, given, limit in sides:
+            number = (<Integers> given).value(i)
+            if not 0 <= number < limit:
+                return f"{side} page {i} is {number}, and target {at} has pages 0 to {limit - 1}" if limit else \
+                    f"{side} page {i} is {number}, and target {at} has no room for a page"
+        return f"page {i} changed while it was read"
+
+
+cdef uint64_t pages_in(uint64_t length, uint64_t page, uint64_t stride) noexcept nogil:
+    """Return how many pages, so far apart, begin at a multiple of the stride and are all within the length."""
+    if page > length:
+        return 0
+    return (length - page) // stride + 1 if stride else ANY_PAGE
+
+
+cdef uint64_t shared(uint64_t total, uint64_t count) noexcept nogil:
+    """Add a count; what is no count, or too large a sum, stays larger than any number of pages."""
+    return total + count if total < ANY_PAGE and count < ANY_PAGE else ANY_PAGE
+
+
+cdef int64_t fill_writes(PreparedTargets prepared, TargetRun run, Integers length, Integers here, Integers there,
+                         Integers to) noexcept nogil:
+    """Copy the checked targets, with a request's own numbers. Returns the position of the first bad one, or -1."""
+    cdef uint64_t i, at, size, near, far
+    cdef const Row* row
+    cdef Op* op
+    for i in range(run.count):
+        at = to.at(i) if to.held else i
+        if at >= prepared.count:
+            return i
+        row = &prepared.rows[at]
+        size, near, far = length.at(i), here.at(i), there.at(i)
+        if (near > row.local_bytes or size > row.local_bytes - near
+                or far > row.remote_bytes or size > row.remote_bytes - far):
+            return i
+        op = &run.ops[i]
+        memcpy(op, &row.op, sizeof(Op))
+        op.local_address += near
+        op.remote_offset += far
+        op.part_bytes = size
+        op.parts = 1
+        run.chosen[i] = <uint32_t> at
+    return -1
+
+
+cdef int64_t fill_pages(PreparedTargets prepared, TargetRun run, Integers here, Integers there,
+                        Integers shares) noexcept nogil:
+    """Copy the targets that get pages, and the numbers of those. Returns the position of the first bad page, or -1."""
+    cdef uint64_t at, near, far, end
+    cdef uint64_t page = 0
+    cdef int64_t* source = run.pages
+    cdef int64_t* target = run.pages + here.count
+    cdef const Row* row
+    cdef Op* op
+    run.count = 0
+    for at in range(prepared.count):
+        row = &prepared.rows[at]
+        end = page + shares.at(at) if shares.held else here.count
+        if end <= page or end > here.count:
+            continue
+        op = &run.ops[run.count]
+        memcpy(op, &row.op, sizeof(Op))
+        op.local_index = source + page
+        op.remote_index = target + page
+        op.part_bytes = prepared.page_bytes
+        op.parts = end - page
+        run.chosen[run.count] = <uint32_t> at
+        run.count += 1
+        while page < end:
+            near, far = here.at(page), there.at(page)
+            if near >= row.local_pages or far >= row.remote_pages:
+                return page
+            source[page], target[page] = <int64_t> near, <int64_t> far
+            page += 1
+    return -1
+
+
+cdef class TargetRun(TargetOps):
+    """The targets of one request, made of prepared ones."""
+
+    cdef int allocate(self, PreparedTargets prepared, uint64_t count, uint64_t pages) except -1:
+        if count > 0xFFFFFFFF or pages >= ANY_PAGE // 2:
+            raise ValueError(f"{count} targets are too many")
+        self.prepared = prepared
+        # One piece of memory: the ops, the page numbers of both sides, and which target each op is of.
+        self.ops = <Op*> malloc(count * (sizeof(Op) + sizeof(uint32_t)) + 2 * pages * sizeof(int64_t) + 1)
+        if self.ops == NULL:
+            raise MemoryError
+        self.pages = <int64_t*> (self.ops + count)
+        self.chosen = <uint32_t*> (self.pages + 2 * pages)
+        self.count = <uint32_t> count
+        return 0
+
+    def rows(self) -> list[int]:
+        """Return the positions of its targets among the prepared ones."""
+        return [self.chosen[i] for i in range(self.count)]
+
+    cdef bint is_open(self, bint admitted) except -1:
+        """Whether every target may be written to now; `admitted`: whoever asks has room at their peers."""
+        cdef const Row* row
+        cdef PeerLink link
+        cdef LocalMemory local
+        cdef uint32_t i
+        for i in range(self.count):
+            row = &self.prepared.rows[self.chosen[i]]
+            link = <PeerLink> row.link
+            if link.closed or row.rails <= widest_of(&link.state):
+                return False
+            if not admitted and (not link.ready or link.unfinished >= link.limit):
+                return False
+            if row.local != NULL:
+                local = <LocalMemory> row.local
+                if local.closing or not local.registrations:
+                    return False
+            if row.flight != NULL and (<Flight> row.flight).shut:
+                return False
+        return True
+
+    cdef int retain(self, Request request) except -1:
+        """Count as under way with every link, memory and lease."""
+        cdef const Row* row
+        cdef uint32_t i
+        for i in range(self.count):
+            row = &self.prepared.rows[self.chosen[i]]
+            (<PeerLink> row.link).unfinished += 1
+            if row.local != NULL:
+                (<LocalMemory> row.local).in_flight += 1
+            if row.flight != NULL:
+                (<Flight> row.flight).enter(request)
+        return 0
+
+    def leave(self, request) -> None:
+        """Count as over; called by the request."""
+        cdef const Row* row
+        cdef uint32_t i
+        for i in range(self.count):
+            row = &self.prepared.rows[self.chosen[i]]
+            leave_link(<PeerLink> row.link)
+            if row.local != NULL:
+                (<LocalMemory> row.local).leave()
+            if row.flight != NULL:
+                (<Flight> row.flight).drop(request)
+
+    def start(self, type kind, owner, int64_t imm, bint admitted=False) -> Request | None:
+        """Post all of it as one request of `kind`, made without its `__init__`, whose peer is `owner`.
+
+        None: something has changed that needs a closer look, and nothing was posted. `imm` below 0 means none;
+        `admitted`: the caller has looked for room. Raises RuntimeError for a run that was started before.
+        """
+        cdef Core core = self.prepared.core
+        cdef Request request
+        cdef uint64_t total = 0
+        cdef uint32_t i
+        if self.started:
+            raise RuntimeError("a run is started once")
+        if core.closing or core.on_submit is None or not alive(&core.engine) or not self.is_open(admitted):
+            return None
+        request = fresh(kind, owner)
+        request.op.opcode = OP_WRITE
+        request.op.counted = imm >= 0
+        request.op.children = self.ops
+        request.op.child_count = self.count
+        request.targets = self
+        request.submitted = self.started = True
+        self.retain(request)
+        Py_INCREF(request)
+        with nogil:
+            lock(&core.engine)
+            for i in range(self.count):
+                total += prepare_op(&self.ops[i], &request.op, imm, core.smallest)
+            request.op.total = total
+            ops_start(&core.engine.state, &request.op)
+            kick(&core.engine)
+            unlock(&core.engine)
+        if not core.awake:
+            core.on_submit()
+        return request
+
+
+cdef uint64_t prepare_op(Op* op, Op* parent, int64_t imm, uint64_t smallest) noexcept nogil:
+    """Fill in what a target has of its request, and split it for the channels of now. Returns its bytes."""
+    op.parent = parent
+    op.counted = imm >= 0
+    op.imm = <uint32_t> imm if imm >= 0 else 0
+    op.total = op.part_bytes * op.parts
+    if op.part_bytes == 0 and imm < 0:
+        # Neither bytes nor a count: there is nothing to post.
+        op.parts = 0
+    split_op(op, op.peer, largest_of(op.peer), smallest)
+    return op.total
