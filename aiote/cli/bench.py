@@ -1,4 +1,4 @@
-"""The commands `aiote bench write|pages|latency|rate|read|send`, `aiote bench raw` and `aiote bench compare`."""
+"""The commands `aiote bench write|pages|latency|rate|read|send`, and `raw`, `compare` and `scatter`."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from aiote.bench.records import BenchRecord, write_json
 from aiote.bench.remote import Listener, WorkerConnection, parse_place
 from aiote.bench.sides import BenchError
 from aiote.bench.work import OPS, Work
+from aiote.cli import posting
 from aiote.rails.library import find
 
 __all__ = ["app"]
@@ -371,3 +372,4 @@ _add(
     ("op", "listen", "host"),
     provider="tcp,shm",
 )
+app.command("scatter")(posting.command)
