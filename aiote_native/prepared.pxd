@@ -24,6 +24,7 @@ cdef class Integers:
     cdef bint held
     cdef bint signed
     cdef uint64_t count
+    cdef Py_ssize_t step
     cdef str name
     cdef uint64_t at(self, uint64_t i) noexcept nogil
     cdef object value(self, uint64_t i)

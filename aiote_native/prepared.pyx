@@ -51,6 +51,8 @@ cdef class Integers:
             raise TypeError(f"{name}: one dimension of int64 or uint64 is expected, got {self.view.ndim} of format "
                             f"{(<bytes> self.view.format).decode()!r}")
         self.count = self.view.shape[0]
+        # Arrays of ctypes leave the strides out, though they are asked for them.
+        self.step = self.view.strides[0] if self.view.strides != NULL else 8
 
     def __dealloc__(self):
         if self.held:
@@ -60,7 +62,7 @@ cdef class Integers:
         """Return a number; one below 0 is larger than any bound."""
         cdef uint64_t value = 0
         if self.held:
-            memcpy(&value, <char*> self.view.buf + <Py_ssize_t> i * self.view.strides[0], 8)
+            memcpy(&value, <char*> self.view.buf + <Py_ssize_t> i * self.step, 8)
         return value
 
     cdef object value(self, uint64_t i):
