@@ -18,7 +18,7 @@ from aiote_native.channelset cimport largest_of, widest_of
 from aiote_native.core cimport Core
 from aiote_native.flights cimport Flight
 from aiote_native.peers cimport PeerLink
-from aiote_native.posting cimport ops_start, split_op
+from aiote_native.posting cimport State, op_end, op_start, split_op
 from aiote_native.progress cimport alive, kick, lock, unlock
 from aiote_native.requests cimport Request, fresh, leave_link
 from aiote_native.scatter cimport TargetOps
@@ -340,8 +340,6 @@ cdef class TargetRun(TargetOps):
         """
         cdef Core core = self.prepared.core
         cdef Request request
-        cdef uint64_t total = 0
-        cdef uint32_t i
         if self.started:
             raise RuntimeError("a run is started once")
         if core.closing or core.on_submit is None or not alive(&core.engine) or not self.is_open(admitted):
@@ -357,10 +355,7 @@ cdef class TargetRun(TargetOps):
         Py_INCREF(request)
         with nogil:
             lock(&core.engine)
-            for i in range(self.count):
-                total += prepare_op(&self.ops[i], &request.op, imm, core.smallest)
-            request.op.total = total
-            ops_start(&core.engine.state, &request.op)
+            start_ops(&core.engine.state, &request.op, imm, core.smallest)
             kick(&core.engine)
             unlock(&core.engine)
         if not core.awake:
@@ -368,14 +363,23 @@ cdef class TargetRun(TargetOps):
         return request
 
 
-cdef uint64_t prepare_op(Op* op, Op* parent, int64_t imm, uint64_t smallest) noexcept nogil:
-    """Fill in what a target has of its request, and split it for the channels of now. Returns its bytes."""
-    op.parent = parent
-    op.counted = imm >= 0
-    op.imm = <uint32_t> imm if imm >= 0 else 0
-    op.total = op.part_bytes * op.parts
-    if op.part_bytes == 0 and imm < 0:
-        # Neither bytes nor a count: there is nothing to post.
-        op.parts = 0
-    split_op(op, op.peer, largest_of(op.peer), smallest)
-    return op.total
+cdef void start_ops(State* state, Op* parent, int64_t imm, uint64_t smallest) noexcept nogil:
+    """Start every target of a request. Each is split and posted in one go, while its peer is in the cache."""
+    cdef uint32_t i
+    cdef Op* op
+    parent.posted_all = True
+    parent.outstanding = parent.child_count
+    if parent.child_count == 0:
+        op_end(state, parent)
+    for i in range(parent.child_count):
+        op = &parent.children[i]
+        op.parent = parent
+        op.counted = imm >= 0
+        op.imm = <uint32_t> imm if imm >= 0 else 0
+        op.total = op.part_bytes * op.parts
+        if op.part_bytes == 0 and imm < 0:
+            # Neither bytes nor a count: there is nothing to post.
+            op.parts = 0
+        parent.total += op.total
+        split_op(op, op.peer, largest_of(op.peer), smallest)
+        op_start(state, op.peer, op)
