@@ -42,7 +42,7 @@ cdef class PeerLink(ChannelSet):
     """The channels to one peer. `tag` and `peer` are the caller's own objects.
 
     While it is `ready`, and fewer than `limit` requests are `unfinished`, requests start without the caller's consent
-    (`requests.pyx`); `on_room` is called when one has ended.
+    (`requests.pyx`); while it is not, `on_room` is called when one has ended.
     """
 
     def __cinit__(self):

@@ -28,9 +28,9 @@ cdef object LARGEST_OFFSET = 1 << 63
 
 
 cdef int leave_link(PeerLink link) except -1:
-    """Count one request less as unfinished; the link hears once for all that ended together."""
+    """Count one request less as unfinished; the link hears once for all that ended together, if somebody may wait."""
     link.unfinished -= 1
-    if not link.roomy:
+    if not link.ready and not link.roomy:
         link.roomy = True
         (<Core> link.core).rooms.append(link)
     return 0

@@ -146,6 +146,7 @@ async def test_an_interrupt_while_room_is_made_loses_nothing(provider):
         asyncio.get_running_loop().set_exception_handler(lambda _loop, context: told.append(context.get("exception")))
         link.on_room = interrupted
         transfers = [left.submit_write(local, remote) for _ in range(100)]
+        link.ready = False  # as it is while somebody stands in the queue: nobody is called otherwise
         await asyncio.wait_for(asyncio.gather(*transfers), 30)
         assert [type(error) for error in told] == [Alarm]
         assert link.unfinished == left.statistics().outstanding == 0
