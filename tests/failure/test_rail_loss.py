@@ -81,6 +81,26 @@ async def test_a_scatter_over_a_rail_that_fails_counts_exactly():
         assert np.array_equal(traffic.got, traffic.sent)
 
 
+@pytest.mark.parametrize("what", ["scatter", "pages"])
+async def test_prepared_requests_over_a_rail_that_fails_count_exactly(what):
+    async with railed(2) as (left, right, _):
+        traffic = Traffic(left, right, 5)
+        group = await left.peer_group([right.address])
+        target = ScatterTarget(traffic.source, traffic.target)
+        numbers = np.arange(WRITES)
+        if what == "scatter":
+            scatter = left.prepare_scatter(group, [target])
+            lengths, places = np.full(WRITES, SIZE), numbers * SIZE
+            transfer = scatter.submit(lengths, places, places, IMM, to=np.zeros(WRITES, np.int64))
+        else:
+            transfer = left.prepare_pages(group, [target], SIZE).submit(numbers, numbers, IMM)
+        cut(data_connections(left, right)[0])
+        await transfer
+        await right.counter(IMM).wait(WRITES)
+        assert right.counter(IMM).value == 0
+        assert np.array_equal(traffic.got, traffic.sent)
+
+
 async def test_transfers_cancelled_while_their_rail_is_gone_let_go_and_others_complete():
     """The cancelled ones let go, the others complete, and the count is of those at least."""
     async with railed(2) as (left, right, _):
