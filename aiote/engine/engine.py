@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ..config import EngineConfig
-    from ..transfers import Access
+    from ..transfers import Access, Lease
 
 __all__ = ["Engine"]
 
@@ -146,6 +146,14 @@ class Engine:
         Nothing is connected before the first use.
         """
         return self._regions.attach(descriptor)
+
+    def lease(self, slices: Iterable[Region], to: Peer | Address | str) -> Lease:
+        """Lend slices of regions to one peer until they are revoked, all at once: `lease.descriptors` has one of each.
+
+        As `Region.lease` of each slice, with one number, one message and one answer for the revocation of all. Closing
+        the region of any of them revokes all. Raises as `Region.lease`, and UsageError for no slice at all.
+        """
+        return self._links.leases.grant(list(slices), to)
 
     # Transfers.
 

@@ -1,16 +1,16 @@
 """The leases that one engine has granted.
 
-The owner registers the slice once more, with keys of its own that over our own rails serve the holder alone, and can
-end that registration at any time. What it may not do is end it while the holder's bytes are on their way: they could
-land in memory that is somebody else's by then. So a revocation asks the holder, over the control connection, to start
-nothing more through the lease and to answer when nothing is under way; a holder that does not answer in time loses its
-connection, after which none of its bytes is received. A lease that the holder has not heard of yet is void before its
-first byte.
+The owner registers each slice once more, with keys of its own that over our own rails serve the holder alone, and can
+end these registrations at any time. What it may not do is end them while the holder's bytes are on their way: they
+could land in memory that is somebody else's by then. So a revocation asks the holder, over the control connection, to
+start nothing more through the lease and to answer when nothing is under way; a holder that does not answer in time
+loses its connection, after which none of its bytes is received. A lease that the holder has not heard of yet is void
+before its first byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from ..core.address import Address, name_of
@@ -55,10 +55,26 @@ class GrantedLeases:
         """Where the engine is reached."""
         return self._runtime.address
 
-    def grant(self, region: Region, to: Peer | Address | str) -> Lease:
-        """Grant a slice of a region to a peer. Raises UsageError, ClosedError, FabricError."""
+    def grant(self, slices: Sequence[Region], to: Peer | Address | str) -> Lease:
+        """Grant slices of regions to a peer under one lease. Raises UsageError, ClosedError, FabricError."""
         self._runtime.require_open()
-        region.require_open()
+        holder = self._holder(to)
+        if not slices:
+            raise UsageError("lease: there is no slice")
+        parts: list[tuple[Region, LocalMemory]] = []
+        try:
+            for region in slices:
+                parts.append((region, self._registered(region, holder)))
+        except BaseException:
+            for _, memory in parts:
+                memory.close()
+            raise
+        lease = Lease(self, holder, self._grants.grant(_key(holder)), parts)
+        for whole, _ in lease.memories:
+            self._live.setdefault(whole, {})[lease] = None
+        return lease
+
+    def _holder(self, to: Peer | Address | str) -> Address:
         holder = to.address if isinstance(to, Peer) else Address.parse(to) if isinstance(to, str) else to
         if not isinstance(holder, Address):
             raise UsageError(f"lease: a Peer or an Address is expected, got {type(to).__name__}")
@@ -66,6 +82,13 @@ class GrantedLeases:
             raise UsageError("lease: the address must name one engine, by its identity; connect first")
         if holder.identity == self._runtime.address.identity:
             raise UsageError("lease: this is the engine's own address; a lease is another engine's")
+        return holder
+
+    def _registered(self, region: Region, holder: Address) -> LocalMemory:
+        """Register a slice once more, for a holder alone."""
+        region.require_open()
+        if region.memory.owner is not self._runtime.core:
+            raise UsageError("lease: the region belongs to another engine; register the memory with this one too")
         if region.nbytes == 0:
             raise UsageError("lease: the slice has no bytes")
         whole = region.memory
@@ -77,9 +100,7 @@ class GrantedLeases:
         except BaseException:
             memory.close()
             raise
-        lease = Lease(self, holder, self._grants.grant(_key(holder)), region, memory)
-        self._live.setdefault(whole, {})[lease] = None
-        return lease
+        return memory
 
     def void(self, holder: Holder) -> list[tuple[int, int]]:
         """Return the ranges of numbers that are void for a holder."""
@@ -103,11 +124,12 @@ class GrantedLeases:
             self._end(lease)
 
     def _end(self, lease: Lease) -> None:
-        leases = self._live.get(lease.whole, {})
-        if leases.pop(lease, True) is None:
-            lease.memory.close()
-        if not leases:
-            self._live.pop(lease.whole, None)
+        for whole, memory in lease.memories:
+            memory.close()
+            leases = self._live.get(whole, {})
+            leases.pop(lease, None)
+            if not leases:
+                self._live.pop(whole, None)
         lease.end()
 
     async def revoke_all(self, whole: LocalMemory) -> None:

@@ -1,12 +1,13 @@
-"""Leases: a slice of memory that one peer may use until it is taken back."""
+"""Leases: slices of memory that one peer may use until they are taken back, all of a lease at once."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from ..aio import Signal
 from ..core.descriptor import RailKey, RegionDescriptor
-from ..errors import ClosedError
+from ..errors import ClosedError, UsageError
 from ..rails import MAY_READ, MAY_WRITE
 
 if TYPE_CHECKING:
@@ -32,27 +33,26 @@ class LeaseGrantor(Protocol):
 
 
 class Lease:
-    """A slice of a region that one peer may read and write until it is revoked. Made by `Region.lease`.
+    """Slices of regions that one peer may read and write until they are revoked, all at once.
 
-    A context manager, which revokes it in the end.
+    Made by `Region.lease` of one slice, by `Engine.lease` of several. A context manager, which revokes it in the end.
     """
 
     def __init__(
-        self, grantor: LeaseGrantor, holder: Address, number: int, region: Region, memory: LocalMemory
+        self, grantor: LeaseGrantor, holder: Address, number: int, parts: Sequence[tuple[Region, LocalMemory]]
     ) -> None:
         self.holder = holder
         self.number = number
         self._grantor = grantor
-        self._region = region
-        self._memory = memory
+        self._parts = tuple(parts)
         self._ended = Signal(grantor.loop)
         self._revoking = self._over = False
-        self._described = b""
+        self._described: tuple[bytes, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """Length in bytes."""
-        return self._region.nbytes
+        """Length in bytes, of all slices together."""
+        return sum(region.nbytes for region, _ in self._parts)
 
     @property
     def revoked(self) -> bool:
@@ -60,34 +60,39 @@ class Lease:
         return self._revoking
 
     @property
-    def memory(self) -> LocalMemory:
-        """The native registration."""
-        return self._memory
-
-    @property
-    def whole(self) -> LocalMemory:
-        """The native registration of the region that it is a slice of."""
-        return self._region.memory
+    def memories(self) -> tuple[tuple[LocalMemory, LocalMemory], ...]:
+        """Of each slice the native registrations: of the region that it is of, and the lease's own."""
+        return tuple((region.memory, memory) for region, memory in self._parts)
 
     @property
     def descriptor(self) -> bytes:
-        """The portable description for `Engine.attach` on the holder's engine, and nobody else's."""
+        """The portable description for `Engine.attach` on the holder's engine, and nobody else's.
+
+        Raises ClosedError once it was revoked, UsageError for a lease of several slices: they are in `descriptors`.
+        """
+        if len(self._parts) != 1:
+            raise UsageError(f"the lease is of {len(self._parts)} slices: take its descriptors, one of each")
+        return self.descriptors[0]
+
+    @property
+    def descriptors(self) -> tuple[bytes, ...]:
+        """The same of each slice, in the order in which they were lent."""
         if self.revoked:
             raise ClosedError("the lease was revoked")
-        # Nothing in it changes while the lease lasts, and a KV cache's decoder sends it with every request.
-        self._described = self._described or self._describe()
+        # Nothing in them changes while the lease lasts, and a KV cache's decoder sends them with every request.
+        self._described = self._described or tuple(self._describe(region, memory) for region, memory in self._parts)
         return self._described
 
-    def _describe(self) -> bytes:
+    def _describe(self, region: Region, memory: LocalMemory) -> bytes:
         return bytes(
             RegionDescriptor(
                 owner=self._grantor.address,
-                region=self._region.identity,
-                address=self._memory.address,
-                length=self._memory.length,
-                writable=bool(self._memory.access & MAY_WRITE),
-                readable=bool(self._memory.access & MAY_READ),
-                keys=tuple(RailKey(key, base) for key, base in self._memory.keys),
+                region=region.identity,
+                address=memory.address,
+                length=memory.length,
+                writable=bool(memory.access & MAY_WRITE),
+                readable=bool(memory.access & MAY_READ),
+                keys=tuple(RailKey(key, base) for key, base in memory.keys),
                 lease=self.number,
                 holder=self.holder.identity,
             )
@@ -125,4 +130,4 @@ class Lease:
 
     def __repr__(self) -> str:
         state = "revoked" if self._over else "being revoked" if self._revoking else "live"
-        return f"<Lease of {self._memory.length} bytes to {self.holder}, {state}>"
+        return f"<Lease of {self.nbytes} bytes to {self.holder}, {state}>"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import operator
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias
@@ -56,7 +57,7 @@ def as_integer(what: str, value: Any) -> int:
 class LeaseGranter(Protocol):
     """What lends memory to peers, and takes it back."""
 
-    def grant(self, region: Region, to: Peer | Address | str) -> Lease: ...
+    def grant(self, slices: Sequence[Region], to: Peer | Address | str) -> Lease: ...
     async def revoke_all(self, memory: LocalMemory) -> None: ...
 
 
@@ -164,7 +165,7 @@ class Region(LocalSlice):
         UsageError for a slice that leaves the region and for an address without an identity, FabricError when the NIC
         refuses.
         """
-        return self._state.table.leases.grant(self[item], to)
+        return self._state.table.leases.grant([self[item]], to)
 
     def require_open(self) -> None:
         """Raise ClosedError when the region is closed."""

@@ -265,3 +265,62 @@ async def test_a_lease_with_a_forged_holder_is_refused_by_the_owners_nic(provide
             assert not any(memory)
             await holder.write(holder.register(b"a" * 1024), holder.attach(lease.descriptor))
             assert memory == b"a" * 1024 + bytes(3072)
+
+
+@each_provider
+@each_progress
+async def test_several_slices_are_lent_and_revoked_as_one(provider, progress):
+    async with linked(provider, progress=progress) as (owner, holder):
+        first, second = bytearray(256), np.zeros(BIG, np.uint8)
+        regions = [owner.register(memory) for memory in (first, second)]
+        lease = owner.lease([regions[0][0:64], regions[0][128:192], regions[1]], holder.address)
+        assert lease.nbytes == 128 + BIG
+        remotes = [holder.attach(descriptor) for descriptor in lease.descriptors]
+        assert {remote.lease for remote in remotes} == {lease.number}
+        with pytest.raises(aiote.UsageError, match="of 3 slices"):
+            assert lease.descriptor
+        source = holder.register(b"x" * 64)
+        for remote in remotes[:2]:
+            await holder.write(source, remote)
+        assert first == b"x" * 64 + bytes(64) + b"x" * 64 + bytes(64)
+        big = holder.register(np.ones(BIG, np.uint8))
+        transfers = [holder.submit_write(big, remotes[2]) for _ in range(16)]
+        await go_round(5)
+        await lease.revoke()
+        second[:] = 0
+        await round_trips(holder, owner)
+        assert not second.any()
+        assert all(transfer.done() for transfer in transfers)
+        for remote in remotes[:2]:
+            with pytest.raises(aiote.TransferError, match="revoked lease 1"):
+                await holder.write(source, remote)
+
+
+async def test_closing_one_region_revokes_all_slices_of_a_lease():
+    async with linked("sim") as (owner, holder):
+        memories = [bytearray(64), bytearray(64)]
+        regions = [owner.register(memory) for memory in memories]
+        lease = owner.lease(regions, holder.address)
+        remote = holder.attach(lease.descriptors[1])
+        await regions[0].aclose()
+        assert lease.revoked
+        with pytest.raises(aiote.TransferError, match="revoked"):
+            await holder.write(holder.register(b"x" * 64), remote)
+        assert memories[1] == bytes(64)
+        await regions[1].aclose()
+        memories[1].clear()  # nobody exports it any more
+
+
+async def test_a_slice_that_cannot_be_lent_leaves_nothing_of_the_others():
+    async with linked("sim") as (owner, holder):
+        memory = bytearray(64)
+        region, foreign = owner.register(memory), holder.register(bytearray(64))
+        for slices, reason in (
+            ([region, foreign], "another engine"),
+            ([region, region[5:5]], "no bytes"),
+            ([], "no slice"),
+        ):
+            with pytest.raises(aiote.UsageError, match=reason):
+                owner.lease(slices, holder.address)
+        await region.aclose()
+        memory.clear()
