@@ -95,6 +95,11 @@ class UpdatePlan:
                     found[number] = tuple(sorted(ranks))
         return found
 
+    def gathers_from(self, source: int) -> set[int]:
+        """Return the other source ranks from which one reads to gather."""
+        found = {rank for number in self._by_maker.get(source, []) for rank in self.meshes.get(number, ())}
+        return found - {source}
+
     @functools.cached_property
     def groups(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """The meshes, coloured: those of a group share no rank and gather at the same time."""
@@ -148,15 +153,32 @@ class UpdatePlan:
     def senders(self) -> dict[int, tuple[int, ...]]:
         """The source ranks that write to each target rank: as many commits it has to expect."""
         found: dict[int, set[int]] = {rank: set() for rank in self.targets.ranks}
-        pairs: dict[tuple[int, ...], set[int]] = {}
-        for unit in self.units:
-            entry = self.entries[unit.entry]
-            for ranks in self._wanted(entry, unit):
-                pairs.setdefault(ranks, set()).add(unit.maker)
-        for ranks, makers in pairs.items():
+        for ranks, makers in self._written.items():
             for rank in ranks:
-                found[rank] |= makers
+                found[rank].update(makers)
         return {rank: tuple(sorted(makers)) for rank, makers in found.items()}
+
+    def written(self, target: int) -> dict[int, list[str]]:
+        """Return the tensors of a target rank that each of its `senders` writes to, those of scales among them."""
+        found: dict[int, dict[int, None]] = {source: {} for source in self.senders.get(target, ())}
+        for ranks, makers in self._written.items():
+            if target in ranks:
+                for source, entries in makers.items():
+                    found[source].update(entries)
+        several = {source: [self.entries[number] for number in sorted(numbers)] for source, numbers in found.items()}
+        return {
+            source: [name for entry in mine for name in (entry.target, entry.scale) if name]
+            for source, mine in several.items()
+        }
+
+    @functools.cached_property
+    def _written(self) -> dict[tuple[int, ...], dict[int, dict[int, None]]]:
+        """The entries that each source rank writes, by the target ranks that want the same."""
+        found: dict[tuple[int, ...], dict[int, dict[int, None]]] = {}
+        for unit in self.units:
+            for ranks in self._wanted(self.entries[unit.entry], unit):
+                found.setdefault(ranks, {}).setdefault(unit.maker, {})[unit.entry] = None
+        return found
 
     @functools.cached_property
     def traffic(self) -> Traffic:

@@ -121,18 +121,18 @@ class SourceState(msgspec.Struct, frozen=True):
 
 
 class UpdateOrder(msgspec.Struct, frozen=True):
-    """Take an update from these sources (addresses), each of which commits once; it writes to these tensors."""
+    """Take an update from these sources (addresses), each of which writes to these tensors and commits once."""
 
     update: Update
     sources: list[str]
-    written: Numbers
+    written: list[Numbers]
 
 
 class Step(msgspec.Struct, frozen=True):
     """How far a target is.
 
-    With "lent" come the commits' immediate, for each source descriptors of all regions, one source after another, and
-    where the tensors lie in these.
+    With "lent" come the commits' immediate, for each source a descriptor of each region, one source after another,
+    empty where that source has nothing to write, and where the tensors lie in these.
     """
 
     kind: Literal["lent", "counted", "committed"]

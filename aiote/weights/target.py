@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Literal
 
@@ -165,7 +166,7 @@ class Target:
             await to_the_end(functools.partial(in_thread, self.weights.nbytes, copy))
             self.stale = False
 
-    async def install(self, update: Update, names: Sequence[str]) -> None:
+    async def install(self, update: Update, names: Iterable[str]) -> None:
         """Make what was written to these tensors the version, and tell the program.
 
         Once begun, no cancellation ends it halfway; the program has `limit` seconds.
@@ -247,7 +248,9 @@ class _ServedTarget(TargetService):
     @service.method(raises=[StaleUpdateError])
     async def update(self, order: UpdateOrder) -> AsyncIterator[Step]:
         target, mine = self._target, _Incoming(order.update)
-        names = target.named(order.written)
+        if len(order.written) != len(order.sources):
+            raise aiote.UsageError(f"{len(order.sources)} sources write to tensors, got those of {len(order.written)}")
+        written = [target.named(numbers) for numbers in order.written]
         await self._displace(order.update)
         target.current = mine
         leases: list[aiote.Lease] = []
@@ -257,7 +260,7 @@ class _ServedTarget(TargetService):
                 await target.opened()
             counter = _counter(target.engine)
             await target.refresh()
-            lent = _lent(target, order.sources, leases)
+            lent = _lent(target, order.sources, written, leases)
             if target.versions != "shadow":
                 target.change("updating")
             else:
@@ -269,7 +272,7 @@ class _ServedTarget(TargetService):
             with mine.step():
                 await mine.asked.wait()
             await _revoke(leases)
-            await target.install(order.update, names)
+            await target.install(order.update, dict.fromkeys(itertools.chain(*written)))
             yield Step("committed")
         finally:
             await self._over(mine, leases, counter)
@@ -321,12 +324,20 @@ def _counter(engine: aiote.Engine) -> aiote.Counter:
     return engine.counter(secrets.randbelow(IMMEDIATES))
 
 
-def _lent(target: Target, sources: list[str], leases: list[aiote.Lease]) -> Descriptors:
-    """Lend every region to every source; return the descriptors."""
-    for source in sources:
-        for region in target.written.regions:
-            leases.append(region.lease(slice(0, region.nbytes), source))
-    return Descriptors.of([lease.descriptor for lease in leases])
+def _lent(
+    target: Target, sources: Sequence[str], written: Sequence[Sequence[str]], leases: list[aiote.Lease]
+) -> Descriptors:
+    """Lend each source the regions that it writes to under one lease; return the descriptors."""
+    memory, found = target.written, []
+    for source, names in zip(sources, written, strict=True):
+        numbers = sorted({memory.places[name].region for name in names})
+        several = [b""] * len(memory.regions)
+        if numbers:
+            leases.append(target.engine.lease([memory.regions[number] for number in numbers], source))
+            for number, descriptor in zip(numbers, leases[-1].descriptors, strict=True):
+                several[number] = descriptor
+        found += several
+    return Descriptors.of(found)
 
 
 async def _revoke(leases: list[aiote.Lease]) -> None:
