@@ -15,7 +15,8 @@ here; who owns the memory is protected by the keys and by its own checks.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Annotated, SupportsIndex
 
 from ..errors import UsageError
@@ -29,6 +30,11 @@ MAX_RAILS = 16
 _MAGIC = b"aioR"
 _VERSION = 3
 _END = 1 << 64
+
+
+# A peer lends hundreds of slices at once, all of the same owner.
+_packed_address = lru_cache(64)(bytes)
+_address_of = lru_cache(64)(Address.from_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,7 @@ class RegionDescriptor:
     zeros where it is none.
     """
 
-    owner: Annotated[Address, Converted(Address, bytes, Address.from_bytes, 400)]
+    owner: Annotated[Address, Converted(Address, _packed_address, _address_of, 400)]
     region: Annotated[int, U64]
     address: Annotated[int, U64]
     length: Annotated[int, U64]
@@ -58,10 +64,11 @@ class RegionDescriptor:
     lease: Annotated[int, U64] = 0
     holder: Annotated[bytes, Fixed(IDENTITY_BYTES)] = ANYONE
     readable: Annotated[bool, Flag()] = True
+    _packed: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         try:
-            _LAYOUT.pack(self)
+            object.__setattr__(self, "_packed", _LAYOUT.pack(self))
         except FieldError as error:
             raise UsageError(str(error)) from error
         if self.owner.is_anyone:
@@ -74,7 +81,7 @@ class RegionDescriptor:
                 raise UsageError(f"RegionDescriptor: {self.length} bytes from {start:#x} leave the 64-bit space")
 
     def __bytes__(self) -> bytes:
-        return wrap(_MAGIC, _VERSION, _LAYOUT.pack(self))
+        return wrap(_MAGIC, _VERSION, self._packed)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> RegionDescriptor:

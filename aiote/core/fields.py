@@ -246,6 +246,7 @@ class Record(Field[T]):
         self._fields: tuple[tuple[str, Field[Any]], ...] = tuple(
             (item.name, _field_of(hints[item.name]))
             for item in dataclasses.fields(kind)  # type: ignore[arg-type]
+            if item.init
         )
 
     def pack(self, value: T) -> bytes:

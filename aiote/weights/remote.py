@@ -22,8 +22,9 @@ class RemoteMemory:
 
     def __init__(self, engine: aiote.Engine, address: str, regions: Descriptors, places: Numbers, names: Names) -> None:
         self._engine, self._names, self._places = engine, names, places
-        self._owner = aiote.Address.parse(address)
+        self.owner = aiote.Address.parse(address)
         self._regions = regions
+        self._found: list[list[int]] | None = None
         self._descriptors: list[bytes] | None = None
         self._attached: dict[int, aiote.RemoteRegion] = {}
 
@@ -32,13 +33,24 @@ class RemoteMemory:
 
         Raises UsageError for what is no such description, and for memory of another engine than the rank's.
         """
-        if self._places.shape != (len(self._names), 2):
-            raise aiote.UsageError(f"places of {len(self._names)} tensors are expected, got {self._places.shape}")
-        number, offset = map(int, self._places[self._names[name]])
+        remote, offset = self._place(name)
+        return remote[offset:]
+
+    def part(self, name: str, first: int, nbytes: int) -> aiote.RemoteRegion:
+        """Return bytes of a tensor. Raises UsageError as `tensor`, and for bytes beyond the memory."""
+        remote, offset = self._place(name)
+        return remote[offset + first : offset + first + nbytes]
+
+    def _place(self, name: str) -> tuple[aiote.RemoteRegion, int]:
+        if self._found is None:
+            if self._places.shape != (len(self._names), 2):
+                raise aiote.UsageError(f"places of {len(self._names)} tensors are expected, got {self._places.shape}")
+            self._found = self._places.tolist()
+        number, offset = self._found[self._names[name]]
         remote = self._attached[number] if number in self._attached else self._attach(number)
         if offset > remote.nbytes:
             raise aiote.UsageError(f"{name} begins at byte {offset} of {remote.nbytes}")
-        return remote[offset:]
+        return remote, offset
 
     def _attach(self, number: int) -> aiote.RemoteRegion:
         if self._descriptors is None:
@@ -47,7 +59,7 @@ class RemoteMemory:
             raise aiote.UsageError(f"there is no region {number} of {len(self._descriptors)}")
         remote = self._engine.attach(self._descriptors[number])
         theirs = remote.owner
-        if (theirs.identity, theirs.incarnation) != (self._owner.identity, self._owner.incarnation):
-            raise aiote.UsageError(f"the memory is of {theirs}, not of {self._owner}")
+        if (theirs.identity, theirs.incarnation) != (self.owner.identity, self.owner.incarnation):
+            raise aiote.UsageError(f"the memory is of {theirs}, not of {self.owner}")
         self._attached[number] = remote
         return remote

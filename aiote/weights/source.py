@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+from anyio.abc import TaskGroup
+from anyio.lowlevel import checkpoint
 
 import aiote
 
@@ -42,14 +44,19 @@ from .recipe import Recipe
 from .remote import Names, RemoteMemory
 from .sizes import LEAST, Fetch, Sizes, check_limit, most_rows, small
 from .tasks import Task, Write
-from .writes import ROW_BYTES, Rows, move, packed, parts_of, rows_of, runs_of, write_rows
+from .writes import ROW_BYTES, Batch, Rows, Straight, move, packed, parts_of, rows_of, runs_of, write_rows
 
 __all__ = ["Source", "serve_source"]
 
 UNITS = 8
 """How many units are under way at a time: what one waits for, the next ones do."""
-KEPT_TASKS = 1 << 14
-"""So many tasks are kept for the next update, about 1 KiB each; to compute one takes as long as to start its writes."""
+KEPT_STEPS = 1 << 14
+"""So many steps are kept for the next update, about 1 KiB each; to compute one takes longer than to begin it."""
+
+AT_ONCE = 32
+"""After so many steps others have a turn of the event loop: to compute as many takes some milliseconds."""
+UNTRUE = (aiote.AioteError, ValueError, IndexError, KeyError)
+"""What is raised where a target fails. What it says of its memory may be wrong, too: that is nobody else's failure."""
 
 
 class Source:
@@ -70,7 +77,7 @@ class Source:
         self.latest: Update | None = None
         self.sources: dict[int, RemoteMemory] = {}
         self.names: dict[int, Names] = {}
-        self._tasks: list[Task] = []
+        self._steps: list[Task | Straight] = []
 
     def described(self) -> SourceState:
         """Return what it tells its controller."""
@@ -80,7 +87,7 @@ class Source:
 
     async def prepare(self, sources: Sequence[SourceState], targets: Sequence[TargetState], gather: str) -> bytes:
         """Plan with these ranks, and return the plan's digest."""
-        self.plan, self._tasks = None, []
+        self.plan, self._steps = None, []
         make = functools.partial(planned, sources, targets, self.recipe, gather)
         plan, names = await in_thread(sum(target.layout.nbytes for target in targets), make)
         check_limit(plan, self.rank, self.staging.limit)
@@ -93,18 +100,35 @@ class Source:
         self.plan = plan
         return self.digest
 
-    def tasks(self, plan: UpdatePlan) -> Iterator[Task]:
+    def steps(self, plan: UpdatePlan) -> Iterator[Task | Straight]:
         """Yield what this rank does, in order; the first update of a plan computes it, task by task."""
-        if self._tasks and self.plan is plan:
-            yield from self._tasks
+        if self._steps and self.plan is plan:
+            yield from self._steps
             return
-        made: list[Task] = []
+        made: list[Task | Straight] = []
         for task in plan.tasks(self.rank, functools.partial(small, plan=plan, limit=self.staging.limit)):
-            if len(made) <= KEPT_TASKS:
-                made.append(task)
-            yield task
-        if self.plan is plan and len(made) <= KEPT_TASKS:
-            self._tasks = made
+            for step in self._straight(task):
+                if len(made) <= KEPT_STEPS:
+                    made.append(step)
+                yield step
+        if self.plan is plan and len(made) <= KEPT_STEPS:
+            self._steps = made
+
+    def _straight(self, task: Task) -> Iterator[Task | Straight]:
+        """Yield a task's writes of single rows by themselves, and the task with what is left of it."""
+        rest = []
+        for write in task.writes:
+            copy = write.copy
+            if task.kind != "direct" or runs_of(copy) > 1:
+                rest.append(write)
+                continue
+            size = ITEMSIZE[self.layout.tensors[copy.source].dtype]
+            place = self.weights.places[copy.source]
+            first = place.offset + copy.source_offset * size
+            region = self.weights.regions[place.region][first : first + copy.elements * size]
+            yield Straight(write.ranks, copy.target, copy.target_offset * size, region)
+        if rest:
+            yield task._replace(writes=tuple(rest))
 
 
 def planned(
@@ -149,6 +173,7 @@ class _Sending:
             for one in destinations
             if one.rank in names
         }
+        self._batches = {rank: Batch(remote) for rank, (_, remote) in self._destinations.items()}
         self._under_way = anyio.Semaphore(UNITS)
 
     async def run(self) -> Sent:
@@ -157,9 +182,7 @@ class _Sending:
         try:
             with plain_errors():
                 async with anyio.create_task_group() as group:
-                    for task in self.source.tasks(self.plan):
-                        await self._under_way.acquire()
-                        group.start_soon(self._unit, task)
+                    await self._begin_all(group)
         except aiote.AioteError:
             if not self.lost:
                 raise
@@ -169,6 +192,44 @@ class _Sending:
                 if rank in senders and target in self._destinations:
                     group.start_soon(self._commit, self._destinations[target][0])
         return self._sent()
+
+    async def _begin_all(self, group: TaskGroup) -> None:
+        """Begin everything, several at a time."""
+        for number, step in enumerate(self.source.steps(self.plan)):
+            if number % AT_ONCE == 0:
+                await checkpoint()
+            if isinstance(step, Task):
+                await self._under_way.acquire()
+                group.start_soon(self._unit, step)
+                continue
+            for rank in step.ranks:
+                if self._batched(rank, step):
+                    await self._under_way.acquire()
+                    group.start_soon(self._write_batch, rank)
+        for rank, batch in self._batches.items():
+            if batch.nbytes:
+                await self._under_way.acquire()
+                group.start_soon(self._write_batch, rank)
+
+    def _batched(self, rank: int, row: Straight) -> bool:
+        """Have a row wait for others to the same target; return whether it is time to write them."""
+        if rank in self.failed or rank not in self._batches:
+            return False
+        try:
+            return self._batches[rank].add(row)
+        except UNTRUE as error:
+            self.failed[rank] = str(error)
+            return False
+
+    async def _write_batch(self, rank: int) -> None:
+        """Write what waits for one target; one that fails stops no other."""
+        try:
+            nbytes = await self._batches[rank].write(self.engine)
+            self.written += nbytes
+        except UNTRUE as error:
+            self.failed[rank] = str(error)
+        finally:
+            self._under_way.release()
 
     def _sent(self) -> Sent:
         return Sent(self.written, self.gathered, self.source.staging.peak, self.failed, self.lost)
@@ -303,8 +364,7 @@ class _Sending:
         try:
             await write_rows(self.engine, rows, region, to[1].tensor(tensor))
             self.written += rows.total
-        except (aiote.AioteError, ValueError, IndexError, KeyError) as error:
-            # What a target says of its memory may be wrong, too: that is its failure, and nobody else's.
+        except UNTRUE as error:
             self.failed[rank] = str(error)
 
 
