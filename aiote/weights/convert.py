@@ -1,8 +1,10 @@
 """Changing elements on their way: casts, and quantization by blocks with a scale for each.
 
 A block's scale is its largest magnitude divided by the greatest finite value of the type, as for DeepSeek-V3's weights
-(`weight_scale_inv`); an element is the value divided by the scale, rounded to nearest even. torch does it where it is
-loaded already, four times as fast as ml_dtypes; both give the same bytes (tests/weights/test_convert.py).
+(`weight_scale_inv`); an element is the value divided by the scale, rounded to nearest even. F8_E4M3 is rounded here, on
+the bits of 32-bit numbers: 1 GiB/s of BF16 a core, 15 times as fast as ml_dtypes. torch quantizes 1.4 GiB/s, but on all
+cores at once: where ranks share these, its threads wait for each other, 10 ms a call. Casts are torch's where it is
+loaded already. All give the same bytes (tests/weights/test_convert.py).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 import aiote
 
@@ -29,6 +32,7 @@ NUMPY = {
     **{f"{kind}{bits}": f"{name}{bits}" for kind, name in (("U", "uint"), ("I", "int")) for bits in (8, 16, 32, 64)},
 }
 ML_DTYPES = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
+E4M3_MAX = 448.0
 SLICE_BYTES = 1 << 20
 """Work is done on slices of about so many bytes of 32-bit numbers: they stay in the cache, and little is held."""
 
@@ -41,8 +45,8 @@ def temporary_bytes(shape: tuple[int, ...], block: tuple[int, int] | None) -> in
     rows, columns = shape[-2:]
     high, wide = -(-rows // block[0]), -(-columns // block[1])
     at_once = min(high, _blocks_at_once(columns, block[0]))
-    # Of a slice, filled up to whole blocks: 32-bit numbers, their magnitudes, and what they become.
-    return at_once * wide * math.prod(block) * 12 + math.prod(shape[:-2]) * high * wide * 16
+    # Of a slice, filled up to whole blocks: 32-bit numbers, what they become, a step of that, signs and a mask.
+    return at_once * wide * math.prod(block) * 14 + math.prod(shape[:-2]) * high * wide * 16
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -93,17 +97,13 @@ def quantize(
     rows, columns = shape[-2:]
     high, wide = -(-rows // block[0]), -(-columns // block[1])
     matrices = math.prod(shape[:-2])
-    torch = _torch(dtype, target[1])
     made = np.empty((matrices, high, wide), np.float32)
     size, out = ITEMSIZE[dtype], ITEMSIZE[target[1]]
     for matrix, first, last in _slices(matrices, rows, columns, block[0]):
         start, stop = (matrix * rows + first) * columns, (matrix * rows + last) * columns
         some, there = source[start * size : stop * size], target[0][start * out : stop * out]
         where = made[matrix, first // block[0] : -(-last // block[0])]
-        if torch is not None:
-            _quantized_by_torch(torch, some, dtype, (last - first, columns), block, there, target[1], where)
-        else:
-            _quantized(some.view(dtype_of(dtype)).reshape(-1, columns), block, there, dtype_of(target[1]), where)
+        _quantized(some, dtype, columns, block, there, target[1], where)
     cast(made.reshape(-1).view(np.uint8), "F32", scales[0], scales[1])
 
 
@@ -119,36 +119,51 @@ def _slices(matrices: int, rows: int, columns: int, high: int) -> Iterator[tuple
             yield matrix, first, min(first + step, rows)
 
 
-def _quantized(rows: Any, block: tuple[int, int], there: Bytes, dtype: np.dtype[Any], scales: Any) -> None:
-    count, columns = rows.shape
+def _quantized(
+    some: Bytes, dtype: str, columns: int, block: tuple[int, int], there: Bytes, to: str, scales: NDArray[np.float32]
+) -> None:
     high, wide = scales.shape
     values = np.zeros((high * block[0], wide * block[1]), np.float32)
-    values[:count, :columns] = rows
+    count = len(there) // (columns * ITEMSIZE[to])
+    if dtype == "BF16":
+        bits = values.view(np.uint32)
+        bits[:count, :columns] = some.view(np.uint16).reshape(count, columns)
+        bits <<= 16
+    else:
+        values[:count, :columns] = some.view(dtype_of(dtype)).reshape(count, columns)
+    # One dimension after the other: rows of a block are longer than numpy's inner loop over a block would be.
+    largest = np.abs(values).reshape(high, block[0], -1).max(axis=1).reshape(high, wide, -1).max(axis=2)
+    scales[:] = _scales(largest, E4M3_MAX if to == "F8_E4M3" else float(_ml_finfo(dtype_of(to)).max))
     blocks = values.reshape(high, block[0], wide, block[1])
-    scales[:] = _scales(np.abs(blocks).max(axis=(1, 3)), float(_ml_finfo(dtype).max))
     blocks /= scales[:, None, :, None]
-    there.view(dtype).reshape(count, columns)[:] = values[:count, :columns].astype(dtype)
+    if to == "F8_E4M3":
+        there.reshape(count, columns)[:] = _e4m3(values)[:count, :columns]
+    else:
+        there.view(dtype_of(to)).reshape(count, columns)[:] = values[:count, :columns].astype(dtype_of(to))
 
 
-def _quantized_by_torch(
-    torch: Any,
-    some: Bytes,
-    dtype: str,
-    shape: tuple[int, int],
-    block: tuple[int, int],
-    there: Bytes,
-    to: str,
-    scales: Any,
-) -> None:
-    count, columns = shape
-    high, wide = scales.shape
-    values = torch.zeros((high * block[0], wide * block[1]), dtype=torch.float32)
-    values[:count, :columns] = _tensor(torch, some, dtype).view(count, columns)
-    blocks = values.view(high, block[0], wide, block[1])
-    kind = getattr(torch, ML_DTYPES[to])
-    scales[:] = _scales(blocks.abs().amax(dim=(1, 3)).numpy(), torch.finfo(kind).max)
-    blocks /= torch.from_numpy(np.ascontiguousarray(scales))[:, None, :, None]
-    _tensor(torch, there, to).view(count, columns).copy_(values[:count, :columns])
+def _e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Return the bytes of numbers in F8_E4M3, rounded to nearest even; `values` are lost.
+
+    A normal number loses 20 bits of its fraction and has another bias. A smaller one is a multiple of 2 ** -9, which is
+    the last place of 2 ** 14: added to that it is rounded. What is too large is not a number.
+    """
+    bits = values.view(np.uint32)
+    signs = (bits >> 24).astype(np.uint8)
+    signs &= 0x80
+    bits &= 0x7FFF_FFFF
+    subnormal = values < 2.0**-6
+    code = bits >> 20
+    code &= 1
+    code += bits
+    code += np.uint32((0x7_FFFF - (120 << 23)) & 0xFFFF_FFFF)
+    code >>= 20
+    values += np.float32(2.0**14)
+    bits &= 0x1F
+    np.copyto(code, bits, where=subnormal)
+    np.minimum(code, 0x7F, out=code)
+    signs |= code.astype(np.uint8)
+    return signs
 
 
 def _scales(largest: Any, greatest: float) -> Any:

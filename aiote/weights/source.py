@@ -53,6 +53,8 @@ UNITS = 8
 KEPT_STEPS = 1 << 14
 """So many steps are kept for the next update, about 1 KiB each; to compute one takes longer than to begin it."""
 
+CONVERTED = 5
+"""To convert bytes takes so many times as long as to copy them."""
 AT_ONCE = 32
 """After so many steps others have a turn of the event loop: to compute as many takes some milliseconds."""
 UNTRUE = (aiote.AioteError, ValueError, IndexError, KeyError)
@@ -294,7 +296,7 @@ class _Sending:
             parts = {task.target: (0, sizes.staged)}
             if sizes.converted:
                 out = memory[sizes.staged :]
-                await in_thread(sizes.staged, functools.partial(_convert, task, sizes, staged, out))
+                await in_thread(sizes.staged * CONVERTED, functools.partial(_convert, task, sizes, staged, out))
                 parts = {task.target: (sizes.staged, sizes.converted)}
                 if task.scale:
                     parts[task.scale] = (sizes.staged + sizes.converted, sizes.scales)
