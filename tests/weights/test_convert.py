@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 
 import ml_dtypes
@@ -15,10 +14,9 @@ from aiote.weights import convert
 
 NUMBERS = {"BF16": ml_dtypes.bfloat16, "F32": np.float32, "F16": np.float16}
 E4M3 = ml_dtypes.float8_e4m3fn
-needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
 
-@pytest.fixture(params=["ml_dtypes", pytest.param("torch", marks=needs_torch)])
+@pytest.fixture(params=["ml_dtypes", pytest.param("torch", marks=pytest.mark.needs_torch)])
 def library(request, monkeypatch):
     """Convert by one library alone."""
     if request.param == "torch":

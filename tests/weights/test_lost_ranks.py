@@ -25,6 +25,7 @@ from aiote.weights import (
     serve_source,
     serve_target,
 )
+from aiote.weights.protocol import Sent
 from aiote.weights.source import _Sending
 from engines import until
 
@@ -236,3 +237,33 @@ def test_a_commit_leaves_alone_what_the_update_does_not_write():
                 assert not (target.written.bytes_of("b") == 3).any()
 
     run(main, 7)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param(Sent(0, 0, 0, {}, {1: "no"}), id="a source from which it does not gather"),
+        pytest.param(Sent(0, 0, 0, {7: "no"}), id="a target to which it does not write"),
+        pytest.param(None, id="nothing"),
+    ],
+)
+def test_a_source_that_says_what_cannot_be_or_nothing_is_lost_itself(monkeypatch, said):
+    async def main(fabric: Fabric) -> None:
+        async with ranks(fabric) as made:
+            right, liar = _Sending.run, made.sources[0]
+
+            async def lies(self: Any) -> Any:
+                if self.source is not liar:
+                    return await right(self)
+                return said or await anyio.sleep_forever()
+
+            monkeypatch.setattr(_Sending, "run", lies)
+            begun = anyio.current_time()
+            report = await made.controller.update(1)
+            assert (report.committed, report.failed, report.attempts) == ([""], {}, 2)
+            # Of the first attempt the others may have said what they had sent.
+            assert report.sent.keys() == {1, 2}
+            assert anyio.current_time() - begun == pytest.approx(0 if said else made.controller.limit, abs=5)
+            made.check()
+
+    run(main, 4)
