@@ -24,21 +24,17 @@ import numpy as np
 import aiote
 
 from .. import service
+from .attempt import Attempt, Receiver
 from .plan import UpdatePlan
 from .protocol import (
-    Descriptors,
     Numbers,
     PlanMismatchError,
     Sent,
     SourceService,
     SourceState,
-    StaleUpdateError,
-    Step,
     TargetService,
     TargetState,
     Update,
-    UpdateOrder,
-    WriteTarget,
 )
 from .rank_memory import in_thread, plain_errors
 from .recipe import Recipe
@@ -47,10 +43,6 @@ from .source import planned
 __all__ = ["Controller", "UpdateError", "UpdateReport"]
 
 Places = Sequence[aiote.Address | str]
-NOTHING = Descriptors.of([])
-SLOWEST = 16 << 20
-"""Bytes a second of a source that still counts as alive: the slowest that was measured sent 50 MiB a second, eight
-processes on two cores."""
 
 
 class UpdateError(aiote.AioteError):
@@ -76,55 +68,6 @@ class UpdateReport:
     failed: dict[str, str] = field(default_factory=dict)
     sent: dict[int, Sent] = field(default_factory=dict)
     attempts: int = 0
-
-
-class _Replica:
-    """The ranks of one replica during an update."""
-
-    def __init__(self, name: str, targets: list[_Target]) -> None:
-        self.name, self.targets = name, targets
-        self.failure = ""
-        self.counted = self.committed = 0
-        self.scope = anyio.CancelScope()
-
-    @property
-    def complete(self) -> bool:
-        """Whether all its ranks have everything."""
-        return self.counted == len(self.targets)
-
-    def fail(self, reason: str) -> None:
-        """Give it up."""
-        self.failure = self.failure or reason
-        self.scope.cancel()
-
-
-class _Target:
-    """A target as its controller has it."""
-
-    def __init__(self, address: str, state: TargetState, client: TargetService) -> None:
-        self.address, self.state, self.client = address, state, client
-        self.lent: dict[str, Descriptors] | None = None
-        self.places: Numbers = np.zeros((0, 2), np.uint64)
-        self.imm = 0
-        self.steps: list[str] = []
-
-    def take(self, step: Step, sources: Sequence[str]) -> None:
-        """Take note of how far it is. Raises UsageError for what cannot be."""
-        expected = ("lent", "counted", "committed")[len(self.steps) : len(self.steps) + 1]
-        if (step.kind,) != expected:
-            raise aiote.UsageError(f"it says {step.kind!r} after {self.steps}")
-        self.steps.append(step.kind)
-        if step.kind != "lent":
-            return
-        if step.lent is None or step.places is None or step.places.shape[1:] != (2,) or not 0 <= step.imm < 1 << 32:
-            raise aiote.UsageError("it does not say what it lends")
-        regions, rest = divmod(step.lent.ends.size, max(1, len(sources)))
-        descriptors = step.lent.unpacked(regions * len(sources) + rest)
-        if rest or (len(step.places) and int(step.places[:, 0].max()) >= regions and sources):
-            raise aiote.UsageError(f"it lends {len(descriptors)} regions to {len(sources)} sources")
-        several = [descriptors[first * regions : (first + 1) * regions] for first in range(len(sources))]
-        self.lent = {one: Descriptors.of(mine) for one, mine in zip(sources, several, strict=True)}
-        self.imm, self.places = step.imm, step.places
 
 
 class Controller:
@@ -287,7 +230,7 @@ class Controller:
 
     async def _attempt(self, plan: UpdatePlan, made: Sequence[Update], report: UpdateReport) -> dict[str, str]:
         """Try once; return the sources that failed, and why. `made` are the attempts so far, this one the last."""
-        attempt = _Attempt(self, plan, made, self._written, report.committed)
+        attempt = Attempt(self, plan, made, self._written, report.committed)
         with plain_errors():
             await attempt.run()
         report.sent.update(attempt.sent)
@@ -296,9 +239,9 @@ class Controller:
         report.failed = {name: why for name, why in report.failed.items() if name not in report.committed}
         return attempt.lost
 
-    def targets(self) -> list[_Target]:
+    def targets(self) -> list[Receiver]:
         """Return the targets of the plan."""
-        return [_Target(address, state, self._targets[address]) for address, state in self._described.items()]
+        return [Receiver(address, state, self._targets[address]) for address, state in self._described.items()]
 
     def sources(self) -> dict[str, tuple[int, SourceService]]:
         """Return the rank and the service of each source of the plan."""
@@ -322,168 +265,3 @@ class Controller:
                 for address, client in clients.items():
                     group.start_soon(ask, address, client)
         return {address: answers[address] for address in clients if address in answers}
-
-
-class _Attempt:
-    """One try to bring a version to all replicas."""
-
-    def __init__(
-        self,
-        controller: Controller,
-        plan: UpdatePlan,
-        made: Sequence[Update],
-        written: dict[int, dict[int, Numbers]],
-        committed: Sequence[str],
-    ) -> None:
-        self.controller, self.update = controller, made[-1]
-        self.sent: dict[int, Sent] = {}
-        self.lost: dict[str, str] = {}
-        self._plan, self._written = plan, written
-        self._sources = controller.sources()
-        replicas: dict[str, list[_Target]] = {}
-        for target in controller.targets():
-            several = replicas.setdefault(target.state.replica, [])
-            # One that has committed in an earlier attempt, of which others of its replica have not, has the bytes.
-            if target.state.update not in made:
-                several.append(target)
-        self.replicas = [_Replica(name, targets) for name, targets in replicas.items() if name not in committed]
-        self._changed = anyio.Event()
-
-    async def run(self) -> None:
-        """Have memory lent, have it written, and commit where all is there."""
-        async with anyio.create_task_group() as group:
-            for replica in self.replicas:
-                group.start_soon(self._replica, replica)
-            with anyio.move_on_after(self.controller.limit) as late:
-                await self._until(lambda: all(one.failure or _all_lent(one) for one in self.replicas))
-            if late.cancelled_caught:
-                for replica in self.replicas:
-                    if not _all_lent(replica):
-                        replica.fail(f"it lent no memory within {self.controller.limit} s")
-            if not all(one.failure for one in self.replicas):
-                await self._send()
-            with anyio.move_on_after(self.controller.limit) as late:
-                await self._until(lambda: self.lost or all(one.failure or one.complete for one in self.replicas))
-            for replica in self.replicas:
-                if late.cancelled_caught and not (replica.failure or replica.complete):
-                    replica.fail(f"it did not have everything {self.controller.limit} s after the sources had ended")
-                # Where all is there, it does not matter who is lost.
-                if self.lost and not replica.complete:
-                    replica.fail("a source was lost: " + "; ".join(self.lost.values()))
-
-    def _change(self) -> None:
-        changed, self._changed = self._changed, anyio.Event()
-        changed.set()
-
-    async def _until(self, condition: Any) -> None:
-        while not condition():
-            await self._changed.wait()
-
-    # Targets.
-
-    async def _replica(self, replica: _Replica) -> None:
-        """Follow the ranks of one replica to the end."""
-        with replica.scope:
-            async with anyio.create_task_group() as group:
-                for target in replica.targets:
-                    group.start_soon(self._target, replica, target)
-        if not replica.failure and replica.committed < len(replica.targets):
-            replica.failure = "it was given up"
-        self._change()
-
-    async def _target(self, replica: _Replica, target: _Target) -> None:
-        senders = self._plan.senders.get(target.state.rank, ())
-        ranks = {address: rank for address, (rank, _) in self._sources.items() if rank in senders}
-        addresses, written = list(ranks), self._written[target.state.rank]
-        stream: Any = target.client.update(
-            UpdateOrder(self.update, addresses, [written[rank] for rank in ranks.values()])
-        )
-        try:
-            async for step in stream:
-                target.take(step, addresses)
-                replica.counted += step.kind == "counted"
-                self._change()
-                if step.kind == "counted":
-                    await self._until(lambda: replica.complete)
-                    with anyio.fail_after(self.controller.limit):
-                        await target.client.commit(self.update)
-                        target.take(await anext(stream), addresses)
-                    replica.committed += 1
-                    break
-            if len(target.steps) < 3:
-                raise aiote.UsageError(f"the update ended before it was committed, after {target.steps}")
-        except (aiote.AioteError, StopAsyncIteration, TimeoutError, ValueError) as error:
-            why = str(error) or f"it took longer than {self.controller.limit} s for its commit"
-            replica.fail(f"rank {target.state.rank} at {target.address}: {why}")
-        finally:
-            # The memory is taken back before this returns, so that nothing of the update is written later.
-            with anyio.move_on_after(self.controller.limit, shield=True):
-                await stream.aclose()
-
-    # Sources.
-
-    async def _send(self) -> None:
-        async with anyio.create_task_group() as group:
-            for address, (rank, client) in self._sources.items():
-                group.start_soon(self._source, group.cancel_scope, address, rank, client)
-
-    async def _source(self, scope: anyio.CancelScope, address: str, rank: int, client: SourceService) -> None:
-        destinations = [
-            WriteTarget(target.state.rank, target.address, target.imm, target.lent.get(address, NOTHING), target.places)
-            for replica in self.replicas
-            if not replica.failure
-            for target in replica.targets
-            if target.lent is not None
-        ]
-        limit = self.controller.limit + self._bytes(rank) / SLOWEST
-        try:
-            with anyio.fail_after(limit):
-                sent = await client.send(self.update, self._plan.digest, destinations)
-        except TimeoutError:
-            self._lose(scope, {address: f"source {rank} did not send its part within {limit:.0f} s"})
-            return
-        except (StaleUpdateError, PlanMismatchError) as error:
-            for replica in self.replicas:
-                replica.fail(f"source {rank}: {error}")
-            return
-        except aiote.AioteError as error:
-            self._lose(scope, {address: str(error)})
-            return
-        if wrong := self._unplanned(rank, sent):
-            self._lose(scope, {address: f"source {rank} {wrong}"})
-            return
-        self.sent[rank] = sent
-        if sent.lost:
-            known = {number: one for one, (number, _) in self._sources.items()}
-            self._lose(scope, {known[number]: why for number, why in sent.lost.items()})
-            return
-        for replica in self.replicas:
-            for target in replica.targets:
-                if target.state.rank in sent.failed:
-                    replica.fail(
-                        f"source {rank} could not write to rank {target.state.rank}: {sent.failed[target.state.rank]}"
-                    )
-
-    def _bytes(self, rank: int) -> int:
-        """Return how many bytes a source brings over, and gathers before."""
-        traffic = self._plan.traffic
-        return traffic.sent[rank] + traffic.gathered[rank]
-
-    def _unplanned(self, rank: int, sent: Sent) -> str:
-        """Return what a source says of others with which the plan gives it nothing to do; empty where it does not."""
-        plan = self._plan
-        if others := sent.lost.keys() - (plan.gathers_from(rank) if sent.lost else set()):
-            return f"says that it cannot read from {sorted(others)}, from which it does not gather"
-        if others := {target for target in sent.failed if rank not in plan.senders.get(target, ())}:
-            return f"says that it cannot write to {sorted(others)}, to which it does not write"
-        return ""
-
-    def _lose(self, scope: anyio.CancelScope, lost: dict[str, str]) -> None:
-        """Take note of lost sources; what the others send is of use only where nothing more is needed."""
-        self.lost.update(lost)
-        if not all(one.failure or one.complete for one in self.replicas):
-            scope.cancel()
-
-
-def _all_lent(replica: _Replica) -> bool:
-    return all(target.lent is not None for target in replica.targets)

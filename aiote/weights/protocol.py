@@ -16,6 +16,7 @@ somebody who is gone.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -45,6 +46,7 @@ __all__ = [
     "Update",
     "UpdateOrder",
     "WriteTarget",
+    "digest_of",
     "layout_of",
     "packed_layout",
     "places_of",
@@ -100,7 +102,10 @@ class Descriptors(msgspec.Struct, frozen=True):
 
 
 class TargetState(msgspec.Struct, frozen=True):
-    """What a target is: its rank, its replica, how it takes updates, what it holds now, and its layout as JSON."""
+    """What a target is: its rank, its replica, how it takes updates, what it holds now.
+
+    With it come its layout as JSON, and where its tensors lie.
+    """
 
     rank: int
     replica: str
@@ -108,6 +113,7 @@ class TargetState(msgspec.Struct, frozen=True):
     state: State
     update: Update | None
     layout: Bytes
+    places: Numbers
 
 
 class SourceState(msgspec.Struct, frozen=True):
@@ -142,13 +148,17 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class WriteTarget(msgspec.Struct, frozen=True):
-    """A target as a source writes to it."""
+    """A target as a source writes to it.
+
+    `places` are those of such a digest that came with a plan; they come again where they are others now.
+    """
 
     rank: int
     address: str
     imm: int
     regions: Descriptors
-    places: Numbers
+    known: bytes
+    places: Numbers | None
 
 
 class Sent(msgspec.Struct, frozen=True):
@@ -205,6 +215,11 @@ class SourceService(service.Service):
     async def send(self, update: Update, digest: bytes, destinations: list[WriteTarget]) -> Sent:
         """Write this source's part to every target, and commit there."""
         raise NotImplementedError
+
+
+def digest_of(places: Numbers) -> bytes:
+    """Return 16 bytes that no other places have."""
+    return hashlib.blake2b(places.tobytes(), digest_size=16).digest()
 
 
 def packed_layout(layout: Layout) -> Bytes:

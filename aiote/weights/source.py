@@ -27,6 +27,7 @@ from .layout import Layout
 from .plan import UpdatePlan, plan_update
 from .protocol import (
     Descriptors,
+    Numbers,
     PlanMismatchError,
     Sent,
     SourceService,
@@ -35,6 +36,7 @@ from .protocol import (
     TargetState,
     Update,
     WriteTarget,
+    digest_of,
     layout_of,
     packed_layout,
     places_of,
@@ -53,6 +55,8 @@ UNITS = 8
 KEPT_STEPS = 1 << 14
 """So many steps are kept for the next update, about 1 KiB each; to compute one takes longer than to begin it."""
 
+KEPT_PLACES = 1 << 10
+"""So many targets' places are kept, 16 bytes for each tensor."""
 CONVERTED = 5
 """To convert bytes takes so many times as long as to copy them."""
 AT_ONCE = 32
@@ -79,6 +83,7 @@ class Source:
         self.latest: Update | None = None
         self.sources: dict[int, RemoteMemory] = {}
         self.names: dict[int, Names] = {}
+        self.places: dict[bytes, Numbers] = {}
         self._steps: list[Task | Straight] = []
 
     def described(self) -> SourceState:
@@ -94,6 +99,10 @@ class Source:
         plan, names = await in_thread(sum(target.layout.nbytes for target in targets), make)
         check_limit(plan, self.rank, self.staging.limit)
         self.digest = plan.digest
+        # Also those of other controllers' targets, whose plan may be the same.
+        self.places.update((digest_of(one.places), one.places) for one in targets)
+        for known in list(self.places)[:-KEPT_PLACES]:
+            del self.places[known]
         self.names = names[1]
         self.sources = {
             one.rank: RemoteMemory(self.engine, one.address, one.regions, one.places, names[0][one.rank])
@@ -169,14 +178,15 @@ class _Sending:
         self.failed: dict[int, str] = {}
         self.lost: dict[int, str] = {}
         self.written = self.gathered = 0
-        names = source.names
-        self._destinations = {
-            one.rank: (one, RemoteMemory(self.engine, one.address, one.regions, one.places, names[one.rank]))
-            for one in destinations
-            if one.rank in names
-        }
+        self._destinations = {one.rank: (one, self._remote(one)) for one in destinations if one.rank in source.names}
         self._batches = {rank: Batch(remote) for rank, (_, remote) in self._destinations.items()}
         self._under_way = anyio.Semaphore(UNITS)
+
+    def _remote(self, to: WriteTarget) -> RemoteMemory:
+        places = self.source.places.get(to.known) if to.places is None else to.places
+        if places is None:
+            raise PlanMismatchError(f"rank {self.source.rank} has forgotten where tensors lie: prepare it once more")
+        return RemoteMemory(self.engine, to.address, to.regions, places, self.source.names[to.rank])
 
     async def run(self) -> Sent:
         """Write everything, then commit to every target that has all of it."""

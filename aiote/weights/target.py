@@ -95,7 +95,8 @@ class Target:
 
     def described(self) -> TargetState:
         """Return what it tells its controller."""
-        return TargetState(self.rank, self.replica, self.versions, self.state, self.update, self._packed)
+        places = places_of(self.written)
+        return TargetState(self.rank, self.replica, self.versions, self.state, self.update, self._packed, places)
 
     def named(self, numbers: Numbers) -> list[str]:
         """Return the names of these tensors of the layout. Raises UsageError for numbers of none."""

@@ -44,7 +44,7 @@ class Lying(TargetService):
 
     @service.method(idempotent=True)
     async def describe(self) -> TargetState:
-        return TargetState(1, "liar", "inplace", "empty", None, packed_layout(self.layout))
+        return TargetState(1, "liar", "inplace", "empty", None, packed_layout(self.layout), PLACES)
 
     @service.method
     async def update(self, order: UpdateOrder) -> AsyncIterator[Step]:

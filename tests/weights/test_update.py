@@ -218,6 +218,30 @@ async def test_two_controllers_of_the_same_sources_write_to_the_targets_of_each(
             assert np.array_equal(held["b"], values["b"])
 
 
+async def test_a_target_that_is_served_anew_in_other_memory_gets_the_next_version():
+    """Sources were told where its tensors lay when the first update was planned; the second keeps the plan."""
+    layout = Layout.over([0], {name: ((4, 4), "F32", Replicate()) for name in ("a", "b")})
+    memory = np.zeros((3, 4, 4), np.float32)
+    values = {"a": np.full((4, 4), 1, np.float32), "b": np.full((4, 4), 2, np.float32)}
+    async with opened("sim") as one, opened("sim") as rank, opened("sim") as mine:
+        async with serve_source(one, layout, 0, values) as source:
+            controller = Controller(mine, [one.address], [rank.address])
+            arrays = [{"a": memory[0], "b": memory[1]}, {"a": memory[2], "b": memory[1]}]
+            for version, held in enumerate(arrays, 1):
+                memory[:] = 0
+                async with serve_target(rank, layout, 0, held, versions="inplace"):
+                    await controller.update(version)
+                assert np.array_equal(held["a"], values["a"])
+                assert np.array_equal(held["b"], values["b"])
+                assert not memory[2 if version == 1 else 0].any()
+            async with serve_target(rank, layout, 0, arrays[0], versions="inplace"):
+                await controller.update(3)
+                source.places.clear()
+                with pytest.raises(UpdateError, match="has forgotten where tensors lie: prepare it once more"):
+                    await controller.update(4)
+                assert (await controller.update(4)).committed == [""]
+
+
 @pytest.mark.anyio
 async def test_an_update_that_was_cancelled_can_be_made_once_more():
     async with ranks("sim", "gated") as made, anyio.create_task_group() as group:
