@@ -55,6 +55,8 @@ UNITS = 8
 KEPT_STEPS = 1 << 14
 """So many steps are kept for the next update, about 1 KiB each; to compute one takes longer than to begin it."""
 
+READS = 16
+"""So many rows of another source are read at a time: one waits for as long as it takes to begin the others."""
 KEPT_PLACES = 1 << 10
 """So many targets' places are kept, 16 bytes for each tensor."""
 CONVERTED = 5
@@ -354,9 +356,21 @@ class _Sending:
         else:
             for part in parts_of(fetch.copy, self._most):
                 rows = await in_thread(runs_of(part) * ROW_BYTES, functools.partial(rows_of, part, size))
-                for there, here in zip(map(int, rows.source), map(int, rows.target), strict=True):
-                    await self.engine.read(remote[there : there + rows.nbytes], region[here : here + rows.nbytes])
+                await self._read_rows(rows, remote, region)
         self.gathered += fetch.nbytes
+
+    async def _read_rows(self, rows: Rows, remote: aiote.RemoteRegion, region: aiote.Region) -> None:
+        """Read rows one by one, several at a time."""
+        left = zip(rows.source.tolist(), rows.target.tolist(), strict=True)
+
+        async def some() -> None:
+            for there, here in left:
+                await self.engine.read(remote[there : there + rows.nbytes], region[here : here + rows.nbytes])
+
+        with plain_errors():
+            async with anyio.create_task_group() as group:
+                for _ in range(min(READS, len(rows.source))):
+                    group.start_soon(some)
 
     async def _write(self, ranks: Sequence[int], copy: Copy, size: int, region: aiote.Region) -> None:
         for part in parts_of(copy, self._most):

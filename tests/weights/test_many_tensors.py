@@ -42,5 +42,5 @@ def test_what_says_where_tensors_lie_is_arrays():
     places = np.zeros((MANY, 2), np.uint64)
     packed = Descriptors.of(descriptors)
     assert packed.unpacked(MANY) == descriptors
-    for said in (Step("lent", 1, packed, places), WriteTarget(0, "", 1, packed, places), Update(1, 1)):
+    for said in (Step("lent", 1, packed, places), WriteTarget(0, "", 1, packed, bytes(16), places), Update(1, 1)):
         assert len(codec.encode(said)[0]) < 1000
