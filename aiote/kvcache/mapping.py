@@ -1,0 +1,247 @@
+"""What goes where between two caches: pure arithmetic on what both sides say of theirs.
+
+Before the first request a decode rank divides its cache among the prefill ranks that have it (`assign`). Each part and
+the cache of its prefill rank make a `CacheMap`, which both sides compute: the moves of each layer. A request adds page
+tables: each move is then one batched page write, from and to `Pattern.offsets`. `CacheMap.counts` says how many pieces
+a layer has, which the decode rank counts.
+
+A group's pages may hold more tokens on one side than on the other, by a whole multiple. Both are then taken for rows of
+*units*, as many tokens as a page of the smaller side has. An opaque page is a unit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import UsageError
+from .tensors import CacheSpec, CacheTensor
+
+__all__ = ["CacheMap", "MappingError", "Move", "PageRow", "Pattern", "assign"]
+
+Offsets: TypeAlias = NDArray[np.int64]
+
+
+class MappingError(UsageError):
+    """Two caches cannot be mapped onto each other, or a request's pages not onto each other's; the text names both."""
+
+
+class PageRow(NamedTuple):
+    """Pages of one group in the order of their tokens. The first one is at place `start`: of `start` pages before it
+    nothing is moved, for a decode rank has them already, or a window has gone past them.
+    """
+
+    pages: Offsets
+    start: int = 0
+
+
+class Grid(NamedTuple):
+    """How units lie in the pages of one side: so many in a page, and the strides in bytes."""
+
+    units: int
+    page_stride: int
+    unit_stride: int
+
+
+class Axis(NamedTuple):
+    """A loop over pieces of a unit."""
+
+    times: int
+    source: int
+    target: int
+
+
+class Pattern(NamedTuple):
+    """How a unit moves: pieces of `nbytes`, along axes. What moves alike shares the offsets of a request."""
+
+    group: int
+    nbytes: int
+    axes: tuple[Axis, ...]
+    source: Grid
+    target: Grid
+
+    def offsets(self, source: PageRow, target: PageRow, span: range) -> tuple[Offsets, Offsets]:
+        """Return where the pieces of units lie on either side, from the beginning of page 0."""
+        units = np.arange(span.start, span.stop, dtype=np.int64)
+        found = []
+        for side, (row, grid) in enumerate(((source, self.source), (target, self.target))):
+            places, within = np.divmod(units, grid.units)
+            places = row.pages[places - row.start] * grid.page_stride + within * grid.unit_stride
+            for axis in self.axes:
+                steps = np.arange(axis.times, dtype=np.int64) * axis[1 + side]
+                places = (places[:, np.newaxis] + steps).reshape(-1)
+            found.append(places)
+        return found[0], found[1]
+
+
+class Move(NamedTuple):
+    """What moves together in a layer, and where page 0 of either side begins."""
+
+    source_memory: int
+    source_offset: int
+    target_memory: int
+    target_offset: int
+    pattern: Pattern
+
+
+def assign(sources: Sequence[CacheSpec], target: CacheSpec, turn: int = 0) -> list[CacheSpec]:
+    """Divide a cache among the ranks that have what belongs there; a part for each, some of them empty.
+
+    Each head of each field and layer is of one part. Where several ranks have it, `turn` and the layer choose, so that
+    ranks of a decode group with different turns spread over them. Raises MappingError for what no rank has.
+    """
+    holders: dict[tuple[int, int, str], list[tuple[int, CacheTensor]]] = {}
+    for number, source in enumerate(sources):
+        for tensor in source.tensors:
+            holders.setdefault(tensor.key, []).append((number, tensor))
+    parts: list[list[CacheTensor]] = [[] for _ in sources]
+    for tensor in target.tensors:
+        first, stop = tensor.first_head, tensor.first_head + tensor.head_count
+        have = holders.get(tensor.key, [])
+        edges = {edge for _, held in have for edge in (held.first_head, held.first_head + held.head_count)}
+        edges = {first, stop} | {edge for edge in edges if first < edge < stop}
+        chosen: list[list[int]] = []
+        for begin, end in itertools.pairwise(sorted(edges)):
+            able = [number for number, held in have if held.first_head <= begin < held.first_head + held.head_count]
+            if not able:
+                names = ", ".join(source.name for source in sources)
+                raise MappingError(f"{target.name}: {tensor}: none of {names} has its head {begin}")
+            number = able[(turn + tensor.layer) % len(able)]
+            if chosen and chosen[-1][0] == number:
+                chosen[-1][2] = end
+            else:
+                chosen.append([number, begin, end])
+        for number, begin, end in chosen:
+            parts[number].append(tensor.of_heads(begin, end))
+    return [CacheSpec(target.name, target.memories, tuple(part)) for part in parts]
+
+
+@dataclass
+class CacheMap:
+    """How one rank's cache moves into a part of another's. Raises MappingError where it cannot; see `assign`.
+
+    Every item of every head and token of the part is written once, from the same item of the source.
+    """
+
+    source: CacheSpec
+    part: CacheSpec
+    moves: dict[int, list[Move]] = field(init=False)
+    layers: list[int] = field(init=False)
+    units: dict[int, tuple[int, int, int]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.layers = self.part.layers
+        self.moves = {layer: [] for layer in self.layers}
+        together: dict[tuple[object, ...], list[tuple[CacheTensor, CacheTensor]]] = {}
+        has: dict[tuple[int, int, str], CacheTensor] = {}
+        for tensor in self.source.tensors:
+            has[tensor.key] = tensor
+        for target in self.part.tensors:
+            found = has.get(target.key)
+            if found is None:
+                raise MappingError(f"{self.part.name}: {target}: {self.source.name} has no such field")
+            stop = target.first_head + target.head_count
+            if target.first_head < found.first_head or stop > found.first_head + found.head_count:
+                raise MappingError(f"{self.part.name}: {target}: {self.source.name} has {found}, other heads")
+            source = found.of_heads(target.first_head, stop)
+            self._require_alike(source, target)
+            alike = (target.group, target.layer, _geometry(source), _geometry(target))
+            together.setdefault(alike, []).append((source, target))
+        for pairs in together.values():
+            self.moves[pairs[0][1].layer].extend(self._moves(pairs))
+
+    def _require_alike(self, source: CacheTensor, target: CacheTensor) -> None:
+        """Raise MappingError where items, types or pages do not fit."""
+        same = (source.dtype, source.item_bytes) == (target.dtype, target.item_bytes)
+        small, large = sorted((source.tokens, target.tokens))
+        if not same or (small == 0 < large) or (small and large % small):
+            raise MappingError(
+                f"{self.source.name} has {source}, {self.part.name} has {target}: types and items must agree, and the "
+                "tokens of a page be whole multiples"
+            )
+        has, here, there = self.units.get(target.group, (0, 0, 0))
+        units = _grid(source, small).units, _grid(target, small).units
+        self.units[target.group] = max(has, small), *units
+        if here and (here, there) != units:
+            raise MappingError(
+                f"group {target.group} of {self.source.name} and {self.part.name} has opaque pages beside pages of "
+                f"different numbers of tokens: {source}, {target}"
+            )
+
+    def _moves(self, pairs: list[tuple[CacheTensor, CacheTensor]]) -> Iterator[Move]:
+        """Yield the moves of fields that lie alike: one for all where they are in a row on both sides."""
+        pairs.sort(key=lambda pair: pair[1].offset)
+        steps = {(b[0].offset - a[0].offset, b[1].offset - a[1].offset) for a, b in itertools.pairwise(pairs)}
+        step = steps.pop() if len(steps) == 1 else (0, 0)
+        row = min(step) > 0
+        fields = Axis(len(pairs), *step) if row else Axis(1, 0, 0)
+        for source, target in pairs[: 1 if row else None]:
+            unit = min(source.tokens, target.tokens)
+            axes = [
+                fields,
+                Axis(target.head_count, source.head_stride, target.head_stride),
+                Axis(max(unit, 1), source.token_stride, target.token_stride),
+            ]
+            nbytes, rest = _coalesced(target.item_bytes, axes)
+            pattern = Pattern(target.group, nbytes, rest, _grid(source, unit), _grid(target, unit))
+            yield Move(source.memory, source.offset, target.memory, target.offset, pattern)
+
+    def span(self, group: int, target: PageRow, tokens: int) -> range:
+        """Return the units that a request of so many tokens has moved into the pages of a row."""
+        unit, _, in_page = self.units[group]
+        first = target.start * in_page
+        stop = first + len(target.pages) * in_page
+        return range(first, stop if unit == 0 else min(stop, max(first, -(-tokens // unit))))
+
+    def counts(self, targets: dict[int, PageRow], tokens: int) -> list[int]:
+        """Return how many pieces each layer of a request has."""
+        spans = {group: len(self.span(group, targets[group], tokens)) for group in self.units}
+        return [
+            sum(spans[move.pattern.group] * math.prod(axis.times for axis in move.pattern.axes) for move in moves)
+            for moves in self.moves.values()
+        ]
+
+    def check_source(self, sources: dict[int, PageRow], targets: dict[int, PageRow], tokens: int) -> None:
+        """Raise MappingError where the pages of a source do not hold what those of a target are to get."""
+        for group, (_, in_page, _) in self.units.items():
+            wanted, row = self.span(group, targets[group], tokens), sources.get(group)
+            has = range(row.start * in_page, (row.start + len(row.pages)) * in_page) if row else range(0)
+            if wanted and not (has.start <= wanted.start and wanted.stop <= has.stop):
+                raise MappingError(
+                    f"group {group}: {self.part.name} wants units {wanted.start} to {wanted.stop - 1} of the request, "
+                    f"{self.source.name} has {f'{has.start} to {has.stop - 1}' if has else 'none'}"
+                )
+
+
+def _grid(tensor: CacheTensor, unit: int) -> Grid:
+    """Return how units of so many tokens, 0 for opaque ones, lie in the pages of a tensor."""
+    return Grid(tensor.tokens // unit if unit else 1, tensor.page_stride, unit * tensor.token_stride)
+
+
+def _geometry(tensor: CacheTensor) -> tuple[int, ...]:
+    """Return what tensors that lie alike have in common."""
+    return (
+        tensor.memory,
+        tensor.page_stride,
+        tensor.tokens,
+        tensor.token_stride,
+        tensor.first_head,
+        tensor.head_count,
+        tensor.head_stride,
+        tensor.item_bytes,
+    )
+
+
+def _coalesced(nbytes: int, axes: list[Axis]) -> tuple[int, tuple[Axis, ...]]:
+    """Grow a piece by the axes along which pieces touch on both sides; return it and the other axes."""
+    left = [axis for axis in axes if axis.times > 1]
+    while touching := [axis for axis in left if axis.source == axis.target == nbytes]:
+        nbytes *= touching[0].times
+        left.remove(touching[0])
+    return nbytes, tuple(sorted(left, key=lambda axis: -axis.target))

@@ -1,0 +1,215 @@
+"""What a cache is: tensors in memory of the caller's, in groups, each of which has a page table in a request.
+
+A tensor is one field of one layer (keys, values, scales, a state), in pages. It says where its items lie:
+
+    item(page, head, token) = offset + page * page_stride + head * head_stride + token * token_stride
+
+so K and V may lie together or apart, and pages be HND or NHD, without a word for either. The keys and the values of an
+array that holds both are two tensors of one memory. `Cache.add` reads the strides off an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from ..errors import UsageError
+
+__all__ = ["Cache", "CacheSpec", "CacheTensor"]
+
+MAX_MEMORIES = 1024
+MAX_TENSORS = 16384
+AXES = ("layer", "field", "page", "head", "token", "item")
+
+Size: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 47)]
+Count: TypeAlias = Annotated[int, Meta(ge=1, lt=1 << 40)]
+Small: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 20)]
+Text: TypeAlias = Annotated[str, Meta(max_length=64)]
+
+
+class CacheTensor(msgspec.Struct, array_like=True, frozen=True):
+    """One field of one layer, in pages. Sizes, offsets and strides are in bytes.
+
+    `heads` are `head_count` of the model's heads from `first_head` on; of what has no heads they are one, which all
+    ranks of a tensor-parallel group have. `tokens` is how many a page has; 0 makes a page opaque: one item, which is
+    moved as it is. `memory` counts the memories of the cache.
+    """
+
+    field: Text
+    layer: Small
+    group: Small
+    dtype: Text
+    memory: Small
+    offset: Size
+    pages: Count
+    page_stride: Size
+    tokens: Small
+    token_stride: Size
+    first_head: Small
+    head_count: Annotated[int, Meta(ge=1, lt=1 << 20)]
+    head_stride: Size
+    item_bytes: Count
+
+    @property
+    def key(self) -> tuple[int, int, str]:
+        """What it is, wherever it lies: group, layer and field."""
+        return self.group, self.layer, self.field
+
+    @property
+    def axes(self) -> list[tuple[int, int]]:
+        """Count and stride of pages, heads and tokens."""
+        return [
+            (self.pages, self.page_stride),
+            (self.head_count, self.head_stride),
+            (max(self.tokens, 1), self.token_stride),
+        ]
+
+    def of_heads(self, first: int, stop: int) -> CacheTensor:
+        """Return the part that some of its heads are."""
+        offset = self.offset + (first - self.first_head) * self.head_stride
+        return msgspec.structs.replace(self, offset=offset, first_head=first, head_count=stop - first)
+
+    def __str__(self) -> str:
+        page = f"{self.tokens} tokens" if self.tokens else "one opaque item"
+        heads = f"heads {self.first_head} to {self.first_head + self.head_count - 1}"
+        return (
+            f"{self.field!r} of layer {self.layer} in group {self.group} ({self.dtype}, {heads}, pages of {page}, "
+            f"items of {self.item_bytes} bytes)"
+        )
+
+
+class CacheSpec(msgspec.Struct, array_like=True, frozen=True):
+    """What a rank says of its cache: a name for errors, the length of each memory in bytes, and the tensors in them."""
+
+    name: Annotated[str, Meta(max_length=200)]
+    memories: Annotated[tuple[Size, ...], Meta(max_length=MAX_MEMORIES)]
+    tensors: Annotated[tuple[CacheTensor, ...], Meta(max_length=MAX_TENSORS)]
+
+    def check(self) -> None:
+        """Raise UsageError for a tensor that leaves its memory, overlaps itself, or comes twice.
+
+        And for tensors of one group whose pages hold different numbers of tokens. Tensors that overlap each other are
+        the caller's.
+        """
+        seen = set()
+        tokens: dict[int, int] = {}
+        for tensor in self.tensors:
+            if tensor.memory >= len(self.memories):
+                raise UsageError(f"{self.name}: {tensor} lies in memory {tensor.memory} of {len(self.memories)}")
+            end = tensor.item_bytes
+            for count, stride in sorted(tensor.axes, key=lambda axis: axis[1]):
+                if count > 1 and stride < end:
+                    raise UsageError(f"{self.name}: {tensor}: a stride of {stride} bytes, less than the {end} in it")
+                end += (count - 1) * stride
+            if tensor.offset + end > self.memories[tensor.memory]:
+                raise UsageError(
+                    f"{self.name}: {tensor} ends at byte {tensor.offset + end} of a memory of "
+                    f"{self.memories[tensor.memory]}"
+                )
+            if tensor.key in seen:
+                raise UsageError(f"{self.name}: {tensor} comes twice")
+            seen.add(tensor.key)
+            if tensor.tokens and tokens.setdefault(tensor.group, tensor.tokens) != tensor.tokens:
+                raise UsageError(f"{self.name}: {tensor}: its group has pages of {tokens[tensor.group]} tokens as well")
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that it has some of, ascending."""
+        return sorted({tensor.layer for tensor in self.tensors})
+
+    @property
+    def groups(self) -> dict[int, int]:
+        """How many pages each group has."""
+        found: dict[int, int] = {}
+        for tensor in self.tensors:
+            found[tensor.group] = min(found.get(tensor.group, tensor.pages), tensor.pages)
+        return found
+
+
+class Cache:
+    """The cache of one rank, made of the caller's arrays, which are neither copied nor allocated here."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.memories: list[NDArray[Any]] = []
+        self.tensors: list[CacheTensor] = []
+
+    def add(
+        self,
+        array: NDArray[Any],
+        axes: str,
+        *,
+        layer: int = 0,
+        group: int = 0,
+        first_head: int = 0,
+        fields: Sequence[str] = ("kv",),
+        dtype: str = "",
+    ) -> None:
+        """Add the tensors of an array whose axes are named, outermost first: "field page head token item".
+
+        Axes: `layer` counts from `layer` on; `field` has one entry for each of `fields`; `page`; `head` counts from
+        `first_head` on; `token`; `item`, last and as often as needed, is what belongs together. Without `token` a page
+        is opaque. Arrays that are views of one array share its memory. dtype: a name for the type, where numpy's is not
+        it (bfloat16 comes as int16). Raises UsageError for axes that are not the array's, and for items with gaps.
+        """
+        names = axes.split()
+        shape, strides = dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0)
+        item_bytes = array.itemsize
+        outer = [name for name in names if name != "item"]
+        if len(names) != array.ndim or names[: len(outer)] != outer or len(set(outer)) < len(outer):
+            raise UsageError(f"{axes!r} for an array of {array.ndim} dimensions: each axis once, items last")
+        for name, count, stride in zip(names[::-1], array.shape[::-1], array.strides[::-1], strict=True):
+            if name == "item":
+                if stride != item_bytes:
+                    raise UsageError(f"{axes!r}: the items of the array have gaps: strides {array.strides}")
+                item_bytes *= count
+            elif name in AXES and stride >= 0:
+                shape[name], strides[name] = count, stride
+            else:
+                raise UsageError(f"{axes!r}: axis {name!r} with stride {stride}: expected {', '.join(AXES)}")
+        if shape["field"] != len(fields) or "page" not in names:
+            raise UsageError(f"{axes!r}: a page axis is expected, and {shape['field']} fields, got {fields!r}")
+        memory, offset = self._memory(array)
+        for i in range(shape["layer"]):
+            for j, field in enumerate(fields):
+                tensor = CacheTensor(
+                    field=field,
+                    layer=layer + i,
+                    group=group,
+                    dtype=dtype or str(array.dtype),
+                    memory=memory,
+                    offset=offset + i * strides["layer"] + j * strides["field"],
+                    pages=shape["page"],
+                    page_stride=strides["page"],
+                    tokens=shape["token"] if "token" in names else 0,
+                    token_stride=strides["token"],
+                    first_head=first_head,
+                    head_count=shape["head"],
+                    head_stride=strides["head"],
+                    item_bytes=item_bytes,
+                )
+                self.tensors.append(tensor)
+
+    def _memory(self, array: NDArray[Any]) -> tuple[int, int]:
+        """Return which memory an array is a view of, and where it begins there."""
+        root = array
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        offset = array.__array_interface__["data"][0] - root.__array_interface__["data"][0]
+        for number, memory in enumerate(self.memories):
+            if memory is root:
+                return number, offset
+        self.memories.append(root)
+        return len(self.memories) - 1, offset
+
+    @property
+    def spec(self) -> CacheSpec:
+        """What a peer is told of it. Raises UsageError as `CacheSpec.check`."""
+        spec = CacheSpec(self.name, tuple(memory.nbytes for memory in self.memories), tuple(self.tensors))
+        spec.check()
+        return spec
