@@ -23,6 +23,7 @@ cdef class Core:
     cdef object run_woken(self, list woken, bint direct, listener)
     cpdef object submit_pages(self, PeerLink peer, Operation operation, LocalMemory local, uint64_t local_offset,
                               PageIndex source, uint64_t source_stride, RemoteMemory remote, uint64_t remote_offset,
-                              PageIndex target, uint64_t target_stride, uint64_t page_bytes, int64_t imm)
+                              PageIndex target, uint64_t target_stride, uint64_t page_bytes, int64_t imm,
+                              bint reads=*)
     cdef int begin(self, PeerLink peer, Operation operation, bint reads, int64_t imm) except -1
     cdef int launch(self, PeerLink peer, Operation operation) except -1

@@ -296,9 +296,9 @@ cdef class Core:
 
     cpdef object submit_pages(self, PeerLink peer, Operation operation, LocalMemory local, uint64_t local_offset,
                               PageIndex source, uint64_t source_stride, RemoteMemory remote, uint64_t remote_offset,
-                              PageIndex target, uint64_t target_stride, uint64_t page_bytes, int64_t imm):
-        """Start paged writes: page i goes from offset + source[i] * stride to offset + target[i] * stride.
-
+                              PageIndex target, uint64_t target_stride, uint64_t page_bytes, int64_t imm,
+                              bint reads=False):
+        """Start paged writes, or reads: page i is offset + source[i] * stride here, offset + target[i] * stride there.
         Raises ValueError for lists of different lengths and for a page that leaves its region.
         """
         cdef int64_t bad
@@ -311,7 +311,7 @@ cdef class Core:
         bad = target.first_outside(page_bytes, target_stride, remote_offset, remote.length)
         if bad >= 0:
             raise ValueError(f"target page {bad} (index {target.values[bad]}) leaves a region of {remote.length} bytes")
-        operation.take(local, local_offset, remote, remote_offset, 0, 0, False)
+        operation.take(local, local_offset, remote, remote_offset, 0, 0, reads)
         operation.kept = (source, target)
         operation.op.local_index = source.values
         operation.op.local_stride = source_stride
@@ -319,7 +319,7 @@ cdef class Core:
         operation.op.remote_stride = target_stride
         operation.op.part_bytes = page_bytes
         operation.op.parts = source.count
-        self.begin(peer, operation, False, imm)
+        self.begin(peer, operation, reads, imm)
 
     cdef int begin(self, PeerLink peer, Operation operation, bint reads, int64_t imm) except -1:
         cdef Op* op = &operation.op

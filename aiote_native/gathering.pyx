@@ -13,7 +13,7 @@ from libc.string cimport memset
 
 import array
 
-from aiote_native.structs cimport MAX_SGE, Sge
+from aiote_native.structs cimport MAX_SGE, OP_WRITE, Sge
 
 
 cdef inline uint64_t index_of(const int64_t* index, uint64_t part) noexcept nogil:
@@ -21,9 +21,9 @@ cdef inline uint64_t index_of(const int64_t* index, uint64_t part) noexcept nogi
 
 
 cdef inline bint gathers(const Op* op) noexcept nogil:
-    """Whether each part is one stripe, of bytes that lie somewhere."""
-    return (op.parts > 1 and op.split.head_count + op.split.tail_count == 1 and op.part_bytes > 0
-            and op.local_address != 0 and op.remote_base != NULL)
+    """Whether each part is one stripe, of bytes that lie somewhere. Not of reads: streams ask for one range each."""
+    return (op.opcode == OP_WRITE and op.parts > 1 and op.split.head_count + op.split.tail_count == 1
+            and op.part_bytes > 0 and op.local_address != 0 and op.remote_base != NULL)
 
 
 cdef void gather(const Op* op, const Channel* channel, uint64_t most, uint64_t bytes_most, Post* args) noexcept nogil:

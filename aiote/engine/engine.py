@@ -241,6 +241,16 @@ class Engine:
             or self._requests.pages(src, dst, imm, waits=True, rail=rail)
         )
 
+    def submit_read_pages(self, src_remote: Pages, dst_local: Pages, *, rail: str | int | None = None) -> Transfer:
+        """Start paged reads, page i of `src_remote` to page i of `dst_local`."""
+        return self._requests.read_pages(src_remote, dst_local, rail=rail)
+
+    async def read_pages(self, src_remote: Pages, dst_local: Pages, *, rail: str | int | None = None) -> None:
+        """Read page i of `src_remote` into page i of `dst_local` for all i, one request and one await for all; the
+        local pages belong to the NIC until this returns.
+        """
+        await self._requests.read_pages(src_remote, dst_local, waits=True, rail=rail)
+
     # Many peers at once.
 
     async def peer_group(self, members: Iterable[Peer | Address | str]) -> PeerGroup:

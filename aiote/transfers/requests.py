@@ -43,14 +43,23 @@ def _remote(value: object, verb: str, what: str) -> RemoteRegion:
     return value
 
 
-def _check_pages(src: object, dst: object) -> None:
+def _check_pages(verb: str, src: object, dst: object) -> None:
     if not isinstance(src, Pages) or not isinstance(dst, Pages):
-        raise UsageError("write_pages: src and dst must be Pages(region, indices, page_bytes)")
+        raise UsageError(f"{verb}: src and dst must be Pages(region, indices, page_bytes)")
     if len(src) != len(dst):
-        raise UsageError(f"write_pages: {len(src)} source pages, but {len(dst)} target pages; page i goes to page i")
+        raise UsageError(f"{verb}: {len(src)} source pages, but {len(dst)} target pages; page i goes to page i")
     if src.page_bytes != dst.page_bytes:
         raise UsageError(
-            f"write_pages: source pages of {src.page_bytes} bytes, target pages of {dst.page_bytes}; they must agree"
+            f"{verb}: source pages of {src.page_bytes} bytes, target pages of {dst.page_bytes}; they must agree"
+        )
+
+
+def _check_readable(source: RemoteRegion, target: Region) -> None:
+    if not source.readable:
+        raise UsageError("read: the remote memory cannot be read, its owner registered it with access='write'")
+    if not target.writable:
+        raise UsageError(
+            "read: the local memory is read-only, so it cannot be a destination; register a writable buffer"
         )
 
 
@@ -165,12 +174,7 @@ class Requests:
                 f"read: src_remote has {source.nbytes} bytes, dst_local {target.nbytes}; "
                 "slice the larger one to the same length"
             )
-        if not source.readable:
-            raise UsageError("read: the remote memory cannot be read, its owner registered it with access='write'")
-        if not target.writable:
-            raise UsageError(
-                "read: the local memory is read-only, so it cannot be a destination; register a writable buffer"
-            )
+        _check_readable(source, target)
         peer = self._owner_of(source)
 
         def launch(transfer: Transfer, link: PeerLink) -> None:
@@ -193,7 +197,7 @@ class Requests:
     ) -> Transfer:
         """Start paged writes."""
         self._runtime.require_open()
-        _check_pages(src, dst)
+        _check_pages("write_pages", src, dst)
         source = self._own(_local(src.region, "write_pages", "src.region"), "write_pages")
         target = _remote(dst.region, "write_pages", "dst.region")
         if not target.writable:
@@ -201,32 +205,49 @@ class Requests:
                 "write_pages: the remote memory is read-only: its owner registered it so, or a read-only buffer"
             )
         value = NO_IMMEDIATE if imm is None else check_immediate(imm)
-        peer = self._owner_of(target)
+        return self._paged("write_pages", src, source, dst, target, value, waits, rail)
+
+    def read_pages(self, src: Pages, dst: Pages, *, waits: bool = False, rail: str | int | None = None) -> Transfer:
+        """Start paged reads."""
+        self._runtime.require_open()
+        _check_pages("read_pages", src, dst)
+        source = _remote(src.region, "read_pages", "src.region")
+        target = self._own(_local(dst.region, "read_pages", "dst.region"), "read_pages")
+        _check_readable(source, target)
+        return self._paged("read_pages", dst, target, src, source, NO_IMMEDIATE, waits, rail)
+
+    def _paged(
+        self,
+        verb: str,
+        ours: Pages,
+        local: Region,
+        theirs: Pages,
+        remote: RemoteRegion,
+        imm: int,
+        waits: bool,
+        rail: str | int | None,
+    ) -> Transfer:
+        """Start what moves pages between this side and the other, whose own they are."""
 
         def launch(transfer: Transfer, link: PeerLink) -> None:
             self._runtime.core.submit_pages(
                 link,
                 transfer,
-                source.memory,
-                source.start + src.offset,
-                src.index,
-                src.stride,
-                target.memory,
-                target.start + dst.offset,
-                dst.index,
-                dst.stride,
-                src.page_bytes,
-                value,
+                local.memory,
+                local.start + ours.offset,
+                ours.index,
+                ours.stride,
+                remote.memory,
+                remote.start + theirs.offset,
+                theirs.index,
+                theirs.stride,
+                ours.page_bytes,
+                imm,
+                verb == "read_pages",
             )
 
-        return self._submit(
-            peer,
-            f"write_pages of {len(src)} pages of {src.page_bytes} bytes",
-            launch,
-            waits=waits,
-            lease=target.lease,
-            rail=rail,
-        )
+        what = f"{verb} of {len(ours)} pages of {ours.page_bytes} bytes"
+        return self._submit(self._owner_of(remote), what, launch, waits=waits, lease=remote.lease, rail=rail)
 
     def send(self, to: Peer | Address | str, payload: object, *, waits: bool = False) -> Transfer:
         """Start one message; the payload is copied."""

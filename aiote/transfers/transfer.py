@@ -58,7 +58,8 @@ class Transfer(Request):
     def description(self) -> str:
         """What it does, for people: the verb and its extent."""
         if self.pages:
-            return f"write_pages of {self.pages} pages of {self.total_bytes // self.pages} bytes"
+            verb = "read_pages" if self.verb == "read" else "write_pages"
+            return f"{verb} of {self.pages} pages of {self.total_bytes // self.pages} bytes"
         return self._text or f"{self.verb} of {self.total_bytes} bytes"
 
     def start(self, link: PeerLink) -> None:

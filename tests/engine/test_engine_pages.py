@@ -50,6 +50,45 @@ async def test_pages_go_where_they_belong(provider, progress):
         assert right.counter(9).value == 0
 
 
+@pytest.mark.anyio
+@each_provider
+@each_progress
+@pytest.mark.parametrize("page", [1, 300, 20_000])
+async def test_pages_are_read_from_where_they_belong(provider, progress, page):
+    """Each page comes to its place and nothing else is touched, several requests at once."""
+    async with pair(provider, progress=progress, largest_message=9000) as (left, right):
+        source, target = noise(page * 100), np.zeros(page * 130 + 500, np.uint8)
+        random = np.random.default_rng(2)
+        far, near = right.register(source, "read"), left.register(target, "local")
+        theirs, places = random.permutation(49), random.permutation(60)[:49]
+        expected, transfers = target.copy(), []
+        for part in (slice(0, 17), slice(17, 49), slice(49, 49)):
+            src = aiote.Pages(left.attach(far.descriptor), theirs[part], page, stride=2 * page, offset=page)
+            dst = aiote.Pages(near, places[part], page, stride=2 * page + 8, offset=5)
+            for i, j in zip(theirs[part], places[part], strict=True):
+                expected[5 + j * dst.stride :][:page] = source[page + i * src.stride :][:page]
+            transfers.append(left.submit_read_pages(src, dst))
+        for transfer in transfers:
+            await transfer
+        assert np.array_equal(target, expected)
+        assert str(transfers[1]) == f"<Transfer read_pages of 32 pages of {page} bytes, over>"
+
+
+async def test_reads_of_pages_are_checked():
+    async with pair("local") as (left, right):
+        memory = np.zeros(64, np.uint8)
+        own, shut = left.register(memory), left.attach(right.register(memory, "write").descriptor)
+        remote = left.attach(right.register(b"x" * 64).descriptor)
+        for src, dst, text in [
+            (aiote.Pages(own, [0], 8), aiote.Pages(own, [0], 8), "src.region must be a RemoteRegion"),
+            (aiote.Pages(shut, [0], 8), aiote.Pages(own, [0], 8), "cannot be read"),
+            (aiote.Pages(remote, [0], 8), aiote.Pages(left.register(b"y" * 8), [0], 8), "read-only"),
+            (aiote.Pages(remote, [0, 1], 8), aiote.Pages(own, [0], 8), "2 source pages, but 1"),
+        ]:
+            with pytest.raises(aiote.UsageError, match=text):
+                await left.read_pages(src, dst)
+
+
 @each_provider
 @pytest.mark.parametrize(("largest", "most"), [(1000, 3000), (1 << 21, 9000)], ids=["cut", "gathered"])
 async def test_pages_of_random_sizes_strides_and_offsets_arrive_where_they_belong(provider, largest, most):
