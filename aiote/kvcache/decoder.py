@@ -30,9 +30,10 @@ import aiote
 from ..core.paging import integer
 from ..service.background import TaskScope, beside, to_the_end
 from ..service.endpoint import Endpoint
-from .attempt import DecoderContext, Immediates
+from .attempt import DecoderContext
 from .cache_layout import CacheLayout
 from .fill import LAST_IMMEDIATE, REQUEST_BYTES, Numbers
+from .immediates import Immediates
 from .lending import Lender
 from .pool import Holding, PagePool
 from .slot import Group, Slot

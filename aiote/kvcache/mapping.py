@@ -41,6 +41,9 @@ class PageRow(NamedTuple):
     start: int = 0
 
 
+NO_PAGES = PageRow(np.empty(0, np.int64))
+
+
 class Grid(NamedTuple):
     """How units lie in the pages of one side: so many in a page, and the strides in bytes."""
 
@@ -192,25 +195,28 @@ class CacheMap:
             pattern = Pattern(target.group, nbytes, rest, _grid(source, unit), _grid(target, unit))
             yield Move(source.memory, source.offset, target.memory, target.offset, pattern)
 
-    def span(self, group: int, target: PageRow, tokens: int) -> range:
-        """Return the units that a request of so many tokens has moved into the pages of a row."""
+    def _span(self, group: int, target: PageRow, tokens: int) -> range:
         unit, _, in_page = self.units[group]
         first = target.start * in_page
         stop = first + len(target.pages) * in_page
         return range(first, stop if unit == 0 else min(stop, max(first, -(-tokens // unit))))
 
+    def spans(self, targets: dict[int, PageRow], tokens: int) -> dict[int, range]:
+        """Return the units of each group that a request of so many tokens has moved into these pages."""
+        return {group: self._span(group, targets.get(group, NO_PAGES), tokens) for group in self.units}
+
     def counts(self, targets: dict[int, PageRow], tokens: int) -> list[int]:
         """Return how many pieces each layer of a request has."""
-        spans = {group: len(self.span(group, targets[group], tokens)) for group in self.units}
+        spans = self.spans(targets, tokens)
         return [
-            sum(spans[move.pattern.group] * math.prod(axis.times for axis in move.pattern.axes) for move in moves)
+            sum(len(spans[move.pattern.group]) * math.prod(axis.times for axis in move.pattern.axes) for move in moves)
             for moves in self.moves.values()
         ]
 
-    def check_source(self, sources: dict[int, PageRow], targets: dict[int, PageRow], tokens: int) -> None:
-        """Raise MappingError where the pages of a source do not hold what those of a target are to get."""
-        for group, (_, in_page, _) in self.units.items():
-            wanted, row = self.span(group, targets[group], tokens), sources.get(group)
+    def check_source(self, sources: dict[int, PageRow], spans: dict[int, range]) -> None:
+        """Raise MappingError where the pages of a source do not hold these units of each group."""
+        for group, wanted in spans.items():
+            in_page, row = self.units[group][1], sources.get(group)
             has = range(row.start * in_page, (row.start + len(row.pages)) * in_page) if row else range(0)
             if wanted and not (has.start <= wanted.start and wanted.stop <= has.stop):
                 raise MappingError(

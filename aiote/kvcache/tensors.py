@@ -157,22 +157,8 @@ class Cache:
         is opaque. Arrays that are views of one array share its memory. dtype: a name for the type, where numpy's is not
         it (bfloat16 comes as int16). Raises UsageError for axes that are not the array's, and for items with gaps.
         """
-        names = axes.split()
-        shape, strides = dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0)
-        item_bytes = array.itemsize
-        outer = [name for name in names if name != "item"]
-        if len(names) != array.ndim or names[: len(outer)] != outer or len(set(outer)) < len(outer):
-            raise UsageError(f"{axes!r} for an array of {array.ndim} dimensions: each axis once, items last")
-        for name, count, stride in zip(names[::-1], array.shape[::-1], array.strides[::-1], strict=True):
-            if name == "item":
-                if stride != item_bytes:
-                    raise UsageError(f"{axes!r}: the items of the array have gaps: strides {array.strides}")
-                item_bytes *= count
-            elif name in AXES and stride >= 0:
-                shape[name], strides[name] = count, stride
-            else:
-                raise UsageError(f"{axes!r}: axis {name!r} with stride {stride}: expected {', '.join(AXES)}")
-        if shape["field"] != len(fields) or "page" not in names:
+        shape, strides, item_bytes = _axes(array, axes)
+        if shape["field"] != len(fields) or "page" not in axes.split():
             raise UsageError(f"{axes!r}: a page axis is expected, and {shape['field']} fields, got {fields!r}")
         memory, offset = self._memory(array)
         for i in range(shape["layer"]):
@@ -186,7 +172,7 @@ class Cache:
                     offset=offset + i * strides["layer"] + j * strides["field"],
                     pages=shape["page"],
                     page_stride=strides["page"],
-                    tokens=shape["token"] if "token" in names else 0,
+                    tokens=shape["token"] if "token" in axes.split() else 0,
                     token_stride=strides["token"],
                     first_head=first_head,
                     head_count=shape["head"],
@@ -213,3 +199,23 @@ class Cache:
         spec = CacheSpec(self.name, tuple(memory.nbytes for memory in self.memories), tuple(self.tensors))
         spec.check()
         return spec
+
+
+def _axes(array: NDArray[Any], axes: str) -> tuple[dict[str, int], dict[str, int], int]:
+    """Return the length and the stride of each axis, and how many bytes its items have in a row."""
+    names = axes.split()
+    shape, strides = dict.fromkeys(AXES, 1), dict.fromkeys(AXES, 0)
+    item_bytes = array.itemsize
+    outer = [name for name in names if name != "item"]
+    if len(names) != array.ndim or names[: len(outer)] != outer or len(set(outer)) < len(outer):
+        raise UsageError(f"{axes!r} for an array of {array.ndim} dimensions: each axis once, items last")
+    for name, count, stride in zip(names[::-1], array.shape[::-1], array.strides[::-1], strict=True):
+        if name == "item":
+            if stride != item_bytes:
+                raise UsageError(f"{axes!r}: the items of the array have gaps: strides {array.strides}")
+            item_bytes *= count
+        elif name in AXES and stride >= 0:
+            shape[name], strides[name] = count, stride
+        else:
+            raise UsageError(f"{axes!r}: axis {name!r} with stride {stride}: expected {', '.join(AXES)}")
+    return shape, strides, item_bytes

@@ -20,6 +20,7 @@ PACKAGES = ("aiote", "aiote_native")
 PLANNER = ("balance", "boxes", "cells", "copies", "deal", "dtypes", "entries", "layout", "placement", "plan", "recipe")
 PLANNER += ("record", "tasks", "traced")
 PURE = ("aiote.core.", *(f"aiote.weights.{name}" for name in PLANNER), "aiote.connectors.buckets")
+PURE += ("aiote.kvcache.mapping", "aiote.kvcache.tensors")
 
 # From the lowest; the longest prefix decides. The public names of `aiote` itself are a floor, on which services stand.
 ORDER = (

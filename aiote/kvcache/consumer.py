@@ -1,0 +1,309 @@
+"""The decode side: a rank's cache, and requests whose caches are moved into it.
+
+A request has its pages from the program, and gives them back when its block is left: nothing is written to them then.
+
+| it ends because               | who may still write        | which is over when                                      |
+|-------------------------------|----------------------------|---------------------------------------------------------|
+| all counts are there          | nobody                     | -                                                       |
+| it is left before, or failed  | prefill ranks that push    | each has ended its stream, or nobody has its lease      |
+| the same, and this rank reads | this rank's NIC            | its reads are drained                                   |
+
+Until then its pages are in *quarantine*. A rank that does not confirm within `confirm_timeout`, or has not for so many
+pages together, loses its lease, and with it the other requests to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import anyio
+
+import aiote
+
+from .. import service
+from ..service.background import Bell, beside, to_the_end
+from .immediates import Block, Immediates
+from .moving import Batch, PagedMoves, Rows
+from .producers import Link, Links, Place
+from .protocol import Fetch, Row, TransferRefused, row_of
+from .tensors import Cache
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["Consumer", "Reception"]
+
+IMMEDIATE_BASE = 5 << 24
+IMMEDIATES = 1 << 24
+
+
+class Reception:
+    """A request's cache on its way into pages of this rank. Made by `Consumer.receive`.
+
+    `layers` counts those that have arrived, in the order of their numbers; `failed` says why no more come.
+    """
+
+    def __init__(
+        self, consumer: Consumer, links: Sequence[Link], request: str, rows: Rows, tokens: int, reads: bool
+    ) -> None:
+        self._reads = reads
+        self.request, self.rows, self.tokens = request, rows, tokens
+        self.layers = 0
+        self.failed = ""
+        self._consumer = consumer
+        self._links = links
+        self._open: set[Link] = set()
+        self._streams: dict[Link, service.Stream] = {}
+        self._block: Block | None = None
+        self._reading = anyio.CancelScope()
+        self._read_over = anyio.Event()
+        self._bell = Bell()
+
+    @property
+    def pages(self) -> int:
+        """How many pages it has."""
+        return sum(len(row.pages) for row in self.rows.values())
+
+    @property
+    def complete(self) -> bool:
+        """Whether all has arrived."""
+        wanted = len(self._consumer.layers)
+        return self.layers == wanted or (self._block is not None and self._block.row.progress[0] == wanted)
+
+    async def arrived(self, layers: int | None = None) -> None:
+        """Wait until the first so many layers of the cache have arrived, or all. Raises TransferRefused."""
+        wanted = len(self._consumer.layers) if layers is None else layers
+        while self.layers < wanted:
+            if self.failed:
+                raise TransferRefused(self.failed)
+            if self._block is None:
+                await self._bell.wait()
+                continue
+            try:
+                self.layers = await self._block.row.wait(wanted)
+            except aiote.ClosedError:
+                self.fail("the engine is closed")
+
+    def fail(self, reason: str) -> None:
+        """End it, for the first reason that there is. Idempotent."""
+        if not (self.failed or self.complete):
+            self.failed = reason
+            self._reading.cancel()
+            if self._block is not None:
+                self._block.row.close()
+            for stream in self._streams.values():
+                stream.close()
+            self._bell.ring()
+
+    # Pushed by prefill ranks.
+
+    async def ask(self) -> None:
+        """Ask all ranks to write; the answers are counts."""
+        counts = dict.fromkeys(self._consumer.layers, 0)
+        for link in self._links:
+            for layer, count in zip(link.map.layers, link.map.counts(self.rows, self.tokens), strict=True):
+                counts[layer] += count
+        self._block = block = self._consumer.immediates.open(list(counts.values()))
+        rows = {group: Row(row.pages, row.start) for group, row in self.rows.items()}
+        for link in self._links:
+            fetch = Fetch(link.session, self.request, self.tokens, block.first, rows)
+            stream = cast("service.Stream", link.client.push(fetch))
+            link.readers.add(self)
+            # From the request on its way until its end there, the rank may write.
+            self._open.add(link)
+            self._streams[link] = stream
+            try:
+                await stream.listen(_ignore, partial(self._ended, link))
+            except BaseException as error:
+                # Nothing was sent.
+                self.over(link)
+                self.fail(f"{link.map.source.name}: {error}")
+                if not isinstance(error, service.CallError):
+                    raise
+                return
+
+    def _ended(self, link: Link, error: Exception | None) -> None:
+        if error is not None:
+            self.fail(f"{link.map.source.name}: {error}")
+        if isinstance(error, service.CallLostError):
+            link.end(str(error))
+        else:
+            self.over(link)
+
+    # Read by this rank.
+
+    async def read(self) -> None:
+        """Read from all ranks, one after the other's answer; all layers arrive together when it is done."""
+        with self._reading:
+            try:
+                async with anyio.create_task_group() as group:
+                    for link in self._links:
+                        group.start_soon(self._read, link)
+            except* (aiote.AioteError, TimeoutError) as errors:
+                self.fail(str(errors.exceptions[0]))
+            else:
+                if not self.failed:
+                    self.layers = len(self._consumer.layers)
+        self._read_over.set()
+        self._bell.ring()
+
+    async def _read(self, link: Link) -> None:
+        link.readers.add(self)
+        stream = cast("service.Stream", link.client.pull(link.session, self.request))
+        try:
+            pinned = await anext(stream)
+            rows = {group: row_of(row) for group, row in pinned.rows.items()}
+            spans = link.map.spans(self.rows, self.tokens)
+            if pinned.tokens < self.tokens:
+                raise TransferRefused(f"it has {pinned.tokens} tokens of {self.request!r}, wanted are {self.tokens}")
+            link.map.check_source(rows, spans)
+            await self._read_pages(link, rows, spans)
+            if not await link.client.finish(link.session, self.request):
+                raise TransferRefused(f"its pages of {self.request!r} were not kept until they were read")
+        finally:
+            stream.close()
+
+    async def _read_pages(self, link: Link, rows: Rows, spans: dict[int, range]) -> None:
+        engine = self._consumer.engine
+        moves = PagedMoves(link.map, link.memories, self._consumer.regions, rows, self.rows)
+        batch = Batch(engine, link.peer, Bell())
+        try:
+            for layer in link.map.layers:
+                for source, target in moves.layer(layer, spans):
+                    await batch.submit(partial(engine.submit_read_pages, source, target))
+            while batch.busy:
+                await batch.bell.wait()
+        finally:
+            await to_the_end(batch.drain)
+
+    # Its end.
+
+    def broken(self, reason: str) -> None:
+        """Take note that a link is being ended."""
+        self.fail(reason)
+
+    def over(self, link: Link) -> None:
+        """Take note that a rank writes nothing for it any more."""
+        self._open.discard(link)
+        self._bell.ring()
+
+    async def leave(self) -> None:
+        """Return when nothing is written for it any more."""
+        self.fail("it was left")
+        if self._reads:
+            await self._read_over.wait()
+        elif not self.complete:
+            await self._confirmed()
+        for link in self._links:
+            link.readers.discard(self)
+            link.quarantine.pop(self, None)
+        if self._block is not None:
+            self._block.__exit__()
+            self._block = None
+
+    async def _confirmed(self) -> None:
+        """Return when each rank that was asked has ended its stream, or can write no more."""
+        for link in tuple(self._open):
+            link.quarantine[self] = self.pages
+            if sum(link.quarantine.values()) > self._consumer.quarantine_pages:
+                link.end(f"more than {self._consumer.quarantine_pages} pages wait for its confirmations")
+        with anyio.move_on_after(self._consumer.confirm_timeout):
+            await self._all_over()
+        for link in tuple(self._open):
+            link.end(f"it has not confirmed within {self._consumer.confirm_timeout} s that it has stopped")
+        await self._all_over()
+
+    async def _all_over(self) -> None:
+        while self._open:
+            await self._bell.wait()
+
+
+def _ignore(_: object) -> None:
+    """A rank has found the request."""
+
+
+class Consumer:
+    """One decode rank's cache on one engine; `async with Consumer(engine, cache) as consumer:`.
+
+    `turn` differs among ranks of a group that want the same, so that they spread over the prefill ranks that have it.
+    A rank that has not confirmed within `confirm_timeout` that it has stopped, or for more than `quarantine_pages`,
+    loses its lease. Immediates are taken from `imm_base` on, 2**24 of them. The cache's memories stay registered until
+    the block is left. An engine may have several consumers, whose immediates differ.
+    """
+
+    def __init__(
+        self,
+        engine: aiote.Engine,
+        cache: Cache,
+        *,
+        turn: int = 0,
+        confirm_timeout: float = 2.0,
+        quarantine_pages: int = 1 << 20,
+        imm_base: int = IMMEDIATE_BASE,
+    ) -> None:
+        self.engine = engine
+        self.spec = cache.spec
+        self.layers = self.spec.layers
+        self.confirm_timeout, self.quarantine_pages = confirm_timeout, quarantine_pages
+        self.regions: list[aiote.Region] = []
+        self.immediates = Immediates(engine, imm_base, len(self.layers), IMMEDIATES // len(self.layers))
+        self._arrays, self._turn = cache.memories, turn
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Consumer:
+        async with AsyncExitStack() as stack:
+            for array in self._arrays:
+                self.regions.append(await self.engine.register_async(array, "write"))
+                # The end of a region revokes its leases.
+                stack.push_async_callback(to_the_end, self.regions[-1].aclose)
+            self._scope = await stack.enter_async_context(beside())
+            self._links = Links(self.engine, self.spec, self.regions, self._turn, self._scope)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return await self._stack.__aexit__(kind, error, trace)
+
+    async def connect(self, producers: Sequence[Place], *, reads: bool = False) -> None:
+        """Make the handshake with a group of prefill ranks, which else the first request makes.
+
+        Raises MappingError, which names both sides, where their caches do not fit; CallError, PeerError.
+        """
+        await self._links.group(producers, reads=reads)
+
+    @asynccontextmanager
+    async def receive(
+        self, producers: Sequence[Place], request: str, *, tokens: int, rows: Rows, reads: bool = False
+    ) -> AsyncIterator[Reception]:
+        """Have a request's cache moved into pages: `async with consumer.receive(...) as reception`.
+
+        producers: all ranks of the prefill group, in any order that stays. tokens: how many. rows: for each group the
+        pages, in any order; the first of a row is the request's page `start`, so that what is here already is left out.
+        reads: this rank reads, when all is computed; else the prefill ranks write layer by layer. The pages are the
+        program's again when the block is left: nothing is written to them any more. Raises as `connect`.
+        """
+        self._check_rows(rows)
+        links = await self._links.group(producers, reads=reads)
+        reception = Reception(self, links, request, rows, tokens, reads)
+        try:
+            if reads:
+                self._scope.start(reception.read)
+            else:
+                await reception.ask()
+            yield reception
+        finally:
+            await to_the_end(reception.leave)
+
+    def _check_rows(self, rows: Rows) -> None:
+        """Raise UsageError for pages that the cache has not, and for one that comes twice."""
+        for group, row in rows.items():
+            pages, numbers = self.spec.groups.get(group, 0), row.pages
+            if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < pages:
+                raise aiote.UsageError(f"group {group} has the pages 0 to {pages - 1}, got {numbers}")
+            if len(set(numbers.tolist())) < len(numbers):
+                raise aiote.UsageError(f"a page comes twice in group {group}: {numbers}")

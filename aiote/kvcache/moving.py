@@ -1,0 +1,102 @@
+"""The batched transfers of one request, made of a map and page tables, and waited for together."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import anyio
+
+import aiote
+
+from ..service.background import Bell
+from .mapping import CacheMap, PageRow, Pattern
+
+__all__ = ["Batch", "PagedMoves", "Rows"]
+
+Rows = dict[int, PageRow]
+
+
+class PagedMoves:
+    """What goes where for one request, as the engine takes it. Either side's memories are regions of this engine, or
+    remote ones. Layers that move alike share their offsets.
+    """
+
+    def __init__(
+        self,
+        cache_map: CacheMap,
+        sources: Sequence[aiote.Region | aiote.RemoteRegion | None],
+        targets: Sequence[aiote.Region | aiote.RemoteRegion | None],
+        source_rows: Rows,
+        target_rows: Rows,
+    ) -> None:
+        self.map = cache_map
+        self._memories = sources, targets
+        self._rows = source_rows, target_rows
+        self._known: dict[tuple[Pattern, int, int, range], tuple[aiote.Pages, aiote.Pages]] = {}
+
+    def layer(self, layer: int, spans: dict[int, range]) -> Iterator[tuple[aiote.Pages, aiote.Pages]]:
+        """Yield the pages of a layer on either side, of these units of each group. Raises UsageError."""
+        for move in self.map.moves[layer]:
+            span = spans.get(move.pattern.group)
+            if not span:
+                continue
+            key = move.pattern, move.source_memory, move.target_memory, span
+            if key not in self._known:
+                self._known[key] = self._pages(*key)
+            source, target = self._known[key]
+            yield source.at(move.source_offset), target.at(move.target_offset)
+
+    def _pages(self, pattern: Pattern, source: int, target: int, span: range) -> tuple[aiote.Pages, aiote.Pages]:
+        here, there = (rows[pattern.group] for rows in self._rows)
+        ours, theirs = pattern.offsets(here, there, span)
+        region, remote = self._memories[0][source], self._memories[1][target]
+        if region is None or remote is None:
+            raise aiote.UsageError("a memory that a part lies in was not lent")
+        return aiote.Pages(region, ours, pattern.nbytes, 1), aiote.Pages(remote, theirs, pattern.nbytes, 1)
+
+
+class Batch:
+    """A request's transfers toward one peer that are under way. `bell` rings when one has failed or all are over."""
+
+    def __init__(self, engine: aiote.Engine, peer: aiote.Peer, bell: Bell) -> None:
+        self._engine, self._peer = engine, peer
+        self.bell = bell
+        self._failed: deque[aiote.Transfer] = deque()
+        self._flight = aiote.Flight(self._changed)
+
+    def _changed(self, failed: aiote.Transfer | None) -> None:
+        if failed is not None:
+            self._failed.append(failed)
+        self.bell.ring()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a transfer is under way. Raises what the first one has failed with."""
+        while self._failed:
+            error = self._failed.popleft().exception()
+            if error is not None:
+                raise error
+        return bool(self._flight)
+
+    async def submit(self, start: Callable[[], aiote.Transfer]) -> None:
+        """Start a transfer, as soon as there is room for it."""
+        try:
+            transfer = start()
+        except aiote.QueueFull:
+            await self._engine.room(self._peer)
+            transfer = start()
+        transfer.join(self._flight)
+
+    async def drain(self) -> None:
+        """Cancel what is under way and return when nothing is. Cancelling the wait loses nothing."""
+        for transfer in self._flight:
+            transfer.cancel()
+        for transfer in self._flight:
+            # Cancelled, the wait drains within the engine's drain_timeout; a plain one takes what it takes.
+            with anyio.CancelScope() as draining:
+                draining.cancel()
+                try:
+                    await transfer
+                except aiote.AioteError:
+                    continue  # the request has ended, for whatever reason

@@ -1,0 +1,224 @@
+"""What a prefill rank offers: requests whose cache it computes, and who has it moved.
+
+| state   | from                                 | left by                                                      |
+|---------|--------------------------------------|--------------------------------------------------------------|
+| open    | entering it                          | the end of as many readers as were announced                 |
+| stopped | the program, its error, or `expired` | the end of the readers it has: no write is under way then    |
+| over    | either                               | -                                                            |
+
+A reader is a decode rank that has asked for the request: one that is written to, or one that reads. Offer and reader
+meet by the request's name, whichever comes first, and either waits for the other for `match_timeout` seconds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING
+
+import anyio
+
+import aiote
+
+from ..service.background import Bell, to_the_end
+from .mapping import CacheMap
+from .moving import Batch, PagedMoves, Rows
+from .protocol import TransferRefused
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["Offer", "Offers", "Push"]
+
+REMEMBERED = 4096
+
+
+class Offer:
+    """A request's cache at this rank, `async with producer.offer(...) as offer`. Made by `Producer.offer`.
+
+    `rows` are the pages of each group, which the program may replace by longer ones as it takes more. They must stay
+    untouched until the block is left, which waits for the readers; an error or a cancellation in it stops them. Its
+    end says in `outcome` what became of it: "moved", "expired", or why it was stopped; `failures` are of readers.
+    """
+
+    def __init__(self, offers: Offers, request: str, tokens: int, rows: Rows, readers: int, layers: list[int]) -> None:
+        self.request, self.tokens, self.rows = request, tokens, rows
+        self.outcome = ""
+        self.stopped = ""
+        self.failures: list[str] = []
+        self.computed_to = dict.fromkeys(layers, 0)
+        self.bell = Bell()
+        self.active: set[object] = set()
+        self._offers = offers
+        self._readers = readers
+        self._came = self._ended = 0
+
+    # What the program does.
+
+    def computed(self, layer: int, tokens: int | None = None) -> None:
+        """Take note that a layer is computed up to a token, all by default; it is on its way when this returns.
+
+        Pages that are not full yet wait. Raises UsageError for a layer that this rank has not.
+        """
+        if layer not in self.computed_to:
+            raise aiote.UsageError(f"layer {layer} is none of this rank's: {sorted(self.computed_to)}")
+        self.computed_to[layer] = max(self.computed_to[layer], self.tokens if tokens is None else tokens)
+        for reader in self.active:
+            if isinstance(reader, Push):
+                reader.todo.append(layer)
+        self.bell.ring()
+
+    @property
+    def complete(self) -> bool:
+        """Whether all is computed."""
+        return min(self.computed_to.values(), default=0) >= self.tokens
+
+    def stop(self, reason: str) -> None:
+        """Have it end: readers are told why. Idempotent."""
+        self.stopped = self.stopped or reason
+        self.bell.ring()
+
+    async def wait(self) -> None:
+        """Return when all readers have ended, or it was stopped. Where one does not come within `match_timeout`, or
+        reads for longer, it is "expired"; while one is written to it is not.
+        """
+        while self._ended < self._readers and not self.stopped:
+            with anyio.move_on_after(self._offers.match_timeout) as scope:
+                await self.bell.wait()
+            if scope.cancelled_caught and not any(isinstance(reader, Push) for reader in self.active):
+                self.stop("expired")
+
+    async def __aenter__(self) -> Offer:
+        self._offers.enter(self)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                if not self.complete:
+                    raise aiote.UsageError(f"the offer of {self.request!r} was left before all layers were computed")
+                await self.wait()
+        finally:
+            if self._ended < self._readers:
+                self.stop("the program has stopped it")
+            self._offers.leave(self)
+            await to_the_end(self._quiet)
+            self.outcome = self.stopped or "moved"
+
+    async def _quiet(self) -> None:
+        while self.active:
+            await self.bell.wait()
+
+    # What readers do.
+
+    def join(self, reader: object) -> None:
+        """Take a reader in. Raises TransferRefused for one too many."""
+        if self._came >= self._readers or self.stopped:
+            raise TransferRefused(self.stopped or f"request {self.request!r} has its {self._readers} readers already")
+        self._came += 1
+        self.active.add(reader)
+        self.bell.ring()
+
+    def leave(self, reader: object, failure: str) -> None:
+        """Take note that a reader has ended."""
+        self.active.discard(reader)
+        self._ended += 1
+        if failure:
+            self.failures.append(failure)
+        self.bell.ring()
+
+
+class Offers:
+    """The offers of a prefill rank by their names, and who waits for one."""
+
+    def __init__(self, match_timeout: float) -> None:
+        self.match_timeout = match_timeout
+        self._open: dict[str, Offer] = {}
+        self._over: dict[str, None] = {}
+        self._bell = Bell()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def enter(self, offer: Offer) -> None:
+        """Take an offer in. Raises UsageError for a name that another has."""
+        if offer.request in self._open:
+            raise aiote.UsageError(f"request {offer.request!r} is offered already")
+        self._over.pop(offer.request, None)
+        self._open[offer.request] = offer
+        self._bell.ring()
+
+    def leave(self, offer: Offer) -> None:
+        """Take an offer out, and remember its name for a while: who comes late need not wait."""
+        if self._open.get(offer.request) is offer:
+            del self._open[offer.request]
+            self._over[offer.request] = None
+            if len(self._over) > REMEMBERED:
+                del self._over[next(iter(self._over))]
+
+    async def match(self, request: str) -> Offer:
+        """Return the offer of a name, as soon as there is one. Raises TransferRefused."""
+        with anyio.move_on_after(self.match_timeout):
+            while request not in self._open:
+                if request in self._over:
+                    raise TransferRefused(f"request {request!r} is over")
+                await self._bell.wait()
+            return self._open[request]
+        raise TransferRefused(f"request {request!r} was not offered within {self.match_timeout} s")
+
+    def stop(self, reason: str) -> None:
+        """Stop all."""
+        for offer in tuple(self._open.values()):
+            offer.stop(reason)
+
+
+class Push:
+    """A reader that is written to: what of its pages is on its way, and what not yet."""
+
+    def __init__(
+        self, offer: Offer, moves: PagedMoves, batch: Batch, rows: Rows, tokens: int, immediates: dict[int, int]
+    ) -> None:
+        self._offer, self._moves, self._batch = offer, moves, batch
+        self._map: CacheMap = moves.map
+        self._tokens, self._immediates = tokens, immediates
+        self._spans = self._map.spans(rows, tokens)
+        self._sent = {layer: {group: span.start for group, span in self._spans.items()} for layer in self._map.layers}
+        self._left = set(self._map.layers)
+        self.todo: deque[int] = deque(offer.computed_to)
+
+    async def run(self, engine: aiote.Engine) -> None:
+        """Write what is computed as it is computed; return when all is written. Raises TransferRefused, and what a
+        write fails with. However it ends, no write is under way then.
+        """
+        try:
+            while True:
+                if self._offer.stopped:
+                    raise TransferRefused(self._offer.stopped)
+                while self.todo:
+                    await self._write(engine, self.todo.popleft())
+                if not self._batch.busy and not self._left:
+                    return
+                if not self.todo:
+                    await self._batch.bell.wait()
+        finally:
+            await to_the_end(self._batch.drain)
+
+    async def _write(self, engine: aiote.Engine, layer: int) -> None:
+        """Start writing what has become full of a layer since the last time."""
+        if layer not in self._left:
+            return
+        spans, sent = {}, self._sent[layer]
+        computed = self._offer.computed_to[layer]
+        for group in {move.pattern.group for move in self._map.moves[layer]}:
+            whole, unit = self._spans[group], self._map.units[group][0]
+            full = computed // unit if unit else whole.start
+            stop = whole.stop if computed >= self._tokens else min(max(full, sent[group]), whole.stop)
+            spans[group], sent[group] = range(sent[group], stop), stop
+        self._map.check_source(self._offer.rows, spans)
+        if computed >= self._tokens:
+            self._left.discard(layer)
+        for source, target in self._moves.layer(layer, spans):
+            imm = self._immediates[layer]
+            await self._batch.submit(partial(engine.submit_write_pages, source, target, imm))

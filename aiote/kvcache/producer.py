@@ -1,0 +1,203 @@
+"""The prefill side: a rank's cache, the requests that its program offers, and the decode ranks that have them moved."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import aiote
+
+from .. import service
+from ..service.background import TaskScope, beside, to_the_end
+from .mapping import CacheMap, PageRow
+from .moving import Batch, PagedMoves, Rows
+from .offers import Offer, Offers, Push
+from .protocol import Fetch, Opened, Pinned, Row, TransferRefused, Transfers, row_of
+from .tensors import Cache, CacheSpec
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["Producer"]
+
+MOST_SESSIONS = 16
+"""Of one peer: a decode rank has one for each cache and each way of moving it; more are forgotten, oldest first."""
+
+
+@dataclass(eq=False)
+class Session:
+    """A decode rank's part of its cache, mapped; its memories, or the leases that it reads by."""
+
+    peer: aiote.Peer
+    map: CacheMap
+    immediates: dict[int, int]
+    targets: list[aiote.RemoteRegion | None]
+    leases: list[aiote.Lease]
+
+
+@dataclass(eq=False)
+class Pull:
+    """A reader that reads; `finished` once it says that it has."""
+
+    session: Session
+    offer: Offer
+    finished: bool = False
+
+
+class Producer:
+    """One prefill rank's cache on one engine; `async with Producer(engine, cache) as producer:`.
+
+    Offers and readers wait for each other for `match_timeout` seconds. Transfers only read from the cache's memories,
+    which stay registered until the block is left. An engine has one producer, beside other services.
+    """
+
+    def __init__(self, engine: aiote.Engine, cache: Cache, *, match_timeout: float = 30.0) -> None:
+        self.engine = engine
+        self.spec = cache.spec
+        self._arrays = cache.memories
+        self._regions: list[aiote.Region] = []
+        self._offers = Offers(match_timeout)
+        self._sessions: dict[int, Session] = {}
+        self._numbers = itertools.count(1)
+        self._pulls: set[Pull] = set()
+        self._scope: TaskScope
+        self._stack = AsyncExitStack()
+
+    # What the program does with it.
+
+    def offer(self, request: str, *, tokens: int, rows: Rows, readers: int = 1) -> Offer:
+        """Offer a request's cache: `async with producer.offer(...) as offer`, and `offer.computed(layer)` in it.
+
+        rows: for each group its pages, from the request's first on, or from a later one where no reader wants those
+        before; they need not be all that it will have. tokens: how many it has. readers: how many decode ranks take
+        something from this rank. Entering raises UsageError for a name that is offered already.
+        """
+        for group, row in rows.items():
+            self._check_pages(group, row)
+        return Offer(self._offers, request, tokens, rows, readers, self.spec.layers)
+
+    def _check_pages(self, group: int, row: PageRow) -> None:
+        pages = self.spec.groups.get(group, 0)
+        if len(row.pages) and not 0 <= int(np.min(row.pages)) <= int(np.max(row.pages)) < pages:
+            raise aiote.UsageError(f"group {group} has the pages 0 to {pages - 1}, got {row.pages}")
+
+    # Its life.
+
+    async def __aenter__(self) -> Producer:
+        async with AsyncExitStack() as stack:
+            for array in self._arrays:
+                self._regions.append(await self.engine.register_async(array, "read"))
+                stack.push_async_callback(to_the_end, self._regions[-1].aclose)
+            self._scope = await stack.enter_async_context(beside())
+            await stack.enter_async_context(service.serve(self.engine, Transfers(self)))
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        """Stop what is offered; return when nothing is read from the memories any more."""
+        self._offers.stop("the producer was closed")
+        return await self._stack.__aexit__(kind, error, trace)
+
+    # What decode ranks call.
+
+    def describe(self) -> CacheSpec:
+        """Return what the cache is."""
+        return self.spec
+
+    async def open(self, peer: aiote.Peer, part: CacheSpec, immediates: list[int], memories: list[bytes]) -> Opened:
+        """Map the cache onto a part of a decode rank's."""
+        part.check()
+        cache_map = CacheMap(self.spec, part)
+        if len(immediates) != len(part.layers) or len(memories) not in (0, len(part.memories)):
+            raise TransferRefused("an immediate is expected for each layer, and a lease for each memory")
+        targets = [self._lent(peer, descriptor) if descriptor else None for descriptor in memories]
+        leases = [] if memories else [region.lease(slice(0, len(region)), peer) for region in self._regions]
+        self._forget(peer)
+        number = next(self._numbers)
+        counted = dict(zip(part.layers, immediates, strict=True))
+        self._sessions[number] = Session(peer, cache_map, counted, targets, leases)
+        return Opened(number, [lease.descriptor for lease in leases])
+
+    def _lent(self, peer: aiote.Peer, descriptor: bytes) -> aiote.RemoteRegion:
+        """Return memory that the peer itself has lent to be written: nobody may send us to another's."""
+        remote = self.engine.attach(descriptor)
+        ours = (remote.owner.identity, remote.owner.incarnation) == (peer.address.identity, peer.address.incarnation)
+        if not (ours and remote.lease and remote.writable):
+            raise TransferRefused("a session gives memory that was not lent by its own decode rank, to be written")
+        return remote
+
+    def _forget(self, peer: aiote.Peer) -> None:
+        """Drop the sessions of lost peers, and the oldest one of a peer that opens too many."""
+        own = [number for number, session in self._sessions.items() if session.peer is peer]
+        gone = [number for number, session in self._sessions.items() if session.peer.lost]
+        for number in gone + own[: max(0, len(own) + 1 - MOST_SESSIONS)]:
+            for lease in self._sessions.pop(number).leases:
+                self._scope.start(lease.revoke)
+
+    def _session(self, peer: aiote.Peer, number: int) -> Session:
+        session = self._sessions.get(number)
+        if session is None or session.peer is not peer:
+            raise TransferRefused(f"there is no session {number}")
+        return session
+
+    async def push(self, peer: aiote.Peer, fetch: Fetch) -> AsyncGenerator[None]:
+        """Write a request's pages as they are computed."""
+        session = self._session(peer, fetch.session)
+        rows = {group: row_of(row) for group, row in fetch.rows.items()}
+        offer = await self._offers.match(fetch.request)
+        if fetch.tokens > offer.tokens:
+            raise TransferRefused(
+                f"{session.map.part.name} wants {fetch.tokens} tokens of {fetch.request!r}, {self.spec.name} computes "
+                f"{offer.tokens}"
+            )
+        moves = PagedMoves(session.map, self._regions, session.targets, offer.rows, rows)
+        immediates = {layer: fetch.imm + number for layer, number in session.immediates.items()}
+        reader = Push(offer, moves, Batch(self.engine, peer, offer.bell), rows, fetch.tokens, immediates)
+        offer.join(reader)
+        failure = "it was cancelled"
+        try:
+            yield None
+            await reader.run(self.engine)
+            failure = ""
+        except aiote.AioteError as error:
+            failure = str(error)
+            raise TransferRefused(failure) from None
+        finally:
+            offer.leave(reader, failure)
+
+    async def pull(self, peer: aiote.Peer, session: int, request: str) -> AsyncGenerator[Pinned]:
+        """Keep a request's pages from when they are computed until they are read."""
+        own = self._session(peer, session)
+        offer = await self._offers.match(request)
+        reader = Pull(own, offer)
+        offer.join(reader)
+        self._pulls.add(reader)
+        try:
+            while not (offer.complete or offer.stopped):
+                await offer.bell.wait()
+            if not offer.stopped:
+                yield Pinned(offer.tokens, {group: Row(row.pages, row.start) for group, row in offer.rows.items()})
+            while not (reader.finished or offer.stopped):
+                await offer.bell.wait()
+            if not reader.finished:
+                raise TransferRefused(offer.stopped)
+        finally:
+            self._pulls.discard(reader)
+            offer.leave(reader, "" if reader.finished else offer.stopped or "it was cancelled")
+
+    def finish(self, peer: aiote.Peer, session: int, request: str) -> bool:
+        """Take note that a request was read, if it is still kept."""
+        own = self._sessions.get(session)
+        for reader in self._pulls:
+            if reader.session is own and own.peer is peer and reader.offer.request == request:
+                reader.finished = reader.finished or not reader.offer.stopped
+                reader.offer.bell.ring()
+                return reader.finished
+        return False

@@ -1,0 +1,130 @@
+"""What decode ranks call at a prefill rank: `Transfers`, a service of `aiote.service`.
+
+| call       | asks for                                                                                               |
+|------------|--------------------------------------------------------------------------------------------------------|
+| `describe` | what the rank's cache is                                                                               |
+| `open`     | a session: the map of the rank's cache onto a part of the caller's. `memories` are leases of the       |
+|            | caller's, to be written; the answer has leases of the rank's, to be read, where none is given          |
+| `push`     | a request's pages, written as they are computed. The stream ends when all are                          |
+| `pull`     | a request's pages, to be read. The stream says where they are when they are computed, and keeps them   |
+| `finish`   | whether they were kept until now: what was read is theirs only then. They need not be kept any more    |
+
+A request is matched by its name with what the prefill rank's program offers, whichever comes first. To leave a stream
+is to cancel: `await stream.aclose()` returns when nothing is written for it any more, for the method ends only then. A
+stream that ends with `TransferRefused` has come to that by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Annotated, Protocol, TypeAlias
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+import aiote
+
+from .. import service
+from .mapping import MappingError, PageRow
+from .tensors import CacheSpec
+
+__all__ = ["Fetch", "Opened", "Pinned", "TransferRefused", "Transfers", "row_of"]
+
+MOST_PAGES = 1 << 24
+
+Name: TypeAlias = Annotated[str, Meta(max_length=256)]
+Number: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
+Descriptor: TypeAlias = Annotated[bytes, Meta(max_length=4096)]
+
+
+class TransferRefused(aiote.AioteError):
+    """A request's cache is not moved, or not any more; the text says why. Nothing is written for it after that."""
+
+
+class Row(msgspec.Struct, array_like=True, frozen=True, eq=False):
+    """A `PageRow` on its way."""
+
+    pages: NDArray[np.int64]
+    start: Number
+
+
+class Opened(msgspec.Struct, array_like=True, frozen=True):
+    """A session's number, and the leases of the prefill rank's memories."""
+
+    session: Number
+    memories: list[Descriptor]
+
+
+class Fetch(msgspec.Struct, array_like=True, frozen=True, eq=False):
+    """A request to be pushed: how many tokens, into which pages of each group, counted on immediates from `imm` on."""
+
+    session: Number
+    request: Name
+    tokens: Number
+    imm: Annotated[int, Meta(ge=0, lt=1 << 28)]
+    rows: dict[int, Row]
+
+
+class Pinned(msgspec.Struct, array_like=True, frozen=True, eq=False):
+    """Where a request's pages are at the prefill rank, until `finish`."""
+
+    tokens: Number
+    rows: dict[int, Row]
+
+
+class Rank(Protocol):
+    """What answers the calls."""
+
+    def describe(self) -> CacheSpec: ...
+    async def open(self, peer: aiote.Peer, part: CacheSpec, immediates: list[int], memories: list[bytes]) -> Opened: ...
+    def push(self, peer: aiote.Peer, fetch: Fetch) -> AsyncGenerator[None]: ...
+    def pull(self, peer: aiote.Peer, session: int, request: str) -> AsyncGenerator[Pinned]: ...
+    def finish(self, peer: aiote.Peer, session: int, request: str) -> bool: ...
+
+
+class Transfers(service.Service):
+    """A prefill rank, as decode ranks call it; see the table of this module."""
+
+    name = "kvcache.Transfers"
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    @service.method(idempotent=True)
+    async def describe(self) -> CacheSpec:
+        """Return what the rank's cache is."""
+        return self._rank.describe()
+
+    @service.method(raises=[MappingError, TransferRefused])
+    async def open(self, part: CacheSpec, immediates: list[Number], memories: list[Descriptor]) -> Opened:
+        """Open a session; `immediates` says which one of a request's each layer of the part counts on."""
+        return await self._rank.open(service.current_call().peer, part, immediates, memories)
+
+    @service.method(raises=[MappingError, TransferRefused])
+    async def push(self, fetch: Fetch) -> AsyncIterator[None]:
+        """Have a request's pages written."""
+        async with aclosing(self._rank.push(service.current_call().peer, fetch)) as items:
+            async for item in items:
+                yield item
+
+    @service.method(raises=[MappingError, TransferRefused])
+    async def pull(self, session: Number, request: Name) -> AsyncIterator[Pinned]:
+        """Have a request's pages kept until they are read."""
+        async with aclosing(self._rank.pull(service.current_call().peer, session, request)) as items:
+            async for item in items:
+                yield item
+
+    @service.method
+    async def finish(self, session: Number, request: Name) -> bool:
+        """Say that a request's pages were read, and hear whether they were kept until now."""
+        return self._rank.finish(service.current_call().peer, session, request)
+
+
+def row_of(row: Row) -> PageRow:
+    """Return a row that has come from elsewhere. Raises UsageError for what is none."""
+    if row.pages.ndim != 1 or len(row.pages) > MOST_PAGES or (len(row.pages) and int(row.pages.min()) < 0):
+        raise aiote.UsageError(f"pages are a row of at most {MOST_PAGES} numbers from 0 on")
+    return PageRow(row.pages, row.start)
