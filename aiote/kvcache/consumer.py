@@ -70,8 +70,10 @@ class Reception:
     @property
     def complete(self) -> bool:
         """Whether all has arrived."""
-        wanted = len(self._consumer.layers)
-        return self.layers == wanted or (self._block is not None and self._block.row.progress[0] == wanted)
+        if not self.failed and self._block is not None:
+            # A row that was closed waits for nothing more, whatever has come.
+            return self._block.row.progress[0] == len(self._consumer.layers)
+        return self.layers == len(self._consumer.layers)
 
     async def arrived(self, layers: int | None = None) -> None:
         """Wait until the first so many layers of the cache have arrived, or all. Raises TransferRefused."""

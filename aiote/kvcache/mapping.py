@@ -41,6 +41,8 @@ class PageRow(NamedTuple):
     start: int = 0
 
 
+MOST_PIECES = 1 << 22
+"""Of a layer of a request, of 16 bytes each while they are on their way."""
 NO_PAGES = PageRow(np.empty(0, np.int64))
 
 
@@ -206,12 +208,18 @@ class CacheMap:
         return {group: self._span(group, targets.get(group, NO_PAGES), tokens) for group in self.units}
 
     def counts(self, targets: dict[int, PageRow], tokens: int) -> list[int]:
-        """Return how many pieces each layer of a request has."""
+        """Return how many pieces each layer of a request has. Raises MappingError for too many to be moved."""
         spans = self.spans(targets, tokens)
-        return [
+        counts = [
             sum(len(spans[move.pattern.group]) * math.prod(axis.times for axis in move.pattern.axes) for move in moves)
             for moves in self.moves.values()
         ]
+        if max(counts, default=0) > MOST_PIECES:
+            raise MappingError(
+                f"{self.source.name} and {self.part.name} keep their pages so differently that a layer of {tokens} "
+                f"tokens is {max(counts)} pieces, more than {MOST_PIECES}"
+            )
+        return counts
 
     def check_source(self, sources: dict[int, PageRow], spans: dict[int, range]) -> None:
         """Raise MappingError where the pages of a source do not hold these units of each group."""

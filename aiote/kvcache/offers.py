@@ -38,7 +38,8 @@ class Offer:
 
     `rows` are the pages of each group, which the program may replace by longer ones as it takes more. They must stay
     untouched until the block is left, which waits for the readers; an error or a cancellation in it stops them. Its
-    end says in `outcome` what became of it: "moved", "expired", or why it was stopped; `failures` are of readers.
+    end says in `outcome` what became of it: "moved", "expired", why it was stopped, or the first of `failures`, which
+    are the readers'.
     """
 
     def __init__(self, offers: Offers, request: str, tokens: int, rows: Rows, readers: int, layers: list[int]) -> None:
@@ -105,7 +106,7 @@ class Offer:
                 self.stop("the program has stopped it")
             self._offers.leave(self)
             await to_the_end(self._quiet)
-            self.outcome = self.stopped or "moved"
+            self.outcome = self.stopped or next(iter(self.failures), "moved")
 
     async def _quiet(self) -> None:
         while self.active:

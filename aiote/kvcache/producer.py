@@ -157,6 +157,7 @@ class Producer:
                 f"{session.map.part.name} wants {fetch.tokens} tokens of {fetch.request!r}, {self.spec.name} computes "
                 f"{offer.tokens}"
             )
+        session.map.counts(rows, fetch.tokens)
         moves = PagedMoves(session.map, self._regions, session.targets, offer.rows, rows)
         immediates = {layer: fetch.imm + number for layer, number in session.immediates.items()}
         reader = Push(offer, moves, Batch(self.engine, peer, offer.bell), rows, fetch.tokens, immediates)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from dataclasses import dataclass, field
 
@@ -76,10 +77,10 @@ def item(cache: Cache, tensor: CacheTensor, page: int, head: int, token: int) ->
     return slice(begin, begin + tensor.item_bytes)
 
 
-def value(tensor: CacheTensor, head: int, token: int) -> np.ndarray:
-    """Return the bytes that an item of the model has, wherever it lies."""
-    seed = zlib.crc32(repr((tensor.group, tensor.layer, tensor.field, head, token)).encode())
-    return np.random.default_rng(seed).integers(1, 256, tensor.item_bytes, np.uint8)
+def value(tensor: CacheTensor, head: int, token: int, salt: int = 0) -> np.ndarray:
+    """Return the bytes that an item of the model has, wherever it lies; `salt` differs between requests."""
+    seed = zlib.crc32(repr((*tensor.key, head, token, salt)).encode())
+    return np.frombuffer(hashlib.shake_128(seed.to_bytes(4, "little")).digest(tensor.item_bytes), np.uint8)
 
 
 def rows(side: Side, tokens: int, random: np.random.Generator, start: int = 0) -> dict[int, PageRow]:
@@ -102,13 +103,13 @@ def spread(tensor: CacheTensor, row: PageRow, tokens: int) -> list[tuple[int, in
     return found
 
 
-def fill(side: Side, row: dict[int, PageRow], tokens: int) -> None:
+def fill(side: Side, row: dict[int, PageRow], tokens: int, salt: int = 0) -> None:
     """Give every item of a request its value."""
     for cache in side.caches:
         flat = [memory.reshape(-1).view(np.uint8) for memory in cache.memories]
         for tensor in cache.tensors:
             for page, head, inner, token in spread(tensor, row[tensor.group], tokens):
-                flat[tensor.memory][item(cache, tensor, page, head, inner)] = value(tensor, head, token)
+                flat[tensor.memory][item(cache, tensor, page, head, inner)] = value(tensor, head, token, salt)
 
 
 def expected(cache: Cache, row: dict[int, PageRow], tokens: int, before: int = 0) -> list[np.ndarray]:
