@@ -50,6 +50,7 @@ class Offer:
         self.computed_to = dict.fromkeys(layers, 0)
         self.bell = Bell()
         self.active: set[object] = set()
+        self.pushes: set[Push] = set()
         self._offers = offers
         self._readers = readers
         self._came = self._ended = 0
@@ -64,9 +65,8 @@ class Offer:
         if layer not in self.computed_to:
             raise aiote.UsageError(f"layer {layer} is none of this rank's: {sorted(self.computed_to)}")
         self.computed_to[layer] = max(self.computed_to[layer], self.tokens if tokens is None else tokens)
-        for reader in self.active:
-            if isinstance(reader, Push):
-                reader.todo.append(layer)
+        for push in self.pushes:
+            push.todo.append(layer)
         self.bell.ring()
 
     @property
@@ -86,7 +86,7 @@ class Offer:
         while self._ended < self._readers and not self.stopped:
             with anyio.move_on_after(self._offers.match_timeout) as scope:
                 await self.bell.wait()
-            if scope.cancelled_caught and not any(isinstance(reader, Push) for reader in self.active):
+            if scope.cancelled_caught and not self.pushes:
                 self.stop("expired")
 
     async def __aenter__(self) -> Offer:
@@ -193,6 +193,7 @@ class Push:
         """Write what is computed as it is computed; return when all is written. Raises TransferRefused, and what a
         write fails with. However it ends, no write is under way then.
         """
+        self._offer.pushes.add(self)
         try:
             while True:
                 if self._offer.stopped:
@@ -204,6 +205,7 @@ class Push:
                 if not self.todo:
                     await self._batch.bell.wait()
         finally:
+            self._offer.pushes.discard(self)
             await to_the_end(self._batch.drain)
 
     async def _write(self, engine: aiote.Engine, layer: int) -> None:

@@ -150,28 +150,31 @@ class Producer:
     async def push(self, peer: aiote.Peer, fetch: Fetch) -> AsyncGenerator[None]:
         """Write a request's pages as they are computed."""
         session = self._session(peer, fetch.session)
-        rows = {group: row_of(row) for group, row in fetch.rows.items()}
         offer = await self._offers.match(fetch.request)
-        if fetch.tokens > offer.tokens:
-            raise TransferRefused(
-                f"{session.map.part.name} wants {fetch.tokens} tokens of {fetch.request!r}, {self.spec.name} computes "
-                f"{offer.tokens}"
-            )
-        session.map.counts(rows, fetch.tokens)
-        moves = PagedMoves(session.map, self._regions, session.targets, offer.rows, rows)
-        immediates = {layer: fetch.imm + number for layer, number in session.immediates.items()}
-        reader = Push(offer, moves, Batch(self.engine, peer, offer.bell), rows, fetch.tokens, immediates)
-        offer.join(reader)
+        offer.join(fetch)
         failure = "it was cancelled"
         try:
             yield None
-            await reader.run(self.engine)
+            await self._reader(session, offer, fetch).run(self.engine)
             failure = ""
         except aiote.AioteError as error:
             failure = str(error)
             raise TransferRefused(failure) from None
         finally:
-            offer.leave(reader, failure)
+            offer.leave(fetch, failure)
+
+    def _reader(self, session: Session, offer: Offer, fetch: Fetch) -> Push:
+        """Return what writes for a decode rank. Raises UsageError for what does not fit."""
+        rows = {group: row_of(row) for group, row in fetch.rows.items()}
+        session.map.counts(rows, fetch.tokens)
+        if fetch.tokens > offer.tokens:
+            raise TransferRefused(
+                f"{session.map.part.name} wants {fetch.tokens} tokens of {fetch.request!r}, {self.spec.name} computes "
+                f"{offer.tokens}"
+            )
+        moves = PagedMoves(session.map, self._regions, session.targets, offer.rows, rows)
+        immediates = {layer: fetch.imm + number for layer, number in session.immediates.items()}
+        return Push(offer, moves, Batch(self.engine, session.peer, offer.bell), rows, fetch.tokens, immediates)
 
     async def pull(self, peer: aiote.Peer, session: int, request: str) -> AsyncGenerator[Pinned]:
         """Keep a request's pages from when they are computed until they are read."""
@@ -198,7 +201,8 @@ class Producer:
         own = self._sessions.get(session)
         for reader in self._pulls:
             if reader.session is own and own.peer is peer and reader.offer.request == request:
-                reader.finished = reader.finished or not reader.offer.stopped
+                # An offer's pages are not free before its readers have left, stopped or not.
+                reader.finished = True
                 reader.offer.bell.ring()
-                return reader.finished
+                return True
         return False

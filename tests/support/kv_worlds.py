@@ -1,0 +1,85 @@
+"""Producers and consumers for tests: two sides on engines of their own, and what moves between them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import anyio
+import numpy as np
+
+import aiote
+from aiote.kvcache.consumer import Consumer
+from aiote.kvcache.mapping import PageRow
+from aiote.kvcache.offers import Offer
+from aiote.kvcache.producer import Producer
+from engines import PATIENCE_S, opened
+from mapped_caches import Model, Side, built, rows
+
+PAGE = 4
+BEFORE = 0xEE
+MODEL = Model(layers=3, state=5, scales=True)
+
+
+@dataclass
+class World:
+    """Two sides on engines of their own, and the pages of one request."""
+
+    left: Side
+    right: Side
+    producers: list[Producer]
+    consumers: list[Consumer]
+
+    @property
+    def places(self) -> list[aiote.Address]:
+        return [producer.engine.address for producer in self.producers]
+
+    def rows(self, tokens: int, skip: int = 0, seed: int = 0) -> tuple[dict[int, PageRow], dict[int, PageRow]]:
+        random = np.random.default_rng(seed)
+        return rows(self.left, tokens, random), rows(self.right, tokens, random, skip)
+
+
+@asynccontextmanager
+async def world(
+    provider: str, left: Side, right: Side, model: Model = MODEL, settings: dict | None = None, **limits: float
+) -> AsyncIterator[World]:
+    built(model, left, "prefill"), built(model, right, "decode")
+    for cache in right.caches:
+        for memory in cache.memories:
+            memory[...] = BEFORE
+    limits = {"match_timeout": PATIENCE_S} | limits
+    with anyio.fail_after(10 * PATIENCE_S if provider == "sim" else PATIENCE_S):
+        async with AsyncExitStack() as stack:
+            engines = [
+                await stack.enter_async_context(opened(provider, **(settings or {})))
+                for _ in (*left.caches, *right.caches)
+            ]
+            producers = [
+                await stack.enter_async_context(Producer(engine, cache, match_timeout=limits["match_timeout"]))
+                for engine, cache in zip(engines, left.caches, strict=False)
+            ]
+            more = {name: limit for name, limit in limits.items() if name != "match_timeout"}
+            consumers = [
+                await stack.enter_async_context(Consumer(engine, cache, turn=turn, **more))
+                for turn, (engine, cache) in enumerate(zip(engines[len(producers) :], right.caches, strict=True))
+            ]
+            yield World(left, right, producers, consumers)
+
+
+async def prefill(producer: Producer, name: str, tokens: int, here: dict[int, PageRow], readers: int) -> Offer:
+    """Compute a request in chunks of 5 tokens, layer by layer, with pages as they are needed."""
+    offer = producer.offer(name, tokens=tokens, rows={1: here[1]}, readers=readers)
+    async with offer:
+        for end in [*range(5, tokens, 5), tokens]:
+            offer.rows[0] = PageRow(here[0].pages[: -(-end // PAGE)], 0)
+            for layer in producer.spec.layers:
+                offer.computed(layer, end)
+                await anyio.sleep(0)
+    return offer
+
+
+async def decode(w: World, consumer: Consumer, name: str, tokens: int, there: dict[int, PageRow], reads: bool) -> None:
+    async with consumer.receive(w.places, name, tokens=tokens, rows=there, reads=reads) as reception:
+        await reception.arrived()
+        assert reception.complete
