@@ -112,12 +112,12 @@ def fill(side: Side, row: dict[int, PageRow], tokens: int, salt: int = 0) -> Non
                 flat[tensor.memory][item(cache, tensor, page, head, inner)] = value(tensor, head, token, salt)
 
 
-def expected(cache: Cache, row: dict[int, PageRow], tokens: int, before: int = 0) -> list[np.ndarray]:
+def expected(cache: Cache, row: dict[int, PageRow], tokens: int, before: int = 0, salt: int = 0) -> list[np.ndarray]:
     """Return what the memories of a cache hold when a request is there: elsewhere they are as `before`."""
     found = [np.full(memory.nbytes, before, np.uint8) for memory in cache.memories]
     for tensor in cache.tensors:
         for page, head, inner, token in spread(tensor, row.get(tensor.group, NONE), tokens):
-            found[tensor.memory][item(cache, tensor, page, head, inner)] = value(tensor, head, token)
+            found[tensor.memory][item(cache, tensor, page, head, inner)] = value(tensor, head, token, salt)
     return found
 
 
