@@ -139,18 +139,18 @@ class Reception:
 
     async def read(self) -> None:
         """Read from all ranks, one after the other's answer; all layers arrive together when it is done."""
-        with self._reading:
-            try:
+        try:
+            with self._reading:
                 async with anyio.create_task_group() as group:
                     for link in self._links:
                         group.start_soon(self._read, link)
-            except* (aiote.AioteError, TimeoutError) as errors:
-                self.fail(str(errors.exceptions[0]))
-            else:
-                if not self.failed:
-                    self.layers = len(self._consumer.layers)
-        self._read_over.set()
-        self._bell.ring()
+            if not self.failed:
+                self.layers = len(self._consumer.layers)
+        except* aiote.AioteError as errors:
+            self.fail(str(errors.exceptions[0]))
+        finally:
+            self._read_over.set()
+            self._bell.ring()
 
     async def _read(self, link: Link) -> None:
         link.readers.add(self)

@@ -98,7 +98,7 @@ class Offer:
     ) -> None:
         try:
             if error is None:
-                if not self.complete:
+                if not (self.complete or self.stopped):
                     raise aiote.UsageError(f"the offer of {self.request!r} was left before all layers were computed")
                 await self.wait()
         finally:
@@ -137,7 +137,7 @@ class Offers:
     def __init__(self, match_timeout: float) -> None:
         self.match_timeout = match_timeout
         self._open: dict[str, Offer] = {}
-        self._over: dict[str, None] = {}
+        self._over: dict[str, str] = {}
         self._bell = Bell()
 
     def __len__(self) -> int:
@@ -152,19 +152,24 @@ class Offers:
         self._bell.ring()
 
     def leave(self, offer: Offer) -> None:
-        """Take an offer out, and remember its name for a while: who comes late need not wait."""
+        """Take an offer out."""
         if self._open.get(offer.request) is offer:
             del self._open[offer.request]
-            self._over[offer.request] = None
-            if len(self._over) > REMEMBERED:
-                del self._over[next(iter(self._over))]
+            self.refuse(offer.request, f"request {offer.request!r} is over")
+
+    def refuse(self, request: str, reason: str) -> None:
+        """Remember for a while why a name is not offered: who asks for it need not wait. An offer of it ends that."""
+        self._over[request] = reason
+        if len(self._over) > REMEMBERED:
+            del self._over[next(iter(self._over))]
+        self._bell.ring()
 
     async def match(self, request: str) -> Offer:
         """Return the offer of a name, as soon as there is one. Raises TransferRefused."""
         with anyio.move_on_after(self.match_timeout):
             while request not in self._open:
                 if request in self._over:
-                    raise TransferRefused(f"request {request!r} is over")
+                    raise TransferRefused(self._over[request])
                 await self._bell.wait()
             return self._open[request]
         raise TransferRefused(f"request {request!r} was not offered within {self.match_timeout} s")

@@ -81,6 +81,10 @@ class Producer:
             self._check_pages(group, row)
         return Offer(self._offers, request, tokens, rows, readers, self.spec.layers)
 
+    def refuse(self, request: str, reason: str) -> None:
+        """Tell decode ranks that ask for a request, now or in a while, that it is not offered, and why."""
+        self._offers.refuse(request, reason)
+
     def _check_pages(self, group: int, row: PageRow) -> None:
         pages = self.spec.groups.get(group, 0)
         if len(row.pages) and not 0 <= int(np.min(row.pages)) <= int(np.max(row.pages)) < pages:

@@ -1,0 +1,194 @@
+"""Producers and consumers for programs that call synchronously, as the workers of inference engines do.
+
+They live on `aiote.bridge`. Every call returns at once, from any thread; `poll` tells what has ended since the last
+time. A request that was cancelled is told of only when its pages are the program's again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent import futures
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
+
+import anyio
+
+import aiote
+
+from ..bridge import Bridge, Call
+from .consumer import Consumer
+from .moving import Rows
+from .offers import Offer
+from .producer import Producer
+from .producers import Place
+from .tensors import Cache
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["BlockingConsumer", "BlockingProducer", "Finished"]
+
+T = TypeVar("T")
+
+
+class Finished(NamedTuple):
+    """Requests that have ended: those whose caches were moved, and why others were not.
+
+    `pages` are those of the latter by their groups: what they hold is nothing to rely on.
+    """
+
+    moved: list[str]
+    failed: dict[str, str]
+    pages: dict[int, set[int]]
+
+
+class Blocking(Generic[T]):
+    """What lives on a bridge, and the requests that threads have under way there; a context manager that closes it."""
+
+    def __init__(self, bridge: Bridge, context: Callable[[aiote.Engine], AbstractAsyncContextManager[T]]) -> None:
+        self._bridge = bridge
+        self._calls: dict[str, Call[str]] = {}
+        self._ended: SimpleQueue[tuple[str, Rows, str]] = SimpleQueue()
+        self._opened: futures.Future[T] = futures.Future()
+        self._leave = anyio.Event()
+        self._life = bridge.submit(self._live(context))
+        self._life.add_done_callback(self._ended_early)
+        self._inner = self._opened.result()
+
+    async def _live(self, context: Callable[[aiote.Engine], AbstractAsyncContextManager[T]]) -> None:
+        self._leave = anyio.Event()
+        async with context(self._bridge.engine) as inner:
+            self._opened.set_result(inner)
+            await self._leave.wait()
+
+    def _ended_early(self, life: futures.Future[None]) -> None:
+        if not self._opened.done():
+            error = None if life.cancelled() else life.exception()
+            self._opened.set_exception(error or aiote.ClosedError("it was closed before it was open"))
+
+    def _begin(self, request: str, rows: Rows, work: Coroutine[Any, Any, str]) -> None:
+        """Have a coroutine run that returns why a request has failed, "" where it has not. Raises UsageError."""
+        if request in self._calls:
+            work.close()
+            raise aiote.UsageError(f"request {request!r} is under way")
+        call = self._calls[request] = self._bridge.submit(work)
+        call.add_done_callback(partial(self._end, request, rows))
+
+    def _end(self, request: str, rows: Rows, call: futures.Future[str]) -> None:
+        self._calls.pop(request, None)
+        if call.cancelled():
+            failure = "it was cancelled"
+        else:
+            error = call.exception()
+            failure = call.result() if error is None else str(error) or type(error).__name__
+        self._ended.put((request, rows, failure))
+
+    def cancel(self, request: str) -> None:
+        """Have a request end; `poll` tells when it has. Does nothing for one that is not under way."""
+        call = self._calls.get(request)
+        if call is not None:
+            call.cancel()
+
+    def poll(self) -> Finished:
+        """Return what has ended since the last time; waits for nothing."""
+        finished = Finished([], {}, {})
+        while True:
+            try:
+                request, rows, failure = self._ended.get_nowait()
+            except Empty:
+                return finished
+            if not failure:
+                finished.moved.append(request)
+                continue
+            finished.failed[request] = failure
+            for group, row in rows.items():
+                finished.pages.setdefault(group, set()).update(row.pages.tolist())
+
+    def close(self) -> None:
+        """Cancel what is under way, wait until it has ended, and end what lives on the bridge. Idempotent."""
+        calls = list(self._calls.values())
+        for call in calls:
+            call.cancel()
+        futures.wait(calls)
+        if not self._life.done():
+            self._bridge.call(_set(self._leave))
+            self._life.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+async def _set(event: anyio.Event) -> None:
+    event.set()
+
+
+class BlockingConsumer(Blocking[Consumer]):
+    """One decode rank's cache on a bridge's engine; settings: as of `Consumer`. Raises as entering that."""
+
+    def __init__(self, bridge: Bridge, cache: Cache, **settings: Any) -> None:
+        super().__init__(bridge, lambda engine: Consumer(engine, cache, **settings))
+
+    def submit(self, producers: Sequence[Place], request: str, *, tokens: int, rows: Rows, reads: bool = False) -> None:
+        """Have a request's cache moved into pages, as `Consumer.receive` does; they are the bridge's until `poll` names
+        the request. Raises UsageError for one that is under way.
+        """
+        self._begin(request, rows, self._receive(producers, request, tokens, rows, reads))
+
+    async def _receive(self, producers: Sequence[Place], request: str, tokens: int, rows: Rows, reads: bool) -> str:
+        async with self._inner.receive(producers, request, tokens=tokens, rows=rows, reads=reads) as reception:
+            await reception.arrived()
+        return ""
+
+
+class BlockingProducer(Blocking[Producer]):
+    """One prefill rank's cache on a bridge's engine; settings: as of `Producer`. Raises as entering that."""
+
+    def __init__(self, bridge: Bridge, cache: Cache, **settings: Any) -> None:
+        super().__init__(bridge, lambda engine: Producer(engine, cache, **settings))
+        self._offers: dict[str, Offer] = {}
+
+    def offer(self, request: str, *, tokens: int, rows: Rows, readers: int = 1) -> None:
+        """Offer a request's cache, as `Producer.offer` does; its pages stay the bridge's until `poll` names it."""
+        offer = self._inner.offer(request, tokens=tokens, rows=rows, readers=readers)
+        self._begin(request, rows, self._offered(offer))
+        self._offers[request] = offer
+
+    async def _offered(self, offer: Offer) -> str:
+        try:
+            async with offer:
+                while not (offer.complete or offer.stopped):
+                    await offer.bell.wait()
+        finally:
+            self._offers.pop(offer.request, None)
+        return "" if offer.outcome == "moved" else offer.outcome
+
+    def cancel(self, request: str) -> None:
+        """Have a request end, and be refused to who asks for it; `poll` tells of one that was under way."""
+        super().cancel(request)
+        self._bridge.submit(_refuse(self._inner, request))
+
+    def computed(self, request: str, layer: int, tokens: int | None = None, *, rows: Rows | None = None) -> None:
+        """Take note that a layer is computed up to a token, all by default; rows: the request's pages, where it has
+        more by now. Does nothing for a request that has ended. Raises UsageError for a layer that this rank has not.
+        """
+        if layer not in self._inner.spec.layers:
+            raise aiote.UsageError(f"layer {layer} is none of this rank's: {self._inner.spec.layers}")
+        offer = self._offers.get(request)
+        if offer is not None:
+            self._bridge.submit(_computed(offer, layer, tokens, rows))
+
+
+async def _refuse(producer: Producer, request: str) -> None:
+    producer.refuse(request, f"request {request!r} was cancelled")
+
+
+async def _computed(offer: Offer, layer: int, tokens: int | None, rows: Rows | None) -> None:
+    offer.rows.update(rows or {})
+    offer.computed(layer, tokens)
