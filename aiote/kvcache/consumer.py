@@ -26,9 +26,9 @@ import aiote
 from .. import service
 from ..service.background import Bell, beside, to_the_end
 from .immediates import Block, Immediates
-from .moving import Batch, PagedMoves, Rows
+from .moving import Batch, PagedMoves, Rows, check_rows
 from .producers import Link, Links, Place
-from .protocol import Fetch, Row, TransferRefused, row_of
+from .protocol import Fetch, TransferRefused, rows_of, rows_to
 from .tensors import Cache
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Reception:
             for layer, count in zip(link.map.layers, link.map.counts(self.rows, self.tokens), strict=True):
                 counts[layer] += count
         self._block = block = self._consumer.immediates.open(list(counts.values()))
-        rows = {group: Row(row.pages, row.start) for group, row in self.rows.items()}
+        rows = rows_to(self.rows)
         for link in self._links:
             fetch = Fetch(link.session, self.request, self.tokens, block.first, rows)
             stream = cast("service.Stream", link.client.push(fetch))
@@ -157,7 +157,8 @@ class Reception:
         stream = cast("service.Stream", link.client.pull(link.session, self.request))
         try:
             pinned = await anext(stream)
-            rows = {group: row_of(row) for group, row in pinned.rows.items()}
+            rows = rows_of(pinned.rows)
+            check_rows(link.map.source, rows)
             spans = link.map.spans(self.rows, self.tokens)
             if pinned.tokens < self.tokens:
                 raise TransferRefused(f"it has {pinned.tokens} tokens of {self.request!r}, wanted are {self.tokens}")
@@ -289,7 +290,10 @@ class Consumer:
         reads: this rank reads, when all is computed; else the prefill ranks write layer by layer. The pages are the
         program's again when the block is left: nothing is written to them any more. Raises as `connect`.
         """
-        self._check_rows(rows)
+        check_rows(self.spec, rows)
+        for group, row in rows.items():
+            if len(set(row.pages.tolist())) < len(row.pages):
+                raise aiote.UsageError(f"{self.spec.name}: a page comes twice in group {group}: {row.pages}")
         links = await self._links.group(producers, reads=reads)
         reception = Reception(self, links, request, rows, tokens, reads)
         try:
@@ -300,12 +304,3 @@ class Consumer:
             yield reception
         finally:
             await to_the_end(reception.leave)
-
-    def _check_rows(self, rows: Rows) -> None:
-        """Raise UsageError for pages that the cache has not, and for one that comes twice."""
-        for group, row in rows.items():
-            pages, numbers = self.spec.groups.get(group, 0), row.pages
-            if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < pages:
-                raise aiote.UsageError(f"group {group} has the pages 0 to {pages - 1}, got {numbers}")
-            if len(set(numbers.tolist())) < len(numbers):
-                raise aiote.UsageError(f"a page comes twice in group {group}: {numbers}")

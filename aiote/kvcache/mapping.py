@@ -32,13 +32,24 @@ class MappingError(UsageError):
     """Two caches cannot be mapped onto each other, or a request's pages not onto each other's; the text names both."""
 
 
-class PageRow(NamedTuple):
+class PageRow:
     """Pages of one group in the order of their tokens. The first one is at place `start`: of `start` pages before it
     nothing is moved, for a decode rank has them already, or a window has gone past them.
+
+    The numbers are copied only where they are no array of 64 bits. Raises UsageError for what is no row of integers.
     """
 
-    pages: Offsets
-    start: int = 0
+    __slots__ = ("pages", "start")
+
+    def __init__(self, pages: Sequence[int] | NDArray[np.integer], start: int = 0) -> None:
+        given = np.asarray(pages)
+        if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu") or start < 0:
+            raise UsageError(f"pages are a row of integers from a place on, got {pages!r} from {start}")
+        self.pages: Offsets = given.astype(np.int64, copy=False)
+        self.start = start
+
+    def __repr__(self) -> str:
+        return f"PageRow({self.pages.tolist()}, {self.start})"
 
 
 MOST_PIECES = 1 << 22

@@ -11,10 +11,19 @@ import aiote
 
 from ..service.background import Bell
 from .mapping import CacheMap, PageRow, Pattern
+from .tensors import CacheSpec
 
-__all__ = ["Batch", "PagedMoves", "Rows"]
+__all__ = ["Batch", "PagedMoves", "Rows", "check_rows"]
 
 Rows = dict[int, PageRow]
+
+
+def check_rows(spec: CacheSpec, rows: Rows) -> None:
+    """Raise UsageError for pages that a cache has not."""
+    for group, row in rows.items():
+        pages, numbers = spec.groups.get(group, 0), row.pages
+        if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < pages:
+            raise aiote.UsageError(f"{spec.name}: group {group} has {pages} pages, from 0 on, got {numbers}")
 
 
 class PagedMoves:

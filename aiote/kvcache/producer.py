@@ -8,16 +8,14 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 import aiote
 
 from .. import service
 from ..service.background import TaskScope, beside, to_the_end
-from .mapping import CacheMap, PageRow
-from .moving import Batch, PagedMoves, Rows
+from .mapping import CacheMap
+from .moving import Batch, PagedMoves, Rows, check_rows
 from .offers import Offer, Offers, Push
-from .protocol import Fetch, Opened, Pinned, Row, TransferRefused, Transfers, row_of
+from .protocol import Fetch, Opened, Pinned, TransferRefused, Transfers, rows_of, rows_to
 from .tensors import Cache, CacheSpec
 
 if TYPE_CHECKING:
@@ -77,18 +75,12 @@ class Producer:
         before; they need not be all that it will have. tokens: how many it has. readers: how many decode ranks take
         something from this rank. Entering raises UsageError for a name that is offered already.
         """
-        for group, row in rows.items():
-            self._check_pages(group, row)
+        check_rows(self.spec, rows)
         return Offer(self._offers, request, tokens, rows, readers, self.spec.layers)
 
     def refuse(self, request: str, reason: str) -> None:
         """Tell decode ranks that ask for a request, now or in a while, that it is not offered, and why."""
         self._offers.refuse(request, reason)
-
-    def _check_pages(self, group: int, row: PageRow) -> None:
-        pages = self.spec.groups.get(group, 0)
-        if len(row.pages) and not 0 <= int(np.min(row.pages)) <= int(np.max(row.pages)) < pages:
-            raise aiote.UsageError(f"group {group} has the pages 0 to {pages - 1}, got {row.pages}")
 
     # Its life.
 
@@ -169,7 +161,8 @@ class Producer:
 
     def _reader(self, session: Session, offer: Offer, fetch: Fetch) -> Push:
         """Return what writes for a decode rank. Raises UsageError for what does not fit."""
-        rows = {group: row_of(row) for group, row in fetch.rows.items()}
+        rows = rows_of(fetch.rows)
+        check_rows(session.map.part, rows)
         session.map.counts(rows, fetch.tokens)
         if fetch.tokens > offer.tokens:
             raise TransferRefused(
@@ -191,7 +184,7 @@ class Producer:
             while not (offer.complete or offer.stopped):
                 await offer.bell.wait()
             if not offer.stopped:
-                yield Pinned(offer.tokens, {group: Row(row.pages, row.start) for group, row in offer.rows.items()})
+                yield Pinned(offer.tokens, rows_to(offer.rows))
             while not (reader.finished or offer.stopped):
                 await offer.bell.wait()
             if not reader.finished:

@@ -31,9 +31,7 @@ from .. import service
 from .mapping import MappingError, PageRow
 from .tensors import CacheSpec
 
-__all__ = ["Fetch", "Opened", "Pinned", "TransferRefused", "Transfers", "row_of"]
-
-MOST_PAGES = 1 << 24
+__all__ = ["Fetch", "Opened", "Pinned", "TransferRefused", "Transfers", "rows_of", "rows_to"]
 
 Name: TypeAlias = Annotated[str, Meta(max_length=256)]
 Number: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
@@ -123,8 +121,11 @@ class Transfers(service.Service):
         return self._rank.finish(service.current_call().peer, session, request)
 
 
-def row_of(row: Row) -> PageRow:
-    """Return a row that has come from elsewhere. Raises UsageError for what is none."""
-    if row.pages.ndim != 1 or len(row.pages) > MOST_PAGES or (len(row.pages) and int(row.pages.min()) < 0):
-        raise aiote.UsageError(f"pages are a row of at most {MOST_PAGES} numbers from 0 on")
-    return PageRow(row.pages, row.start)
+def rows_of(rows: dict[int, Row]) -> dict[int, PageRow]:
+    """Return rows that have come from elsewhere. Raises UsageError for what is none."""
+    return {group: PageRow(row.pages, row.start) for group, row in rows.items()}
+
+
+def rows_to(rows: dict[int, PageRow]) -> dict[int, Row]:
+    """Return rows for the way."""
+    return {group: Row(row.pages, row.start) for group, row in rows.items()}
