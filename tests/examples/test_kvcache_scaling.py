@@ -80,8 +80,9 @@ def test_an_interrupt_ends_all_at_once(cluster):
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
-def test_the_smallest_program_moves_every_page(start):
-    program = start("kvcache/minimal.py")
+@pytest.mark.parametrize(("name", "text"), [("minimal", "7 pages"), ("pages", "100 tokens")])
+def test_the_smallest_programs_move_every_page(start, name, text):
+    program = start(f"kvcache/{name}.py")
     assert program.end() == 0
-    assert program.out == "7 pages in 4 layers: True\n"
+    assert program.out == f"{text} in 4 layers: True\n"
     assert program.err == ""

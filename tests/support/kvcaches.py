@@ -112,7 +112,8 @@ class PrefillRank:
             assert job.in_flight == 0
             self.free += pages
 
-    async def rest(self, pause: float) -> None:
+    @staticmethod
+    async def rest(pause: float) -> None:
         """Let a layer take its time."""
         if pause > 0:
             await anyio.sleep(pause)
