@@ -154,8 +154,9 @@ class Cache:
 
         Axes: `layer` counts from `layer` on; `field` has one entry for each of `fields`; `page`; `head` counts from
         `first_head` on; `token`; `item`, last and as often as needed, is what belongs together. Without `token` a page
-        is opaque. Arrays that are views of one array share its memory. dtype: a name for the type, where numpy's is not
-        it (bfloat16 comes as int16). Raises UsageError for axes that are not the array's, and for items with gaps.
+        is opaque. Arrays that are views of one array, or lie in what `hold` was told of, share its memory. dtype: a
+        name for the type, where numpy's is not it (bfloat16 comes as int16). Raises UsageError for axes that are not
+        the array's, and for items with gaps.
         """
         shape, strides, item_bytes = _axes(array, axes)
         if shape["field"] != len(fields) or "page" not in axes.split():
@@ -181,17 +182,29 @@ class Cache:
                 )
                 self.tensors.append(tensor)
 
+    def hold(self, memory: NDArray[Any]) -> int:
+        """Say that arrays to be added lie in one contiguous memory, which is registered as a whole; return its number.
+
+        For storages of which an engine has many arrays that are no views of one array. Raises UsageError.
+        """
+        if not memory.flags.c_contiguous:
+            raise UsageError(f"{self.name}: a memory is contiguous, got strides {memory.strides}")
+        self.memories.append(memory)
+        return len(self.memories) - 1
+
     def _memory(self, array: NDArray[Any]) -> tuple[int, int]:
-        """Return which memory an array is a view of, and where it begins there."""
+        """Return in which memory an array lies, and where it begins there; its own, or what it is a view of, if none
+        has it.
+        """
+        begin, end = _span(array)
+        for number, memory in enumerate(self.memories):
+            start, stop = _span(memory)
+            if start <= begin and end <= stop:
+                return number, begin - start
         root = array
         while isinstance(root.base, np.ndarray):
             root = root.base
-        offset = array.__array_interface__["data"][0] - root.__array_interface__["data"][0]
-        for number, memory in enumerate(self.memories):
-            if memory is root:
-                return number, offset
-        self.memories.append(root)
-        return len(self.memories) - 1, offset
+        return self.hold(root), begin - _span(root)[0]
 
     @property
     def spec(self) -> CacheSpec:
@@ -199,6 +212,13 @@ class Cache:
         spec = CacheSpec(self.name, tuple(memory.nbytes for memory in self.memories), tuple(self.tensors))
         spec.check()
         return spec
+
+
+def _span(array: NDArray[Any]) -> tuple[int, int]:
+    """Return the addresses of an array's first byte and behind its last."""
+    begin = array.__array_interface__["data"][0]
+    reach = sum((count - 1) * stride for count, stride in zip(array.shape, array.strides, strict=True))
+    return begin, begin + (reach + array.itemsize if array.size else 0)
 
 
 def _axes(array: NDArray[Any], axes: str) -> tuple[dict[str, int], dict[str, int], int]:

@@ -36,11 +36,15 @@ def move(source: Cache, target: Cache, part: CacheSpec, here: dict, there: dict,
         assert pieces == counts[layer]
 
 
-def transfer(model: Model, left: Side, right: Side, tokens: int, skip: int = 0, seed: int = 0) -> None:
+def transfer(
+    model: Model, left: Side, right: Side, tokens: int, skip: int = 0, seed: int = 0, window: bool = False
+) -> None:
     """Move a request from all ranks of one side to all of the other, and look at each byte of the latter."""
     random = np.random.default_rng(seed)
     built(model, left, "prefill"), built(model, right, "decode")
-    here, there = rows(left, tokens, random), rows(right, tokens, random, skip)
+    # The source may have let go of what the target does not want.
+    gone = skip * right.tokens // left.tokens if window else 0
+    here, there = rows(left, tokens, random, gone), rows(right, tokens, random, skip)
     unit = min(left.tokens, right.tokens)
     whole = -(-tokens // unit) * unit
     fill(left, here, whole)
@@ -86,7 +90,15 @@ def test_each_item_is_written_once_and_nothing_else(data):
     )
     left, right = data.draw(sides(model.heads)), data.draw(sides(model.heads))
     tokens = data.draw(st.integers(0, 19))
-    transfer(model, left, right, tokens, data.draw(st.integers(0, 2)), data.draw(st.integers(0, 99)))
+    transfer(
+        model,
+        left,
+        right,
+        tokens,
+        data.draw(st.integers(0, 2)),
+        data.draw(st.integers(0, 99)),
+        data.draw(st.booleans()),
+    )
 
 
 def pieces(left: Side, right: Side, model: Model | None = None) -> list[tuple[int, int]]:
@@ -168,6 +180,18 @@ def test_a_cache_of_arrays_is_what_their_strides_say():
     both.add(whole, "layer page field head token item", fields=["k", "v"])
     assert sorted(cache.spec.tensors, key=str) == sorted(both.spec.tensors, key=str)
     assert (both.spec.layers, both.spec.groups) == ([0, 1], {0: 3})
+    held = Cache("held")
+    held.hold(whole.view(np.uint8).reshape(-1))
+    for layer in range(2):
+        # As tensors of another library: views of nothing that numpy knows.
+        array = np.asarray(memoryview(whole[layer]))
+        held.add(array, "page field head token item", layer=layer, fields=["k", "v"])
+    assert (held.spec.memories, sorted(held.spec.tensors, key=str)) == (
+        both.spec.memories,
+        sorted(both.spec.tensors, key=str),
+    )
+    with pytest.raises(UsageError, match="contiguous"):
+        held.hold(whole[..., ::2])
     for axes in ("layer page field head token", "page page field head token item", "layer field head page token x"):
         with pytest.raises(UsageError):
             both.add(whole, axes, fields=["k", "v"])
