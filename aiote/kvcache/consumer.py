@@ -109,8 +109,8 @@ class Reception:
             for layer, count in zip(link.map.layers, link.map.counts(self.rows, self.tokens), strict=True):
                 counts[layer] += count
         self._block = block = self._consumer.immediates.open(list(counts.values()))
-        rows = rows_to(self.rows)
         for link in self._links:
+            rows = rows_to({group: row for group, row in self.rows.items() if group in link.map.units})
             fetch = Fetch(link.session, self.request, self.tokens, block.first, rows)
             stream = cast("service.Stream", link.client.push(fetch))
             link.readers.add(self)

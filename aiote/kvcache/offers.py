@@ -155,7 +155,7 @@ class Offers:
         """Take an offer out."""
         if self._open.get(offer.request) is offer:
             del self._open[offer.request]
-            self.refuse(offer.request, f"request {offer.request!r} is over")
+            self.refuse(offer.request, f"request {offer.request!r} is over: {offer.stopped or 'it was moved'}")
 
     def refuse(self, request: str, reason: str) -> None:
         """Remember for a while why a name is not offered: who asks for it need not wait. An offer of it ends that."""

@@ -72,8 +72,8 @@ class Producer:
         """Offer a request's cache: `async with producer.offer(...) as offer`, and `offer.computed(layer)` in it.
 
         rows: for each group its pages, from the request's first on, or from a later one where no reader wants those
-        before; they need not be all that it will have. tokens: how many it has. readers: how many decode ranks take
-        something from this rank. Entering raises UsageError for a name that is offered already.
+        before; they need not be all that it will have. tokens: how many it has. readers: how many ranks the decode
+        group has. Entering raises UsageError for a name that is offered already.
         """
         check_rows(self.spec, rows)
         return Offer(self._offers, request, tokens, rows, readers, self.spec.layers)

@@ -86,8 +86,9 @@ class Links:
         self._locks: dict[tuple[tuple[str, ...], bool], anyio.Lock] = {}
 
     async def group(self, places: Sequence[Place], *, reads: bool) -> list[Link]:
-        """Return a link to each of a group's ranks that has something for this one; made the first time, and after one
-        has ended. Raises MappingError, CallError, PeerError, TransferRefused.
+        """Return a link to each of a group's ranks; made the first time, and after one has ended.
+
+        Raises MappingError, CallError, PeerError, TransferRefused.
         """
         key = tuple(str(place.address if isinstance(place, aiote.Peer) else place) for place in places), reads
         async with self._locks.setdefault(key, anyio.Lock()):
@@ -106,11 +107,10 @@ class Links:
             spec.check()
         links: list[Link] = []
         try:
-            for peer, client, spec, part in zip(
-                peers, clients, specs, assign(specs, self._spec, self._turn), strict=True
-            ):
-                if part.tensors:
-                    links.append(await self._link(peer, client, CacheMap(spec, part), reads))
+            # Also to those that have nothing for this rank: an offer ends when all of the decode group have come.
+            parts = assign(specs, self._spec, self._turn)
+            for peer, client, spec, part in zip(peers, clients, specs, parts, strict=True):
+                links.append(await self._link(peer, client, CacheMap(spec, part), reads))
         except BaseException:
             for link in links:
                 link.end("another rank of its group could not be opened")

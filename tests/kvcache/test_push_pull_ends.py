@@ -241,3 +241,36 @@ async def test_a_lost_prefiller_fails_its_requests_and_leaves_their_pages_alone(
         await anyio.sleep(20)
         assert clean(w)
         group.cancel_scope.cancel()
+
+
+@pytest.mark.virtual_time
+@both
+async def test_a_leader_ends_a_request_on_all_ranks_and_tries_once_more(reads):
+    """One of two prefill ranks gives up: what the other writes for both decode ranks ends, too."""
+    async with world("sim", Side(ranks=2), Side(ranks=2, order="field token head"), MODEL) as w:
+        here, there = w.rows(TOKENS)
+        fill(w.left, here, 20)
+        wanted = [expected(cache, there, 20, BEFORE) for cache in w.right.caches]
+
+        async def rank(producer: int, name: str, gives_up: bool) -> None:
+            async with w.producers[producer].offer(name, tokens=TOKENS, rows=here, readers=2) as offer:
+                for layer in w.producers[producer].spec.layers:
+                    offer.computed(layer)
+                    if gives_up:
+                        offer.stop("it gives up")
+
+        async def attempt(name: str, *, well: bool) -> None:
+            async with anyio.create_task_group() as leader:
+                leader.start_soon(rank, 0, name, False)
+                leader.start_soon(rank, 1, name, not well)
+                for consumer in w.consumers:
+                    leader.start_soon(decode, w, consumer, name, TOKENS, there, reads)
+
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await attempt("r", well=False)
+        assert "it gives up" in str(caught.value.exceptions)
+        wipe(w)
+        await anyio.sleep(20)
+        assert clean(w)
+        await attempt("r again", well=True)
+        assert all(same(cache, one) for cache, one in zip(w.right.caches, wanted, strict=True))
