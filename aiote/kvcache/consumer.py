@@ -5,11 +5,11 @@ A request has its pages from the program, and gives them back when its block is 
 | it ends because               | who may still write        | which is over when                                      |
 |-------------------------------|----------------------------|---------------------------------------------------------|
 | all counts are there          | nobody                     | -                                                       |
-| it is left before, or failed  | prefill ranks that push    | each has ended its stream, or nobody has its lease      |
+| it is left before, or failed  | prefill ranks that push    | each has ended its stream, or is disconnected           |
 | the same, and this rank reads | this rank's NIC            | its reads are drained                                   |
 
 Until then its pages are in *quarantine*. A rank that does not confirm within `confirm_timeout`, or has not for so many
-pages together, loses its lease, and with it the other requests to it.
+pages together, is disconnected, and the other requests to it fail.
 """
 
 from __future__ import annotations
@@ -121,19 +121,16 @@ class Reception:
                 await stream.listen(_ignore, partial(self._ended, link))
             except BaseException as error:
                 # Nothing was sent.
-                self.over(link)
-                self.fail(f"{link.map.source.name}: {error}")
+                self.over(link, f"{link.map.source.name}: {error}")
                 if not isinstance(error, service.CallError):
                     raise
                 return
 
     def _ended(self, link: Link, error: Exception | None) -> None:
-        if error is not None:
-            self.fail(f"{link.map.source.name}: {error}")
+        """Take note that the call of a rank has ended there, or that it is lost."""
         if isinstance(error, service.CallLostError):
             link.end(str(error))
-        else:
-            self.over(link)
+        self.over(link, f"{link.map.source.name}: {error}" if error is not None else "")
 
     # Read by this rank.
 
@@ -184,12 +181,10 @@ class Reception:
 
     # Its end.
 
-    def broken(self, reason: str) -> None:
-        """Take note that a link is being ended."""
-        self.fail(reason)
-
-    def over(self, link: Link) -> None:
+    def over(self, link: Link, failure: str = "") -> None:
         """Take note that a rank writes nothing for it any more."""
+        if failure:
+            self.fail(failure)
         self._open.discard(link)
         self._bell.ring()
 
@@ -232,8 +227,8 @@ class Consumer:
     """One decode rank's cache on one engine; `async with Consumer(engine, cache) as consumer:`.
 
     `turn` differs among ranks of a group that want the same, so that they spread over the prefill ranks that have it.
-    A rank that has not confirmed within `confirm_timeout` that it has stopped, or for more than `quarantine_pages`,
-    loses its lease. Immediates are taken from `imm_base` on, 2**24 of them. The cache's memories stay registered until
+    A rank that has not confirmed within `confirm_timeout` that it has stopped, or for more than `quarantine_pages`, is
+    disconnected. Immediates are taken from `imm_base` on, 2**24 of them. The cache's memories stay registered until
     the block is left. An engine may have several consumers, whose immediates differ.
     """
 
@@ -260,7 +255,6 @@ class Consumer:
         async with AsyncExitStack() as stack:
             for array in self._arrays:
                 self.regions.append(await self.engine.register_async(array, "write"))
-                # The end of a region revokes its leases.
                 stack.push_async_callback(to_the_end, self.regions[-1].aclose)
             self._scope = await stack.enter_async_context(beside())
             self._links = Links(self.engine, self.spec, self.regions, self._turn, self._scope)

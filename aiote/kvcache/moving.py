@@ -89,13 +89,13 @@ class Batch:
         return bool(self._flight)
 
     async def submit(self, start: Callable[[], aiote.Transfer]) -> None:
-        """Start a transfer, as soon as there is room for it."""
-        try:
-            transfer = start()
-        except aiote.QueueFull:
+        """Start a transfer, as soon as there is room for it. Raises PeerError once the peer is lost."""
+        if not self._peer.has_room:
             await self._engine.room(self._peer)
-            transfer = start()
-        transfer.join(self._flight)
+        if self._peer.lost:
+            # Started, it would go over the next connection: the peer relies on it that nothing does.
+            raise aiote.PeerLostError(str(self._peer.address), self._peer.reason)
+        start().join(self._flight)
 
     async def drain(self) -> None:
         """Cancel what is under way and return when nothing is. Cancelling the wait loses nothing."""

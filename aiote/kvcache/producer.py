@@ -29,13 +29,12 @@ MOST_SESSIONS = 16
 
 @dataclass(eq=False)
 class Session:
-    """A decode rank's part of its cache, mapped; its memories, or the leases that it reads by."""
+    """A decode rank's part of its cache, mapped, and its memories, where it does not read."""
 
     peer: aiote.Peer
     map: CacheMap
     immediates: dict[int, int]
     targets: list[aiote.RemoteRegion | None]
-    leases: list[aiote.Lease]
 
 
 @dataclass(eq=False)
@@ -112,21 +111,20 @@ class Producer:
         part.check()
         cache_map = CacheMap(self.spec, part)
         if len(immediates) != len(part.layers) or len(memories) not in (0, len(part.memories)):
-            raise TransferRefused("an immediate is expected for each layer, and a lease for each memory")
+            raise TransferRefused("an immediate is expected for each layer, and a descriptor for each memory")
         targets = [self._lent(peer, descriptor) if descriptor else None for descriptor in memories]
-        leases = [] if memories else [region.lease(slice(0, len(region)), peer) for region in self._regions]
         self._forget(peer)
         number = next(self._numbers)
         counted = dict(zip(part.layers, immediates, strict=True))
-        self._sessions[number] = Session(peer, cache_map, counted, targets, leases)
-        return Opened(number, [lease.descriptor for lease in leases])
+        self._sessions[number] = Session(peer, cache_map, counted, targets)
+        return Opened(number, [] if memories else [region.descriptor for region in self._regions])
 
     def _lent(self, peer: aiote.Peer, descriptor: bytes) -> aiote.RemoteRegion:
-        """Return memory that the peer itself has lent to be written: nobody may send us to another's."""
+        """Return memory of the peer's own that may be written: nobody may send us to another's."""
         remote = self.engine.attach(descriptor)
         ours = (remote.owner.identity, remote.owner.incarnation) == (peer.address.identity, peer.address.incarnation)
-        if not (ours and remote.lease and remote.writable):
-            raise TransferRefused("a session gives memory that was not lent by its own decode rank, to be written")
+        if not (ours and remote.writable):
+            raise TransferRefused("a session gives memory that is not its own decode rank's, to be written")
         return remote
 
     def _forget(self, peer: aiote.Peer) -> None:
@@ -134,8 +132,7 @@ class Producer:
         own = [number for number, session in self._sessions.items() if session.peer is peer]
         gone = [number for number, session in self._sessions.items() if session.peer.lost]
         for number in gone + own[: max(0, len(own) + 1 - MOST_SESSIONS)]:
-            for lease in self._sessions.pop(number).leases:
-                self._scope.start(lease.revoke)
+            del self._sessions[number]
 
     def _session(self, peer: aiote.Peer, number: int) -> Session:
         session = self._sessions.get(number)

@@ -1,13 +1,17 @@
-"""What a decode rank knows of prefill ranks: the session with each of a group, and what it has lent to it.
+"""What a decode rank knows of prefill ranks: the session with each of a group.
 
-A *link* begins with the handshake. It is kept while all goes well, so that a request costs no registration. It breaks
-when its peer is lost, and when what it has not confirmed to have stopped, the *quarantine*, is too large or too old:
-then its leases are revoked. All requests over it fail, and once nobody can write through it they are told.
+Memory is registered once, and every prefill rank gets the same descriptor. What keeps late writes out is the
+connection: when `Peer.disconnect` returns, no byte of that peer's moves any more, on any rail (docs/cancellation.md),
+and a session, which is the connection's, writes nothing over the next one.
+
+A *link* begins with the handshake and is kept while all goes well. It ends when its peer is lost, and when what that
+has not confirmed to have stopped, the *quarantine*, is too large or too old: then it is disconnected. All requests over
+it fail.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import anyio
@@ -26,10 +30,9 @@ Place = aiote.Address | aiote.Peer | str
 
 
 class Reader(Protocol):
-    """What a link tells those who rely on it."""
+    """Who relies on a link, and hears once that nothing is written over it any more, and why if that is a failure."""
 
-    def broken(self, reason: str) -> None: ...
-    def over(self, link: Link) -> None: ...
+    def over(self, link: Link, failure: str = "") -> None: ...
 
 
 class Link:
@@ -37,38 +40,19 @@ class Link:
     many pages each that it has not confirmed to have left alone.
     """
 
-    def __init__(
-        self,
-        peer: aiote.Peer,
-        client: Transfers,
-        cache_map: CacheMap,
-        leases: Sequence[aiote.Lease | None],
-        start: Callable[..., None],
-    ) -> None:
+    def __init__(self, peer: aiote.Peer, client: Transfers, cache_map: CacheMap) -> None:
         self.peer, self.client, self.map = peer, client, cache_map
-        self.leases = [lease for lease in leases if lease is not None]
         self.session = 0
         self.memories: list[aiote.RemoteRegion] = []
-        self.reason = ""
         self.readers: set[Reader] = set()
         self.quarantine: dict[Reader, int] = {}
-        self._start = start
 
     def end(self, reason: str) -> None:
-        """Revoke the leases, and tell who relies on them. Idempotent."""
-        if not self.reason:
-            self.reason = reason
-            for reader in tuple(self.readers):
-                reader.broken(reason)
-            self._start(self._revoke)
-
-    async def _revoke(self) -> None:
-        for lease in self.leases:
-            lease.begin_revoking()
-        for lease in self.leases:
-            await lease.revoke()
+        """Disconnect the peer, which then writes nothing more, and tell who relies on it. Idempotent."""
+        self.peer.disconnect(reason)
         for reader in tuple(self.readers):
-            reader.over(self)
+            self.readers.discard(reader)
+            reader.over(self, self.peer.reason)
 
     async def follow(self) -> None:
         """End it when the peer is lost."""
@@ -93,9 +77,7 @@ class Links:
         key = tuple(str(place.address if isinstance(place, aiote.Peer) else place) for place in places), reads
         async with self._locks.setdefault(key, anyio.Lock()):
             links = self._groups.get(key, [])
-            if not links or any(link.reason or link.peer.lost for link in links):
-                for link in links:
-                    link.end("another link of its group has ended")
+            if not links or any(link.peer.lost for link in links):
                 links = self._groups[key] = await self._open(places, reads)
         return links
 
@@ -105,34 +87,21 @@ class Links:
         specs = [await client.describe() for client in clients]
         for spec in specs:
             spec.check()
-        links: list[Link] = []
-        try:
-            # Also to those that have nothing for this rank: an offer ends when all of the decode group have come.
-            parts = assign(specs, self._spec, self._turn)
-            for peer, client, spec, part in zip(peers, clients, specs, parts, strict=True):
-                links.append(await self._link(peer, client, CacheMap(spec, part), reads))
-        except BaseException:
-            for link in links:
-                link.end("another rank of its group could not be opened")
-            raise
-        return links
+        # Also to those that have nothing for this rank: an offer ends when all of the decode group have come.
+        parts = assign(specs, self._spec, self._turn)
+        return [
+            await self._link(peer, client, CacheMap(spec, part), reads)
+            for peer, client, spec, part in zip(peers, clients, specs, parts, strict=True)
+        ]
 
     async def _link(self, peer: aiote.Peer, client: Transfers, cache_map: CacheMap, reads: bool) -> Link:
-        """Lend the memories of a part to its rank, or hear of its own; and follow the peer."""
-        used = set() if reads else {tensor.memory for tensor in cache_map.part.tensors}
-        leases = [
-            region.lease(slice(0, len(region)), peer) if number in used else None
-            for number, region in enumerate(self._regions)
-        ]
-        link = Link(peer, client, cache_map, leases, self._scope.start)
-        try:
-            places = [self._spec.layers.index(layer) for layer in cache_map.layers]
-            lent = [] if reads else [b"" if lease is None else lease.descriptor for lease in leases]
-            opened = await client.open(cache_map.part, places, lent)
-            link.session = opened.session
-            link.memories = [self._engine.attach(descriptor) for descriptor in opened.memories]
-        except BaseException:
-            link.end("it could not be opened")
-            raise
+        """Open a session: the rank hears of the memories that its part lies in, or this one of the rank's."""
+        used = {tensor.memory for tensor in cache_map.part.tensors}
+        memories = [region.descriptor if number in used else b"" for number, region in enumerate(self._regions)]
+        places = [self._spec.layers.index(layer) for layer in cache_map.layers]
+        opened = await client.open(cache_map.part, places, [] if reads else memories)
+        link = Link(peer, client, cache_map)
+        link.session = opened.session
+        link.memories = [self._engine.attach(descriptor) for descriptor in opened.memories]
         self._scope.start(link.follow)
         return link

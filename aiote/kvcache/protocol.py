@@ -3,8 +3,9 @@
 | call       | asks for                                                                                               |
 |------------|--------------------------------------------------------------------------------------------------------|
 | `describe` | what the rank's cache is                                                                               |
-| `open`     | a session: the map of the rank's cache onto a part of the caller's. `memories` are leases of the       |
-|            | caller's, to be written; the answer has leases of the rank's, to be read, where none is given          |
+| `open`     | a session: the map of the rank's cache onto a part of the caller's. `memories` describe the caller's,  |
+|            | to be written; where none is given the answer describes the rank's, to be read. It ends with the       |
+|            | connection, and nothing is written for it over the next one                                            |
 | `push`     | a request's pages, written as they are computed. The stream ends when all are                          |
 | `pull`     | a request's pages, to be read. The stream says where they are when they are computed, and keeps them   |
 | `finish`   | whether they were kept until now: what was read is theirs only then. They need not be kept any more    |
@@ -50,7 +51,7 @@ class Row(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 
 class Opened(msgspec.Struct, array_like=True, frozen=True):
-    """A session's number, and the leases of the prefill rank's memories."""
+    """A session's number, and descriptors of the prefill rank's memories."""
 
     session: Number
     memories: list[Descriptor]

@@ -35,11 +35,11 @@ class Liar:
     engine: aiote.Engine
     client: Transfers
     part: CacheSpec
-    lease: aiote.Lease
     region: aiote.Region
+    shut: aiote.Region
 
     async def open(self, part: CacheSpec | None = None, memories: list[bytes] | None = None) -> int:
-        lent = [self.lease.descriptor] * len(self.part.memories) if memories is None else memories
+        lent = [self.region.descriptor] * len(self.part.memories) if memories is None else memories
         return (await self.client.open(part or self.part, list(range(MODEL.layers)), lent)).session
 
     async def push(self, **lies: Any) -> None:
@@ -55,9 +55,9 @@ async def lying() -> AsyncIterator[Liar]:
         producer = w.producers[0].engine
         peer = await engine.connect(producer.address)
         part = w.right.caches[0].spec
-        region = engine.register(np.zeros(max(part.memories), np.uint8))
-        async with region.lease(slice(0, len(region)), peer) as lease:
-            yield Liar(w, engine, service.client(engine, peer, Transfers), part, lease, region)
+        memory = np.zeros(max(part.memories), np.uint8)
+        regions = engine.register(memory, "write"), engine.register(memory, "read")
+        yield Liar(w, engine, service.client(engine, peer, Transfers), part, *regions)
 
 
 async def honest(w: World) -> None:
@@ -111,16 +111,13 @@ async def test_a_part_that_cannot_be_is_refused(change):
 @pytest.mark.virtual_time
 async def test_memory_that_is_not_the_callers_own_is_not_written_to():
     async with lying() as liar:
-        peer = liar.world.producers[0].engine.address
         victim = liar.world.consumers[0]
-        others = victim.regions[0].lease(slice(0, len(victim.regions[0])), peer)
         count = len(liar.part.memories)
-        for descriptor in (others.descriptor, liar.region.descriptor, b"?", victim.regions[0].descriptor):
+        for descriptor in (victim.regions[0].descriptor, liar.shut.descriptor, b"?"):
             with pytest.raises(PARTS):
                 await liar.open(memories=[descriptor] * count)
-        with pytest.raises(PARTS, match="a lease for each memory"):
-            await liar.open(memories=[liar.lease.descriptor] * (count + 1))
-        await others.revoke()
+        with pytest.raises(PARTS, match="a descriptor for each memory"):
+            await liar.open(memories=[liar.region.descriptor] * (count + 1))
         await honest(liar.world)
 
 

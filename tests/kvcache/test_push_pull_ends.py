@@ -13,7 +13,8 @@ import aiote
 from aiote.kvcache.mapping import MappingError, PageRow
 from aiote.kvcache.moving import Batch
 from aiote.kvcache.protocol import TransferRefused
-from engines import fabric, until
+from aiote.service.background import Bell
+from engines import fabric, pair, until
 from kv_worlds import BEFORE, World, decode, prefill, world
 from mapped_caches import Model, Side, expected, fill, same
 
@@ -167,8 +168,8 @@ async def test_nothing_lands_in_pages_of_a_request_that_was_left(reads, started)
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("why", ["old", "large"])
-async def test_a_rank_that_does_not_confirm_loses_its_lease_and_is_asked_anew(why, started, monkeypatch):
-    """It has stopped writing, as a rule, and cannot say so; or it has not, and no longer can."""
+async def test_a_rank_that_does_not_confirm_is_disconnected_and_asked_anew(why, started, monkeypatch):
+    """It may have stopped and cannot say so, or it has not: then it no longer can."""
     stuck, drain = anyio.Event(), Batch.drain
 
     async def late(self: Batch) -> None:
@@ -274,3 +275,22 @@ async def test_a_leader_ends_a_request_on_all_ranks_and_tries_once_more(reads):
         assert clean(w)
         await attempt("r again", well=True)
         assert all(same(cache, one) for cache, one in zip(w.right.caches, wanted, strict=True))
+
+
+@pytest.mark.virtual_time
+async def test_nothing_of_a_lost_connection_is_started_over_the_next_one():
+    """A decode rank that has disconnected relies on it; the engine alone would connect anew and write."""
+    async with pair("sim") as (left, right):
+        memory = bytearray(8)
+        peer = await left.connect(right.address)
+        write = functools.partial(
+            left.submit_write, left.register(b"too late"), left.attach(right.register(memory).descriptor)
+        )
+        batch = Batch(left, peer, Bell())
+        right.find_peer(left.address).disconnect("enough")
+        await peer.wait_closed()
+        with pytest.raises(aiote.PeerLostError, match="enough"):
+            await batch.submit(write)
+        await batch.drain()
+        await anyio.sleep(5)
+        assert memory == bytes(8)
