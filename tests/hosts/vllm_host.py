@@ -59,10 +59,13 @@ class Client:
 
     def __init__(self, pipe: Any) -> None:
         self._pipe, self._lock = pipe, threading.Lock()
+        self.updating = threading.Event()
 
     def _call(self, method: str, *arguments: Any) -> None:
         with self._lock:
             self._pipe.send((method, arguments))
+            if method == "update_weights":
+                self.updating.set()
             error = self._pipe.recv()
         if error is not None:
             raise RuntimeError(error)
@@ -92,6 +95,8 @@ def train(pipe: Any, versions: list[int], die_at: int) -> None:
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
             for number, pair in enumerate(super().__iter__()):
                 if number == die_at:
+                    # Before the workers have heard of the update they have nothing to say of it.
+                    client.updating.wait(PATIENCE_S)
                     os._exit(9)
                 yield pair
 
