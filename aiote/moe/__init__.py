@@ -1,0 +1,22 @@
+"""Mixture of experts: tokens go to the ranks that have their experts, and what these return comes back summed.
+
+`async with aiote.moe.open_group(engine, members, rank, config) as moe:` on every rank, then `dispatch` and `combine`.
+See docs/moe.md.
+"""
+
+from .batch import Batch
+from .config import MoeConfig
+from .group import MoeGroup, MoeStatistics, open_group
+from .round import Round
+from .states import GroupBrokenError, MoeOverflowError
+
+__all__ = [
+    "Batch",
+    "GroupBrokenError",
+    "MoeConfig",
+    "MoeGroup",
+    "MoeOverflowError",
+    "MoeStatistics",
+    "Round",
+    "open_group",
+]

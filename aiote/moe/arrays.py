@@ -1,0 +1,103 @@
+"""Arrays of users as lines of bytes, and memory as arrays for users: NumPy's, and torch's on the CPU.
+
+torch is never imported: whoever has a tensor has done that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+import aiote
+
+from .config import ITEMSIZES
+
+__all__ = ["Bytes", "elements", "lines", "plain", "same_memory", "zeros"]
+
+Bytes = NDArray[np.uint8]
+ALIGNED = 64
+RAW = {1: "uint8", 2: "uint16", 4: "uint32"}
+
+
+def zeros(nbytes: int) -> Bytes:
+    """Return memory that begins at a multiple of 64; pages of it that nobody touches cost nothing."""
+    memory = np.zeros(nbytes + ALIGNED, np.uint8)
+    start = -memory.ctypes.data % ALIGNED
+    return memory[start : start + nbytes]
+
+
+def _described(what: str, array: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], str]:
+    """Return where an array lies, its shape, its strides in bytes, and the name of its type."""
+    if hasattr(array, "data_ptr"):
+        if array.device.type != "cpu":
+            raise aiote.UsageError(f"{what}: it is on {array.device}, and only CPU memory is dispatched so far")
+        size = array.element_size()
+        strides = tuple(size * stride for stride in array.stride())
+        return array.data_ptr(), tuple(array.shape), strides, str(array.dtype).removeprefix("torch.")
+    if not isinstance(array, np.ndarray):
+        raise aiote.UsageError(f"{what}: a NumPy array or a torch tensor is expected, got {type(array).__name__}")
+    return array.ctypes.data, array.shape, array.strides, array.dtype.name
+
+
+def lines(what: str, array: Any, shape: tuple[int | None, ...], dtype: str) -> Bytes:
+    """Return an array as lines of bytes (rows, bytes), in place, one for each of its last dimension.
+
+    The last dimension lies together; other strides may be any. None in `shape` is any length. A type is also taken for
+    another of its size that is unsigned, as raw bytes are. Raises UsageError.
+    """
+    address, found, strides, name = _described(what, array)
+    size = ITEMSIZES[dtype]
+    fits = len(found) == len(shape) and all(want in (None, have) for want, have in zip(shape, found, strict=True))
+    if not fits or name not in (dtype, RAW[size]):
+        wanted = ", ".join("any" if one is None else str(one) for one in shape)
+        raise aiote.UsageError(f"{what}: expected {dtype} of shape ({wanted}), got {name} {found}")
+    if 0 in found:
+        return np.zeros((int(np.prod(found[:-1])), found[-1] * size), np.uint8)
+    if found[-1] > 1 and strides[-1] != size:
+        raise aiote.UsageError(f"{what}: the elements of a row must lie together, its strides are {strides}")
+    rest = list(zip(found[:-1], strides[:-1], strict=True))
+    if min((stride for _, stride in rest), default=0) < 0:
+        raise aiote.UsageError(f"{what}: its strides {strides} are negative")
+    extent = sum((length - 1) * stride for length, stride in rest) + found[-1] * size
+    memory = (ctypes.c_uint8 * extent).from_address(address)
+    view = np.ndarray((*found[:-1], found[-1] * size), np.uint8, memoryview(memory), 0, (*strides[:-1], 1))
+    return view if view.ndim == 2 else view.reshape(-1, view.shape[-1])
+
+
+def plain(what: str, array: Any, shape: tuple[int, int], names: tuple[str, ...]) -> NDArray[Any]:
+    """Return a small array of numbers as NumPy's. Raises UsageError."""
+    _, found, _, name = _described(what, array)
+    if found != shape or name not in names:
+        raise aiote.UsageError(f"{what}: expected {' or '.join(names)} of shape {shape}, got {name} {found}")
+    return array if isinstance(array, np.ndarray) else np.asarray(array.detach().numpy())
+
+
+def same_memory(array: Any, rows: Bytes) -> bool:
+    """Whether lines of bytes are those that begin at `rows`, in the same steps."""
+    return bool(array.ctypes.data == rows.ctypes.data and array.strides == rows.strides)
+
+
+def elements(rows: Bytes, at: int, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+    """Return elements that lie at byte `at` of each of the rows, as an array of the kind that `like` is.
+
+    In NumPy types that it has not are what `like` has if its elements are as large, else raw unsigned numbers.
+    """
+    size = ITEMSIZES[dtype]
+    strides = [rows.strides[0]]
+    for length in reversed(shape[1:-1]):
+        strides.insert(0, strides[0] * length)
+    raw = as_strided(rows[:, at:], (*shape[:-1], shape[-1] * size), (*strides, 1))
+    if hasattr(like, "data_ptr"):
+        torch = sys.modules["torch"]
+        return torch.from_numpy(raw).view(getattr(torch, dtype))
+    kind = like.dtype if like.dtype.name == dtype else np.dtype(dtype if _native(dtype) else RAW[size])
+    return raw.view(kind)
+
+
+def _native(dtype: str) -> bool:
+    return dtype in ("float16", "float32", "int32", "int8", "uint8")

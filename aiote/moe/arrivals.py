@@ -1,0 +1,74 @@
+"""Waiting for the writes of other ranks, counted by immediates.
+
+Where a lost rank breaks the group one count for all ranks is enough. Where it is masked each rank's writes count by
+themselves: a count over all would not tell whose write is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+
+import aiote
+
+from .wire import ANSWER, PAYLOAD, ROUTE, immediate
+
+__all__ = ["Arrivals"]
+
+Lost = Callable[[int | None], BaseException | None]
+
+
+class Arrivals:
+    """The counters of one lane in one epoch; closed with it."""
+
+    def __init__(self, engine: aiote.Engine, group: int, epoch: int, lane: int, sources: list[int]) -> None:
+        """Open them; `sources` are the ranks that count by themselves, none for one count over all."""
+        self._base = group, epoch, lane
+        self._separate = bool(sources)
+        self._counters: dict[tuple[int, int, int], aiote.Counter] = {}
+        with ExitStack() as opened:
+            for kind, parities in ((ROUTE, 2), (PAYLOAD, 2), (ANSWER, 1)):
+                for parity in range(parities):
+                    for source in [rank + 1 for rank in sources] or [0]:
+                        counter = opened.enter_context(engine.counter(immediate(*self._base, kind, parity, source)))
+                        self._counters[kind, parity, source] = counter
+            self._opened = opened.pop_all()
+
+    async def drop_old(self) -> None:
+        """Consume what an epoch long ago that had the same immediates has left; nobody writes in this one yet."""
+        for counter in self._counters.values():
+            await counter.wait(counter.value)
+
+    def number(self, kind: int, parity: int, me: int) -> int:
+        """Return the immediate of this rank's own writes."""
+        return immediate(*self._base, kind, parity if kind != ANSWER else 0, me + 1 if self._separate else 0)
+
+    async def wait(self, kind: int, parity: int, needs: Mapping[int, int], lost: Lost) -> list[int]:
+        """Wait until so many writes of each rank have come, and return the ranks of which all have.
+
+        `lost(rank)` returns an error when a rank will not write any more, `lost(None)` when nobody needs to be waited
+        for; the first one leaves that rank out, the second is raised. Cancelling consumes nothing.
+        """
+        parity = parity if kind != ANSWER else 0
+        if not self._separate:
+            await self._counters[kind, parity, 0].wait_unless(sum(needs.values()), lambda: lost(None))
+            return list(needs)
+        came = []
+        for rank, need in needs.items():
+            try:
+                await self._counters[kind, parity, rank + 1].wait_unless(need, lambda rank=rank: lost(rank))  # type: ignore[misc]
+            except aiote.PeerLostError:
+                if lost(None) is not None:
+                    raise
+            else:
+                came.append(rank)
+        return came
+
+    def wake(self) -> None:
+        """Have all waits look again whether they are lost."""
+        for counter in self._counters.values():
+            counter.wake_waits()
+
+    def close(self) -> None:
+        """Free the immediates; what came on them and was not waited for is dropped."""
+        self._opened.close()

@@ -1,0 +1,132 @@
+"""What a rank's experts have to compute in a round."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .arrays import elements
+from .config import Sizes
+from .plan import Plan
+
+if TYPE_CHECKING:
+    from .memory import LaneMemory
+    from .round import Round
+
+__all__ = ["Batch"]
+
+
+class Batch:
+    """The rows of a round for this rank's experts: views of the group's memory, valid until `combine`.
+
+    In layout "grouped" `x` is (experts of the rank, rows, hidden), and expert i has the first `expert_num_tokens[i]`
+    rows; in "contiguous" (rows, hidden), and its rows begin at `offsets[i]`; in "rank" (ranks, tokens, hidden), and
+    rank r has sent the first `source_num_tokens[r]`. Rows lie in the order of source rank, token and k; what lies
+    between them is undefined. `scales` lie alike. What the experts return goes to `y`, or to `combine` in its shape.
+    """
+
+    def __init__(
+        self,
+        round: Round,
+        plan: Plan,
+        sizes: Sizes,
+        memory: LaneMemory,
+        like: Any,
+        dropped: NDArray[np.bool_] | None,
+        active: NDArray[np.bool_],
+    ) -> None:
+        self.round = round
+        self.dropped = dropped
+        """Which of this rank's own (tokens, k) were dropped, None where none was."""
+        self.active = active
+        """Which ranks take part (ranks,)."""
+        self.demand = plan.demand
+        """How many `rows` would have been enough."""
+        self._plan, self._sizes, self._memory, self._like = plan, sizes, memory, like
+        self._lead = {
+            "grouped": (sizes.held(plan.me), sizes.rows),
+            "contiguous": (sizes.placed,),
+            "rank": (sizes.ranks, sizes.config.tokens),
+        }[sizes.config.layout]
+
+    @property
+    def x(self) -> Any:
+        """The tokens, as an array of the kind that was dispatched here."""
+        config = self._sizes.config
+        return elements(self._memory.placed, 0, (*self._lead, config.hidden), config.dtype, self._like)
+
+    @property
+    def scales(self) -> Any:
+        """Their scales; None where there are none."""
+        config = self._sizes.config
+        if not config.scales:
+            return None
+        shape = (*self._lead, config.scales)
+        return elements(self._memory.placed, self._sizes.scales_at, shape, config.scale_dtype, self._like)
+
+    @property
+    def y(self) -> Any:
+        """Where the experts may put what they return; `combine` takes it from there without a copy."""
+        config = self._sizes.config
+        return elements(self._memory.y, 0, (*self._lead, config.hidden), config.out_dtype, self._like)
+
+    @property
+    def expert_num_tokens(self) -> NDArray[np.int32]:
+        """How many rows each of the rank's experts has (experts of the rank,)."""
+        return self._plan.expert_rows().astype(np.int32)
+
+    @property
+    def offsets(self) -> NDArray[np.int64]:
+        """Where each expert's rows begin, in all of the layout's rows, and behind them the end."""
+        return self._plan.offsets()
+
+    @property
+    def source_num_tokens(self) -> NDArray[np.int32]:
+        """How many rows each rank has sent (ranks,); with copies by rank, tokens."""
+        return self._plan.sent[:, self._plan.me].astype(np.int32)
+
+    @property
+    def topk_ids(self) -> NDArray[np.int32]:
+        """Of layout "rank": which of the rank's experts each token is for (ranks, tokens, k), -1 for other ranks'."""
+        return self._memory.copies
+
+    @property
+    def topk_weights(self) -> Any:
+        """The weights of each row's token (..., k), as its source gave them."""
+        top_k = self._sizes.config.top_k
+        shape = (*self._lead, top_k)
+        return elements(self._memory.placed, self._sizes.weights_at, shape, "float32", np.empty(0, np.float32))
+
+    @property
+    def source(self) -> NDArray[np.int32]:
+        """Where each row comes from: rank, token and k (..., 3), -1 where there is no row; k is 0 in layout "rank"."""
+        sizes, plan = self._sizes, self._plan
+        found = np.full((len(self._memory.placed), 3), -1, np.int32)
+        tokens = self._memory.placed[:, sizes.token_at : sizes.ids_at].copy().view(np.int32)[:, 0]
+        ids = self._memory.placed[:, sizes.ids_at : sizes.weights_at].copy().view(np.int32)
+        for source in range(sizes.ranks):
+            if sizes.whole:
+                first, count = source * sizes.config.tokens, int(plan.sent[source, plan.me])
+                found[first : first + count] = source, 0, 0
+                found[first : first + count, 1] = tokens[first : first + count]
+                continue
+            for expert in np.flatnonzero(plan.kept[source, plan.me]).tolist():
+                first = int(plan.base[plan.me, expert] + plan.before[source, plan.me, expert])
+                chosen = slice(first, first + int(plan.kept[source, plan.me, expert]))
+                named = ids[chosen] == sizes.first(plan.me) + expert
+                found[chosen, 0], found[chosen, 1] = source, tokens[chosen]
+                found[chosen, 2] = _slots(named, tokens[chosen])
+        return found[: math.prod(self._lead)].reshape(*self._lead, 3)
+
+
+def _slots(named: NDArray[np.bool_], tokens: NDArray[np.int32]) -> list[int]:
+    """Return the k of each row of an expert: of a token that names it more than once, one after another."""
+    slots: list[int] = []
+    earlier = 0
+    for line, token in enumerate(tokens.tolist()):
+        earlier = earlier + 1 if line and tokens[line - 1] == token else 0
+        slots.append(int(np.flatnonzero(named[line])[earlier]))
+    return slots

@@ -1,0 +1,366 @@
+"""A group of ranks: opened, broken, reset, and what its lanes share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import numpy as np
+from numpy.typing import NDArray
+
+import aiote
+
+from .. import service
+from ..service.background import Bell, TaskScope, beside, to_the_end
+from .batch import Batch
+from .config import MoeConfig, Sizes
+from .joining import Meeting, MoeService, service_of
+from .lane import Lane
+from .memory import RankMemory
+from .posting import Posting
+from .round import Round
+from .states import GroupBrokenError, Membership
+from .wire import MAX_GROUPS
+
+__all__ = ["MoeGroup", "MoeStatistics", "open_group"]
+
+AGAIN_S = 0.01, 0.5
+"""So long a rank waits, at first and at most, before it asks again one that does not serve the group yet."""
+
+
+@dataclass(slots=True)
+class MoeStatistics:
+    """What one rank has counted: rounds that ended, rows that it sent and got, by its own expert, bytes that it wrote
+    to others, and seconds that it waited for routes, rows and answers.
+    """
+
+    rounds: int = 0
+    sent_rows: int = 0
+    sent_bytes: int = 0
+    dropped_rows: int = 0
+    expert_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    waited: dict[str, float] = field(default_factory=lambda: {"routes": 0.0, "rows": 0.0, "answers": 0.0})
+
+
+class MoeGroup:
+    """One rank of a group. Made by `open_group`; its rounds are collective: every rank makes the same ones."""
+
+    def __init__(
+        self, engine: aiote.Engine, members: Sequence[Any], rank: int, config: MoeConfig, group: int, debug: bool
+    ) -> None:
+        self.engine, self.config, self.rank, self.debug = engine, config, rank, debug
+        self.members = [aiote.Address.parse(one) if isinstance(one, str) else one for one in members]
+        if not 0 <= rank < len(members):
+            raise aiote.UsageError(f"rank={rank!r}: expected from 0 to {len(members) - 1}, the last of the members")
+        if not 0 <= group < MAX_GROUPS:
+            raise aiote.UsageError(f"group={group!r}: expected from 0 to {MAX_GROUPS - 1}")
+        self.number = group
+        self.sizes = Sizes(config, len(members))
+        self.membership = Membership(len(members), rank, masks=config.on_loss == "mask")
+        self.memory = RankMemory(self.sizes)
+        self.posting: Posting | None = None
+        self.service: type[MoeService] = service_of(group)
+        self.counted = MoeStatistics(expert_rows=np.zeros(self.sizes.held(rank), np.int64))
+        self._lanes = [Lane(self, number) for number in range(config.lanes)]
+        self._digest = hashlib.blake2b(config.digest + bytes([len(members) & 0xFF, len(members) >> 8])).digest()[:16]
+        self._ready = 0
+        self._changed = Bell()
+        self._peers: dict[int, aiote.Peer] = {}
+        self._tasks: TaskScope | None = None
+
+    # Rounds.
+
+    async def dispatch(
+        self, x: Any, topk_ids: Any, topk_weights: Any, scales: Any = None, *, count: int | None = None, lane: int = 0
+    ) -> Batch:
+        """Send each token to the ranks of its experts, and return what this rank's experts got from all ranks.
+
+        x (tokens, hidden), topk_ids (tokens, k) int32, int64 or uint32, topk_weights (tokens, k) float32, scales
+        (tokens, scales); of which the first `count` are meant. Rows may have any stride. An id that is no expert is
+        skipped; one that is named twice counts twice. All is copied before the first await. The batch is valid until
+        `combine`. Cancelling breaks the group, on every rank. Raises UsageError, MoeOverflowError, PeerLostError for a
+        rank that is lost, GroupBrokenError.
+        """
+        return await self.dispatch_send(x, topk_ids, topk_weights, scales, count=count, lane=lane).dispatch_recv()
+
+    async def combine(self, batch: Batch, y: Any = None, *, out: Any = None, accumulate: bool = False) -> Any:
+        """Return for each token the sum over k of its weight times what its experts returned, in `out` if given.
+
+        `y` has the shape of `batch.y`, which is meant without it, and needs no copy. The sum is of float32 in the order
+        of k and rounded once; ids that are skipped, dropped or of masked ranks add nothing. `accumulate` adds what is
+        in `out`. Cancelling and errors are as of `dispatch`.
+        """
+        batch.round.combine_send(y)
+        return await batch.round.combine_recv(out, accumulate=accumulate)
+
+    def dispatch_send(
+        self, x: Any, topk_ids: Any, topk_weights: Any, scales: Any = None, *, count: int | None = None, lane: int = 0
+    ) -> Round:
+        """Begin a round and return at once; `await round.dispatch_recv()` gives the batch. Else as `dispatch`."""
+        if not 0 <= lane < len(self._lanes):
+            raise aiote.UsageError(f"lane={lane!r}: expected from 0 to {len(self._lanes) - 1} (config.lanes)")
+        return self._lanes[lane].begin(x, topk_ids, topk_weights, scales, count)
+
+    def inputs(self, like: Any = None, lane: int = 0) -> tuple[Any, Any]:
+        """Return registered arrays (tokens, hidden) and (tokens, scales), or None for no scales.
+
+        With placement "direct" tokens that lie there are sent without a copy. They may be filled again once the round
+        has ended. `like` is an array of the kind that is wanted, NumPy's by default.
+        """
+        return self._lanes[lane].inputs(like)
+
+    # Members.
+
+    @property
+    def active(self) -> NDArray[np.bool_]:
+        """Which ranks take part (ranks,)."""
+        return np.array([self.membership.takes_part(rank) for rank in range(self.sizes.ranks)])
+
+    @property
+    def epoch(self) -> int:
+        """How often the members were made anew; it is the same on all of them."""
+        return self.membership.epoch
+
+    def statistics(self) -> MoeStatistics:
+        """Return what was counted since the group was opened."""
+        return self.counted
+
+    def mask(self, rank: int, reason: str = "it was masked") -> None:
+        """Go on without a rank, of a group with on_loss="mask"; its connection is closed, so that it writes no more."""
+        if self.config.on_loss != "mask":
+            raise aiote.UsageError("mask: the group was opened with on_loss='raise', in which every rank takes part")
+        if self.membership.mask(rank, reason):
+            if rank in self._peers:
+                self._peers[rank].disconnect(reason)
+            self._wake()
+
+    async def reset(self) -> None:
+        """Begin a new epoch, in which no round is under way; every rank that takes part calls it.
+
+        Returns when all are there. Rounds that were under way are lost, and nothing of them is written any more.
+        Cancelled or failed it may be called again. Raises PeerError for a rank that cannot be reached.
+        """
+        await self._renew(())
+
+    async def replace(self, rank: int, address: aiote.Address | str) -> None:
+        """Take another engine for a rank, and reset; every rank that takes part calls it, the new one `open_group`."""
+        if not 0 <= rank < self.sizes.ranks or rank == self.rank:
+            raise aiote.UsageError(f"replace({rank!r}): expected another rank, from 0 to {self.sizes.ranks - 1}")
+        self.members[rank] = aiote.Address.parse(address) if isinstance(address, str) else address
+        old = self._peers.pop(rank, None)
+        if old is not None:
+            old.disconnect(f"rank {rank} was replaced")
+        await self._renew((rank,))
+
+    # Failing.
+
+    def fail(self, error: BaseException, step: str) -> None:
+        """Break the group by what went wrong here, and tell the others."""
+        broken = (
+            error if isinstance(error, aiote.AioteError) else GroupBrokenError(f"{step} was interrupted: {error!r}")
+        )
+        if self.membership.break_by(broken):
+            self._broken(f"{step}: {error!r}")
+
+    def _broken(self, tell: str | None) -> None:
+        for lane in self._lanes:
+            lane.cancel()
+        self._wake()
+        if tell is not None and self._tasks is not None:
+            for rank in self.membership.active:
+                self._tasks.start(self._tell, rank, self.membership.epoch, tell)
+
+    async def _tell(self, rank: int, epoch: int, reason: str) -> None:
+        with suppress(aiote.AioteError):
+            await self._client(rank).broke(self.rank, epoch, reason[:200])
+
+    def lose(self, rank: int, reason: str) -> None:
+        """Take note that a rank does not take part any more."""
+        address = str(self.members[rank])
+        error = aiote.PeerLostError(address, f"rank {rank} of the group: {reason}", operation="moe")
+        if rank not in self.membership.active or self.membership.failure is not None:
+            return
+        self.membership.lost(rank, error)
+        if self.membership.failure is not None:
+            self._broken(str(error))
+        elif rank in self._peers:
+            self._peers[rank].disconnect(reason)
+        self._wake()
+
+    def _wake(self) -> None:
+        for lane in self._lanes:
+            lane.wake()
+        self._changed.ring()
+
+    async def _watch(self, rank: int, peer: aiote.Peer) -> None:
+        reason = await peer.wait_closed()
+        # Who has left takes part in no round that is still under way.
+        if self._peers.get(rank) is peer and rank not in self.membership.departed:
+            self.lose(rank, reason)
+
+    # What peers call.
+
+    async def meet(self, rank: int, epoch: int, digest: bytes, caller: aiote.Peer) -> Meeting:
+        """Return the inbox for a rank, once this one is in that epoch or a later one and the rank is a member."""
+        if digest != self._digest:
+            raise aiote.UsageError(
+                f"rank {rank} and rank {self.rank} have different configs, or members: {self.config}"
+            )
+        if not 0 <= rank < self.sizes.ranks or rank == self.rank:
+            raise aiote.UsageError(f"rank {rank} of {self.sizes.ranks} asks rank {self.rank}")
+        while not (self._ready >= epoch and self.membership.failure is None and self._is_member(rank, caller)):
+            await self._changed.wait()
+        return Meeting(self._ready, self.memory.lend(rank, caller.address))
+
+    def _is_member(self, rank: int, caller: aiote.Peer) -> bool:
+        known, address = self.members[rank], caller.address
+        return known.identity == address.identity and self.membership.takes_part(rank)
+
+    def told(self, rank: int, epoch: int, reason: str) -> None:
+        """Take note that another rank broke an epoch."""
+        if self.membership.told(rank, epoch, reason):
+            self._broken(None)
+
+    def left(self, rank: int, epoch: int, rounds: list[int]) -> None:
+        """Take note that another rank takes part in no round from these on."""
+        if epoch == self.membership.epoch and len(rounds) == len(self._lanes):
+            self.membership.departed[rank] = rounds
+            for lane in self._lanes:
+                lane.check_departed()
+
+    # Epochs.
+
+    def _client(self, rank: int) -> MoeService:
+        return service.client(self.engine, self.members[rank], self.service)
+
+    async def _renew(self, back: Sequence[int]) -> None:
+        for lane in self._lanes:
+            lane.cancel()
+        for lane in self._lanes:
+            await to_the_end(lane.drain)
+        await self.memory.take_all_back()
+        await self._enter(self.membership.epoch + 1, back, first=False)
+
+    async def _enter(self, epoch: int, back: Sequence[int], *, first: bool) -> None:
+        """Be in an epoch with all that take part, in a later one if somebody is in that."""
+        self.membership.reset(epoch, back)
+        while True:
+            epoch = self.membership.epoch
+            for lane in self._lanes:
+                await lane.open(epoch)
+            self._ready = epoch
+            self._changed.ring()
+            found: dict[int, Meeting] = {}
+            for rank in self.membership.active:
+                met = await self._meet(rank, epoch, first=first)
+                if met is not None:
+                    found[rank] = met
+            latest = max([epoch, *(met.epoch for met in found.values())])
+            if latest == epoch:
+                break
+            await self.memory.take_all_back()
+            self.membership.reset(latest)
+        await self._reach(found)
+
+    async def _reach(self, found: dict[int, Meeting]) -> None:
+        ranks = [rank for rank in self.membership.active if rank in found]
+        inboxes = {rank: self.engine.attach(found[rank].inbox) for rank in ranks}
+        for rank, inbox in inboxes.items():
+            if inbox.owner.identity != self.members[rank].identity or inbox.nbytes != self.memory.inbox.nbytes:
+                raise aiote.UsageError(f"rank {rank} lends {inbox}, which is not its inbox")
+        peers = await self.engine.peer_group([self._peers[rank] for rank in ranks])
+        separate = self.config.on_loss == "mask"
+        self.posting = Posting(self.engine, self.memory.outbox, inboxes, peers, separate=separate)
+
+    async def _meet(self, rank: int, epoch: int, *, first: bool) -> Meeting | None:
+        """Ask a rank for its inbox; None for one that is lost and masked."""
+        pause, most = AGAIN_S
+        while True:
+            try:
+                await self._connect(rank)
+                return await self._client(rank).meet(self.rank, epoch, self._digest)
+            except service.NotServedError as error:
+                # It has not come so far; or, later, it has gone.
+                if not first:
+                    self.lose(rank, str(error))
+            except (aiote.PeerError, service.CallError) as error:
+                if first and isinstance(error, service.BusyError | service.DrainingError):
+                    pass
+                elif self.config.on_loss == "raise":
+                    raise
+                else:
+                    self.lose(rank, str(error))
+            self.membership.require_whole()
+            if rank not in self.membership.active:
+                return None
+            await anyio.sleep(pause)
+            pause = min(2 * pause, most)
+
+    async def _connect(self, rank: int) -> None:
+        peer = await self.engine.connect(self.members[rank])
+        if self._peers.get(rank) is not peer:
+            self._peers[rank] = peer
+            assert self._tasks is not None
+            self._tasks.start(self._watch, rank, peer)
+
+    async def open(self, tasks: TaskScope) -> None:
+        """Meet the other ranks for the first time."""
+        self._tasks = tasks
+        await self._enter(1, (), first=True)
+
+    async def leave(self) -> None:
+        """Tell the others that this rank takes part in no more rounds, and wait until nobody uses its memory."""
+        self._tasks = None
+        rounds = [lane.state.number for lane in self._lanes]
+        if self.membership.failure is None and all(lane.state.phase == "idle" for lane in self._lanes):
+            for rank in self.membership.active:
+                with suppress(aiote.AioteError), anyio.move_on_after(self.engine.config.drain_timeout):
+                    await self._client(rank).left(self.rank, self.membership.epoch, rounds)
+        else:
+            for rank in self.membership.active:
+                with anyio.move_on_after(self.engine.config.drain_timeout):
+                    await self._tell(rank, self.membership.epoch, f"rank {self.rank} has left the group")
+
+    async def close(self) -> None:
+        """Let go of everything. Called again after a cancellation it goes on."""
+        for lane in self._lanes:
+            lane.cancel()
+            await lane.drain()
+            lane.close()
+        if not self.engine.closed:
+            await self.memory.take_all_back()
+        await self.memory.close()
+
+
+@asynccontextmanager
+async def open_group(
+    engine: aiote.Engine,
+    members: Sequence[aiote.Address | str],
+    rank: int,
+    config: MoeConfig,
+    *,
+    group: int = 0,
+    debug: bool = False,
+) -> AsyncIterator[MoeGroup]:
+    """Be a rank of a group for the length of an `async with`; `members` are the addresses of all ranks, in order.
+
+    Entered when every rank is there, in whatever order they come; bound the wait by a scope. All memory is allocated
+    and registered here. An engine may be in several groups, by `group`. With `debug` rows of a batch that is over are
+    overwritten. Raises UsageError for ranks that have different configs, PeerError for one that cannot be reached,
+    FabricError where memory cannot be registered.
+    """
+    moe = MoeGroup(engine, members, rank, config, group, debug)
+    await moe.memory.register(engine)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(to_the_end, moe.close)
+        await stack.enter_async_context(service.serve(engine, moe.service(moe)))
+        tasks = await stack.enter_async_context(beside())
+        await moe.open(tasks)
+        try:
+            yield moe
+        finally:
+            await to_the_end(moe.leave)

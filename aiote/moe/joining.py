@@ -1,0 +1,65 @@
+"""How ranks find each other: what they say before the first round of an epoch, and when one goes wrong.
+
+Each rank asks every other to meet in an epoch, and is answered with a lease of the other's inbox once that one is
+there, too; the later epoch wins. Nobody waits for all to be ready: who has everybody's inbox may write, for whoever has
+lent it has its counters open.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+import aiote
+
+from .. import service
+
+__all__ = ["Meeting", "MoeService", "RankHost", "service_of"]
+
+
+class Meeting(msgspec.Struct, frozen=True):
+    """What a rank answers: the epoch that it is in, and the descriptor of its inbox for the one that asked."""
+
+    epoch: int
+    inbox: bytes
+
+
+class RankHost(Protocol):
+    """A rank of a group, as its peers' calls see it."""
+
+    async def meet(self, rank: int, epoch: int, digest: bytes, caller: aiote.Peer) -> Meeting:
+        """Return the inbox for a rank, once this one is in that epoch or a later one."""
+
+    def told(self, rank: int, epoch: int, reason: str) -> None:
+        """Take note that another rank broke an epoch."""
+
+    def left(self, rank: int, epoch: int, rounds: list[int]) -> None:
+        """Take note that another rank takes part in no round from these on, one number for each lane."""
+
+
+class MoeService(service.Service):
+    """What ranks of one group call at each other."""
+
+    def __init__(self, host: RankHost) -> None:
+        self._host = host
+
+    @service.method(idempotent=True, raises=[aiote.UsageError])
+    async def meet(self, rank: int, epoch: int, digest: bytes) -> Meeting:
+        """Return this rank's inbox, once it is in that epoch or a later one. Raises UsageError for another config."""
+        return await self._host.meet(rank, epoch, digest, service.current_call().peer)
+
+    @service.method(idempotent=True)
+    async def broke(self, rank: int, epoch: int, reason: str) -> None:
+        """Hear that a rank broke an epoch."""
+        self._host.told(rank, epoch, reason)
+
+    @service.method(idempotent=True)
+    async def left(self, rank: int, epoch: int, rounds: list[int]) -> None:
+        """Hear that a rank takes part in no more rounds."""
+        self._host.left(rank, epoch, rounds)
+
+
+def service_of(group: int) -> type[MoeService]:
+    """Return the service of a group, by whose number an engine may be in several."""
+    return type("MoeService", (MoeService,), {"name": f"MoeService.{group}"})

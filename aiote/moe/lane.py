@@ -1,0 +1,189 @@
+"""One lane of a rank: its rounds, one at a time, and what they share.
+
+What goes wrong in a step breaks the group, but for an overflow, which every rank sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import aiote
+
+from ..service.background import to_the_end
+from .arrays import elements, lines, plain
+from .arrivals import Arrivals
+from .round import Given, Round
+from .states import MoeOverflowError, RoundState
+
+if TYPE_CHECKING:
+    from .group import MoeGroup
+    from .memory import LaneMemory
+
+__all__ = ["Lane"]
+
+IDS = ("int32", "int64", "uint32")
+
+
+class Lane:
+    """What the rounds of a lane have in common."""
+
+    def __init__(self, group: MoeGroup, number: int) -> None:
+        self.group, self.number = group, number
+        self.state = RoundState()
+        self.sizes = group.sizes
+        self._arrivals: Arrivals | None = None
+        self._transfers: list[tuple[int, aiote.Transfer]] = []
+
+    @property
+    def memory(self) -> LaneMemory:
+        """Its arrays."""
+        return self.group.memory.lanes[self.number]
+
+    @property
+    def arrivals(self) -> Arrivals:
+        """The counters of the epoch."""
+        assert self._arrivals is not None
+        return self._arrivals
+
+    async def open(self, epoch: int) -> None:
+        """Begin an epoch: no round is under way, and the counters are new."""
+        self.close()
+        group = self.group
+        separate = list(range(self.sizes.ranks)) if group.config.on_loss == "mask" else []
+        self._arrivals = Arrivals(group.engine, group.number, epoch, self.number, separate)
+        await self._arrivals.drop_old()
+        self.state = RoundState()
+
+    def close(self) -> None:
+        """Free the counters. Idempotent."""
+        if self._arrivals is not None:
+            self._arrivals.close()
+        self._arrivals = None
+
+    def wake(self) -> None:
+        """Have waits look again whether they are lost."""
+        if self._arrivals is not None:
+            self._arrivals.wake()
+
+    def lost(self, rank: int | None) -> aiote.AioteError | None:
+        """Return why nothing comes any more: from anybody, or from a rank."""
+        membership = self.group.membership
+        if rank is not None and membership.failure is None and not membership.takes_part(rank):
+            return aiote.PeerLostError(str(self.group.members[rank]), membership.masked[rank], operation="moe")
+        return membership.failure
+
+    def check_departed(self) -> None:
+        """Lose the ranks that have left before the round that is under way."""
+        for rank, rounds in tuple(self.group.membership.departed.items()):
+            if self.state.phase != "idle" and rounds[self.number] <= self.state.number:
+                self.group.lose(rank, "it has left the group")
+
+    # Transfers.
+
+    def post(self, transfers: list[tuple[int, aiote.Transfer]]) -> None:
+        """Keep transfers until they are over."""
+        self._transfers += transfers
+
+    def cancel(self) -> None:
+        """Have all transfers end; `drain` waits for that."""
+        for _, transfer in self._transfers:
+            transfer.cancel()
+
+    async def drain(self) -> None:
+        """Wait until no transfer uses this rank's memory. Cancelling loses nothing."""
+        while self._transfers:
+            try:
+                await self._transfers[-1][1]
+            except aiote.AioteError:
+                pass
+            self._transfers.pop()
+
+    async def sent(self) -> None:
+        """Wait until what was posted has been written; a rank that it cannot be written to is lost, if it is masked."""
+        while self._transfers:
+            rank, transfer = self._transfers[-1]
+            try:
+                await transfer
+            except aiote.TransferError as error:
+                if self.group.config.on_loss == "raise":
+                    self.group.membership.require_whole()
+                    raise self._named(error) from error
+                self.group.lose(rank, str(error))
+            self._transfers.pop()
+
+    def _named(self, error: aiote.TransferError) -> aiote.AioteError:
+        """Return an error that names the rank, where a peer is at fault."""
+        cause = error.cause
+        if not isinstance(cause, aiote.PeerError):
+            return error
+        ranks = [rank for rank, one in enumerate(self.group.members) if str(one) == cause.peer]
+        return aiote.PeerLostError(cause.peer, f"rank {ranks} of the group: {cause.reason}", operation="moe")
+
+    # Steps.
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Make a step of the round; what it raises breaks the group, or (an overflow) ends the round."""
+        self.group.membership.require_whole()
+        self.state.enter(name)
+        try:
+            yield
+        except MoeOverflowError:
+            self.state.give_up()
+            raise
+        except BaseException as error:
+            self.group.fail(error, name)
+            raise
+        self.state.leave(name)
+
+    async def run(self, name: str, body: Callable[[], Any]) -> Any:
+        """Make a step that waits; by its end, if it fails, nothing of this lane is under way."""
+        try:
+            with self.step(name):
+                return await body()
+        except BaseException:
+            if self.group.membership.failure is not None:
+                self.cancel()
+                await to_the_end(self.drain)
+            raise
+
+    def begin(self, x: Any, ids: Any, weights: Any, scales: Any, count: int | None) -> Round:
+        """Begin a round: check what is given, and send route and rows."""
+        config = self.sizes.config
+        tokens = len(ids) if count is None else count
+        if not 0 <= tokens <= min(len(ids), config.tokens):
+            raise aiote.UsageError(f"{tokens} tokens: expected from 0 to {min(len(ids), config.tokens)}")
+        shape = (len(ids), config.top_k)
+        given = Given(
+            lines("x", x, (len(ids), config.hidden), config.dtype)[:tokens],
+            plain("topk_ids", ids, shape, IDS)[:tokens],
+            plain("topk_weights", weights, shape, ("float32",))[:tokens].copy(),
+            None,
+            x,
+        )
+        if config.scales:
+            given.scales = lines("scales", scales, (len(ids), config.scales), config.scale_dtype)[:tokens]
+        elif scales is not None:
+            raise aiote.UsageError("scales: the config has scales=0")
+        with self.step("dispatch_send"):
+            for rank, rounds in tuple(self.group.membership.departed.items()):
+                if rounds[self.number] <= self.state.number:
+                    self.group.lose(rank, "it has left the group")
+            self.group.membership.require_whole()
+            made = Round(self, given)
+            made.send()
+        return made
+
+    def inputs(self, like: Any) -> tuple[Any, Any]:
+        """Return the arrays that tokens may be put into."""
+        sizes, config = self.sizes, self.sizes.config
+        like = np.empty(0) if like is None else like
+        rows = self.memory.sent[: config.tokens]
+        x = elements(rows, 0, (config.tokens, config.hidden), config.dtype, like)
+        if not config.scales:
+            return x, None
+        return x, elements(rows, sizes.scales_at, (config.tokens, config.scales), config.scale_dtype, like)

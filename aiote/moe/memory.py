@@ -1,0 +1,144 @@
+"""A rank's memory: what peers write to, and what it writes from. Allocated and registered when the group opens.
+
+The map of a lane is the same on every rank, so that a rank knows where its rows go without being told:
+
+    inbox:  routes [parity][rank] | rows | answers
+    outbox: routes [parity] | rows | what experts return | answers to pack
+
+The rows of the inbox are those of the batch itself where they are written in place (`direct`, layout "rank"); else a
+private part for each source and a shared part, out of which the receiver places them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+import aiote
+
+from ..service.background import to_the_end
+from .arrays import Bytes, zeros
+from .config import Sizes, round_up
+from .wire import route_bytes
+
+__all__ = ["LaneMap", "LaneMemory", "RankMemory"]
+
+PAGE = 4096
+
+
+class LaneMap:
+    """Where in the inbox and the outbox the parts of a lane begin, and how many lines they have."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.route = route_bytes(sizes)
+        in_place = sizes.direct or sizes.whole
+        self.inbox_rows = sizes.placed if in_place else sizes.ranks * sizes.private + sizes.shared
+        self.rows_at = round_up(2 * sizes.ranks * self.route, PAGE)
+        self.answers_at = self.rows_at + round_up(self.inbox_rows * sizes.row, PAGE)
+        self.inbox = self.answers_at + round_up(sizes.answers * sizes.y_row, PAGE)
+        self.outbox_rows = sizes.config.tokens if sizes.direct else sizes.sent
+        # A copy has one answer with reduce="expert"; else each place has one row, and each row one answer.
+        copies = sizes.ranks * sizes.config.tokens
+        self.packed = (
+            0
+            if in_place
+            else copies
+            if sizes.config.reduce == "expert"
+            else min(sizes.placed, sizes.ranks * sizes.answers)
+        )
+        self.sent_at = round_up(2 * self.route, PAGE)
+        self.y_at = self.sent_at + round_up(self.outbox_rows * sizes.row, PAGE)
+        self.packed_at = self.y_at + round_up(sizes.placed * sizes.y_row, PAGE)
+        self.outbox = self.packed_at + round_up(self.packed * sizes.y_row, PAGE)
+
+
+def _lines(memory: Bytes, at: int, count: int, width: int) -> Bytes:
+    return memory[at : at + count * width].reshape(count, width)
+
+
+class LaneMemory:
+    """The arrays of one lane, all of them lines of bytes."""
+
+    def __init__(self, sizes: Sizes, lane: LaneMap, inbox: Bytes, outbox: Bytes) -> None:
+        self.routes: NDArray[np.uint32] = (
+            inbox[: 2 * sizes.ranks * lane.route].view(np.uint32).reshape(2, sizes.ranks, -1)
+        )
+        self.received = _lines(inbox, lane.rows_at, lane.inbox_rows, sizes.row)
+        self.answers = _lines(inbox, lane.answers_at, sizes.answers, sizes.y_row)
+        self.own_routes: NDArray[np.uint32] = outbox[: 2 * lane.route].view(np.uint32).reshape(2, -1)
+        self.sent = _lines(outbox, lane.sent_at, lane.outbox_rows, sizes.row)
+        self.y = _lines(outbox, lane.y_at, sizes.placed, sizes.y_row)
+        self.packed = _lines(outbox, lane.packed_at, lane.packed, sizes.y_row)
+        in_place = sizes.direct or sizes.whole
+        self.placed = self.received if in_place else zeros(sizes.placed * sizes.row).reshape(sizes.placed, sizes.row)
+        tokens, top_k = sizes.config.tokens, sizes.config.top_k
+        self.position = np.empty((tokens, top_k), np.int32)
+        self.copy_position = np.empty((tokens, top_k), np.int32)
+        self.tail = np.empty((tokens, 4 + 8 * top_k), np.uint8)
+        # Of layout "rank" and copies by rank: which experts each copy is for, and where its rows are.
+        self.copies = np.empty((sizes.ranks, tokens if sizes.config.copies == "rank" else 0, top_k), np.int32)
+
+
+class RankMemory:
+    """The inbox, of which each peer has a lease while the group is open, and the outbox."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.map = LaneMap(sizes)
+        lanes = sizes.config.lanes
+        self._inbox, self._outbox = zeros(self.map.inbox * lanes), zeros(self.map.outbox * lanes)
+        self.lanes = [
+            LaneMemory(
+                sizes,
+                self.map,
+                self._inbox[lane * self.map.inbox : (lane + 1) * self.map.inbox],
+                self._outbox[lane * self.map.outbox : (lane + 1) * self.map.outbox],
+            )
+            for lane in range(lanes)
+        ]
+        self._regions: list[aiote.Region] = []
+        self._leases: dict[int, aiote.Lease] = {}
+
+    @property
+    def inbox(self) -> aiote.Region:
+        """What peers write to."""
+        return self._regions[0]
+
+    @property
+    def outbox(self) -> aiote.Region:
+        """What this rank writes from."""
+        return self._regions[1]
+
+    async def register(self, engine: aiote.Engine) -> None:
+        """Register both; what was registered is closed again where one fails."""
+        try:
+            for memory in (self._inbox, self._outbox):
+                self._regions.append(await engine.register_async(memory, "local"))
+        except BaseException:
+            await to_the_end(self.close)
+            raise
+
+    def lend(self, rank: int, address: aiote.Address) -> bytes:
+        """Return the descriptor of the inbox for a peer; the lease lasts until `take_back`."""
+        if rank not in self._leases:
+            self._leases[rank] = self.inbox.lease(slice(None), address)
+        return self._leases[rank].descriptor
+
+    async def take_back(self, rank: int) -> None:
+        """Return once a peer cannot write to the inbox any more. Cancelling leaves the revocation to go on."""
+        lease = self._leases.get(rank)
+        if lease is not None:
+            await lease.revoke()
+            self._leases.pop(rank, None)
+
+    async def take_all_back(self) -> None:
+        """Return once nobody can write to the inbox any more."""
+        for lease in self._leases.values():
+            lease.begin_revoking()
+        for rank in tuple(self._leases):
+            await self.take_back(rank)
+
+    async def close(self) -> None:
+        """End the registrations, once nothing uses them. Idempotent."""
+        while self._regions:
+            await self._regions[-1].aclose()
+            self._regions.pop()

@@ -1,0 +1,166 @@
+"""From the counts of all ranks to who writes what where. Pure; every rank computes the same from the same counts.
+
+A source orders its rows by (expert, token, k), or, with copies by rank, by (rank, token); `start[s, t]` is where those
+for rank t begin, and where t's answers to them begin. A rank places its rows by (expert, source, token, k). So the rows
+of one source for one expert lie next to each other on either side, and a *run* of rows is all that has to be named:
+
+    rows of source s for expert e:  first[s, e] ... in the source's order
+                                    base[e] + before[s, e] ... in place, `kept[s, e]` of them
+
+What does not fit is dropped by a rule of counts alone: an expert keeps its first rows, in the order of sources.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .config import Sizes
+
+__all__ = ["Counts", "Plan", "Runs"]
+
+Ints = NDArray[np.int64]
+Runs = NDArray[np.int64]
+"""Runs of rows to copy, one a line: the first row there, the first row here, and how many."""
+
+
+class Counts(NamedTuple):
+    """What every rank sends: rows for each expert (ranks, experts), and copies for each rank (ranks, ranks)."""
+
+    experts: Ints
+    copies: Ints
+
+
+class Plan:
+    """One round on all ranks, seen from one of them."""
+
+    def __init__(self, sizes: Sizes, me: int, counts: Counts) -> None:
+        self.sizes, self.me, self.counts = sizes, me, counts
+        config, ranks = sizes.config, sizes.ranks
+        # Experts padded to as many on each rank, so that everything is an array.
+        padded = np.zeros((ranks, ranks * sizes.local), np.int64)
+        padded[:, : config.experts] = counts.experts
+        self.by_rank = padded.reshape(ranks, ranks, sizes.local)
+        """Rows of (source, target, expert of the target)."""
+        self.first = (np.cumsum(padded, 1) - padded).reshape(self.by_rank.shape)
+        self.before = np.cumsum(self.by_rank, 0) - self.by_rank
+        totals = self.by_rank.sum(0)
+        self.base, self.taken = self._places(totals)
+        self.kept = np.clip(self.taken - self.before, 0, self.by_rank)
+        self.demand = int(totals.max()) if config.layout == "grouped" else self._longest(totals)
+        self.overflows = bool((self.taken < totals).any())
+        sent = counts.copies if config.copies == "rank" else self.by_rank.sum(2)
+        self.sent = sent
+        """Rows, or copies, of (source, target)."""
+        self.start = np.cumsum(sent, 1) - sent
+        returned = sent if config.reduce == "expert" else self.by_rank.sum(2)
+        self.returned = returned
+        self.answer = np.cumsum(returned, 1) - returned
+
+    def _places(self, totals: Ints) -> tuple[Ints, Ints]:
+        """Return where each expert's rows begin at its rank, and how many are taken."""
+        sizes = self.sizes
+        if sizes.config.layout == "grouped":
+            base = np.broadcast_to(np.arange(sizes.local) * sizes.rows, totals.shape)
+            return base, np.minimum(totals, sizes.rows)
+        if sizes.whole:
+            return np.zeros_like(totals), totals
+        align = sizes.config.align
+        stride = -(-totals // align) * align
+        base = np.cumsum(stride, 1) - stride
+        # Once one does not fit, those behind it do not either.
+        return np.minimum(base, sizes.rows), np.clip(sizes.rows - base, 0, totals)
+
+    def _longest(self, totals: Ints) -> int:
+        align = self.sizes.config.align
+        stride = -(-totals // align) * align
+        ends = np.cumsum(stride, 1) - stride + totals
+        return int(np.where(totals > 0, ends, 0).max())
+
+    # Placing what was received.
+
+    def expert_rows(self) -> Ints:
+        """Return how many rows each of this rank's experts has."""
+        return self.taken[self.me, : self.sizes.held(self.me)]
+
+    def offsets(self) -> Ints:
+        """Return where each of this rank's experts begins, and behind them the end."""
+        held, rows = self.sizes.held(self.me), self.sizes.rows
+        if self.sizes.config.layout == "grouped":
+            return np.arange(held + 1) * rows
+        base, align = self.base[self.me, :held], self.sizes.config.align
+        ends = base + -(-self.taken[self.me, :held] // align) * align
+        return np.append(base, min(rows, int(ends.max(initial=0))))
+
+    def runs(self, source: int, target: int) -> Runs:
+        """Return the runs of a source's rows at a target: (row in place, row from the source's first, rows)."""
+        kept = self.kept[source, target]
+        chosen = kept > 0
+        there = self.base[target] + self.before[source, target]
+        here = self.first[source, target] - self.first[source, target, 0]
+        return np.stack((there[chosen], here[chosen], kept[chosen]), 1)
+
+    # Packed: a private part that goes before the counts are known, and the rest.
+
+    def private(self, source: int, target: int) -> int:
+        """Return how many rows go to the part of the region that is the source's own."""
+        return min(int(self.sent[source, target]), self.sizes.private)
+
+    def beyond(self, source: int, target: int) -> Runs:
+        """Return the runs of what goes to the shared part: (row from the first there, row from the first here, rows).
+
+        Rows that are dropped are left out, so that the shared part is no larger than what can be placed.
+        """
+        _, here, count = self.runs(source, target).T if self.sizes.shared else np.zeros((3, 0), np.int64)
+        end = here + count
+        here = np.maximum(here, self.sizes.private)
+        count = np.maximum(end - here, 0)
+        chosen = count > 0
+        here, count = here[chosen], count[chosen]
+        return np.stack((np.cumsum(count) - count, here, count), 1)
+
+    def shared(self, source: int, target: int) -> int:
+        """Return where a source's part of the shared region begins, in rows of it."""
+        return sum(int(self.beyond(other, target)[:, 2].sum()) for other in range(source))
+
+    def arrived(self, source: int) -> Runs:
+        """Return the runs of another rank's rows that lie in this rank's region: (row in place, row there, rows)."""
+        place, here, count = self.runs(source, self.me).T
+        mine = self.sizes.private
+        early = np.clip(mine - here, 0, count)
+        near: Runs = np.stack((place, source * mine + here, early), 1)[early > 0]
+        if not self.sizes.shared:
+            return near
+        late = count > early
+        place, late_count = (place + early)[late], (count - early)[late]
+        first = self.sizes.ranks * mine + self.shared(source, self.me)
+        return np.concatenate((near, np.stack((place, first + np.cumsum(late_count) - late_count, late_count), 1)))
+
+    def arrivals(self, source: int) -> int:
+        """Return how many writes of a source arrive here; a function of counts alone."""
+        refused = self.overflows and self.sizes.config.on_overflow == "raise"
+        if self.sizes.direct:
+            return 0 if refused else int(self.kept[source, self.me].sum())
+        beyond = 0 if refused else len(self.beyond(source, self.me))
+        return int(self.private(source, self.me) > 0) + int(beyond > 0)
+
+    # The way back.
+
+    def replies(self, target: int) -> int:
+        """Return how many writes answer what this rank sent to another."""
+        if self.sizes.config.reduce == "expert":
+            return int(self.sent[self.me, target] > 0)
+        _, here, count = self.runs(self.me, target).T
+        if self.sizes.direct:
+            return int(count.sum())
+        # One for each piece between rows that were dropped.
+        return int((here[1:] != (here + count)[:-1]).sum()) + int(len(here) > 0)
+
+    def dropped(self, position: Ints) -> NDArray[np.bool_]:
+        """Return which of this rank's rows, by their position in its order, are dropped; -1 is none."""
+        order = self.first[self.me].reshape(-1)
+        expert = np.searchsorted(order, position, side="right") - 1
+        late: NDArray[np.bool_] = (position >= 0) & (position - order[expert] >= self.kept[self.me].reshape(-1)[expert])
+        return late

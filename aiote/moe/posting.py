@@ -1,0 +1,69 @@
+"""Posting the writes of one step to many ranks: the one place that says how.
+
+Where a lost rank breaks the group, all writes of a step are one scatter. Where it is masked each has a transfer of its
+own, for of a scatter only the first failure is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+import aiote
+
+__all__ = ["Posting", "Write"]
+
+Ints = NDArray[np.int64]
+
+
+class Write(NamedTuple):
+    """Bytes of the outbox to write to a rank's inbox: where they begin there and here, and how many."""
+
+    rank: int
+    to: int
+    at: int
+    nbytes: int
+
+
+class Posting:
+    """The ranks' inboxes in one epoch, and the transfers under way to them."""
+
+    def __init__(
+        self,
+        engine: aiote.Engine,
+        outbox: aiote.Region,
+        inboxes: Mapping[int, aiote.RemoteRegion],
+        peers: aiote.PeerGroup,
+        *,
+        separate: bool,
+    ) -> None:
+        self._engine, self._outbox, self._inboxes, self._peers = engine, outbox, inboxes, peers
+        self._separate = separate
+
+    def write(self, writes: list[Write], imm: int) -> list[tuple[int, aiote.Transfer]]:
+        """Start writes that count 1 each; return the transfers with the rank that each is to, -1 for several.
+
+        Raises as `Engine.submit_scatter`.
+        """
+        if not writes:
+            return []
+        if self._separate:
+            return [(one.rank, self._engine.submit_write_imm(*self._sides(one), imm)) for one in writes]
+        targets = [aiote.ScatterTarget(*self._sides(one)) for one in writes]
+        return [(-1, self._engine.submit_scatter(self._peers, targets, imm))]
+
+    def _sides(self, one: Write) -> tuple[aiote.Region, aiote.RemoteRegion]:
+        return self._outbox[one.at : one.at + one.nbytes], self._inboxes[one.rank][one.to : one.to + one.nbytes]
+
+    def pages(
+        self, rank: int, to: tuple[int, Ints], at: tuple[int, Ints], nbytes: int, imm: int
+    ) -> list[tuple[int, aiote.Transfer]]:
+        """Start to write rows, each of which counts 1: from where the rows begin there and here, and their numbers."""
+        if not len(to[1]):
+            return []
+        source = aiote.Pages(self._outbox, at[1], nbytes, offset=at[0])
+        target = aiote.Pages(self._inboxes[rank], to[1], nbytes, offset=to[0])
+        return [(rank, self._engine.submit_write_pages(source, target, imm))]

@@ -1,0 +1,416 @@
+"""One round of a rank, step by step.
+
+The plan says what goes where (`plan`), the kernels move rows within this rank's memory, `posting` writes them to
+others, and `arrivals` waits; the lane says whose turn it is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import numpy as np
+from numpy.typing import NDArray
+
+import aiote
+
+from . import numpy_kernels as kernels
+from .arrays import Bytes, elements, lines, same_memory
+from .batch import Batch
+from .plan import Counts, Plan
+from .posting import Write
+from .states import MoeOverflowError
+from .wire import ANSWER, PAYLOAD, ROUTE, Route
+
+if TYPE_CHECKING:
+    from .lane import Lane
+
+__all__ = ["Given", "Round"]
+
+
+class Given:
+    """The tokens of a round, as lines of bytes."""
+
+    __slots__ = ("ids", "like", "scales", "weights", "x")
+
+    def __init__(self, x: Bytes, ids: NDArray[Any], weights: NDArray[np.float32], scales: Bytes | None, like: Any):
+        self.x, self.ids, self.weights, self.scales, self.like = x, ids, weights, scales, like
+
+
+class Round:
+    """A round under way. Returned by `MoeGroup.dispatch_send`; its steps are taken in order, once each."""
+
+    def __init__(self, lane: Lane, given: Given) -> None:
+        self._lane, self._given = lane, given
+        self._group, self._sizes, self._memory = lane.group, lane.sizes, lane.memory
+        self._config = lane.sizes.config
+        self.number, self._parity = lane.state.number, lane.state.parity
+        self._tokens = len(given.ids)
+        self._plan: Plan | None = None
+        self._came: list[int] = []
+        self._y_like: Any = given.like
+
+    def _imm(self, kind: int) -> int:
+        return self._lane.arrivals.number(kind, self._parity, self._group.rank)
+
+    def _write(self, writes: list[Write], kind: int) -> None:
+        posting = self._group.posting
+        assert posting is not None
+        if writes:
+            self._lane.post(posting.write(writes, self._imm(kind)))
+            self._group.counted.sent_bytes += sum(one.nbytes for one in writes)
+
+    async def _wait(self, what: str, kind: int, needs: dict[int, int]) -> list[int]:
+        started = anyio.current_time()
+        came = await self._lane.arrivals.wait(kind, self._parity, needs, self._lane.lost)
+        self._group.counted.waited[what] += anyio.current_time() - started
+        return came
+
+    # Sending.
+
+    def send(self) -> None:
+        """Send the route to every rank, and with placement "packed" what needs no other rank's route."""
+        memory, sizes, config, me = self._memory, self._sizes, self._config, self._group.rank
+        by_rank = config.copies == "rank"
+        self._position = memory.position[: self._tokens]
+        self._copy = memory.copy_position[: self._tokens]
+        given = self._given
+        rows, copies = kernels.route(given.ids, config.experts, sizes.local, False, self._position)
+        if by_rank:
+            kernels.route(given.ids, config.experts, sizes.local, True, self._copy)
+        self._experts, self._copies = rows.astype(np.int64), np.zeros(sizes.ranks, np.int64)
+        self._copies[: len(copies)] = copies
+        route = Route(self._group.membership.epoch, self.number, self._tokens, self._experts, self._copies)
+        route.write(memory.own_routes[self._parity])
+        where = self._group.memory.map
+        slot = (self._parity * sizes.ranks + me) * where.route
+        base, here = self._base(), self._outbox()
+        active = self._group.membership.active
+        self._write([Write(r, base + slot, here + self._parity * where.route, where.route) for r in active], ROUTE)
+        sent = self._sent_to()
+        self._starts = np.cumsum(sent) - sent
+        self._pack(int(self._starts[me]), int(sent[me]))
+        if not sizes.direct:
+            counts = np.minimum(sent, sizes.private)
+            line = me * sizes.private
+            self._write(
+                [self._rows_to(r, line, int(self._starts[r]), int(counts[r])) for r in active if counts[r]], PAYLOAD
+            )
+        self._group.counted.sent_rows += int(sent.sum())
+
+    def _sent_to(self) -> NDArray[np.int64]:
+        sizes = self._sizes
+        if self._config.copies == "rank":
+            return self._copies
+        padded = np.zeros(sizes.ranks * sizes.local, np.int64)
+        padded[: self._config.experts] = self._experts
+        sent: NDArray[np.int64] = padded.reshape(sizes.ranks, sizes.local).sum(1)
+        return sent
+
+    def _base(self) -> int:
+        return self._lane.number * self._group.memory.map.inbox
+
+    def _outbox(self) -> int:
+        return self._lane.number * self._group.memory.map.outbox
+
+    def _rows_to(self, rank: int, line: int, first: int, count: int) -> Write:
+        where, row = self._group.memory.map, self._sizes.row
+        to, at = self._base() + where.rows_at, self._outbox() + where.sent_at
+        return Write(rank, to + line * row, at + first * row, count * row)
+
+    def _pack(self, first: int, count: int) -> None:
+        """Put tokens where they are sent from; those for this rank's own experts in place, where that is known."""
+        memory, sizes, given = self._memory, self._sizes, self._given
+        tail = memory.tail[: self._tokens]
+        top_k = self._config.top_k
+        tail[:, :4].view(np.uint32)[:, 0] = np.arange(self._tokens)
+        known = (given.ids >= 0) & (given.ids < self._config.experts)
+        tail[:, 4 : 4 + 4 * top_k].view(np.int32)[...] = np.where(known, given.ids, -1)
+        tail[:, 4 + 4 * top_k :].view(np.float32)[...] = given.weights
+        x, where = given.x, (sizes.scales_at, sizes.token_at)
+        own = memory.sent[first : first + count]
+        if sizes.direct:
+            at = np.arange(self._tokens, dtype=np.int32)[:, None]
+            if same_memory(x, memory.sent):
+                x = x[:, :0]
+            own, first, count = memory.sent, 0, 0
+        else:
+            at = self._copy if self._config.copies == "rank" else self._position
+            if sizes.whole:
+                line = self._group.rank * sizes.private
+                own = memory.received[line : line + count]
+        kernels.pack(memory.sent, own, first, first + count, at, x, given.scales, tail, where)
+
+    # Receiving.
+
+    async def dispatch_recv(self) -> Batch:
+        """Wait for the rows of all ranks, and return them as a batch. Else as `MoeGroup.dispatch`."""
+        made: Batch = await self._lane.run("dispatch_recv", self._receive)
+        return made
+
+    async def _receive(self) -> Batch:
+        came = await self._wait("routes", ROUTE, dict.fromkeys(self._group.membership.active, 1))
+        plan = self._planned(came)
+        refused = plan.overflows and self._config.on_overflow == "raise"
+        if not refused:
+            self._post_rest(plan, came)
+        if self._sizes.direct and not refused:
+            self._place_own(plan)
+        rows_of = await self._wait("rows", PAYLOAD, {rank: plan.arrivals(rank) for rank in came})
+        if refused:
+            await self._lane.sent()
+            raise MoeOverflowError(plan.demand, self._sizes.rows)
+        if rows_of != came:
+            plan = self._planned(rows_of)
+        self._came, self._plan = rows_of, plan
+        self._place(plan)
+        return self._batch(plan)
+
+    def _planned(self, came: list[int]) -> Plan:
+        """Return the plan of the ranks that have come. Raises PeerError for one whose route cannot be."""
+        sizes, membership = self._sizes, self._group.membership
+        experts = np.zeros((sizes.ranks, self._config.experts), np.int64)
+        copies = np.zeros((sizes.ranks, sizes.ranks), np.int64)
+        me = self._group.rank
+        experts[me], copies[me] = self._experts, self._copies
+        for rank in came:
+            try:
+                route = Route.read(self._memory.routes[self._parity, rank], sizes, membership.epoch, self.number)
+            except ValueError as error:
+                raise aiote.PeerError(str(self._group.members[rank]), f"rank {rank}: its route: {error}") from None
+            experts[rank], copies[rank] = route.experts, route.copies
+        return Plan(sizes, me, Counts(experts, copies))
+
+    def _post_rest(self, plan: Plan, came: list[int]) -> None:
+        """Write what needed every rank's route: all rows in place, or what goes beyond the private parts."""
+        me, sizes, where = self._group.rank, self._sizes, self._group.memory.map
+        if sizes.direct:
+            tokens = self._tokens_in_order()
+            for rank in came:
+                runs = plan.runs(me, rank)
+                to = self._base() + where.rows_at, spread(runs[:, 0], runs[:, 2])
+                at = self._outbox() + where.sent_at, tokens[int(self._starts[rank]) + spread(runs[:, 1], runs[:, 2])]
+                self._pages(rank, to, at, sizes.row, PAYLOAD)
+            return
+        writes = []
+        for rank in came if sizes.shared else ():
+            runs = plan.beyond(me, rank)
+            if len(runs):
+                # Dropped rows lie in between; they go together, behind the private part, which is being written.
+                first = int(self._starts[rank])
+                for there, here, count in runs.tolist():
+                    rows = self._memory.sent[first + here : first + here + count].copy()
+                    self._memory.sent[first + sizes.private + there :][:count] = rows
+                line = sizes.ranks * sizes.private + plan.shared(me, rank)
+                writes.append(self._rows_to(rank, line, first + sizes.private, int(runs[:, 2].sum())))
+        self._write(writes, PAYLOAD)
+
+    def _pages(self, rank: int, to: tuple[int, Any], at: tuple[int, Any], nbytes: int, kind: int) -> None:
+        posting = self._group.posting
+        assert posting is not None
+        self._lane.post(posting.pages(rank, to, at, nbytes, self._imm(kind)))
+        self._group.counted.sent_bytes += nbytes * len(to[1])
+
+    def _tokens_in_order(self) -> NDArray[np.int64]:
+        """Return the token of each of this rank's rows, in the order of rows."""
+        tokens = np.empty(int(self._experts.sum()), np.int64)
+        token, slot = np.nonzero(self._position >= 0)
+        tokens[self._position[token, slot]] = token
+        return tokens
+
+    def _place_own(self, plan: Plan) -> None:
+        """Copy this rank's rows for its own experts to their places."""
+        me = self._group.rank
+        runs = plan.runs(me, me)
+        lines_there = spread(runs[:, 0], runs[:, 2])
+        tokens = self._tokens_in_order()[int(self._starts[me]) + spread(runs[:, 1], runs[:, 2])]
+        self._memory.placed[lines_there] = self._memory.sent[tokens]
+
+    def _place(self, plan: Plan) -> None:
+        """Copy rows from where they were received to their places."""
+        memory, sizes, me = self._memory, self._sizes, self._group.rank
+        if sizes.direct:
+            return
+        if self._config.copies == "rank":
+            self._unfold(plan)
+            return
+        runs = plan.runs(me, me)
+        runs[:, 1] += int(self._starts[me])
+        kernels.copy_runs(memory.placed, memory.sent, runs, sizes.row)
+        for rank in self._came:
+            kernels.copy_runs(memory.placed, memory.received, plan.arrived(rank), sizes.row)
+
+    def _unfold(self, plan: Plan) -> None:
+        """Of copies by rank: find which experts each is for, and, unless ranks are the layout, place a row for each."""
+        memory, sizes, me = self._memory, self._sizes, self._group.rank
+        held, first = sizes.held(me), sizes.first(me)
+        base, seen = np.zeros(held, np.int64), np.zeros(held, np.int64)
+        for source in sorted((me, *self._came)):
+            count = int(plan.sent[source, me])
+            rows = memory.received[source * sizes.private :][:count]
+            if source == me and not sizes.whole:
+                rows = memory.sent[int(self._starts[me]) :][:count]
+            ids = rows[:, sizes.ids_at : sizes.weights_at].copy().view(np.int32)
+            base = plan.base[me, :held] + plan.before[source, me, :held]
+            room = np.zeros(held, np.int64) if sizes.whole else plan.kept[source, me, :held]
+            seen = np.zeros(held, np.int64)
+            kernels.unfold(memory.placed, rows, sizes.row, ids, first, base, room, memory.copies[source, :count], seen)
+            if (seen != plan.by_rank[source, me, :held]).any():
+                address = str(self._group.members[source])
+                raise aiote.PeerError(address, f"rank {source}: its rows are not for the experts that its route says")
+            if sizes.whole:
+                ours = (ids >= first) & (ids < first + held)
+                memory.copies[source, :count] = np.where(ours, ids - first, -1)
+
+    def _batch(self, plan: Plan) -> Batch:
+        group = self._group
+        dropped = None
+        if plan.overflows:
+            dropped = plan.dropped(self._position.astype(np.int64))
+            group.counted.dropped_rows += int(dropped.sum())
+        self._dropped = dropped
+        group.counted.expert_rows += plan.expert_rows()
+        return Batch(self, plan, self._sizes, self._memory, self._given.like, dropped, group.active)
+
+    # The way back.
+
+    def combine_send(self, y: Any = None) -> None:
+        """Send what this rank's experts returned, and return at once; `y` may be used again. The batch is over."""
+        config, sizes = self._config, self._sizes
+        shape = {"grouped": (sizes.held(self._group.rank), sizes.rows), "contiguous": (sizes.placed,)}
+        lead = shape.get(config.layout, (sizes.ranks, config.tokens))
+        rows = self._memory.y if y is None else lines("y", y, (*lead, config.hidden), config.out_dtype)
+        if y is not None:
+            self._y_like = y
+        with self._lane.step("combine_send"):
+            self._answer(rows)
+
+    def _answer(self, y: Bytes) -> None:
+        """Answer every source: each row by itself, or together, from where they lie or from where they are packed."""
+        plan, memory, sizes = self._known(), self._memory, self._sizes
+        me, where = self._group.rank, self._group.memory.map
+        at = self._outbox() + (where.y_at if sizes.whole else where.packed_at)
+        writes: list[Write] = []
+        line = 0
+        for source in sorted((me, *self._came)):
+            to = self._base() + where.answers_at + int(plan.answer[source, me]) * sizes.y_row
+            if sizes.direct:
+                self._answer_rows(y, source, to)
+                continue
+            line = source * self._config.tokens if sizes.whole else line
+            target = memory.answers[int(plan.answer[me, me]) :] if source == me else memory.packed[line:]
+            pieces = self._whole_answers(y, source) if sizes.whole else self._pack_answers(y, source, target)
+            for there, count in pieces if source != me else ():
+                writes.append(
+                    Write(source, to + there * sizes.y_row, at + line * sizes.y_row, count * sizes.y_row),
+                )
+                line += count
+        if self._group.debug:
+            # Before the answers leave, behind which the sources' next rows come.
+            memory.placed[...] = 0xFF
+        self._write(writes, ANSWER)
+
+    def _whole_answers(self, y: Bytes, source: int) -> list[tuple[int, int]]:
+        """Have the answers to a source where they are written from; return the piece as `_pack_answers` does."""
+        plan, memory, me = self._known(), self._memory, self._group.rank
+        line, count = source * self._config.tokens, int(plan.sent[source, me])
+        target = memory.answers[int(plan.answer[me, me]) :] if source == me else memory.y[line:]
+        if source == me or not same_memory(y, memory.y):
+            nbytes = self._sizes.y_bytes
+            target[:count, :nbytes] = y[line : line + count, :nbytes]
+        return [(0, count)] if count else []
+
+    def _known(self) -> Plan:
+        assert self._plan is not None
+        return self._plan
+
+    def _pack_answers(self, y: Bytes, source: int, to: Bytes) -> list[tuple[int, int]]:
+        """Put the answers to a source together; return the pieces, (row of its answers, rows), that are written.
+
+        To the source's own order there are gaps only where rows were dropped. Its own rank's keep them.
+        """
+        plan, sizes = self._known(), self._sizes
+        if self._config.reduce == "expert":
+            count = int(plan.sent[source, self._group.rank])
+            rows = self._memory.received[source * sizes.private :][:count]
+            if source == self._group.rank:
+                rows = self._memory.sent[int(self._starts[source]) :][:count]
+            weights = rows[:, sizes.weights_at : sizes.weights_at + 4 * self._config.top_k].copy().view(np.float32)
+            places = self._memory.copies[source, :count]
+            out = to[:count, : sizes.y_bytes]
+            kernels.combine(out, y, places, weights, self._config.out_dtype, accumulate=False)
+            return [(0, count)] if count else []
+        own = source == self._group.rank
+        runs = plan.runs(source, self._group.rank)
+        packed = np.cumsum(runs[:, 2]) - runs[:, 2]
+        turned = np.stack((runs[:, 1] if own else packed, runs[:, 0], runs[:, 2]), 1)
+        kernels.copy_runs(to, y, turned, sizes.y_bytes)
+        return merged(runs)
+
+    def _answer_rows(self, y: Bytes, source: int, to: int) -> None:
+        """Answer a source row by row, from where they lie."""
+        plan, me, nbytes, where = self._known(), self._group.rank, self._sizes.y_bytes, self._group.memory.map
+        runs = plan.runs(source, me)
+        if source == me:
+            kernels.copy_runs(self._memory.answers[int(plan.answer[me, me]) :], y, runs[:, [1, 0, 2]], nbytes)
+            return
+        if not same_memory(y, self._memory.y):
+            kernels.copy_runs(self._memory.y, y, runs[:, [0, 0, 2]], nbytes)
+        there, here = spread(runs[:, 1], runs[:, 2]), spread(runs[:, 0], runs[:, 2])
+        self._pages(source, (to, there), (self._outbox() + where.y_at, here), self._sizes.y_row, ANSWER)
+
+    async def combine_recv(self, out: Any = None, *, accumulate: bool = False) -> Any:
+        """Wait for the answers, and return the sums; the round is over. Else as `MoeGroup.combine`."""
+        if out is None and accumulate:
+            raise aiote.UsageError("combine: accumulate needs an `out` to add to")
+        config, sizes = self._config, self._sizes
+        if out is None:
+            rows = np.zeros((self._tokens, sizes.y_bytes), np.uint8)
+            out = elements(rows, 0, (self._tokens, config.hidden), config.out_dtype, self._y_like)
+        found = lines("out", out, (None, config.hidden), config.out_dtype)
+        if len(found) < self._tokens:
+            raise aiote.UsageError(f"out: {len(found)} rows for {self._tokens} tokens")
+
+        async def body() -> None:
+            await self._sum(found[: self._tokens], accumulate)
+
+        await self._lane.run("combine_recv", body)
+        return out
+
+    async def _sum(self, out: Bytes, accumulate: bool) -> None:
+        plan, config = self._known(), self._config
+        needs = {rank: plan.replies(rank) for rank in self._came}
+        came = await self._wait("answers", ANSWER, needs)
+        await self._lane.sent()
+        by_copy = config.reduce == "expert"
+        places = (self._copy if by_copy else self._position).copy()
+        if self._dropped is not None and not by_copy:
+            places[self._dropped] = -1
+        for rank in set(range(self._sizes.ranks)) - {*came, self._group.rank}:
+            first = plan.answer[self._group.rank, rank]
+            gone = (places >= first) & (places < first + plan.returned[self._group.rank, rank])
+            places[gone] = -1
+        if by_copy:
+            for slot in range(1, places.shape[1]):
+                places[(places[:, :slot] == places[:, slot, None]).any(1), slot] = -1
+        weights = None if by_copy else self._given.weights
+        kernels.combine(out, self._memory.answers, places, weights, config.out_dtype, accumulate)
+        self._group.counted.rounds += 1
+
+
+def spread(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the numbers of runs one by one: from each first one on so many."""
+    ends = np.cumsum(count)
+    numbers: NDArray[np.int64] = np.repeat(first - (ends - count), count) + np.arange(ends[-1] if len(ends) else 0)
+    return numbers
+
+
+def merged(runs: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Return runs by the source's order, (first row, rows), those that touch as one."""
+    found: list[tuple[int, int]] = []
+    for _, first, count in runs.tolist():
+        if found and sum(found[-1]) == first:
+            found[-1] = (found[-1][0], found[-1][1] + count)
+        else:
+            found.append((first, count))
+    return found

@@ -1,0 +1,88 @@
+"""What travels besides rows: the route of a round, and what an immediate says. Pure.
+
+A route is what a rank sends to every other in each round, with rows or without: 32-bit numbers, little-endian.
+
+    magic | epoch | round, low and high half | tokens | rows | rows of each expert ... | copies for each rank ...
+
+It is data of a peer: nothing of it becomes an offset before it was checked against itself and the config.
+
+An immediate says which write it counts, in the 27 bits that users number by themselves:
+
+    group 5 | epoch 6 | lane 3 | kind 2 | parity 1 | source 9
+
+The route and the dispatch of a round count on the parity of the round, so that a rank may be a round ahead of another;
+answers need one value alone. With a source in it, which is its rank + 1, the immediates of each rank count by
+themselves; 0 counts those of all ranks together.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .config import Sizes, round_up
+
+__all__ = ["ANSWER", "MAX_GROUPS", "PAYLOAD", "ROUTE", "Route", "immediate", "route_bytes"]
+
+MAGIC = 0x4D6F4501
+HEADER = 6
+ROUTE, PAYLOAD, ANSWER = range(3)
+MAX_GROUPS = 32
+EPOCHS = 64
+Words = NDArray[np.uint32]
+
+
+def immediate(group: int, epoch: int, lane: int, kind: int, parity: int, source: int) -> int:
+    """Return the immediate of what a source writes in a round."""
+    return ((((group * EPOCHS + epoch % EPOCHS) * 8 + lane) * 4 + kind) * 2 + parity) * 512 + source
+
+
+def route_bytes(sizes: Sizes) -> int:
+    """Return how many bytes the route of a rank takes."""
+    return round_up(4 * (HEADER + sizes.config.experts + sizes.ranks), 64)
+
+
+class Route(NamedTuple):
+    """What a rank sends in a round: how many tokens it has, rows for each expert, and copies for each rank."""
+
+    epoch: int
+    round: int
+    tokens: int
+    experts: NDArray[np.int64]
+    copies: NDArray[np.int64]
+
+    def write(self, words: Words) -> None:
+        """Put it into memory that is sent."""
+        count = len(self.experts)
+        low, high = self.round & 0xFFFFFFFF, self.round >> 32
+        words[:HEADER] = MAGIC, self.epoch & 0xFFFFFFFF, low, high, self.tokens, int(self.experts.sum())
+        words[HEADER : HEADER + count] = self.experts
+        words[HEADER + count : HEADER + count + len(self.copies)] = self.copies
+
+    @classmethod
+    def read(cls, words: Words, sizes: Sizes, epoch: int, number: int) -> Route:
+        """Return what a peer says. Raises ValueError for what cannot be, and for another round than this."""
+        magic, their_epoch, low, high, tokens, rows = map(int, words[:HEADER])
+        if magic != MAGIC:
+            raise ValueError(f"it begins with {magic:#x}, which is no route")
+        if (their_epoch, low | high << 32) != (epoch & 0xFFFFFFFF, number):
+            raise ValueError(
+                f"it is of round {low | high << 32} in epoch {their_epoch}, and round {number} in epoch {epoch} is "
+                "under way: every rank takes part in every round"
+            )
+        config, count = sizes.config, sizes.config.experts
+        experts = words[HEADER : HEADER + count].astype(np.int64)
+        copies = words[HEADER + count : HEADER + count + sizes.ranks].astype(np.int64)
+        if tokens > config.tokens:
+            raise ValueError(f"it has {tokens} tokens, of {config.tokens} at most")
+        if int(experts.sum()) != rows or rows > tokens * config.top_k:
+            raise ValueError(f"its {int(experts.sum())} rows are not the {rows} that it says, of {tokens} tokens")
+        padded = np.zeros(sizes.ranks * sizes.local, np.int64)
+        padded[:count] = experts
+        for_rank = padded.reshape(sizes.ranks, sizes.local).sum(1)
+        least = -(-for_rank // config.top_k)
+        if (copies < least).any() or (copies > np.minimum(for_rank, tokens)).any():
+            raise ValueError(f"its copies {copies.tolist()} do not fit its rows for each rank {for_rank.tolist()}")
+        return cls(their_epoch, number, tokens, experts, copies)

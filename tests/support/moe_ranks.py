@@ -1,0 +1,164 @@
+"""Groups of ranks in one process, tokens for them, and what a round has to give, computed without any of aiote.moe."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import anyio
+import numpy as np
+from numpy.typing import NDArray
+
+import aiote
+from aiote.moe import Batch, MoeConfig, MoeGroup, open_group
+
+Array = NDArray[Any]
+
+
+class Tokens:
+    """What a rank dispatches in one round."""
+
+    def __init__(self, rng: np.random.Generator, config: MoeConfig, tokens: int, *, wild: bool = True) -> None:
+        shape = (tokens, config.top_k)
+        self.x = rng.integers(0, 256, (tokens, config.hidden * 4), np.uint8).view(np.float32)
+        if config.dtype == "float32":
+            self.x = rng.standard_normal((tokens, config.hidden)).astype(np.float32)
+        else:
+            kind = {1: np.uint8, 2: np.uint16}[2 if "16" in config.dtype else 1]
+            self.x = rng.integers(0, np.iinfo(kind).max, (tokens, config.hidden), kind)
+        low, high = (-2, config.experts + 3) if wild else (0, config.experts)
+        self.ids = rng.integers(low, high, shape).astype(rng.choice([np.int32, np.int64]))
+        self.weights = rng.standard_normal(shape).astype(np.float32)
+        self.scales = None
+        if config.scales:
+            self.scales = rng.standard_normal((tokens, config.scales)).astype(np.float32)
+
+
+def expert(config: MoeConfig, number: int, x: Array) -> Array:
+    """Return what an expert makes of rows, as `out_dtype` in raw numbers or floats: any function of both does."""
+    raw = (
+        x.astype(np.float32)
+        if x.dtype.kind == "f"
+        else x.view(np.uint8)[..., :1].astype(np.float32) + np.arange(config.hidden, dtype=np.float32)
+    )
+    value = raw[..., : config.hidden] * np.float32(number % 7 - 3) + np.float32(number)
+    return stored(value, config.out_dtype)
+
+
+def stored(values: Array, dtype: str) -> Array:
+    """Return float32 as elements of a type: bfloat16 as raw numbers, rounded to the nearest even."""
+    if dtype != "bfloat16":
+        return values.astype(dtype)
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def loaded(values: Array, dtype: str) -> Array:
+    """Return elements of a type as float32."""
+    return (values.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else values.astype(np.float32)
+
+
+def reference(config: MoeConfig, one: Tokens, dropped: Array | None = None) -> Array:
+    """Return what `combine` has to give: term after term in float32, in the order of k, rounded once."""
+    total = np.zeros((len(one.ids), config.hidden), np.float32)
+    for token in range(len(one.ids)):
+        for slot, number in enumerate(one.ids[token].tolist()):
+            if 0 <= number < config.experts and not (dropped is not None and dropped[token, slot]):
+                y = loaded(expert(config, number, one.x[token : token + 1]), config.out_dtype)[0]
+                total[token] += one.weights[token, slot] * y
+    return stored(total, config.out_dtype)
+
+
+def compute(group: MoeGroup, batch: Batch, into: Array | None = None) -> Array:
+    """Return what a rank's experts make of a batch, in layout "grouped" or "contiguous"."""
+    config, first = group.config, group.sizes.first(group.rank)
+    y = np.zeros(batch.y.shape, batch.y.dtype) if into is None else into
+    for number, count in enumerate(batch.expert_num_tokens.tolist()):
+        rows = (number,) if config.layout == "grouped" else ()
+        start = 0 if config.layout == "grouped" else int(batch.offsets[number])
+        place = (*rows, slice(start, start + count))
+        y[place] = expert(config, first + number, batch.x[place])
+    return y
+
+
+def check_rows(group: MoeGroup, batch: Batch, given: list[Tokens]) -> None:
+    """Check each row of a batch against the token that it says it is, and that they lie in order."""
+    config, seen = group.config, batch.source.reshape(-1, 3)
+    x = batch.x.reshape(-1, config.hidden)
+    real = np.flatnonzero(seen[:, 0] >= 0)
+    for line in real.tolist():
+        source, token, _ = seen[line].tolist()
+        assert x[line].tobytes() == given[source].x[token].tobytes()
+        if config.scales:
+            assert batch.scales.reshape(-1, config.scales)[line].tobytes() == given[source].scales[token].tobytes()
+    if config.layout != "rank":
+        first = group.sizes.first(group.rank)
+        lines = batch.expert_num_tokens.tolist()
+        for number, count in enumerate(lines):
+            start = int(batch.offsets[number])
+            rows = seen[start : start + count].tolist()
+            assert rows == sorted(rows), "in the order of source, token and k"
+            for source, token, slot in rows:
+                assert given[source].ids[token, slot] == first + number
+        assert sum(lines) == len(real)
+
+
+@asynccontextmanager
+async def ranks(opened: Callable[[], Any], count: int, config: MoeConfig, **more: Any) -> AsyncIterator[list[MoeGroup]]:
+    """Open so many engines and a group over them, every rank in this process."""
+    async with AsyncExitStack() as stack:
+        engines: list[aiote.Engine] = [await stack.enter_async_context(opened()) for _ in range(count)]
+        addresses = [engine.address for engine in engines]
+        groups: dict[int, MoeGroup] = {}
+        ready = anyio.Event()
+        over = anyio.Event()
+
+        async def live(rank: int) -> None:
+            async with open_group(engines[rank], addresses, rank, config, **more) as group:
+                groups[rank] = group
+                if len(groups) == count:
+                    ready.set()
+                await over.wait()
+
+        async with anyio.create_task_group() as tasks:
+            for rank in range(count):
+                tasks.start_soon(live, rank)
+            await ready.wait()
+            try:
+                yield [groups[rank] for rank in range(count)]
+            finally:
+                over.set()
+
+
+async def all_of(*bodies: Callable[[], Any]) -> list[Any]:
+    """Run coroutine functions side by side and return what they return; one that raises ends the others."""
+    results: list[Any] = [None] * len(bodies)
+
+    async def one(number: int, body: Callable[[], Any]) -> None:
+        results[number] = await body()
+
+    async with anyio.create_task_group() as tasks:
+        for number, body in enumerate(bodies):
+            tasks.start_soon(one, number, body)
+    return results
+
+
+async def whole_round(
+    groups: list[MoeGroup], given: list[Tokens], *, in_place: bool = True, lane: int = 0
+) -> list[Any]:
+    """Make one round on all ranks, check every row on the way, and return what each got."""
+
+    async def one(group: MoeGroup, tokens: Tokens) -> Any:
+        batch = await group.dispatch(tokens.x, tokens.ids, tokens.weights, tokens.scales, lane=lane)
+        check_rows(group, batch, given)
+        if in_place:
+            compute(group, batch, batch.y)
+            out = await group.combine(batch)
+        else:
+            out = await group.combine(batch, compute(group, batch))
+        expected = reference(group.config, tokens, batch.dropped)
+        assert out.tobytes() == expected.tobytes(), (group.rank, out, expected)
+        return batch
+
+    return await all_of(*[lambda g=g, t=t: one(g, t) for g, t in zip(groups, given, strict=True)])
