@@ -138,22 +138,32 @@ class MoeGroup:
                 self._peers[rank].disconnect(reason)
             self._wake()
 
+    def abort(self, reason: str = "it was aborted") -> None:
+        """Break the group, on every rank: for one that makes no more rounds, though others wait for it in one."""
+        self.fail(GroupBrokenError(f"rank {self.rank}: {reason}"), "abort")
+
     async def reset(self) -> None:
         """Begin a new epoch, in which no round is under way; every rank that takes part calls it.
 
-        Returns when all are there. Rounds that were under way are lost, and nothing of them is written any more.
-        Cancelled or failed it may be called again. Raises PeerError for a rank that cannot be reached.
+        Returns when all are there. Rounds that were under way on any rank are lost, and nothing of them is written any
+        more. Cancelled or failed it may be called again. Raises PeerError for a rank that cannot be reached.
         """
+        self.abort("it resets the group")
         await self._renew(())
 
     async def replace(self, rank: int, address: aiote.Address | str) -> None:
-        """Take another engine for a rank, and reset; every rank that takes part calls it, the new one `open_group`."""
+        """Take another engine for a rank, and reset; every rank that takes part calls it, the new one `open_group`.
+
+        A rank that calls it between two rounds breaks no round that others have not ended yet. Else as `reset`.
+        """
         if not 0 <= rank < self.sizes.ranks or rank == self.rank:
             raise aiote.UsageError(f"replace({rank!r}): expected another rank, from 0 to {self.sizes.ranks - 1}")
         self.members[rank] = aiote.Address.parse(address) if isinstance(address, str) else address
         old = self._peers.pop(rank, None)
         if old is not None:
             old.disconnect(f"rank {rank} was replaced")
+        if any(lane.state.phase != "idle" for lane in self._lanes):
+            self.abort("it resets the group")
         await self._renew((rank,))
 
     # Failing.

@@ -1,0 +1,184 @@
+"""Rounds in virtual time, in which a rank is killed, partitioned, cancelled or loses a rail at any moment.
+
+What must hold: every output is that of the reference, bit for bit, so that no round is mixed with another and no row
+is torn; nobody waits longer than the heartbeat limit; a group that is reset, and one whose dead rank was replaced, goes
+on; one that masks goes on without being told.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import AsyncExitStack
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+import aiote
+from aiote.moe import GroupBrokenError, MoeConfig, MoeGroup, open_group
+from aiote.testing import Fabric, run
+from machine import LONG
+from moe_ranks import Tokens, check_rows, compute, reference
+
+SEEDS = 2500 if LONG else 8
+RANKS = 3
+ROUNDS = 6
+HEARTBEAT = {"heartbeat_interval": 0.05, "heartbeat_timeout": 0.2, "drain_timeout": 0.1}
+LIMIT_S = 0.2 + 0.1 + 0.5
+KINDS = ("kill", "cancel", "partition", "rail", "kill", "cancel", "nothing")
+SHAPES = {
+    "direct": MoeConfig(experts=6, top_k=2, hidden=4, tokens=5, rows=30, placement="direct"),
+    "packed": MoeConfig(experts=6, top_k=2, hidden=4, tokens=5, rows=30, placement="packed", private=2),
+    "lanes": MoeConfig(experts=6, top_k=2, hidden=4, tokens=5, rows=30, placement="packed", lanes=2),
+    "mask": MoeConfig(experts=6, top_k=2, hidden=4, tokens=5, on_loss="mask"),
+}
+
+
+def tokens_of(config: MoeConfig, epoch: int, lane: int, number: int, rank: int) -> Tokens:
+    """Return what a rank dispatches in a round: in each another."""
+    rng = np.random.default_rng([epoch, lane, number, rank])
+    return Tokens(rng, config, int(rng.integers(0, config.tokens + 1)))
+
+
+def check_sums(group: MoeGroup, own: Tokens, out: Any) -> None:
+    """Check an output; without a rank that is masked, whose answer may have come or not."""
+    masked = list(group.membership.masked)
+    for count in range(len(masked) + 1):
+        for gone in combinations(masked, count):
+            absent = np.isin(own.ids // group.sizes.local, gone)
+            if out.tobytes() == reference(group.config, own, absent).tobytes():
+                return
+    raise AssertionError(f"rank {group.rank} with {masked} masked: {out}")
+
+
+class World:
+    """Ranks on a fabric, what happens to one of them, and what became of the others."""
+
+    def __init__(self, fabric: Fabric, seed: int, config: MoeConfig) -> None:
+        self.fabric, self.config = fabric, config
+        self.rng = random.Random(seed)
+        self.groups: dict[int, MoeGroup] = {}
+        self.scopes = [anyio.CancelScope() for _ in range(RANKS)]
+        self.harmed_at = self.heard_at = 0.0
+        self.broken: list[int] = []
+        self._over = anyio.Event()
+
+    async def run(self, kind: str) -> int:
+        """Make rounds while something happens to a rank, repair the group, and make rounds again."""
+        async with anyio.create_task_group() as tasks, AsyncExitStack() as stack:
+            engines = [await stack.enter_async_context(self.fabric.open_engine(**HEARTBEAT)) for _ in range(RANKS)]
+            members = [engine.address for engine in engines]
+            for rank, engine in enumerate(engines):
+                tasks.start_soon(self.live, engine, members, rank)
+            await until(lambda: len(self.groups) == RANKS)
+            victim = self.rng.randrange(RANKS)
+            async with anyio.create_task_group() as under_way:
+                for rank in range(RANKS):
+                    under_way.start_soon(self.first_rounds, rank, rank == victim and kind in ("kill", "partition"))
+                under_way.start_soon(self.harm, kind, victim)
+            self.check(kind, victim)
+            async with anyio.create_task_group() as under_way:
+                if kind in ("kill", "partition"):
+                    engines.append(await stack.enter_async_context(self.fabric.open_engine(**HEARTBEAT)))
+                    members[victim] = engines[-1].address
+                    del self.groups[victim]
+                    tasks.start_soon(self.live, engines[-1], members, victim)
+                for group in tuple(self.groups.values()):
+                    repair = group.reset if len(engines) == RANKS else partial(group.replace, victim, members[victim])
+                    under_way.start_soon(repair)
+            await until(lambda: len(self.groups) == RANKS)
+            async with anyio.create_task_group() as under_way:
+                for group in self.groups.values():
+                    under_way.start_soon(self.rounds, group, 2)
+            self._over.set()
+        return len(self.broken)
+
+    async def live(self, engine: aiote.Engine, members: list[Any], rank: int) -> None:
+        """Be a rank of the group until all is over."""
+        async with open_group(engine, list(members), rank, self.config) as group:
+            self.groups[rank] = group
+            await self._over.wait()
+
+    async def first_rounds(self, rank: int, dies: bool) -> None:
+        """Make rounds until they are over, cancelled, or the group breaks."""
+        try:
+            with self.scopes[rank] as scope:
+                await self.rounds(self.groups[rank], ROUNDS)
+            if scope.cancelled_caught:
+                # Perhaps between two steps, of which nobody could know.
+                self.groups[rank].abort("it was cancelled")
+                self.broken.append(rank)
+        except* (GroupBrokenError, aiote.PeerError, aiote.TransferError, aiote.ClosedError):
+            if not dies:
+                self.broken.append(rank)
+                self.heard_at = anyio.current_time()
+
+    async def harm(self, kind: str, victim: int) -> None:
+        """Do something to a rank at some moment."""
+        await anyio.sleep(self.rng.choice((self.rng.uniform(0, 1e-4), self.rng.uniform(0, 2e-3))))
+        engine = self.groups[victim].engine
+        self.harmed_at = anyio.current_time()
+        if kind == "cancel":
+            self.scopes[victim].cancel()
+        elif kind == "kill":
+            self.fabric.crash(engine)
+        elif kind == "partition":
+            self.fabric.partition(engine)
+            await anyio.sleep(LIMIT_S)
+            self.fabric.crash(engine)
+            self.fabric.heal(engine)
+        elif kind == "rail":
+            self.fabric.kill_rail(engine, self.rng.randrange(2))
+
+    def check(self, kind: str, victim: int) -> None:
+        """Check who has heard of it, and when."""
+        if kind == "rail" or (self.config.on_loss == "mask" and kind != "cancel"):
+            assert set(self.broken) <= ({victim} if kind == "partition" else set())
+        if self.broken and self.heard_at:
+            assert self.heard_at - self.harmed_at < LIMIT_S
+
+    async def rounds(self, group: MoeGroup, count: int) -> None:
+        """Make so many rounds in every lane."""
+        async with anyio.create_task_group() as tasks:
+            for lane in range(group.config.lanes):
+                tasks.start_soon(self.lane, group, lane, count)
+
+    async def lane(self, group: MoeGroup, lane: int, count: int) -> None:
+        """Make rounds in one lane, with pauses of any length in between, and check what they give."""
+        config, pause = group.config, self.rng.choice
+        for number in range(count):
+            given = [tokens_of(config, group.epoch, lane, number, rank) for rank in range(RANKS)]
+            own = given[group.rank]
+            begun = group.dispatch_send(own.x, own.ids, own.weights, lane=lane)
+            await anyio.sleep(pause((0, 1e-5, 1e-3)))
+            batch = await begun.dispatch_recv()
+            check_rows(group, batch, given)
+            begun.combine_send(compute(group, batch))
+            await anyio.sleep(pause((0, 1e-5)))
+            check_sums(group, own, await begun.combine_recv())
+
+
+async def until(condition: Any) -> None:
+    """Let virtual time pass until something holds."""
+    while not condition():
+        await anyio.sleep(1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_round_is_torn_mixed_or_waited_for_in_vain(shape):
+    broken = 0
+    for seed in range(SEEDS):
+        kind = KINDS[seed % len(KINDS)]
+
+        async def main(fabric: Fabric, seed: int = seed, kind: str = kind) -> int:
+            return await World(fabric, seed, SHAPES[shape]).run(kind)
+
+        try:
+            broken += run(main, seed, rails=2, limit=30)
+        except BaseException as error:
+            error.add_note(f"seed {seed}, {kind}")
+            raise
+    assert broken
