@@ -106,10 +106,10 @@ class MoeGroup:
         return self._lanes[lane].begin(x, topk_ids, topk_weights, scales, count)
 
     def inputs(self, like: Any = None, lane: int = 0) -> tuple[Any, Any]:
-        """Return registered arrays (tokens, hidden) and (tokens, scales), or None for no scales.
+        """Return arrays (tokens, hidden) and (tokens, scales), or None for no scales, that tokens may be put into.
 
-        With placement "direct" tokens that lie there are sent without a copy. They may be filled again once the round
-        has ended. `like` is an array of the kind that is wanted, NumPy's by default.
+        With placement "direct" they are registered, and tokens that lie there are sent without a copy; then they may be
+        filled again once the round has ended. `like` is an array of the kind that is wanted, NumPy's by default.
         """
         return self._lanes[lane].inputs(like)
 

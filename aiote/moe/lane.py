@@ -162,7 +162,7 @@ class Lane:
             lines("x", x, (len(ids), config.hidden), config.dtype)[:tokens],
             plain("topk_ids", ids, shape, IDS)[:tokens],
             plain("topk_weights", weights, shape, ("float32",))[:tokens].copy(),
-            None,
+            np.empty((tokens, 0), np.uint8),
             x,
         )
         if config.scales:
@@ -182,7 +182,7 @@ class Lane:
         """Return the arrays that tokens may be put into."""
         sizes, config = self.sizes, self.sizes.config
         like = np.empty(0) if like is None else like
-        rows = self.memory.sent[: config.tokens]
+        rows = self.memory.inputs
         x = elements(rows, 0, (config.tokens, config.hidden), config.dtype, like)
         if not config.scales:
             return x, None

@@ -67,6 +67,7 @@ class LaneMemory:
         self.answers = _lines(inbox, lane.answers_at, sizes.answers, sizes.y_row)
         self.own_routes: NDArray[np.uint32] = outbox[: 2 * lane.route].view(np.uint32).reshape(2, -1)
         self.sent = _lines(outbox, lane.sent_at, lane.outbox_rows, sizes.row)
+        self.inputs = self.sent if sizes.direct else zeros(sizes.config.tokens * sizes.row).reshape(-1, sizes.row)
         self.y = _lines(outbox, lane.y_at, sizes.placed, sizes.y_row)
         self.packed = _lines(outbox, lane.packed_at, lane.packed, sizes.y_row)
         in_place = sizes.direct or sizes.whole

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import aiote
 
-from . import numpy_kernels as kernels
+from . import kernels
 from .arrays import Bytes, elements, lines, same_memory
 from .batch import Batch
 from .plan import Counts, Plan
@@ -33,7 +33,7 @@ class Given:
 
     __slots__ = ("ids", "like", "scales", "weights", "x")
 
-    def __init__(self, x: Bytes, ids: NDArray[Any], weights: NDArray[np.float32], scales: Bytes | None, like: Any):
+    def __init__(self, x: Bytes, ids: NDArray[Any], weights: NDArray[np.float32], scales: Bytes, like: Any):
         self.x, self.ids, self.weights, self.scales, self.like = x, ids, weights, scales, like
 
 
@@ -71,15 +71,14 @@ class Round:
     def send(self) -> None:
         """Send the route to every rank, and with placement "packed" what needs no other rank's route."""
         memory, sizes, config, me = self._memory, self._sizes, self._config, self._group.rank
-        by_rank = config.copies == "rank"
         self._position = memory.position[: self._tokens]
         self._copy = memory.copy_position[: self._tokens]
         given = self._given
-        rows, copies = kernels.route(given.ids, config.experts, sizes.local, False, self._position)
-        if by_rank:
-            kernels.route(given.ids, config.experts, sizes.local, True, self._copy)
-        self._experts, self._copies = rows.astype(np.int64), np.zeros(sizes.ranks, np.int64)
-        self._copies[: len(copies)] = copies
+        shape = config.experts, sizes.local, sizes.ranks
+        rows, copies = kernels.numbered(given.ids, *shape, False, self._position)
+        if config.copies == "rank":
+            kernels.numbered(given.ids, *shape, True, self._copy)
+        self._experts, self._copies = rows.astype(np.int64), copies.astype(np.int64)
         route = Route(self._group.membership.epoch, self.number, self._tokens, self._experts, self._copies)
         route.write(memory.own_routes[self._parity])
         where = self._group.memory.map
@@ -127,7 +126,7 @@ class Round:
         known = (given.ids >= 0) & (given.ids < self._config.experts)
         tail[:, 4 : 4 + 4 * top_k].view(np.int32)[...] = np.where(known, given.ids, -1)
         tail[:, 4 + 4 * top_k :].view(np.float32)[...] = given.weights
-        x, where = given.x, (sizes.scales_at, sizes.token_at)
+        x, scales = given.x, given.scales
         own = memory.sent[first : first + count]
         if sizes.direct:
             at = np.arange(self._tokens, dtype=np.int32)[:, None]
@@ -139,7 +138,7 @@ class Round:
             if sizes.whole:
                 line = self._group.rank * sizes.private
                 own = memory.received[line : line + count]
-        kernels.pack(memory.sent, own, first, first + count, at, x, given.scales, tail, where)
+        kernels.pack(memory.sent, own, first, first + count, at, x, scales, tail, sizes.scales_at, sizes.token_at)
 
     # Receiving.
 
@@ -338,7 +337,7 @@ class Round:
             weights = rows[:, sizes.weights_at : sizes.weights_at + 4 * self._config.top_k].copy().view(np.float32)
             places = self._memory.copies[source, :count]
             out = to[:count, : sizes.y_bytes]
-            kernels.combine(out, y, places, weights, self._config.out_dtype, accumulate=False)
+            kernels.combine(out, y, places, weights, self._config.out_dtype, False)
             return [(0, count)] if count else []
         own = source == self._group.rank
         runs = plan.runs(source, self._group.rank)

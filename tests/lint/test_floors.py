@@ -19,7 +19,7 @@ PACKAGES = ("aiote", "aiote_native")
 # What plans an update of weights computes, as the core does, and must run anywhere.
 PLANNER = ("balance", "boxes", "cells", "copies", "deal", "dtypes", "entries", "layout", "placement", "plan", "recipe")
 PLANNER += ("record", "tasks", "traced")
-ROUNDS = ("config", "numpy_kernels", "plan", "states", "wire")
+ROUNDS = ("config", "plan", "states", "wire")
 PURE = ("aiote.core.", *(f"aiote.weights.{name}" for name in PLANNER), "aiote.connectors.buckets")
 PURE += ("aiote.kvcache.mapping", "aiote.kvcache.tensors")
 PURE += tuple(f"aiote.moe.{name}" for name in ROUNDS)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from aiote.moe import MoeConfig
 from aiote.moe.config import Sizes
 from aiote.moe.memory import LaneMap
-from aiote.moe.numpy_kernels import route
 from aiote.moe.plan import Counts, Plan
+from moe_twins import numbered
 
 
 class World(NamedTuple):
@@ -55,8 +55,7 @@ def planned(world: World) -> tuple[list[Plan], list[Any]]:
     positions = []
     for rank, ids in enumerate(world.ids):
         at = np.empty(ids.shape, np.int32)
-        rows, for_rank = route(ids, config.experts, sizes.local, False, at)
-        experts[rank], copies[rank, : len(for_rank)] = rows, for_rank
+        experts[rank], copies[rank] = numbered(ids, config.experts, sizes.local, sizes.ranks, False, at)
         positions.append(at)
     return [Plan(sizes, rank, Counts(experts, copies)) for rank in range(sizes.ranks)], positions
 

@@ -1,4 +1,4 @@
-"""What is done with rows on a CPU, in NumPy: what the native kernels are compared with, bit for bit.
+"""The kernels of `aiote.moe` in NumPy: what the native ones are compared with, bit for bit.
 
 Rows are lines of two-dimensional arrays of bytes, whatever they hold; places are numbers of lines, -1 for none. Sums
 are of float32, term after term in the order of k, each product rounded by itself; a NaN is written as one and the same
@@ -12,19 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["combine", "copy_runs", "pack", "route", "unfold"]
-
 Bytes = NDArray[np.uint8]
 Places = NDArray[np.int32]
 
 
-def route(ids: NDArray[Any], experts: int, local: int, by_rank: bool, out: Places) -> tuple[Places, Places]:
-    """Number what tokens ask for, ids (tokens, k), in the order of the experts, or of ranks with copies by rank.
-
-    Fills `out` (tokens, k) with the number of the row, or of the copy, -1 where an id is no expert; a copy that serves
-    several k has one number. Returns the rows for each expert and the copies for each rank.
-    """
-    ranks = -(-experts // local)
+def numbered(ids: NDArray[Any], experts: int, local: int, ranks: int, by_rank: bool, out: Places) -> tuple[Any, Any]:
+    """Number what tokens ask for, ids (tokens, k), in the order of the experts, or of ranks with copies by rank."""
     known = (ids >= 0) & (ids < experts)
     expert = np.where(known, ids, experts).astype(np.int64)
     rows = np.bincount(expert.reshape(-1), minlength=experts + 1)[:experts]
@@ -45,22 +38,17 @@ def route(ids: NDArray[Any], experts: int, local: int, by_rank: bool, out: Place
 
 
 def pack(
-    sent: Bytes, own: Bytes, first: int, last: int, at: Places, x: Bytes, scales: Bytes | None, tail: Bytes, where: Any
-) -> None:
-    """Make rows of tokens: token t goes to each row that `at` (tokens, k) names, its scales and tail behind it.
-
-    Rows from `first` to `last` are the rank's own and go to `own`, from its line 0 on; others to `sent`. `where` says
-    at which bytes of a row scales and tail lie. What a row has besides is left as it is.
-    """
-    scales_at, tail_at = where
+    sent: Bytes, own: Bytes, first: int, last: int, at: Places, x: Bytes, scales: Bytes, tail: Bytes, scales_at: int,
+    tail_at: int,
+) -> None:  # fmt: skip
+    """Make rows of tokens: token t goes to each row that `at` (tokens, k) names, its scales and tail behind it."""
     for slot in range(at.shape[1]):
         chosen = np.flatnonzero(at[:, slot] >= 0)
         place = at[chosen, slot]
         mine = (place >= first) & (place < last)
         for rows, tokens, lines in ((own, chosen[mine], place[mine] - first), (sent, chosen[~mine], place[~mine])):
             rows[lines, : x.shape[1]] = x[tokens]
-            if scales is not None:
-                rows[lines, scales_at : scales_at + scales.shape[1]] = scales[tokens]
+            rows[lines, scales_at : scales_at + scales.shape[1]] = scales[tokens]
             rows[lines, tail_at : tail_at + tail.shape[1]] = tail[tokens]
 
 
@@ -125,7 +113,9 @@ def rounded(values: NDArray[np.float32], dtype: str) -> Bytes:
     if dtype == "float32":
         return np.where(nan, np.uint32(0x7FC00000), values.view(np.uint32)).view(np.uint8)
     if dtype == "float16":
-        return np.where(nan, np.uint16(0x7E00), values.astype(np.float16).view(np.uint16)).view(np.uint8)
+        with np.errstate(over="ignore"):
+            halves = values.astype(np.float16).view(np.uint16)
+        return np.where(nan, np.uint16(0x7E00), halves).view(np.uint8)
     bits = values.view(np.uint32)
     nearest = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
     return np.where(nan, np.uint16(0x7FC0), nearest).view(np.uint8)

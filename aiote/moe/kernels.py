@@ -1,0 +1,26 @@
+"""What is done with rows on a CPU: the native kernels, and the only place that calls them.
+
+None allocates but `route`, which returns its counts; all give the interpreter to other threads meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiote_native.moe import combine, copy_runs, pack, route, unfold
+
+__all__ = ["combine", "copy_runs", "numbered", "pack", "unfold"]
+
+Places = NDArray[np.int32]
+
+
+def numbered(
+    ids: NDArray[Any], experts: int, local: int, ranks: int, by_rank: bool, out: Places
+) -> tuple[Places, Places]:
+    """Number rows, or copies by rank, into `out`; return the rows for each expert and the copies for each rank."""
+    rows, copies = np.empty(experts, np.int32), np.empty(ranks, np.int32)
+    route(ids.astype(np.int64), experts, local, by_rank, out, rows, copies)
+    return rows, copies
