@@ -74,7 +74,8 @@ def route(const int64_t[:, :] ids, int64_t experts, int64_t local, bint by_rank,
 
 
 def pack(uint8_t[:, :] sent, uint8_t[:, :] own, int64_t first, int64_t last, const int32_t[:, :] at,
-         const uint8_t[:, :] x, const uint8_t[:, :] scales, const uint8_t[:, :] tail, int64_t scales_at, int64_t tail_at):
+         const uint8_t[:, :] x, const uint8_t[:, :] scales, const uint8_t[:, :] tail, int64_t scales_at,
+         int64_t tail_at):
     """Make rows of tokens: token t goes to each row that `at` (tokens, k) names, its scales and tail behind it.
 
     Rows from `first` to `last` are the rank's own and go to `own`, from its line 0 on; others to `sent`. What a row has
@@ -104,7 +105,8 @@ def pack(uint8_t[:, :] sent, uint8_t[:, :] own, int64_t first, int64_t last, con
                     memmove(row, &x[0, 0] + t * x.strides[0], x.shape[1])
                 if scales.shape[1]:
                     memmove(row + scales_at, &scales[0, 0] + t * scales.strides[0], scales.shape[1])
-                memcpy(row + tail_at, &tail[0, 0] + t * tail.strides[0], tail.shape[1])
+                if tail.shape[1]:
+                    memcpy(row + tail_at, &tail[0, 0] + t * tail.strides[0], tail.shape[1])
 
 
 def copy_runs(uint8_t[:, :] to, const uint8_t[:, :] source, const int64_t[:, :] runs, int64_t nbytes):
@@ -140,7 +142,8 @@ def unfold(uint8_t[:, :] to, const uint8_t[:, :] source, int64_t nbytes, const i
                     continue
                 if seen[expert] < room[expert]:
                     places[line, k] = <int32_t> (base[expert] + seen[expert])
-                    memcpy(&to[0, 0] + places[line, k] * to.strides[0], &source[0, 0] + line * source.strides[0], nbytes)
+                    memcpy(&to[0, 0] + places[line, k] * to.strides[0], &source[0, 0] + line * source.strides[0],
+                           nbytes)
                 seen[expert] += 1
 
 
@@ -169,7 +172,7 @@ def combine(uint8_t[:, :] out, const uint8_t[:, :] rows, const int32_t[:, :] pla
                     if weighted:
                         factors[count] = weights[i, k]
                     count += 1
-            moe_sum(&out[0, 0] + i * out.strides[0], found, factors if weighted else NULL, count, width, kind, accumulate,
-                    wide)
+            moe_sum(&out[0, 0] + i * out.strides[0], found, factors if weighted else NULL, count, width, kind,
+                    accumulate, wide)
         free(found)
         free(factors)

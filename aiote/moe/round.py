@@ -218,12 +218,16 @@ class Round:
         return tokens
 
     def _place_own(self, plan: Plan) -> None:
-        """Copy this rank's rows for its own experts to their places."""
-        me = self._group.rank
+        """Copy this rank's tokens to their places with its own experts."""
+        me, memory = self._group.rank, self._memory
         runs = plan.runs(me, me)
-        lines_there = spread(runs[:, 0], runs[:, 2])
-        tokens = self._tokens_in_order()[int(self._starts[me]) + spread(runs[:, 1], runs[:, 2])]
-        self._memory.placed[lines_there] = self._memory.sent[tokens]
+        places = np.full(int(plan.sent[me, me]) + 1, -1, np.int32)
+        places[spread(runs[:, 1], runs[:, 2])] = spread(runs[:, 0], runs[:, 2])
+        here = self._position - int(self._starts[me])
+        own = (here >= 0) & (here < len(places) - 1)
+        at = places[np.where(own, here, -1)]
+        nothing = np.empty((self._tokens, 0), np.uint8)
+        kernels.pack(memory.placed, memory.placed, 0, 0, at, memory.sent[: self._tokens], nothing, nothing, 0, 0)
 
     def _place(self, plan: Plan) -> None:
         """Copy rows from where they were received to their places."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 import aiote
 from aiote.moe import Batch, MoeConfig, MoeGroup, open_group
+from engines import until
 
 Array = NDArray[Any]
 
@@ -104,31 +105,47 @@ def check_rows(group: MoeGroup, batch: Batch, given: list[Tokens]) -> None:
         assert sum(lines) == len(real)
 
 
-@asynccontextmanager
-async def ranks(opened: Callable[[], Any], count: int, config: MoeConfig, **more: Any) -> AsyncIterator[list[MoeGroup]]:
-    """Open so many engines and a group over them, every rank in this process."""
-    async with AsyncExitStack() as stack:
-        engines: list[aiote.Engine] = [await stack.enter_async_context(opened()) for _ in range(count)]
-        addresses = [engine.address for engine in engines]
-        groups: dict[int, MoeGroup] = {}
-        ready = anyio.Event()
-        over = anyio.Event()
+class Ranks(list[MoeGroup]):
+    """The ranks of a group, each in a task of its own until the end."""
+
+    def __init__(self, opened: Callable[[], Any], config: MoeConfig, tasks: Any, more: dict[str, Any]) -> None:
+        super().__init__()
+        self.opened, self.config, self.tasks, self.more = opened, config, tasks, more
+        self.over = anyio.Event()
+
+    async def start(self, addresses: list[aiote.Address | None], *ranks: int) -> None:
+        """Have engines for some ranks, which join the group, and wait until they are in it."""
+        self.extend([None] * (len(addresses) - len(self)))  # type: ignore[list-item]
+        engines: dict[int, aiote.Engine] = {}
 
         async def live(rank: int) -> None:
-            async with open_group(engines[rank], addresses, rank, config, **more) as group:
-                groups[rank] = group
-                if len(groups) == count:
-                    ready.set()
-                await over.wait()
+            async with self.opened() as engine:
+                engines[rank], addresses[rank] = engine, engine.address
+                await until(lambda: len(engines) == len(ranks))
+                async with open_group(engine, addresses, rank, self.config, **self.more) as group:
+                    self[rank] = group
+                    joined.append(rank)
+                    await self.over.wait()
 
-        async with anyio.create_task_group() as tasks:
-            for rank in range(count):
-                tasks.start_soon(live, rank)
-            await ready.wait()
-            try:
-                yield [groups[rank] for rank in range(count)]
-            finally:
-                over.set()
+        joined: list[int] = []
+        for rank in ranks:
+            self.tasks.start_soon(live, rank)
+        await until(lambda: len(engines) == len(ranks))
+        others = [group for group in self if group is not None and group.rank not in ranks]
+        await all_of(*[lambda g=g: g.replace(ranks[0], addresses[ranks[0]]) for g in others])
+        await until(lambda: len(joined) == len(ranks))
+
+
+@asynccontextmanager
+async def ranks(opened: Callable[[], Any], count: int, config: MoeConfig, **more: Any) -> AsyncIterator[Ranks]:
+    """Open so many engines and a group over them, every rank in this process."""
+    async with anyio.create_task_group() as tasks:
+        found = Ranks(opened, config, tasks, more)
+        await found.start([None] * count, *range(count))
+        try:
+            yield found
+        finally:
+            found.over.set()
 
 
 async def all_of(*bodies: Callable[[], Any]) -> list[Any]:

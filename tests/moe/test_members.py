@@ -1,0 +1,303 @@
+"""Who takes part: opening, cancelling, losing, masking and replacing a rank, leaving; and why parity is needed."""
+
+from __future__ import annotations
+
+import random
+from contextlib import AsyncExitStack
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+import aiote
+from aiote.moe import GroupBrokenError, MoeConfig, MoeGroup, open_group
+from aiote.moe.states import Membership, RoundState
+from engines import LOST_SOON, PATIENCE_S, opened, until
+from moe_ranks import Tokens, all_of, compute, ranks, reference, whole_round
+
+CONFIG = MoeConfig(experts=6, top_k=2, hidden=8, tokens=6, rows=36, placement="packed")
+MASK = MoeConfig(experts=6, top_k=2, hidden=8, tokens=6, on_loss="mask")
+RNG = np.random.default_rng(3)
+
+
+def local(**settings: Any) -> Any:
+    """Open an engine."""
+    return opened("local", **settings)
+
+
+def given(config: MoeConfig, count: int) -> list[Tokens]:
+    """Return tokens of so many ranks, of which each has rows for every rank."""
+    made = [Tokens(RNG, config, 6) for _ in range(count)]
+    for one in made:
+        one.ids[:, 0] = np.arange(6)
+    return made
+
+
+@pytest.mark.anyio
+async def test_a_cancelled_round_is_heard_of_at_once_and_a_reset_mends_it(anyio_backend):
+    """No time-out passes: the heartbeat alone would take an hour."""
+    async with ranks(lambda: local(heartbeat_interval=1000, heartbeat_timeout=3600), 3, CONFIG) as groups:
+        tokens = given(CONFIG, 3)
+        await whole_round(groups, tokens)
+        scope = anyio.CancelScope()
+        heard = []
+
+        async def one(rank: int) -> None:
+            group, own = groups[rank], tokens[rank]
+            if rank == 2:
+                with scope:
+                    await group.dispatch(own.x, own.ids, own.weights)
+                assert scope.cancelled_caught
+            # Its rows may have left before; its answers have not.
+            with pytest.raises(GroupBrokenError) as caught:
+                await group.combine(await group.dispatch(own.x, own.ids, own.weights))
+            heard.append(str(caught.value))
+
+        async def cancel() -> None:
+            await until(lambda: groups[2]._lanes[0].state.busy)
+            scope.cancel()
+
+        # Rank 0 comes late: before it the others cannot go on.
+        async def late() -> None:
+            await until(lambda: groups[2].membership.failure is not None)
+            await one(0)
+
+        with anyio.fail_after(PATIENCE_S):
+            await all_of(late, lambda: one(1), lambda: one(2), cancel)
+        assert sum("rank 2 broke the round" in text for text in heard) == 2
+        with pytest.raises(GroupBrokenError):
+            await groups[0].dispatch(tokens[0].x, tokens[0].ids, tokens[0].weights)
+        await all_of(*[group.reset for group in groups])
+        assert [group.epoch for group in groups] == [2, 2, 2]
+        for _ in range(3):
+            await whole_round(groups, tokens)
+
+
+async def test_a_lost_rank_is_named_and_another_takes_its_place():
+    async with ranks(lambda: local(**LOST_SOON), 3, CONFIG) as groups:
+        tokens = given(CONFIG, 3)
+        await whole_round(groups, tokens)
+        members = [group.engine.address for group in groups]
+        groups[1].engine.abort()
+
+        async def loses(group: MoeGroup) -> None:
+            own = tokens[group.rank]
+            with pytest.raises(aiote.PeerLostError, match="rank 1") as caught:
+                await group.combine(await group.dispatch(own.x, own.ids, own.weights))
+            assert caught.value.peer == str(members[1])
+
+        await all_of(lambda: loses(groups[0]), lambda: loses(groups[2]))
+        await groups.start(members, 1)
+        for _ in range(2):
+            await whole_round(groups, tokens)
+
+
+async def test_a_masked_rank_s_experts_add_nothing_and_its_successor_s_do():
+    async with ranks(lambda: local(**LOST_SOON), 3, MASK) as groups:
+        tokens = given(MASK, 3)
+        await whole_round(groups, tokens)
+        members = [group.engine.address for group in groups]
+        groups[1].engine.abort()
+
+        async def goes_on(group: MoeGroup) -> None:
+            own = tokens[group.rank]
+            for last in (False, True):
+                if last:
+                    await until(lambda: not group.active[1])
+                batch = await group.dispatch(own.x, own.ids, own.weights)
+                out = await group.combine(batch, compute(group, batch))
+            assert batch.active.tolist() == [True, False, True]
+            assert not (batch.source[..., 0] == 1).any()
+            assert out.tobytes() == reference(MASK, own, own.ids // 2 == 1).tobytes()
+
+        await all_of(lambda: goes_on(groups[0]), lambda: goes_on(groups[2]))
+        await groups.start(members, 1)
+        assert groups[0].active.all()
+        await whole_round(groups, tokens)
+
+
+async def test_a_rank_that_is_masked_by_hand_writes_no_more():
+    async with ranks(local, 3, MASK) as groups:
+        tokens = given(MASK, 3)
+        groups[0].mask(2)
+        groups[1].mask(2)
+        with pytest.raises(aiote.UsageError, match="mask"):
+            groups[0].mask(0)
+
+        async def one(group: MoeGroup) -> None:
+            own = tokens[group.rank]
+            batch = await group.dispatch(own.x, own.ids, own.weights)
+            out = await group.combine(batch, compute(group, batch))
+            gone = np.isin(own.ids // 2, [2] if group.rank < 2 else [0, 1])
+            assert out.tobytes() == reference(MASK, own, gone).tobytes()
+
+        await all_of(*[lambda g=g: one(g) for g in groups])
+
+
+async def test_ranks_that_leave_after_the_last_round_break_nobody_s():
+    """Each leaves as soon as it has its sums, with its engine; others may still wait for theirs."""
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(local()) for _ in range(4)]
+        tokens = given(CONFIG, 4)
+
+        async def live(rank: int) -> None:
+            engine, own = engines[rank], tokens[rank]
+            async with engine, open_group(engine, [one.address for one in engines], rank, CONFIG) as group:
+                for _ in range(2):
+                    batch = await group.dispatch(own.x, own.ids, own.weights)
+                    out = await group.combine(batch, compute(group, batch))
+                    assert out.tobytes() == reference(CONFIG, own).tobytes()
+
+        with anyio.fail_after(PATIENCE_S):
+            await all_of(*[lambda r=r: live(r) for r in range(4)])
+
+
+async def test_a_round_with_one_that_has_left_is_an_error():
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(local()) for _ in range(2)]
+        members = [engine.address for engine in engines]
+        left = anyio.Event()
+
+        async def leaves() -> None:
+            async with open_group(engines[0], members, 0, CONFIG):
+                pass
+            left.set()
+
+        async def stays() -> None:
+            async with open_group(engines[1], members, 1, CONFIG) as group:
+                own = Tokens(RNG, CONFIG, 6)
+                begun = group.dispatch_send(own.x, own.ids, own.weights)
+                await left.wait()
+                with pytest.raises(aiote.PeerLostError, match="it has left the group"):
+                    await begun.dispatch_recv()
+
+        with anyio.fail_after(PATIENCE_S):
+            await all_of(leaves, stays)
+
+
+async def test_different_configs_are_refused_on_opening():
+    other = MoeConfig(experts=6, top_k=2, hidden=8, tokens=7, rows=36, placement="packed")
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(local()) for _ in range(2)]
+        members = [engine.address for engine in engines]
+
+        async def live(rank: int) -> None:
+            with pytest.raises(aiote.UsageError, match="different configs"):
+                async with open_group(engines[rank], members, rank, (CONFIG, other)[rank]):
+                    pass
+
+        refused = anyio.Event()
+
+        async def first(rank: int) -> None:
+            await live(rank)
+            refused.set()
+
+        async def second() -> None:
+            with anyio.CancelScope() as scope:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(live, 1)
+                    await refused.wait()
+                    scope.cancel()
+
+        with anyio.fail_after(PATIENCE_S):
+            await all_of(lambda: first(0), second)
+
+
+async def test_two_groups_on_the_same_engines():
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(local()) for _ in range(2)]
+        members = [engine.address for engine in engines]
+
+        async def live(rank: int) -> None:
+            async with AsyncExitStack() as both:
+                groups = [
+                    await both.enter_async_context(open_group(engines[rank], members, rank, CONFIG, group=number))
+                    for number in range(2)
+                ]
+                own = [Tokens(np.random.default_rng([rank, number]), CONFIG, 5) for number in range(2)]
+                batches = [await g.dispatch(o.x, o.ids, o.weights) for g, o in zip(groups, own, strict=True)]
+                for group, batch, tokens in zip(groups, batches, own, strict=True):
+                    out = await group.combine(batch, compute(group, batch))
+                    assert out.tobytes() == reference(CONFIG, tokens).tobytes()
+
+        await all_of(*[lambda r=r: live(r) for r in range(2)])
+
+
+def test_states_of_members():
+    members = Membership(3, 1, masks=False)
+    members.reset(1)
+    assert not members.told(0, 0, "old")
+    assert members.told(0, 1, "x")
+    assert not members.told(2, 1, "y")
+    with pytest.raises(GroupBrokenError, match="rank 0"):
+        members.require_whole()
+    with pytest.raises(aiote.UsageError, match="not later"):
+        members.reset(1)
+    members.reset(5)
+    members.require_whole()
+    state = RoundState()
+    with pytest.raises(aiote.UsageError, match="one round at a time"):
+        state.enter("combine_send")
+
+
+def simulate(rng: random.Random, *, slots: int, counters: int) -> bool:
+    """Run the protocol without bytes, every message in any order; return whether a rank read what was not for it.
+
+    Routes have `slots` places and counts `counters`, by the round's number modulo these. Rows have one place.
+    """
+    count, rounds = rng.randrange(2, 5), rng.randrange(3, 6)
+    traffic = [[[rng.random() < 0.5 for _ in range(count)] for _ in range(count)] for _ in range(rounds)]
+    routes = [[[-1] * count for _ in range(slots)] for _ in range(count)]
+    rows = [[-1] * count for _ in range(count)]
+    counts: list[dict[tuple[str, int], int]] = [{} for _ in range(count)]
+    under_way: list[tuple[str, int, int, int]] = []
+    wrong = False
+
+    def deliver(kind: str, source: int, to: int, number: int) -> None:
+        if kind == "route":
+            routes[to][number % slots][source] = number
+        elif kind == "rows":
+            rows[to][source] = number
+        which = (kind, 0 if kind == "answer" else number % counters)
+        counts[to][which] = counts[to].get(which, 0) + 1
+
+    def waits(rank: int, kind: str, number: int, need: int) -> Any:
+        which = (kind, 0 if kind == "answer" else number % counters)
+        while counts[rank].get(which, 0) < need:
+            yield
+        counts[rank][which] = counts[rank].get(which, 0) - need
+
+    def live(rank: int) -> Any:
+        nonlocal wrong
+        others = [other for other in range(count) if other != rank]
+        for number in range(rounds):
+            sends = traffic[number]
+            under_way.extend(("route", rank, other, number) for other in others)
+            under_way.extend(("rows", rank, other, number) for other in others if sends[rank][other])
+            yield from waits(rank, "route", number, len(others))
+            wrong |= any(routes[rank][number % slots][other] != number for other in others)
+            mine = [other for other in others if sends[other][rank]]
+            yield from waits(rank, "rows", number, len(mine))
+            wrong |= any(rows[rank][other] != number for other in mine)
+            yield
+            under_way.extend(("answer", rank, other, number) for other in mine)
+            yield from waits(rank, "answer", number, sum(sends[rank][other] for other in others))
+            yield
+
+    alive = {rank: live(rank) for rank in range(count)}
+    while alive and not wrong:
+        if under_way and rng.random() < 0.5:
+            deliver(*under_way.pop(rng.randrange(len(under_way))))
+        else:
+            rank = rng.choice(list(alive))
+            if next(alive[rank], "over") == "over":
+                del alive[rank]
+    return wrong
+
+
+def test_two_slots_and_two_counters_are_enough_and_one_of_either_is_not():
+    """The model of the protocol without barriers, on random schedules."""
+    assert not any(simulate(random.Random(seed), slots=2, counters=2) for seed in range(1500))
+    assert any(simulate(random.Random(seed), slots=1, counters=2) for seed in range(1500))
+    assert any(simulate(random.Random(seed), slots=2, counters=1) for seed in range(1500))
