@@ -2,36 +2,43 @@ from typing import Any
 
 from numpy import dtype, float32, int32, int64, ndarray, uint8
 
-Bytes = ndarray[Any, dtype[uint8]]
-Places = ndarray[Any, dtype[int32]]
-Ints = ndarray[Any, dtype[int64]]
+_Bytes = ndarray[Any, dtype[uint8]]
+_Places = ndarray[Any, dtype[int32]]
+_Ints = ndarray[Any, dtype[int64]]
 
 def use_avx2(wanted: bool) -> bool: ...
-def route(ids: Ints, experts: int, local: int, by_rank: bool, out: Places, rows: Places, copies: Places) -> None: ...
+def route(
+    ids: _Ints, experts: int, local: int, by_rank: bool, out: _Places, rows: _Places, copies: _Places
+) -> None: ...
 def pack(
-    sent: Bytes,
-    own: Bytes,
+    sent: _Bytes,
+    own: _Bytes,
     first: int,
     last: int,
-    at: Places,
-    x: Bytes,
-    scales: Bytes,
-    tail: Bytes,
+    at: _Places,
+    x: _Bytes,
+    scales: _Bytes,
+    tail: _Bytes,
     scales_at: int,
     tail_at: int,
 ) -> None: ...
-def copy_runs(to: Bytes, source: Bytes, runs: Ints, nbytes: int) -> None: ...
+def copy_runs(to: _Bytes, source: _Bytes, runs: _Ints, nbytes: int) -> None: ...
 def unfold(
-    to: Bytes,
-    source: Bytes,
+    to: _Bytes,
+    source: _Bytes,
     nbytes: int,
-    ids: Places,
+    ids: _Places,
     first: int,
-    base: Ints,
-    room: Ints,
-    places: Places,
-    seen: Ints,
+    base: _Ints,
+    room: _Ints,
+    places: _Places,
+    seen: _Ints,
 ) -> None: ...
 def combine(
-    out: Bytes, rows: Bytes, places: Places, weights: ndarray[Any, dtype[float32]] | None, dtype: str, accumulate: bool
+    out: _Bytes,
+    rows: _Bytes,
+    places: _Places,
+    weights: ndarray[Any, dtype[float32]] | None,
+    dtype: str,
+    accumulate: bool,
 ) -> None: ...

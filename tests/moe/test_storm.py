@@ -23,7 +23,7 @@ from aiote.testing import Fabric, run
 from machine import LONG
 from moe_ranks import Tokens, check_rows, compute, reference
 
-SEEDS = 2500 if LONG else 8
+SEEDS = 2500 if LONG else 75
 RANKS = 3
 ROUNDS = 6
 HEARTBEAT = {"heartbeat_interval": 0.05, "heartbeat_timeout": 0.2, "drain_timeout": 0.1}
