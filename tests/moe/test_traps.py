@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 from hypothesis import given
@@ -295,7 +296,7 @@ async def test_a_route_that_cannot_be_breaks_the_round_and_names_the_rank():
         begun = [g.dispatch_send(t.x, t.ids, t.weights) for g, t in zip(groups, given, strict=True)]
         lane = groups[1].memory.lanes[0]
         while not lane.routes[0, 0, 0]:
-            await aiote_turn()
+            await turn_of_the_loop()
         lane.routes[0, 0, 6:12] += 1000
         with pytest.raises(aiote.PeerError, match="rank 0: its route"):
             await begun[1].dispatch_recv()
@@ -303,23 +304,37 @@ async def test_a_route_that_cannot_be_breaks_the_round_and_names_the_rank():
             await groups[0].combine(await begun[0].dispatch_recv())
 
 
-async def aiote_turn() -> None:
-    """Let the loop run."""
-    import anyio
+async def test_copies_for_other_experts_than_the_route_says_break_the_round():
+    one = config(copies="rank")
+    async with ranks(local, 2, one) as groups:
+        given = [Tokens(RNG, one, 4) for _ in groups]
+        for tokens in given:
+            tokens.ids[...] = [[0, 5]]
+        begun = [g.dispatch_send(t.x, t.ids, t.weights) for g, t in zip(groups, given, strict=True)]
+        sizes, lane = groups[1].sizes, groups[1].memory.lanes[0]
+        ids = lane.received[:4, sizes.ids_at : sizes.weights_at]
+        while not ids.any():
+            await turn_of_the_loop()
+        ids[2] = np.array([0, 4], np.int32).view(np.uint8)
+        with pytest.raises(aiote.PeerError, match="rank 0: its rows are not for the experts"):
+            await begun[1].dispatch_recv()
 
+
+async def turn_of_the_loop() -> None:
+    """Let the loop run."""
     await anyio.sleep(0)
 
 
 SIZES = Sizes(config(), 3)
 
 
-@given(st.lists(st.integers(0, 12), min_size=6, max_size=6), st.integers(0, 7), st.data())
+@given(st.lists(st.sampled_from([0, 0, 1, 2, 3]), min_size=6, max_size=6), st.integers(0, 7), st.data())
 def test_routes_are_checked_before_they_are_believed(experts, tokens, data):
     words = np.zeros(route_bytes(SIZES) // 4, np.uint32)
-    copies = data.draw(st.lists(st.integers(0, 7), min_size=3, max_size=3))
+    pairs = [sum(experts[2 * rank : 2 * rank + 2]) for rank in range(3)]
+    copies = [-(-n // 2) + data.draw(st.sampled_from([0, 0, 0, 1, -1])) * (n > 0) for n in pairs]
     counts = np.array(experts, np.int64), np.array(copies, np.int64)
     Route(5, 1 << 33, tokens, *counts).write(words)
-    pairs = [sum(experts[2 * rank : 2 * rank + 2]) for rank in range(3)]
     true = tokens <= 6 and sum(experts) <= 2 * tokens
     true = true and all(-(-n // 2) <= c <= min(n, tokens) for n, c in zip(pairs, copies, strict=True))
     if true:
