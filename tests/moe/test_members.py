@@ -161,24 +161,30 @@ async def test_ranks_that_leave_after_the_last_round_break_nobody_s():
             await all_of(*[lambda r=r: live(r) for r in range(4)])
 
 
-async def test_a_round_with_one_that_has_left_is_an_error():
+@pytest.mark.parametrize("before", [True, False])
+async def test_a_round_with_one_that_has_left_is_an_error(before):
+    """Whether the round was begun before the other left, or after."""
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(local()) for _ in range(2)]
         members = [engine.address for engine in engines]
-        left = anyio.Event()
+        begun, left = anyio.Event(), anyio.Event()
 
         async def leaves() -> None:
             async with open_group(engines[0], members, 0, CONFIG):
-                pass
+                await begun.wait()
             left.set()
 
         async def stays() -> None:
+            own = Tokens(RNG, CONFIG, 6)
             async with open_group(engines[1], members, 1, CONFIG) as group:
-                own = Tokens(RNG, CONFIG, 6)
-                begun = group.dispatch_send(own.x, own.ids, own.weights)
-                await left.wait()
                 with pytest.raises(aiote.PeerLostError, match="it has left the group"):
-                    await begun.dispatch_recv()
+                    if not before:
+                        begun.set()
+                        await left.wait()
+                    under_way = group.dispatch_send(own.x, own.ids, own.weights)
+                    begun.set()
+                    await left.wait()
+                    await under_way.dispatch_recv()
 
         with anyio.fail_after(PATIENCE_S):
             await all_of(leaves, stays)
