@@ -283,8 +283,8 @@ class MoeGroup:
             if inbox.owner.identity != self.members[rank].identity or inbox.nbytes != self.memory.inbox.nbytes:
                 raise aiote.UsageError(f"rank {rank} lends {inbox}, which is not its inbox")
         peers = await self.engine.peer_group([self._peers[rank] for rank in ranks])
-        separate = self.config.on_loss == "mask"
-        self.posting = Posting(self.engine, self.memory.outbox, inboxes, peers, separate=separate)
+        lost = self.lose if self.config.on_loss == "mask" else None
+        self.posting = Posting(self.engine, self.memory.outbox, inboxes, peers, lost)
 
     async def _meet(self, rank: int, epoch: int, *, first: bool) -> Meeting | None:
         """Ask a rank for its inbox; None for one that is lost and masked."""

@@ -17,7 +17,7 @@ from ..service.background import to_the_end
 from .arrays import elements, lines, plain
 from .arrivals import Arrivals
 from .round import Given, Round
-from .states import MoeOverflowError, RoundState
+from .states import MoeOverflowError, NotBegunError, RoundState
 
 if TYPE_CHECKING:
     from .group import MoeGroup
@@ -111,13 +111,13 @@ class Lane:
             except aiote.TransferError as error:
                 if self.group.config.on_loss == "raise":
                     self.group.membership.require_whole()
-                    raise self._named(error) from error
+                    raise self.named(error) from error
                 self.group.lose(rank, str(error))
             self._transfers.pop()
 
-    def _named(self, error: aiote.TransferError) -> aiote.AioteError:
+    def named(self, error: aiote.AioteError) -> aiote.AioteError:
         """Return an error that names the rank, where a peer is at fault."""
-        cause = error.cause
+        cause = error.cause if isinstance(error, aiote.TransferError) else error
         if not isinstance(cause, aiote.PeerError):
             return error
         ranks = [rank for rank, one in enumerate(self.group.members) if str(one) == cause.peer]
@@ -126,12 +126,17 @@ class Lane:
     # Steps.
 
     @contextmanager
-    def step(self, name: str) -> Iterator[None]:
-        """Make a step of the round; what it raises breaks the group, or (an overflow) ends the round."""
+    def step(self, name: str, under_way: RoundState, number: int) -> Iterator[None]:
+        """Make a step of a round; what it raises breaks the group, or (an overflow) ends the round."""
         self.group.membership.require_whole()
+        if self.state is not under_way or self.state.number != number:
+            raise aiote.UsageError(f"{name}: the round is over; a lane has one round at a time")
         self.state.enter(name)
         try:
             yield
+        except NotBegunError:
+            self.state.undo()
+            raise
         except MoeOverflowError:
             self.state.give_up()
             raise
@@ -140,10 +145,10 @@ class Lane:
             raise
         self.state.leave(name)
 
-    async def run(self, name: str, body: Callable[[], Any]) -> Any:
+    async def run(self, name: str, under_way: RoundState, number: int, body: Callable[[], Any]) -> Any:
         """Make a step that waits; by its end, if it fails, nothing of this lane is under way."""
         try:
-            with self.step(name):
+            with self.step(name, under_way, number):
                 return await body()
         except BaseException:
             if self.group.membership.failure is not None:
@@ -169,7 +174,7 @@ class Lane:
             given.scales = lines("scales", scales, (len(ids), config.scales), config.scale_dtype)[:tokens]
         elif scales is not None:
             raise aiote.UsageError("scales: the config has scales=0")
-        with self.step("dispatch_send"):
+        with self.step("dispatch_send", self.state, self.state.number):
             for rank, rounds in tuple(self.group.membership.departed.items()):
                 if rounds[self.number] <= self.state.number:
                     self.group.lose(rank, "it has left the group")

@@ -3,7 +3,7 @@
 The map of a lane is the same on every rank, so that a rank knows where its rows go without being told:
 
     inbox:  routes [parity][rank] | rows | answers
-    outbox: routes [parity] | rows | what experts return | answers to pack
+    outbox: routes [parity] | rows | what experts return, if written from there | answers, if packed
 
 The rows of the inbox are those of the batch itself where they are written in place (`direct`, layout "rank"); else a
 private part for each source and a shared part, out of which the receiver places them.
@@ -48,7 +48,8 @@ class LaneMap:
         )
         self.sent_at = round_up(2 * self.route, PAGE)
         self.y_at = self.sent_at + round_up(self.outbox_rows * sizes.row, PAGE)
-        self.packed_at = self.y_at + round_up(sizes.placed * sizes.y_row, PAGE)
+        self.written = sizes.placed if in_place else 0
+        self.packed_at = self.y_at + round_up(self.written * sizes.y_row, PAGE)
         self.outbox = self.packed_at + round_up(self.packed * sizes.y_row, PAGE)
 
 
@@ -68,10 +69,12 @@ class LaneMemory:
         self.own_routes: NDArray[np.uint32] = outbox[: 2 * lane.route].view(np.uint32).reshape(2, -1)
         self.sent = _lines(outbox, lane.sent_at, lane.outbox_rows, sizes.row)
         self.inputs = self.sent if sizes.direct else zeros(sizes.config.tokens * sizes.row).reshape(-1, sizes.row)
-        self.y = _lines(outbox, lane.y_at, sizes.placed, sizes.y_row)
         self.packed = _lines(outbox, lane.packed_at, lane.packed, sizes.y_row)
         in_place = sizes.direct or sizes.whole
-        self.placed = self.received if in_place else zeros(sizes.placed * sizes.row).reshape(sizes.placed, sizes.row)
+        self.placed, self.y = self.received, _lines(outbox, lane.y_at, lane.written, sizes.y_row)
+        if not in_place:
+            self.placed = zeros(sizes.placed * sizes.row).reshape(sizes.placed, sizes.row)
+            self.y = zeros(sizes.placed * sizes.y_row).reshape(sizes.placed, sizes.y_row)
         tokens, top_k = sizes.config.tokens, sizes.config.top_k
         self.position = np.empty((tokens, top_k), np.int32)
         self.copy_position = np.empty((tokens, top_k), np.int32)

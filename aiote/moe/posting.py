@@ -6,7 +6,7 @@ own, for of a scatter only the first failure is known.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -37,11 +37,11 @@ class Posting:
         outbox: aiote.Region,
         inboxes: Mapping[int, aiote.RemoteRegion],
         peers: aiote.PeerGroup,
-        *,
-        separate: bool,
+        lost: Callable[[int, str], None] | None,
     ) -> None:
+        """`lost` is told of a rank that cannot be written to, where such a one is masked."""
         self._engine, self._outbox, self._inboxes, self._peers = engine, outbox, inboxes, peers
-        self._separate = separate
+        self._lost = lost
 
     def write(self, writes: list[Write], imm: int) -> list[tuple[int, aiote.Transfer]]:
         """Start writes that count 1 each; return the transfers with the rank that each is to, -1 for several.
@@ -50,10 +50,17 @@ class Posting:
         """
         if not writes:
             return []
-        if self._separate:
-            return [(one.rank, self._engine.submit_write_imm(*self._sides(one), imm)) for one in writes]
+        if self._lost is not None:
+            return [made for one in writes for made in self._one(one, imm, self._lost)]
         targets = [aiote.ScatterTarget(*self._sides(one)) for one in writes]
         return [(-1, self._engine.submit_scatter(self._peers, targets, imm))]
+
+    def _one(self, one: Write, imm: int, lost: Callable[[int, str], None]) -> list[tuple[int, aiote.Transfer]]:
+        try:
+            return [(one.rank, self._engine.submit_write_imm(*self._sides(one), imm))]
+        except aiote.PeerError as error:
+            lost(one.rank, str(error))
+            return []
 
     def _sides(self, one: Write) -> tuple[aiote.Region, aiote.RemoteRegion]:
         return self._outbox[one.at : one.at + one.nbytes], self._inboxes[one.rank][one.to : one.to + one.nbytes]

@@ -19,7 +19,7 @@ from .arrays import Bytes, elements, lines, same_memory
 from .batch import Batch
 from .plan import Counts, Plan
 from .posting import Write
-from .states import MoeOverflowError
+from .states import MoeOverflowError, NotBegunError
 from .wire import ANSWER, PAYLOAD, ROUTE, Route
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class Round:
         self._lane, self._given = lane, given
         self._group, self._sizes, self._memory = lane.group, lane.sizes, lane.memory
         self._config = lane.sizes.config
+        self._state = lane.state
         self.number, self._parity = lane.state.number, lane.state.parity
         self._tokens = len(given.ids)
         self._plan: Plan | None = None
@@ -57,7 +58,10 @@ class Round:
         posting = self._group.posting
         assert posting is not None
         if writes:
-            self._lane.post(posting.write(writes, self._imm(kind)))
+            try:
+                self._lane.post(posting.write(writes, self._imm(kind)))
+            except aiote.PeerError as error:
+                raise self._lane.named(error) from error
             self._group.counted.sent_bytes += sum(one.nbytes for one in writes)
 
     async def _wait(self, what: str, kind: int, needs: dict[int, int]) -> list[int]:
@@ -79,6 +83,8 @@ class Round:
         if config.copies == "rank":
             kernels.numbered(given.ids, *shape, True, self._copy)
         self._experts, self._copies = rows.astype(np.int64), copies.astype(np.int64)
+        sent = self._sent_to()
+        self._check(sent)
         route = Route(self._group.membership.epoch, self.number, self._tokens, self._experts, self._copies)
         route.write(memory.own_routes[self._parity])
         where = self._group.memory.map
@@ -86,7 +92,6 @@ class Round:
         base, here = self._base(), self._outbox()
         active = self._group.membership.active
         self._write([Write(r, base + slot, here + self._parity * where.route, where.route) for r in active], ROUTE)
-        sent = self._sent_to()
         self._starts = np.cumsum(sent) - sent
         self._pack(int(self._starts[me]), int(sent[me]))
         if not sizes.direct:
@@ -96,6 +101,16 @@ class Round:
                 [self._rows_to(r, line, int(self._starts[r]), int(counts[r])) for r in active if counts[r]], PAYLOAD
             )
         self._group.counted.sent_rows += int(sent.sum())
+
+    def _check(self, sent: NDArray[np.int64]) -> None:
+        """Refuse what might not fit at a rank where ranks may differ about what the others send."""
+        config, sizes = self._config, self._sizes
+        most = config.tokens * (1 if config.layout == "grouped" else min(config.top_k, sizes.local))
+        counts = self._experts if config.layout == "grouped" else sent
+        if config.on_loss == "mask" and int(counts.max()) > most:
+            raise NotBegunError(
+                "topk_ids: with on_loss='mask' tokens may not name an expert so often that rows overflow"
+            )
 
     def _sent_to(self) -> NDArray[np.int64]:
         sizes = self._sizes
@@ -144,7 +159,7 @@ class Round:
 
     async def dispatch_recv(self) -> Batch:
         """Wait for the rows of all ranks, and return them as a batch. Else as `MoeGroup.dispatch`."""
-        made: Batch = await self._lane.run("dispatch_recv", self._receive)
+        made: Batch = await self._lane.run("dispatch_recv", self._state, self.number, self._receive)
         return made
 
     async def _receive(self) -> Batch:
@@ -285,7 +300,7 @@ class Round:
         rows = self._memory.y if y is None else lines("y", y, (*lead, config.hidden), config.out_dtype)
         if y is not None:
             self._y_like = y
-        with self._lane.step("combine_send"):
+        with self._lane.step("combine_send", self._state, self.number):
             self._answer(rows)
 
     def _answer(self, y: Bytes) -> None:
@@ -377,7 +392,7 @@ class Round:
         async def body() -> None:
             await self._sum(found[: self._tokens], accumulate)
 
-        await self._lane.run("combine_recv", body)
+        await self._lane.run("combine_recv", self._state, self.number, body)
         return out
 
     async def _sum(self, out: Bytes, accumulate: bool) -> None:

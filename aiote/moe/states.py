@@ -25,7 +25,7 @@ from typing import Literal
 
 from ..errors import AioteError, UsageError
 
-__all__ = ["GroupBrokenError", "Membership", "MoeOverflowError", "Phase", "RoundState"]
+__all__ = ["GroupBrokenError", "Membership", "MoeOverflowError", "NotBegunError", "Phase", "RoundState"]
 
 Phase = Literal["idle", "sent", "dispatched", "answered"]
 STEPS: dict[str, tuple[Phase, Phase]] = {
@@ -50,6 +50,10 @@ class MoeOverflowError(AioteError):
         super().__init__(f"{demand} rows are needed and there is room for rows={rows}; raise it, or drop rows")
         self.demand = demand
         self.rows = rows
+
+
+class NotBegunError(UsageError):
+    """The tokens of a round were refused before anything of it was sent: the lane is as it was."""
 
 
 class RoundState:
@@ -81,6 +85,10 @@ class RoundState:
         self.phase = STEPS[step][1]
         if self.phase == "idle":
             self.number += 1
+
+    def undo(self) -> None:
+        """End a step that did nothing."""
+        self.busy = False
 
     def give_up(self) -> None:
         """End the round without an answer, as one that overflows: every rank does the same."""

@@ -41,7 +41,8 @@ async def test_a_cancelled_round_is_heard_of_at_once_and_a_reset_mends_it(anyio_
         tokens = given(CONFIG, 3)
         await whole_round(groups, tokens)
         scope = anyio.CancelScope()
-        heard = []
+        heard: list[str] = []
+        old: list[Any] = []
 
         async def one(rank: int) -> None:
             group, own = groups[rank], tokens[rank]
@@ -51,7 +52,9 @@ async def test_a_cancelled_round_is_heard_of_at_once_and_a_reset_mends_it(anyio_
                 assert scope.cancelled_caught
             # Its rows may have left before; its answers have not.
             with pytest.raises(GroupBrokenError) as caught:
-                await group.combine(await group.dispatch(own.x, own.ids, own.weights))
+                batch = await group.dispatch(own.x, own.ids, own.weights)
+                old.append(batch.round)
+                await group.combine(batch)
             heard.append(str(caught.value))
 
         async def cancel() -> None:
@@ -70,6 +73,8 @@ async def test_a_cancelled_round_is_heard_of_at_once_and_a_reset_mends_it(anyio_
             await groups[0].dispatch(tokens[0].x, tokens[0].ids, tokens[0].weights)
         await all_of(*[group.reset for group in groups])
         assert [group.epoch for group in groups] == [2, 2, 2]
+        with pytest.raises(aiote.UsageError, match="the round is over"):
+            old[0].combine_send()
         for _ in range(3):
             await whole_round(groups, tokens)
 
@@ -133,6 +138,16 @@ async def test_a_rank_that_is_masked_by_hand_writes_no_more():
             assert out.tobytes() == reference(MASK, own, gone).tobytes()
 
         await all_of(*[lambda g=g: one(g) for g in groups])
+
+
+async def test_tokens_that_may_not_fit_where_ranks_may_differ_are_refused_and_the_lane_is_as_it_was():
+    async with ranks(local, 2, MASK) as groups:
+        tokens = given(MASK, 2)
+        twice = np.full((6, 2), 3, np.int32)
+        for group, own in zip(groups, tokens, strict=True):
+            with pytest.raises(aiote.UsageError, match="overflow"):
+                group.dispatch_send(own.x, twice, own.weights)
+        await whole_round(groups, tokens)
 
 
 async def test_ranks_that_leave_after_the_last_round_break_nobody_s():
