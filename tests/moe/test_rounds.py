@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from aiote.moe import MoeConfig
-from engines import opened
+from engines import each_provider, opened
 from moe_ranks import Tokens, ranks, whole_round
 
 SHAPES = {
@@ -41,7 +41,9 @@ async def test_rounds_give_what_one_process_would(shape, count):
     await rounds("local", SHAPES[shape], count)
 
 
+@pytest.mark.libfabric
 @pytest.mark.anyio
-@pytest.mark.parametrize("provider", ["local", "socket", "sim"])
-async def test_rounds_on_every_loop(provider, anyio_backend):
-    await rounds(provider, SHAPES["grouped packed"], 3, 2)
+@each_provider
+@pytest.mark.parametrize("shape", ["grouped direct", "contiguous packed", "private"])
+async def test_rounds_over_every_provider(provider, shape):
+    await rounds(provider, SHAPES[shape], 3, 3)
