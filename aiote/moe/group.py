@@ -253,7 +253,12 @@ class MoeGroup:
         for lane in self._lanes:
             await to_the_end(lane.drain)
         await self.memory.take_all_back()
-        await self._enter(self.membership.epoch + 1, back, first=False)
+        try:
+            await self._enter(self.membership.epoch + 1, back, first=False)
+        except BaseException as error:
+            # Not all are in this epoch; the next reset begins another.
+            self.membership.break_by(GroupBrokenError(f"rank {self.rank} could not reset the group: {error!r}"))
+            raise
 
     async def _enter(self, epoch: int, back: Sequence[int], *, first: bool) -> None:
         """Be in an epoch with all that take part, in a later one if somebody is in that."""

@@ -37,7 +37,8 @@ class Plan:
     """One round on all ranks, seen from one of them."""
 
     def __init__(self, sizes: Sizes, me: int, counts: Counts) -> None:
-        self.sizes, self.me, self.counts = sizes, me, counts
+        self.sizes, self.me = sizes, me
+        self._runs: dict[tuple[int, int], Runs] = {}
         config, ranks = sizes.config, sizes.ranks
         # Experts padded to as many on each rank, so that everything is an array.
         padded = np.zeros((ranks, ranks * sizes.local), np.int64)
@@ -95,12 +96,20 @@ class Plan:
         return np.append(base, min(rows, int(ends.max(initial=0))))
 
     def runs(self, source: int, target: int) -> Runs:
-        """Return the runs of a source's rows at a target: (row in place, row from the source's first, rows)."""
+        """Return the runs of a source's rows at a target: (row in place, row from the source's first, rows).
+
+        Every step of a round asks for them, so they are kept; nobody changes them.
+        """
+        found = self._runs.get((source, target))
+        if found is not None:
+            return found
         kept = self.kept[source, target]
         chosen = kept > 0
         there = self.base[target] + self.before[source, target]
         here = self.first[source, target] - self.first[source, target, 0]
-        return np.stack((there[chosen], here[chosen], kept[chosen]), 1)
+        found = self._runs[source, target] = np.stack((there[chosen], here[chosen], kept[chosen]), 1)
+        found.flags.writeable = False
+        return found
 
     # Packed: a private part that goes before the counts are known, and the rest.
 

@@ -252,8 +252,7 @@ class Round:
         if self._config.copies == "rank":
             self._unfold(plan)
             return
-        runs = plan.runs(me, me)
-        runs[:, 1] += int(self._starts[me])
+        runs = plan.runs(me, me) + np.array([0, self._starts[me], 0])
         kernels.copy_runs(memory.placed, memory.sent, runs, sizes.row)
         for rank in self._came:
             kernels.copy_runs(memory.placed, memory.received, plan.arrived(rank), sizes.row)

@@ -39,10 +39,9 @@ async def test_a_cancelled_round_is_heard_of_at_once_and_a_reset_mends_it(anyio_
     """No time-out passes: the heartbeat alone would take an hour."""
     async with ranks(lambda: local(heartbeat_interval=1000, heartbeat_timeout=3600), 3, CONFIG) as groups:
         tokens = given(CONFIG, 3)
-        await whole_round(groups, tokens)
+        old = await whole_round(groups, tokens)
         scope = anyio.CancelScope()
         heard: list[str] = []
-        old: list[Any] = []
 
         async def one(rank: int) -> None:
             group, own = groups[rank], tokens[rank]
@@ -52,9 +51,7 @@ async def test_a_cancelled_round_is_heard_of_at_once_and_a_reset_mends_it(anyio_
                 assert scope.cancelled_caught
             # Its rows may have left before; its answers have not.
             with pytest.raises(GroupBrokenError) as caught:
-                batch = await group.dispatch(own.x, own.ids, own.weights)
-                old.append(batch.round)
-                await group.combine(batch)
+                await group.combine(await group.dispatch(own.x, own.ids, own.weights))
             heard.append(str(caught.value))
 
         async def cancel() -> None:
@@ -74,7 +71,7 @@ async def test_a_cancelled_round_is_heard_of_at_once_and_a_reset_mends_it(anyio_
         await all_of(*[group.reset for group in groups])
         assert [group.epoch for group in groups] == [2, 2, 2]
         with pytest.raises(aiote.UsageError, match="the round is over"):
-            old[0].combine_send()
+            old[0].round.combine_send()
         for _ in range(3):
             await whole_round(groups, tokens)
 
@@ -138,6 +135,24 @@ async def test_a_rank_that_is_masked_by_hand_writes_no_more():
             assert out.tobytes() == reference(MASK, own, gone).tobytes()
 
         await all_of(*[lambda g=g: one(g) for g in groups])
+
+
+async def test_a_reset_that_was_cancelled_is_made_once_more_by_all():
+    """The later epoch wins: one rank has begun one that no other has seen."""
+    async with ranks(local, 3, CONFIG) as groups:
+        tokens = given(CONFIG, 3)
+        await whole_round(groups, tokens)
+        with anyio.CancelScope() as scope:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(groups[0].reset)
+                await until(lambda: groups[1].membership.failure is not None and groups[0].epoch == 2)
+                scope.cancel()
+        with pytest.raises(GroupBrokenError, match="could not reset"):
+            groups[0].dispatch_send(tokens[0].x, tokens[0].ids, tokens[0].weights)
+        with anyio.fail_after(PATIENCE_S):
+            await all_of(*[group.reset for group in groups])
+        assert [group.epoch for group in groups] == [3, 3, 3]
+        await whole_round(groups, tokens)
 
 
 async def test_tokens_that_may_not_fit_where_ranks_may_differ_are_refused_and_the_lane_is_as_it_was():
