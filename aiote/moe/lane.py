@@ -6,7 +6,7 @@ What goes wrong in a step breaks the group, but for an overflow, which every ran
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -96,24 +96,28 @@ class Lane:
     async def drain(self) -> None:
         """Wait until no transfer uses this rank's memory. Cancelling loses nothing."""
         while self._transfers:
-            try:
-                await self._transfers[-1][1]
-            except aiote.AioteError:
-                pass
-            self._transfers.pop()
+            one = self._transfers[-1]
+            with suppress(aiote.AioteError):
+                await one[1]
+            self._over(one)
 
     async def sent(self) -> None:
         """Wait until what was posted has been written; a rank that it cannot be written to is lost, if it is masked."""
         while self._transfers:
-            rank, transfer = self._transfers[-1]
+            rank, transfer = one = self._transfers[-1]
             try:
                 await transfer
-            except aiote.TransferError as error:
+            except (aiote.TransferError, aiote.PeerError) as error:
                 if self.group.config.on_loss == "raise":
                     self.group.membership.require_whole()
                     raise self.named(error) from error
                 self.group.lose(rank, str(error))
-            self._transfers.pop()
+            self._over(one)
+
+    def _over(self, one: tuple[int, aiote.Transfer]) -> None:
+        # A reset may drain the same ones beside the step that it ends.
+        if one in self._transfers:
+            self._transfers.remove(one)
 
     def named(self, error: aiote.AioteError) -> aiote.AioteError:
         """Return an error that names the rank, where a peer is at fault."""

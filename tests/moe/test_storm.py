@@ -23,7 +23,8 @@ from aiote.testing import Fabric, run
 from machine import LONG
 from moe_ranks import Tokens, check_rows, compute, reference
 
-SEEDS = 2500 if LONG else 75
+SEEDS = (*range(2500 if LONG else 74), 5047)
+"""In the last one a rank is written to just after it was lost."""
 RANKS = 3
 ROUNDS = 6
 HEARTBEAT = {"heartbeat_interval": 0.05, "heartbeat_timeout": 0.2, "drain_timeout": 0.1}
@@ -172,7 +173,7 @@ async def until(condition: Any) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_round_is_torn_mixed_or_waited_for_in_vain(shape):
     broken = 0
-    for seed in range(SEEDS):
+    for seed in SEEDS:
         kind = KINDS[seed % len(KINDS)]
 
         async def main(fabric: Fabric, seed: int = seed, kind: str = kind) -> int:
