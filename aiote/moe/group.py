@@ -56,6 +56,10 @@ class MoeGroup:
         self.members = [aiote.Address.parse(one) if isinstance(one, str) else one for one in members]
         if not 0 <= rank < len(members):
             raise aiote.UsageError(f"rank={rank!r}: expected from 0 to {len(members) - 1}, the last of the members")
+        if self.members[rank].identity != engine.address.identity:
+            raise aiote.UsageError(f"members[{rank}] is {self.members[rank]}, which is not this engine's address")
+        if len({one.identity for one in self.members}) < len(self.members):
+            raise aiote.UsageError("members: an engine is named twice; each rank has one of its own")
         if not 0 <= group < MAX_GROUPS:
             raise aiote.UsageError(f"group={group!r}: expected from 0 to {MAX_GROUPS - 1}")
         self.number = group

@@ -248,6 +248,19 @@ async def test_different_configs_are_refused_on_opening():
             await all_of(lambda: first(0), second)
 
 
+async def test_members_that_cannot_be_are_refused():
+    async with local() as one, local() as other:
+        for members, rank, group, why in (
+            ([one.address, other.address], 1, 0, "not this engine"),
+            ([one.address, one.address], 0, 0, "named twice"),
+            ([one.address], 1, 0, "the last of the members"),
+            ([one.address], 0, 32, "group=32"),
+        ):
+            with pytest.raises(aiote.UsageError, match=why):
+                async with open_group(one, members, rank, CONFIG, group=group):
+                    pass
+
+
 async def test_two_groups_on_the_same_engines():
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(local()) for _ in range(2)]

@@ -148,7 +148,9 @@ async def test_what_overflows_is_dropped_by_a_rule_that_all_know(layout, shape):
         dropped = 0
         for _ in range(4):
             batches = await whole_round(groups, [Tokens(RNG, one, 6, wild=False) for _ in groups])
-            dropped += sum(0 if batch.dropped is None else int(batch.dropped.sum()) for batch in batches)
+            now = sum(0 if batch.dropped is None else int(batch.dropped.sum()) for batch in batches)
+            assert {batch.demand > 8 for batch in batches} == {now > 0}
+            dropped += now
         assert dropped
         assert sum(group.statistics().dropped_rows for group in groups) == dropped
 
