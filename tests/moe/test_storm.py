@@ -26,7 +26,7 @@ from moe_ranks import Tokens, check_rows, compute, reference
 SEEDS = (*range(2500 if LONG else 74), 5047)
 """In the last one a rank is written to just after it was lost."""
 RANKS = 3
-ROUNDS = 6
+ROUNDS = 5
 HEARTBEAT = {"heartbeat_interval": 0.05, "heartbeat_timeout": 0.2, "drain_timeout": 0.1}
 LIMIT_S = 0.2 + 0.1 + 0.5
 KINDS = ("kill", "cancel", "partition", "rail", "kill", "cancel", "nothing")
