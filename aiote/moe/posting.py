@@ -1,7 +1,7 @@
 """Posting the writes of one step to many ranks: the one place that says how.
 
-Where a lost rank breaks the group, all writes of a step are one scatter. Where it is masked each has a transfer of its
-own, for of a scatter only the first failure is known.
+Where a lost rank breaks the group, all writes of a step are one scatter, which is prepared for the epoch. Where it is
+masked each has a transfer of its own, for of a scatter only the first failure is known.
 """
 
 from __future__ import annotations
@@ -40,20 +40,24 @@ class Posting:
         lost: Callable[[int, str], None] | None,
     ) -> None:
         """`lost` is told of a rank that cannot be written to, where such a one is masked."""
-        self._engine, self._outbox, self._inboxes, self._peers = engine, outbox, inboxes, peers
-        self._lost = lost
+        self._engine, self._outbox, self._inboxes, self._lost = engine, outbox, inboxes, lost
+        self._places = {rank: place for place, rank in enumerate(inboxes)}
+        targets = [aiote.ScatterTarget(outbox, inbox) for inbox in inboxes.values()]
+        self._scatter = engine.prepare_scatter(peers, targets) if lost is None else None
 
     def write(self, writes: list[Write], imm: int) -> list[tuple[int, aiote.Transfer]]:
         """Start writes that count 1 each; return the transfers with the rank that each is to, -1 for several.
 
-        Raises as `Engine.submit_scatter`.
+        Raises as `PreparedScatter.submit`.
         """
         if not writes:
             return []
         if self._lost is not None:
             return [made for one in writes for made in self._one(one, imm, self._lost)]
-        targets = [aiote.ScatterTarget(*self._sides(one)) for one in writes]
-        return [(-1, self._engine.submit_scatter(self._peers, targets, imm))]
+        assert self._scatter is not None
+        rows = np.array([(one.nbytes, one.at, one.to, self._places[one.rank]) for one in writes], np.int64).T
+        lengths, local, remote, places = rows
+        return [(-1, self._scatter.submit(lengths, local, remote, imm, to=places))]
 
     def _one(self, one: Write, imm: int, lost: Callable[[int, str], None]) -> list[tuple[int, aiote.Transfer]]:
         try:
