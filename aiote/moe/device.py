@@ -1,0 +1,241 @@
+"""The kernels of `aiote.moe` for a GPU: what `kernels` does with NumPy's arrays, done with those in a GPU's memory.
+
+`open_kernels` chooses. kernels.cuh is the source, which NVRTC compiles when they open; cupy, imported then and nowhere
+else, loads and launches it. Kernels run on cupy's current stream, in the order of the calls, which return at once.
+Nothing is allocated after opening, so that calls can be captured in a graph.
+
+Flags let a host and kernels wait for each other without a synchronization: a call with `raises=n` sets `words[n]` to
+the number of the round once all that it wrote can be seen, and one with `waits=n` begins when the host has done the
+same. A round begins with `numbered(..., begins=True)`. The host aborts what waits by `words[0] = 1`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import UsageError
+from . import kernels
+
+__all__ = ["FLAGS", "OPTIONS", "SOURCE", "CudaLauncher", "GpuKernels", "Launcher", "open_kernels"]
+
+SOURCE = Path(__file__).with_name("kernels.cuh")
+OPTIONS = ("--std=c++17", "--fmad=false")
+"""What NVRTC is told besides the architecture. The sums' own intrinsics already exclude fused products."""
+FLAGS = 8
+"""Words for flags; the first is to abort."""
+SHARED_BYTES = 48 << 10
+"""What a block has without asking for more, on every GPU."""
+SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+class Launcher(Protocol):
+    """Where kernels run, and whose memory they use."""
+
+    interface: Literal["__array_interface__", "__cuda_array_interface__"]
+    """The attribute by which an array in that memory describes itself."""
+
+    def zeros(self, length: int, dtype: type[Any]) -> Any:
+        """Return an array in that memory."""
+
+    def words(self, length: int) -> NDArray[np.uint32]:
+        """Return memory of the host that kernels reach at the same address."""
+
+    def launch(self, name: str, blocks: int, threads: int, shared: int, arguments: list[int]) -> None:
+        """Run a kernel, all of whose parameters have 8 bytes, with so many bytes of shared memory."""
+
+
+class CudaLauncher:
+    """A GPU, by cupy."""
+
+    interface: Literal["__cuda_array_interface__"] = "__cuda_array_interface__"
+
+    def __init__(self, device: int) -> None:
+        """Compile the kernels for a GPU and load them. Raises UsageError where there is no cupy or no such GPU."""
+        try:
+            import cupy
+            import cupyx
+        except ImportError as error:
+            raise UsageError(
+                f"device={device}: kernels on a GPU need cupy ({error}); install it with pip install 'aiote[cuda]', or "
+                "give device=None to compute on the CPU"
+            ) from None
+        count = cupy.cuda.runtime.getDeviceCount() if cupy.cuda.is_available() else 0
+        if not 0 <= device < count:
+            raise UsageError(
+                f"device={device}: cupy finds {count} GPUs with a driver here; give device=None to compute on the CPU"
+            )
+        self._cupy, self._pinned, self._device = cupy, cupyx.empty_pinned, cupy.cuda.Device(device)
+        with self._device:
+            self._module = cupy.RawModule(code=SOURCE.read_text(), options=OPTIONS, backend="nvrtc")
+            self._module.compile()
+
+    def zeros(self, length: int, dtype: type[Any]) -> Any:
+        """Return memory of the GPU."""
+        with self._device:
+            return self._cupy.zeros(length, dtype)
+
+    def words(self, length: int) -> NDArray[np.uint32]:
+        """Return pinned memory of the host."""
+        words: NDArray[np.uint32] = self._pinned(length, np.uint32)
+        words[...] = 0
+        return words
+
+    def launch(self, name: str, blocks: int, threads: int, shared: int, arguments: list[int]) -> None:
+        """Launch a kernel on the current stream."""
+        with self._device:
+            values = tuple(np.int64(one) for one in arguments)
+            self._module.get_function(name)((blocks,), (threads,), values, shared_mem=shared)
+
+
+class _Lines(NamedTuple):
+    """Rows, as kernels take them."""
+
+    address: int
+    stride: int
+    count: int
+    nbytes: int
+
+
+class GpuKernels:
+    """The functions of `kernels`, which take the same arguments: rows are two-dimensional arrays of uint8.
+
+    Small arrays of numbers lie together. What a call was given must live until the stream has come by it.
+    """
+
+    def __init__(self, launcher: Launcher, experts: int, ranks: int, *, threads: int = 256, blocks: int = 1024) -> None:
+        """Allocate what calls need, for so many experts and ranks. Blocks are at most so many, of so many threads."""
+        self._launcher, self._threads, self._blocks = launcher, threads, blocks
+        self._kinds = experts + ranks
+        self._rows, self._copies = launcher.zeros(experts, np.int32), launcher.zeros(ranks, np.int32)
+        self._state = launcher.zeros(FLAGS, np.uint32)
+        self._large = self._shared(self._kinds) > SHARED_BYTES
+        self._work = launcher.zeros(threads // 32 * self._kinds if self._large else 0, np.uint32)
+        self.words = launcher.words(FLAGS)
+        """The flags, in memory of the host."""
+
+    def numbered(
+        self, ids: Any, experts: int, local: int, ranks: int, by_rank: bool, out: Any, *, begins: bool = False,
+        raises: int = 0,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """Number rows, or copies by rank, into `out`; return the rows for each expert and the copies for each rank.
+
+        ids: int32, uint32 or int64. What is returned is overwritten by the next call.
+        """
+        rows, copies = self._rows[:experts], self._copies[:ranks]
+        (tokens, top_k), size = self._shape(ids), int(self._described(ids)["typestr"][2:])
+        if size not in (4, 8):
+            raise UsageError(f"ids: expected int32, uint32 or int64, got {self._described(ids)['typestr']}")
+        numbers = [self._of(ids, None), size, tokens, top_k, experts, local, ranks, int(by_rank)]
+        numbers += [self._of(out, "<i4"), self._of(rows, "<i4"), self._of(copies, "<i4")]
+        shared, work = self._counters(experts + ranks)
+        words, state = self._flags()
+        self._launch("moe_route", 1, shared, [*numbers, work, words, state, int(begins), raises])
+        return rows, copies
+
+    def pack(
+        self, sent: Any, own: Any, first: int, last: int, at: Any, x: Any, scales: Any, tail: Any, scales_at: int,
+        tail_at: int, *, waits: int = 0, raises: int = 0,
+    ) -> None:  # fmt: skip
+        """Make rows of tokens: token t goes to each row that `at` (tokens, k) names, its scales and tail behind it."""
+        to, mine = self._lines(sent), self._lines(own)
+        numbers = [to.address, to.stride, mine.address, mine.stride, first, last, self._of(at, "<i4"), *self._shape(at)]
+        for part, place in ((x, None), (scales, scales_at), (tail, tail_at)):
+            lines = self._lines(part)
+            numbers += [lines.address, lines.stride, lines.nbytes, *([] if place is None else [place])]
+        tokens, top_k = self._shape(at)
+        self._launch("moe_pack", tokens * top_k, 0, [*numbers, *self._flags(), waits, raises])
+
+    def copy_runs(self, to: Any, source: Any, runs: Any, nbytes: int, *, waits: int = 0, raises: int = 0) -> None:
+        """Copy the first bytes of rows, for each run (row there, row here, count)."""
+        there, here = self._lines(to), self._lines(source)
+        numbers = [there.address, there.stride, here.address, here.stride, self._of(runs, "<i8"), self._shape(runs)[0]]
+        self._launch("moe_copy_runs", there.count, 0, [*numbers, nbytes, *self._flags(), waits, raises])
+
+    def unfold(
+        self, to: Any, source: Any, nbytes: int, ids: Any, first: int, base: Any, room: Any, places: Any, seen: Any,
+        *, waits: int = 0, raises: int = 0,
+    ) -> None:  # fmt: skip
+        """Copy each copy of `source` to the place of every expert that it is for: ids (copies, k), of all experts."""
+        copies, top_k = self._shape(ids)
+        held = self._shape(base)[0]
+        numbers = [self._of(ids, "<i4"), copies * top_k, first, held, self._of(base, "<i8"), self._of(room, "<i8")]
+        numbers += [self._of(places, "<i4"), self._of(seen, "<i8")]
+        shared, work = self._counters(held)
+        self._launch("moe_places", 1, shared, [*numbers, work, *self._flags(), waits])
+        nothing = source[:, :0]
+        self.pack(to, to, 0, 0, places, source[:, :nbytes], nothing, nothing, 0, 0, raises=raises)
+
+    def combine(
+        self, out: Any, rows: Any, places: Any, weights: Any, dtype: str, accumulate: bool, *, waits: int = 0,
+        raises: int = 0,
+    ) -> None:  # fmt: skip
+        """Sum rows: line i of `out` becomes the sum over k of `weights[i, k]` times row `places[i, k]`, skipping -1.
+
+        Without weights rows are summed as they are. `accumulate` adds what is there already, last. Elements lie at
+        multiples of their size.
+        """
+        to, found, size = self._lines(out), self._lines(rows), SIZES[dtype]
+        if any(number % size for number in (to.address, to.stride, found.address, found.stride)):
+            raise UsageError(f"combine: {dtype} of rows that do not begin at multiples of {size}")
+        tokens, top_k = self._shape(places)
+        factors = 0 if weights is None else self._of(weights, "<f4")
+        numbers = [to.address, to.stride, found.address, found.stride, self._of(places, "<i4"), factors, tokens, top_k]
+        pieces = tokens * -(-to.nbytes // (16 * self._threads))
+        numbers += [to.nbytes // size, int(accumulate)]
+        self._launch(f"moe_combine_{dtype}", pieces, 0, [*numbers, *self._flags(), waits, raises])
+
+    def _launch(self, name: str, blocks: int, shared: int, arguments: list[int]) -> None:
+        # Also with nothing to do: a flag must be raised all the same.
+        self._launcher.launch(name, max(1, min(blocks, self._blocks)), self._threads, shared, arguments)
+
+    def _flags(self) -> tuple[int, int]:
+        return self.words.ctypes.data, int(self._described(self._state)["data"][0])
+
+    def _shared(self, kinds: int) -> int:
+        return 4 * (self._threads // 32) * (1 + kinds)
+
+    def _counters(self, kinds: int) -> tuple[int, int]:
+        """Return the bytes of shared memory that counters for so many kinds need, and where they are if not there."""
+        if kinds > self._kinds:
+            raise UsageError(f"{kinds} kinds of rows for kernels that were opened for {self._kinds}")
+        return (self._shared(0), self._of(self._work, "<u4")) if self._large else (self._shared(kinds), 0)
+
+    def _described(self, array: Any) -> dict[str, Any]:
+        found: dict[str, Any] | None = getattr(array, self._launcher.interface, None)
+        if found is None:
+            raise UsageError(f"an array in the GPU's memory is expected, got {type(array).__name__}")
+        return found
+
+    def _shape(self, array: Any) -> tuple[int, ...]:
+        return tuple(self._described(array)["shape"])
+
+    def _of(self, array: Any, typestr: str | None) -> int:
+        """Return where an array of numbers lies, after checking that they lie together."""
+        found = self._described(array)
+        size, strides = int(found["typestr"][2:]), found.get("strides")
+        together = [size * int(np.prod(found["shape"][axis + 1 :])) for axis in range(len(found["shape"]))]
+        if typestr not in (None, found["typestr"]) or (strides and 0 not in found["shape"] and together != [*strides]):
+            raise UsageError(f"expected {typestr or 'numbers'} that lie together, got {found['typestr']} {strides}")
+        return int(found["data"][0])
+
+    def _lines(self, array: Any) -> _Lines:
+        """Return rows of bytes as kernels take them."""
+        found = self._described(array)
+        count, nbytes = found["shape"]
+        strides = found.get("strides") or (nbytes, 1)
+        if found["typestr"] != "|u1" or (nbytes > 1 and strides[1] != 1):
+            raise UsageError(f"rows: expected uint8 that lie together, got {found['typestr']} {strides}")
+        return _Lines(int(found["data"][0]), strides[0], count, nbytes)
+
+
+def open_kernels(device: int | None, experts: int, ranks: int) -> GpuKernels | ModuleType:
+    """Return kernels for a GPU, or, for None, those for NumPy's arrays.
+
+    Raises UsageError where a GPU is asked for and there is no cupy or no such GPU.
+    """
+    return kernels if device is None else GpuKernels(CudaLauncher(device), experts, ranks)

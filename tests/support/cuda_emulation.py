@@ -1,0 +1,72 @@
+"""The GPU kernels of `aiote.moe`, compiled by g++ over the emulation of CUDA in `tests/moe/emulation`."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aiote.moe.device import SOURCE
+
+FOLDER = Path(__file__).parents[1] / "moe" / "emulation"
+COMPILER_S = 300
+LIBRARY = ("-fPIC", "-shared", "-fsanitize=undefined", "-fno-sanitize-recover=all")
+# ThreadSanitizer knows no fences, and says so; it is not to know those of the emulation.
+THREADS = ("-g", "-fsanitize=thread", "-Wno-tsan", "-DCUDA_ON_CPU_THREADS")
+ORDERED = re.compile(r"__sync\w+\(|load_acquire\(|store_release\(|add_acq_rel\(")
+
+
+def compiled(folder: Path, name: str, *flags: str) -> Path:
+    """Compile the emulation into a file of the folder, and return it."""
+    target = folder / name
+    command = [*shlex.split(os.environ.get("CXX") or "g++"), "-std=c++17", "-O1", "-ffp-contract=off", *flags]
+    command += [f'-DKERNELS="{SOURCE}"', str(FOLDER / "emulation.cpp"), "-o", str(target), "-lpthread"]
+    subprocess.run(command, check=True, timeout=COMPILER_S)
+    return target
+
+
+def ordering_lines() -> list[int]:
+    """Return every line of the kernels that has a barrier, an acquire or a release, but for their definitions."""
+    definitions, kernels = SOURCE.read_text().split("#endif", 1)
+    first = definitions.count("\n") + 1
+    return [number for number, line in enumerate(kernels.split("\n"), first) if ORDERED.search(line)]
+
+
+class Emulation:
+    """The library, as `GpuKernels` takes it. `order` is the order of the fibres."""
+
+    interface = "__array_interface__"
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        self._library.source.restype = ctypes.c_size_t
+        self.order = 0
+
+    def zeros(self, length: int, dtype: type[Any]) -> Any:
+        return np.zeros(length, dtype)
+
+    def words(self, length: int) -> NDArray[np.uint32]:
+        return np.zeros(length, np.uint32)
+
+    def launch(self, name: str, blocks: int, threads: int, shared: int, arguments: list[int]) -> None:
+        values = (ctypes.c_longlong * len(arguments))(*arguments)
+        size = ctypes.c_size_t(shared)
+        assert self._library.launch(name.encode(), blocks, threads, size, self.order, values) == 0
+
+    def play(self, without: int, order: int) -> int | None:
+        """Play the scenarios without what orders memory in a line; return a digest of all results, None for a hang."""
+        digest = ctypes.c_uint64()
+        return digest.value if self._library.play(without, order, ctypes.byref(digest)) else None
+
+    def source(self) -> bytes:
+        """Return the bytes of the kernels that were compiled."""
+        begin = ctypes.c_char_p()
+        length = self._library.source(ctypes.byref(begin))
+        return ctypes.string_at(begin, length)
