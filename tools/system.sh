@@ -67,6 +67,8 @@ if [ "$purpose" = test ]; then
     command -v xz >/dev/null || wish xz-utils
     have_library 'libibverbs/librxe-rdmav*.so' || wish ibverbs-providers
     command -v ib_write_bw >/dev/null || wish perftest
+    # the emulation of a GPU
+    command -v "${CXX:-g++}" >/dev/null || wish g++
     # a registry of members
     command -v etcd >/dev/null || wish etcd-server
     # the page of examples/kvcache, as people see it

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,7 @@ SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 class Launcher(Protocol):
     """Where kernels run, and whose memory they use."""
 
-    interface: Literal["__array_interface__", "__cuda_array_interface__"]
+    interface: str
     """The attribute by which an array in that memory describes itself."""
 
     def zeros(self, length: int, dtype: type[Any]) -> Any:
@@ -52,7 +52,7 @@ class Launcher(Protocol):
 class CudaLauncher:
     """A GPU, by cupy."""
 
-    interface: Literal["__cuda_array_interface__"] = "__cuda_array_interface__"
+    interface: str = "__cuda_array_interface__"
 
     def __init__(self, device: int) -> None:
         """Compile the kernels for a GPU and load them. Raises UsageError where there is no cupy or no such GPU."""
@@ -97,7 +97,7 @@ class _Lines(NamedTuple):
 
     address: int
     stride: int
-    count: int
+    rows: int
     nbytes: int
 
 
@@ -117,6 +117,7 @@ class GpuKernels:
         self._work = launcher.zeros(threads // 32 * self._kinds if self._large else 0, np.uint32)
         self.words = launcher.words(FLAGS)
         """The flags, in memory of the host."""
+        self._flags = self.words.ctypes.data, self._of(self._state, "<u4")
 
     def numbered(
         self, ids: Any, experts: int, local: int, ranks: int, by_rank: bool, out: Any, *, begins: bool = False,
@@ -127,14 +128,13 @@ class GpuKernels:
         ids: int32, uint32 or int64. What is returned is overwritten by the next call.
         """
         rows, copies = self._rows[:experts], self._copies[:ranks]
-        (tokens, top_k), size = self._shape(ids), int(self._described(ids)["typestr"][2:])
-        if size not in (4, 8):
-            raise UsageError(f"ids: expected int32, uint32 or int64, got {self._described(ids)['typestr']}")
-        numbers = [self._of(ids, None), size, tokens, top_k, experts, local, ranks, int(by_rank)]
+        (tokens, top_k), kind = self._shape(ids), self._described(ids)["typestr"]
+        if kind not in ("<i4", "<u4", "<i8"):
+            raise UsageError(f"ids: expected int32, uint32 or int64, got {kind}")
+        numbers = [self._of(ids, kind), int(kind[2]), tokens, top_k, experts, local, ranks, int(by_rank)]
         numbers += [self._of(out, "<i4"), self._of(rows, "<i4"), self._of(copies, "<i4")]
         shared, work = self._counters(experts + ranks)
-        words, state = self._flags()
-        self._launch("moe_route", 1, shared, [*numbers, work, words, state, int(begins), raises])
+        self._launch("moe_route", 1, shared, [*numbers, work, *self._flags, int(begins), raises])
         return rows, copies
 
     def pack(
@@ -148,13 +148,13 @@ class GpuKernels:
             lines = self._lines(part)
             numbers += [lines.address, lines.stride, lines.nbytes, *([] if place is None else [place])]
         tokens, top_k = self._shape(at)
-        self._launch("moe_pack", tokens * top_k, 0, [*numbers, *self._flags(), waits, raises])
+        self._launch("moe_pack", tokens * top_k, 0, [*numbers, *self._flags, waits, raises])
 
     def copy_runs(self, to: Any, source: Any, runs: Any, nbytes: int, *, waits: int = 0, raises: int = 0) -> None:
         """Copy the first bytes of rows, for each run (row there, row here, count)."""
         there, here = self._lines(to), self._lines(source)
         numbers = [there.address, there.stride, here.address, here.stride, self._of(runs, "<i8"), self._shape(runs)[0]]
-        self._launch("moe_copy_runs", there.count, 0, [*numbers, nbytes, *self._flags(), waits, raises])
+        self._launch("moe_copy_runs", there.rows, 0, [*numbers, nbytes, *self._flags, waits, raises])
 
     def unfold(
         self, to: Any, source: Any, nbytes: int, ids: Any, first: int, base: Any, room: Any, places: Any, seen: Any,
@@ -166,9 +166,10 @@ class GpuKernels:
         numbers = [self._of(ids, "<i4"), copies * top_k, first, held, self._of(base, "<i8"), self._of(room, "<i8")]
         numbers += [self._of(places, "<i4"), self._of(seen, "<i8")]
         shared, work = self._counters(held)
-        self._launch("moe_places", 1, shared, [*numbers, work, *self._flags(), waits])
+        self._launch("moe_places", 1, shared, [*numbers, work, *self._flags, waits])
         nothing = source[:, :0]
-        self.pack(to, to, 0, 0, places, source[:, :nbytes], nothing, nothing, 0, 0, raises=raises)
+        # It waits, too: in a round that was aborted there are no places.
+        self.pack(to, to, 0, 0, places, source[:, :nbytes], nothing, nothing, 0, 0, waits=waits, raises=raises)
 
     def combine(
         self, out: Any, rows: Any, places: Any, weights: Any, dtype: str, accumulate: bool, *, waits: int = 0,
@@ -187,14 +188,11 @@ class GpuKernels:
         numbers = [to.address, to.stride, found.address, found.stride, self._of(places, "<i4"), factors, tokens, top_k]
         pieces = tokens * -(-to.nbytes // (16 * self._threads))
         numbers += [to.nbytes // size, int(accumulate)]
-        self._launch(f"moe_combine_{dtype}", pieces, 0, [*numbers, *self._flags(), waits, raises])
+        self._launch(f"moe_combine_{dtype}", pieces, 0, [*numbers, *self._flags, waits, raises])
 
     def _launch(self, name: str, blocks: int, shared: int, arguments: list[int]) -> None:
         # Also with nothing to do: a flag must be raised all the same.
         self._launcher.launch(name, max(1, min(blocks, self._blocks)), self._threads, shared, arguments)
-
-    def _flags(self) -> tuple[int, int]:
-        return self.words.ctypes.data, int(self._described(self._state)["data"][0])
 
     def _shared(self, kinds: int) -> int:
         return 4 * (self._threads // 32) * (1 + kinds)
@@ -214,23 +212,23 @@ class GpuKernels:
     def _shape(self, array: Any) -> tuple[int, ...]:
         return tuple(self._described(array)["shape"])
 
-    def _of(self, array: Any, typestr: str | None) -> int:
+    def _of(self, array: Any, typestr: str) -> int:
         """Return where an array of numbers lies, after checking that they lie together."""
         found = self._described(array)
         size, strides = int(found["typestr"][2:]), found.get("strides")
         together = [size * int(np.prod(found["shape"][axis + 1 :])) for axis in range(len(found["shape"]))]
-        if typestr not in (None, found["typestr"]) or (strides and 0 not in found["shape"] and together != [*strides]):
-            raise UsageError(f"expected {typestr or 'numbers'} that lie together, got {found['typestr']} {strides}")
+        if typestr != found["typestr"] or (strides and 0 not in found["shape"] and together != [*strides]):
+            raise UsageError(f"expected {typestr} that lie together, got {found['typestr']} {strides}")
         return int(found["data"][0])
 
     def _lines(self, array: Any) -> _Lines:
         """Return rows of bytes as kernels take them."""
         found = self._described(array)
-        count, nbytes = found["shape"]
+        rows, nbytes = found["shape"]
         strides = found.get("strides") or (nbytes, 1)
         if found["typestr"] != "|u1" or (nbytes > 1 and strides[1] != 1):
             raise UsageError(f"rows: expected uint8 that lie together, got {found['typestr']} {strides}")
-        return _Lines(int(found["data"][0]), strides[0], count, nbytes)
+        return _Lines(int(found["data"][0]), strides[0], rows, nbytes)
 
 
 def open_kernels(device: int | None, experts: int, ranks: int) -> GpuKernels | ModuleType:

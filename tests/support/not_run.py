@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import namespaces
+import nvrtc
 
 
 def _gpu() -> str:
@@ -35,6 +38,19 @@ def _ray() -> str:
     return "" if importlib.util.find_spec("ray") else "no ray (pip install ray)"
 
 
+def _cupy() -> str:
+    return "" if importlib.util.find_spec("cupy") else "no cupy (the extra cuda)"
+
+
+def _cxx() -> str:
+    compiler = shlex.split(os.environ.get("CXX") or "g++")[0]
+    return "" if shutil.which(compiler) else f"no C++ compiler {compiler} (Debian: g++)"
+
+
+def _nvrtc() -> str:
+    return "" if nvrtc.library() else "no NVRTC (pip install nvidia-cuda-nvrtc-cu12)"
+
+
 def _browser() -> str:
     return "" if shutil.which("chromium") else "no chromium (Debian: chromium)"
 
@@ -46,6 +62,9 @@ NEEDS: dict[str, Callable[[], str]] = {
     "needs_etcd": _etcd,
     "needs_torch": _torch,
     "needs_ray": _ray,
+    "needs_cupy": _cupy,
+    "needs_cxx": _cxx,
+    "needs_nvrtc": _nvrtc,
     "needs_browser": _browser,
     "needs_namespaces": namespaces.missing,
     "needs_netem": namespaces.missing_netem,
