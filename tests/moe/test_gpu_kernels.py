@@ -193,6 +193,19 @@ def test_sums(place, seed, dtype, tokens, top_k, hidden, how):
     assert [place.back(given).tobytes()] * 2 == expected
 
 
+@pytest.mark.parametrize("hidden", [5, 16])
+@pytest.mark.parametrize("dtype", WIDTHS)
+def test_a_sum_follows_the_order_of_k_and_rounds_each_product(place, dtype, hidden):
+    """Else it is 1 where it follows another order, and 2**-24 where a product is fused with its sum."""
+    rows = moe_twins.rounded(np.repeat(np.array([[1], [1 + 2**-7]], np.float32), hidden, 1), dtype)
+    places = np.array([[0, 0, 0], [-1, 0, 1]], np.int32)
+    weights = np.array([[1, 2**24, -(2**24)], [0, -(1 + 2**-7 + 2**-17), 1 + 2**-17]], np.float32)
+    sums = place.there(np.full_like(rows, 1))
+    moved = (place.there(one) for one in (rows, places, weights))
+    place.opened(np.random.default_rng(1), 1, 1).combine(sums, *moved, dtype, False)
+    assert not place.back(sums).any()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_every_pattern_of_two_bytes_is_read_and_rounded(place, dtype):
     """Each by itself, and with a part of it on top, which makes numbers halfway between two and beside that."""
