@@ -52,13 +52,14 @@ def value(field: fields.Field[Any]) -> Any:
 def example(kind: type[Any]) -> Any:
     """Return a record with some values."""
     hints = get_type_hints(kind, include_extras=True)
-    return kind(**{item.name: value(fields._field_of(hints[item.name])) for item in dataclasses.fields(kind)})
+    given = [item.name for item in dataclasses.fields(kind) if item.init]
+    return kind(**{name: value(fields._field_of(hints[name])) for name in given})
 
 
 def described() -> RegionDescriptor:
     values = {"owner": HERE, "keys": (RailKey(1, 2), RailKey(3, 4)), "length": 4096}
     hints = get_type_hints(RegionDescriptor, include_extras=True)
-    rest = {item.name for item in dataclasses.fields(RegionDescriptor)} - set(values)
+    rest = {item.name for item in dataclasses.fields(RegionDescriptor) if item.init} - set(values)
     return RegionDescriptor(**values, **{name: value(fields._field_of(hints[name])) for name in rest})
 
 
