@@ -86,16 +86,18 @@ cdef void shut_endpoint(Progress* self, Channel* channel) noexcept nogil:
     The gate is shut only where writes or reads are under way: it would also keep the peer from taking messages that
     were sent to it, and a completed send promises those. It is shut as well while the peer may still have our greeting
     before it: shm of 1.17 then looks for our memory, and crashes where that is gone. A peer that is within its library
-    even so may still be copying from our memory.
+    even so may still be copying from our memory; without a gate it may have to read what its kernel was sent.
     """
     cdef int quiet = 0
+    cdef bint held
     for _turn in range(LAST_TURNS):
         if drain(&self.state, channel) <= 0:
             break
-    if channel.peer.greeting or holds_transfers(channel):
+    held = holds_transfers(channel)
+    if channel.peer.greeting or held:
         gate_shut(channel)
-        if not gate_wait(channel):
-            channel.peer.within = True
+        if not gate_wait(channel) and held:
+            channel.peer.unsettled = True
     if channel.ops.disconnect(channel.impl):
         for _turn in range(DISCONNECT_ROUNDS):
             quiet = 0 if drain(&self.state, channel) else quiet + 1

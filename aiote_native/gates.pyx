@@ -125,12 +125,12 @@ cdef void gate_shut(Channel* channel) noexcept nogil:
 cdef bint gate_wait(Channel* channel) noexcept nogil:
     """Give a peer that is within its library the time to leave it, and tell whether it has; our gate is shut.
 
-    One whose slot has another generation has closed its end: what it is busy with there is another link's. Of a peer
-    that copies our memory and found no slot free nothing is known.
+    One whose slot has another generation has closed its end: what it is busy with there is another link's. Of a channel
+    without a gate nothing is known.
     """
     cdef uint64_t end = 0
     if channel.own_gate == NULL:
-        return channel.peer_page == NULL
+        return False
     while aiote_get(channel.peer_busy) & 1 and (aiote_get(channel.peer_gate) | 1) == (channel.peer_generation | 1):
         if end == 0:
             end = clock_ns() + LEAVING_NS

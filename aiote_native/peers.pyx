@@ -232,7 +232,7 @@ cdef class PeerLink(ChannelSet):
             unlock(self.engine)
 
     def close(self, int errnum=EIO) -> None:
-        """End every channel; when this returns no byte moves to or from the peer, unless it is left `within`.
+        """End every channel; when this returns no byte moves to or from the peer, unless it is `unsettled`.
 
         What was queued or posted ends with an error at the next `Core.reap`; messages that had arrived can
         still be taken. Idempotent.
@@ -308,9 +308,10 @@ cdef class PeerLink(ChannelSet):
                 and not any(slot < 0 or (<PeerWakeup> wakeup).busy(slot) for wakeup, slot in self.peer_wakeups))
 
     @property
-    def within(self) -> bool:
-        """Whether the peer may have gone on copying: it was in a call that did not end before the link was closed."""
-        return self.state.within
+    def unsettled(self) -> bool:
+        """Whether the peer may carry out some of what was under way at the close: it was in a call that did not end, or
+        there is no gate that would keep it out."""
+        return self.state.unsettled
 
     cdef int keep_messages(self, Mailbox* mailbox) except -1:
         """Copy what arrived and was not taken, for the pool's memory goes; free the mailbox, which has no channel."""

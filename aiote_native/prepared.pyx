@@ -25,6 +25,7 @@ from aiote_native.scatter cimport TargetOps
 from aiote_native.structs cimport MAX_CHANNELS, OP_WRITE, Op
 from aiote_native.workrequests cimport LocalMemory, RemoteMemory, fill
 
+cdef uint64_t MOST_PAGES = 1 << 56
 cdef uint64_t ANY_PAGE = 1 << 62  # of a stride of 0 every page is the same one
 
 
@@ -263,15 +264,17 @@ cdef int64_t fill_pages(PreparedTargets prepared, TargetRun run, Integers here, 
                 return page
             source[page], target[page] = <int64_t> near, <int64_t> far
             page += 1
-    return -1
+    # The counts were summed before; fewer now means that another thread has changed them.
+    return -1 if page == here.count else <int64_t> page
 
 
 cdef class TargetRun(TargetOps):
     """The targets of one request, made of prepared ones."""
 
     cdef int allocate(self, PreparedTargets prepared, uint64_t count, uint64_t pages) except -1:
-        if count > 0xFFFFFFFF or pages >= ANY_PAGE // 2:
-            raise ValueError(f"{count} targets are too many")
+        # An array without strides of its own may have any length; what is asked of malloc stays below 2 ** 63.
+        if count > 0xFFFFFFFF or pages >= MOST_PAGES:
+            raise ValueError(f"{count} targets and {pages} pages are too many for one request")
         self.prepared = prepared
         # One piece of memory: the ops, the page numbers of both sides, and which target each op is of.
         self.ops = <Op*> malloc(count * (sizeof(Op) + sizeof(uint32_t)) + 2 * pages * sizeof(int64_t) + 1)

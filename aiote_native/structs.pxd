@@ -204,7 +204,7 @@ cdef struct PeerState:
     bint timed       # channels are measured by the clock, which there is none of in virtual time
     bint round_robin  # channels take turns, whatever they are able to carry
     bint greeting  # the peer may not have looked at our endpoint yet
-    bint within    # it was still within a call into its library when an endpoint was shut under its copies
+    bint unsettled  # it may carry out some of what was under way when an endpoint was shut
     PyObject* owner
 
 # How a part is split (a page, or the whole of a single write): `head` plain stripes first, then, when they are over,

@@ -55,6 +55,7 @@ class ControlConnection:
         self._ended = False
         self._deaf = False
         self._farewell = False
+        self._hung_up = False
         self._tasks: list[LoopTask] = []
 
     def start(self) -> None:
@@ -67,6 +68,12 @@ class ControlConnection:
     @property
     def ended(self) -> bool:
         return self._ended
+
+    @property
+    def left(self) -> bool:
+        """Whether the peer has closed its endpoints: it said Bye, or its process or engine has hung up, which comes after.
+        """
+        return self._farewell or self._hung_up
 
     def send(self, message: SessionMessage) -> None:
         """Queue a message; nothing happens on a connection that has ended."""
@@ -144,6 +151,7 @@ class ControlConnection:
             self.flush()
             self.end(f"it broke the protocol: {error}")
         except (OSError, anyio.BrokenResourceError, anyio.ClosedResourceError, ssl.SSLError) as error:
+            self._hung_up = isinstance(error.__cause__ or error, ConnectionResetError)
             self.end(f"the connection broke: {describe(error)}")
         finally:
             self._deaf = True
@@ -156,6 +164,7 @@ class ControlConnection:
                 self.on_event(event)
 
     def _eof(self) -> None:
+        self._hung_up = True
         try:
             self.protocol.receive_eof()
         except ControlError as error:

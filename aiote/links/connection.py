@@ -295,7 +295,7 @@ class Connection:
         waiting = list(self._queue.dissolve())
         if self.link is not None:
             self.link.close(PEER_LOST)
-            if self.link.within:
+            if self.link.unsettled and not (self.control is not None and self.control.left):
                 self.confirmed = False
         if self.control is not None:
             # The peer takes a Bye as the confirmation that our endpoints are closed.

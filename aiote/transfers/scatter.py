@@ -311,7 +311,9 @@ def _take_leases(transfer: GroupTransfer, leases: Iterable[tuple[Destination, in
 def void_lease(transfer: GroupTransfer, peer: Destination, lease: int) -> TransferError:
     """The error of a request through a lease that was revoked."""
     cause = LeaseRevokedError(peer.name, f"it has revoked lease {lease}, which a target was of")
-    return TransferError(transfer, cause, f"{transfer.description} failed, nothing was posted: {cause}")
+    error = TransferError(transfer, cause, f"{transfer.description} failed, nothing was posted: {cause}")
+    transfer.fail(error)
+    return error
 
 
 def _leave(held: Iterable[Flight], transfer: GroupTransfer) -> None:

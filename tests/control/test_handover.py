@@ -48,7 +48,7 @@ async def test_what_is_handed_over_arrives_once():
     mine = [page(), page(length=1)]
     hand_over(here.end.address, mine, b"with this")
     with anyio.fail_after(PATIENCE_S):
-        await until(lambda: here.came)
+        await until(lambda: here.came and here.end.closed)
     ((descriptors, data),) = here.came
     assert data == b"with this"
     assert [os.fstat(fd).st_ino for fd in descriptors] == [os.fstat(fd).st_ino for fd in mine]

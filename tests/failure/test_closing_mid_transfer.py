@@ -209,6 +209,35 @@ async def test_a_read_after_its_peer_has_closed_fails(provider, child):
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("provider", ["tcp", "socket"])
+@pytest.mark.parametrize("how", ["aclose", "abort", "disconnect", "revoke"])
+async def test_closing_confirms_nothing_that_a_stopped_peer_may_read_from_its_sockets(provider, how, child):
+    """Continued, it writes what its kernel was sent."""
+    stopped = child()
+    with anyio.fail_after(PATIENCE_S):
+        await stopped.open(provider, size=BIG, heartbeat_timeout=NEVER_S)
+        async with opened(provider, heartbeat_timeout=NEVER_S, drain_timeout=0.2) as engine:
+            peer = await engine.connect(stopped.address)
+            lent = engine.register(bytearray(64)).lease(slice(0, 64), peer)
+            local, remote = engine.register(bytes(BIG)), engine.attach(stopped.descriptor)
+            await engine.write(local[:8], remote[:8])
+            await stopped.stop()
+            transfer = engine.submit_write(local, remote)
+            await until(lambda: transfer.done() or engine.statistics().outstanding)
+            if how == "revoke":
+                await lent.revoke()
+            elif how == "disconnect":
+                peer.disconnect()
+            elif how == "abort":
+                engine.abort()
+            else:
+                await engine.aclose()
+            with pytest.raises(aiote.TransferError) as caught:
+                await transfer
+            assert not caught.value.confirmed
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("provider", ["shm", "local"])
 @pytest.mark.parametrize("copying", [True, False])
 @pytest.mark.parametrize("how", ["abort", "disconnect"])

@@ -86,7 +86,7 @@ def test_a_link_that_is_closed_under_a_call_of_its_peer_says_so(rails, under_way
         page[BUSY + slot : BUSY + slot + 4] = WITHIN
         page[GATES + slot] += 2 * again
         pair.a.close_link(pair.ab)
-        assert pair.ab.within == (under_way and not again)
+        assert pair.ab.unsettled == (under_way and not again)
 
 
 def taken(wakeup: WakeupEvent) -> int:
