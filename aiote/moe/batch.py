@@ -74,6 +74,11 @@ class Batch:
         return elements(self._memory.y, 0, (*self._lead, config.hidden), config.out_dtype, self._like)
 
     @property
+    def answered(self) -> NDArray[np.bool_] | None:
+        """Of which ranks the sums have what the experts returned (ranks,), once `combine` is over; None before."""
+        return self.round.answered
+
+    @property
     def expert_num_tokens(self) -> NDArray[np.int32]:
         """How many rows each of the rank's experts has (experts of the rank,)."""
         return self._plan.expert_rows().astype(np.int32)

@@ -50,6 +50,7 @@ class Round:
         self._plan: Plan | None = None
         self._came: list[int] = []
         self._y_like: Any = given.like
+        self.answered: NDArray[np.bool_] | None = None
 
     def _imm(self, kind: int) -> int:
         return self._lane.arrivals.number(kind, self._parity, self._group.rank)
@@ -412,6 +413,7 @@ class Round:
                 places[(places[:, :slot] == places[:, slot, None]).any(1), slot] = -1
         weights = None if by_copy else self._given.weights
         kernels.combine(out, self._memory.answers, places, weights, config.out_dtype, accumulate)
+        self.answered = np.isin(np.arange(self._sizes.ranks), [*came, self._group.rank])
         self._group.counted.rounds += 1
 
 

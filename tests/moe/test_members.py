@@ -119,6 +119,28 @@ async def test_a_masked_rank_s_experts_add_nothing_and_its_successor_s_do():
         await whole_round(groups, tokens)
 
 
+async def test_a_batch_says_whose_experts_are_in_the_sums():
+    async with ranks(lambda: local(**LOST_SOON), 3, MASK) as groups:
+        tokens = given(MASK, 3)
+        batches: list[Any] = [None, None, None]
+
+        async def dispatch(group: MoeGroup) -> None:
+            own = tokens[group.rank]
+            batches[group.rank] = await group.dispatch(own.x, own.ids, own.weights)
+
+        async def combine(group: MoeGroup) -> None:
+            own, batch = tokens[group.rank], batches[group.rank]
+            assert batch.answered is None
+            out = await group.combine(batch, compute(group, batch))
+            assert batch.active.tolist() == [True, True, True], "it was there when rows came"
+            assert batch.answered.tolist() == [True, False, True]
+            assert out.tobytes() == reference(MASK, own, own.ids // 2 == 1).tobytes()
+
+        await all_of(*(lambda group=group: dispatch(group) for group in groups))
+        groups[1].engine.abort()
+        await all_of(lambda: combine(groups[0]), lambda: combine(groups[2]))
+
+
 async def test_a_rank_that_is_masked_by_hand_writes_no_more():
     async with ranks(local, 3, MASK) as groups:
         tokens = given(MASK, 3)
