@@ -10,7 +10,7 @@ WITH := PATH="$(abspath $(BIN)):$$PATH"
 READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo demo-weights check test test-all soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel mutants idle bench bench-peers bench-kvcache bench-service bench-weights bench-rails test-guest test-connectors lint format wheel venv develop system test-system clean distclean help
+.PHONY: demo demo-weights demo-moe check test test-all soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel mutants idle bench bench-peers bench-kvcache bench-service bench-weights bench-rails test-guest test-connectors lint format wheel venv develop system test-system clean distclean help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
@@ -20,6 +20,10 @@ demo: system  ## show a KV cache going from one process to another; ARGS="--help
 demo-weights: system  ## see trainers' weights go into inference ranks, step by step; installs torch (0.2 GB)
 	@$(READY) torch --install
 	$(BIN)/python examples/weights/moe/run.py $(ARGS)
+
+demo-moe: system  ## see experts in four processes generate while one is killed and replaced; ARGS="--help" lists what it takes
+	@$(READY) run --install
+	$(BIN)/aiote demo moe $(ARGS)
 
 check: system  ## lint, types and the tests that need no libfabric, in a minute: for between two commits
 	@$(READY) dev --install

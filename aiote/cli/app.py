@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from aiote.cli import bench, doctor, info, kvcache, plan, weightfile
+from aiote.cli import bench, doctor, info, kvcache, moe, plan, weightfile
 
 __all__ = ["run"]
 
@@ -27,6 +27,7 @@ app.add_typer(plans, name="plan")
 app.command("info")(info.command)
 app.command("doctor")(doctor.command)
 demo.command("kvcache")(kvcache.command)
+demo.command("moe")(moe.command)
 demo.command("weights")(weightfile.command)
 plans.command("weights")(plan.weights)
 

@@ -2,7 +2,8 @@
 
 A transformer in numpy, the prefill and the decode server that serve it over `aiote.kvcache`, and how processes with
 such servers live and are started. `aiote demo kvcache` runs one of each and compares their tokens with those of a
-generation in one process; `examples/kvcache` makes a cluster of them.
+generation in one process; `examples/kvcache` makes a cluster of them. `aiote demo moe` gives the same transformer
+experts, which processes share over `aiote.moe`.
 
     tokens.py         bytes to token numbers         model.py      the transformer, float32
     request_cache.py  a request's keys and values    weights.py    seeded weights, or a safetensors file
@@ -11,6 +12,8 @@ generation in one process; `examples/kvcache` makes a cluster of them.
     life.py           what ends a server             children.py   starting processes that outlive nobody
     run.py            the demo: starts both, hands out prompts, gathers tokens    child.py    its processes
     one_process.py    the generation in one process  prompts.py    what is generated from
+    moe_model.py      the transformer with experts   moe_rank.py   the processes that hold them
+    moe_run.py        the demo with experts: starts them, kills one, compares
 """
 
 from . import tokens, weights

@@ -25,7 +25,7 @@ import anyio.abc
 from aiote.demo.faults import DemoError
 from aiote.demo.settings import Settings
 
-__all__ = ["NAMES", "Child", "how_it_ended", "spawn"]
+__all__ = ["NAMES", "Child", "how_it_ended", "spawn", "started"]
 
 NAMES = {"prefill": "prefiller", "decode": "decoder", "local": "one-process reference"}
 _END_S = 10.0
@@ -123,8 +123,15 @@ class Child:
 @asynccontextmanager
 async def spawn(role: str, settings: Settings) -> AsyncIterator[Child]:
     """Start a process of the demo, and end it when the block is left, however it is left. Raises DemoError."""
-    command = [sys.executable, "-P", "-m", "aiote.demo.child", role, settings.to_json()]
-    child = await Child.start(role, NAMES[role], command, os.environ, errors=subprocess.PIPE)
+    async with started(role, NAMES[role], "aiote.demo.child", role, settings.to_json()) as child:
+        yield child
+
+
+@asynccontextmanager
+async def started(role: str, name: str, module: str, *arguments: str) -> AsyncIterator[Child]:
+    """Start a module of this package as a process, and end it when the block is left. Raises DemoError."""
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    child = await Child.start(role, name, command, os.environ, errors=subprocess.PIPE)
     async with child.process, anyio.create_task_group() as readers:
         readers.start_soon(child.read_errors)
         try:

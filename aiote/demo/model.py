@@ -17,7 +17,7 @@ import numpy as np
 
 from aiote.demo.request_cache import Floats, RequestCache, plan
 
-__all__ = ["LayerWeights", "Model", "ModelConfig", "Span", "Weights"]
+__all__ = ["LayerWeights", "Model", "ModelConfig", "Span", "Weights", "swiglu"]
 
 _EPSILON = np.float32(1e-5)
 _ROPE_BASE = 10000.0
@@ -101,13 +101,18 @@ class Model:
 
     def layer(self, number: int, span: Span, cache: RequestCache) -> None:
         """Run one layer over a span: stores its keys and values in the cache and replaces `span.hidden`."""
-        weights = self.weights.layers[number]
+        normed = self.attend(number, span, cache)
+        span.hidden = span.hidden + self.mlp(number, normed)
+
+    def attend(self, number: int, span: Span, cache: RequestCache) -> Floats:
+        """Run a layer's attention as `layer` does, and return what its MLP takes [tokens, width]."""
         span.hidden = span.hidden + self._attention(number, span, cache)
-        normed = _rms_norm(span.hidden, weights.mlp_norm)
-        gate = normed @ weights.gate
-        # x * sigmoid(x) by way of tanh, which cannot overflow.
-        gate = gate * (np.float32(0.5) * (np.float32(1.0) + np.tanh(gate * np.float32(0.5))))
-        span.hidden = span.hidden + (gate * (normed @ weights.up)) @ weights.down
+        return _rms_norm(span.hidden, self.weights.layers[number].mlp_norm)
+
+    def mlp(self, number: int, normed: Floats) -> Floats:
+        """Return what a layer's MLP makes of tokens [tokens, width]."""
+        weights = self.weights.layers[number]
+        return swiglu(normed, weights.gate, weights.up, weights.down)
 
     def logits(self, span: Span) -> Floats:
         """Return the logits [vocabulary] that the span's last position gives for the next token."""
@@ -155,6 +160,15 @@ class Model:
         heads = mixed.reshape(config.heads, count, size).transpose(1, 0, 2).reshape(count, config.heads * size)
         projected: Floats = heads @ weights.output.reshape(config.heads * size, config.width)
         return projected
+
+
+def swiglu(tokens: Floats, gate: Floats, up: Floats, down: Floats) -> Floats:
+    """Return what an MLP of these matrices makes of tokens [..., width]."""
+    gated = tokens @ gate
+    # x * sigmoid(x) by way of tanh, which cannot overflow.
+    gated = gated * (np.float32(0.5) * (np.float32(1.0) + np.tanh(gated * np.float32(0.5))))
+    made: Floats = (gated * (tokens @ up)) @ down
+    return made
 
 
 def _flat(projection: Floats) -> Floats:

@@ -1,0 +1,235 @@
+"""The parent's part of `aiote demo moe`: three acts, in each of which all ranks generate their texts anew.
+
+In the first all ranks are there. In the second one is killed in the middle of a step, and the others go on without its
+experts. In the third a new process has taken its place. After each act every token, with a checksum of its logits, is
+compared with what one process generates with the same experts.
+
+Ranks generate a token when they are asked, so that an act ends alike for all, however late the one is killed.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import anyio.abc
+
+import aiote
+from aiote.demo.children import Child, how_it_ended, started
+from aiote.demo.faults import DemoError
+from aiote.demo.moe_model import LOCAL, RANKS, MoeSettings
+
+__all__ = ["MoeRun", "Rank", "difference"]
+
+_PATIENCE_S = 60.0
+_EXIT_S = 1.0
+
+Token = tuple[int, int]
+"""A token and the checksum of its logits."""
+
+
+@dataclass(slots=True)
+class Rank:
+    """What is known of a rank: what it does, and the text of this act."""
+
+    number: int
+    child: Child
+    state: str = "starting"
+    epoch: int = 0
+    tokens: list[Token] = field(default_factory=list)
+    without: dict[str, int] = field(default_factory=dict)
+
+
+class MoeRun:
+    """A run under way. `ranks` may be looked at while it is; `say` is called with a line when something is over."""
+
+    def __init__(self, settings: MoeSettings, victim: int, say: Callable[[str], object]) -> None:
+        self.ranks: list[Rank] = []
+        self.whole: list[list[Token]] = []
+        """The texts of one process with all experts, by rank, once they are known."""
+        self.settings, self.victim = settings, victim
+        self._say = say
+        self._texts: dict[int, list[Token]] = {}
+        self._changed = anyio.Event()
+        self._trouble = ""
+
+    async def run(self) -> None:
+        """Take all acts. Raises DemoError for a wrong token and for a process that ends or is silent."""
+        async with aiote.open_engine(self.settings.provider):
+            pass  # what is wrong with a provider is said here, before there are children to say it
+        async with anyio.create_task_group() as tasks:
+            self._tasks = tasks
+            self._alone = await tasks.start(self._live, "alone", "one process")
+            for number in range(RANKS):
+                self.ranks.append(await self._start(number))
+            await self._acts()
+            tasks.cancel_scope.cancel()
+
+    async def _acts(self) -> None:
+        await self._open(self.ranks, self.ranks)
+        self.whole = await self._texts_of_one([{}] * RANKS)
+        self._say(f"{RANKS} ranks are open, each with {LOCAL} of {RANKS * LOCAL} experts")
+        await self._generate()
+        await self._check("four ranks", "one process")
+        await self._generate(kill=self.victim)
+        await self._check("three ranks", f"one process without the experts of rank {self.victim}")
+        await self._replace()
+        await self._generate()
+        await self._check("four ranks again", "one process")
+
+    # Processes.
+
+    async def _start(self, number: int) -> Rank:
+        return Rank(number, await self._tasks.start(self._live, str(number), f"rank {number}"))
+
+    async def _live(self, role: str, name: str, *, task_status: anyio.abc.TaskStatus[Child]) -> None:
+        """Have a process, and take what it says until it has ended; it ends with this task."""
+        async with started(role, name, "aiote.demo.moe_rank", role, self.settings.to_json()) as child:
+            task_status.started(child)
+            async for fact in child.facts():
+                self._hear(child, fact)
+                self._notify()
+            code = await child.wait()
+            if child.draining:
+                return
+            if code >= 0:
+                await anyio.sleep(_EXIT_S)  # it may have failed because another was killed, which is then the reason
+            why = f": {child.complaint}" if child.complaint and code >= 0 else ""
+            self._trouble = self._trouble or f"{name} (pid {child.process.pid}) ended, {how_it_ended(code)}{why}"
+            self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    def _hear(self, child: Child, fact: dict[str, Any]) -> None:
+        match fact:
+            case {"joined": epoch}:
+                self._rank(child).epoch = epoch
+            case {"token": token, "logits": crc, "without": without}:
+                self._rank(child).tokens.append((token, crc))
+                self._rank(child).without = without
+            case {"rank": number, "tokens": text}:
+                self._texts[number] = [(token, crc) for token, crc in text]
+
+    @property
+    def _living(self) -> list[Rank]:
+        return [rank for rank in self.ranks if rank.state != "killed"]
+
+    def _rank(self, child: Child) -> Rank:
+        return next(rank for rank in self.ranks if rank.child is child)
+
+    async def _until(self, true: Callable[[], bool], doing: str) -> None:
+        """Wait until something is true. Raises DemoError where a process ends before, or nothing comes."""
+        with anyio.move_on_after(_PATIENCE_S):
+            while not (self._trouble or true()):
+                await self._changed.wait()
+        if self._trouble:
+            raise DemoError(f"{self._trouble}, while {doing}")
+        if not true():
+            raise DemoError(f"nothing came for {_PATIENCE_S:.0f} s while {doing}")
+
+    # Acts.
+
+    async def _open(self, joining: Sequence[Rank], every: Sequence[Rank]) -> None:
+        """Have ranks join the group."""
+        doing = f"{' and '.join(rank.child.name for rank in joining)} started"
+        await self._until(lambda: bool(self._alone.ready and all(rank.child.ready for rank in joining)), doing)
+        for rank in joining:
+            await rank.child.ask(members=[one.child.ready["ready"] for one in every])
+        for rank in every:
+            if rank not in joining:
+                await rank.child.ask(replace=joining[0].number, address=joining[0].child.ready["ready"])
+        before = [0 if rank in joining else rank.epoch for rank in every]
+        await self._until(
+            lambda: all(rank.epoch > epoch for rank, epoch in zip(every, before, strict=True)), "ranks joined"
+        )
+        for rank in every:
+            rank.state = "whole"
+
+    async def _replace(self) -> None:
+        """Start a new process in the place of the rank that was killed."""
+        successor = await self._start(self.victim)
+        self.ranks[self.victim] = successor
+        await self._open([successor], self.ranks)
+        pid, epoch = successor.child.process.pid, successor.epoch
+        self._say(f"rank {self.victim} is another process now, pid {pid}; the group is in epoch {epoch}")
+
+    async def _generate(self, kill: int | None = None) -> None:
+        """Have each rank generate its text; one is killed half-way."""
+        for rank in self.ranks:
+            rank.tokens, rank.without = [], {}
+            await rank.child.ask(begin=True)
+        took = 0.0
+        for step in range(1, self.settings.tokens + 1):
+            begun = time.perf_counter()
+            for rank in self._living:
+                await rank.child.ask(next=True)
+            if kill is not None and step == self.settings.tokens // 2:
+                # Somewhere in the step, which takes about as long as the last one.
+                await anyio.sleep(random.random() * took)
+                self._kill(self.ranks[kill], step)
+            await self._until(
+                lambda step=step: all(len(rank.tokens) >= step for rank in self._living),  # type: ignore[misc]
+                f"ranks generated token {step}",
+            )
+            took = time.perf_counter() - begun
+        for rank in self._living if kill is not None else ():
+            if not rank.without or rank.tokens == self.whole[rank.number]:
+                raise DemoError(f"rank {kill} was killed, and the text of rank {rank.number} is as if it were there")
+
+    def _kill(self, rank: Rank, step: int) -> None:
+        rank.child.draining = True  # it is to end
+        rank.child.send(signal.SIGKILL)
+        rank.state = "killed"
+        self._say(f"rank {rank.number} (pid {rank.child.process.pid}) was killed (SIGKILL) during step {step}")
+        for one in self._living:
+            one.state = f"without {rank.number}"
+
+    async def _texts_of_one(self, without: Sequence[dict[str, int]]) -> list[list[Token]]:
+        """Return the texts of one process that leaves experts out as each rank did."""
+        self._texts = {}
+        for number in range(RANKS):
+            await self._alone.ask(rank=number, without=without[number])
+        await self._until(lambda: len(self._texts) == RANKS, "one process generated")
+        return [self._texts[number] for number in range(RANKS)]
+
+    async def _check(self, who: str, like: str) -> None:
+        """Compare the texts of an act with those of one process. Raises DemoError for the first difference."""
+        texts = self.whole
+        if any(rank.without for rank in self.ranks):
+            texts = await self._texts_of_one([rank.without for rank in self.ranks])
+        wrong = difference(self.ranks, texts)
+        if wrong:
+            raise DemoError(f"{who}: {wrong} in {like}")
+        count = sum(len(rank.tokens) for rank in self.ranks)
+        self._say(f"{who}: {count} tokens and all bits of their logits equal those of {like}")
+        for rank in self.ranks:
+            for gone, first in rank.without.items():
+                self._say(f"  {self._missed(rank, gone, first)}")
+
+    def _missed(self, rank: Rank, gone: str, first: int) -> str:
+        step, layer = divmod(first, self.settings.layers)
+        others = sum(a[0] != b[0] for a, b in zip(rank.tokens, self.whole[rank.number], strict=True))
+        return (
+            f"rank {rank.number}: without rank {gone} from step {step + 1}, layer {layer + 1} on; {others} of its "
+            "tokens are others than with all experts"
+        )
+
+
+def difference(ranks: Sequence[Rank], texts: Sequence[Sequence[Token]]) -> str:
+    """Return the first token that is not that of the texts, or whose logits are not, in words; "" for none.
+
+    A rank that was killed has a part of its text.
+    """
+    for rank, text in zip(ranks, texts, strict=True):
+        for place, (one, other) in enumerate(zip(rank.tokens, text, strict=False)):
+            if one != other:
+                said = f"token {place + 1} of rank {rank.number} is {one[0]} (logits {one[1]:08x})"
+                return f"{said}, but {other[0]} ({other[1]:08x})"
+    return ""
