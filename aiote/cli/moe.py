@@ -24,8 +24,8 @@ __all__ = ["command"]
 _COLOURS = {"starting": "dim", "whole": "green", "killed": "red"}
 
 Provider = Annotated[str, typer.Option(help="How the bytes go: auto takes the best; or local, socket, tcp, shm.")]
-NewTokens = Annotated[int, typer.Option("--tokens", min=4, max=1024, help="Tokens of each rank in each act.")]
-Layers = Annotated[int, typer.Option(min=1, max=32, help="Layers of the model.")]
+NewTokens = Annotated[int, typer.Option("--tokens", min=8, max=256, help="Tokens of each rank in each act.")]
+Layers = Annotated[int, typer.Option(min=1, max=16, help="Layers of the model.")]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of its weights.")]
 Kill = Annotated[int, typer.Option("--kill", min=0, max=RANKS - 1, help="The rank that is killed.")]
 Plain = Annotated[bool, typer.Option("--plain", help="Print lines only, as without a terminal.")]

@@ -126,13 +126,13 @@ class MoeRun:
 
     async def _until(self, true: Callable[[], bool], doing: str) -> None:
         """Wait until something is true. Raises DemoError where a process ends before, or nothing comes."""
-        with anyio.move_on_after(_PATIENCE_S):
-            while not (self._trouble or true()):
+        while not (self._trouble or true()):
+            with anyio.move_on_after(_PATIENCE_S) as waiting:
                 await self._changed.wait()
+            if waiting.cancelled_caught:
+                raise DemoError(f"nothing came for {_PATIENCE_S:.0f} s while {doing}")
         if self._trouble:
             raise DemoError(f"{self._trouble}, while {doing}")
-        if not true():
-            raise DemoError(f"nothing came for {_PATIENCE_S:.0f} s while {doing}")
 
     # Acts.
 
@@ -179,9 +179,10 @@ class MoeRun:
                 f"ranks generated token {step}",
             )
             took = time.perf_counter() - begun
-        for rank in self._living if kill is not None else ():
-            if not rank.without or rank.tokens == self.whole[rank.number]:
-                raise DemoError(f"rank {kill} was killed, and the text of rank {rank.number} is as if it were there")
+        if kill is not None:
+            others = self._living
+            if not all(rank.without for rank in others) or all(one.tokens == self.whole[one.number] for one in others):
+                raise DemoError(f"rank {kill} was killed, and the others generated as if it were there")
 
     def _kill(self, rank: Rank, step: int) -> None:
         rank.child.draining = True  # it is to end

@@ -18,23 +18,23 @@ DEMO = [sys.executable, "-P", "-W", "error", "-m", "aiote", "demo", "moe"]
 
 
 def test_a_rank_is_killed_and_replaced_and_all_bits_are_those_of_one_process():
-    done = subprocess.run([*DEMO, "--tokens", "6", "--layers", "2", "--kill", "1"], capture_output=True, timeout=100)
+    done = subprocess.run([*DEMO, "--tokens", "8", "--layers", "2", "--kill", "1"], capture_output=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, b""), done
     opened, whole, killed, masked, *without, replaced, again = done.stdout.decode().splitlines()
     equal = "tokens and all bits of their logits equal those of one process"
     assert opened == "4 ranks are open, each with 4 of 16 experts"
-    assert whole == f"four ranks: 24 {equal}"
-    pid = re.fullmatch(r"rank 1 \(pid (\d+)\) was killed \(SIGKILL\) during step 3", killed)[1]
-    assert re.fullmatch(rf"three ranks: (20|21) {equal} without the experts of rank 1", masked)
+    assert whole == f"four ranks: 32 {equal}"
+    pid = re.fullmatch(r"rank 1 \(pid (\d+)\) was killed \(SIGKILL\) during step 4", killed)[1]
+    assert re.fullmatch(rf"three ranks: (27|28) {equal} without the experts of rank 1", masked)
     assert [line.partition(" from step ")[0] for line in without] == [f"  rank {n}: without rank 1" for n in (0, 2, 3)]
-    assert all(re.search(r" from step [34], layer [12] on; ", line) for line in without)
+    assert all(re.search(r" from step [45], layer [12] on; ", line) for line in without)
     successor = re.fullmatch(r"rank 1 is another process now, pid (\d+); the group is in epoch 2", replaced)[1]
     assert successor != pid
-    assert again == f"four ranks again: 24 {equal}"
+    assert again == f"four ranks again: 32 {equal}"
 
 
 def test_an_interrupt_leaves_no_process_and_no_traceback():
-    run = subprocess.Popen([*DEMO, "--tokens", "1000", "--layers", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    run = subprocess.Popen([*DEMO, "--tokens", "256", "--layers", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
     assert run.stdout.readline()
     pids = [int(pid) for pid in children.read_text().split()]
@@ -48,7 +48,7 @@ def test_an_interrupt_leaves_no_process_and_no_traceback():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--tokens", "3"], "'--tokens'"),
+        (["--tokens", "7"], "'--tokens'"),
         (["--kill", "4"], "'--kill'"),
         (["--layers", "none"], "'--layers'"),
         (["--provider", "nope"], "aiote: provider='nope': "),
