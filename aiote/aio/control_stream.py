@@ -71,8 +71,7 @@ class ControlConnection:
 
     @property
     def left(self) -> bool:
-        """Whether the peer has closed its endpoints: it said Bye, or its process or engine has hung up, which comes after.
-        """
+        """Whether the peer has closed its endpoints: it said Bye or hung up, which comes after that."""
         return self._farewell or self._hung_up
 
     def send(self, message: SessionMessage) -> None:

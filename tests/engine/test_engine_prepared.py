@@ -258,6 +258,7 @@ async def test_a_lease_that_is_revoked_ends_what_was_prepared(provider):
         with pytest.raises(aiote.TransferError, match="revoked") as caught:
             prepared.submit(np.array([8, 8]), imm=1)
         assert isinstance(caught.value.cause, aiote.LeaseRevokedError)
+        assert caught.value.transfer.done()
         with pytest.raises(aiote.LeaseRevokedError):
             here.hub.prepare_scatter(here.group, targets)
         # Who leaves that target out is not concerned.
@@ -360,6 +361,16 @@ async def test_wrong_arrays_are_refused_before_anything_is_posted():
         assert here.hub.statistics().posted == before
         assert here.untouched
         assert here.region.memory.in_flight == 0
+
+
+async def test_arrays_that_are_longer_than_memory_are_refused():
+    """One without strides of its own has any length, and takes none."""
+    async with star("socket", 2) as here:
+        pages = here.hub.prepare_pages(here.group, here.targets[:1], PAGE)
+        for count in (1 << 58, (1 << 60) - 1, (1 << 60) - 26):
+            many = np.broadcast_to(np.zeros(1, np.int64), (count,))
+            with pytest.raises(aiote.UsageError, match=f"{count} pages are too many"):
+                pages.submit(many, many, 1)
 
 
 async def test_any_buffer_of_64_bit_integers_will_do():

@@ -216,7 +216,7 @@ async def test_closing_confirms_nothing_that_a_stopped_peer_may_read_from_its_so
     stopped = child()
     with anyio.fail_after(PATIENCE_S):
         await stopped.open(provider, size=BIG, heartbeat_timeout=NEVER_S)
-        async with opened(provider, heartbeat_timeout=NEVER_S, drain_timeout=0.2) as engine:
+        async with opened(provider, heartbeat_timeout=NEVER_S, drain_timeout=2.0) as engine:
             peer = await engine.connect(stopped.address)
             lent = engine.register(bytearray(64)).lease(slice(0, 64), peer)
             local, remote = engine.register(bytes(BIG)), engine.attach(stopped.descriptor)
