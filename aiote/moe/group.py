@@ -231,17 +231,20 @@ class MoeGroup:
         return Meeting(self._ready, self.memory.lend(rank, caller.address))
 
     def _is_member(self, rank: int, caller: aiote.Peer) -> bool:
-        known, address = self.members[rank], caller.address
-        return known.identity == address.identity and self.membership.takes_part(rank)
+        """Whether another rank is the caller: any engine that may connect can say that it is, or has been, one."""
+        if not 0 <= rank < self.sizes.ranks or rank == self.rank:
+            return False
+        return self.members[rank].identity == caller.address.identity and self.membership.takes_part(rank)
 
-    def told(self, rank: int, epoch: int, reason: str) -> None:
-        """Take note that another rank broke an epoch."""
-        if self.membership.told(rank, epoch, reason):
+    def told(self, rank: int, epoch: int, reason: str, caller: aiote.Peer) -> None:
+        """Take note that another rank broke an epoch, if the caller is that rank."""
+        if self._is_member(rank, caller) and self.membership.told(rank, epoch, reason):
             self._broken(None)
 
-    def left(self, rank: int, epoch: int, rounds: list[int]) -> None:
-        """Take note that another rank takes part in no round from these on."""
-        if epoch == self.membership.epoch and len(rounds) == len(self._lanes):
+    def left(self, rank: int, epoch: int, rounds: list[int], caller: aiote.Peer) -> None:
+        """Take note that the caller, which is that rank, takes part in no round from these on."""
+        known = self._is_member(rank, caller) and epoch == self.membership.epoch
+        if known and len(rounds) == len(self._lanes):
             self.membership.departed[rank] = rounds
             for lane in self._lanes:
                 lane.check_departed()

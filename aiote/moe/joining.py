@@ -31,11 +31,11 @@ class RankHost(Protocol):
     async def meet(self, rank: int, epoch: int, digest: bytes, caller: aiote.Peer) -> Meeting:
         """Return the inbox for a rank, once this one is in that epoch or a later one."""
 
-    def told(self, rank: int, epoch: int, reason: str) -> None:
-        """Take note that another rank broke an epoch."""
+    def told(self, rank: int, epoch: int, reason: str, caller: aiote.Peer) -> None:
+        """Take note that another rank broke an epoch, if the caller is that rank."""
 
-    def left(self, rank: int, epoch: int, rounds: list[int]) -> None:
-        """Take note that another rank takes part in no round from these on, one number for each lane."""
+    def left(self, rank: int, epoch: int, rounds: list[int], caller: aiote.Peer) -> None:
+        """Take note that the caller, which is that rank, takes part in no round from these on, one for each lane."""
 
 
 class MoeService(service.Service):
@@ -52,12 +52,12 @@ class MoeService(service.Service):
     @service.method(idempotent=True)
     async def broke(self, rank: int, epoch: int, reason: str) -> None:
         """Hear that a rank broke an epoch."""
-        self._host.told(rank, epoch, reason)
+        self._host.told(rank, epoch, reason, service.current_call().peer)
 
     @service.method(idempotent=True)
     async def left(self, rank: int, epoch: int, rounds: list[int]) -> None:
         """Hear that a rank takes part in no more rounds."""
-        self._host.left(rank, epoch, rounds)
+        self._host.left(rank, epoch, rounds, service.current_call().peer)
 
 
 def service_of(group: int) -> type[MoeService]:
