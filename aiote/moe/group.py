@@ -158,7 +158,8 @@ class MoeGroup:
     async def replace(self, rank: int, address: aiote.Address | str) -> None:
         """Take another engine for a rank, and reset; every rank that takes part calls it, the new one `open_group`.
 
-        A rank that calls it between two rounds breaks no round that others have not ended yet. Else as `reset`.
+        It waits for the new one to open the group, however late that is; bound the wait by a scope. A rank that calls
+        it between two rounds breaks no round that others have not ended yet. Else as `reset`.
         """
         if not 0 <= rank < self.sizes.ranks or rank == self.rank:
             raise aiote.UsageError(f"replace({rank!r}): expected another rank, from 0 to {self.sizes.ranks - 1}")
@@ -278,7 +279,7 @@ class MoeGroup:
             self._changed.ring()
             found: dict[int, Meeting] = {}
             for rank in self.membership.active:
-                met = await self._meet(rank, epoch, first=first)
+                met = await self._meet(rank, epoch, first=first or rank in back)
                 if met is not None:
                     found[rank] = met
             latest = max([epoch, *(met.epoch for met in found.values())])

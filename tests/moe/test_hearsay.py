@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import anyio
 import numpy as np
 
 from aiote import service
-from aiote.moe import MoeConfig
+from aiote.moe import MoeConfig, open_group
 from aiote.testing import Fabric, run
-from moe_ranks import Tokens, ranks, whole_round
+from engines import until
+from moe_ranks import Tokens, all_of, ranks, whole_round
 
 HEARTBEAT = {"heartbeat_interval": 0.05, "heartbeat_timeout": 0.2, "drain_timeout": 0.1}
 RAISE = MoeConfig(experts=6, top_k=2, hidden=4, tokens=5, rows=30, placement="packed")
+
+
+class Other(service.Service):
+    """What an engine serves before it is a rank."""
+
+    @service.method
+    async def ready(self) -> bool:
+        """Return whether it is ready."""
+        return True
 
 
 def given(count: int = 3) -> list[Tokens]:
@@ -39,5 +50,28 @@ def test_only_a_rank_itself_says_that_it_broke_or_left_the_group():
             assert list(groups[0].membership.departed) == [1]
             await client.broke(1, 1, "it says so itself")
             assert "it says so itself" in str(groups[0].membership.failure)
+
+    run(main, 1, rails=1, limit=30)
+
+
+def test_a_newcomer_may_open_the_group_later_than_it_is_waited_for():
+    async def main(fabric: Fabric) -> None:
+        async with opened(fabric)() as engine, ranks(opened(fabric), 3, RAISE) as groups:
+            members = [group.engine.address for group in groups]
+            members[1] = engine.address
+            groups[1].engine.abort()
+
+            async def newcomer() -> None:
+                async with service.serve(engine, Other()):
+                    await until(lambda: groups[0].epoch == groups[2].epoch == 2)
+                    await anyio.sleep(0.05)
+                    async with open_group(engine, members, 1, RAISE) as group:
+                        groups[1] = group
+                        await groups.over.wait()
+
+            groups.tasks.start_soon(newcomer)
+            await all_of(*(lambda g=groups[rank]: g.replace(1, engine.address) for rank in (0, 2)))
+            await until(lambda: groups[1].engine is engine)
+            await whole_round(groups, given())
 
     run(main, 1, rails=1, limit=30)
