@@ -144,7 +144,9 @@ class MoeGroup:
 
     def abort(self, reason: str = "it was aborted") -> None:
         """Break the group, on every rank: for one that makes no more rounds, though others wait for it in one."""
-        self.fail(GroupBrokenError(f"rank {self.rank}: {reason}"), "abort")
+        self.membership.break_by(GroupBrokenError(f"rank {self.rank}: {reason}"))
+        # Also where it is broken already: by a reset that did not end the others were not told.
+        self._broken(f"abort: {reason}")
 
     async def reset(self) -> None:
         """Begin a new epoch, in which no round is under way; every rank that takes part calls it.
@@ -167,7 +169,7 @@ class MoeGroup:
         old = self._peers.pop(rank, None)
         if old is not None:
             old.disconnect(f"rank {rank} was replaced")
-        if any(lane.state.phase != "idle" for lane in self._lanes):
+        if self.membership.failure is not None or any(lane.state.phase != "idle" for lane in self._lanes):
             self.abort("it resets the group")
         await self._renew((rank,))
 
@@ -181,11 +183,11 @@ class MoeGroup:
         if self.membership.break_by(broken):
             self._broken(f"{step}: {error!r}")
 
-    def _broken(self, tell: str | None) -> None:
+    def _broken(self, tell: str) -> None:
         for lane in self._lanes:
             lane.cancel()
         self._wake()
-        if tell is not None and self._tasks is not None:
+        if self._tasks is not None:
             for rank in self.membership.active:
                 self._tasks.start(self._tell, rank, self.membership.epoch, tell)
 
@@ -240,7 +242,8 @@ class MoeGroup:
     def told(self, rank: int, epoch: int, reason: str, caller: aiote.Peer) -> None:
         """Take note that another rank broke an epoch, if the caller is that rank."""
         if self._is_member(rank, caller) and self.membership.told(rank, epoch, reason):
-            self._broken(None)
+            # Who said so may be gone before all have heard. A rank passes it on once, so that it ends.
+            self._broken(f"rank {rank}: {reason}")
 
     def left(self, rank: int, epoch: int, rounds: list[int], caller: aiote.Peer) -> None:
         """Take note that the caller, which is that rank, takes part in no round from these on."""

@@ -6,9 +6,10 @@ from typing import Any
 
 import anyio
 import numpy as np
+import pytest
 
 from aiote import service
-from aiote.moe import MoeConfig, open_group
+from aiote.moe import GroupBrokenError, MoeConfig, MoeGroup, open_group
 from aiote.testing import Fabric, run
 from engines import until
 from moe_ranks import Tokens, all_of, ranks, whole_round
@@ -73,5 +74,37 @@ def test_a_newcomer_may_open_the_group_later_than_it_is_waited_for():
             await all_of(*(lambda g=groups[rank]: g.replace(1, engine.address) for rank in (0, 2)))
             await until(lambda: groups[1].engine is engine)
             await whole_round(groups, given())
+
+    run(main, 1, rails=1, limit=30)
+
+
+def test_who_hears_that_the_group_is_broken_passes_it_on():
+    """Who broke it may die in the middle of telling."""
+
+    async def main(fabric: Fabric) -> None:
+        async with ranks(opened(fabric), 3, RAISE) as groups:
+            client = service.client(groups[2].engine, groups[1].engine.address, groups[1].service)
+            await client.broke(2, 1, "it was killed")
+            await until(lambda: groups[0].membership.failure is not None)
+            assert "rank 2: it was killed" in str(groups[0].membership.failure)
+
+    run(main, 1, rails=1, limit=30)
+
+
+def test_a_reset_that_one_rank_did_not_end_is_heard_of_by_the_others_when_it_resets_again():
+    async def main(fabric: Fabric) -> None:
+        async with ranks(opened(fabric), 3, RAISE) as groups:
+            await all_of(*(group.reset for group in groups))
+            groups[0].membership.break_by(GroupBrokenError("rank 0 could not reset the group"))
+            tokens = given()
+
+            async def again(group: MoeGroup) -> None:
+                with pytest.raises(GroupBrokenError):
+                    own = tokens[group.rank]
+                    await group.dispatch(own.x, own.ids, own.weights)
+                await group.reset()
+
+            await all_of(groups[0].reset, *(lambda g=group: again(g) for group in groups[1:]))
+            await whole_round(groups, tokens)
 
     run(main, 1, rails=1, limit=30)
