@@ -143,8 +143,9 @@ class Reception:
                         group.start_soon(self._read, link)
             if not self.failed:
                 self.layers = len(self._consumer.layers)
-        except* aiote.AioteError as errors:
-            self.fail(str(errors.exceptions[0]))
+        except* Exception as errors:
+            # Whatever it is: what one prefill rank says ends this request, not the consumer.
+            self.fail(str(errors.exceptions[0]) or type(errors.exceptions[0]).__name__)
         finally:
             self._read_over.set()
             self._bell.ring()
@@ -153,7 +154,9 @@ class Reception:
         link.readers.add(self)
         stream = cast("service.Stream", link.client.pull(link.session, self.request))
         try:
-            pinned = await anext(stream)
+            pinned = await anext(stream, None)
+            if pinned is None:
+                raise TransferRefused(f"{link.map.source.name} does not say where its pages of {self.request!r} are")
             rows = rows_of(pinned.rows)
             check_rows(link.map.source, rows)
             spans = link.map.spans(self.rows, self.tokens)

@@ -21,7 +21,7 @@ import aiote
 from .. import service
 from ..service.background import TaskScope
 from .mapping import CacheMap, assign
-from .protocol import Transfers
+from .protocol import TransferRefused, Transfers
 from .tensors import CacheSpec
 
 __all__ = ["Link", "Links", "Place"]
@@ -100,6 +100,8 @@ class Links:
         memories = [region.descriptor if number in used else b"" for number, region in enumerate(self._regions)]
         places = [self._spec.layers.index(layer) for layer in cache_map.layers]
         opened = await client.open(cache_map.part, places, [] if reads else memories)
+        if reads and len(opened.memories) != len(cache_map.source.memories):
+            raise TransferRefused(f"{cache_map.source.name} gives {len(opened.memories)} memories of its cache to read")
         link = Link(peer, client, cache_map)
         link.session = opened.session
         link.memories = [self._engine.attach(descriptor) for descriptor in opened.memories]
