@@ -22,7 +22,7 @@ import aiote
 
 from ..service.background import Bell, to_the_end
 from .mapping import CacheMap
-from .moving import Batch, PagedMoves, Rows
+from .moving import Batch, PagedMoves, Rows, check_rows
 from .protocol import TransferRefused
 
 if TYPE_CHECKING:
@@ -224,6 +224,8 @@ class Push:
             full = computed // unit if unit else whole.start
             stop = whole.stop if computed >= self._tokens else min(max(full, sent[group]), whole.stop)
             spans[group], sent[group] = range(sent[group], stop), stop
+        # The program may have replaced them.
+        check_rows(self._map.source, self._offer.rows)
         self._map.check_source(self._offer.rows, spans)
         if computed >= self._tokens:
             self._left.discard(layer)

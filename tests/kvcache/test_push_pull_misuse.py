@@ -77,3 +77,21 @@ async def served(w: World, group: anyio.abc.TaskGroup, name: str, here: dict, th
     group.start_soon(prefill, w.producers[0], name, TOKENS, here, 1)
     await decode(w, w.consumers[0], name, TOKENS, there, reads)
     assert same(w.right.caches[0], expected(w.right.caches[0], there, 20, BEFORE))
+
+
+@pytest.mark.parametrize("page", [12, -1])
+@pytest.mark.parametrize("reads", [False, True], ids=["push", "pull"])
+async def test_rows_that_are_replaced_by_pages_that_a_cache_has_not_are_refused(reads, page):
+    async with world("sim", Side(), Side(), MODEL) as w, anyio.create_task_group() as group:
+        here, there = w.rows(TOKENS)
+
+        async def offer() -> None:
+            async with w.producers[0].offer("r", tokens=TOKENS, rows={1: here[1]}) as offer:
+                offer.rows[0] = PageRow([*here[0].pages[1:], page])
+                for layer in range(MODEL.layers):
+                    offer.computed(layer)
+
+        group.start_soon(offer)
+        with pytest.raises(TransferRefused, match="group 0 has 12 pages"):
+            await decode(w, w.consumers[0], "r", TOKENS, there, reads)
+        assert all((memory == BEFORE).all() for memory in w.right.caches[0].memories)
