@@ -15,7 +15,7 @@ pages together, is disconnected, and the other requests to it fail.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -202,8 +202,16 @@ class Reception:
             link.readers.discard(self)
             link.quarantine.pop(self, None)
         if self._block is not None:
-            self._block.__exit__()
+            self._drop_counts(self._block)
             self._block = None
+
+    def _drop_counts(self, block: Block) -> None:
+        """Free the immediates, and what has come on them since the row was closed."""
+        if self.failed:
+            # Else each stays in use until its block comes up again. An engine that is closed has none.
+            with suppress(aiote.AioteError):
+                self._consumer.engine.counters(block.first, [0] * len(self._consumer.layers)).close()
+        block.__exit__()
 
     async def _confirmed(self) -> None:
         """Return when each rank that was asked has ended its stream, or can write no more."""

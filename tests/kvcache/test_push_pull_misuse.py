@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import anyio
@@ -11,9 +11,10 @@ import pytest
 import aiote
 from aiote import service
 from aiote.kvcache.mapping import PageRow
+from aiote.kvcache.moving import Batch
 from aiote.kvcache.protocol import Fetch, Opened, Pinned, TransferRefused, Transfers, rows_to
 from aiote.kvcache.tensors import CacheSpec
-from engines import opened
+from engines import fabric, opened, until
 from kv_worlds import BEFORE, World, decode, prefill, world
 from mapped_caches import Model, Side, built, expected, fill, same
 
@@ -95,3 +96,42 @@ async def test_rows_that_are_replaced_by_pages_that_a_cache_has_not_are_refused(
         with pytest.raises(TransferRefused, match="group 0 has 12 pages"):
             await decode(w, w.consumers[0], "r", TOKENS, there, reads)
         assert all((memory == BEFORE).all() for memory in w.right.caches[0].memories)
+
+
+async def test_a_request_that_was_left_leaves_no_counters_in_use(monkeypatch):
+    """What is on its way is counted when nobody waits for it any more."""
+    drain = Batch.drain
+
+    async def late(self: Batch) -> None:
+        await anyio.sleep(1)
+        await drain(self)
+
+    monkeypatch.setattr(Batch, "drain", late)
+    async with world("sim", Side(), Side(), MODEL, confirm_timeout=5) as w, anyio.create_task_group() as group:
+        here, there = w.rows(TOKENS)
+        engine, landed = w.consumers[0].engine, []
+        await w.consumers[0].connect(w.places)
+        async with w.consumers[0].receive(w.places, "r", tokens=TOKENS, rows=there) as reception:
+            first = reception._block.first
+            numbers = range(first, first + MODEL.layers)
+            group.start_soon(prefill, w.producers[0], "r", TOKENS, here, 1)
+            monkeypatch.setattr(reception, "_confirmed", noted(reception._confirmed, engine, numbers, landed))
+            fabric().slow_rail(engine, by=0.05)
+            await until(lambda: any(offer.pushes for offer in w.producers[0]._offers._open.values()))
+            await anyio.sleep(0.01)
+        assert any(landed)
+        assert not any(counted(engine, numbers))
+
+
+def counted(engine: aiote.Engine, immediates: range) -> list[bool]:
+    return [bool(engine._runtime.core.counted(number)) for number in immediates]
+
+
+def noted(confirmed: Callable, engine: aiote.Engine, numbers: range, landed: list[bool]) -> Callable:
+    """Return what takes note of the counters in use when all writers have confirmed."""
+
+    async def run() -> None:
+        await confirmed()
+        landed.extend(counted(engine, numbers))
+
+    return run
