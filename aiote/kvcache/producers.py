@@ -82,7 +82,7 @@ class Links:
         return links
 
     async def _open(self, places: Sequence[Place], reads: bool) -> list[Link]:
-        peers = [place if isinstance(place, aiote.Peer) else await self._engine.connect(place) for place in places]
+        peers = [await self._peer(place) for place in places]
         clients = [service.client(self._engine, peer, Transfers) for peer in peers]
         specs = [await client.describe() for client in clients]
         for spec in specs:
@@ -93,6 +93,12 @@ class Links:
             await self._link(peer, client, CacheMap(spec, part), reads)
             for peer, client, spec, part in zip(peers, clients, specs, parts, strict=True)
         ]
+
+    async def _peer(self, place: Place) -> aiote.Peer:
+        """Return the peer at a place: a lost one never comes back, another takes its place."""
+        if isinstance(place, aiote.Peer):
+            return await self._engine.connect(place.address) if place.lost else place
+        return await self._engine.connect(place)
 
     async def _link(self, peer: aiote.Peer, client: Transfers, cache_map: CacheMap, reads: bool) -> Link:
         """Open a session: the rank hears of the memories that its part lies in, or this one of the rank's."""

@@ -135,3 +135,15 @@ def noted(confirmed: Callable, engine: aiote.Engine, numbers: range, landed: lis
         landed.extend(counted(engine, numbers))
 
     return run
+
+
+async def test_a_place_given_as_a_peer_works_again_after_a_disconnection():
+    async with world("sim", Side(), Side(), MODEL) as w, anyio.create_task_group() as group:
+        here, there = w.rows(TOKENS)
+        fill(w.left, here, 20)
+        peer = await w.consumers[0].engine.connect(w.producers[0].engine.address)
+        peer.disconnect("a hiccup")
+        group.start_soon(prefill, w.producers[0], "r", TOKENS, here, 1)
+        async with w.consumers[0].receive([peer], "r", tokens=TOKENS, rows=there) as reception:
+            await reception.arrived()
+        assert same(w.right.caches[0], expected(w.right.caches[0], there, 20, BEFORE))
