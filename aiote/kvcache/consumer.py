@@ -28,7 +28,7 @@ from ..service.background import Bell, beside, to_the_end
 from .immediates import Block, Immediates
 from .moving import Batch, PagedMoves, Rows, check_rows
 from .producers import Link, Links, Place
-from .protocol import Fetch, TransferRefused, rows_of, rows_to
+from .protocol import Fetch, NoSessionError, TransferRefused, rows_of, rows_to
 from .tensors import Cache
 
 if TYPE_CHECKING:
@@ -130,6 +130,8 @@ class Reception:
         """Take note that the call of a rank has ended there, or that it is lost."""
         if isinstance(error, service.CallLostError):
             link.end(str(error))
+        if isinstance(error, NoSessionError):
+            link.forgotten = True
         self.over(link, f"{link.map.source.name}: {error}" if error is not None else "")
 
     # Read by this rank.
@@ -166,6 +168,9 @@ class Reception:
             await self._read_pages(link, rows, spans)
             if not await link.client.finish(link.session, self.request):
                 raise TransferRefused(f"its pages of {self.request!r} were not kept until they were read")
+        except NoSessionError:
+            link.forgotten = True
+            raise
         finally:
             stream.close()
 

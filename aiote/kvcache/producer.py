@@ -15,7 +15,7 @@ from ..service.background import TaskScope, beside, to_the_end
 from .mapping import CacheMap
 from .moving import Batch, PagedMoves, Rows, check_rows
 from .offers import Offer, Offers, Push
-from .protocol import Fetch, Opened, Pinned, TransferRefused, Transfers, rows_of, rows_to
+from .protocol import Fetch, NoSessionError, Opened, Pinned, TransferRefused, Transfers, rows_of, rows_to
 from .tensors import Cache, CacheSpec
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["Producer"]
 
 MOST_SESSIONS = 16
-"""Of one peer: a decode rank has one for each cache and each way of moving it; more are forgotten, oldest first."""
+"""Of one peer: a decode rank has one for each cache, group and way of moving it;
+more are forgotten, the longest unused first."""
 
 
 @dataclass(eq=False)
@@ -137,7 +138,9 @@ class Producer:
     def _session(self, peer: aiote.Peer, number: int) -> Session:
         session = self._sessions.get(number)
         if session is None or session.peer is not peer:
-            raise TransferRefused(f"there is no session {number}")
+            raise NoSessionError(f"there is no session {number}")
+        # The oldest are forgotten first: those that nobody has used for the longest time.
+        self._sessions[number] = self._sessions.pop(number)
         return session
 
     async def push(self, peer: aiote.Peer, fetch: Fetch) -> AsyncGenerator[None]:

@@ -37,12 +37,14 @@ class Reader(Protocol):
 
 class Link:
     """A session with one prefill rank. `memories` are its own, where this rank reads. `quarantine`: requests with so
-    many pages each that it has not confirmed to have left alone.
+    many pages each that it has not confirmed to have left alone. `forgotten`: the rank has said that it has no such
+    session any more.
     """
 
     def __init__(self, peer: aiote.Peer, client: Transfers, cache_map: CacheMap) -> None:
         self.peer, self.client, self.map = peer, client, cache_map
         self.session = 0
+        self.forgotten = False
         self.memories: list[aiote.RemoteRegion] = []
         self.readers: set[Reader] = set()
         self.quarantine: dict[Reader, int] = {}
@@ -77,7 +79,7 @@ class Links:
         key = tuple(str(place.address if isinstance(place, aiote.Peer) else place) for place in places), reads
         async with self._locks.setdefault(key, anyio.Lock()):
             links = self._groups.get(key, [])
-            if not links or any(link.peer.lost for link in links):
+            if not links or any(link.peer.lost or link.forgotten for link in links):
                 links = self._groups[key] = await self._open(places, reads)
         return links
 

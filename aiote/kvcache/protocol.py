@@ -32,7 +32,7 @@ from .. import service
 from .mapping import MappingError, PageRow
 from .tensors import CacheSpec
 
-__all__ = ["Fetch", "Opened", "Pinned", "TransferRefused", "Transfers", "rows_of", "rows_to"]
+__all__ = ["Fetch", "NoSessionError", "Opened", "Pinned", "TransferRefused", "Transfers", "rows_of", "rows_to"]
 
 Name: TypeAlias = Annotated[str, Meta(max_length=256)]
 Number: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
@@ -41,6 +41,10 @@ Descriptor: TypeAlias = Annotated[bytes, Meta(max_length=4096)]
 
 class TransferRefused(aiote.AioteError):
     """A request's cache is not moved, or not any more; the text says why. Nothing is written for it after that."""
+
+
+class NoSessionError(TransferRefused):
+    """A prefill rank has forgotten a session, for others of the same decode rank; a new one does."""
 
 
 class Row(msgspec.Struct, array_like=True, frozen=True, eq=False):
@@ -102,14 +106,14 @@ class Transfers(service.Service):
         """Open a session; `immediates` says which one of a request's each layer of the part counts on."""
         return await self._rank.open(service.current_call().peer, part, immediates, memories)
 
-    @service.method(raises=[MappingError, TransferRefused])
+    @service.method(raises=[MappingError, TransferRefused, NoSessionError])
     async def push(self, fetch: Fetch) -> AsyncIterator[None]:
         """Have a request's pages written."""
         async with aclosing(self._rank.push(service.current_call().peer, fetch)) as items:
             async for item in items:
                 yield item
 
-    @service.method(raises=[MappingError, TransferRefused])
+    @service.method(raises=[MappingError, TransferRefused, NoSessionError])
     async def pull(self, session: Number, request: Name) -> AsyncIterator[Pinned]:
         """Have a request's pages kept until they are read."""
         async with aclosing(self._rank.pull(service.current_call().peer, session, request)) as items:

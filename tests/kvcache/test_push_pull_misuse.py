@@ -12,6 +12,7 @@ import aiote
 from aiote import service
 from aiote.kvcache.mapping import PageRow
 from aiote.kvcache.moving import Batch
+from aiote.kvcache.producer import MOST_SESSIONS
 from aiote.kvcache.protocol import Fetch, Opened, Pinned, TransferRefused, Transfers, rows_to
 from aiote.kvcache.tensors import CacheSpec
 from engines import fabric, opened, until
@@ -147,3 +148,25 @@ async def test_a_place_given_as_a_peer_works_again_after_a_disconnection():
         async with w.consumers[0].receive([peer], "r", tokens=TOKENS, rows=there) as reception:
             await reception.arrived()
         assert same(w.right.caches[0], expected(w.right.caches[0], there, 20, BEFORE))
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["push", "pull"])
+async def test_a_session_that_was_forgotten_is_opened_anew(reads):
+    async with world("sim", Side(), Side(), MODEL) as w, anyio.create_task_group() as group:
+        here, there = w.rows(TOKENS)
+        fill(w.left, here, 20)
+        await w.consumers[0].connect(w.places, reads=reads)
+        for _ in range(MOST_SESSIONS):
+            await w.consumers[0]._links._open(w.places, reads)
+        with pytest.raises(TransferRefused, match="no session"):
+            await decode(w, w.consumers[0], "r", TOKENS, there, reads)
+        await served(w, group, "again", here, there, reads)
+
+
+async def test_a_session_that_is_used_is_kept():
+    async with world("sim", Side(), Side(), MODEL) as w, anyio.create_task_group() as group:
+        here, there = w.rows(TOKENS)
+        fill(w.left, here, 20)
+        for number in range(MOST_SESSIONS + 1):
+            await served(w, group, f"r {number}", here, there)
+            await w.consumers[0]._links._open(w.places, False)
