@@ -68,12 +68,11 @@ class Blocking(Generic[T]):
             error = None if life.cancelled() else life.exception()
             self._opened.set_exception(error or aiote.ClosedError("it was closed before it was open"))
 
-    def _begin(self, request: str, rows: Rows, work: Coroutine[Any, Any, str]) -> None:
+    def _begin(self, request: str, rows: Rows, work: Callable[[], Coroutine[Any, Any, str]]) -> None:
         """Have a coroutine run that returns why a request has failed, "" where it has not. Raises UsageError."""
         if request in self._calls:
-            work.close()
             raise aiote.UsageError(f"request {request!r} is under way")
-        call = self._calls[request] = self._bridge.submit(work)
+        call = self._calls[request] = self._bridge.submit(work())
         call.add_done_callback(partial(self._end, request, rows))
 
     def _end(self, request: str, rows: Rows, call: futures.Future[str]) -> None:
@@ -139,7 +138,7 @@ class BlockingConsumer(Blocking[Consumer]):
         """Have a request's cache moved into pages, as `Consumer.receive` does; they are the bridge's until `poll` names
         the request. Raises UsageError for one that is under way.
         """
-        self._begin(request, rows, self._receive(producers, request, tokens, rows, reads))
+        self._begin(request, rows, partial(self._receive, producers, request, tokens, rows, reads))
 
     async def _receive(self, producers: Sequence[Place], request: str, tokens: int, rows: Rows, reads: bool) -> str:
         async with self._inner.receive(producers, request, tokens=tokens, rows=rows, reads=reads) as reception:
@@ -157,17 +156,22 @@ class BlockingProducer(Blocking[Producer]):
     def offer(self, request: str, *, tokens: int, rows: Rows, readers: int = 1) -> None:
         """Offer a request's cache, as `Producer.offer` does; its pages stay the bridge's until `poll` names it."""
         offer = self._inner.offer(request, tokens=tokens, rows=rows, readers=readers)
-        self._begin(request, rows, self._offered(offer))
-        self._offers[request] = offer
+        self._begin(request, rows, partial(self._keep, offer))
+
+    def _keep(self, offer: Offer) -> Coroutine[Any, Any, str]:
+        self._offers[offer.request] = offer
+        return self._offered(offer)
 
     async def _offered(self, offer: Offer) -> str:
-        try:
-            async with offer:
-                while not (offer.complete or offer.stopped):
-                    await offer.bell.wait()
-        finally:
-            self._offers.pop(offer.request, None)
+        async with offer:
+            while not (offer.complete or offer.stopped):
+                await offer.bell.wait()
         return "" if offer.outcome == "moved" else offer.outcome
+
+    def _end(self, request: str, rows: Rows, call: futures.Future[str]) -> None:
+        # Not by the coroutine: one that is cancelled before its first step does nothing.
+        self._offers.pop(request, None)
+        super()._end(request, rows, call)
 
     def cancel(self, request: str) -> None:
         """Have a request end, and be refused to who asks for it; `poll` tells of one that was under way."""

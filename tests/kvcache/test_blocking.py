@@ -129,3 +129,14 @@ def test_what_cannot_be_opened_says_why(left):
     left.caches[0].memories[0] = left.caches[0].memories[0][..., ::2]
     with bridge_to() as bridge, pytest.raises(aiote.UsageError):
         BlockingProducer(bridge, left.caches[0])
+
+
+def test_an_offer_that_is_cancelled_at_once_is_not_kept(left):
+    with bridge_to() as bridge, BlockingProducer(bridge, left.caches[0]) as producer:
+        names = {str(number) for number in range(50)}
+        for name in names:
+            producer.offer(name, tokens=TOKENS, rows={0: PageRow(np.arange(5))})
+            producer.cancel(name)
+        while names:
+            names -= set(finished(producer).failed)
+        assert producer._offers == {}
