@@ -261,6 +261,8 @@ class Consumer:
         self.engine = engine
         self.spec = cache.spec
         self.layers = self.spec.layers
+        if not self.layers:
+            raise aiote.UsageError(f"{self.spec.name}: the cache has no tensors to receive")
         self.confirm_timeout, self.quarantine_pages = confirm_timeout, quarantine_pages
         self.regions: list[aiote.Region] = []
         self.immediates = Immediates(engine, imm_base, len(self.layers), IMMEDIATES // len(self.layers))

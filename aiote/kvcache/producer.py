@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import aiote
 
 from .. import service
-from ..service.background import TaskScope, beside, to_the_end
+from ..service.background import to_the_end
 from .mapping import CacheMap
 from .moving import Batch, PagedMoves, Rows, check_rows
 from .offers import Offer, Offers, Push
@@ -63,7 +63,6 @@ class Producer:
         self._sessions: dict[int, Session] = {}
         self._numbers = itertools.count(1)
         self._pulls: set[Pull] = set()
-        self._scope: TaskScope
         self._stack = AsyncExitStack()
 
     # What the program does with it.
@@ -89,7 +88,6 @@ class Producer:
             for array in self._arrays:
                 self._regions.append(await self.engine.register_async(array, "read"))
                 stack.push_async_callback(to_the_end, self._regions[-1].aclose)
-            self._scope = await stack.enter_async_context(beside())
             await stack.enter_async_context(service.serve(self.engine, Transfers(self)))
             self._stack = stack.pop_all()
         return self

@@ -10,11 +10,12 @@ import pytest
 
 import aiote
 from aiote import service
+from aiote.kvcache.consumer import Consumer
 from aiote.kvcache.mapping import PageRow
 from aiote.kvcache.moving import Batch
 from aiote.kvcache.producer import MOST_SESSIONS
 from aiote.kvcache.protocol import Fetch, Opened, Pinned, TransferRefused, Transfers, rows_to
-from aiote.kvcache.tensors import CacheSpec
+from aiote.kvcache.tensors import Cache, CacheSpec
 from engines import fabric, opened, until
 from kv_worlds import BEFORE, World, decode, prefill, world
 from mapped_caches import Model, Side, built, expected, fill, same
@@ -170,3 +171,9 @@ async def test_a_session_that_is_used_is_kept():
         for number in range(MOST_SESSIONS + 1):
             await served(w, group, f"r {number}", here, there)
             await w.consumers[0]._links._open(w.places, False)
+
+
+async def test_a_consumer_of_an_empty_cache_is_refused():
+    async with opened("sim") as engine:
+        with pytest.raises(aiote.UsageError, match="empty: the cache has no tensors"):
+            Consumer(engine, Cache("empty"))
