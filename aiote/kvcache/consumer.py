@@ -153,6 +153,10 @@ class Reception:
             self._bell.ring()
 
     async def _read(self, link: Link) -> None:
+        async with link.pulls:
+            await self._pull(link)
+
+    async def _pull(self, link: Link) -> None:
         link.readers.add(self)
         stream = cast("service.Stream", link.client.pull(link.session, self.request))
         try:

@@ -20,6 +20,7 @@ import aiote
 
 from .. import service
 from ..service.background import TaskScope
+from ..service.endpoint import Endpoint
 from .mapping import CacheMap, assign
 from .protocol import TransferRefused, Transfers
 from .tensors import CacheSpec
@@ -41,13 +42,14 @@ class Link:
     session any more.
     """
 
-    def __init__(self, peer: aiote.Peer, client: Transfers, cache_map: CacheMap) -> None:
+    def __init__(self, peer: aiote.Peer, client: Transfers, cache_map: CacheMap, most_pulls: int) -> None:
         self.peer, self.client, self.map = peer, client, cache_map
         self.session = 0
         self.forgotten = False
         self.memories: list[aiote.RemoteRegion] = []
         self.readers: set[Reader] = set()
         self.quarantine: dict[Reader, int] = {}
+        self.pulls = anyio.Semaphore(most_pulls)
 
     def end(self, reason: str) -> None:
         """Disconnect the peer, which then writes nothing more, and tell who relies on it. Idempotent."""
@@ -110,7 +112,8 @@ class Links:
         opened = await client.open(cache_map.part, places, [] if reads else memories)
         if reads and len(opened.memories) != len(cache_map.source.memories):
             raise TransferRefused(f"{cache_map.source.name} gives {len(opened.memories)} memories of its cache to read")
-        link = Link(peer, client, cache_map)
+        # Each holds a slot of the service until it is finished, which takes one more.
+        link = Link(peer, client, cache_map, max(1, Endpoint.of(self._engine).limits.slots // 2))
         link.session = opened.session
         link.memories = [self._engine.attach(descriptor) for descriptor in opened.memories]
         self._scope.start(link.follow)

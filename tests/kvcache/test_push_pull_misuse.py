@@ -13,10 +13,11 @@ from aiote import service
 from aiote.kvcache.consumer import Consumer
 from aiote.kvcache.mapping import PageRow
 from aiote.kvcache.moving import Batch
-from aiote.kvcache.producer import MOST_SESSIONS
+from aiote.kvcache.producer import MOST_SESSIONS, Producer
 from aiote.kvcache.protocol import Fetch, Opened, Pinned, TransferRefused, Transfers, rows_to
 from aiote.kvcache.tensors import Cache, CacheSpec
-from engines import fabric, opened, until
+from aiote.service.endpoint import Endpoint, Limits
+from engines import PATIENCE_S, fabric, opened, until
 from kv_worlds import BEFORE, World, decode, prefill, world
 from mapped_caches import Model, Side, built, expected, fill, same
 
@@ -177,3 +178,28 @@ async def test_a_consumer_of_an_empty_cache_is_refused():
     async with opened("sim") as engine:
         with pytest.raises(aiote.UsageError, match="empty: the cache has no tensors"):
             Consumer(engine, Cache("empty"))
+
+
+async def test_as_many_pulls_at_once_as_there_are_calls_all_end_well():
+    left, right = built(MODEL, Side(pages=8), "prefill"), built(MODEL, Side(), "decode")
+    fill(left, {0: PageRow([1]), 1: PageRow([1])}, 4)
+    with anyio.fail_after(10 * PATIENCE_S):
+        async with opened("sim") as here, opened("sim") as there:
+            for engine in here, there:
+                Endpoint.of(engine, Limits(slots=4))
+            async with (
+                Producer(here, left.caches[0]) as producer,
+                Consumer(there, right.caches[0]) as consumer,
+                anyio.create_task_group() as group,
+            ):
+                for number in range(8):
+                    rows = {0: PageRow([number]), 1: PageRow([number])}
+                    group.start_soon(prefill, producer, str(number), 4, {0: PageRow([1]), 1: PageRow([1])}, 1)
+                    group.start_soon(pull, consumer, here.address, str(number), rows)
+    assert all((memory[:8] == memory[0]).all() for memory in right.caches[0].memories)
+    assert all(memory[:8].any() for memory in right.caches[0].memories)
+
+
+async def pull(consumer: Consumer, place: aiote.Address, name: str, rows: dict[int, PageRow]) -> None:
+    async with consumer.receive([place], name, tokens=4, rows=rows, reads=True) as reception:
+        await reception.arrived()
