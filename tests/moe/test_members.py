@@ -65,7 +65,8 @@ async def test_a_cancelled_round_is_heard_of_at_once_and_a_reset_mends_it(anyio_
 
         with anyio.fail_after(PATIENCE_S):
             await all_of(late, lambda: one(1), lambda: one(2), cancel)
-        assert sum("rank 2 broke the round" in text for text in heard) == 2
+        # Directly, or by way of the other rank.
+        assert sum("broke the round" in text and "rank 2" in text for text in heard) == 2
         with pytest.raises(GroupBrokenError):
             await groups[0].dispatch(tokens[0].x, tokens[0].ids, tokens[0].weights)
         await all_of(*[group.reset for group in groups])
