@@ -341,15 +341,19 @@ class MoeGroup:
     async def leave(self) -> None:
         """Tell the others that this rank takes part in no more rounds, and wait until nobody uses its memory."""
         self._tasks = None
-        rounds = [lane.state.number for lane in self._lanes]
-        if self.membership.failure is None and all(lane.state.phase == "idle" for lane in self._lanes):
-            for rank in self.membership.active:
-                with suppress(aiote.AioteError), anyio.move_on_after(self.engine.config.drain_timeout):
-                    await self._client(rank).left(self.rank, self.membership.epoch, rounds)
-        else:
-            for rank in self.membership.active:
-                with anyio.move_on_after(self.engine.config.drain_timeout):
-                    await self._tell(rank, self.membership.epoch, f"rank {self.rank} has left the group")
+        orderly = self.membership.failure is None and all(lane.state.phase == "idle" for lane in self._lanes)
+        with anyio.move_on_after(self.engine.config.drain_timeout):
+            async with anyio.create_task_group() as group:
+                for rank in self.membership.active:
+                    group.start_soon(self._part, rank, orderly)
+
+    async def _part(self, rank: int, orderly: bool) -> None:
+        """Tell a rank that this one has left: between two rounds, or in the middle of one, which breaks the group."""
+        if not orderly:
+            await self._tell(rank, self.membership.epoch, f"rank {self.rank} has left the group")
+            return
+        with suppress(aiote.AioteError):
+            await self._client(rank).left(self.rank, self.membership.epoch, [lane.state.number for lane in self._lanes])
 
     async def close(self) -> None:
         """Let go of everything. Called again after a cancellation it goes on."""

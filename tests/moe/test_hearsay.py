@@ -108,3 +108,18 @@ def test_a_reset_that_one_rank_did_not_end_is_heard_of_by_the_others_when_it_res
             await whole_round(groups, tokens)
 
     run(main, 1, rails=1, limit=30)
+
+
+@pytest.mark.parametrize("count", [3, 6])
+def test_a_rank_that_is_cut_off_leaves_within_one_limit(count):
+    """In virtual time: not within one for each of the ranks that it cannot tell."""
+
+    async def main(fabric: Fabric) -> None:
+        async with ranks(opened(fabric), count, RAISE) as groups:
+            for group in groups[1:]:
+                fabric.partition(group.engine)
+            before = anyio.current_time()
+            await groups[0].leave()
+            assert anyio.current_time() - before <= 1.5 * HEARTBEAT["drain_timeout"]
+
+    run(main, 1, rails=1, limit=30)
