@@ -58,6 +58,11 @@ class Link:
             self.readers.discard(reader)
             reader.over(self, self.peer.reason)
 
+    @property
+    def over(self) -> bool:
+        """Whether the next request needs another one."""
+        return self.peer.lost or self.forgotten
+
     async def follow(self) -> None:
         """End it when the peer is lost."""
         self.end(await self.peer.wait_closed())
@@ -81,9 +86,17 @@ class Links:
         key = tuple(str(place.address if isinstance(place, aiote.Peer) else place) for place in places), reads
         async with self._locks.setdefault(key, anyio.Lock()):
             links = self._groups.get(key, [])
-            if not links or any(link.peer.lost or link.forgotten for link in links):
+            if not links or any(link.over for link in links):
+                self._forget()
                 links = self._groups[key] = await self._open(places, reads)
         return links
+
+    def _forget(self) -> None:
+        """Drop the groups of which a link is over: of ranks that were replaced nobody asks again."""
+        for key in [key for key, links in self._groups.items() if any(link.over for link in links)]:
+            del self._groups[key]
+            if not self._locks[key].locked():
+                del self._locks[key]
 
     async def _open(self, places: Sequence[Place], reads: bool) -> list[Link]:
         peers = [await self._peer(place) for place in places]

@@ -165,6 +165,17 @@ async def test_a_session_that_was_forgotten_is_opened_anew(reads):
         await served(w, group, "again", here, there, reads)
 
 
+async def test_groups_of_ranks_that_were_lost_are_not_kept():
+    async with world("sim", Side(), Side(), MODEL) as w:
+        links = w.consumers[0]._links
+        for _ in range(3):
+            async with opened("sim") as engine, Producer(engine, w.left.caches[0]):
+                (link,) = await links.group([engine.address], reads=False)
+            await link.peer.wait_closed()
+        await links.group(w.places, reads=False)
+        assert len(links._groups) == len(links._locks) == 1
+
+
 async def test_a_session_that_is_used_is_kept():
     async with world("sim", Side(), Side(), MODEL) as w, anyio.create_task_group() as group:
         here, there = w.rows(TOKENS)

@@ -5,12 +5,8 @@ At a few moments, for a process takes its time to start; at others in virtual ti
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import anyio
 import numpy as np
@@ -22,41 +18,20 @@ from aiote.kvcache.mapping import PageRow
 from aiote.kvcache.producer import Producer
 from aiote.kvcache.protocol import TransferRefused
 from engines import LOST_SOON, PATIENCE_S, opened, served_by_process, until
+from kv_harm import Child
 from kv_producer_process import MODEL, PAGES, TOKENS, serve
 from mapped_caches import Side, built, expected
 
 pytestmark = [pytest.mark.anyio, pytest.mark.libfabric, pytest.mark.one_library]
 
-SCRIPT = Path(__file__).parents[1] / "support" / "kv_producer_process.py"
 PATTERN = 0xEE
-
-
-class Child:
-    """One producer's process."""
-
-    def __init__(self, provider: str, pause: float, requests: int) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), provider, str(pause), str(requests)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        self.address = aiote.Address.parse(self._process.stdout.readline().decode().strip())
-
-    def signal(self, number: int) -> None:
-        os.kill(self._process.pid, number)
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait()
 
 
 @pytest.fixture
 def children(request: pytest.FixtureRequest) -> Iterator[list[Child]]:
     """Processes; started before the loop runs, for that blocks."""
     provider = request.getfixturevalue("provider")
-    made = [Child(provider, pause, 4) for pause in getattr(request, "param", [0.002])]
+    made = [Child("kv_producer_process.py", provider, pause, 4) for pause in getattr(request, "param", [0.002])]
     yield made
     for child in made:
         child.end()

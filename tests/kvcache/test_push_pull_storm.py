@@ -21,6 +21,7 @@ from aiote.kvcache.producer import Producer
 from aiote.kvcache.protocol import TransferRefused
 from aiote.service import CallError
 from aiote.testing import Fabric, run
+from kv_harm import break_things
 from mapped_caches import Model, Side, built, fill, item, spread, value
 
 SEEDS = int(os.environ.get("AIOTE_TEST_SEEDS") or 30)
@@ -126,28 +127,15 @@ class Storm:
                 at = item(cache, tensor, page, head, inner)
                 assert np.array_equal(flat[at], value(tensor, head, token, number))
 
-    async def break_things(self) -> None:
-        for _ in range(self.draw.randint(0, 3)):
-            await asyncio.sleep(self.draw.uniform(0, 0.02))
-            victim = self.draw.choice(self.producers)[0].engine
-            kind = self.draw.choice(["partition", "rail", "silent", "slow"])
-            if kind == "partition":
-                self.fabric.partition(victim)
-                await asyncio.sleep(self.draw.choice([0.1, 2, 5]))
-                self.fabric.heal(victim)
-            elif kind == "slow":
-                self.fabric.slow_rail(self.consumer.engine, 0, by=self.draw.choice([1e-4, 1e-2]))
-            else:
-                self.fabric.kill_rail(victim, self.draw.randrange(2), silently=kind == "silent")
-                await asyncio.sleep(self.draw.choice([0.1, 5]))
-                self.fabric.restore_rail(victim, 0)
-                self.fabric.restore_rail(victim, 1)
-
     async def blow(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
             await self.open(stack)
             async with asyncio.TaskGroup() as self.tasks:
-                self.tasks.create_task(self.break_things())
+                self.tasks.create_task(
+                    break_things(
+                        self.fabric, self.draw, [one[0].engine for one in self.producers], self.consumer.engine
+                    )
+                )
                 for number in range(self.draw.randint(1, 25)):
                     self.tasks.create_task(self.ask(number))
             await asyncio.sleep(20)

@@ -5,26 +5,21 @@ At a few moments, for a process takes its time to start; at all of them in virtu
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import anyio
 import anyio.to_thread
 import numpy as np
 import pytest
 
-import aiote
 from aiote.kvcache import PrefillError
 from engines import LOST_SOON, PATIENCE_S, opened, served_by_process, until
+from kv_harm import Child
 from kvcaches import decode_rank
 
 pytestmark = [pytest.mark.anyio, pytest.mark.libfabric, pytest.mark.one_library]
 
-SCRIPT = Path(__file__).parents[1] / "support" / "prefill_process.py"
 PROMPT = np.arange(37) + 3
 PAGES = 32
 LAYER_S = 0.01
@@ -32,30 +27,11 @@ LAYER_S = 0.01
 LIMITS = {"stall_limit": 2 * LOST_SOON["heartbeat_timeout"], "confirm_limit": LOST_SOON["heartbeat_timeout"]}
 
 
-class Prefill:
-    """One prefiller's process."""
-
-    def __init__(self, provider: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), provider, str(LAYER_S)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        self.address = aiote.Address.parse(self._process.stdout.readline().decode().strip())
-
-    def signal(self, number: int) -> None:
-        os.kill(self._process.pid, number)
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait()
-
-
 @pytest.fixture
-def prefills(request: pytest.FixtureRequest) -> Iterator[list[Prefill]]:
+def prefills(request: pytest.FixtureRequest) -> Iterator[list[Child]]:
     """One process, or as many as are asked for; started before the loop runs, for that blocks."""
     provider = request.getfixturevalue("provider")
-    made = [Prefill(provider) for _ in range(getattr(request, "param", 1))]
+    made = [Child("prefill_process.py", provider, LAYER_S) for _ in range(getattr(request, "param", 1))]
     yield made
     for prefill in made:
         prefill.end()

@@ -18,6 +18,7 @@ import pytest
 import aiote
 from aiote.kvcache import CacheLayout, Decoder, Job, PagesExhausted, Prefiller, PrefillError, Slot
 from aiote.testing import Fabric, run
+from kv_harm import break_things
 from kvcaches import DecodeRank, PrefillRank, calls, pool_of, tail_of
 
 SEEDS = int(os.environ.get("AIOTE_TEST_SEEDS") or 40)
@@ -111,30 +112,13 @@ class Storm:
         assert slot.tail == tail_of(slot.tokens, TAIL)
         assert np.all(self.decode.memory[:, added] == mark)
 
-    async def break_things(self) -> None:
-        for _ in range(self.draw.randint(0, 3)):
-            await asyncio.sleep(self.draw.uniform(0, 0.02))
-            victim = self.draw.choice(self.prefillers).engine
-            kind = self.draw.choice(["partition", "rail", "silent", "slow"])
-            if victim.closed:
-                continue
-            if kind == "partition":
-                self.fabric.partition(victim)
-                await asyncio.sleep(self.draw.choice([0.1, 2, 5]))
-                self.fabric.heal(victim)
-            elif kind == "slow":
-                self.fabric.slow_rail(self.decode.engine, 0, by=self.draw.choice([1e-4, 1e-2]))
-            else:
-                self.fabric.kill_rail(victim, self.draw.randrange(2), silently=kind == "silent")
-                await asyncio.sleep(self.draw.choice([0.1, 5]))
-                self.fabric.restore_rail(victim, 0)
-                self.fabric.restore_rail(victim, 1)
-
     async def blow(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
             await self.open(stack)
             async with asyncio.TaskGroup() as group:
-                group.create_task(self.break_things())
+                group.create_task(
+                    break_things(self.fabric, self.draw, [one.engine for one in self.prefillers], self.decode.engine)
+                )
                 for _ in range(self.draw.randint(1, 25)):
                     group.create_task(self.ask())
             await self.nothing_is_left()
