@@ -183,8 +183,8 @@ async def test_defect_7_an_error_is_told_while_stripes_are_in_flight(rails):
 async def test_defect_7_a_cancellation_is_over_before_the_last_stripe(provider, progress):
     """Defect 7, by cancellation: when it is told, nothing of the transfer is in flight any more."""
     async with linked(provider, progress=progress, largest_message=4096) as (left, right):
-        target = np.zeros(64 << 20, np.uint8)
-        memory = np.full(64 << 20, 1, np.uint8)
+        target = np.zeros(16 << 20, np.uint8)
+        memory = np.full(16 << 20, 1, np.uint8)
         transfer = left.submit_write(left.register(memory), across(left, right, target))
         transfer.cancel()
         with pytest.raises(aiote.TransferError):
