@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Container, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -72,6 +72,7 @@ class MoeGroup:
         self._lanes = [Lane(self, number) for number in range(config.lanes)]
         self._digest = hashlib.blake2b(config.digest + bytes([len(members) & 0xFF, len(members) >> 8])).digest()[:16]
         self._ready = 0
+        self._entering: anyio.CancelScope | None = None
         self._changed = Bell()
         self._peers: dict[int, aiote.Peer] = {}
         self._tasks: TaskScope | None = None
@@ -184,6 +185,8 @@ class MoeGroup:
             self._broken(f"{step}: {error!r}")
 
     def _broken(self, tell: str) -> None:
+        if self._entering is not None:
+            self._entering.cancel()
         for lane in self._lanes:
             lane.cancel()
         self._wake()
@@ -259,20 +262,30 @@ class MoeGroup:
         return service.client(self.engine, self.members[rank], self.service)
 
     async def _renew(self, back: Sequence[int]) -> None:
-        for lane in self._lanes:
-            lane.cancel()
-        for lane in self._lanes:
-            await to_the_end(lane.drain)
-        await self.memory.take_all_back()
         try:
+            for lane in self._lanes:
+                lane.cancel()
+            for lane in self._lanes:
+                await to_the_end(lane.drain)
+            await self._take_back()
             await self._enter(self.membership.epoch + 1, back, first=False)
         except BaseException as error:
-            # Not all are in this epoch; the next reset begins another.
-            self.membership.break_by(GroupBrokenError(f"rank {self.rank} could not reset the group: {error!r}"))
+            # Not all are in this epoch, and some may be making rounds in it; the next reset begins another.
+            broken = GroupBrokenError(f"rank {self.rank} could not reset the group: {error!r}")
+            if self.membership.break_by(broken):
+                self._broken(str(broken))
             raise
 
+    async def _take_back(self) -> None:
+        # Who asks meanwhile waits for the next epoch: in this one nobody would answer his rows.
+        self._ready = 0
+        await self.memory.take_all_back()
+
     async def _enter(self, epoch: int, back: Sequence[int], *, first: bool) -> None:
-        """Be in an epoch with all that take part, in a later one if somebody is in that."""
+        """Be in an epoch with all that take part, or in a later one: of somebody who is there, or after one that broke.
+
+        Who told this rank that the epoch is broken makes another one, and waits for it there.
+        """
         self.membership.reset(epoch, back)
         while True:
             epoch = self.membership.epoch
@@ -280,27 +293,51 @@ class MoeGroup:
                 await lane.open(epoch)
             self._ready = epoch
             self._changed.ring()
-            found: dict[int, Meeting] = {}
-            for rank in self.membership.active:
-                met = await self._meet(rank, epoch, first=first or rank in back)
-                if met is not None:
-                    found[rank] = met
-            latest = max([epoch, *(met.epoch for met in found.values())])
+            found = await self._meet_all(epoch, range(self.sizes.ranks) if first else back)
+            latest = max([epoch + self.membership.heard, *(met.epoch for met in found.values())])
             if latest == epoch:
+                self.membership.require_whole()
                 break
-            await self.memory.take_all_back()
+            await self._take_back()
             self.membership.reset(latest)
         await self._reach(found)
 
     async def _reach(self, found: dict[int, Meeting]) -> None:
-        ranks = [rank for rank in self.membership.active if rank in found]
-        inboxes = {rank: self.engine.attach(found[rank].inbox) for rank in ranks}
-        for rank, inbox in inboxes.items():
-            if inbox.owner.identity != self.members[rank].identity or inbox.nbytes != self.memory.inbox.nbytes:
-                raise aiote.UsageError(f"rank {rank} lends {inbox}, which is not its inbox")
-        peers = await self.engine.peer_group([self._peers[rank] for rank in ranks])
-        lost = self.lose if self.config.on_loss == "mask" else None
-        self.posting = Posting(self.engine, self.memory.outbox, inboxes, peers, lost)
+        masks, inboxes = self.config.on_loss == "mask", {}
+        for rank in self.membership.active:
+            if rank in found:
+                inbox = inboxes[rank] = self.engine.attach(found[rank].inbox)
+                if inbox.owner.identity != self.members[rank].identity or inbox.nbytes != self.memory.inbox.nbytes:
+                    raise aiote.UsageError(f"rank {rank} lends {inbox}, which is not its inbox")
+        # One that may be masked is written to by itself, and may be lost already.
+        peers = None if masks else await self.engine.peer_group([self._peers[rank] for rank in inboxes])
+        self.posting = Posting(self.engine, self.memory.outbox, inboxes, peers, self.lose)
+
+    async def _meet_all(self, epoch: int, late: Container[int]) -> dict[int, Meeting]:
+        """Ask all that take part at once, and until the group breaks; those in `late` may come later than this rank."""
+        found: dict[int, Meeting] = {}
+        failed: list[Exception] = []
+
+        async def one(rank: int) -> None:
+            try:
+                met = await self._meet(rank, epoch, first=rank in late)
+            except Exception as error:
+                failed.append(error)
+                tasks.cancel_scope.cancel()
+            else:
+                found.update({} if met is None else {rank: met})
+
+        try:
+            async with anyio.create_task_group() as tasks:
+                self._entering = tasks.cancel_scope
+                if self.membership.failure is None:
+                    for rank in self.membership.active:
+                        tasks.start_soon(one, rank)
+        finally:
+            self._entering = None
+        if failed:
+            raise failed[0]
+        return found
 
     async def _meet(self, rank: int, epoch: int, *, first: bool) -> Meeting | None:
         """Ask a rank for its inbox; None for one that is lost and masked."""
@@ -320,7 +357,6 @@ class MoeGroup:
                     raise
                 else:
                     self.lose(rank, str(error))
-            self.membership.require_whole()
             if rank not in self.membership.active:
                 return None
             await anyio.sleep(pause)
@@ -345,7 +381,8 @@ class MoeGroup:
         with anyio.move_on_after(self.engine.config.drain_timeout):
             async with anyio.create_task_group() as group:
                 for rank in self.membership.active:
-                    group.start_soon(self._part, rank, orderly)
+                    if rank in self._peers:
+                        group.start_soon(self._part, rank, orderly)
 
     async def _part(self, rank: int, orderly: bool) -> None:
         """Tell a rank that this one has left: between two rounds, or in the middle of one, which breaks the group."""
@@ -389,8 +426,8 @@ async def open_group(
         stack.push_async_callback(to_the_end, moe.close)
         await stack.enter_async_context(service.serve(engine, moe.service(moe)))
         tasks = await stack.enter_async_context(beside())
-        await moe.open(tasks)
         try:
+            await moe.open(tasks)
             yield moe
         finally:
             await to_the_end(moe.leave)

@@ -36,14 +36,16 @@ class Posting:
         engine: aiote.Engine,
         outbox: aiote.Region,
         inboxes: Mapping[int, aiote.RemoteRegion],
-        peers: aiote.PeerGroup,
-        lost: Callable[[int, str], None] | None,
+        peers: aiote.PeerGroup | None,
+        lost: Callable[[int, str], None],
     ) -> None:
-        """`lost` is told of a rank that cannot be written to, where such a one is masked."""
+        """`peers` are the inboxes' ranks; None where each may be masked, and then `lost` is told of one that cannot be
+        written to.
+        """
         self._engine, self._outbox, self._inboxes, self._lost = engine, outbox, inboxes, lost
         self._places = {rank: place for place, rank in enumerate(inboxes)}
         targets = [aiote.ScatterTarget(outbox, inbox) for inbox in inboxes.values()]
-        self._scatter = engine.prepare_scatter(peers, targets) if lost is None else None
+        self._scatter = None if peers is None else engine.prepare_scatter(peers, targets)
 
     def write(self, writes: list[Write], imm: int) -> list[tuple[int, aiote.Transfer]]:
         """Start writes that count 1 each; return the transfers with the rank that each is to, -1 for several.
@@ -52,18 +54,17 @@ class Posting:
         """
         if not writes:
             return []
-        if self._lost is not None:
-            return [made for one in writes for made in self._one(one, imm, self._lost)]
-        assert self._scatter is not None
+        if self._scatter is None:
+            return [made for one in writes for made in self._one(one, imm)]
         rows = np.array([(one.nbytes, one.at, one.to, self._places[one.rank]) for one in writes], np.int64).T
         lengths, local, remote, places = rows
         return [(-1, self._scatter.submit(lengths, local, remote, imm, to=places))]
 
-    def _one(self, one: Write, imm: int, lost: Callable[[int, str], None]) -> list[tuple[int, aiote.Transfer]]:
+    def _one(self, one: Write, imm: int) -> list[tuple[int, aiote.Transfer]]:
         try:
             return [(one.rank, self._engine.submit_write_imm(*self._sides(one), imm))]
         except aiote.PeerError as error:
-            lost(one.rank, str(error))
+            self._lost(one.rank, str(error))
             return []
 
     def _sides(self, one: Write) -> tuple[aiote.Region, aiote.RemoteRegion]:

@@ -104,6 +104,8 @@ class Membership:
         self.ranks, self.me = ranks, me
         self.epoch = 0
         self.failure: AioteError | None = None
+        self.heard = False
+        """Whether it was another rank that said so."""
         self.departed: dict[int, list[int]] = {}
         """The first rounds, one for each lane, in which a rank that has left takes no part."""
         self._masks = masks
@@ -150,13 +152,14 @@ class Membership:
         """Take note that another rank broke an epoch; return whether that is this one."""
         if epoch != self.epoch:
             return False
+        self.heard |= self.failure is None
         return self.break_by(GroupBrokenError(f"rank {rank} broke the round: {reason}"))
 
     def reset(self, epoch: int, back: Iterable[int] = ()) -> None:
         """Begin an epoch, with the ranks in `back` again. Raises UsageError for one that is not later."""
         if epoch <= self.epoch:
             raise UsageError(f"epoch {epoch} is not later than {self.epoch}")
-        self.epoch, self.failure = epoch, None
+        self.epoch, self.failure, self.heard = epoch, None, False
         self.departed.clear()
         for rank in back:
             self._masked.pop(rank, None)
