@@ -133,5 +133,6 @@ def _slots(named: NDArray[np.bool_], tokens: NDArray[np.int32]) -> list[int]:
     earlier = 0
     for line, token in enumerate(tokens.tolist()):
         earlier = earlier + 1 if line and tokens[line - 1] == token else 0
-        slots.append(int(np.flatnonzero(named[line])[earlier]))
+        # What is in a row is its source's: it may lack what the counts say.
+        slots.append(int(next(iter(np.flatnonzero(named[line])[earlier:]), -1)))
     return slots

@@ -13,6 +13,9 @@ import hashlib
 from dataclasses import astuple, dataclass
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ..errors import UsageError
 
 __all__ = ["FLOAT_TYPES", "ITEMSIZES", "MoeConfig", "Sizes"]
@@ -214,6 +217,22 @@ class Sizes:
             self.rows, self.placed = config.tokens, most
         self.shared = min(self.placed, ranks * (full - self.private))
         self.answers = self.sent if config.reduce == "expert" else config.tokens * config.top_k
+
+    def for_ranks(self, experts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return rows for each rank, of rows for each expert."""
+        padded = np.zeros(self.ranks * self.local, np.int64)
+        padded[: self.config.experts] = experts
+        found: NDArray[np.int64] = padded.reshape(self.ranks, self.local).sum(1)
+        return found
+
+    def may_overflow(self, experts: NDArray[np.int64]) -> bool:
+        """Whether the rows of one source might not fit where ranks may differ about what the others send."""
+        config = self.config
+        if config.on_loss == "raise" or self.whole:
+            return False
+        if config.layout == "grouped":
+            return bool((experts > config.tokens).any())
+        return bool((self.for_ranks(experts) > config.tokens * min(config.top_k, self.local)).any())
 
     def first(self, rank: int) -> int:
         """Return the first expert of a rank."""

@@ -20,7 +20,7 @@ from .batch import Batch
 from .plan import Counts, Plan
 from .posting import Write
 from .states import MoeOverflowError, NotBegunError
-from .wire import ANSWER, PAYLOAD, ROUTE, Route
+from .wire import ANSWER, PAYLOAD, ROUTE, OtherRoundError, Route
 
 if TYPE_CHECKING:
     from .lane import Lane
@@ -84,8 +84,11 @@ class Round:
         if config.copies == "rank":
             kernels.numbered(given.ids, *shape, True, self._copy)
         self._experts, self._copies = rows.astype(np.int64), copies.astype(np.int64)
-        sent = self._sent_to()
-        self._check(sent)
+        sent = self._copies if config.copies == "rank" else sizes.for_ranks(self._experts)
+        if sizes.may_overflow(self._experts):
+            raise NotBegunError(
+                "topk_ids: with on_loss='mask' tokens may not name an expert so often that rows overflow"
+            )
         route = Route(self._group.membership.epoch, self.number, self._tokens, self._experts, self._copies)
         route.write(memory.own_routes[self._parity])
         where = self._group.memory.map
@@ -102,25 +105,6 @@ class Round:
                 [self._rows_to(r, line, int(self._starts[r]), int(counts[r])) for r in active if counts[r]], PAYLOAD
             )
         self._group.counted.sent_rows += int(sent.sum())
-
-    def _check(self, sent: NDArray[np.int64]) -> None:
-        """Refuse what might not fit at a rank where ranks may differ about what the others send."""
-        config, sizes = self._config, self._sizes
-        most = config.tokens * (1 if config.layout == "grouped" else min(config.top_k, sizes.local))
-        counts = self._experts if config.layout == "grouped" else sent
-        if config.on_loss == "mask" and int(counts.max()) > most:
-            raise NotBegunError(
-                "topk_ids: with on_loss='mask' tokens may not name an expert so often that rows overflow"
-            )
-
-    def _sent_to(self) -> NDArray[np.int64]:
-        sizes = self._sizes
-        if self._config.copies == "rank":
-            return self._copies
-        padded = np.zeros(sizes.ranks * sizes.local, np.int64)
-        padded[: self._config.experts] = self._experts
-        sent: NDArray[np.int64] = padded.reshape(sizes.ranks, sizes.local).sum(1)
-        return sent
 
     def _base(self) -> int:
         return self._lane.number * self._group.memory.map.inbox
@@ -164,35 +148,57 @@ class Round:
         return made
 
     async def _receive(self) -> Batch:
-        came = await self._wait("routes", ROUTE, dict.fromkeys(self._group.membership.active, 1))
-        plan = self._planned(came)
+        routes = self._read(await self._wait("routes", ROUTE, dict.fromkeys(self._group.membership.active, 1)))
+        plan = self._planned(routes)
         refused = plan.overflows and self._config.on_overflow == "raise"
         if not refused:
-            self._post_rest(plan, came)
+            self._post_rest(plan, list(routes))
         if self._sizes.direct and not refused:
             self._place_own(plan)
-        rows_of = await self._wait("rows", PAYLOAD, {rank: plan.arrivals(rank) for rank in came})
+        rows_of = await self._wait("rows", PAYLOAD, {rank: plan.arrivals(rank) for rank in routes})
         if refused:
             await self._lane.sent()
             raise MoeOverflowError(plan.demand, self._sizes.rows)
-        if rows_of != came:
-            plan = self._planned(rows_of)
-        self._came, self._plan = rows_of, plan
-        self._place(plan)
+        self._plan = plan = self._take(plan, routes, rows_of)
         return self._batch(plan)
 
-    def _planned(self, came: list[int]) -> Plan:
-        """Return the plan of the ranks that have come. Raises PeerError for one whose route cannot be."""
-        sizes, membership = self._sizes, self._group.membership
+    def _take(self, plan: Plan, routes: dict[int, Route], came: list[int]) -> Plan:
+        """Place the rows of the ranks that have come; return the plan of those whose rows are what their routes say."""
+        if len(came) < len(routes):
+            plan = self._planned({rank: routes[rank] for rank in came})
+        self._came = came
+        liar = self._place(plan)
+        if liar is None:
+            return plan
+        self._refuse(liar, "its rows are not for the experts that its route says")
+        return self._take(plan, routes, [rank for rank in came if rank != liar])
+
+    def _read(self, came: list[int]) -> dict[int, Route]:
+        """Return the routes of the ranks that have come, without those of ranks that they cannot be of."""
+        found = {}
+        for rank in came:
+            words, epoch = self._memory.routes[self._parity, rank], self._group.membership.epoch
+            try:
+                found[rank] = Route.read(words, self._sizes, epoch, self.number)
+            except OtherRoundError as error:
+                raise aiote.PeerError(str(self._group.members[rank]), f"rank {rank}: its route: {error}") from None
+            except ValueError as error:
+                self._refuse(rank, f"its route: {error}")
+        return found
+
+    def _refuse(self, rank: int, why: str) -> None:
+        """Lose a rank that sends what cannot be. Raises PeerError where that breaks the group."""
+        if self._config.on_loss == "raise":
+            raise aiote.PeerError(str(self._group.members[rank]), f"rank {rank}: {why}")
+        self._group.lose(rank, why)
+
+    def _planned(self, routes: dict[int, Route]) -> Plan:
+        """Return the plan of this rank and those that have come."""
+        sizes, me = self._sizes, self._group.rank
         experts = np.zeros((sizes.ranks, self._config.experts), np.int64)
         copies = np.zeros((sizes.ranks, sizes.ranks), np.int64)
-        me = self._group.rank
         experts[me], copies[me] = self._experts, self._copies
-        for rank in came:
-            try:
-                route = Route.read(self._memory.routes[self._parity, rank], sizes, membership.epoch, self.number)
-            except ValueError as error:
-                raise aiote.PeerError(str(self._group.members[rank]), f"rank {rank}: its route: {error}") from None
+        for rank, route in routes.items():
             experts[rank], copies[rank] = route.experts, route.copies
         return Plan(sizes, me, Counts(experts, copies))
 
@@ -245,21 +251,24 @@ class Round:
         nothing = np.empty((self._tokens, 0), np.uint8)
         kernels.pack(memory.placed, memory.placed, 0, 0, at, memory.sent[: self._tokens], nothing, nothing, 0, 0)
 
-    def _place(self, plan: Plan) -> None:
-        """Copy rows from where they were received to their places."""
+    def _place(self, plan: Plan) -> int | None:
+        """Copy rows from where they were received to their places; return a rank whose rows cannot be."""
         memory, sizes, me = self._memory, self._sizes, self._group.rank
         if sizes.direct:
-            return
+            return None
         if self._config.copies == "rank":
-            self._unfold(plan)
-            return
+            return self._unfold(plan)
         runs = plan.runs(me, me) + np.array([0, self._starts[me], 0])
         kernels.copy_runs(memory.placed, memory.sent, runs, sizes.row)
         for rank in self._came:
             kernels.copy_runs(memory.placed, memory.received, plan.arrived(rank), sizes.row)
+        return None
 
-    def _unfold(self, plan: Plan) -> None:
-        """Of copies by rank: find which experts each is for, and, unless ranks are the layout, place a row for each."""
+    def _unfold(self, plan: Plan) -> int | None:
+        """Of copies by rank: find which experts each is for, and, unless ranks are the layout, place a row for each.
+
+        Returns a rank whose copies are not for the experts that its route says.
+        """
         memory, sizes, me = self._memory, self._sizes, self._group.rank
         held, first = sizes.held(me), sizes.first(me)
         base, seen = np.zeros(held, np.int64), np.zeros(held, np.int64)
@@ -273,12 +282,12 @@ class Round:
             room = np.zeros(held, np.int64) if sizes.whole else plan.kept[source, me, :held]
             seen = np.zeros(held, np.int64)
             kernels.unfold(memory.placed, rows, sizes.row, ids, first, base, room, memory.copies[source, :count], seen)
-            if (seen != plan.by_rank[source, me, :held]).any():
-                address = str(self._group.members[source])
-                raise aiote.PeerError(address, f"rank {source}: its rows are not for the experts that its route says")
+            if source != me and (seen != plan.by_rank[source, me, :held]).any():
+                return source
             if sizes.whole:
                 ours = (ids >= first) & (ids < first + held)
                 memory.copies[source, :count] = np.where(ours, ids - first, -1)
+        return None
 
     def _batch(self, plan: Plan) -> Batch:
         group = self._group

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from .config import Sizes, round_up
 
-__all__ = ["ANSWER", "MAX_GROUPS", "PAYLOAD", "ROUTE", "Route", "immediate", "route_bytes"]
+__all__ = ["ANSWER", "MAX_GROUPS", "PAYLOAD", "ROUTE", "OtherRoundError", "Route", "immediate", "route_bytes"]
 
 MAGIC = 0x4D6F4501
 HEADER = 6
@@ -42,6 +42,10 @@ def immediate(group: int, epoch: int, lane: int, kind: int, parity: int, source:
 def route_bytes(sizes: Sizes) -> int:
     """Return how many bytes the route of a rank takes."""
     return round_up(4 * (HEADER + sizes.config.experts + sizes.ranks), 64)
+
+
+class OtherRoundError(ValueError):
+    """A route of another round than the one that is under way; it cannot be said which of the two ranks is wrong."""
 
 
 class Route(NamedTuple):
@@ -63,12 +67,12 @@ class Route(NamedTuple):
 
     @classmethod
     def read(cls, words: Words, sizes: Sizes, epoch: int, number: int) -> Route:
-        """Return what a peer says. Raises ValueError for what cannot be, and for another round than this."""
+        """Return what a peer says. Raises ValueError for what cannot be, OtherRoundError for another round."""
         magic, their_epoch, low, high, tokens, rows = map(int, words[:HEADER])
         if magic != MAGIC:
             raise ValueError(f"it begins with {magic:#x}, which is no route")
         if (their_epoch, low | high << 32) != (epoch & 0xFFFFFFFF, number):
-            raise ValueError(
+            raise OtherRoundError(
                 f"it is of round {low | high << 32} in epoch {their_epoch}, and round {number} in epoch {epoch} is "
                 "under way: every rank takes part in every round"
             )
@@ -79,9 +83,9 @@ class Route(NamedTuple):
             raise ValueError(f"it has {tokens} tokens, of {config.tokens} at most")
         if int(experts.sum()) != rows or rows > tokens * config.top_k:
             raise ValueError(f"its {int(experts.sum())} rows are not the {rows} that it says, of {tokens} tokens")
-        padded = np.zeros(sizes.ranks * sizes.local, np.int64)
-        padded[:count] = experts
-        for_rank = padded.reshape(sizes.ranks, sizes.local).sum(1)
+        if sizes.may_overflow(experts):
+            raise ValueError(f"it names experts so often that rows may overflow: {experts.tolist()}")
+        for_rank = sizes.for_ranks(experts)
         least = -(-for_rank // config.top_k)
         if (copies < least).any() or (copies > np.minimum(for_rank, tokens)).any():
             raise ValueError(f"its copies {copies.tolist()} do not fit its rows for each rank {for_rank.tolist()}")

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
 
+import aiote
 from aiote import service
 from aiote.moe import GroupBrokenError, MoeConfig, MoeGroup, open_group
+from aiote.moe.joining import service_of
 from aiote.testing import Fabric, run
 from engines import until
 from moe_ranks import Tokens, all_of, ranks, whole_round
 
 HEARTBEAT = {"heartbeat_interval": 0.05, "heartbeat_timeout": 0.2, "drain_timeout": 0.1}
+LIMIT_S = HEARTBEAT["heartbeat_timeout"] + HEARTBEAT["drain_timeout"] + 0.5
 RAISE = MoeConfig(experts=6, top_k=2, hidden=4, tokens=5, rows=30, placement="packed")
 
 
@@ -121,5 +125,117 @@ def test_a_rank_that_is_cut_off_leaves_within_one_limit(count):
             before = anyio.current_time()
             await groups[0].leave()
             assert anyio.current_time() - before <= 1.5 * HEARTBEAT["drain_timeout"]
+
+    run(main, 1, rails=1, limit=30)
+
+
+def test_a_reset_ends_when_a_rank_is_lost_meanwhile():
+    """Each of the others is broken then, and answers nobody: they must not wait for each other."""
+
+    async def main(fabric: Fabric) -> None:
+        async with ranks(opened(fabric), 4, RAISE) as groups:
+
+            async def loses(group: MoeGroup) -> None:
+                with pytest.raises(aiote.PeerError, match="rank 3|peer"):
+                    await group.reset()
+
+            async def dies() -> None:
+                await until(lambda: all(group.epoch == 2 for group in groups[:3]))
+                fabric.crash(groups[3].engine)
+
+            before = anyio.current_time()
+            await all_of(dies, *(lambda g=group: loses(g) for group in groups[:3]))
+            assert anyio.current_time() - before < LIMIT_S
+
+    run(main, 1, rails=1, limit=30)
+
+
+def test_ranks_that_open_hear_that_another_broke_the_epoch_and_go_on_in_the_next():
+    """It was there before them: it had their inboxes while they still waited for each other's."""
+
+    async def main(fabric: Fabric) -> None:
+        async with AsyncExitStack() as stack:
+            engines = [await stack.enter_async_context(opened(fabric)()) for _ in range(3)]
+            members = [engine.address for engine in engines]
+            groups: dict[int, MoeGroup] = {}
+            over = anyio.Event()
+
+            async def live(rank: int) -> None:
+                async with open_group(engines[rank], members, rank, RAISE) as group:
+                    groups[rank] = group
+                    await over.wait()
+
+            async def breaks() -> None:
+                digest = MoeGroup(engines[2], members, 2, RAISE, 0, False)._digest
+                clients = [service.client(engines[2], members[rank], service_of(0)) for rank in range(2)]
+                for client in clients:
+                    while True:
+                        with suppress(service.NotServedError):
+                            await client.meet(2, 1, digest)
+                            break
+                        await anyio.sleep(0.01)
+                await all_of(*(lambda c=client: c.broke(2, 1, "it was cancelled") for client in clients))
+                await live(2)
+
+            async def rounds() -> None:
+                await until(lambda: len(groups) == 3)
+                assert [groups[rank].epoch for rank in range(3)] == [2, 2, 2]
+                await whole_round([groups[rank] for rank in range(3)], given())
+                over.set()
+
+            await all_of(lambda: live(0), lambda: live(1), breaks, rounds)
+
+    run(main, 1, rails=1, limit=30)
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_who_gives_up_while_others_make_rounds_already_tells_them(opens, monkeypatch):
+    """Ranks 0 and 1 have met rank 2, which is cancelled just before it could begin, in its opening or in a reset."""
+    reach = MoeGroup._reach
+
+    async def main(fabric: Fabric) -> None:
+        async with AsyncExitStack() as stack:
+            engines = [await stack.enter_async_context(opened(fabric)()) for _ in range(3)]
+            members = [engine.address for engine in engines]
+            last, scope = anyio.Event(), anyio.CancelScope()
+            entered: list[int] = []
+            heard: list[int] = []
+
+            async def stuck(group: MoeGroup, found: Any) -> None:
+                if group.rank == 2 and (opens or group.epoch > 1):
+                    last.set()
+                    await anyio.sleep_forever()
+                await reach(group, found)
+
+            async def live(rank: int) -> None:
+                async with open_group(engines[rank], members, rank, RAISE) as group:
+                    if not opens:
+                        entered.append(rank)
+                        await until(lambda: len(entered) == 3)
+                        await group.reset()
+                    own = given()[rank]
+                    with pytest.raises((GroupBrokenError, aiote.PeerLostError), match="rank 2"):
+                        await group.dispatch(own.x, own.ids, own.weights)
+                    heard.append(rank)
+                    await until(lambda: len(heard) == 2)
+
+            async def cancelled() -> None:
+                with scope:
+                    async with open_group(engines[2], members, 2, RAISE) as group:
+                        entered.append(2)
+                        await until(lambda: len(entered) == 3)
+                        try:
+                            await group.reset()
+                        finally:
+                            with anyio.CancelScope(shield=True):
+                                await until(lambda: len(heard) == 2)
+
+            async def cancel() -> None:
+                await last.wait()
+                await anyio.sleep(0.05)
+                scope.cancel()
+
+            monkeypatch.setattr(MoeGroup, "_reach", stuck)
+            await all_of(lambda: live(0), lambda: live(1), cancelled, cancel)
 
     run(main, 1, rails=1, limit=30)

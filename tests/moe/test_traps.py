@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import anyio
@@ -320,6 +321,79 @@ async def test_copies_for_other_experts_than_the_route_says_break_the_round():
         ids[2] = np.array([0, 4], np.int32).view(np.uint8)
         with pytest.raises(aiote.PeerError, match="rank 0: its rows are not for the experts"):
             await begun[1].dispatch_recv()
+
+
+@pytest.mark.parametrize("copies", ["expert", "rank"])
+async def test_a_rank_that_says_what_cannot_be_is_masked_where_ranks_may_be(copies):
+    """Of its route, or of the experts that its rows are for: the others' rows and answers are as ever."""
+    one = config(on_loss="mask", rows=None, copies=copies)
+    async with ranks(local, 3, one) as groups:
+        given = [Tokens(RNG, one, 4) for _ in groups]
+        for tokens in given:
+            tokens.ids[...] = [[0, 5]]
+        begun = [g.dispatch_send(t.x, t.ids, t.weights) for g, t in zip(groups, given, strict=True)]
+        sizes = groups[1].sizes
+        for group in groups[1:]:
+            lane = group.memory.lanes[0]
+            ids = lane.received[:4, sizes.ids_at : sizes.weights_at]
+            while not (lane.routes[0, 0, 0] and (group.rank == 1 or ids.any())):
+                await turn_of_the_loop()
+            if copies == "expert":
+                lane.routes[0, 0, 6:12] += 1000
+            elif group.rank == 2:
+                ids[2] = np.array([0, 4], np.int32).view(np.uint8)
+
+        async def goes_on(rank: int) -> None:
+            group, tokens = groups[rank], given[rank]
+            batch = await begun[rank].dispatch_recv()
+            if rank == 2 or copies == "expert":
+                assert batch.active.tolist() == [False, True, True]
+                assert not (batch.source[..., 0] == 0).any()
+            check_rows(group, batch, given)
+            out = await group.combine(batch, compute(group, batch))
+            gone = np.full((4, 1), not batch.answered[0]) & (tokens.ids // 2 == 0)
+            assert batch.answered[0] == (rank == 1 and copies == "rank")
+            assert out.tobytes() == reference(one, tokens, gone).tobytes()
+
+        async def liar() -> None:
+            with suppress(GroupBrokenError, aiote.PeerError):
+                batch = await begun[0].dispatch_recv()
+                await groups[0].combine(batch, compute(groups[0], batch))
+
+        await all_of(lambda: goes_on(1), lambda: goes_on(2), liar)
+        assert not any(group.membership.failure for group in groups[1:])
+
+
+async def test_a_route_of_another_round_breaks_the_group_though_ranks_may_be_masked():
+    """A rank that skipped a round would go on alone, and call it a loss of all others."""
+    one = config(on_loss="mask", rows=None)
+    async with ranks(local, 2, one) as groups:
+        given = [Tokens(RNG, one, 4) for _ in groups]
+        groups[0]._lanes[0].state.number = 2
+        begun = [g.dispatch_send(t.x, t.ids, t.weights) for g, t in zip(groups, given, strict=True)]
+        for under_way in begun:
+            with pytest.raises((aiote.PeerError, GroupBrokenError), match="every rank takes part in every round"):
+                await under_way.dispatch_recv()
+
+
+@pytest.mark.parametrize("shape", [{}, {"layout": "contiguous"}, {"layout": "contiguous", "copies": "rank"}])
+async def test_a_token_that_names_an_expert_again_and_again_is_refused_where_ranks_may_be_masked(shape):
+    """On one side before anything is sent, on the other as a route that cannot be."""
+    one = config(**{"on_loss": "mask", "rows": None, "top_k": 4, "experts": 2} | shape)
+    async with ranks(local, 2, one) as groups:
+        given = [Tokens(RNG, one, 6, wild=False) for _ in groups]
+        for tokens in given:
+            tokens.ids[...] = 1
+        with pytest.raises(aiote.UsageError, match="overflow"):
+            groups[0].dispatch_send(given[0].x, given[0].ids, given[0].weights)
+        sizes, words = groups[0].sizes, np.zeros(route_bytes(groups[0].sizes) // 4, np.uint32)
+        Route(1, 0, 6, np.array([0, 24]), np.array([0, 6])).write(words)
+        with pytest.raises(ValueError, match="rows may overflow"):
+            Route.read(words, sizes, 1, 0)
+        for tokens in given:
+            tokens.ids[...] = -1
+            tokens.ids[:, 0] = [0, 1, 0, 1, 0, 1]
+        await whole_round(groups, given)
 
 
 async def turn_of_the_loop() -> None:
