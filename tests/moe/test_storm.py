@@ -1,12 +1,16 @@
-"""Rounds in virtual time, in which a rank is killed, partitioned, cancelled or loses a rail at any moment.
+"""Rounds in virtual time, in which a rank is killed, stopped, partitioned, cancelled or loses a rail at any moment.
 
 What must hold: every output is that of the reference, bit for bit, so that no round is mixed with another and no row
 is torn; nobody waits longer than the heartbeat limit; a group that is reset, and one whose dead rank was replaced, goes
-on; one that masks goes on without being told.
+on; one that masks goes on without being told. Who leaves after the last round breaks nobody's.
+
+Moments are drawn, from all of a run; or they are the events of the network, one after the other: `make test-all` takes
+each of them in a short run, `make test` some.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
 from contextlib import AsyncExitStack
 from functools import partial
@@ -25,11 +29,15 @@ from moe_ranks import Tokens, check_rows, compute, reference
 
 SEEDS = (*range(2500 if LONG else 74), 5047)
 """In the last one a rank is written to just after it was lost."""
+SHORT = 11
+"""The seed of the short runs."""
 RANKS = 3
 ROUNDS = 5
 HEARTBEAT = {"heartbeat_interval": 0.05, "heartbeat_timeout": 0.2, "drain_timeout": 0.1}
 LIMIT_S = 0.2 + 0.1 + 0.5
-KINDS = ("kill", "cancel", "partition", "rail", "kill", "cancel", "nothing")
+KINDS = ("kill", "cancel", "partition", "rail", "stop", "stop", "cancel", "kill", "nothing")
+EVENTS = 1 if LONG else 29
+"""Of the events of a short run every so manieth is one at which something happens."""
 SHAPES = {
     "direct": MoeConfig(experts=6, top_k=2, hidden=4, tokens=5, rows=30, placement="direct"),
     "packed": MoeConfig(experts=6, top_k=2, hidden=4, tokens=5, rows=30, placement="packed", private=2),
@@ -58,14 +66,18 @@ def check_sums(group: MoeGroup, own: Tokens, out: Any) -> None:
 class World:
     """Ranks on a fabric, what happens to one of them, and what became of the others."""
 
-    def __init__(self, fabric: Fabric, seed: int, config: MoeConfig) -> None:
-        self.fabric, self.config = fabric, config
+    def __init__(
+        self, fabric: Fabric, seed: int, config: MoeConfig, *, rounds: int = ROUNDS, event: int | None = None
+    ) -> None:
+        """Something happens at an event of the rounds, by its number, or at any time."""
+        self.fabric, self.config, self.count, self.event = fabric, config, rounds, event
         self.rng = random.Random(seed)
         self.groups: dict[int, MoeGroup] = {}
         self.scopes = [anyio.CancelScope() for _ in range(RANKS)]
         self.harmed_at = self.heard_at = 0.0
         self.broken: list[int] = []
-        self._over = anyio.Event()
+        self.events = 0
+        self.left: dict[MoeGroup, anyio.Event] = {}
 
     async def run(self, kind: str) -> int:
         """Make rounds while something happens to a rank, repair the group, and make rounds again."""
@@ -76,38 +88,44 @@ class World:
                 tasks.start_soon(self.live, engine, members, rank)
             await until(lambda: len(self.groups) == RANKS)
             victim = self.rng.randrange(RANKS)
+            self.events -= self.fabric.events
             async with anyio.create_task_group() as under_way:
                 for rank in range(RANKS):
                     under_way.start_soon(self.first_rounds, rank, rank == victim and kind in ("kill", "partition"))
                 under_way.start_soon(self.harm, kind, victim)
+            self.events += self.fabric.events
             self.check(kind, victim)
+            lost = kind in ("kill", "partition") or (kind == "stop" and self.parted())
             async with anyio.create_task_group() as under_way:
-                if kind in ("kill", "partition"):
+                if lost:
+                    self.fabric.crash(engines[victim])
                     engines.append(await stack.enter_async_context(self.fabric.open_engine(**HEARTBEAT)))
                     members[victim] = engines[-1].address
                     del self.groups[victim]
                     tasks.start_soon(self.live, engines[-1], members, victim)
                 for group in tuple(self.groups.values()):
-                    repair = group.reset if len(engines) == RANKS else partial(group.replace, victim, members[victim])
-                    under_way.start_soon(repair)
+                    under_way.start_soon(partial(group.replace, victim, members[victim]) if lost else group.reset)
             await until(lambda: len(self.groups) == RANKS)
             async with anyio.create_task_group() as under_way:
-                for group in self.groups.values():
-                    under_way.start_soon(self.rounds, group, 2)
-            self._over.set()
+                for rank in range(RANKS):
+                    under_way.start_soon(self.last_rounds, rank)
+            for left in self.left.values():
+                left.set()
         return len(self.broken)
 
     async def live(self, engine: aiote.Engine, members: list[Any], rank: int) -> None:
-        """Be a rank of the group until all is over."""
+        """Be a rank of the group until its last round is over."""
         async with open_group(engine, list(members), rank, self.config) as group:
             self.groups[rank] = group
-            await self._over.wait()
+            self.left[group] = anyio.Event()
+            await self.left[group].wait()
+        await engine.aclose()
 
     async def first_rounds(self, rank: int, dies: bool) -> None:
         """Make rounds until they are over, cancelled, or the group breaks."""
         try:
             with self.scopes[rank] as scope:
-                await self.rounds(self.groups[rank], ROUNDS)
+                await self.rounds(self.groups[rank], self.count)
             if scope.cancelled_caught:
                 # Perhaps between two steps, of which nobody could know.
                 self.groups[rank].abort("it was cancelled")
@@ -117,9 +135,17 @@ class World:
                 self.broken.append(rank)
                 self.heard_at = anyio.current_time()
 
+    async def last_rounds(self, rank: int) -> None:
+        """Make rounds in a group that is whole again, and leave it at once, with the engine."""
+        await self.rounds(self.groups[rank], 2)
+        self.left[self.groups[rank]].set()
+
     async def harm(self, kind: str, victim: int) -> None:
         """Do something to a rank at some moment."""
-        await anyio.sleep(self.rng.choice((self.rng.uniform(0, 1e-4), self.rng.uniform(0, 2e-3))))
+        if self.event is None:
+            await anyio.sleep(self.rng.choice((self.rng.uniform(0, 1e-4), self.rng.uniform(0, 2e-3))))
+        elif kind != "nothing":
+            await event(self.fabric, self.fabric.events + self.event)
         engine = self.groups[victim].engine
         self.harmed_at = anyio.current_time()
         if kind == "cancel":
@@ -131,12 +157,24 @@ class World:
             await anyio.sleep(LIMIT_S)
             self.fabric.crash(engine)
             self.fabric.heal(engine)
+        elif kind == "stop":
+            # Some notice, all do, or nobody does; what it was writing goes on.
+            self.fabric.partition(engine)
+            await anyio.sleep(self.rng.choice((0.01, self.rng.uniform(0.15, 0.3))))
+            self.fabric.heal(engine)
         elif kind == "rail":
             self.fabric.kill_rail(engine, self.rng.randrange(2))
 
+    def parted(self) -> bool:
+        """Whether a rank has lost another."""
+        return any(
+            isinstance(group.membership.failure, aiote.PeerError) or not group.active.all()
+            for group in self.groups.values()
+        )
+
     def check(self, kind: str, victim: int) -> None:
         """Check who has heard of it, and when."""
-        if kind == "rail" or (self.config.on_loss == "mask" and kind != "cancel"):
+        if kind in ("rail", "nothing") or (self.config.on_loss == "mask" and kind != "cancel"):
             assert set(self.broken) <= ({victim} if kind == "partition" else set())
         if self.broken and self.heard_at:
             assert self.heard_at - self.harmed_at < LIMIT_S
@@ -164,6 +202,24 @@ class World:
             assert not group._lanes[lane]._transfers
 
 
+async def event(fabric: Fabric, number: int) -> None:
+    """Wait until so many things have happened on a network."""
+    loop: Any = asyncio.get_running_loop()
+    selector, advance, come = loop._selector, loop._selector._advance, anyio.Event()
+
+    def counted(timeout: float | None) -> bool:
+        moved: bool = advance(timeout)
+        if fabric.events >= number and not come.is_set():
+            come.set()
+        return moved
+
+    selector._advance = counted
+    try:
+        await come.wait()
+    finally:
+        selector._advance = advance
+
+
 async def until(condition: Any) -> None:
     """Let virtual time pass until something holds."""
     while not condition():
@@ -185,3 +241,24 @@ def test_no_round_is_torn_mixed_or_waited_for_in_vain(shape):
             error.add_note(f"seed {seed}, {kind}")
             raise
     assert broken
+
+
+@pytest.mark.parametrize("kind", ["kill", "cancel", "stop", "partition", "rail"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_nothing_is_torn_mixed_or_waited_for_in_vain_whatever_event_something_happens_at(shape, kind):
+    async def main(fabric: Fabric, kind: str, number: int) -> int:
+        world = World(fabric, SHORT, SHAPES[shape], rounds=2, event=number)
+        await world.run(kind)
+        return world.events
+
+    def one(kind: str, number: int) -> int:
+        try:
+            return run(partial(main, kind=kind, number=number), SHORT, rails=2, limit=30)
+        except BaseException as error:
+            error.add_note(f"{kind} at event {number}")
+            raise
+
+    events = one("nothing", 0)
+    assert events > 3 * EVENTS
+    for number in range(0, events, EVENTS):
+        one(kind, number)
