@@ -16,6 +16,7 @@ from .wire import ANSWER, PAYLOAD, ROUTE, immediate
 __all__ = ["Arrivals"]
 
 Lost = Callable[[int | None], BaseException | None]
+Near = Callable[[int | None], None]
 
 
 class Arrivals:
@@ -43,18 +44,29 @@ class Arrivals:
         """Return the immediate of this rank's own writes."""
         return immediate(*self._base, kind, parity if kind != ANSWER else 0, me + 1 if self._separate else 0)
 
-    async def wait(self, kind: int, parity: int, needs: Mapping[int, int], lost: Lost) -> list[int]:
+    async def wait(
+        self, kind: int, parity: int, needs: Mapping[int, int], lost: Lost, near: Near | None = None
+    ) -> list[int]:
         """Wait until so many writes of each rank have come, and return the ranks of which all have.
 
         `lost(rank)` returns an error when a rank will not write any more, `lost(None)` when nobody needs to be waited
-        for; the first one leaves that rank out, the second is raised. Cancelling consumes nothing.
+        for; the first one leaves that rank out, the second is raised. `near(rank)` is called when that rank alone is
+        waited for, `near(None)` when any one rank is. A wait that is cancelled or lost leaves counts of no use.
         """
         parity = parity if kind != ANSWER else 0
         if not self._separate:
-            await self._counters[kind, parity, 0].wait_unless(sum(needs.values()), lambda: lost(None))
+            counter, need = self._counters[kind, parity, 0], sum(needs.values())
+            if near is not None and counter.value < need:
+                # Who is late is asked only where somebody is: it costs one more turn of the loop.
+                await counter.wait_unless(need - 1, lambda: lost(None))
+                near(None)
+                need = 1
+            await counter.wait_unless(need, lambda: lost(None))
             return list(needs)
         came = []
         for rank, need in needs.items():
+            if near is not None:
+                near(rank)
             try:
                 await self._counters[kind, parity, rank + 1].wait_unless(need, lambda rank=rank: lost(rank))  # type: ignore[misc]
             except aiote.PeerLostError:

@@ -34,8 +34,11 @@ AGAIN_S = 0.01, 0.5
 
 @dataclass(slots=True)
 class MoeStatistics:
-    """What one rank has counted: rounds that ended, rows that it sent and got, by its own expert, bytes that it wrote
-    to others, and seconds that it waited for routes, rows and answers.
+    """What one rank has counted: rounds that ended, rows that it sent and got, by its own expert and by source rank,
+    bytes that it wrote to others, and seconds that it waited for routes, rows and answers.
+
+    `waited_for` (ranks,) are seconds that it waited for a rank's route alone, when those of all others had come; with
+    on_loss="mask", those of the ranks before it. The slowest rank has the most there, on every other.
     """
 
     rounds: int = 0
@@ -43,6 +46,8 @@ class MoeStatistics:
     sent_bytes: int = 0
     dropped_rows: int = 0
     expert_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    rank_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    waited_for: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     waited: dict[str, float] = field(default_factory=lambda: {"routes": 0.0, "rows": 0.0, "answers": 0.0})
 
 
@@ -68,7 +73,11 @@ class MoeGroup:
         self.memory = RankMemory(self.sizes)
         self.posting: Posting | None = None
         self.service: type[MoeService] = service_of(group)
-        self.counted = MoeStatistics(expert_rows=np.zeros(self.sizes.held(rank), np.int64))
+        self.counted = MoeStatistics(
+            expert_rows=np.zeros(self.sizes.held(rank), np.int64),
+            rank_rows=np.zeros(self.sizes.ranks, np.int64),
+            waited_for=np.zeros(self.sizes.ranks),
+        )
         self._lanes = [Lane(self, number) for number in range(config.lanes)]
         self._digest = hashlib.blake2b(config.digest + bytes([len(members) & 0xFF, len(members) >> 8])).digest()[:16]
         self._ready = 0

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import numpy as np
 
 import aiote
@@ -18,6 +19,7 @@ from .arrays import elements, lines, plain
 from .arrivals import Arrivals
 from .round import Given, Round
 from .states import MoeOverflowError, NotBegunError, RoundState
+from .wire import ROUTE, is_of
 
 if TYPE_CHECKING:
     from .group import MoeGroup
@@ -126,6 +128,33 @@ class Lane:
             return error
         ranks = [rank for rank, one in enumerate(self.group.members) if str(one) == cause.peer]
         return aiote.PeerLostError(cause.peer, f"rank {ranks} of the group: {cause.reason}", operation="moe")
+
+    # Waiting.
+
+    async def wait(self, what: str, kind: int, needs: dict[int, int]) -> list[int]:
+        """Wait as `Arrivals.wait` does, in the round under way, and count for how long, and for whose route alone."""
+        started = since = anyio.current_time()
+        counted, parity, number = self.group.counted, self.state.parity, self.state.number
+        late: int | None = None
+
+        def near(rank: int | None) -> None:
+            nonlocal late, since
+            now = anyio.current_time()
+            if late is not None:
+                counted.waited_for[late] += now - since
+            late, since = self._late(parity, number) if rank is None else rank, now
+
+        came = await self.arrivals.wait(kind, parity, needs, self.lost, near if kind == ROUTE else None)
+        if late is not None:
+            near(late)
+        counted.waited[what] += anyio.current_time() - started
+        return came
+
+    def _late(self, parity: int, number: int) -> int | None:
+        """Return the rank whose route is not there, if it is one."""
+        membership, routes = self.group.membership, self.memory.routes[parity]
+        missing = [rank for rank in membership.active if not is_of(routes[rank], membership.epoch, number)]
+        return missing[0] if len(missing) == 1 else None
 
     # Steps.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import anyio
 import numpy as np
 from numpy.typing import NDArray
 
@@ -66,10 +65,7 @@ class Round:
             self._group.counted.sent_bytes += sum(one.nbytes for one in writes)
 
     async def _wait(self, what: str, kind: int, needs: dict[int, int]) -> list[int]:
-        started = anyio.current_time()
-        came = await self._lane.arrivals.wait(kind, self._parity, needs, self._lane.lost)
-        self._group.counted.waited[what] += anyio.current_time() - started
-        return came
+        return await self._lane.wait(what, kind, needs)
 
     # Sending.
 
@@ -297,6 +293,7 @@ class Round:
             group.counted.dropped_rows += int(dropped.sum())
         self._dropped = dropped
         group.counted.expert_rows += plan.expert_rows()
+        group.counted.rank_rows += plan.kept[:, plan.me].sum(1)
         return Batch(self, plan, self._sizes, self._memory, self._given.like, dropped, group.active)
 
     # The way back.

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from .config import Sizes, round_up
 
-__all__ = ["ANSWER", "MAX_GROUPS", "PAYLOAD", "ROUTE", "OtherRoundError", "Route", "immediate", "route_bytes"]
+__all__ = ["ANSWER", "MAX_GROUPS", "PAYLOAD", "ROUTE", "OtherRoundError", "Route", "immediate", "is_of", "route_bytes"]
 
 MAGIC = 0x4D6F4501
 HEADER = 6
@@ -42,6 +42,11 @@ def immediate(group: int, epoch: int, lane: int, kind: int, parity: int, source:
 def route_bytes(sizes: Sizes) -> int:
     """Return how many bytes the route of a rank takes."""
     return round_up(4 * (HEADER + sizes.config.experts + sizes.ranks), 64)
+
+
+def is_of(words: Words, epoch: int, number: int) -> bool:
+    """Whether a route says that it is of a round; nothing else of it is looked at."""
+    return bool(words[1:4].tolist() == [epoch & 0xFFFFFFFF, number & 0xFFFFFFFF, number >> 32])
 
 
 class OtherRoundError(ValueError):

@@ -15,11 +15,12 @@ from aiote.moe import GroupBrokenError, MoeConfig, MoeGroup, open_group
 from aiote.moe.joining import service_of
 from aiote.testing import Fabric, run
 from engines import until
-from moe_ranks import Tokens, all_of, ranks, whole_round
+from moe_ranks import Tokens, all_of, compute, ranks, whole_round
 
 HEARTBEAT = {"heartbeat_interval": 0.05, "heartbeat_timeout": 0.2, "drain_timeout": 0.1}
 LIMIT_S = HEARTBEAT["heartbeat_timeout"] + HEARTBEAT["drain_timeout"] + 0.5
 RAISE = MoeConfig(experts=6, top_k=2, hidden=4, tokens=5, rows=30, placement="packed")
+MASK = MoeConfig(experts=6, top_k=2, hidden=4, tokens=5, on_loss="mask")
 
 
 class Other(service.Service):
@@ -237,5 +238,30 @@ def test_who_gives_up_while_others_make_rounds_already_tells_them(opens, monkeyp
 
             monkeypatch.setattr(MoeGroup, "_reach", stuck)
             await all_of(lambda: live(0), lambda: live(1), cancelled, cancel)
+
+    run(main, 1, rails=1, limit=30)
+
+
+@pytest.mark.parametrize("config", [RAISE, MASK], ids=["raise", "mask"])
+def test_statistics_say_who_was_slow_and_whose_rows_came(config):
+    async def main(fabric: Fabric) -> None:
+        async with ranks(opened(fabric), 3, config) as groups:
+            tokens = given()
+
+            async def one(group: MoeGroup) -> None:
+                own = tokens[group.rank]
+                for _ in range(3):
+                    await anyio.sleep(0.05 * (group.rank == 1))
+                    batch = await group.dispatch(own.x, own.ids, own.weights)
+                    await group.combine(batch, compute(group, batch))
+
+            await all_of(*(lambda g=group: one(g) for group in groups))
+            for group in groups:
+                counted = group.statistics()
+                slow = counted.waited_for.round(2)
+                assert slow.tolist() == ([0, 0, 0] if group.rank == 1 else [0, 0.15, 0])
+                held = [np.isin(one.ids, (2 * group.rank, 2 * group.rank + 1)).sum() for one in tokens]
+                assert counted.rank_rows.tolist() == [3 * rows for rows in held]
+                assert counted.rank_rows.sum() == counted.expert_rows.sum()
 
     run(main, 1, rails=1, limit=30)
