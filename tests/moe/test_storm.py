@@ -36,6 +36,8 @@ ROUNDS = 5
 HEARTBEAT = {"heartbeat_interval": 0.05, "heartbeat_timeout": 0.2, "drain_timeout": 0.1}
 LIMIT_S = 0.2 + 0.1 + 0.5
 KINDS = ("kill", "cancel", "partition", "rail", "stop", "stop", "cancel", "kill", "nothing")
+PARTS = range(10 if LONG else 1)
+"""Tests of which each takes its share of the seeds, or of the events."""
 EVENTS = 1 if LONG else 29
 """Of the events of a short run every so manieth is one at which something happens."""
 SHAPES = {
@@ -226,10 +228,11 @@ async def until(condition: Any) -> None:
         await anyio.sleep(1e-4)
 
 
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_no_round_is_torn_mixed_or_waited_for_in_vain(shape):
+def test_no_round_is_torn_mixed_or_waited_for_in_vain(shape, part):
     broken = 0
-    for seed in SEEDS:
+    for seed in SEEDS[part :: len(PARTS)]:
         kind = KINDS[seed % len(KINDS)]
 
         async def main(fabric: Fabric, seed: int = seed, kind: str = kind) -> int:
@@ -243,9 +246,10 @@ def test_no_round_is_torn_mixed_or_waited_for_in_vain(shape):
     assert broken
 
 
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("kind", ["kill", "cancel", "stop", "partition", "rail"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_nothing_is_torn_mixed_or_waited_for_in_vain_whatever_event_something_happens_at(shape, kind):
+def test_nothing_is_torn_mixed_or_waited_for_in_vain_whatever_event_something_happens_at(shape, kind, part):
     async def main(fabric: Fabric, kind: str, number: int) -> int:
         world = World(fabric, SHORT, SHAPES[shape], rounds=2, event=number)
         await world.run(kind)
@@ -260,5 +264,5 @@ def test_nothing_is_torn_mixed_or_waited_for_in_vain_whatever_event_something_ha
 
     events = one("nothing", 0)
     assert events > 3 * EVENTS
-    for number in range(0, events, EVENTS):
+    for number in range(part * EVENTS, events, EVENTS * len(PARTS)):
         one(kind, number)
