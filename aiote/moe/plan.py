@@ -100,16 +100,26 @@ class Plan:
 
         Every step of a round asks for them, so they are kept; nobody changes them.
         """
-        found = self._runs.get((source, target))
-        if found is not None:
-            return found
-        kept = self.kept[source, target]
+        if (source, target) not in self._runs:
+            # All to or from one rank at once: a step asks for these, and NumPy takes as long for one as for eight.
+            ranks = range(self.sizes.ranks)
+            if source == self.me:
+                self._find(source, slice(None), [(source, other) for other in ranks])
+            else:
+                self._find(slice(None), target, [(other, target) for other in ranks])
+        return self._runs[source, target]
+
+    def _find(self, source: int | slice, target: int | slice, pairs: list[tuple[int, int]]) -> None:
+        """Keep the runs of some pairs, of one source or of one target."""
+        kept, first = self.kept[source, target], self.first[source, target]
         chosen = kept > 0
-        there = self.base[target] + self.before[source, target]
-        here = self.first[source, target] - self.first[source, target, 0]
-        found = self._runs[source, target] = np.stack((there[chosen], here[chosen], kept[chosen]), 1)
+        there = (self.base[target] + self.before[source, target])[chosen]
+        found = np.stack((there, (first - first[:, :1])[chosen], kept[chosen]), 1)
         found.flags.writeable = False
-        return found
+        begin = 0
+        for pair, count in zip(pairs, chosen.sum(1).tolist(), strict=True):
+            self._runs[pair] = found[begin : begin + count]
+            begin += count
 
     # Packed: a private part that goes before the counts are known, and the rest.
 
@@ -122,7 +132,9 @@ class Plan:
 
         Rows that are dropped are left out, so that the shared part is no larger than what can be placed.
         """
-        _, here, count = self.runs(source, target).T if self.sizes.shared else np.zeros((3, 0), np.int64)
+        if not self.sizes.shared:
+            return np.zeros((0, 3), np.int64)
+        _, here, count = self.runs(source, target).T
         end = here + count
         here = np.maximum(here, self.sizes.private)
         count = np.maximum(end - here, 0)
@@ -136,12 +148,13 @@ class Plan:
 
     def arrived(self, source: int) -> Runs:
         """Return the runs of another rank's rows that lie in this rank's region: (row in place, row there, rows)."""
-        place, here, count = self.runs(source, self.me).T
         mine = self.sizes.private
+        if not self.sizes.shared:
+            placed: Runs = self.runs(source, self.me) + np.array([0, source * mine, 0])
+            return placed
+        place, here, count = self.runs(source, self.me).T
         early = np.clip(mine - here, 0, count)
         near: Runs = np.stack((place, source * mine + here, early), 1)[early > 0]
-        if not self.sizes.shared:
-            return near
         late = count > early
         place, late_count = (place + early)[late], (count - early)[late]
         first = self.sizes.ranks * mine + self.shared(source, self.me)
@@ -152,7 +165,7 @@ class Plan:
         refused = self.overflows and self.sizes.config.on_overflow == "raise"
         if self.sizes.direct:
             return 0 if refused else int(self.kept[source, self.me].sum())
-        beyond = 0 if refused else len(self.beyond(source, self.me))
+        beyond = 0 if refused or not self.sizes.shared else len(self.beyond(source, self.me))
         return int(self.private(source, self.me) > 0) + int(beyond > 0)
 
     # The way back.

@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import machine
 from aiote.moe import MoeConfig
 from aiote.moe.config import Sizes
 from aiote.moe.memory import LaneMap
 from aiote.moe.plan import Counts, Plan
 from moe_twins import numbered
+
+# Four properties: ten thousand shapes in all at full length.
+many = settings(max_examples=2500) if machine.LONG else settings()
 
 
 class World(NamedTuple):
@@ -84,6 +88,7 @@ def placed(world: World) -> tuple[dict[tuple[int, int, int], tuple[int, int] | N
     return places, counts
 
 
+@many
 @given(worlds())
 def test_every_row_has_its_place(world):
     plans, positions = planned(world)
@@ -107,6 +112,7 @@ def test_every_row_has_its_place(world):
             assert not plan.overflows
 
 
+@many
 @given(worlds())
 def test_senders_write_what_receivers_wait_for_and_nothing_else(world):
     """Each row of the region is written at most once, within it, and lies there where the receiver looks."""
@@ -137,6 +143,7 @@ def test_senders_write_what_receivers_wait_for_and_nothing_else(world):
                 assert {(to, (source, at)) for to, at in wanted} == got
 
 
+@many
 @given(worlds())
 def test_answers_lie_where_their_source_looks(world):
     plans, positions = planned(world)
@@ -154,6 +161,7 @@ def test_answers_lie_where_their_source_looks(world):
         assert int(positions[me].max(initial=-1)) < sizes.answers
 
 
+@many
 @given(worlds())
 def test_offsets_surround_every_expert(world):
     for plan in planned(world)[0]:
