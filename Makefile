@@ -10,7 +10,7 @@ WITH := PATH="$(abspath $(BIN)):$$PATH"
 READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo demo-weights demo-moe check test test-all soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel mutants idle bench bench-peers bench-kvcache bench-service bench-weights bench-rails test-guest test-connectors lint format wheel venv develop system test-system clean distclean help
+.PHONY: demo demo-weights demo-moe check test test-all soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel mutants idle bench bench-peers bench-kvcache bench-service bench-weights bench-moe bench-rails test-guest test-connectors lint format wheel venv develop system test-system clean distclean help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
@@ -111,6 +111,11 @@ bench-weights: system  ## measure weight updates beside torch.distributed (gloo)
 	@$(READY) weights --install
 	$(BIN)/python tools/bench_peers.py install ray
 	$(BIN)/python tools/bench_weights.py $(ARGS)
+
+bench-moe: system  ## measure dispatch and combine beside gloo's and MPICH's collectives, which it installs (1 GB)
+	@$(READY) bench --install
+	$(BIN)/python tools/bench_peers.py install collectives
+	$(BIN)/python tools/bench_moe.py $(ARGS)
 
 lint: system  ## ruff, mypy --strict and cython-lint
 	@$(READY) dev

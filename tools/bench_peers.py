@@ -1,7 +1,7 @@
 """Install the libraries that `make bench-peers` measures, each in an environment of its own, and list what there is.
 
 usage: bench_peers.py install [NAME...] [--folder .venv-peers]
-       bench_peers.py list [--job transfers|kvcache|service|weights] [--folder .venv-peers]
+       bench_peers.py list [--job transfers|kvcache|service|weights|moe] [--folder .venv-peers]
 
 An environment is stamped with what was asked of it once its library has been imported there; a second run starts no
 pip. What cannot be had is reported at the end and does not hold up the others: `install` fails only if it has nothing.
@@ -58,11 +58,15 @@ class Peer:
     kvcache: str = ""  # the worker of the KV-cache service, where it has one
     service: str = ""  # the worker of the service of calls, where it has one
     weights: str = ""  # the worker of the updates of weights, where it has one
+    moe: str = ""  # the worker of dispatch and combine, where it has one
     driver: bool = False  # is linked to the NVIDIA driver's library
 
 
 BOTH = ("tcp", "shm")
+JOBS = ("kvcache", "service", "weights", "moe")
 NUMPY = "numpy>=1.26"
+# torch for the CPU alone is a tenth of what PyPI has for Linux.
+TORCH_INDEX = "--extra-index-url=https://download.pytorch.org/whl/cpu"
 PEERS = {
     "nixl": Peer(
         "nixl_peer.py",
@@ -129,6 +133,14 @@ PEERS = {
         (NUMPY, "ray>=2.40"),
         service="service_ray.py",
         weights="weights_ray.py",
+    ),
+    # gloo is torch's; MPICH brings mpiexec. One environment, for both pack and sum by torch.
+    "collectives": Peer(
+        "",
+        "import torch.distributed, mpi4py.MPI",
+        (Way("collectives", BOTH),),
+        (NUMPY, "mpich>=5.0", "mpi4py>=4.0", TORCH_INDEX, "torch==2.13.0+cpu"),
+        moe="moe_torch.py",
     ),
 }
 
@@ -245,7 +257,7 @@ def install_all(names: list[str], folder: Path) -> int:
 
 def show_all(folder: Path, job: str) -> int:
     for name, peer in PEERS.items():
-        worker = {"kvcache": peer.kvcache, "service": peer.service, "weights": peer.weights}.get(job, peer.worker)
+        worker = getattr(peer, job) if job in JOBS else peer.worker
         if not worker:
             continue
         if not installed(name, folder):
@@ -269,9 +281,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     for command in (commands.add_parser("install"), commands.add_parser("list")):
         command.add_argument("--folder", type=Path, default=ROOT / ".venv-peers", help="of the environments")
-    commands.choices["list"].add_argument(
-        "--job", choices=("transfers", "kvcache", "service", "weights"), default="transfers"
-    )
+    commands.choices["list"].add_argument("--job", choices=("transfers", *JOBS), default="transfers")
     commands.choices["install"].add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PEERS)}; or all")
     arguments = parser.parse_args()
     folder = arguments.folder.absolute()

@@ -1,0 +1,148 @@
+"""The benchmark of dispatch and combine: what has to arrive, its arithmetic, and a whole run of aiote alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOOL = ROOT / "tools" / "bench_moe.py"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(TOOL), *arguments], capture_output=True, text=True, timeout=150)
+
+
+@pytest.fixture
+def moe(monkeypatch):
+    """The rounds as the workers have them."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench" / "peers"))
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import moe
+
+    yield moe
+    for name in ("moe", "run_tests", "test_reports"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def tool(moe):
+    """The program, as a module."""
+    spec = importlib.util.spec_from_file_location("bench_moe", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    path = list(sys.path)
+    spec.loader.exec_module(module)
+    sys.path[:] = path
+    return module
+
+
+def alone(moe, data):
+    """Rounds that do in one process what a library does between several."""
+
+    class Alone(moe.Rounds):
+        async def dispatch(self, version):
+            raise NotImplementedError
+
+        async def combine(self):
+            raise NotImplementedError
+
+        def arrived(self):
+            found = [self.data.tokens(source, version, tokens) for _, source, tokens in self.data.arriving()]
+            return np.concatenate([x for x, _ in found]), np.concatenate([s for _, s in found])
+
+        def answer(self, first, rows):
+            raise NotImplementedError
+
+        def out(self):
+            total, _ = self.data.sums()
+            return (total.view(np.uint32) + 0x7FFF >> 16).astype(np.uint16)
+
+    return Alone(data)
+
+
+@pytest.mark.parametrize("routing", ["uniform", "zipf", "one"])
+def test_every_choice_arrives_once(moe, routing):
+    case = moe.Case(4, 12, routing)
+    arriving = [moe.Data(case, rank).arriving() for rank in range(4)]
+    found = sorted((e, s, t) for several in arriving for e, s, tokens in several for t in tokens.tolist())
+    ids = moe.Data(case, 0).ids
+    assert found == sorted((e, s, t) for s in range(4) for t in range(12) for e in ids[s][t].tolist())
+    assert all(len(set(row)) == moe.TOP_K for several in ids for row in several.tolist())
+    if routing == "one":
+        assert not any(len(tokens) for several in arriving[1:] for _, _, tokens in several)
+
+
+def test_the_check_sees_a_byte_and_a_sum_that_are_others(moe):
+    data = moe.Data(moe.Case(2, 6, "uniform"), 1)
+    right = alone(moe, data)
+    assert right.check_rows(0) == ""
+    assert right.check_sums() == ""
+    assert "not those that were sent" in right.check_rows(1)
+    rows, scales = right.arrived()
+    rows[3, 7] ^= 1
+    right.arrived = lambda: (rows, scales)
+    assert "not those that were sent" in right.check_rows(0)
+    sums = right.out()
+    sums[2, 5] ^= 0x100
+    right.out = lambda: sums
+    assert right.check_sums() == f"1 of {sums.size} sums are wrong"
+
+
+def test_figures_are_of_rounds_and_of_each_rounds_slowest_rank(tool, capsys):
+    quick = {"dispatch": [1e-3, 2e-3, 3e-3], "combine": [1e-3] * 3, "cpu": 0.003}
+    slow = {"dispatch": [4e-3, 1e-3, 1e-3], "combine": [1e-3] * 3, "cpu": 0.006}
+    found = tool.figures([quick, slow])
+    assert found["round"] == {"p50_us": 2000, "p99_us": 5000, "slowest_us": 4000}
+    assert found["dispatch"]["slowest_us"] == 3000
+    assert found["cpu_ms"] == 3
+    case = {"ranks": 2, "tokens": 3, "routing": "one", "library": ""}
+    half = tool.figures([{**quick, "dispatch": [5e-4] * 3, "combine": [5e-4] * 3}] * 2)
+    records = tool.rated(
+        [
+            {**case, "contestant": "aiote", **half},
+            {**case, "contestant": "aiote-direct", **half},
+            {**case, "contestant": "gloo-alltoall", **found},
+            {**case, "contestant": "memcpy", **half},
+        ]
+    )
+    assert records[2]["x_aiote"] == 4
+    assert records[2]["of_memcpy"] == 0.5
+    tool.show(records)
+    tool.summary(records)
+    assert "4.00 gloo-alltoall" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.blocking_allowed("the processes are the program's")
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--routing", "even"], "no such routing: even; there are uniform"),
+        (["--ep", "3"], "--ep is of 1, 2, 4"),
+        (["--tokens", "x"], "numbers with commas"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, why):
+    done = run(*arguments)
+    assert done.returncode == 1
+    assert why in done.stderr
+
+
+@pytest.mark.libfabric
+@pytest.mark.one_library
+@pytest.mark.blocking_allowed("the processes are the program's")
+def test_a_whole_run_is_checked_and_recorded(tmp_path):
+    file = tmp_path / "records.json"
+    only = ["--ep", "2", "--tokens", "3", "--routing", "zipf", "--rounds", "2", "--only", "aiote,memcpy"]
+    done = run(*only, "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    records = json.loads(file.read_text())["records"]
+    names = ["aiote", "aiote-packed", "aiote-direct", "aiote-rank", "memcpy"]
+    assert [one["contestant"] for one in records] == names
+    assert all(one["rounds"] == 2 and one["round"]["p50_us"] > 0 for one in records)
+    assert "aiote-rank" in done.stdout
