@@ -41,4 +41,5 @@ def combine(
     weights: ndarray[Any, dtype[float32]] | None,
     dtype: str,
     accumulate: bool,
+    own: _Bytes | None = ...,
 ) -> None: ...

@@ -148,12 +148,14 @@ def unfold(uint8_t[:, :] to, const uint8_t[:, :] source, int64_t nbytes, const i
 
 
 def combine(uint8_t[:, :] out, const uint8_t[:, :] rows, const int32_t[:, :] places, const float[:, :] weights,
-            str dtype not None, bint accumulate):
+            str dtype not None, bint accumulate, const uint8_t[:, :] own=None):
     """Sum rows: line i of `out` becomes the sum over k of `weights[i, k]` times row `places[i, k]`, skipping -1.
 
-    Without weights rows are summed as they are. `accumulate` adds what is there already, last.
+    Without weights rows are summed as they are. `accumulate` adds what is there already, last. With `own` a place of -2
+    is its row 0, -3 its row 1, and so on.
     """
     cdef Py_ssize_t i, k, top_k = places.shape[1]
+    cdef bint has_own = own is not None
     cdef int kind = TYPES[dtype], count
     cdef bint weighted = weights is not None
     cdef int64_t width = out.shape[1] // (4 if kind == MOE_FLOAT32 else 2)
@@ -167,8 +169,11 @@ def combine(uint8_t[:, :] out, const uint8_t[:, :] rows, const int32_t[:, :] pla
         for i in range(places.shape[0]):
             count = 0
             for k in range(top_k):
-                if places[i, k] >= 0:
-                    found[count] = &rows[0, 0] + places[i, k] * rows.strides[0]
+                if places[i, k] >= 0 or (has_own and places[i, k] < -1):
+                    if places[i, k] >= 0:
+                        found[count] = &rows[0, 0] + places[i, k] * rows.strides[0]
+                    else:
+                        found[count] = &own[0, 0] - (<int64_t> places[i, k] + 2) * own.strides[0]
                     if weighted:
                         factors[count] = weights[i, k]
                     count += 1

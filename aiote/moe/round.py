@@ -48,6 +48,7 @@ class Round:
         self._tokens = len(given.ids)
         self._plan: Plan | None = None
         self._came: list[int] = []
+        self._own: NDArray[np.int32] | None = None
         self._y_like: Any = given.like
         self.answered: NDArray[np.bool_] | None = None
 
@@ -90,7 +91,8 @@ class Round:
         where = self._group.memory.map
         slot = (self._parity * sizes.ranks + me) * where.route
         base, here = self._base(), self._outbox()
-        active = self._group.membership.active
+        # Each rank begins with the one behind it, so that not all write to the same one at once.
+        active = sorted(self._group.membership.active, key=lambda rank: (rank - me) % sizes.ranks)
         self._write([Write(r, base + slot, here + self._parity * where.route, where.route) for r in active], ROUTE)
         self._starts = np.cumsum(sent) - sent
         self._pack(int(self._starts[me]), int(sent[me]))
@@ -203,7 +205,7 @@ class Round:
         me, sizes, where = self._group.rank, self._sizes, self._group.memory.map
         if sizes.direct:
             tokens = self._tokens_in_order()
-            for rank in came:
+            for rank in sorted(came, key=lambda rank: (rank - me) % sizes.ranks):
                 runs = plan.runs(me, rank)
                 to = self._base() + where.rows_at, spread(runs[:, 0], runs[:, 2])
                 at = self._outbox() + where.sent_at, tokens[int(self._starts[rank]) + spread(runs[:, 1], runs[:, 2])]
@@ -316,7 +318,10 @@ class Round:
         at = self._outbox() + (where.y_at if sizes.whole else where.packed_at)
         writes: list[Write] = []
         line = 0
-        for source in sorted((me, *self._came)):
+        self._own = self._own_places(y)
+        for source in sorted((me, *self._came), key=lambda rank: (rank - me) % sizes.ranks):
+            if source == me and self._own is not None:
+                continue
             to = self._base() + where.answers_at + int(plan.answer[source, me]) * sizes.y_row
             if sizes.direct:
                 self._answer_rows(y, source, to)
@@ -333,6 +338,16 @@ class Round:
             # Before the answers leave, behind which the sources' next rows come.
             memory.placed[...] = 0xFF
         self._write(writes, ANSWER)
+
+    def _own_places(self, y: Bytes) -> NDArray[np.int32] | None:
+        """Return where in `batch.y` the answers to this rank's own rows lie, in order, if the sum takes them there."""
+        plan, me = self._known(), self._group.rank
+        if self._config.reduce == "expert" or not same_memory(y, self._memory.y):
+            return None
+        runs = plan.runs(me, me)
+        places = np.full(int(plan.returned[me, me]), -1, np.int32)
+        places[spread(runs[:, 1], runs[:, 2])] = spread(runs[:, 0], runs[:, 2])
+        return places
 
     def _whole_answers(self, y: Bytes, source: int) -> list[tuple[int, int]]:
         """Have the answers to a source where they are written from; return the piece as `_pack_answers` does."""
@@ -417,8 +432,13 @@ class Round:
         if by_copy:
             for slot in range(1, places.shape[1]):
                 places[(places[:, :slot] == places[:, slot, None]).any(1), slot] = -1
+        if self._own is not None:
+            here = places - int(plan.answer[self._group.rank, self._group.rank])
+            own = (here >= 0) & (here < len(self._own)) & (places >= 0)
+            # As the kernel counts rows of `own`.
+            places[own] = -2 - self._own[here[own]]
         weights = None if by_copy else self._given.weights
-        kernels.combine(out, self._memory.answers, places, weights, config.out_dtype, accumulate)
+        kernels.combine(out, self._memory.answers, places, weights, config.out_dtype, accumulate, self._memory.y)
         self.answered = np.isin(np.arange(self._sizes.ranks), [*came, self._group.rank])
         self._group.counted.rounds += 1
 

@@ -53,7 +53,7 @@ def alone(moe, data):
             raise NotImplementedError
 
         def arrived(self):
-            found = [self.data.tokens(source, version, tokens) for _, source, tokens in self.data.arriving()]
+            found = [self.data.tokens(source, 0, tokens) for _, source, tokens in self.data.arriving()]
             return np.concatenate([x for x, _ in found]), np.concatenate([s for _, s in found])
 
         def answer(self, first, rows):
