@@ -8,6 +8,7 @@ from aiote_native.workrequests cimport LocalMemory, Operation, PageIndex, Remote
 cdef class Core:
     cdef Progress engine
     cdef readonly object wakeup_event
+    cdef public object proxy
     cdef Clock clock
     cdef readonly dict peers
     cdef uint64_t smallest

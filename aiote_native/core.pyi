@@ -9,6 +9,7 @@ from aiote_native.workrequests import LocalMemory, Operation, PageIndex, RemoteM
 
 class Core:
     wakeup_event: WakeupEvent | None
+    proxy: object
     peers: dict[PeerLink, None]
     on_submit: Callable[[], object] | None
     on_messages: Callable[[], object] | None

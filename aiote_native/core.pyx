@@ -179,8 +179,7 @@ cdef class Core:
     def wake(self) -> None:
         """Make `fd` readable, or wake the native thread; callable from any thread. Nothing once it is closed."""
         if self.engine.closed:
-            # The descriptor's number may be somebody else's by now.
-            return
+            return  # the descriptor's number may be somebody else's by now
         usable(&self.engine)
         signal_wake(&self.engine)
 
@@ -197,8 +196,7 @@ cdef class Core:
         cdef bint failures
         cdef list woken = [], failed = []
         if not alive(&self.engine):
-            # In a child of a fork the lock may be held for good, and the descriptor is the parent's, too.
-            return failed
+            return failed  # in a child of a fork the lock may be held for good, and the descriptor is the parent's
         with nogil:
             lock(&self.engine)
             if self.engine.notified:
@@ -465,6 +463,8 @@ cdef class Core:
         if alive(&self.engine):
             if self.peers:
                 raise RuntimeError(f"{len(self.peers)} peers are still open")
+            if self.proxy is not None:
+                self.proxy.close()
             self.stop_thread()
             self.reap()
             self.end_waits()

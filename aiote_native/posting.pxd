@@ -31,6 +31,8 @@ cdef void piece_of(uint64_t length, uint64_t pieces, uint64_t j, uint64_t* offse
 cdef int post_on(State* state, Channel* channel, const Post* args, void* owner) noexcept nogil
 cdef void give_back(Channel* channel, WorkRequest* wr) noexcept nogil
 
+cdef void link_tail(State* state, PeerState* peer, Op* op) noexcept nogil
+cdef void unlink(State* state, PeerState* peer, Op* op) noexcept nogil
 cdef void op_start(State* state, PeerState* peer, Op* op) noexcept nogil
 cdef void ops_start(State* state, Op* parent) noexcept nogil
 cdef void op_cancel(State* state, Op* op) noexcept nogil

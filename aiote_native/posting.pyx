@@ -145,8 +145,12 @@ cdef int post_on(State* state, Channel* channel, const Post* args, void* owner) 
     return 0
 
 
+cdef Queue* queue_of(PeerState* peer, const Op* op) noexcept nogil:
+    return &peer.armed if op.armed else &peer.probes if op.proof else &peer.queue
+
+
 cdef void link_tail(State* state, PeerState* peer, Op* op) noexcept nogil:
-    cdef Queue* queue = &peer.probes if op.proof else &peer.queue
+    cdef Queue* queue = queue_of(peer, op)
     op.queued = True
     op.next = NULL
     op.prev = queue.tail
@@ -159,7 +163,7 @@ cdef void link_tail(State* state, PeerState* peer, Op* op) noexcept nogil:
 
 
 cdef void unlink(State* state, PeerState* peer, Op* op) noexcept nogil:
-    cdef Queue* queue = &peer.probes if op.proof else &peer.queue
+    cdef Queue* queue = queue_of(peer, op)
     if not op.queued:
         return
     op.queued = False
@@ -490,3 +494,5 @@ cdef void peer_fail(State* state, PeerState* peer, int error, int rail) noexcept
         op_fail(state, peer.probes.head, error, rail)
     while peer.queue.head != NULL:
         op_fail(state, peer.queue.head, error, rail)
+    while peer.armed.head != NULL:
+        op_fail(state, peer.armed.head, error, rail)

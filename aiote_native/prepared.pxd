@@ -3,6 +3,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from aiote_native.core cimport Core
+from aiote_native.posting cimport State
 from aiote_native.requests cimport Request
 from aiote_native.scatter cimport TargetOps
 from aiote_native.structs cimport Op
@@ -48,3 +49,7 @@ cdef class TargetRun(TargetOps):
     cdef int allocate(self, PreparedTargets prepared, uint64_t count, uint64_t pages) except -1
     cdef bint is_open(self, bint admitted) except -1
     cdef int retain(self, Request request) except -1
+    cdef void begin(self, State* state, Op* parent, int64_t imm, uint64_t smallest) noexcept nogil
+    cdef int begun(self) except -1
+
+cdef void start_child(State* state, Op* op, uint64_t smallest) noexcept nogil

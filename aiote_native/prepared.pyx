@@ -358,31 +358,40 @@ cdef class TargetRun(TargetOps):
         Py_INCREF(request)
         with nogil:
             lock(&core.engine)
-            start_ops(&core.engine.state, &request.op, imm, core.smallest)
+            self.begin(&core.engine.state, &request.op, imm, core.smallest)
             kick(&core.engine)
             unlock(&core.engine)
+        self.begun()
         if not core.awake:
             core.on_submit()
         return request
 
+    cdef void begin(self, State* state, Op* parent, int64_t imm, uint64_t smallest) noexcept nogil:
+        """Start every target. Each is split and posted in one go, while its peer is in the cache."""
+        cdef uint32_t i
+        cdef Op* op
+        parent.posted_all = True
+        parent.outstanding = parent.child_count
+        if parent.child_count == 0:
+            op_end(state, parent)
+        for i in range(parent.child_count):
+            op = &parent.children[i]
+            op.parent = parent
+            op.counted = imm >= 0
+            op.imm = <uint32_t> imm if imm >= 0 else 0
+            if op.part_bytes == 0 and imm < 0:
+                # Neither bytes nor a count: there is nothing to post.
+                op.parts = 0
+            start_child(state, op, smallest)
 
-cdef void start_ops(State* state, Op* parent, int64_t imm, uint64_t smallest) noexcept nogil:
-    """Start every target of a request. Each is split and posted in one go, while its peer is in the cache."""
-    cdef uint32_t i
-    cdef Op* op
-    parent.posted_all = True
-    parent.outstanding = parent.child_count
-    if parent.child_count == 0:
-        op_end(state, parent)
-    for i in range(parent.child_count):
-        op = &parent.children[i]
-        op.parent = parent
-        op.counted = imm >= 0
-        op.imm = <uint32_t> imm if imm >= 0 else 0
-        op.total = op.part_bytes * op.parts
-        if op.part_bytes == 0 and imm < 0:
-            # Neither bytes nor a count: there is nothing to post.
-            op.parts = 0
-        parent.total += op.total
-        split_op(op, op.peer, largest_of(op.peer), smallest)
-        op_start(state, op.peer, op)
+    cdef int begun(self) except -1:
+        """Go on without the lock once it was begun."""
+        return 0
+
+
+cdef void start_child(State* state, Op* op, uint64_t smallest) noexcept nogil:
+    """Split and post the write of one target."""
+    op.total = op.part_bytes * op.parts
+    op.parent.total += op.total
+    split_op(op, op.peer, largest_of(op.peer), smallest)
+    op_start(state, op.peer, op)

@@ -186,6 +186,7 @@ cdef struct PeerState:
     uint32_t turn
     Queue queue
     Queue probes     # what is to prove channels: one may wait long for its own, and nothing is to wait behind it
+    Queue armed      # what nobody posts before its flag is raised (proxy.pyx)
     PeerState* next_peer
     PeerState* prev_peer
     Mailbox* mailbox
@@ -235,6 +236,7 @@ cdef struct Op:
     int pin              # the only rail to use while it is there; -1: any
     int proof            # the channel, counted from 1, that this is to prove, though it carries nothing else yet
     bint queued
+    bint armed
     bint over
     bint cancelled
     bint posted_all

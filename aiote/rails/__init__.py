@@ -12,6 +12,7 @@ from aiote_native.forks import ForkError, after_fork
 from aiote_native.peer_wakeups import guarded_socket, parse_address
 from aiote_native.peers import PeerLink
 from aiote_native.prepared import PreparedTargets, TargetRun
+from aiote_native.proxy import ArmedRun, arm
 from aiote_native.requests import LocalSlice, PageSet, RemoteSlice, Request, quick, quick_pages, quick_send
 from aiote_native.rows import CountRow
 from aiote_native.scatter import ScatterTargets, scatter
@@ -32,6 +33,7 @@ __all__ = [
     "MAY_READ",
     "MAY_WRITE",
     "POOL_BYTES",
+    "ArmedRun",
     "Buffer",
     "Core",
     "CountRow",
@@ -62,6 +64,7 @@ __all__ = [
     "Watch",
     "acquire",
     "after_fork",
+    "arm",
     "error_text",
     "guarded_socket",
     "library_summary",

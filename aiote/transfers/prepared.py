@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..core.striping import check_immediate
-from ..errors import LeaseRevokedError, UsageError
-from ..rails import PreparedTargets, TargetRun
+from ..errors import FabricError, LeaseRevokedError, TransferError, UsageError
+from ..rails import ArmedRun, PreparedTargets, TargetRun, arm
 from .regions import as_integer
 from .scatter import (
     GroupTransfer,
@@ -31,6 +32,12 @@ if TYPE_CHECKING:
 __all__ = ["PreparedPages", "PreparedScatter"]
 
 NO_IMMEDIATE = -1
+FAULTS = {
+    errno.ERANGE: "a length or an offset in memory leaves its target",
+    errno.EPROTO: "its flag went backwards, or beyond the value that was awaited",
+    errno.ESTALE: "the memory of a target was registered with fewer rails than its owner has connected since",
+}
+"""What the thread that posts when a flag is raised finds wrong; nothing was posted then."""
 
 
 class PreparedTransfer(GroupTransfer):
@@ -46,6 +53,13 @@ class PreparedTransfer(GroupTransfer):
         """What it does, for people."""
         assert isinstance(self.targets, TargetRun)
         return described(self.targets)
+
+    def explain(self) -> TransferError:
+        """Say what became of it; of one that was to be posted by a flag, also what was wrong with that."""
+        if not isinstance(self.targets, ArmedRun) or self.errno not in FAULTS:
+            return super().explain()
+        cause = FabricError(self.errno, FAULTS[self.errno], operation=self.description)
+        return self._error(cause, f"{self.description} failed, nothing was posted: {cause}")
 
 
 def described(run: TargetRun) -> str:
@@ -170,6 +184,34 @@ class PreparedScatter(Prepared):
         TransferError for a void lease: nothing was posted then.
         """
         return self._start(self._run(lengths, local_offsets, remote_offsets, to), checked(imm))
+
+    def submit_when(
+        self,
+        flag: Any,
+        value: int,
+        lengths: Any,
+        local_offsets: Any = None,
+        remote_offsets: Any = None,
+        imm: int | None = None,
+        *,
+        to: Any = None,
+        skip_empty: bool = False,
+    ) -> Transfer:
+        """Start a write that a native thread posts when `flag`, a uint32 in memory, becomes `value`.
+
+        Whoever raises the flag, a GPU or another thread, has written the numbers before; they are read then, once, and
+        `to` now. They lie at multiples of 8; all of it is kept until the transfer is over. With `skip_empty` a length
+        of 0 posts nothing, counted or not. A flag only grows, and wraps: one that is beyond `value`, or goes back, and
+        numbers that leave a target end the transfer with TransferError, and nothing was posted. It is under way until
+        the flag is raised: it can be cancelled, and ends with its peers and the engine. Raises as `submit`.
+        """
+        if not 0 <= value < 1 << 32:
+            raise UsageError(f"value={value!r}: expected from 0 to 2**32 - 1")
+        try:
+            run = arm(self._targets, flag, value, lengths, local_offsets, remote_offsets, to, skip_empty)
+        except (BufferError, TypeError, ValueError) as error:
+            raise UsageError(f"scatter: {error}") from None
+        return self._start(run, checked(imm))
 
     async def write(
         self,

@@ -1,0 +1,403 @@
+"""A native thread that posts prepared scatters when a flag in memory says so; it never takes the GIL.
+
+A GPU, or any other thread, writes lengths and offsets into memory of the host, and then raises the flag: a word that
+only grows. A request that waits for that is *armed*: it was checked, counts with its peers, memories and leases as one
+under way, and its native transfers stand in a queue of their peers that nobody posts from. So all that ends a request,
+a cancellation, a lost peer, a revoked lease, a closed engine, ends an armed one as well, whether or not the thread
+runs. The thread reads the numbers once, checks what it has read, and posts.
+
+An engine has one such thread, from the first request that is armed on. While something is armed it looks at the flags:
+for SPIN_NS after the last one that was raised or armed without a pause, then after naps of up to NAP_LAST_NS, for
+nobody tells a process that a GPU has written a word. While nothing is armed it sleeps until something is.
+"""
+
+from cpython.buffer cimport PyBUF_FORMAT, PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from libc.errno cimport EPROTO, ERANGE, ESTALE
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
+from posix.time cimport timespec
+
+from aiote_native.channelset cimport widest_of
+from aiote_native.clocks cimport clock_ns
+from aiote_native.core cimport Core
+from aiote_native.gates cimport batch_flush
+from aiote_native.posting cimport State, link_tail, op_cancel, op_end, op_fail, unlink
+from aiote_native.prepared cimport Integers, PreparedTargets, Row, TargetRun, start_child
+from aiote_native.progress cimport (
+    alive, kick, lock, pthread_join, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
+    pthread_mutex_unlock, pthread_t, signal_wake, unlock, usable)
+from aiote_native.status cimport check
+from aiote_native.structs cimport Op
+
+cdef extern from *:
+    """
+    #include <pthread.h>
+    #include <sched.h>
+    #include <time.h>
+    #define aiote_load_flag(p) __atomic_load_n((p), __ATOMIC_ACQUIRE)
+    #define aiote_load_number(p) __atomic_load_n((const uint64_t*)(p), __ATOMIC_RELAXED)
+    static int aiote_open_condition(pthread_cond_t* condition) {
+        pthread_condattr_t attributes;
+        int status = pthread_condattr_init(&attributes);
+        if (status != 0) return status;
+        pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+        status = pthread_cond_init(condition, &attributes);
+        pthread_condattr_destroy(&attributes);
+        return status;
+    }
+    """
+    uint32_t aiote_load_flag(const uint32_t*) noexcept nogil
+    uint64_t aiote_load_number(const char*) noexcept nogil
+    int aiote_open_condition(pthread_cond_t*) noexcept nogil
+    int pthread_create(pthread_t*, void*, void* (*)(void*) noexcept nogil, void*) noexcept nogil
+    int pthread_cond_wait(pthread_cond_t*, pthread_mutex_t*) noexcept nogil
+    int pthread_cond_timedwait(pthread_cond_t*, pthread_mutex_t*, const timespec*) noexcept nogil
+    int pthread_cond_signal(pthread_cond_t*) noexcept nogil
+    int pthread_cond_destroy(pthread_cond_t*) noexcept nogil
+    int sched_yield() noexcept nogil
+
+cdef enum:
+    SPIN_NS = 50_000
+    NAP_FIRST_NS = 50_000
+    NAP_LAST_NS = 1_000_000
+
+
+cdef class FlagWord:
+    """A 32-bit word of somebody else's memory, through the buffer protocol."""
+
+    def __cinit__(self, word):
+        try:
+            PyObject_GetBuffer(word, &self.view, PyBUF_SIMPLE | PyBUF_FORMAT)
+        except TypeError:
+            raise TypeError(f"flag: one uint32 in memory is expected, got {type(word).__name__}") from None
+        self.held = True
+        if self.view.len != 4 or self.view.itemsize != 4 or <uint64_t> self.view.buf % 4:
+            raise TypeError(f"flag: one uint32 is expected, got {self.view.len} bytes in items of {self.view.itemsize}")
+
+    def __dealloc__(self):
+        if self.held:
+            PyBuffer_Release(&self.view)
+
+
+cdef class ArmedRun(TargetRun):
+    """The targets of one request that is posted once a flag is raised."""
+
+    cdef int take(self, Proxy proxy, FlagWord word, uint32_t value, bint skips) except -1:
+        self.word = word
+        self.armed.flag = <const uint32_t*> word.view.buf
+        self.armed.value = value
+        self.armed.seen = aiote_load_flag(self.armed.flag)
+        self.armed.rows, self.armed.chosen = self.prepared.rows, self.chosen
+        self.armed.lengths = numbers_of(self.lengths)
+        self.armed.here = numbers_of(self.here)
+        self.armed.there = numbers_of(self.there)
+        self.armed.skips = skips
+        return 0
+
+    cdef void begin(self, State* state, Op* parent, int64_t imm, uint64_t smallest) noexcept nogil:
+        """Put the writes where whatever ends their peers finds them."""
+        cdef uint32_t i
+        cdef Op* op
+        self.armed.parent, self.armed.smallest = parent, smallest
+        parent.posted_all = True
+        parent.outstanding = parent.child_count
+        for i in range(parent.child_count):
+            op = &parent.children[i]
+            op.parent = parent
+            op.counted = imm >= 0
+            op.imm = <uint32_t> imm if imm >= 0 else 0
+            op.armed = True
+            if op.peer.failed:
+                op_fail(state, op, op.peer.error, op.peer.error_rail)
+            else:
+                link_tail(state, op.peer, op)
+
+    cdef int begun(self) except -1:
+        return (<Proxy> self.prepared.core.proxy).add(&self.armed)
+
+    def leave(self, request) -> None:
+        """Count as over; called by the request."""
+        (<Proxy> self.prepared.core.proxy).remove(&self.armed)
+        TargetRun.leave(self, request)
+
+
+cdef Numbers numbers_of(Integers values):
+    cdef Numbers numbers
+    numbers.first = <const char*> values.view.buf if values.held else NULL
+    numbers.step = values.step
+    return numbers
+
+
+def arm(PreparedTargets prepared not None, flag, uint32_t value, lengths, local_offsets, remote_offsets, to,
+        bint skips) -> ArmedRun:
+    """Make a run of one write to each target, or to those that `to` lists, which is posted when the flag is `value`.
+
+    The other arrays are read then, and not before; a length of 0 posts nothing where it `skips`. Raises TypeError,
+    ValueError as `PreparedTargets.scatter`, and OSError where no thread can be started.
+    """
+    cdef ArmedRun run = ArmedRun.__new__(ArmedRun)
+    cdef Integers rows = Integers("to", to)
+    cdef uint64_t i, at, count = rows.count if rows.held else prepared.count
+    cdef FlagWord word = FlagWord(flag)
+    run.lengths = Integers("lengths", lengths)
+    run.here = Integers("local_offsets", local_offsets)
+    run.there = Integers("remote_offsets", remote_offsets)
+    cdef Integers given
+    for given in (run.lengths, run.here, run.there):
+        if (given.held or given is run.lengths) and given.count != count:
+            raise ValueError(f"{given.name} has {given.count} numbers for {count} targets")
+        if given.held and (<uint64_t> given.view.buf | <uint64_t> given.step) % 8:
+            raise ValueError(f"{given.name}: numbers that another thread writes must lie at multiples of 8")
+    run.allocate(prepared, count, 0)
+    for i in range(count):
+        at = rows.at(i) if rows.held else i
+        if at >= prepared.count:
+            raise ValueError(f"to[{i}] is {rows.value(i)}, and there are {prepared.count} targets")
+        memcpy(&run.ops[i], &prepared.rows[at].op, sizeof(Op))
+        run.ops[i].parts = 1
+        run.chosen[i] = <uint32_t> at
+    if prepared.core.proxy is None:
+        prepared.core.proxy = Proxy(prepared.core)
+    run.take(prepared.core.proxy, word, value, skips)
+    return run
+
+
+cdef class Proxy:
+    """The thread of one engine. `close` ends it, and what is armed."""
+
+    def __cinit__(self, Core core not None):
+        usable(&core.engine)
+        self.core = core
+        self.state = <ProxyState*> calloc(1, sizeof(ProxyState))
+        if self.state == NULL:
+            raise MemoryError
+        self.state.engine = &core.engine
+        pthread_mutex_init(&self.state.mutex, NULL)
+        check(-aiote_open_condition(&self.state.changed), "open a condition")
+        check(-pthread_create(&self.state.thread, NULL, run_proxy, self.state), "start the thread of a proxy")
+        self.state.running = True
+
+    def __dealloc__(self):
+        # A thread that still runs uses this memory; so may one that a fork has left behind.
+        if self.state != NULL and not self.state.running:
+            pthread_cond_destroy(&self.state.changed)
+            pthread_mutex_destroy(&self.state.mutex)
+            free(self.state)
+
+    @property
+    def looks(self) -> int:
+        """How often the thread has looked at flags."""
+        return self.state.looks
+
+    @property
+    def armed(self) -> int:
+        """How many requests wait for their flags."""
+        cdef uint64_t count = 0
+        cdef Armed* one
+        if not alive(self.state.engine):
+            return 0
+        with nogil:
+            pthread_mutex_lock(&self.state.mutex)
+            one = self.state.first
+            while one != NULL:
+                count += 1
+                one = one.next
+            pthread_mutex_unlock(&self.state.mutex)
+        return count
+
+    cdef int add(self, Armed* armed) except -1:
+        """Have the thread look at a flag."""
+        with nogil:
+            pthread_mutex_lock(&self.state.mutex)
+            entry_link(self.state, armed)
+            self.state.fresh = True
+            pthread_cond_signal(&self.state.changed)
+            pthread_mutex_unlock(&self.state.mutex)
+        return 0
+
+    cdef int remove(self, Armed* armed) except -1:
+        """Have the thread forget a request, which is over: once this returns it does not touch it any more."""
+        if alive(self.state.engine):
+            with nogil:
+                pthread_mutex_lock(&self.state.mutex)
+                entry_unlink(self.state, armed)
+                pthread_mutex_unlock(&self.state.mutex)
+        return 0
+
+    def close(self) -> None:
+        """End the thread, and cancel what is armed. Idempotent; the engine is still open."""
+        if not self.state.running or not alive(self.state.engine):
+            return
+        with nogil:
+            pthread_mutex_lock(&self.state.mutex)
+            self.state.stop = True
+            pthread_cond_signal(&self.state.changed)
+            pthread_mutex_unlock(&self.state.mutex)
+        with nogil:
+            pthread_join(self.state.thread, NULL)
+        self.state.running = False
+        with nogil:
+            lock(self.state.engine)
+            while self.state.first != NULL:
+                op_cancel(&self.state.engine.state, self.state.first.parent)
+                entry_unlink(self.state, self.state.first)
+            unlock(self.state.engine)
+
+
+cdef void entry_link(ProxyState* self, Armed* armed) noexcept nogil:
+    armed.linked = True
+    armed.next = NULL
+    armed.prev = self.last
+    if self.last != NULL:
+        self.last.next = armed
+    else:
+        self.first = armed
+    self.last = armed
+
+
+cdef void entry_unlink(ProxyState* self, Armed* armed) noexcept nogil:
+    if not armed.linked:
+        return
+    armed.linked = False
+    if armed.prev != NULL:
+        armed.prev.next = armed.next
+    else:
+        self.first = armed.next
+    if armed.next != NULL:
+        armed.next.prev = armed.prev
+    else:
+        self.last = armed.prev
+
+
+cdef void* run_proxy(void* argument) noexcept nogil:
+    """The thread. It ends when it is told to, and with the engine."""
+    cdef ProxyState* self = <ProxyState*> argument
+    cdef uint64_t busy = clock_ns()
+    cdef uint64_t nap = NAP_FIRST_NS
+    cdef bint ended = False
+    pthread_mutex_lock(&self.mutex)
+    while not self.stop and not ended:
+        if self.first == NULL:
+            pthread_cond_wait(&self.changed, &self.mutex)
+        ended = not alive(self.engine)
+        if ended:
+            break
+        self.looks += 1
+        if look(self) or self.fresh:
+            self.fresh = False
+            busy, nap = clock_ns(), NAP_FIRST_NS
+        if self.first == NULL or self.stop:
+            continue
+        if clock_ns() - busy < SPIN_NS:
+            pthread_mutex_unlock(&self.mutex)
+            sched_yield()
+            pthread_mutex_lock(&self.mutex)
+            continue
+        doze(self, nap)
+        nap = nap * 2 if nap * 2 <= NAP_LAST_NS else NAP_LAST_NS
+    pthread_mutex_unlock(&self.mutex)
+    return NULL
+
+
+cdef void doze(ProxyState* self, uint64_t ns) noexcept nogil:
+    """Sleep for so long, or until something is armed or the thread is to end."""
+    cdef timespec end
+    cdef uint64_t until = clock_ns() + ns
+    if self.fresh:
+        return
+    end.tv_sec = <int64_t> (until // 1_000_000_000)
+    end.tv_nsec = <int64_t> (until % 1_000_000_000)
+    pthread_cond_timedwait(&self.changed, &self.mutex, &end)
+
+
+cdef bint look(ProxyState* self) noexcept nogil:
+    """Look at every flag, and post what is due, in the order in which it was armed; return whether something was."""
+    cdef Armed* armed = self.first
+    cdef Armed* following
+    cdef uint32_t now
+    cdef bint any = False
+    while armed != NULL:
+        following = armed.next
+        now = aiote_load_flag(armed.flag)
+        # Distances, for flags wrap.
+        if <int32_t> (now - armed.seen) < 0 or <int32_t> (now - armed.value) > 0:
+            entry_unlink(self, armed)
+            post(self, armed, -EPROTO)
+            any = True
+        elif now == armed.value:
+            entry_unlink(self, armed)
+            post(self, armed, 0)
+            any = True
+        armed.seen = now
+        armed = following
+    return any
+
+
+cdef void post(ProxyState* self, Armed* armed, int error) noexcept nogil:
+    """Post an armed request, or end it with an error, and have the event loop look."""
+    if not alive(self.engine):
+        return
+    lock(self.engine)
+    post_all(&self.engine.state, armed, error)
+    # Who runs on the event loop may have its own posts kept until it ends its turn.
+    batch_flush(&self.engine.state.batch)
+    kick(self.engine)
+    unlock(self.engine)
+    if not self.engine.threaded:
+        signal_wake(self.engine)
+
+
+cdef void post_all(State* state, Armed* armed, int error) noexcept nogil:
+    cdef Op* parent = armed.parent
+    cdef Op* op
+    cdef uint32_t i
+    if parent.over:
+        return
+    if error == 0:
+        error = read_numbers(armed)
+    if parent.child_count == 0:
+        if error:
+            op_fail(state, parent, error, -1)
+        else:
+            op_end(state, parent)
+        return
+    for i in range(parent.child_count):
+        op = &parent.children[i]
+        if op.over:
+            # Its peer was lost before.
+            continue
+        unlink(state, op.peer, op)
+        op.armed = False
+        if error:
+            op_fail(state, op, error, -1)
+            continue
+        if op.part_bytes == 0 and (armed.skips or not op.counted):
+            op.parts = 0
+        start_child(state, op, armed.smallest)
+
+
+cdef uint64_t number_at(const Numbers* numbers, uint64_t i) noexcept nogil:
+    """Return a number as it is now; one below 0 is larger than any bound."""
+    return aiote_load_number(numbers.first + <Py_ssize_t> i * numbers.step) if numbers.first != NULL else 0
+
+
+cdef int read_numbers(Armed* armed) noexcept nogil:
+    """Take over what each write is to do; what is checked is what was read. Returns 0, or the error of them all."""
+    cdef uint64_t size, near, far
+    cdef const Row* row
+    cdef Op* op
+    cdef uint32_t i
+    for i in range(armed.parent.child_count):
+        op = &armed.parent.children[i]
+        row = &armed.rows[armed.chosen[i]]
+        size, near, far = number_at(&armed.lengths, i), number_at(&armed.here, i), number_at(&armed.there, i)
+        if (near > row.local_bytes or size > row.local_bytes - near
+                or far > row.remote_bytes or size > row.remote_bytes - far):
+            return -ERANGE
+        if not op.over and row.rails <= widest_of(op.peer):
+            return -ESTALE
+        op.local_address = row.op.local_address + near
+        op.remote_offset = row.op.remote_offset + far
+        op.part_bytes = size
+    return 0
