@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ..errors import UsageError
 from . import kernels
 
-__all__ = ["FLAGS", "OPTIONS", "SOURCE", "CudaLauncher", "GpuKernels", "Launcher", "open_kernels"]
+__all__ = ["FLAGS", "OPTIONS", "SOURCE", "CudaLauncher", "GpuKernels", "Launcher", "Span", "open_kernels"]
 
 SOURCE = Path(__file__).with_name("kernels.cuh")
 OPTIONS = ("--std=c++17", "--fmad=false")
@@ -30,7 +30,30 @@ FLAGS = 8
 """Words for flags; the first is to abort."""
 SHARED_BYTES = 48 << 10
 """What a block has without asking for more, on every GPU."""
+ALIGNED = 64
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+class Span:
+    """Memory that a kernel reaches, as an array describes itself to one."""
+
+    def __init__(self, described: dict[str, Any]) -> None:
+        self.__cuda_array_interface__ = described
+
+    @classmethod
+    def at(cls, address: int, shape: tuple[int, ...], typestr: str, strides: tuple[int, ...] | None = None) -> Span:
+        """Describe elements at an address."""
+        return cls({"data": (address, False), "shape": shape, "typestr": typestr, "strides": strides, "version": 3})
+
+    @classmethod
+    def of(cls, array: NDArray[Any]) -> Span:
+        """Describe an array of NumPy's, in memory that is the launcher's `host`."""
+        return cls(array.__array_interface__)
+
+    def first(self, rows: int) -> Span:
+        """Return as many rows."""
+        described = self.__cuda_array_interface__
+        return Span({**described, "shape": (rows, *described["shape"][1:])})
 
 
 class Launcher(Protocol):
@@ -42,8 +65,11 @@ class Launcher(Protocol):
     def zeros(self, length: int, dtype: type[Any]) -> Any:
         """Return an array in that memory."""
 
-    def words(self, length: int) -> NDArray[np.uint32]:
-        """Return memory of the host that kernels reach at the same address."""
+    def host(self, length: int, dtype: type[Any]) -> NDArray[Any]:
+        """Return zeros in memory of the host that kernels reach at the same address, from a multiple of 64 on."""
+
+    def fetch(self, array: Any) -> NDArray[Any]:
+        """Return a copy of an array, once what was launched before has ended."""
 
     def launch(self, name: str, blocks: int, threads: int, shared: int, arguments: list[int]) -> None:
         """Run a kernel, all of whose parameters have 8 bytes, with so many bytes of shared memory."""
@@ -79,11 +105,19 @@ class CudaLauncher:
         with self._device:
             return self._cupy.zeros(length, dtype)
 
-    def words(self, length: int) -> NDArray[np.uint32]:
+    def host(self, length: int, dtype: type[Any]) -> NDArray[Any]:
         """Return pinned memory of the host."""
-        words: NDArray[np.uint32] = self._pinned(length, np.uint32)
-        words[...] = 0
-        return words
+        nbytes = length * np.dtype(dtype).itemsize
+        memory: NDArray[np.uint8] = self._pinned(nbytes + ALIGNED, np.uint8)
+        memory[...] = 0
+        start = -memory.ctypes.data % ALIGNED
+        return memory[start : start + nbytes].view(dtype)
+
+    def fetch(self, array: Any) -> NDArray[Any]:
+        """Return a copy of an array of the GPU, once the current stream has come this far."""
+        with self._device:
+            found: NDArray[Any] = self._cupy.asnumpy(array)
+            return found
 
     def launch(self, name: str, blocks: int, threads: int, shared: int, arguments: list[int]) -> None:
         """Launch a kernel on the current stream."""
@@ -115,7 +149,7 @@ class GpuKernels:
         self._state = launcher.zeros(FLAGS, np.uint32)
         self._large = self._shared(self._kinds) > SHARED_BYTES
         self._work = launcher.zeros(threads // 32 * self._kinds if self._large else 0, np.uint32)
-        self.words = launcher.words(FLAGS)
+        self.words: NDArray[np.uint32] = launcher.host(FLAGS, np.uint32)
         """The flags, in memory of the host."""
         self._flags = self.words.ctypes.data, self._of(self._state, "<u4")
 
@@ -136,6 +170,26 @@ class GpuKernels:
         shared, work = self._counters(experts + ranks)
         self._launch("moe_route", 1, shared, [*numbers, work, *self._flags, int(begins), raises])
         return rows, copies
+
+    def describe(
+        self, ids: Any, weights: Any, position: Any, counts: tuple[Any, Any], local: int, me: int, most: int, row: int,
+        at: int, tail: Any, kept: Any, mirror: Any, route: Any, lengths: Any, here: Any, *, raises: int = 0,
+    ) -> None:  # fmt: skip
+        """Say what was numbered: `counts` is what `numbered` has returned, for the same ids.
+
+        `route` is the total, and `counts`; `mirror` is `position`, `kept` the weights, `tail` (tokens, 4 + 8 * k) what
+        travels behind each token. `lengths` and `here` (ranks - 1) are the bytes to write to each other rank, of at most
+        `most` rows, and where they begin, counted from `at` on.
+        """
+        rows, copies = counts
+        (tokens, top_k), kind, behind = self._shape(ids), self._described(ids)["typestr"], self._lines(tail)
+        experts, ranks = self._shape(rows)[0], self._shape(copies)[0]
+        numbers = [self._of(ids, kind), int(kind[2]), self._of(weights, "<f4"), self._of(position, "<i4")]
+        numbers += [self._of(rows, "<i4"), self._of(copies, "<i4"), tokens, top_k, experts, local, ranks, me, most, row]
+        numbers += [at, behind.address, behind.stride, self._of(kept, "<f4"), self._of(mirror, "<i4")]
+        numbers += [self._of(route, "<u4"), self._of(lengths, "<i8"), self._of(here, "<i8")]
+        blocks = -(-max(tokens * top_k, experts, ranks + 1) // self._threads)
+        self._launch("moe_describe", blocks, 0, [*numbers, *self._flags, raises])
 
     def pack(
         self, sent: Any, own: Any, first: int, last: int, at: Any, x: Any, scales: Any, tail: Any, scales_at: int,

@@ -226,6 +226,48 @@ KERNEL moe_route(const u8 *ids, i64 id_bytes, i64 tokens, i64 top_k, i64 experts
     raise(words, state, raises);
 }
 
+// What the host is to know of a round, and what travels behind each token. After `moe_route`, of the same ids.
+// `mirror` gets the numbers of rows, `route` (rows, those of each expert, copies for each rank), `kept` the weights;
+// `tail` of each token (token, ids, weights). For each rank but `me`, in order: the bytes to write to it, of at most
+// `most` rows, and where they begin, counted from `at` on.
+KERNEL moe_describe(const u8 *ids, i64 id_bytes, const float *weights, const i32 *position, const i32 *rows,
+                    const i32 *copies, i64 tokens, i64 top_k, i64 experts, i64 local, i64 ranks, i64 me, i64 most,
+                    i64 row_bytes, i64 at, u8 *tail, i64 tail_stride, float *kept, i32 *mirror, u32 *route,
+                    i64 *lengths, i64 *here, u32 *words, u32 *state, i64 raises)
+{
+    const i64 first = blockIdx.x * (i64)blockDim.x + threadIdx.x, step = gridDim.x * (i64)blockDim.x;
+    for (i64 item = first; item < tokens * top_k; item += step) {
+        i64 token = item / top_k, slot = item % top_k;
+        i64 id = id_bytes == 8 ? ((const i64 *)ids)[item] : ((const i32 *)ids)[item];
+        u32 *words_of = (u32 *)(tail + token * tail_stride);
+        words_of[0] = (u32)token;
+        words_of[1 + slot] = 0 <= id && id < experts ? (u32)id : NONE;
+        words_of[1 + top_k + slot] = __float_as_uint(weights[item]);
+        kept[item] = weights[item];
+        mirror[item] = position[item];
+    }
+    for (i64 expert = first; expert < experts; expert += step)
+        route[1 + expert] = (u32)rows[expert];
+    // Behind the last rank's: all of them.
+    for (i64 rank = first; rank <= ranks; rank += step) {
+        i64 begins = rank * local < experts ? rank * local : experts, before = 0, count = 0;
+        for (i64 expert = 0; expert < begins; ++expert)
+            before += rows[expert];
+        for (i64 expert = begins; expert < begins + local && expert < experts; ++expert)
+            count += rows[expert];
+        if (rank == ranks) {
+            route[0] = (u32)before;
+        } else {
+            route[1 + experts + rank] = (u32)copies[rank];
+            if (rank != me) {
+                lengths[rank - (rank > me)] = (count < most ? count : most) * row_bytes;
+                here[rank - (rank > me)] = at + before * row_bytes;
+            }
+        }
+    }
+    raise(words, state, raises);
+}
+
 // Of ids (copies, k) of all ranks' experts: the place of the row of each, for those that this rank has from `first` on.
 // An expert's rows lie from `base` on, and there is `room` for so many; `seen` grows by what each had.
 // Shared memory as for `moe_route`, with `held` for experts + ranks.

@@ -270,3 +270,44 @@ def test_arrays_that_kernels_cannot_take_are_refused(place):
         opened.numbered(places, 5, 3, 2, False, places)
     with pytest.raises(aiote.UsageError, match="GPU's memory"):
         opened.copy_runs([[1]], rows, places, 4)
+
+
+@many
+@given(
+    seed=seeds,
+    tokens=st.integers(0, 40),
+    top_k=st.integers(1, 9),
+    experts=st.integers(1, 300),
+    ranks=st.integers(1, 6),
+    most=st.integers(1, 90),
+)
+def test_a_round_is_described(place, seed, tokens, top_k, experts, ranks, most):
+    """What the host reads, and what is written to each other rank, follow from the ids alone."""
+    rng = np.random.default_rng(seed)
+    ids, local = ids_of(rng, tokens, top_k, experts, np.int32, np.int64, np.uint32), -(-experts // ranks)
+    me = int(rng.integers(ranks))
+    weights = rng.standard_normal((tokens, top_k)).astype(np.float32)
+    known, at = ids.astype(np.int32), np.empty((tokens, top_k), np.int32)
+    rows, copies = kernels.numbered(known, experts, local, ranks, False, at)
+    opened = place.opened(rng, experts, ranks)
+    here, position = place.there(ids), place.there(np.empty_like(at))
+    counts = opened.numbered(here, experts, local, ranks, False, position)
+    tail = memory(rng, tokens, 4 + 8 * top_k, 4)
+    made = [np.empty_like(weights), np.empty_like(at), np.zeros(1 + experts + ranks, np.uint32)]
+    made += [np.zeros(ranks - 1, np.int64), np.zeros(ranks - 1, np.int64)]
+    behind, *given = (place.there(one) for one in (tail, *made))
+    opened.describe(here, place.there(weights), position, counts, local, me, most, 48, 1000, behind, *given)
+    kept, mirror, route, lengths, begins = (place.back(one) for one in given)
+    assert kept.tobytes() == weights.tobytes()
+    assert mirror.tolist() == at.tolist()
+    assert route.tolist() == [int(rows.sum()), *rows.tolist(), *copies.tolist()]
+    padded = np.zeros(ranks * local, np.int64)
+    padded[:experts] = rows
+    sent = padded.reshape(ranks, local).sum(1)
+    assert lengths.tolist() == np.delete(np.minimum(sent, most) * 48, me).tolist()
+    assert begins.tolist() == np.delete(1000 + (np.cumsum(sent) - sent) * 48, me).tolist()
+    expected = np.concatenate(
+        (np.arange(tokens, dtype=np.uint32)[:, None], np.where((known >= 0) & (known < experts), known, -1)), 1
+    ).astype(np.int32)
+    assert place.back(behind)[:, : 4 + 4 * top_k].tobytes() == expected.tobytes()
+    assert place.back(behind)[:, 4 + 4 * top_k :].tobytes() == weights.tobytes()

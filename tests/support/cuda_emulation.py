@@ -23,6 +23,14 @@ THREADS = ("-g", "-fsanitize=thread", "-Wno-tsan", "-DCUDA_ON_CPU_THREADS")
 ORDERED = re.compile(r"__sync\w+\(|load_acquire\(|store_release\(|add_acq_rel\(")
 
 
+def aligned(length: int, dtype: type[Any]) -> NDArray[Any]:
+    """Return zeros that begin at a multiple of 64."""
+    nbytes = length * np.dtype(dtype).itemsize
+    memory = np.zeros(nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + nbytes].view(dtype)
+
+
 def compiled(folder: Path, name: str, *flags: str) -> Path:
     """Compile the emulation into a file of the folder, and return it."""
     target = folder / name
@@ -52,8 +60,11 @@ class Emulation:
     def zeros(self, length: int, dtype: type[Any]) -> Any:
         return np.zeros(length, dtype)
 
-    def words(self, length: int) -> NDArray[np.uint32]:
-        return np.zeros(length, np.uint32)
+    def host(self, length: int, dtype: type[Any]) -> NDArray[Any]:
+        return aligned(length, dtype)
+
+    def fetch(self, array: Any) -> NDArray[Any]:
+        return np.array(array)
 
     def launch(self, name: str, blocks: int, threads: int, shared: int, arguments: list[int]) -> None:
         values = (ctypes.c_longlong * len(arguments))(*arguments)

@@ -30,6 +30,7 @@ template <class... Parameters> Call call(void (*kernel)(Parameters...))
 #define NAMED(kernel) {#kernel, call(kernel)}
 const std::map<std::string, Call> KERNELS_BY_NAME = {
     NAMED(moe_route),     NAMED(moe_places),           NAMED(moe_pack),            NAMED(moe_copy_runs),
+    NAMED(moe_describe),
     NAMED(moe_combine_bfloat16), NAMED(moe_combine_float16), NAMED(moe_combine_float32),
 };
 
