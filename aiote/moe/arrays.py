@@ -35,7 +35,7 @@ def _described(what: str, array: Any) -> tuple[int, tuple[int, ...], tuple[int, 
     """Return where an array lies, its shape, its strides in bytes, and the name of its type."""
     if hasattr(array, "data_ptr"):
         if array.device.type != "cpu":
-            raise aiote.UsageError(f"{what}: it is on {array.device}, and only CPU memory is dispatched so far")
+            raise aiote.UsageError(f"{what}: it is on {array.device}; open_group(device=...) takes arrays of a GPU")
         size = array.element_size()
         strides = tuple(size * stride for stride in array.stride())
         return array.data_ptr(), tuple(array.shape), strides, str(array.dtype).removeprefix("torch.")
@@ -82,12 +82,30 @@ def same_memory(array: Any, rows: Bytes) -> bool:
     return bool(array.ctypes.data == rows.ctypes.data and array.strides == rows.strides)
 
 
-def elements(rows: Bytes, at: int, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+def _of_device(rows: Any, at: int, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+    """Return elements of lines in a GPU's memory that lie together; no line is shorter than a multiple of 16 bytes."""
+    if hasattr(like, "data_ptr"):
+        torch = sys.modules["torch"]
+        whole = torch.as_tensor(rows, device=like.device).view(getattr(torch, dtype))
+    else:
+        kind = getattr(like, "dtype", None)
+        whole = rows.view(kind if kind is not None and kind.name == dtype else _raw(dtype))
+    lines = whole[: int(np.prod(shape[:-1], dtype=np.int64))]
+    return lines.reshape(*shape[:-1], whole.shape[-1])[..., at : at + shape[-1]]
+
+
+def _raw(dtype: str) -> np.dtype[Any]:
+    return np.dtype(dtype if _native(dtype) else RAW[ITEMSIZES[dtype]])
+
+
+def elements(rows: Any, at: int, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
     """Return elements that lie at byte `at` of each of the rows, as an array of the kind that `like` is.
 
     In NumPy types that it has not are what `like` has if its elements are as large, else raw unsigned numbers.
     """
     size = ITEMSIZES[dtype]
+    if not isinstance(rows, np.ndarray):
+        return _of_device(rows, at // size, shape, dtype, like)
     strides = [rows.strides[0]]
     for length in reversed(shape[1:-1]):
         strides.insert(0, strides[0] * length)
@@ -95,7 +113,7 @@ def elements(rows: Bytes, at: int, shape: tuple[int, ...], dtype: str, like: Any
     if hasattr(like, "data_ptr"):
         torch = sys.modules["torch"]
         return torch.from_numpy(raw).view(getattr(torch, dtype))
-    kind = like.dtype if like.dtype.name == dtype else np.dtype(dtype if _native(dtype) else RAW[size])
+    kind = like.dtype if like.dtype.name == dtype else _raw(dtype)
     return raw.view(kind)
 
 

@@ -109,9 +109,10 @@ class Batch:
     def source(self) -> NDArray[np.int32]:
         """Where each row comes from: rank, token and k (..., 3), -1 where there is no row; k is 0 in layout "rank"."""
         sizes, plan = self._sizes, self._plan
-        found = np.full((len(self._memory.placed), 3), -1, np.int32)
-        tokens = self._memory.placed[:, sizes.token_at : sizes.ids_at].copy().view(np.int32)[:, 0]
-        ids = self._memory.placed[:, sizes.ids_at : sizes.weights_at].copy().view(np.int32)
+        placed = self._memory.on_host(self._memory.placed)
+        found = np.full((len(placed), 3), -1, np.int32)
+        tokens = placed[:, sizes.token_at : sizes.ids_at].copy().view(np.int32)[:, 0]
+        ids = placed[:, sizes.ids_at : sizes.weights_at].copy().view(np.int32)
         for source in range(sizes.ranks):
             if sizes.whole:
                 first, count = source * sizes.config.tokens, int(plan.sent[source, plan.me])

@@ -21,7 +21,17 @@ from numpy.typing import NDArray
 from ..errors import UsageError
 from . import kernels
 
-__all__ = ["FLAGS", "OPTIONS", "SOURCE", "CudaLauncher", "GpuKernels", "Launcher", "Span", "open_kernels"]
+__all__ = [
+    "FLAGS",
+    "OPTIONS",
+    "SOURCE",
+    "CudaLauncher",
+    "GpuKernels",
+    "Launcher",
+    "Span",
+    "open_kernels",
+    "open_launcher",
+]
 
 SOURCE = Path(__file__).with_name("kernels.cuh")
 OPTIONS = ("--std=c++17", "--fmad=false")
@@ -49,6 +59,12 @@ class Span:
     def of(cls, array: NDArray[Any]) -> Span:
         """Describe an array of NumPy's, in memory that is the launcher's `host`."""
         return cls(array.__array_interface__)
+
+    def __len__(self) -> int:
+        return int(self.__cuda_array_interface__["shape"][0])
+
+    def __getitem__(self, rows: slice) -> Span:
+        return self.first(len(range(len(self))[rows]))
 
     def first(self, rows: int) -> Span:
         """Return as many rows."""
@@ -178,8 +194,8 @@ class GpuKernels:
         """Say what was numbered: `counts` is what `numbered` has returned, for the same ids.
 
         `route` is the total, and `counts`; `mirror` is `position`, `kept` the weights, `tail` (tokens, 4 + 8 * k) what
-        travels behind each token. `lengths` and `here` (ranks - 1) are the bytes to write to each other rank, of at most
-        `most` rows, and where they begin, counted from `at` on.
+        travels behind each token. `lengths` and `here` (ranks - 1) are the bytes to write to each other rank, of at
+        most `most` rows, and where they begin, counted from `at` on.
         """
         rows, copies = counts
         (tokens, top_k), kind, behind = self._shape(ids), self._described(ids)["typestr"], self._lines(tail)
@@ -283,6 +299,14 @@ class GpuKernels:
         if found["typestr"] != "|u1" or (nbytes > 1 and strides[1] != 1):
             raise UsageError(f"rows: expected uint8 that lie together, got {found['typestr']} {strides}")
         return _Lines(int(found["data"][0]), strides[0], rows, nbytes)
+
+
+def open_launcher(device: int | Launcher | None) -> Launcher | None:
+    """Return where kernels run: on a GPU by its number, or as a launcher of the caller's does it; None for the CPU.
+
+    Raises UsageError as `open_kernels`.
+    """
+    return CudaLauncher(device) if isinstance(device, int) else device
 
 
 def open_kernels(device: int | None, experts: int, ranks: int) -> GpuKernels | ModuleType:

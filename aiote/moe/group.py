@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Container, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,8 @@ from .. import service
 from ..service.background import Bell, TaskScope, beside, to_the_end
 from .batch import Batch
 from .config import MoeConfig, Sizes
+from .device import Launcher, open_launcher
+from .device_round import DeviceLane, on_device
 from .joining import Meeting, MoeService, service_of
 from .lane import Lane
 from .memory import RankMemory
@@ -55,8 +57,17 @@ class MoeGroup:
     """One rank of a group. Made by `open_group`; its rounds are collective: every rank makes the same ones."""
 
     def __init__(
-        self, engine: aiote.Engine, members: Sequence[Any], rank: int, config: MoeConfig, group: int, debug: bool
+        self,
+        engine: aiote.Engine,
+        members: Sequence[Any],
+        rank: int,
+        config: MoeConfig,
+        group: int,
+        debug: bool,
+        device: int | Launcher | None = None,
     ) -> None:
+        self.launcher = open_launcher(device)
+        config = config if self.launcher is None else on_device(config)
         self.engine, self.config, self.rank, self.debug = engine, config, rank, debug
         self.members = [aiote.Address.parse(one) if isinstance(one, str) else one for one in members]
         if not 0 <= rank < len(members):
@@ -70,7 +81,7 @@ class MoeGroup:
         self.number = group
         self.sizes = Sizes(config, len(members))
         self.membership = Membership(len(members), rank, masks=config.on_loss == "mask")
-        self.memory = RankMemory(self.sizes)
+        self.memory = RankMemory(self.sizes, self.launcher)
         self.posting: Posting | None = None
         self.service: type[MoeService] = service_of(group)
         self.counted = MoeStatistics(
@@ -78,7 +89,8 @@ class MoeGroup:
             rank_rows=np.zeros(self.sizes.ranks, np.int64),
             waited_for=np.zeros(self.sizes.ranks),
         )
-        self._lanes = [Lane(self, number) for number in range(config.lanes)]
+        kind = Lane if self.launcher is None else DeviceLane
+        self._lanes = [kind(self, number) for number in range(config.lanes)]
         self._digest = hashlib.blake2b(config.digest + bytes([len(members) & 0xFF, len(members) >> 8])).digest()[:16]
         self._ready = 0
         self._entering: anyio.CancelScope | None = None
@@ -192,6 +204,11 @@ class MoeGroup:
         )
         if self.membership.break_by(broken):
             self._broken(f"{step}: {error!r}")
+
+    def beside(self, body: Callable[..., Any], *arguments: Any) -> None:
+        """Run something beside the rounds, until the group is left."""
+        if self._tasks is not None:
+            self._tasks.start(body, *arguments)
 
     def _broken(self, tell: str) -> None:
         if self._entering is not None:
@@ -421,15 +438,18 @@ async def open_group(
     *,
     group: int = 0,
     debug: bool = False,
+    device: int | Launcher | None = None,
 ) -> AsyncIterator[MoeGroup]:
     """Be a rank of a group for the length of an `async with`; `members` are the addresses of all ranks, in order.
 
     Entered when every rank is there, in whatever order they come; bound the wait by a scope. All memory is allocated
     and registered here. An engine may be in several groups, by `group`. With `debug` rows of a batch that is over are
-    overwritten. Raises UsageError for ranks that have different configs, PeerError for one that cannot be reached,
-    FabricError where memory cannot be registered.
+    overwritten. With `device`, the number of a GPU, arrays are of its memory (cupy's, torch's); steps launch kernels on
+    cupy's current stream, which is the same in all of them, and what they return is valid in its order. Raises
+    UsageError for ranks that have different configs and for a GPU that is not there, PeerError for one that cannot be
+    reached, FabricError where memory cannot be registered.
     """
-    moe = MoeGroup(engine, members, rank, config, group, debug)
+    moe = MoeGroup(engine, members, rank, config, group, debug, device)
     await moe.memory.register(engine)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(to_the_end, moe.close)

@@ -195,26 +195,36 @@ class Lane:
         tokens = len(ids) if count is None else count
         if not 0 <= tokens <= min(len(ids), config.tokens):
             raise aiote.UsageError(f"{tokens} tokens: expected from 0 to {min(len(ids), config.tokens)}")
-        shape = (len(ids), config.top_k)
-        given = Given(
-            lines("x", x, (len(ids), config.hidden), config.dtype)[:tokens],
-            plain("topk_ids", ids, shape, IDS)[:tokens],
-            plain("topk_weights", weights, shape, ("float32",))[:tokens].copy(),
-            np.empty((tokens, 0), np.uint8),
-            x,
-        )
-        if config.scales:
-            given.scales = lines("scales", scales, (len(ids), config.scales), config.scale_dtype)[:tokens]
-        elif scales is not None:
+        if scales is not None and not config.scales:
             raise aiote.UsageError("scales: the config has scales=0")
+        given = self.given(tokens, x, ids, weights, scales)
         with self.step("dispatch_send", self.state, self.state.number):
             for rank, rounds in tuple(self.group.membership.departed.items()):
                 if rounds[self.number] <= self.state.number:
                     self.group.lose(rank, "it has left the group")
             self.group.membership.require_whole()
-            made = Round(self, given)
+            made = self.round_of(given)
             made.send()
         return made
+
+    def given(self, tokens: int, x: Any, ids: Any, weights: Any, scales: Any) -> Given:
+        """Return what a round is given, as lines. Raises UsageError."""
+        config, shape = self.sizes.config, (len(ids), self.sizes.config.top_k)
+        beside = np.empty((tokens, 0), np.uint8)
+        if config.scales:
+            beside = lines("scales", scales, (len(ids), config.scales), config.scale_dtype)[:tokens]
+        return Given(
+            tokens,
+            lines("x", x, (len(ids), config.hidden), config.dtype)[:tokens],
+            plain("topk_ids", ids, shape, IDS)[:tokens],
+            plain("topk_weights", weights, shape, ("float32",))[:tokens].copy(),
+            beside,
+            x,
+        )
+
+    def round_of(self, given: Given) -> Round:
+        """Return a round of what it is given."""
+        return Round(self, given)
 
     def inputs(self, like: Any) -> tuple[Any, Any]:
         """Return the arrays that tokens may be put into."""

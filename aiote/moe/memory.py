@@ -11,6 +11,8 @@ private part for each source and a shared part, out of which the receiver places
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,6 +21,7 @@ import aiote
 from ..service.background import to_the_end
 from .arrays import Bytes, zeros
 from .config import Sizes, round_up
+from .device import Launcher
 from .wire import route_bytes
 
 __all__ = ["LaneMap", "LaneMemory", "RankMemory"]
@@ -60,7 +63,8 @@ def _lines(memory: Bytes, at: int, count: int, width: int) -> Bytes:
 class LaneMemory:
     """The arrays of one lane, all of them lines of bytes."""
 
-    def __init__(self, sizes: Sizes, lane: LaneMap, inbox: Bytes, outbox: Bytes) -> None:
+    def __init__(self, sizes: Sizes, lane: LaneMap, inbox: Bytes, outbox: Bytes, launcher: Launcher | None) -> None:
+        self._launcher = launcher
         self.routes: NDArray[np.uint32] = (
             inbox[: 2 * sizes.ranks * lane.route].view(np.uint32).reshape(2, sizes.ranks, -1)
         )
@@ -68,10 +72,11 @@ class LaneMemory:
         self.answers = _lines(inbox, lane.answers_at, sizes.answers, sizes.y_row)
         self.own_routes: NDArray[np.uint32] = outbox[: 2 * lane.route].view(np.uint32).reshape(2, -1)
         self.sent = _lines(outbox, lane.sent_at, lane.outbox_rows, sizes.row)
-        self.inputs = self.sent if sizes.direct else zeros(sizes.config.tokens * sizes.row).reshape(-1, sizes.row)
+        self.inputs: Any = self.sent if sizes.direct else zeros(sizes.config.tokens * sizes.row).reshape(-1, sizes.row)
         self.packed = _lines(outbox, lane.packed_at, lane.packed, sizes.y_row)
         in_place = sizes.direct or sizes.whole
-        self.placed, self.y = self.received, _lines(outbox, lane.y_at, lane.written, sizes.y_row)
+        self.placed: Any = self.received
+        self.y: Any = _lines(outbox, lane.y_at, lane.written, sizes.y_row)
         if not in_place:
             self.placed = zeros(sizes.placed * sizes.row).reshape(sizes.placed, sizes.row)
             self.y = zeros(sizes.placed * sizes.y_row).reshape(sizes.placed, sizes.y_row)
@@ -79,23 +84,37 @@ class LaneMemory:
         self.position = np.empty((tokens, top_k), np.int32)
         self.copy_position = np.empty((tokens, top_k), np.int32)
         self.tail = np.empty((tokens, 4 + 8 * top_k), np.uint8)
+        if launcher is not None:
+            # What the user sees lies in the GPU's memory; what NICs read and write, in the host's.
+            self.inputs, self.placed, self.y = (
+                launcher.zeros(one.size, np.uint8).reshape(one.shape) for one in (self.inputs, self.placed, self.y)
+            )
         # Of layout "rank" and copies by rank: which experts each copy is for, and where its rows are.
         self.copies = np.empty((sizes.ranks, tokens if sizes.config.copies == "rank" else 0, top_k), np.int32)
+
+    def on_host(self, rows: Any) -> Bytes:
+        """Return lines where NumPy reaches them; waits for the GPU where they are in its memory."""
+        return rows if self._launcher is None else self._launcher.fetch(rows)
 
 
 class RankMemory:
     """The inbox, of which each peer has a lease while the group is open, and the outbox."""
 
-    def __init__(self, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes, launcher: Launcher | None = None) -> None:
+        """Allocate it; for a GPU in memory of the host that its kernels reach, so that every rail does, too."""
         self.map = LaneMap(sizes)
         lanes = sizes.config.lanes
-        self._inbox, self._outbox = zeros(self.map.inbox * lanes), zeros(self.map.outbox * lanes)
+        lengths = self.map.inbox * lanes, self.map.outbox * lanes
+        self._inbox, self._outbox = (
+            zeros(one) if launcher is None else launcher.host(one, np.uint8) for one in lengths
+        )
         self.lanes = [
             LaneMemory(
                 sizes,
                 self.map,
                 self._inbox[lane * self.map.inbox : (lane + 1) * self.map.inbox],
                 self._outbox[lane * self.map.outbox : (lane + 1) * self.map.outbox],
+                launcher,
             )
             for lane in range(lanes)
         ]

@@ -60,6 +60,18 @@ class Posting:
         lengths, local, remote, places = rows
         return [(-1, self._scatter.submit(lengths, local, remote, imm, to=places))]
 
+    def when(
+        self, flag: NDArray[np.uint32], value: int, ranks: list[int], numbers: tuple[Ints, Ints, Ints], imm: int | None
+    ) -> aiote.Transfer:
+        """Start writes that are posted when a flag is raised: lengths, places here and there, which are read then.
+
+        A length of 0 posts nothing. Without ranks it only tells that the flag was raised. Raises as
+        `PreparedScatter.submit_when`.
+        """
+        assert self._scatter is not None
+        places = np.array([self._places[rank] for rank in ranks], np.int64)
+        return self._scatter.submit_when(flag, value, *numbers, imm, to=places, skip_empty=True)
+
     def _one(self, one: Write, imm: int) -> list[tuple[int, aiote.Transfer]]:
         try:
             return [(one.rank, self._engine.submit_write_imm(*self._sides(one), imm))]

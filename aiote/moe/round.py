@@ -30,10 +30,10 @@ __all__ = ["Given", "Round"]
 class Given:
     """The tokens of a round, as lines of bytes."""
 
-    __slots__ = ("ids", "like", "scales", "weights", "x")
+    __slots__ = ("ids", "like", "scales", "tokens", "weights", "x")
 
-    def __init__(self, x: Bytes, ids: NDArray[Any], weights: NDArray[np.float32], scales: Bytes, like: Any):
-        self.x, self.ids, self.weights, self.scales, self.like = x, ids, weights, scales, like
+    def __init__(self, tokens: int, x: Any, ids: Any, weights: Any, scales: Any, like: Any):
+        self.tokens, self.x, self.ids, self.weights, self.scales, self.like = tokens, x, ids, weights, scales, like
 
 
 class Round:
@@ -45,7 +45,8 @@ class Round:
         self._config = lane.sizes.config
         self._state = lane.state
         self.number, self._parity = lane.state.number, lane.state.parity
-        self._tokens = len(given.ids)
+        self._tokens = given.tokens
+        self._kernels: Any = kernels
         self._plan: Plan | None = None
         self._came: list[int] = []
         self._own: NDArray[np.int32] | None = None
@@ -257,9 +258,9 @@ class Round:
         if self._config.copies == "rank":
             return self._unfold(plan)
         runs = plan.runs(me, me) + np.array([0, self._starts[me], 0])
-        kernels.copy_runs(memory.placed, memory.sent, runs, sizes.row)
+        self._kernels.copy_runs(memory.placed, memory.sent, runs, sizes.row)
         for rank in self._came:
-            kernels.copy_runs(memory.placed, memory.received, plan.arrived(rank), sizes.row)
+            self._kernels.copy_runs(memory.placed, memory.received, plan.arrived(rank), sizes.row)
         return None
 
     def _unfold(self, plan: Plan) -> int | None:
@@ -305,7 +306,7 @@ class Round:
         config, sizes = self._config, self._sizes
         shape = {"grouped": (sizes.held(self._group.rank), sizes.rows), "contiguous": (sizes.placed,)}
         lead = shape.get(config.layout, (sizes.ranks, config.tokens))
-        rows = self._memory.y if y is None else lines("y", y, (*lead, config.hidden), config.out_dtype)
+        rows = self._memory.y if y is None else self._lines("y", y, (*lead, config.hidden), config.out_dtype)
         if y is not None:
             self._y_like = y
         with self._lane.step("combine_send", self._state, self.number):
@@ -383,7 +384,7 @@ class Round:
         runs = plan.runs(source, self._group.rank)
         packed = np.cumsum(runs[:, 2]) - runs[:, 2]
         turned = np.stack((runs[:, 1] if own else packed, runs[:, 0], runs[:, 2]), 1)
-        kernels.copy_runs(to, y, turned, sizes.y_bytes)
+        self._kernels.copy_runs(to, y, turned, sizes.y_bytes)
         return merged(runs)
 
     def _answer_rows(self, y: Bytes, source: int, to: int) -> None:
@@ -402,11 +403,10 @@ class Round:
         """Wait for the answers, and return the sums; the round is over. Else as `MoeGroup.combine`."""
         if out is None and accumulate:
             raise aiote.UsageError("combine: accumulate needs an `out` to add to")
-        config, sizes = self._config, self._sizes
+        config = self._config
         if out is None:
-            rows = np.zeros((self._tokens, sizes.y_bytes), np.uint8)
-            out = elements(rows, 0, (self._tokens, config.hidden), config.out_dtype, self._y_like)
-        found = lines("out", out, (None, config.hidden), config.out_dtype)
+            out = elements(self._sums(), 0, (self._tokens, config.hidden), config.out_dtype, self._y_like)
+        found = self._lines("out", out, (None, config.hidden), config.out_dtype)
         if len(found) < self._tokens:
             raise aiote.UsageError(f"out: {len(found)} rows for {self._tokens} tokens")
 
@@ -415,6 +415,14 @@ class Round:
 
         await self._lane.run("combine_recv", self._state, self.number, body)
         return out
+
+    def _lines(self, what: str, array: Any, shape: tuple[int | None, ...], dtype: str) -> Any:
+        """Return an array of the user's as lines. Raises UsageError."""
+        return lines(what, array, shape, dtype)
+
+    def _sums(self) -> Any:
+        """Return lines for sums that nobody has given memory for."""
+        return np.zeros((self._tokens, self._sizes.y_bytes), np.uint8)
 
     async def _sum(self, out: Bytes, accumulate: bool) -> None:
         plan, config = self._known(), self._config
@@ -438,7 +446,8 @@ class Round:
             # As the kernel counts rows of `own`.
             places[own] = -2 - self._own[here[own]]
         weights = None if by_copy else self._given.weights
-        kernels.combine(out, self._memory.answers, places, weights, config.out_dtype, accumulate, self._memory.y)
+        own = () if self._own is None else (self._memory.y,)
+        self._kernels.combine(out, self._memory.answers, places, weights, config.out_dtype, accumulate, *own)
         self.answered = np.isin(np.arange(self._sizes.ranks), [*came, self._group.rank])
         self._group.counted.rounds += 1
 

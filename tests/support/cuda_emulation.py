@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import queue
 import re
 import shlex
 import subprocess
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +84,103 @@ class Emulation:
         begin = ctypes.c_char_p()
         length = self._library.source(ctypes.byref(begin))
         return ctypes.string_at(begin, length)
+
+
+class DeviceArray:
+    """An array that only kernels reach, as a GPU's is: it describes itself to them, and NumPy cannot read it."""
+
+    def __init__(self, memory: NDArray[Any]) -> None:
+        self.memory = memory
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {**self.memory.__array_interface__, "strides": self.memory.strides}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.memory.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.memory.dtype
+
+    @property
+    def size(self) -> int:
+        return self.memory.size
+
+    def __array__(self, *_: object, **__: object) -> NDArray[Any]:
+        raise TypeError("this array is in a GPU's memory")
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def __getitem__(self, key: Any) -> DeviceArray:
+        return DeviceArray(self.memory[key])
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.memory[key] = value
+
+    def reshape(self, *shape: Any) -> DeviceArray:
+        return DeviceArray(self.memory.reshape(*shape))
+
+    def view(self, dtype: Any) -> DeviceArray:
+        return DeviceArray(self.memory.view(dtype))
+
+
+class EmulatedGpu:
+    """A GPU that runs kernels one after another, when it comes to that: in a thread, behind whoever has launched them.
+
+    `hold` keeps it from running any, as other work on the stream does.
+    """
+
+    interface = "__cuda_array_interface__"
+
+    def __init__(self, emulation: Emulation) -> None:
+        self._emulation = emulation
+        self._launched: queue.Queue[Callable[[], None] | None] = queue.Queue()
+        self._going = threading.Event()
+        self._going.set()
+        self.failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (work := self._launched.get()) is not None:
+            self._going.wait()
+            try:
+                if self.failure is None:
+                    work()
+            except BaseException as error:
+                self.failure = error
+            self._launched.task_done()
+
+    def close(self) -> None:
+        self._going.set()
+        self._launched.put(None)
+        self._thread.join()
+        if self.failure is not None:
+            raise self.failure
+
+    def hold(self) -> None:
+        self._going.clear()
+
+    def go_on(self) -> None:
+        self._going.set()
+
+    def array(self, source: Any) -> DeviceArray:
+        """Return an array of the GPU's."""
+        return DeviceArray(np.array(source))
+
+    def zeros(self, length: int, dtype: type[Any]) -> Any:
+        return DeviceArray(aligned(length, dtype))
+
+    def host(self, length: int, dtype: type[Any]) -> NDArray[Any]:
+        return aligned(length, dtype)
+
+    def fetch(self, array: Any) -> NDArray[Any]:
+        self._launched.join()
+        return np.array(array.memory)
+
+    def launch(self, name: str, blocks: int, threads: int, shared: int, arguments: list[int]) -> None:
+        # Few blocks: each emulated thread costs a stack.
+        self._launched.put(lambda: self._emulation.launch(name, min(blocks, 2), threads, shared, arguments))
