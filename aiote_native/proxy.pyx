@@ -188,7 +188,13 @@ cdef class Proxy:
     @property
     def looks(self) -> int:
         """How often the thread has looked at flags."""
-        return self.state.looks
+        cdef uint64_t looks = 0
+        if alive(self.state.engine):
+            with nogil:
+                pthread_mutex_lock(&self.state.mutex)
+                looks = self.state.looks
+                pthread_mutex_unlock(&self.state.mutex)
+        return looks
 
     @property
     def armed(self) -> int:

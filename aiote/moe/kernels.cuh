@@ -240,7 +240,8 @@ KERNEL moe_describe(const u8 *ids, i64 id_bytes, const float *weights, const i32
         i64 token = item / top_k, slot = item % top_k;
         i64 id = id_bytes == 8 ? ((const i64 *)ids)[item] : ((const i32 *)ids)[item];
         u32 *words_of = (u32 *)(tail + token * tail_stride);
-        words_of[0] = (u32)token;
+        if (slot == 0)
+            words_of[0] = (u32)token;
         words_of[1 + slot] = 0 <= id && id < experts ? (u32)id : NONE;
         words_of[1 + top_k + slot] = __float_as_uint(weights[item]);
         kept[item] = weights[item];

@@ -215,6 +215,25 @@ async def test_a_round_that_is_cancelled_on_a_gpu_is_begun_anew_after_a_reset(em
         gpu.close()
 
 
+async def test_memory_stays_until_the_kernels_that_use_it_have_run(emulation):
+    """Of a group that is left in the middle of a round, while the GPU is busy with something else."""
+    config, gpu = SHAPES["grouped"], EmulatedGpu(emulation)
+    place, rng = Place(gpu, gpu.array, gpu.fetch), np.random.default_rng(3)
+    try:
+        async with ranks(lambda: opened("local"), 1, config, device=gpu) as groups:
+            gpu.hold()
+            parts = moved(place, drawn(rng, config, 5))
+            groups[0].dispatch_send(*parts)
+            groups.over.set()
+            turns = []
+            await until(lambda: turns.append(None) or len(turns) > 200)
+            assert len(groups[0].memory._regions) == 2
+            gpu.go_on()
+            await until(lambda: not groups[0].memory._regions)
+    finally:
+        gpu.close()
+
+
 async def test_a_lie_of_a_gpu_breaks_the_group(place):
     """Lengths that leave the memory of a rank are an error, on every rank."""
     config, rng = SHAPES["grouped"], np.random.default_rng(3)

@@ -42,6 +42,10 @@ def _cupy() -> str:
     return "" if importlib.util.find_spec("cupy") else "no cupy (the extra cuda)"
 
 
+def _compute_sanitizer() -> str:
+    return "" if shutil.which("compute-sanitizer") else "no compute-sanitizer (of the CUDA toolkit)"
+
+
 def _cxx() -> str:
     compiler = shlex.split(os.environ.get("CXX") or "g++")[0]
     return "" if shutil.which(compiler) else f"no C++ compiler {compiler} (Debian: g++)"
@@ -63,6 +67,7 @@ NEEDS: dict[str, Callable[[], str]] = {
     "needs_torch": _torch,
     "needs_ray": _ray,
     "needs_cupy": _cupy,
+    "needs_compute_sanitizer": _compute_sanitizer,
     "needs_cxx": _cxx,
     "needs_nvrtc": _nvrtc,
     "needs_browser": _browser,
