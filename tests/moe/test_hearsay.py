@@ -18,7 +18,7 @@ from engines import until
 from moe_ranks import Tokens, all_of, compute, ranks, whole_round
 
 HEARTBEAT = {"heartbeat_interval": 0.05, "heartbeat_timeout": 0.2, "drain_timeout": 0.1}
-LIMIT_S = HEARTBEAT["heartbeat_timeout"] + HEARTBEAT["drain_timeout"] + 0.5
+LIMIT_S = 0.2 + 0.1 + 0.5
 RAISE = MoeConfig(experts=6, top_k=2, hidden=4, tokens=5, rows=30, placement="packed")
 MASK = MoeConfig(experts=6, top_k=2, hidden=4, tokens=5, on_loss="mask")
 
