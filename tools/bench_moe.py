@@ -100,7 +100,7 @@ class Program:
         self._from = [os.open(self.folder / f"out.{rank}", os.O_RDWR) for rank in range(ranks)]
         self._read = [b""] * ranks
         starts = commands(python, ranks, self.folder)[name]
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore::FutureWarning"}
         self._processes = [
             subprocess.Popen(one, cwd=WORKERS, stdin=subprocess.DEVNULL, stdout=sys.stderr, env=environment)
             for one in starts

@@ -109,7 +109,8 @@ def exchange(folder: Path, rank: int, ranks: int, address: str) -> list[str]:
 async def main() -> None:
     arguments = moe.parse()
     worker = moe.Worker(arguments.folder, arguments.rank, f"aiote {aiote.__version__}")
-    async with aiote.open_engine() as engine:
+    # Answers are made and checked on the loop's thread, for seconds where ranks share processors.
+    async with aiote.open_engine(heartbeat_timeout=60) as engine:
         members = exchange(arguments.folder, arguments.rank, arguments.ranks, str(engine.address))
 
         def make(variant: str, data: moe.Data) -> moe.Rounds:
