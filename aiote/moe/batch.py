@@ -94,6 +94,20 @@ class Batch:
         return self._plan.sent[:, self._plan.me].astype(np.int32)
 
     @property
+    def expert_source_tokens(self) -> NDArray[np.int32]:
+        """How many rows of each of the rank's experts are of each rank (experts of the rank, ranks), in that order."""
+        plan = self._plan
+        return plan.kept[:, plan.me, : self._sizes.held(plan.me)].T.astype(np.int32)
+
+    @property
+    def token(self) -> NDArray[np.int32]:
+        """Which token of its rank each row is (...), as `source` says at greater cost; undefined between rows."""
+        rows: NDArray[np.int32] = elements(
+            self._memory.placed, self._sizes.token_at, (*self._lead, 1), "int32", np.empty(0, np.int32)
+        )
+        return rows[..., 0]
+
+    @property
     def topk_ids(self) -> NDArray[np.int32]:
         """Of layout "rank": which of the rank's experts each token is for (ranks, tokens, k), -1 for other ranks'."""
         return self._memory.copies

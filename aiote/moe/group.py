@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Callable, Container, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -439,17 +439,21 @@ async def open_group(
     group: int = 0,
     debug: bool = False,
     device: int | Launcher | None = None,
+    masked: Iterable[int] = (),
 ) -> AsyncIterator[MoeGroup]:
     """Be a rank of a group for the length of an `async with`; `members` are the addresses of all ranks, in order.
 
     Entered when every rank is there, in whatever order they come; bound the wait by a scope. All memory is allocated
     and registered here. An engine may be in several groups, by `group`. With `debug` rows of a batch that is over are
     overwritten. With `device`, the number of a GPU, arrays are of its memory (cupy's, torch's); steps launch kernels on
-    cupy's current stream, which is the same in all of them, and what they return is valid in its order. Raises
+    cupy's current stream, which is the same in all of them, and what they return is valid in its order. With
+    on_loss="mask" nobody waits for the ranks that are `masked`, on every rank alike, from the start. Raises
     UsageError for ranks that have different configs and for a GPU that is not there, PeerError for one that cannot be
     reached, FabricError where memory cannot be registered.
     """
     moe = MoeGroup(engine, members, rank, config, group, debug, device)
+    for lost in masked:
+        moe.mask(lost, "it was masked when the group opened")
     await moe.memory.register(engine)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(to_the_end, moe.close)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 import aiote
 
 from . import kernels
-from .arrays import Bytes, elements, lines, same_memory
+from .arrays import Bytes, elements, lines, plain, same_memory
 from .batch import Batch
 from .plan import Counts, Plan
 from .posting import Write
@@ -398,6 +398,18 @@ class Round:
             kernels.copy_runs(self._memory.y, y, runs[:, [0, 0, 2]], nbytes)
         there, here = spread(runs[:, 1], runs[:, 2]), spread(runs[:, 0], runs[:, 2])
         self._pages(source, (to, there), (self._outbox() + where.y_at, here), self._sizes.y_row, ANSWER)
+
+    def reweigh(self, topk_weights: Any, skipped: NDArray[np.bool_] | None = None) -> None:
+        """Take other weights (tokens, k) than were dispatched, before `combine_recv`; what is skipped adds nothing.
+
+        For programs that know the weights only then. Of no use with reduce="expert". Raises UsageError.
+        """
+        if self._config.reduce == "expert":
+            raise aiote.UsageError("reweigh: with reduce='expert' the experts' ranks have applied the weights")
+        shape = self._tokens, self._config.top_k
+        self._given.weights = plain("topk_weights", topk_weights, shape, ("float32",)).copy()
+        if skipped is not None:
+            self._dropped = skipped if self._dropped is None else self._dropped | skipped
 
     async def combine_recv(self, out: Any = None, *, accumulate: bool = False) -> Any:
         """Wait for the answers, and return the sums; the round is over. Else as `MoeGroup.combine`."""

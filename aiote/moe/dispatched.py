@@ -1,0 +1,209 @@
+"""A dispatch of `deep_ep.Buffer` and its combines, as rounds of a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import aiote
+
+from . import fp8
+from .batch import Batch
+from .config import MoeConfig, Sizes
+from .held import HeldGroup, Pending
+from .memory import LaneMap
+from .round import Round
+from .states import MoeOverflowError
+
+__all__ = ["Dispatched", "Handle", "Shape", "registered_bytes"]
+
+
+def registered_bytes(config: MoeConfig, ranks: int) -> int:
+    """Return how many bytes a rank of a group registers."""
+    lane = LaneMap(Sizes(config, ranks))
+    return config.lanes * (lane.inbox + lane.outbox)
+
+
+class Shape:
+    """A group for dispatches of one shape, and which of them has each of its lanes."""
+
+    def __init__(self, held: HeldGroup, number: int, nbytes: int) -> None:
+        self.held, self.number, self.nbytes = held, number, nbytes
+        self._owners: list[Dispatched | None] = [None] * held.config.lanes
+        self._ends: list[Pending[Any] | None] = [None] * held.config.lanes
+        self._turn = 0
+
+    def take(self, made: Dispatched, lane: int | None = None) -> int:
+        """Give a dispatch a lane: this one, or one that is free, or the other one's. What was there is ended.
+
+        That is what the order of calls says, never time, for every rank must come to the same.
+        """
+        if lane is None:
+            free = [one for one in self._order() if self._owners[one] is None]
+            lane = (free or self._order())[0]
+        old = self._owners[lane]
+        if old is not None and old is not made:
+            old.give_up()
+        self.wait(lane)
+        self._owners[lane] = made
+        self._turn = lane + 1
+        return lane
+
+    def _order(self) -> list[int]:
+        lanes = len(self._owners)
+        return [(self._turn + one) % lanes for one in range(lanes)]
+
+    def owns(self, made: Dispatched, lane: int) -> bool:
+        """Whether a dispatch's round is not combined yet."""
+        return self._owners[lane] is made
+
+    def drop(self, lane: int) -> None:
+        """Free a lane whose round has not begun."""
+        self._owners[lane] = None
+
+    def end(self, lane: int, end: Pending[Any]) -> None:
+        """Free a lane, once the sums of its round are there."""
+        self._owners[lane], self._ends[lane] = None, end
+
+    def wait(self, lane: int) -> None:
+        """Wait for the sums of a lane's last round."""
+        end, self._ends[lane] = self._ends[lane], None
+        if end is not None:
+            end()
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.held.close()
+
+
+class Handle(tuple[Any, ...]):
+    """What DeepEP's handle is: (source tokens, ranges, tokens of a rank, hidden, experts)."""
+
+    made: Dispatched
+
+
+class Dispatched:
+    """One dispatch: the tensors that it returns, its round while it is not combined, and its combines."""
+
+    def __init__(
+        self, shape: Shape, ids: torch.Tensor, sizes: tuple[int, int, int], ue8m0: bool, stats: torch.Tensor | None
+    ) -> None:
+        self._shape, self._ue8m0, self._stats = shape, ue8m0, stats
+        self._held, config = shape.held, shape.held.config
+        self._ids, self.tokens = ids.clone(), len(ids)
+        most, hidden, experts = sizes
+        ranks = self._held.moe.sizes.ranks
+        local, rows = experts // ranks, ranks * most
+        self._x = torch.empty(local, rows, hidden, dtype=getattr(torch, config.dtype))
+        self._scales: torch.Tensor | None = None
+        if config.scales:
+            columns = (hidden // 512, torch.int32) if ue8m0 else (config.scales, torch.float32)
+            # Column-major, as the GPU's matrix products want it.
+            self._scales = torch.empty(local, columns[0], rows, dtype=columns[1]).transpose(1, 2)
+        self.received: Any = self._x if self._scales is None else (self._x, self._scales)
+        self.count = torch.empty(local, dtype=torch.int32)
+        source = torch.empty(local, rows, dtype=torch.int32)
+        ranges = torch.empty(local, ranks, dtype=torch.int64)
+        self.handle = Handle((source, ranges, most, hidden, experts))
+        self.handle.made = self
+        self._round: Round
+        self._batch: Batch
+
+    def send(self, x: torch.Tensor, round_scale: bool) -> Pending[Batch]:
+        """Send the tokens; what is returned waits for those of others, and fills the tensors."""
+        scales = None
+        if self._scales is not None:
+            x, scales = fp8.cast(x, round_scale)
+        self._lane = self._shape.take(self)
+        try:
+            self._begin(x, scales)
+        except aiote.UsageError:
+            # Nothing was sent, and the next dispatch may have the lane.
+            self._shape.drop(self._lane)
+            raise
+        self.finish = Pending(self._held.start(self._round.dispatch_recv()), self._fill)
+        return self.finish
+
+    def _begin(self, x: torch.Tensor, scales: torch.Tensor | None) -> None:
+        weights = torch.zeros(self._ids.shape)
+
+        def send() -> Round:
+            return self._held.moe.dispatch_send(x, self._ids, weights, scales, lane=self._lane)
+
+        self._round = self._held.run(send)
+
+    def _fill(self, batch: Batch) -> None:
+        """Copy out what has come, for the lane's memory is used again."""
+        self._batch = batch
+        x, scales, token = batch.x, batch.scales, torch.from_numpy(batch.token)
+        counts = batch.expert_num_tokens
+        source, ranges = self.handle[:2]
+        for expert, count in enumerate(counts.tolist()):
+            if count:
+                self._x[expert, :count] = x[expert, :count]
+                source[expert, :count] = token[expert, :count]
+                if self._scales is not None:
+                    rows = scales[expert, :count]
+                    self._scales[expert, :count] = fp8.exponents(rows) if self._ue8m0 else rows
+        self.count.copy_(torch.from_numpy(counts))
+        of_rank = batch.expert_source_tokens.astype(np.int64)
+        ranges.copy_(torch.from_numpy(np.cumsum(of_rank, 1) - of_rank << 32 | of_rank))
+        if self._stats is not None:
+            self._stats += self.count
+
+    def skipped(self, ids: torch.Tensor) -> NDArray[np.bool_]:
+        """Return which ids are -1 in a combine. Raises UsageError where others differ from what was dispatched."""
+        here = self._ids
+        if ids.shape != here.shape or not torch.equal(torch.where(ids < 0, here, ids.to(here.dtype)), here):
+            raise aiote.UsageError("topk_idx: it differs from what was dispatched, by more than ids that are -1 now")
+        none: NDArray[np.bool_] = (ids < 0).numpy()
+        return none
+
+    def answers(self) -> torch.Tensor:
+        """Return the memory that the experts' results are sent from without a copy."""
+        if not self._shape.owns(self, self._lane):
+            self._shape.wait(self._lane)
+        y: torch.Tensor = self._batch.y
+        return y
+
+    def combine(
+        self, y: torch.Tensor | None, weights: torch.Tensor, skipped: NDArray[np.bool_], out: torch.Tensor
+    ) -> Pending[Any]:
+        """Send back what the experts returned; what is returned waits for the sums."""
+        if not self._shape.owns(self, self._lane):
+            self._again()
+        round = self._round
+
+        def send() -> None:
+            round.reweigh(weights, skipped)
+            round.combine_send(y)
+
+        self._held.run(send)
+        return self._combined(out)
+
+    def _combined(self, out: torch.Tensor | None) -> Pending[Any]:
+        end = Pending(self._held.start(self._round.combine_recv(out)))
+        self._shape.end(self._lane, end)
+        return end
+
+    def _again(self) -> None:
+        """Dispatch once more, tokens of no content, for a combine that is not the first one."""
+        self._shape.take(self, self._lane)
+        config = self._held.config
+        x = torch.zeros(self.tokens, config.hidden, dtype=self._x.dtype)
+        self._begin(x, torch.zeros(self.tokens, config.scales) if config.scales else None)
+        self._batch = self._held.start(self._round.dispatch_recv()).wait()
+
+    def give_up(self) -> None:
+        """End the round without a combine; what was received stays."""
+        try:
+            self.finish()
+        except MoeOverflowError:
+            # Every rank has seen it, and the round is over.
+            return
+        round = self._round
+        self._held.run(round.combine_send)
+        self._combined(None)

@@ -1,0 +1,101 @@
+"""A group for programs that call synchronously: it lives on the process's bridge, and threads wait for its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from threading import Lock
+from typing import Any, Generic, TypeVar
+
+import anyio
+
+import aiote
+
+from ..bridge import Bridge, Call
+from .config import MoeConfig
+from .group import MoeGroup, open_group
+
+__all__ = ["HeldGroup", "Pending"]
+
+T = TypeVar("T")
+
+
+class Pending(Generic[T]):
+    """A step that is under way on the bridge; called, it waits for that, and does once what remains in a thread.
+
+    In any thread, and as often as one likes. Raises what the step raises, each time.
+    """
+
+    def __init__(self, call: Call[T], then: Callable[[T], object] | None = None) -> None:
+        self._call, self._then = call, then
+        self._lock = Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            result = self._call.wait()
+            if self._then is not None:
+                self._then(result)
+                self._then = None
+
+
+class HeldGroup:
+    """A rank of a group on a bridge, open from the start until `close`; `moe` is the group, for the bridge's thread."""
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        members: Sequence[aiote.Address | str],
+        rank: int,
+        config: MoeConfig,
+        *,
+        group: int = 0,
+        masked: Iterable[int] = (),
+    ) -> None:
+        """Open it, and wait until every rank is there. Raises as `open_group`; interrupted, it is given up."""
+        self.config, self._bridge = config, bridge
+        self._opened: Future[MoeGroup] = Future()
+        self._holding = bridge.submit(self._hold(members, rank, config, group, tuple(masked)))
+        self._holding.add_done_callback(self._over)
+        try:
+            self.moe = self._opened.result()
+        except BaseException:
+            self._holding.cancel()
+            raise
+
+    async def _hold(
+        self,
+        members: Sequence[aiote.Address | str],
+        rank: int,
+        config: MoeConfig,
+        group: int,
+        masked: tuple[int, ...],
+    ) -> None:
+        self._closing = anyio.Event()
+        engine = self._bridge.engine
+        async with open_group(engine, members, rank, config, group=group, masked=masked) as moe:
+            self._opened.set_result(moe)
+            await self._closing.wait()
+
+    def _over(self, holding: Future[None]) -> None:
+        if not self._opened.done():
+            error = aiote.ClosedError("the group was not opened") if holding.cancelled() else holding.exception()
+            self._opened.set_exception(error or aiote.ClosedError("the group is closed"))
+
+    def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function of the group on the bridge's thread, and return what it returns."""
+
+        async def called() -> T:
+            return function(*arguments)
+
+        return self._bridge.call(called())
+
+    def start(self, step: Any) -> Call[Any]:
+        """Start a coroutine of the group; the `Call` is done when it has ended."""
+        return self._bridge.submit(step)
+
+    def close(self) -> None:
+        """Leave the group, and return once nobody uses its memory. Idempotent."""
+        with suppress(aiote.ClosedError):
+            self.run(self._closing.set)
+            self._holding.wait()
