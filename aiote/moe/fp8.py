@@ -17,7 +17,7 @@ LARGEST = 448.0
 
 def cast(x: torch.Tensor, round_scale: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows (n, hidden) as float8_e4m3fn, and the scales (n, hidden / 128) that they are multiplied by again."""
-    values = x.float().view(len(x), -1, BLOCK)
+    values = x.float().view(len(x), x.size(1) // BLOCK, BLOCK)
     # As fmaxf: a NaN is no largest value.
     most = values.abs().nan_to_num(nan=0.0, posinf=float("inf")).amax(2).clamp(min=LEAST)
     inverse = most * torch.tensor(1 / LARGEST, dtype=torch.float32)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from threading import Lock
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import anyio
 
@@ -54,6 +54,7 @@ class HeldGroup:
     ) -> None:
         """Open it, and wait until every rank is there. Raises as `open_group`; interrupted, it is given up."""
         self.config, self._bridge = config, bridge
+        self._then: Callable[[], object] | None = None
         self._opened: Future[MoeGroup] = Future()
         self._holding = bridge.submit(self._hold(members, rank, config, group, tuple(masked)))
         self._holding.add_done_callback(self._over)
@@ -94,8 +95,21 @@ class HeldGroup:
         """Start a coroutine of the group; the `Call` is done when it has ended."""
         return self._bridge.submit(step)
 
+    def then(self, function: Callable[[], object]) -> None:
+        """Have `close` call a function at its end, as one that closes the bridge."""
+        self._then = function
+
     def close(self) -> None:
         """Leave the group, and return once nobody uses its memory. Idempotent."""
         with suppress(aiote.ClosedError):
             self.run(self._closing.set)
             self._holding.wait()
+        then, self._then = self._then, None
+        if then is not None:
+            then()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

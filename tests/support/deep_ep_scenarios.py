@@ -1,4 +1,4 @@
-"""What ranks of `deep_ep.Buffer` do in tests, each in a process of its own: see `deep_ep_ranks`.
+"""What ranks of `deep_ep.Buffer` do in tests, each in a process of its own: see `torch_ranks`.
 
 `published` has the logic of DeepEP's tests/test_low_latency.py in our own words: each token carries the number of its
 rank and its own, so that what arrives says where it comes from; experts return what they get; and the weighted sum is
@@ -206,9 +206,11 @@ def order(rank: int, ranks: int) -> None:
     me.ids, me.weights = kept, weights
     # Ranks without tokens, then all have some.
     here = 0 if rank else SMALL.tokens
-    none = me.buffer.low_latency_dispatch(xs[0][:here], me.ids[:here], SMALL.tokens, SMALL.experts, use_fp8=False)
-    out, _, _ = me.buffer.low_latency_combine(none[0], me.ids[:here], me.weights[:here], none[2])
-    assert torch.equal(out, me.expected(xs[0], how)[:here])
+    for how in WAYS:
+        got = me.buffer.low_latency_dispatch(xs[0][:here], me.ids[:here], SMALL.tokens, SMALL.experts, **how)
+        y = me.returned(got[0])
+        out, _, _ = me.buffer.low_latency_combine(y, me.ids[:here], me.weights[:here], got[2])
+        assert torch.equal(out, me.expected(xs[0], how)[:here])
     me.buffer.destroy()
 
 

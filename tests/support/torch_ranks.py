@@ -1,7 +1,7 @@
-"""Ranks of `aiote.moe.deep_ep.Buffer` in processes of their own, which find each other by torch.distributed (gloo).
+"""Ranks in processes of their own, which find each other by torch.distributed (gloo).
 
-A scenario is a function of this folder's modules, (rank, ranks, make) -> what its process returns, where `make` makes
-a buffer. torch is imported in the processes alone.
+A scenario is "module.function", of this folder or the test's; it takes (rank, ranks) and what it returns is sent back.
+torch is imported in the processes alone.
 """
 
 from __future__ import annotations
