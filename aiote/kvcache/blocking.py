@@ -134,11 +134,22 @@ class BlockingConsumer(Blocking[Consumer]):
     def __init__(self, bridge: Bridge, cache: Cache, **settings: Any) -> None:
         super().__init__(bridge, lambda engine: Consumer(engine, cache, **settings))
 
-    def submit(self, producers: Sequence[Place], request: str, *, tokens: int, rows: Rows, reads: bool = False) -> None:
+    def submit(
+        self,
+        producers: Sequence[Place],
+        request: str,
+        *,
+        tokens: int,
+        rows: Rows,
+        reads: bool = False,
+        name: str | None = None,
+    ) -> None:
         """Have a request's cache moved into pages, as `Consumer.receive` does; they are the bridge's until `poll` names
-        the request. Raises UsageError for one that is under way.
+        the request. name: what it is called here, where producers that know nothing of each other name their requests.
+        Raises UsageError for one that is under way.
         """
-        self._begin(request, rows, partial(self._receive, producers, request, tokens, rows, reads))
+        receiving = partial(self._receive, producers, request, tokens, rows, reads)
+        self._begin(request if name is None else name, rows, receiving)
 
     async def _receive(self, producers: Sequence[Place], request: str, tokens: int, rows: Rows, reads: bool) -> str:
         async with self._inner.receive(producers, request, tokens=tokens, rows=rows, reads=reads) as reception:
@@ -153,9 +164,9 @@ class BlockingProducer(Blocking[Producer]):
         super().__init__(bridge, lambda engine: Producer(engine, cache, **settings))
         self._offers: dict[str, Offer] = {}
 
-    def offer(self, request: str, *, tokens: int, rows: Rows, readers: int = 1) -> None:
+    def offer(self, request: str, *, tokens: int, rows: Rows, readers: int | None = 1, computed: bool = False) -> None:
         """Offer a request's cache, as `Producer.offer` does; its pages stay the bridge's until `poll` names it."""
-        offer = self._inner.offer(request, tokens=tokens, rows=rows, readers=readers)
+        offer = self._inner.offer(request, tokens=tokens, rows=rows, readers=readers, computed=computed)
         self._begin(request, rows, partial(self._keep, offer))
 
     def _keep(self, offer: Offer) -> Coroutine[Any, Any, str]:

@@ -135,7 +135,7 @@ def assign(sources: Sequence[CacheSpec], target: CacheSpec, turn: int = 0) -> li
                 chosen.append([number, begin, end])
         for number, begin, end in chosen:
             parts[number].append(tensor.of_heads(begin, end))
-    return [CacheSpec(target.name, target.memories, tuple(part)) for part in parts]
+    return [CacheSpec(target.name, target.memories, tuple(part), target.ranks) for part in parts]
 
 
 @dataclass

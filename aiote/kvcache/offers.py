@@ -42,17 +42,19 @@ class Offer:
     are the readers'.
     """
 
-    def __init__(self, offers: Offers, request: str, tokens: int, rows: Rows, readers: int, layers: list[int]) -> None:
+    def __init__(
+        self, offers: Offers, request: str, tokens: int, rows: Rows, readers: int | None, computed: dict[int, int]
+    ) -> None:
         self.request, self.tokens, self.rows = request, tokens, rows
         self.outcome = ""
         self.stopped = ""
         self.failures: list[str] = []
-        self.computed_to = dict.fromkeys(layers, 0)
+        self.computed_to = computed
         self.bell = Bell()
         self.active: set[object] = set()
         self.pushes: set[Push] = set()
         self._offers = offers
-        self._readers = readers
+        self._readers = readers or 0
         self._came = self._ended = 0
 
     # What the program does.
@@ -79,11 +81,16 @@ class Offer:
         self.stopped = self.stopped or reason
         self.bell.ring()
 
+    @property
+    def awaited(self) -> bool:
+        """Whether there are readers that have not ended, or that nobody knows the number of."""
+        return self._ended < self._readers or not self._readers
+
     async def wait(self) -> None:
         """Return when all readers have ended, or it was stopped. Where one does not come within `match_timeout`, or
         reads for longer, it is "expired"; while one is written to it is not.
         """
-        while self._ended < self._readers and not self.stopped:
+        while self.awaited and not self.stopped:
             with anyio.move_on_after(self._offers.match_timeout) as scope:
                 await self.bell.wait()
             if scope.cancelled_caught and not self.pushes:
@@ -102,7 +109,7 @@ class Offer:
                     raise aiote.UsageError(f"the offer of {self.request!r} was left before all layers were computed")
                 await self.wait()
         finally:
-            if self._ended < self._readers:
+            if self.awaited:
                 self.stop("the program has stopped it")
             self._offers.leave(self)
             await to_the_end(self._quiet)
@@ -114,8 +121,9 @@ class Offer:
 
     # What readers do.
 
-    def join(self, reader: object) -> None:
-        """Take a reader in. Raises TransferRefused for one too many."""
+    def join(self, reader: object, ranks: int) -> None:
+        """Take a reader in, one of so many of its group. Raises TransferRefused for one too many."""
+        self._readers = self._readers or ranks
         if self._came >= self._readers or self.stopped:
             raise TransferRefused(self.stopped or f"request {self.request!r} has its {self._readers} readers already")
         self._came += 1

@@ -67,15 +67,16 @@ class Producer:
 
     # What the program does with it.
 
-    def offer(self, request: str, *, tokens: int, rows: Rows, readers: int = 1) -> Offer:
+    def offer(self, request: str, *, tokens: int, rows: Rows, readers: int | None = 1, computed: bool = False) -> Offer:
         """Offer a request's cache: `async with producer.offer(...) as offer`, and `offer.computed(layer)` in it.
 
         rows: for each group its pages, from the request's first on, or from a later one where no reader wants those
         before; they need not be all that it will have. tokens: how many it has. readers: how many ranks the decode
-        group has. Entering raises UsageError for a name that is offered already.
+        group has; None if its first one is to say. computed: whether all is computed already. Entering raises
+        UsageError for a name that is offered already.
         """
         check_rows(self.spec, rows)
-        return Offer(self._offers, request, tokens, rows, readers, self.spec.layers)
+        return Offer(self._offers, request, tokens, rows, readers, dict.fromkeys(self.spec.layers, tokens * computed))
 
     def refuse(self, request: str, reason: str) -> None:
         """Tell decode ranks that ask for a request, now or in a while, that it is not offered, and why."""
@@ -145,7 +146,7 @@ class Producer:
         """Write a request's pages as they are computed."""
         session = self._session(peer, fetch.session)
         offer = await self._offers.match(fetch.request)
-        offer.join(fetch)
+        offer.join(fetch, session.map.part.ranks)
         failure = "it was cancelled"
         try:
             yield None
@@ -176,7 +177,7 @@ class Producer:
         own = self._session(peer, session)
         offer = await self._offers.match(request)
         reader = Pull(own, offer)
-        offer.join(reader)
+        offer.join(reader, own.map.part.ranks)
         self._pulls.add(reader)
         try:
             while not (offer.complete or offer.stopped):

@@ -84,11 +84,15 @@ class CacheTensor(msgspec.Struct, array_like=True, frozen=True):
 
 
 class CacheSpec(msgspec.Struct, array_like=True, frozen=True):
-    """What a rank says of its cache: a name for errors, the length of each memory in bytes, and the tensors in them."""
+    """What a rank says of its cache: a name for errors, the length of each memory in bytes, and the tensors in them.
+
+    `ranks`: how many ranks its group has, all of which receive each request.
+    """
 
     name: Annotated[str, Meta(max_length=200)]
     memories: Annotated[tuple[Size, ...], Meta(max_length=MAX_MEMORIES)]
     tensors: Annotated[tuple[CacheTensor, ...], Meta(max_length=MAX_TENSORS)]
+    ranks: Annotated[int, Meta(ge=1, lt=1 << 20)] = 1
 
     def check(self) -> None:
         """Raise UsageError for a tensor that leaves its memory, overlaps itself, or comes twice.
@@ -132,10 +136,13 @@ class CacheSpec(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Cache:
-    """The cache of one rank, made of the caller's arrays, which are neither copied nor allocated here."""
+    """The cache of one rank, made of the caller's arrays, which are neither copied nor allocated here.
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    ranks: how many its group has. It counts for a decode rank, where an offer does not say how many readers it has.
+    """
+
+    def __init__(self, name: str, *, ranks: int = 1) -> None:
+        self.name, self.ranks = name, ranks
         self.memories: list[NDArray[Any]] = []
         self.tensors: list[CacheTensor] = []
 
@@ -209,7 +216,7 @@ class Cache:
     @property
     def spec(self) -> CacheSpec:
         """What a peer is told of it. Raises UsageError as `CacheSpec.check`."""
-        spec = CacheSpec(self.name, tuple(memory.nbytes for memory in self.memories), tuple(self.tensors))
+        spec = CacheSpec(self.name, tuple(memory.nbytes for memory in self.memories), tuple(self.tensors), self.ranks)
         spec.check()
         return spec
 

@@ -1,11 +1,13 @@
-"""What vLLM finds of aiote: `register` is its entry point, which vLLM calls in each of its processes.
+"""What vLLM finds of aiote: `AioteConnector`, and `register`, the entry point, which it calls in each of its processes.
 
 Names are registered, and nothing of vLLM or of torch is imported before vLLM asks for what they stand for.
 """
 
 from __future__ import annotations
 
-__all__ = ["register"]
+from typing import Any
+
+__all__ = ["AioteConnector", "register"]
 
 NAME = "aiote"
 
@@ -29,3 +31,11 @@ def register() -> None:
         except ValueError:
             # vLLM refuses a second registration; some of its processes load their plugins twice.
             continue
+
+
+def __getattr__(name: str) -> Any:
+    if name == "AioteConnector":
+        from .connector import AioteConnector
+
+        return AioteConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

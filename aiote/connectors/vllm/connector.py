@@ -1,0 +1,215 @@
+"""vLLM's KV connector: prompts computed by one engine are decoded by another; see docs/connectors.md.
+
+One class for both of its roles. In the scheduler it is a `RequestTable`, in each worker `Transfers`; here is what turns
+vLLM's objects into theirs. vLLM calls synchronously, and nothing here waits except `shutdown`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import AttentionSpec, CrossAttentionSpec, MLAAttentionSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
+
+from ...errors import UsageError
+from .layout import Layer, cache_of
+from .requests import RequestTable, Steps
+from .transfers import Transfers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+__all__ = ["AioteConnector"]
+
+logger = init_logger(f"vllm.{__name__}")
+ENDED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+@dataclass
+class AioteMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """What the scheduler tells the workers in a step."""
+
+    steps: Steps
+
+
+@dataclass
+class AioteHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What a worker tells the scheduler at the start."""
+
+    address: str
+
+
+class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Brings KV caches from prefill to decode engines, between vLLM's own tensors.
+
+    `kv_connector_extra_config` may have "aiote", settings of `aiote.open_engine`; "kv_lease_duration", seconds that a
+    computed prompt waits for who decodes it (30); "reads": decode workers read, else prefill workers write (false).
+    """
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        parallel = vllm_config.parallel_config
+        if parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1:
+            raise UsageError("a context that is split among ranks is not transferred")
+        self._groups = _groups(kv_cache_config)
+        self._table = RequestTable(
+            self._kv_transfer_config.engine_id,
+            {group: spec.block_size for group, (spec, _) in self._groups.items()},
+            produces=self._kv_transfer_config.is_kv_producer,
+            settings={"tp_size": parallel.tensor_parallel_size, "pp_size": parallel.pipeline_parallel_size},
+        )
+        self._transfers: Transfers | None = None
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Ask for pages of whole heads, layer by layer, where vLLM has a choice."""
+        model = vllm_config.model_config
+        return None if model is None or model.use_mla else "LBHNC"
+
+    # In the scheduler.
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], AioteHandshake]) -> None:
+        """Take the addresses of the workers."""
+        self._table.addresses = [metadata[rank].address for rank in sorted(metadata)]
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """Return all groups that are transferred: a request's own blocks come."""
+        return tuple(self._groups)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """Return how many tokens of a prompt come from elsewhere, between steps."""
+        found = self._table.external(request.kv_transfer_params, request.num_prompt_tokens, num_computed_tokens)
+        return found, found > 0
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Have a request's cache received into its blocks."""
+        params, prompt = request.kv_transfer_params, request.num_prompt_tokens
+        self._table.allocated(request.request_id, params, prompt, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> AioteMetadata:
+        """Return what is new for the workers."""
+        return AioteMetadata(self._table.take())
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take note of requests that have been received."""
+        for request in connector_output.finished_recving or ():
+            self._table.received(request)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished_all_groups`, of an engine that has one."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Offer a prompt that was computed to be decoded elsewhere; its blocks are then kept."""
+        # The last token that was sampled has no cache yet.
+        tokens = min(request.num_computed_tokens, request.num_tokens - 1) if request.status in ENDED_WELL else 0
+        params = self._table.finished(request.request_id, request.kv_transfer_params, tokens, block_ids)
+        return params is not None, params
+
+    # In a worker.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Open the engine and register the tensors; raises UsageError for what cannot be transferred."""
+        # Not before: vLLM does not say earlier which rank a worker is.
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+        config, parallel = self._kv_transfer_config, self._vllm_config.parallel_config
+        rank = get_tp_group().rank_in_group
+        extra = config.kv_connector_extra_config
+        self._transfers = Transfers(
+            cache_of(
+                f"{config.engine_id} rank {get_pp_group().rank_in_group}.{rank}",
+                self._layers(kv_caches, rank),
+                parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+            ),
+            produces=config.is_kv_producer,
+            consumes=config.is_kv_consumer,
+            turn=rank,
+            reads=bool(extra.get("reads", False)),
+            lease=float(extra.get("kv_lease_duration", 30)),
+            settings=extra.get("aiote", {}),
+        )
+
+    def _layers(self, kv_caches: dict[str, torch.Tensor], rank: int) -> Iterator[Layer]:
+        ranks = self._vllm_config.parallel_config.tensor_parallel_size
+        heads = self._vllm_config.model_config.get_total_num_kv_heads()
+        context = self._vllm_config.compilation_config.static_forward_context
+        for group, (spec, names) in self._groups.items():
+            for name in names:
+                if name not in kv_caches:
+                    continue  # of another stage of the pipeline
+                tensor = kv_caches[name]
+                # Of fewer heads than ranks, several ranks have the same one.
+                first = rank * tensor.shape[1] if heads >= ranks else rank * heads // ranks
+                first = 0 if isinstance(spec, MLAAttentionSpec) else first
+                yield Layer(name, tensor, group, first, str(getattr(context.get(name), "isa", "")))
+
+    def get_handshake_metadata(self) -> AioteHandshake | None:
+        """Return where this worker is reached."""
+        return None if self._transfers is None else AioteHandshake(self._transfers.address)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Begin what is new in a step."""
+        if self._transfers is not None:
+            self._transfers.start(self._get_connector_metadata().steps)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return which requests' blocks are vLLM's again."""
+        if self._transfers is None:
+            return KVConnectorTransferResults()
+        ended = self._transfers.ended()
+        for request, why in ended.failed.items():
+            logger.warning("The KV cache of request %s has not come: %s", request, why)
+        return KVConnectorTransferResults(ended.sent, ended.received, set(ended.failed))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: a request is computed once all its layers are here."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
+    ) -> None:
+        """Do nothing: a request is offered once all its layers are computed."""
+
+    def wait_for_save(self) -> None:
+        """Do nothing, as `save_kv_layer`."""
+
+    def shutdown(self) -> None:
+        """End all transfers and wait until no block is touched any more."""
+        if self._transfers is not None:
+            self._transfers.close()
+
+
+def _groups(kv_cache_config: KVCacheConfig) -> dict[int, tuple[Any, list[str]]]:
+    """Return the groups of blocks that are transferred. Raises UsageError for what is no cache of a prompt's tokens."""
+    groups = {number: kv_cache_config.kv_cache_groups[number] for number in kv_cache_config.transfer_group_ids}
+    for group in groups.values():
+        spec = group.kv_cache_spec
+        specs = getattr(spec, "kv_cache_specs", {"": spec}).values()
+        if not all(isinstance(one, AttentionSpec) and not isinstance(one, CrossAttentionSpec) for one in specs):
+            raise UsageError(f"{group.layer_names[0]}: a cache of {type(spec).__name__} is not transferred yet")
+    return {number: (group.kv_cache_spec, group.layer_names) for number, group in groups.items()}

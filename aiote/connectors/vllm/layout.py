@@ -1,0 +1,68 @@
+"""vLLM's KV tensors as a `Cache`. Every tensor stays where it is; each storage is registered once, as a whole.
+
+The CPU backend has [blocks, heads, tokens, 2 * head size] for each layer. Within a head of a block it keeps all keys,
+then all values, in an order that its kernels choose: so a page is opaque, whole heads of it move, and both sides need
+blocks of the same size and kernels of the same instruction set, which is part of the type's name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...errors import UsageError
+from ...kvcache import Cache
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Layer", "cache_of"]
+
+NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
+FIELD_LENGTH = 64
+
+
+class Layer(NamedTuple):
+    """A layer's tensor: in which group of blocks it is, the number of its first head in the model, and what its bytes
+    are, beside their type.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    group: int = 0
+    first_head: int = 0
+    kernels: str = ""
+
+
+def cache_of(name: str, layers: Iterable[Layer], ranks: int = 1) -> Cache:
+    """Return the cache that these layers are, of one of so many ranks of a group. Raises UsageError for memory of a
+    device, and for tensors of another shape.
+    """
+    import torch
+
+    cache = Cache(name, ranks=ranks)
+    held: set[int] = set()
+    for layer in layers:
+        tensor = layer.tensor
+        if tensor.device.type != "cpu" or tensor.dim() != 4:
+            raise UsageError(
+                f"{layer.name}: expected a tensor [blocks, heads, tokens, items] in host memory, got one of shape "
+                f"{list(tensor.shape)} on {tensor.device}"
+            )
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in held:
+            held.add(storage.data_ptr())
+            cache.hold(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
+        number = NUMBER.search(layer.name)
+        field = NUMBER.sub("", layer.name, count=1) if number else layer.name
+        cache.add(
+            tensor.view(torch.uint8).numpy(),
+            "page head item item",
+            layer=int(number[1]) if number else 0,
+            group=layer.group,
+            first_head=layer.first_head,
+            fields=[field[-FIELD_LENGTH:]],
+            dtype=f"{tensor.dtype} {layer.kernels}".removeprefix("torch.").strip(),
+        )
+    return cache

@@ -1,0 +1,125 @@
+"""A worker's side of KV transfers: what its rank offers and receives. Knows nothing of vLLM.
+
+Nothing here waits, except `close`. A worker starts what is new in a step and asks at its end what has ended.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import aiote
+
+from ... import bridge as bridges
+from ...kvcache import Cache, PageRow
+from ...kvcache.blocking import BlockingConsumer, BlockingProducer
+from .requests import Row, Steps, Wanted
+
+__all__ = ["Ended", "Transfers"]
+
+
+class Ended(NamedTuple):
+    """Requests whose pages are the engine's again. `failed` are those of `received` that have not come, and why."""
+
+    sent: set[str]
+    received: set[str]
+    failed: dict[str, str]
+
+
+class Transfers:
+    """The transfers of one rank.
+
+    reads: it reads what it receives; else it is written to it. lease: seconds that an offer waits for who receives it.
+    settings: those of `aiote.open_engine`. Raises what opening an engine and registering memory do.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        *,
+        produces: bool,
+        consumes: bool,
+        turn: int = 0,
+        reads: bool = False,
+        lease: float = 30.0,
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        self.reads = reads
+        self.bridge = bridges.acquire(**(settings or {}))
+        self._producer: BlockingProducer | None = None
+        self._consumer: BlockingConsumer | None = None
+        self._receiving: set[str] = set()
+        self._refused = Ended(set(), set(), {})
+        try:
+            if produces:
+                self._producer = BlockingProducer(self.bridge, cache, match_timeout=lease)
+            if consumes:
+                self._consumer = BlockingConsumer(self.bridge, cache, turn=turn)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def address(self) -> str:
+        """Where those who receive reach this rank."""
+        return str(self.bridge.engine.address)
+
+    def start(self, steps: Steps) -> None:
+        """Begin what is new. What cannot begin has ended."""
+        for request in steps.offered:
+            try:
+                assert self._producer is not None
+                rows = _rows(request.rows)
+                self._producer.offer(request.request, tokens=request.tokens, rows=rows, readers=None, computed=True)
+            except aiote.AioteError:
+                # Who asks for it is refused after a while.
+                self._refused.sent.add(request.request)
+        for wanted in steps.wanted:
+            self._receive(wanted)
+        for name in steps.cancelled:
+            if self._consumer is not None:
+                self._consumer.cancel(name)
+
+    def _receive(self, wanted: Wanted) -> None:
+        if wanted.rows:
+            self._receiving.add(wanted.request)
+        try:
+            if self._consumer is None:
+                raise aiote.UsageError("this engine is no kv_consumer")
+            self._consumer.submit(
+                wanted.addresses,
+                wanted.remote_request,
+                tokens=wanted.tokens,
+                rows=_rows(wanted.rows),
+                reads=self.reads,
+                name=wanted.request,
+            )
+        except aiote.AioteError as error:
+            self._refused.failed[wanted.request] = str(error)
+
+    def ended(self) -> Ended:
+        """Return what has ended since the last time."""
+        ended, self._refused = self._refused, Ended(set(), set(), {})
+        if self._producer is not None:
+            over = self._producer.poll()
+            # However it ended, who has received it knows: its pages are free.
+            ended.sent.update(over.moved, over.failed)
+        if self._consumer is not None:
+            over = self._consumer.poll()
+            ended.received.update(over.moved)
+            ended.failed.update(over.failed)
+        ended.received.update(ended.failed)
+        # Nobody waits for those that are not wanted.
+        ended.received.intersection_update(self._receiving)
+        self._receiving.difference_update(ended.received)
+        return ended._replace(failed={name: why for name, why in ended.failed.items() if name in ended.received})
+
+    def close(self) -> None:
+        """End all, wait until no page is touched any more, and give the engine back. Idempotent."""
+        for side in (self._producer, self._consumer):
+            if side is not None:
+                side.close()
+        self.bridge.close()
+
+
+def _rows(rows: dict[int, Row]) -> dict[int, PageRow]:
+    return {group: PageRow(row.blocks, row.start) for group, row in rows.items()}
