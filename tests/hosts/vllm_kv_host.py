@@ -74,8 +74,8 @@ def test_a_prompt_computed_elsewhere_goes_on_as_in_one_process(pair, free, provi
         assert received == offered
         # It was the cache that came, not the prompt that was computed again: a lie about the prompt goes unnoticed.
         decoder.ask("forget")
-    lied = decoder.generate(prompt(TOKENS - 1) + [3], COUNT, prefiller.prefill(prompt(TOKENS, 1)))
-    assert lied.tokens != alone(decoder, prompt(TOKENS - 1) + [3])
+    lied = decoder.generate([*prompt(TOKENS - 1), 3], COUNT, prefiller.prefill(prompt(TOKENS, 1)))
+    assert lied.tokens != alone(decoder, [*prompt(TOKENS - 1), 3])
     for side in pair:
         side.ask("forget")
         side.until(lambda side=side: side.ask("free") == free[side.name])

@@ -28,6 +28,7 @@ ENVIRONMENT = {
 PATIENCE_S = 240
 HEARTBEAT = {"heartbeat_timeout": 2.0, "connect_timeout": 2.0}
 VOCABULARY = 512
+PATTERN = 0xA5
 
 
 def write_model(folder: Path, seed: int = 0, **changes: Any) -> str:
@@ -111,6 +112,7 @@ class Child:
         self.scheduler = self.core.scheduler
         self.crcs: dict[str, dict[str, dict[int, list[int]]]] = {"offered": {}, "received": {}}
         self.errors: list[str] = []
+        self.cancelled = self.failed = 0
         if config is not None and config["kv_connector"] == "AioteConnector":
             self.watch()
 
@@ -127,6 +129,11 @@ class Child:
     def seen(self, which: str) -> dict[str, dict[int, list[int]]]:
         """Return and forget the checksums of the blocks of each request that was offered or received."""
         found, self.crcs[which] = self.crcs[which], {}
+        return found
+
+    def failures(self) -> int:
+        """Return how many requests have not come since the last time."""
+        found, self.failed = self.failed, 0
         return found
 
     def facts(self) -> dict[str, Any]:
@@ -161,6 +168,85 @@ class Child:
         self.scheduler.recompute_kv_load_failures = config["kv_load_failure_policy"] == "recompute"
         self.watch()
 
+    # What the test has it do to itself.
+
+    def slow(self, seconds: float) -> None:
+        """Have a producer wait for up to so long before each layer that it writes, or 0: as ever."""
+        import random
+
+        import anyio
+
+        from aiote.kvcache.offers import Push
+
+        if not hasattr(Push, "as_ever"):
+            Push.as_ever = Push._write
+
+        async def write(push: Any, engine: Any, layer: int) -> None:
+            await anyio.sleep(random.random() * seconds)
+            await Push.as_ever(push, engine, layer)
+
+        Push._write = write if seconds else Push.as_ever
+
+    def stall(self) -> None:
+        """Have a producer write the first layer of each request and never the next."""
+        import anyio
+
+        from aiote.kvcache.offers import Push
+
+        Push.as_ever = Push._write
+
+        async def write(push: Any, engine: Any, layer: int) -> None:
+            if layer:
+                await anyio.sleep_forever()
+            await Push.as_ever(push, engine, layer)
+
+        Push._write = write
+
+    def unstall(self) -> None:
+        """Have a producer write as ever."""
+        self.slow(0)
+
+    def layers_arrived(self) -> int:
+        """Return how many layers of the request that is under way have come."""
+        consumer = self.connector()._transfers._consumer._inner
+        readers = [reader for links in consumer._links._groups.values() for link in links for reader in link.readers]
+        return max((int(reader._block.row.progress[0]) for reader in readers if reader._block is not None), default=0)
+
+    def guard(self) -> None:
+        """From now on fill each block that is freed with a pattern, and take note of those that change before use."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        free, new = pool.free_blocks, pool.get_new_blocks
+        self.filled: set[int] = set()
+        self.changed: set[int] = set()
+
+        def freed(blocks: Any) -> None:
+            blocks = list(blocks)
+            free(blocks)
+            for block in blocks:
+                if not block.ref_cnt and not block.is_null:
+                    pool._maybe_evict_cached_block(block)
+                    self.filled.add(block.block_id)
+                    for tensor in self.bytes():
+                        tensor[block.block_id] = PATTERN
+
+        def taken(count: int) -> Any:
+            blocks = new(count)
+            self.look([block.block_id for block in blocks])
+            self.filled.difference_update(block.block_id for block in blocks)
+            return blocks
+
+        pool.free_blocks, pool.get_new_blocks = freed, taken
+
+    def look(self, blocks: list[int]) -> None:
+        for block in blocks:
+            if block in self.filled and any((tensor[block] != PATTERN).any() for tensor in self.bytes()):
+                self.changed.add(block)
+
+    def guarded(self) -> tuple[int, list[int], int]:
+        """Return how many blocks are filled, which have changed, and how many requests were cancelled on their way."""
+        self.look(list(self.filled))
+        return len(self.filled), sorted(self.changed), self.cancelled
+
     # How it looks at vLLM.
 
     def connector(self) -> Any:
@@ -175,12 +261,15 @@ class Child:
     def tensors(self) -> list[Any]:
         return list(self.layers().values())
 
-    def crc(self, block: int) -> int:
+    def bytes(self) -> list[Any]:
         import torch
 
+        return [tensor.view(torch.uint8).numpy() for tensor in self.tensors()]
+
+    def crc(self, block: int) -> int:
         value = 0
-        for tensor in self.tensors():
-            value = zlib.crc32(tensor[block].contiguous().view(torch.uint8).numpy().tobytes(), value)
+        for tensor in self.bytes():
+            value = zlib.crc32(tensor[block].tobytes(), value)
         return value
 
     def watch(self) -> None:
@@ -192,6 +281,7 @@ class Child:
             for one in steps.offered:
                 self.crcs["offered"][one.request] = self.sums(one)
             wanted.update({one.request: one for one in steps.wanted})
+            self.cancelled += len(steps.cancelled)
             start(steps)
 
         def over() -> Any:
@@ -199,6 +289,7 @@ class Child:
             for request in found.received - set(found.failed):
                 self.crcs["received"][wanted[request].remote_request] = self.sums(wanted[request])
             self.errors += found.failed.values()
+            self.failed += len(found.failed)
             return found
 
         transfers.start, transfers.ended = started, over
@@ -345,6 +436,10 @@ class Side:
     def abort(self, name: str) -> None:
         """Abort a request, which then says nothing more."""
         self.pipe.send(("abort", name))
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process."""
+        os.kill(self.process.pid or 0, number)
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Wait until something is so."""

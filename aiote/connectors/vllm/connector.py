@@ -91,9 +91,12 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # In the scheduler.
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], AioteHandshake]) -> None:
-        """Take the addresses of the workers."""
-        self._table.addresses = [metadata[rank].address for rank in sorted(metadata)]
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """Take the addresses of the workers; a `MultiConnector` may have what another connector's workers say."""
+        said = [metadata[rank] for rank in sorted(metadata)]
+        self._table.addresses = [one.address for one in said if isinstance(one, AioteHandshake)]
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         """Return all groups that are transferred: a request's own blocks come."""

@@ -152,7 +152,7 @@ class RequestTable:
             params["do_remote_prefill"] = False
             self._release(request, remote)
             return None
-        if not (params.get("do_remote_decode") and self._produces and tokens and any(blocks)):
+        if not (params.get("do_remote_decode") and self._produces and self.addresses and tokens and any(blocks)):
             return None
         rows, firsts = {}, []
         for group, size in self._block_tokens.items():

@@ -47,7 +47,8 @@ class Transfers:
         self.bridge = bridges.acquire(**(settings or {}))
         self._producer: BlockingProducer | None = None
         self._consumer: BlockingConsumer | None = None
-        self._receiving: set[str] = set()
+        self._receiving: dict[str, Wanted] = {}
+        self._cancelled: set[str] = set()
         self._refused = Ended(set(), set(), {})
         try:
             if produces:
@@ -76,12 +77,13 @@ class Transfers:
         for wanted in steps.wanted:
             self._receive(wanted)
         for name in steps.cancelled:
-            if self._consumer is not None:
+            if self._consumer is not None and name in self._receiving:
+                self._cancelled.add(name)
                 self._consumer.cancel(name)
 
     def _receive(self, wanted: Wanted) -> None:
         if wanted.rows:
-            self._receiving.add(wanted.request)
+            self._receiving[wanted.request] = wanted
         try:
             if self._consumer is None:
                 raise aiote.UsageError("this engine is no kv_consumer")
@@ -110,7 +112,12 @@ class Transfers:
         ended.received.update(ended.failed)
         # Nobody waits for those that are not wanted.
         ended.received.intersection_update(self._receiving)
-        self._receiving.difference_update(ended.received)
+        for name in ended.received:
+            wanted = self._receiving.pop(name)
+            if name in self._cancelled:
+                # It may have ended before it was asked for, and would then be waited for.
+                self._cancelled.discard(name)
+                self._receive(wanted._replace(rows={}))
         return ended._replace(failed={name: why for name, why in ended.failed.items() if name in ended.received})
 
     def close(self) -> None:
