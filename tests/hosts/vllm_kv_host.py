@@ -7,6 +7,7 @@ serves most tests: vLLM takes half a minute to start here.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from vllm_sides import Side, prompt, transfer_config, write_model
 
 TOKENS, COUNT = 400, 8
+LEASE_S = 30
 PROVIDERS = ["local", "socket", "tcp", "shm"]
 
 
@@ -79,3 +81,120 @@ def test_a_prompt_computed_elsewhere_goes_on_as_in_one_process(pair, free, provi
     for side in pair:
         side.ask("forget")
         side.until(lambda side=side: side.ask("free") == free[side.name])
+
+
+@pytest.fixture(scope="module")
+def others(model, logs, pair) -> Iterator[tuple[Side, Side]]:
+    """A producer that computes prompts in chunks of 128 tokens, and a consumer with 11 blocks, one of them vLLM's."""
+    chunked = Side(
+        "chunked", model, transfer_config("kv_producer"), logs, max_num_batched_tokens=128, max_model_len=512
+    )
+    small = Side(
+        "small", model, transfer_config("kv_consumer"), logs, kv_cache_memory_bytes=11 << 16, max_model_len=768
+    )
+    yield chunked.ready(), small.ready()
+    small.close()
+    chunked.close()
+
+
+@pytest.fixture
+def local(pair) -> tuple[Side, Side]:
+    """The pair, over shared memory, with nothing in its caches."""
+    for side, role in zip(pair, ("kv_producer", "kv_consumer"), strict=True):
+        side.ask("rewire", transfer_config(role))
+        side.ask("forget")
+        side.ask("seen", "offered")
+        side.ask("seen", "received")
+    return pair
+
+
+def test_of_a_prefix_that_is_here_nothing_is_moved(local, free):
+    prefiller, decoder = local
+    expected = alone(decoder, prompt(TOKENS))
+    params = prefiller.prefill(prompt(TOKENS))
+    decoder.ask("seen", "received")
+    decoder.generate(prompt(TOKENS)[:300], 1)
+    assert decoder.generate(prompt(TOKENS), COUNT, params).tokens == expected
+    (sums,) = decoder.ask("seen", "received").values()
+    assert [value != 0 for value in sums[0]] == [False, False, True, True]
+    # All that its producer has is here: nothing comes, and the producer need not wait for anybody.
+    params = prefiller.prefill(prompt(TOKENS)[:200])
+    assert decoder.generate(prompt(TOKENS), COUNT, params).tokens == expected
+    began = time.monotonic()
+    for side in local:
+        side.ask("forget")
+        side.until(lambda side=side: side.ask("free") == free[side.name])
+    assert time.monotonic() - began < LEASE_S / 2
+    assert decoder.ask("seen", "received") == {}
+
+
+def test_parameters_that_make_no_sense_are_as_none(local):
+    prefiller, decoder = local
+    expected = alone(decoder, prompt(TOKENS))
+    params = prefiller.prefill(prompt(TOKENS))
+    lies: list[dict[str, Any]] = [{"aiote": None}, {"remote_num_tokens": "all"}, {"remote_request_id": ["x"]}]
+    for lie in lies:
+        assert decoder.generate(prompt(TOKENS), COUNT, {**params, **lie}).tokens == expected
+        decoder.ask("forget")
+    decoder.ask("rewire", transfer_config("kv_consumer", policy="recompute"))
+    nobody = {**params, "aiote": {"addresses": ["aiote://nobody"], "first_tokens": [0]}}
+    assert decoder.generate(prompt(TOKENS), COUNT, nobody).tokens == expected
+    assert decoder.ask("failures") == 1
+    decoder.ask("forget")
+    assert decoder.generate(prompt(TOKENS), COUNT, params).tokens == expected
+    assert decoder.ask("failures") == 0
+
+
+def test_two_producers_one_of_which_computes_in_chunks(local, others):
+    prefiller, decoder = local
+    chunked, _ = others
+    expected = [alone(decoder, prompt(TOKENS, seed)) for seed in range(6)]
+    prefillers = [prefiller, chunked] * 3
+    under_way = [
+        decoder.add(prompt(TOKENS, seed), COUNT, one.prefill(prompt(TOKENS, seed)))
+        for seed, one in enumerate(prefillers)
+    ]
+    assert [decoder.wait(name).tokens for name in under_way] == expected
+    offered = {**prefiller.ask("seen", "offered"), **chunked.ask("seen", "offered")}
+    assert decoder.ask("seen", "received") == offered
+    assert len(offered) == 6
+
+
+def test_a_request_that_is_preempted_goes_on(local, others):
+    """Of two requests, each of which grows to 6 blocks, where there are 10."""
+    prefiller, decoder = local
+    small = others[1]
+    expected = [alone(decoder, prompt(TOKENS, seed), 300) for seed in range(2)]
+    has = small.ask("free")
+    small.ask("count_preemptions")
+    under_way = [small.add(prompt(TOKENS, seed), 300, prefiller.prefill(prompt(TOKENS, seed))) for seed in range(2)]
+    assert [small.wait(name).tokens for name in under_way] == expected
+    assert small.ask("preempted") > 0
+    small.ask("forget")
+    assert small.ask("free") == has
+
+
+def test_beside_another_connector(local, tmp_path):
+    """vLLM's MultiConnector with its ExampleConnector, which keeps caches in files: each answers for its own."""
+
+    def both(role: str) -> dict[str, Any]:
+        example = {
+            "kv_connector": "ExampleConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+        }
+        children = [transfer_config(role), example]
+        extra = {"connectors": children}
+        return {**transfer_config(role), "kv_connector": "MultiConnector", "kv_connector_module_path": None} | {
+            "kv_connector_extra_config": extra
+        }
+
+    prefiller, decoder = local
+    expected = alone(decoder, prompt(TOKENS))
+    prefiller.ask("rewire", both("kv_producer"))
+    decoder.ask("rewire", both("kv_consumer"))
+    params = prefiller.prefill(prompt(TOKENS))
+    assert decoder.generate(prompt(TOKENS), COUNT, params).tokens == expected
+    decoder.ask("forget")
+    assert list(tmp_path.iterdir()), "the files are the other one's"
+    assert decoder.generate(prompt(TOKENS), COUNT).tokens == expected

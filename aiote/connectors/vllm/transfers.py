@@ -18,7 +18,9 @@ __all__ = ["Ended", "Transfers"]
 
 
 class Ended(NamedTuple):
-    """Requests whose pages are the engine's again. `failed` are those of `received` that have not come, and why."""
+    """Requests whose pages are the engine's again. `failed` are those of `received` that have not come, and why, and
+    were not cancelled.
+    """
 
     sent: set[str]
     received: set[str]
@@ -117,6 +119,7 @@ class Transfers:
             if name in self._cancelled:
                 # It may have ended before it was asked for, and would then be waited for.
                 self._cancelled.discard(name)
+                ended.failed.pop(name, None)
                 self._receive(wanted._replace(rows={}))
         return ended._replace(failed={name: why for name, why in ended.failed.items() if name in ended.received})
 

@@ -1,0 +1,141 @@
+"""The scheduler's side of the KV connector for vLLM: what requests say of each other, and blocks to rows."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiote.connectors.vllm.requests import Offered, RequestTable, Row, Steps, Wanted
+
+ADDRESS = "aiote://127.0.0.1:38503/5bd42e82b292382d3c88b9c0ebc9ba67.18eac90921963061"
+NOTHING = Steps([], [], [])
+
+
+def table(block_tokens: dict[int, int], produces: bool = True) -> RequestTable:
+    made = RequestTable("engine", block_tokens, produces=produces, settings={"tp_size": 1})
+    made.addresses = [ADDRESS]
+    return made
+
+
+def told(tokens: int = 40, blocks: list[list[int]] | None = None, sizes: dict[int, int] | None = None) -> Any:
+    """Return what the one who receives a request is told, by way of JSON."""
+    sizes = sizes or {0: 16}
+    blocks = blocks or [[7, 3, 9]]
+    params = table(sizes).finished("r", {"do_remote_decode": True}, tokens, blocks)
+    return json.loads(json.dumps(params))
+
+
+def test_a_prompt_that_is_computed_is_offered_once():
+    producer = table({0: 16})
+    params = producer.finished("r", {"do_remote_decode": True}, 40, [[7, 3, 9, 4]])
+    assert params is not None
+    assert (params["do_remote_prefill"], params["do_remote_decode"]) == (True, False)
+    assert (params["remote_host"], params["remote_port"], params["tp_size"]) == ("127.0.0.1", 38503, 1)
+    assert (params["remote_engine_id"], params["remote_block_ids"]) == ("engine", [[7, 3, 9]])
+    assert producer.take() == ([Offered("r", 40, {0: Row([7, 3, 9], 0)})], [], [])
+    assert producer.take() == NOTHING
+
+
+@pytest.mark.parametrize("why", ["not asked for", "aborted", "no blocks", "no producer", "no workers"])
+def test_what_is_not_offered(why):
+    producer = table({0: 16}, produces=why != "no producer")
+    if why == "no workers":
+        producer.addresses = []
+    params = {} if why == "not asked for" else {"do_remote_decode": True}
+    tokens, blocks = 0 if why == "aborted" else 16, [[]] if why == "no blocks" else [[1]]
+    assert producer.finished("r", params, tokens, blocks) is None
+    assert producer.finished("s", None, tokens, blocks) is None
+    assert producer.take() == NOTHING
+
+
+def test_what_is_here_already_is_not_received():
+    consumer, params = table({0: 16}), told()
+    assert consumer.external(params, 40, 16) == 24
+    assert consumer.external(params, 30, 16) == 14
+    assert consumer.external(params, 40, 40) == 0
+    assert consumer.external(None, 40, 0) == consumer.external({"do_remote_decode": True}, 40, 0) == 0
+    consumer.allocated("d", params, 40, [[5, 1, 2]], 24)
+    assert consumer.take() == ([], [Wanted("d", "r", [ADDRESS], 40, {0: Row([1, 2], 1)})], [])
+    # Nothing is received twice.
+    assert consumer.external(params, 40, 0) == 0
+    consumer.allocated("d", params, 40, [[5, 1, 2]], 0)
+    assert consumer.take() == NOTHING
+
+
+def test_an_abort_ends_what_is_under_way_and_releases_what_is_not():
+    consumer = table({0: 16})
+    params = told()
+    consumer.allocated("d", params, 40, [[5, 1, 2]], 40)
+    consumer.take()
+    assert consumer.finished("d", params, 0, [[5, 1, 2]]) is None
+    assert consumer.take() == ([], [], ["d"])
+    consumer.received("d")
+    assert consumer.finished("d", params, 0, [[5, 1, 2]]) is None
+    assert consumer.take() == NOTHING
+    never, here = told(), told()
+    assert consumer.finished("never", never, 0, [[]]) is None
+    consumer.allocated("here", here, 40, [[5, 1, 2]], 0)
+    unwanted = [Wanted(name, "r", [ADDRESS], 40, {}) for name in ("never", "here")]
+    assert consumer.take() == ([], unwanted, [])
+    assert consumer.finished("never", never, 0, [[]]) is None
+    assert consumer.take() == NOTHING
+
+
+def test_pages_that_a_window_has_gone_past_are_on_neither_side():
+    sizes = {0: 16, 3: 16}
+    producer = table(sizes)
+    blocks = {0: [7, 3, 9], 3: [0, 0, 8]}
+    params = producer.finished("r", {"do_remote_decode": True}, 40, [blocks[0], [], [], blocks[3]])
+    assert params is not None
+    assert producer.take().offered == [Offered("r", 40, {0: Row([7, 3, 9], 0), 3: Row([8], 2)})]
+    consumer = table(sizes)
+    consumer.allocated("d", params, 40, [[4, 5, 6], [], [], [0, 2, 1]], 40)
+    assert consumer.take().wanted[0].rows == {0: Row([4, 5, 6], 0), 3: Row([1], 2)}
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"aiote": None},
+        {"aiote": {"addresses": [], "first_tokens": [0]}},
+        {"aiote": {"addresses": [3], "first_tokens": [0]}},
+        {"aiote": {"addresses": [ADDRESS], "first_tokens": [-1]}},
+        {"remote_request_id": "x" * 257},
+        {"remote_request_id": None},
+        {"remote_num_tokens": -1},
+        {"remote_num_tokens": 1.5},
+    ],
+)
+def test_parameters_that_make_no_sense_are_as_none(lie):
+    consumer, params = table({0: 16}), {**told(), **lie}
+    assert consumer.external(params, 40, 0) == 0
+    consumer.allocated("d", params, 40, [[1, 2, 3]], 0)
+    assert consumer.finished("d", params, 0, [[1, 2, 3]]) is None
+    assert consumer.take() == NOTHING
+
+
+@given(st.integers(1, 200), st.integers(0, 200), st.integers(0, 200), st.sampled_from([1, 4, 16]), st.integers(1, 32))
+def test_both_sides_mean_the_same_tokens(computed, prompt, cached, size, decoder_size):
+    """What is received has each token that is missing, and of none more than a block before or behind."""
+    blocks = list(range(1, 300))
+    producer, consumer = table({0: size}), table({0: decoder_size})
+    params = producer.finished("r", {"do_remote_decode": True}, computed, [blocks])
+    offered = producer.take().offered[0].rows[0]
+    assert len(offered.blocks) * size >= computed > (len(offered.blocks) - 1) * size
+    cached -= cached % decoder_size
+    count = consumer.external(params, prompt, cached)
+    assert count == max(0, min(prompt, computed) - cached)
+    consumer.allocated("d", params, prompt, [blocks], count)
+    (wanted,) = consumer.take().wanted
+    if not count:
+        assert wanted.rows == {}
+        return
+    row = wanted.rows[0]
+    first, stop = row.start * decoder_size, (row.start + len(row.blocks)) * decoder_size
+    assert first == cached
+    assert stop - decoder_size < cached + count <= stop
+    assert row.blocks == blocks[row.start : row.start + len(row.blocks)]

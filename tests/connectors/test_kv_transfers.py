@@ -1,0 +1,129 @@
+"""A worker's side of the KV connector for vLLM: what begins in a step and what has ended, with real engines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import anyio
+import anyio.from_thread
+import numpy as np
+import pytest
+
+import aiote
+from aiote.connectors.vllm.requests import Offered, Row, Steps, Wanted
+from aiote.connectors.vllm.transfers import Ended, Transfers
+from aiote.kvcache import Cache, Consumer, PageRow, Producer
+from bridges import aside
+from engines import PATIENCE_S, opened
+
+PAGES, LAYERS = 8, 2
+
+pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
+
+
+def cache(name: str, value: int) -> tuple[Cache, np.ndarray]:
+    """Make a cache of opaque pages, as vLLM's CPU backend has them."""
+    made, array = Cache(name), np.full((LAYERS, PAGES, 2, 64), value, np.uint8)
+    made.add(array, "layer page head item")
+    return made, array
+
+
+@contextmanager
+def transfers(made: Cache, *, produces: bool, lease: float = PATIENCE_S) -> Iterator[Transfers]:
+    one = Transfers(made, produces=produces, consumes=not produces, lease=lease, settings={"provider": "local"})
+    try:
+        yield one
+    finally:
+        aside(one.close)
+
+
+@pytest.fixture
+def portal() -> Iterator[anyio.from_thread.BlockingPortal]:
+    with anyio.from_thread.start_blocking_portal() as portal:
+        yield portal
+
+
+def ended(one: Transfers) -> Ended:
+    """Ask as an engine does between two steps, until something has ended."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        found = one.ended()
+        if found.sent or found.received:
+            return found
+    raise AssertionError("nothing has ended")
+
+
+def offered(request: str, blocks: list[int], tokens: int = 40) -> Steps:
+    return Steps([Offered(request, tokens, {0: Row(blocks, 0)})], [], [])
+
+
+def test_what_is_offered_is_kept_until_it_was_read(portal):
+    (left, here), (right, there) = cache("prefill", 3), cache("decode", 0)
+    with (
+        transfers(left, produces=True) as worker,
+        portal.wrap_async_context_manager(opened("local")) as engine,
+        portal.wrap_async_context_manager(Consumer(engine, right)) as consumer,
+    ):
+
+        async def receive() -> None:
+            rows = {0: PageRow([4, 1], 1)}
+            async with consumer.receive([worker.address], "r", tokens=40, rows=rows) as reception:
+                await reception.arrived()
+
+        here[:, 7], here[:, 2] = 7, 2
+        # What cannot be offered is the engine's again.
+        worker.start(offered("wrong", [PAGES]))
+        assert worker.ended() == ({"wrong"}, set(), {})
+        worker.start(offered("r", [5, 7, 2]))
+        assert worker.ended() == (set(), set(), {})
+        portal.call(receive)
+        assert ended(worker) == ({"r"}, set(), {})
+    assert there[0, :, 0, 0].tolist() == [0, 2, 0, 0, 7, 0, 0, 0]
+    assert np.array_equal(there[0], there[1])
+
+
+def test_what_is_wanted_comes_or_its_producer_hears_that_it_is_not(portal):
+    (left, _), (right, there) = cache("prefill", 3), cache("decode", 0)
+    with (
+        transfers(right, produces=False) as worker,
+        portal.wrap_async_context_manager(opened("local")) as engine,
+        portal.wrap_async_context_manager(Producer(engine, left, match_timeout=PATIENCE_S)) as producer,
+    ):
+        outcomes: dict[str, str] = {}
+
+        async def offer(name: str) -> None:
+            rows = {0: PageRow([0, 1, 2])}
+            async with producer.offer(name, tokens=40, rows=rows, readers=None, computed=True) as offer:
+                pass
+            outcomes[name] = offer.outcome
+
+        def wanted(name: str, rows: dict[int, Row], places: list[str] | None = None) -> Wanted:
+            return Wanted(f"our {name}", name, places or [str(engine.address)], 40, rows)
+
+        rows = {0: Row([4, 1], 1)}
+        offers = [portal.start_task_soon(offer, name) for name in ("r", "cancelled", "no")]
+        worker.start(Steps([], [wanted("r", rows)], []))
+        assert ended(worker) == (set(), {"our r"}, {})
+        assert there[0, :, 0, 0].tolist() == [0, 3, 0, 0, 3, 0, 0, 0]
+        # Cancelled before it is asked for, or after: either way the producer is told, and it is no failure.
+        worker.start(Steps([], [wanted("cancelled", {0: Row([2, 3, 5], 0)})], ["our cancelled"]))
+        assert ended(worker) == (set(), {"our cancelled"}, {})
+        worker.start(Steps([], [wanted("no", {})], []))
+        worker.start(Steps([], [wanted("nobody", rows, ["aiote://nobody"])], ["unknown"]))
+        found = ended(worker)
+        assert (found.received, list(found.failed)) == ({"our nobody"}, ["our nobody"])
+        for one in offers:
+            one.result(PATIENCE_S)
+        assert outcomes["r"] == outcomes["no"] == "moved"
+        assert worker.ended() == (set(), set(), {})
+
+
+def test_an_engine_that_is_no_consumer_says_so():
+    made, _ = cache("prefill", 3)
+    with transfers(made, produces=True) as worker:
+        worker.start(Steps([], [Wanted("r", "r", [worker.address], 40, {0: Row([1], 0)})], ["r"]))
+        assert worker.ended() == (set(), {"r"}, {"r": "this engine is no kv_consumer"})
+    with pytest.raises(aiote.UsageError, match="no setting"):
+        Transfers(made, produces=True, consumes=False, settings={"providers": "local"})
