@@ -131,6 +131,10 @@ class Child:
         found, self.crcs[which] = self.crcs[which], {}
         return found
 
+    def cpu(self) -> float:
+        """Return the seconds of processor that the process has used."""
+        return time.process_time()
+
     def preempted(self) -> int:
         """Return how often a request was preempted."""
         return self.preemptions

@@ -89,6 +89,11 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Refuse the mode that unmaps the tensors, which stay registered."""
+        return False
+
     # In the scheduler.
 
     def set_xfer_handshake_metadata_pp_aware(
