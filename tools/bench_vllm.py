@@ -2,7 +2,7 @@
 
 Run it in the environment of `make test-connectors`, with NIXL beside vLLM:
 
-    .venv-hosts/vllm/bin/python -m pip install --no-deps nixl-cu12==1.5.1
+    .venv-hosts/vllm/bin/python -m pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1
     .venv-hosts/vllm/bin/python -P tools/bench_vllm.py
 
 Two pairs of engines on the CPU, one of each connector, take turns with prompts of 400 tokens: the prompt is computed by

@@ -7,7 +7,6 @@ serves most tests: vLLM takes half a minute to start here.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ import pytest
 from vllm_sides import Side, prompt, transfer_config, write_model
 
 TOKENS, COUNT = 400, 8
-LEASE_S = 30
+LEASE_S = 3600
+"""Longer than any test waits: blocks that are free again were not given up for that."""
 PROVIDERS = ["local", "socket", "tcp", "shm"]
 
 
@@ -101,7 +101,7 @@ def others(model, logs, pair) -> Iterator[tuple[Side, Side]]:
 def local(pair) -> tuple[Side, Side]:
     """The pair, over shared memory, with nothing in its caches."""
     for side, role in zip(pair, ("kv_producer", "kv_consumer"), strict=True):
-        side.ask("rewire", transfer_config(role))
+        side.ask("rewire", transfer_config(role, kv_lease_duration=LEASE_S))
         side.ask("forget")
         side.ask("seen", "offered")
         side.ask("seen", "received")
@@ -120,11 +120,9 @@ def test_of_a_prefix_that_is_here_nothing_is_moved(local, free):
     # All that its producer has is here: nothing comes, and the producer need not wait for anybody.
     params = prefiller.prefill(prompt(TOKENS)[:200])
     assert decoder.generate(prompt(TOKENS), COUNT, params).tokens == expected
-    began = time.monotonic()
     for side in local:
         side.ask("forget")
         side.until(lambda side=side: side.ask("free") == free[side.name])
-    assert time.monotonic() - began < LEASE_S / 2
     assert decoder.ask("seen", "received") == {}
 
 
