@@ -113,7 +113,9 @@ class Child:
         self.crcs: dict[str, dict[str, dict[int, list[int]]]] = {"offered": {}, "received": {}}
         self.errors: list[str] = []
         self.cancelled = self.failed = 0
-        if config is not None and config["kv_connector"] == "AioteConnector":
+        # Of several ranks, the workers are in processes of their own.
+        alone = settings.get("tensor_parallel_size", 1) == 1
+        if alone and config is not None and config["kv_connector"] == "AioteConnector":
             self.watch()
 
     # What the test may ask for.
@@ -396,7 +398,9 @@ class Side:
         self.name, self.log = name, log / f"{name}.log"
         self.pipe, its = context.Pipe()
         arguments = (its, model, config, settings, str(self.log))
-        self.process = context.Process(target=child, args=arguments, daemon=True)
+        # A daemon may have no workers of its own.
+        alone = settings.get("tensor_parallel_size", 1) == 1
+        self.process = context.Process(target=child, args=arguments, daemon=alone)
         self.process.start()
         its.close()
         self.done: dict[str, Answer] = {}
