@@ -140,3 +140,55 @@ def test_an_offer_that_is_cancelled_at_once_is_not_kept(left):
         while names:
             names -= set(finished(producer).failed)
         assert producer._offers == {}
+
+
+def test_the_first_reader_says_how_many_there_are(portal, left):
+    """Two ranks of a decode group, whose requests the program calls otherwise than the producer does."""
+    rows = {0: PageRow(np.arange(5))}
+    fill(left, rows, 20)
+    group = built(MODEL, Side(ranks=2), "decode")
+    for cache in group.caches:
+        cache.ranks = 2
+    with (
+        bridge_to() as bridge,
+        BlockingProducer(bridge, left.caches[0]) as producer,
+        portal.wrap_async_context_manager(opened("local")) as one,
+        portal.wrap_async_context_manager(opened("local")) as other,
+        portal.wrap_async_context_manager(Consumer(one, group.caches[0])) as first,
+        portal.wrap_async_context_manager(Consumer(other, group.caches[1])) as second,
+    ):
+
+        async def receive(consumer: Consumer) -> None:
+            async with consumer.receive([bridge.engine.address], "r", tokens=TOKENS, rows=rows) as reception:
+                await reception.arrived()
+
+        producer.offer("r", tokens=TOKENS, rows=rows, readers=None, computed=True)
+        portal.call(receive, first)
+        assert producer.poll() == ([], {}, {})
+        portal.call(receive, second)
+        assert finished(producer) == (["r"], {}, {})
+        with pytest.raises(aiote.AioteError, match="over"):
+            portal.call(receive, first)
+    for cache in group.caches:
+        assert same(cache, expected(cache, rows, 20))
+
+
+def test_requests_of_producers_that_share_a_name(portal, left, right):
+    fill(left, {0: PageRow(np.arange(5))}, 20)
+    with (
+        bridge_to() as bridge,
+        BlockingConsumer(bridge, right.caches[0]) as consumer,
+        portal.wrap_async_context_manager(opened("local")) as engine,
+        portal.wrap_async_context_manager(Producer(engine, left.caches[0])) as producer,
+    ):
+
+        async def offer() -> None:
+            async with producer.offer("r", tokens=TOKENS, rows={0: PageRow(np.arange(5))}, computed=True):
+                pass
+
+        there = {0: PageRow(np.array([3, 11, 4, 5, 6]))}
+        consumer.submit([engine.address], "r", tokens=TOKENS, rows=there, name="ours")
+        consumer.submit(["aiote://nobody"], "r", tokens=TOKENS, rows={0: PageRow(np.array([0]))}, name="theirs")
+        assert list(finished(consumer).failed) == ["theirs"]
+        portal.call(offer)
+        assert finished(consumer) == (["ours"], {}, {})

@@ -65,6 +65,7 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     `kv_connector_extra_config` may have "aiote", settings of `aiote.open_engine`; "kv_lease_duration", seconds that a
     computed prompt waits for who decodes it (30); "reads": decode workers read, else prefill workers write (false).
+    What becomes of a request whose cache does not come is said by vLLM's `kv_load_failure_policy`.
     """
 
     _cache_hit_source = CacheHitSource.P2P
