@@ -25,7 +25,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-PATIENCE_S = 240
+PATIENCE_S = 480
 HEARTBEAT = {"heartbeat_timeout": 2.0, "connect_timeout": 2.0}
 VOCABULARY = 512
 PATTERN = 0xA5
