@@ -1,0 +1,242 @@
+"""Ray's `TensorTransportManager`: tensors on the CPU go from actor to actor over aiote, not through the object store.
+
+`register()` before the actors' classes, then `@ray.method(tensor_transport="AIOTE")`; see docs/connectors.md. The
+source registers the tensors of an object and Ray carries their descriptors; who wants them reads. The engine opens
+where tensors first come or go. A fetch is one call on the bridge, and what gives it up cancels that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from concurrent import futures
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import torch
+from ray.exceptions import RayDirectTransportError
+from ray.experimental import register_tensor_transport
+from ray.experimental.rdt.tensor_transport_manager import (
+    CommunicatorMetadata,
+    FetchRequest,
+    TensorTransportManager,
+    TensorTransportMetadata,
+)
+from ray.experimental.rdt.util import create_empty_tensors_from_metadata, transport_manager_info
+
+from .. import bridge as bridges
+from .views import bytes_at
+
+__all__ = ["NAME", "AioteFetch", "AioteMetadata", "AioteTensorTransport", "register"]
+
+NAME = "AIOTE"
+MAX_ABORTED = 1024
+"""Aborted objects that are remembered for a fetch that has not begun; more is what nobody will fetch."""
+AT_ONCE = 16
+"""So many tensors of an object are read at a time: enough to hide the round trip, and a small part of the queue."""
+
+
+def register() -> None:
+    """Tell Ray of the transport, before the classes of actors whose methods name it; once more does nothing."""
+    if NAME not in transport_manager_info:
+        register_tensor_transport(NAME, ["cpu"], AioteTensorTransport, torch.Tensor)
+
+
+@dataclass(eq=False)
+class AioteMetadata(TensorTransportMetadata):  # type: ignore[misc]
+    """What the owner of an object passes on: a descriptor for each tensor, an empty one for an empty tensor."""
+
+    descriptors: list[bytes] = field(default_factory=list)
+
+
+class AioteFetch(FetchRequest):  # type: ignore[misc]
+    """A fetch under way; it is cancelled where nobody waits for it any more."""
+
+    def __init__(self, obj_id: str, tensors: list[torch.Tensor], call: bridges.Call[None]) -> None:
+        super().__init__(obj_id=obj_id, tensors=tensors)
+        self.call = call
+
+    def __del__(self) -> None:
+        # The call keeps the tensors until it has drained.
+        self.call.cancel()
+
+
+class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
+    """One in each process, made by Ray, which calls it from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bridge: bridges.Bridge | None = None
+        self._sources: dict[str, tuple[AioteMetadata, list[bridges.Registration]]] = {}
+        self._calls: dict[bridges.Call[None], str] = {}
+        self._aborted: OrderedDict[str, None] = OrderedDict()
+
+    @property
+    def bridge(self) -> bridges.Bridge:
+        """This process's engine, opened by the first who asks; `AIOTE_*` in the environment say how."""
+        with self._lock:
+            if self._bridge is None or self._bridge.closed:
+                self._bridge = bridges.acquire()
+            return self._bridge
+
+    @property
+    def registrations(self) -> int:
+        """How many tensors are registered for others to read."""
+        return sum(len(held) for _, held in tuple(self._sources.values()))
+
+    # What Ray asks.
+
+    def tensor_transport_backend(self) -> str:
+        """Return the transport's name."""
+        return NAME
+
+    @staticmethod
+    def is_one_sided() -> bool:
+        """Say that receivers read, and sources do nothing."""
+        return True
+
+    @staticmethod
+    def can_abort_transport() -> bool:
+        """Say that a fetch ends when it is told to, so that Ray kills nobody."""
+        return True
+
+    def actor_has_tensor_transport(self, actor: Any) -> bool:
+        """Say that an actor has it; where it has not, its first tensors fail and say why."""
+        return True
+
+    def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: str | None = None) -> Any:
+        """Return nothing: descriptors say where their tensors are."""
+        return CommunicatorMetadata()
+
+    # The source.
+
+    def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: list[torch.Tensor]) -> AioteMetadata:
+        """Register an object's tensors until `garbage_collect`. Raises ValueError for other than contiguous ones."""
+        with self._lock:
+            if obj_id in self._sources:
+                # The task ran again, because its answer was lost.
+                return self._sources[obj_id][0]
+        for tensor in rdt_object:
+            if tensor.device.type != "cpu" or not tensor.is_contiguous():
+                raise ValueError(f"{NAME} takes contiguous tensors on the CPU, not one on {tensor.device}")
+        held: list[bridges.Registration] = []
+        descriptors = []
+        try:
+            for tensor in rdt_object:
+                descriptors.append(b"")
+                if tensor.numel():
+                    held.append(self.bridge.register(tensor, "read"))
+                    descriptors[-1] = held[-1].descriptor
+        except BaseException:
+            for registration in held:
+                registration.close()
+            raise
+        meta = [(tensor.shape, tensor.dtype) for tensor in rdt_object]
+        metadata = AioteMetadata(meta, "cpu" if rdt_object else None, descriptors)
+        with self._lock:
+            self._sources[obj_id] = metadata, held
+        return metadata
+
+    def garbage_collect(self, obj_id: str, tensor_transport_meta: Any, tensors: list[torch.Tensor]) -> None:
+        """End the registrations of an object that nobody refers to any more."""
+        with self._lock:
+            _, held = self._sources.pop(obj_id, (None, []))
+        for registration in held:
+            registration.close()
+
+    def send_multiple_tensors(self, tensors: Any, tensor_transport_metadata: Any, communicator_metadata: Any) -> None:
+        """Raise NotImplementedError: Ray asks one-sided transports to send nothing."""
+        raise NotImplementedError(f"{NAME} is one-sided: receivers read")
+
+    # The receiver.
+
+    def fetch_multiple_tensors(
+        self,
+        obj_id: str,
+        tensor_transport_metadata: AioteMetadata,
+        communicator_metadata: Any,
+        target_buffers: list[torch.Tensor] | None = None,
+    ) -> AioteFetch:
+        """Begin to read an object's tensors, into `target_buffers` where they are given, and return at once."""
+        tensors = target_buffers
+        if tensors is None:
+            tensors = create_empty_tensors_from_metadata(tensor_transport_metadata)
+        elif any(tensor.device.type != "cpu" for tensor in tensors):
+            raise ValueError(f"{NAME} fetches into tensors on the CPU")
+        reading = self._read(tensors, tensor_transport_metadata.descriptors, again=target_buffers is not None)
+        bridge = self.bridge
+        with self._lock:
+            if obj_id in self._aborted:
+                del self._aborted[obj_id]
+                reading.close()
+                raise RayDirectTransportError(f"the fetch of {obj_id} was aborted before it began")
+            call = bridge.submit(reading)
+            self._calls[call] = obj_id
+        call.add_done_callback(lambda _: self._calls.pop(call, None))
+        return AioteFetch(obj_id, tensors, call)
+
+    async def _read(self, tensors: list[torch.Tensor], descriptors: list[bytes], again: bool) -> None:
+        room = anyio.CapacityLimiter(AT_ONCE)
+
+        async def read(tensor: torch.Tensor, descriptor: bytes) -> None:
+            # Buffers that come again stay registered. Of new tensors that would only keep the memory.
+            async with room, await self._registered(tensor, again) as memory:
+                engine = self.bridge.engine
+                await engine.read(engine.attach(descriptor), memory.region if again else memory)
+
+        try:
+            async with anyio.create_task_group() as tasks:
+                for tensor, descriptor in zip(tensors, descriptors, strict=True):
+                    if descriptor:
+                        tasks.start_soon(read, tensor, descriptor)
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _registered(self, tensor: torch.Tensor, again: bool) -> Any:
+        bridge = self.bridge
+        if again:
+            return await bridge.register_async(tensor, "local")
+        return await bridge.engine.register_async(bytes_at(tensor), "local")
+
+    def wait_fetch_complete(self, fetch_request: AioteFetch, timeout: float = -1) -> list[torch.Tensor]:
+        """Wait for a fetch and return its tensors. Raises TimeoutError, and RayDirectTransportError where it failed.
+
+        timeout: seconds, negative for ever. A fetch that timed out goes on until its request is dropped.
+        """
+        call = fetch_request.call
+        try:
+            call.result(None if timeout < 0 else timeout)
+        except futures.CancelledError:
+            raise RayDirectTransportError(f"the fetch of {fetch_request.obj_id} was aborted") from None
+        except Exception as error:
+            if isinstance(error, TimeoutError) and not call.done():
+                raise TimeoutError(f"{fetch_request.obj_id} was not fetched within {timeout} s") from None
+            raise RayDirectTransportError(
+                f"the fetch of {fetch_request.obj_id} failed; its source may have died: {error!r}"
+            ) from error
+        tensors: list[torch.Tensor] = fetch_request.tensors
+        return tensors
+
+    def recv_multiple_tensors(
+        self,
+        obj_id: str,
+        tensor_transport_metadata: AioteMetadata,
+        communicator_metadata: Any,
+        target_buffers: list[torch.Tensor] | None = None,
+    ) -> list[torch.Tensor]:
+        """Fetch an object's tensors and wait for them."""
+        return self.wait_fetch_complete(
+            self.fetch_multiple_tensors(obj_id, tensor_transport_metadata, communicator_metadata, target_buffers)
+        )
+
+    def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
+        """End the fetches of an object in this process, or the one that is about to begin."""
+        with self._lock:
+            calls = [call for call, fetched in tuple(self._calls.items()) if fetched == obj_id and not call.done()]
+            if not calls:
+                self._aborted[obj_id] = None
+                if len(self._aborted) > MAX_ABORTED:
+                    self._aborted.popitem(last=False)
+        for call in calls:
+            call.cancel()
