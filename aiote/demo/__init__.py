@@ -21,7 +21,10 @@ from .children import Child
 from .decode import DecodeServer, Generation
 from .faults import DemoError
 from .life import Orders, leave_with_parent, live, tell
+from .model import Model
 from .prefill import PrefillServer
+from .prefixes import PrefixPages
+from .request_cache import RequestCache, plan
 from .settings import Settings
 
 __all__ = [
@@ -29,11 +32,15 @@ __all__ = [
     "DecodeServer",
     "DemoError",
     "Generation",
+    "Model",
     "Orders",
     "PrefillServer",
+    "PrefixPages",
+    "RequestCache",
     "Settings",
     "leave_with_parent",
     "live",
+    "plan",
     "tell",
     "tokens",
     "weights",

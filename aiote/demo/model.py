@@ -127,6 +127,29 @@ class Model:
             self.layer(number, span, cache)
         return self.logits(span)
 
+    def steps(self, tokens: Sequence[int], positions: Sequence[int], caches: Sequence[RequestCache]) -> Floats:
+        """Run one token of each of several requests through all layers; return their logits [requests, vocabulary].
+
+        One product a matrix serves all of them, but attention, which is each request's own. So the logits are those of
+        `step` up to rounding.
+        """
+        hidden: Floats = self.weights.embedding[np.asarray(tokens, dtype=np.intp)]
+        spans = [self.begin([token], position) for token, position in zip(tokens, positions, strict=True)]
+        cosines, sines = (np.concatenate([getattr(span, name) for span in spans]) for name in ("cosines", "sines"))
+        for number in range(self.config.layers):
+            weights = self.weights.layers[number]
+            queries, keys, values = self._project(number, hidden, cosines, sines)
+            heads: Floats = np.concatenate(
+                [
+                    self._mix(number, span, cache, queries[i : i + 1], keys[i : i + 1], values[i : i + 1])
+                    for i, (span, cache) in enumerate(zip(spans, caches, strict=True))
+                ]
+            )
+            hidden = hidden + heads @ weights.output.reshape(heads.shape[1], self.config.width)
+            hidden = hidden + self.mlp(number, _rms_norm(hidden, weights.mlp_norm))
+        logits: Floats = _rms_norm(hidden, self.weights.final_norm) @ self.weights.head
+        return logits
+
     def prefill(self, tokens: Sequence[int], cache: RequestCache, chunk_tokens: int) -> Floats:
         """Run a whole prompt through all layers, chunk by chunk, and return the logits for the first new token."""
         logits = np.zeros(0, dtype=np.float32)
@@ -138,13 +161,25 @@ class Model:
         return logits
 
     def _attention(self, number: int, span: Span, cache: RequestCache) -> Floats:
+        heads = self._mix(number, span, cache, *self._project(number, span.hidden, span.cosines, span.sines))
+        projected: Floats = heads @ self.weights.layers[number].output.reshape(heads.shape[1], self.config.width)
+        return projected
+
+    def _project(self, number: int, hidden: Floats, cosines: Floats, sines: Floats) -> tuple[Floats, Floats, Floats]:
+        """Return the queries, keys and values [tokens, heads, head_size] of tokens."""
         config, weights = self.config, self.weights.layers[number]
-        count, size = len(span.hidden), config.head_size
-        group = config.heads // config.kv_heads
-        normed = _rms_norm(span.hidden, weights.attention_norm)
-        queries = _rotate((normed @ _flat(weights.query)).reshape(count, config.heads, size), span)
-        keys = _rotate((normed @ _flat(weights.key)).reshape(count, config.kv_heads, size), span)
-        values = (normed @ _flat(weights.value)).reshape(count, config.kv_heads, size)
+        count, size = len(hidden), config.head_size
+        normed = _rms_norm(hidden, weights.attention_norm)
+        queries = _rotate((normed @ _flat(weights.query)).reshape(count, config.heads, size), cosines, sines)
+        keys = _rotate((normed @ _flat(weights.key)).reshape(count, config.kv_heads, size), cosines, sines)
+        return queries, keys, (normed @ _flat(weights.value)).reshape(count, config.kv_heads, size)
+
+    def _mix(
+        self, number: int, span: Span, cache: RequestCache, queries: Floats, keys: Floats, values: Floats
+    ) -> Floats:
+        """Store a request's new keys and values, and return what its queries make of all [tokens, heads * size]."""
+        config = self.config
+        count, size, group = len(queries), config.head_size, config.heads // config.kv_heads
         cache.write(number, span.start, keys, values)
         all_keys, all_values = cache.read(number, span.stop)
         # [kv_heads, group * tokens, size]: the heads that share keys and values share one matrix product.
@@ -157,9 +192,7 @@ class Model:
         np.exp(scores, out=scores)
         mixed: Floats = scores.reshape(config.kv_heads, group * count, span.stop) @ all_values
         mixed /= scores.sum(axis=-1).reshape(config.kv_heads, group * count, 1)
-        heads = mixed.reshape(config.heads, count, size).transpose(1, 0, 2).reshape(count, config.heads * size)
-        projected: Floats = heads @ weights.output.reshape(config.heads * size, config.width)
-        return projected
+        return mixed.reshape(config.heads, count, size).transpose(1, 0, 2).reshape(count, config.heads * size)
 
 
 def swiglu(tokens: Floats, gate: Floats, up: Floats, down: Floats) -> Floats:
@@ -182,9 +215,7 @@ def _rms_norm(values: Floats, gain: Floats) -> Floats:
     return normed
 
 
-def _rotate(heads: Floats, span: Span) -> Floats:
+def _rotate(heads: Floats, cosines: Floats, sines: Floats) -> Floats:
     half = heads.shape[-1] // 2
     first, second = heads[..., :half], heads[..., half:]
-    return np.concatenate(
-        [first * span.cosines - second * span.sines, second * span.cosines + first * span.sines], axis=-1
-    )
+    return np.concatenate([first * cosines - second * sines, second * cosines + first * sines], axis=-1)

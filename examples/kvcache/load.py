@@ -91,7 +91,7 @@ class Load:
                 await anyio.sleep(0.1)
 
     async def _ask(self, client: httpx.AsyncClient) -> None:
-        body = {"prompt": self.prompt(), "max_tokens": self.args.max_tokens, "stream": True}
+        body = {"prompt": self.prompt(), "max_tokens": self.args.max_tokens, "stream": True, "temperature": 0}
         leaves = self._random.random() < self.args.leave
         begun, first, finish = time.monotonic(), 0.0, None
         async with client.stream("POST", "/v1/completions", json=body) as response:

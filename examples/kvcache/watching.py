@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,10 @@ import httpx
 from aiote.discovery import Member, RegistryServer
 
 if TYPE_CHECKING:
-    from router import Front
+    from front import Front
 
 GIB = 1 << 30
+LATELY_S = 5.0  # over which the time to the first token is a median
 LOOK_S = 1.0  # how long one member may take to answer
 
 
@@ -47,7 +49,12 @@ class Watcher:
         rows = [self._row(member, stats[member.name]) for member in members]
         here = {(member.name, member.incarnation) for member in members}
         self._bytes = {key: value for key, value in self._bytes.items() if key[:2] in here}
-        return {"time": time.time(), "requests": self._requests(), "members": rows, "totals": self._totals(rows)}
+        return {
+            "time": time.time(),
+            "requests": {**self.requests(), **self._rates()},
+            "members": rows,
+            "totals": self._totals(rows),
+        }
 
     async def _ask_one(self, member: Member, stats: dict[str, dict[str, Any] | None]) -> None:
         stats[member.name] = None
@@ -80,13 +87,22 @@ class Watcher:
         self._bytes[key] = now, moved
         return (moved - was) / GIB / (now - before) if now > before else 0.0
 
-    def _requests(self) -> dict[str, Any]:
+    def requests(self) -> dict[str, Any]:
+        """Return the router's own numbers: counts since the start, and how it is now."""
+        front = self._front
+        counts = {"done": front.done, "failed": front.failed, "left": front.left, "retried": front.retried}
+        return {"open": len(front.tries), "queue": front.queue, **counts, "tokens": front.tokens}
+
+    def _rates(self) -> dict[str, Any]:
+        """Return what has happened lately."""
         front = self._front
         now, before = time.monotonic(), self._tokens
         self._tokens = now, front.tokens
-        rate = (front.tokens - before[1]) / max(now - before[0], 1e-9)
-        counts = {"done": front.done, "failed": front.failed, "left": front.left, "retried": front.retried}
-        return {"open": len(front.tries), **counts, "tokens": front.tokens, "tokens_s": rate}
+        lately = [seconds for at, seconds in front.first_tokens if now - at < LATELY_S]
+        return {
+            "tokens_s": (front.tokens - before[1]) / max(now - before[0], 1e-9),
+            "first_token_s": statistics.median(lately) if lately else None,
+        }
 
     def _totals(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         totals: dict[str, Any] = {"prefill": 0, "decode": 0, "pages": 0, "pages_held": 0, "gib_s": 0.0, "transfers": 0}

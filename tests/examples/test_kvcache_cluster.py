@@ -60,7 +60,8 @@ def test_an_answer_has_openai_s_form(cluster):
     choice = answer["choices"][0]
     assert (choice["finish_reason"], choice["text"].encode()) == ("length", bytes(choice["token_ids"]))
     assert cluster.client.get("/v1/models").json()["data"][0]["id"] == "aiote-demo"
-    as_tokens = cluster.client.post("/v1/completions", json={"prompt": [256, *b"a question"], "max_tokens": 3})
+    body = {"prompt": [256, *b"a question"], "max_tokens": 3, "temperature": 0}
+    as_tokens = cluster.client.post("/v1/completions", json=body)
     assert as_tokens.json()["choices"][0]["token_ids"] == choice["token_ids"]
 
 
@@ -73,31 +74,13 @@ def test_a_stream_has_the_same_tokens(cluster, references):
     assert len({part["id"] for part in [*parts, last]}) == 1
 
 
-WRONG = [
-    ({"prompt": ""}, 200, ""),  # the mark of the beginning alone
-    ({}, 400, "prompt"),
-    ({"prompt": ["two", "texts"]}, 400, "prompt"),
-    ({"prompt": [258]}, 400, "0 to 257"),
-    ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens"),
-    ({"prompt": "x" * 2048}, 400, "max_tokens"),
-    ({"prompt": "x", "temperature": 0.7}, 400, "temperature 0"),
-    ({"prompt": "x", "n": 2}, 400, "n must be 1"),
-]
-
-
-@pytest.mark.parametrize(("body", "status", "says"), WRONG, ids=[str(number) for number in range(len(WRONG))])
-def test_a_wrong_request_is_refused_with_the_reason(cluster, body, status, says):
-    answer = cluster.client.post("/v1/completions", json=body)
-    assert answer.status_code == status
-    assert says in answer.text
-
-
 def test_malformed_and_too_large_bodies_are_refused(cluster):
     def post(**given):
         return cluster.client.post("/v1/completions", **given).status_code
 
     kind = {"content-type": "application/json"}
     assert post(content=b"{", headers=kind) == post(content=b"[]", headers=kind) == 400
+    assert post(content=b"{}", headers={**kind, "x-long": "x" * (17 << 10)}) == 400
     assert post(data={"prompt": "x"}) == 415
     assert post(content=b" " * (2 << 20), headers=kind) == 413
     assert cluster.client.post("/scale", json={"prefill": -1}).status_code == 400
@@ -154,8 +137,8 @@ def test_a_client_that_leaves_cancels_all_the_way(cluster, stream):
     assert counted(after, "decode", "cancelled") == counted(before, "decode", "cancelled") + 1
     assert counted(after, "prefill", "cancelled") == counted(before, "prefill", "cancelled") + 1
     assert after["requests"]["failed"] == before["requests"]["failed"]
-    # Nothing was revoked for it: the prefiller has confirmed.
-    assert counted(after, "decode", "revoked") == 0
+    # Nobody was disconnected for it: the prefill server has confirmed.
+    assert counted(after, "decode", "peers") == counted(before, "decode", "peers")
     assert len(cluster.complete("the next one")) == 8
 
 

@@ -18,11 +18,11 @@ RIGHT = {"authorization": f"Bearer {TOKEN}"}
 
 
 @pytest.fixture
-def serving(monkeypatch):
+def web(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(EXAMPLES / "kvcache"), *sys.path])
-    import serving
+    import web
 
-    return serving
+    return web
 
 
 ASKED = [
@@ -32,6 +32,9 @@ ASKED = [
     ("GET", "/", RIGHT, "router.example", 200),
     ("POST", f"/?token={TOKEN}", {}, "localhost:8000", 401),  # what a form of another page could send
     ("GET", "/", {}, "localhost", 401),
+    ("GET", "/health", {}, "localhost", 200),
+    ("GET", "/health", {}, "evil.example", 403),
+    ("GET", "/metrics", {}, "localhost", 401),
     ("GET", "/?token=", {}, "localhost", 401),
     ("GET", "/", {"authorization": f"Basic {TOKEN}"}, "localhost", 401),
     ("GET", "/?token=\u00e9", {"authorization": "Bearer a"}, "localhost", 401),
@@ -43,8 +46,8 @@ ASKED = [
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("method", "path", "headers", "host", "status"), ASKED)
-async def test_only_requests_with_the_token_and_a_known_host_are_answered(serving, method, path, headers, host, status):
-    app = serving.Guard(PlainTextResponse("well"), TOKEN, ("router.example",))
+async def test_only_requests_with_the_token_and_a_known_host_are_answered(web, method, path, headers, host, status):
+    app = web.Guard(PlainTextResponse("well"), TOKEN, ("router.example",))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
         answer = await client.request(method, path, headers={**headers, "host": host})
         assert answer.status_code == status
@@ -59,9 +62,9 @@ async def test_only_requests_with_the_token_and_a_known_host_are_answered(servin
         ("0.0.0.0", "router.example", "router.example"),
     ],
 )
-def test_what_others_are_told_can_be_reached(serving, host, advertise, told):
+def test_what_others_are_told_can_be_reached(web, host, advertise, told):
     engine = SimpleNamespace(address=SimpleNamespace(host="10.0.0.1"))
-    assert serving.reachable(argparse.Namespace(host=host, advertise=advertise), engine) == told
+    assert web.reachable(argparse.Namespace(host=host, advertise=advertise), engine) == told
 
 
 def test_a_member_without_the_token_does_not_start(start):

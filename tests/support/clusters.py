@@ -81,7 +81,9 @@ class Cluster:
         return self.until(is_idle, "all pages back")
 
     def ask(self, prompt: str, max_tokens: int = 8, **more: Any) -> httpx.Response:
-        return self.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": max_tokens, **more})
+        return self.client.post(
+            "/v1/completions", json={"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **more}
+        )
 
     def complete(self, prompt: str, max_tokens: int = 8) -> list[int]:
         answer = self.ask(prompt, max_tokens)
@@ -90,7 +92,7 @@ class Cluster:
 
     @contextmanager
     def stream(self, prompt: str, max_tokens: int) -> Iterator[httpx.Response]:
-        body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True}
+        body = {"prompt": prompt, "max_tokens": max_tokens, "stream": True, "temperature": 0}
         with self.client.stream("POST", "/v1/completions", json=body) as response:
             yield response
 

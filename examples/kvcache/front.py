@@ -1,0 +1,238 @@
+"""Who is there, and how requests get to them: what the router does behind its API.
+
+A request whose prefill or decode server fails goes to others, also in the middle of an answer: they are given the
+prompt and what was generated already, and go on from there.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import httpx
+import msgspec
+
+import aiote
+import web
+from aiote.demo import tokens as vocabulary
+from aiote.discovery import Member, RegistryServer
+from aiote.kvcache import NoMember, Router
+from metrics import Latencies
+from sampling import Sampling, Token
+from web import Refused
+
+TRIES = 6
+PATIENCE_S = 15.0  # how long a request waits for a member that could take it
+FIRST_TOKENS = 512  # how many of them are remembered for the page
+
+Take = Callable[[Token], Awaitable[bool]]
+"""Takes a token, and says whether that is enough."""
+TakeOf = Callable[[int, Token], Awaitable[bool]]
+"""The same of one answer of several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One answer that is wanted: to a prompt, in tokens."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling
+
+
+class Front:
+    """The members, and the requests that are with them."""
+
+    def __init__(self, registry: RegistryServer, client: httpx.AsyncClient, page_tokens: int) -> None:
+        self.client = client
+        self.prefill = Router(page_tokens)
+        # Decoders have no prefixes: load alone decides.
+        self.decode = Router(page_tokens, role="decode", credit=0, prefixes=1)
+        self.done = self.failed = self.left = self.retried = self.tokens = 0
+        self.queue = 0  # how many wait for their first token
+        self.first_tokens: deque[tuple[float, float]] = deque(maxlen=FIRST_TOKENS)  # when, and after how long
+        self.latencies = Latencies()
+        self.tries: set[Try] = set()
+        self._model = ""
+        self._registry = registry
+        self._changed = anyio.Event()
+
+    @property
+    def members(self) -> dict[str, int]:
+        """How many members of each role are there."""
+        return {"prefill": len(self.prefill.loads), "decode": len(self.decode.loads)}
+
+    async def follow(self) -> None:
+        """Take note of who comes and goes."""
+        async for event in self._registry.watch():
+            # Tokens of one model are nonsense to another: the first that comes says which it is here.
+            self._model = self._model or str(event.member.attributes.get("model", ""))
+            alike = [member for member in self._registry.members() if member.attributes.get("model") == self._model]
+            self.prefill.see(alike)
+            self.decode.see(alike)
+            if event.kind == "left":
+                for one in self.tries:
+                    one.left(event.member)
+            self._changed.set()
+            self._changed = anyio.Event()
+
+    async def complete(self, asked: Completion, take: Take) -> str:
+        """Have a request served, hand out its tokens, and return why there are no more. Raises Refused."""
+        given: list[int] = []
+        begun = time.monotonic()
+
+        async def pass_on(token: Token) -> bool:
+            if not given:
+                self._note_first(time.monotonic() - begun)
+            given.append(token.id)
+            self.tokens += 1
+            return await take(token)
+
+        self.queue += 1
+        try:
+            finish = await self._complete(asked, given, pass_on)
+            self.latencies.request.observe(time.monotonic() - begun)
+            return finish
+        finally:
+            self.queue -= not given
+
+    def _note_first(self, seconds: float) -> None:
+        self.queue -= 1
+        self.first_tokens.append((time.monotonic(), seconds))
+        self.latencies.first_token.observe(seconds)
+
+    async def _complete(self, asked: Completion, given: list[int], take: Take) -> str:
+        reason = ""
+        for number in range(TRIES):
+            if given and given[-1] == vocabulary.END:
+                return "stop"
+            if len(given) == asked.max_tokens:
+                return "length"
+            rest = Completion((*asked.prompt, *given), asked.max_tokens - len(given), asked.sampling)
+            with await self._try(rest) as one:
+                try:
+                    return await one.run(take)
+                except Refused as error:
+                    if not error.retry:
+                        raise
+                    reason = str(error)
+            self.retried += 1
+            # What has failed is perhaps about to be known.
+            await anyio.sleep(0.05 * number)
+        raise Refused(503, reason)
+
+    async def _try(self, asked: Completion) -> Try:
+        """Return a new try, as soon as there is anybody for it."""
+        reason = ""
+        with anyio.move_on_after(PATIENCE_S):
+            while True:
+                changed = self._changed
+                try:
+                    return Try(self, asked)
+                except NoMember as error:
+                    reason = str(error)
+                await changed.wait()
+        raise Refused(503, f"{reason}; nobody came within {PATIENCE_S:.0f} s")
+
+
+class Try:
+    """One try of a request at one decode server, with some prefillers; `with` ends what it is charged with."""
+
+    def __init__(self, front: Front, asked: Completion) -> None:
+        self._front = front
+        self._asked = asked
+        self._decode = front.decode.choose(asked.prompt, time.monotonic())
+        try:
+            self._prefill = front.prefill.choose(asked.prompt, time.monotonic())
+        except NoMember:
+            front.decode.cancelled(self._decode)
+            raise
+        self._server = self._decode.members[0]
+        self._gone = anyio.CancelScope()
+
+    def __enter__(self) -> Try:
+        self._front.tries.add(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._front.tries.discard(self)
+        self._front.prefill.cancelled(self._prefill)
+        self._front.decode.cancelled(self._decode)
+
+    def left(self, member: Member) -> None:
+        """Give up where this member is the decode server: it was silent for a lease, however its socket looks."""
+        if member.name == self._server.name and member.incarnation == self._server.incarnation:
+            self._gone.cancel()
+
+    async def run(self, take: Take) -> str:
+        """Hand out the tokens, and return why there are no more. Raises Refused."""
+        reason = f"{self._server.name} has left"
+        with self._gone:
+            try:
+                return await self._converse(take)
+            except (httpx.HTTPError, ValueError, KeyError) as error:
+                reason = f"{self._server.name} was lost: {type(error).__name__}: {error}"
+        self._front.decode.failed(self._decode, self._server, time.monotonic())
+        raise Refused(503, reason, retry="decode")
+
+    async def _converse(self, take: Take) -> str:
+        front, asked = self._front, self._asked
+        body = {
+            "tokens": asked.prompt,
+            "max_tokens": asked.max_tokens,
+            "prefillers": [str(aiote.Address.from_bytes(member.address)) for member in self._prefill.members],
+            "sampling": msgspec.to_builtins(asked.sampling),
+        }
+        url = f"{self._server.attributes['url']}/generate"
+        async with front.client.stream("POST", url, json=body) as response:
+            if response.status_code != 200:
+                self._refused(response.status_code, json.loads(await response.aread()), response.headers)
+            async for text in response.aiter_lines():
+                said = json.loads(text)
+                if "token" in said:
+                    if await take(Token(said["token"], said["logprob"], tuple(map(tuple, said["top"])))):
+                        return "stop"
+                elif "round" in said:
+                    by = self._prefill.members[said["round"] - 1]
+                    front.prefill.delivered(self._prefill, by, time.monotonic())
+                else:
+                    front.decode.delivered(self._decode, self._server, time.monotonic())
+                    return str(said["finish"])
+        raise httpx.RemoteProtocolError("the answer has no end")
+
+    def _refused(self, status: int, body: dict[str, Any], headers: httpx.Headers) -> None:
+        """Take note of whose fault it is, and raise Refused."""
+        now, whose = time.monotonic(), headers.get(web.RETRY, "")
+        if whose == "prefill":
+            self._front.prefill.delivered(self._prefill, None, now)
+        elif whose:
+            self._front.decode.failed(self._decode, self._server, now)
+        error = body["error"]
+        raise Refused(status, error["message"], param=error["param"], code=error["code"], retry=whose)
+
+
+async def all_of(front: Front, wanted: Sequence[Completion], take: TakeOf) -> list[str]:
+    """Have several answers made at a time, and return why each has no more tokens. Raises Refused for the first that
+    fails, and none goes on then.
+    """
+    finishes = [""] * len(wanted)
+    refused: list[Refused] = []
+
+    async def one(index: int) -> None:
+        try:
+            finishes[index] = await front.complete(wanted[index], lambda token: take(index, token))
+        except Refused as error:
+            refused.append(error)
+            group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        for index in range(len(wanted)):
+            group.start_soon(one, index)
+    if refused:
+        raise refused[0]
+    return finishes

@@ -1,0 +1,65 @@
+"""How a token is chosen from logits, and what its log-probabilities are.
+
+The random number for the token at a position comes from the request's seed and that position alone. So a request that
+is continued by another server, from where the first one failed, goes on as it would have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Logits = NDArray[Any]
+
+
+class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to choose: the likeliest token at a `temperature` of 0; else from the likeliest ones that have `top_p` of the
+    probability together. `logprobs`: how many alternatives to name; None: no log-probabilities at all.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token that was chosen; `top` are the likeliest ones, whether chosen or not, and `logprob` its own."""
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def choose(logits: Logits, position: int, how: Sampling) -> Token:
+    """Return the token for a position. logits: [vocabulary]."""
+    if how.temperature:
+        number = _draw(logits.astype(np.float64) / how.temperature, position, how)
+    else:
+        number = int(np.argmax(logits))
+    if how.logprobs is None:
+        return Token(number)
+    values = _normed(logits.astype(np.float64))
+    best = np.argsort(-values, kind="stable")[: how.logprobs].tolist()
+    return Token(number, float(values[number]), tuple((token, float(values[token])) for token in best))
+
+
+def _draw(logits: NDArray[np.float64], position: int, how: Sampling) -> int:
+    probabilities = np.exp(_normed(logits))
+    order = np.argsort(-probabilities, kind="stable")
+    sums = np.cumsum(probabilities[order])
+    # The first one is always among them; what comes before a token is less than top_p.
+    count = int(np.searchsorted(sums, min(how.top_p, sums[-1]), side="left")) + 1
+    random = np.random.Generator(np.random.Philox(key=how.seed, counter=position)).random()
+    return int(order[min(int(np.searchsorted(sums[:count], random * sums[count - 1], side="right")), count - 1)])
+
+
+def _normed(logits: NDArray[np.float64]) -> NDArray[np.float64]:
+    shifted = logits - logits.max()
+    out: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
+    return out
