@@ -73,7 +73,11 @@ class Refused(Exception):
 
     def response(self) -> JSONResponse:
         """Return the answer."""
-        return JSONResponse(self.body, self.status, {RETRY: self.retry} if self.retry else None)
+        headers = {RETRY: self.retry} if self.retry else {}
+        if self.status == 408:
+            # What comes next would be the rest of the body.
+            headers["connection"] = "close"
+        return JSONResponse(self.body, self.status, headers)
 
 
 def application(routes: Sequence[Route]) -> Starlette:
