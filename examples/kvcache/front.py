@@ -26,8 +26,8 @@ from metrics import Latencies
 from sampling import Sampling, Token
 from web import Refused
 
-TRIES = 6
-PATIENCE_S = 15.0  # how long a request waits for a member that could take it
+TRIES = 6  # at least, before a request is given up that gets no further
+PATIENCE_S = 15.0  # and how long it waits at least for a member that could take it
 FIRST_TOKENS = 512  # how many of them are remembered for the page
 
 Take = Callable[[Token], Awaitable[bool]]
@@ -107,8 +107,8 @@ class Front:
         self.latencies.first_token.observe(seconds)
 
     async def _complete(self, asked: Completion, given: list[int], take: Take) -> str:
-        reason = ""
-        for number in range(TRIES):
+        reason, failures, since, before = "", 0, time.monotonic(), 0  # since the first failure without a token between
+        while failures < TRIES or time.monotonic() - since < PATIENCE_S:
             if given and given[-1] == vocabulary.END:
                 return "stop"
             if len(given) == asked.max_tokens:
@@ -122,8 +122,11 @@ class Front:
                         raise
                     reason = str(error)
             self.retried += 1
-            # What has failed is perhaps about to be known.
-            await anyio.sleep(0.05 * number)
+            if not failures or len(given) > before:
+                failures, since, before = 0, time.monotonic(), len(given)
+            # What has failed is perhaps about to be known, and replaced.
+            await anyio.sleep(min(0.05 * failures, 0.5))
+            failures += 1
         raise Refused(503, reason)
 
     async def _try(self, asked: Completion) -> Try:

@@ -169,13 +169,34 @@ def test_the_page_in_a_browser_shows_members_and_requests(cluster, tmp_path):
         page.until("document.querySelectorAll('#members tr').length == 4")
         assert page.value("document.getElementById('state').textContent") == "2 prefill and 2 decode servers"
         rows = page.value("[...document.querySelectorAll('#members tr')].map(row => row.innerText)")
-        assert all("ready" in row and "lo tcp up" in row and "GiB/s" in row for row in rows)
+        assert all("ready" in row and "lo tcp up" in row and "iB/s" in row for row in rows)
         tile = "[...document.querySelectorAll('.tile')].find(tile => tile.innerText.includes('requests done'))"
         done = f"Number({tile}.querySelector('b').textContent)"
         before = page.value(done)
         cluster.complete("one more, while somebody looks")
         page.until(f"{done} == {before + 1}")
+        # Each of the four has a line by now: there was a first token, and seconds have passed.
+        page.until("[...document.querySelectorAll('figure')].every(plot => plot.querySelector('polyline'))")
+        titles = page.value("[...document.querySelectorAll('figcaption span')].map(title => title.textContent)")
+        assert [title.split()[0] for title in titles] == ["written", "time", "queue:", "pages"]
         assert page.errors == []
+
+
+TOO_WIDE = """[...document.querySelectorAll('body, td, th, figure, .tile')]
+    .filter(element => element.scrollWidth > element.clientWidth + 1
+                       || element.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
+    .map(element => element.outerHTML)"""
+
+
+@pytest.mark.needs_browser
+@pytest.mark.parametrize("width", [1280, 800, 400])
+def test_the_page_fits_its_window(cluster, tmp_path, width):
+    with Browser(tmp_path) as page:
+        page.tell("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        page.open(cluster.page)
+        page.until("document.querySelectorAll('#members tr').length == 4")
+        assert page.value("document.documentElement.clientWidth") <= width
+        assert page.value(TOO_WIDE) == []
 
 
 def busy_of(stats):
