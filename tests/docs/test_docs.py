@@ -184,7 +184,8 @@ def test_the_numbers_of_the_pages_are_the_code_s(config):
 
 def test_the_names_in_the_pages_exist():
     """Files, functions and structures that the pages name are in the source."""
-    text = "\n".join(path.read_text() for path in [*SOURCES, *NATIVE])
+    examples = (ROOT / "examples").rglob("*.py")
+    text = "\n".join(path.read_text() for path in [*SOURCES, *NATIVE, *examples])
     for page in PAGES[1:]:
         for path in re.findall(r"`((?:aiote|aiote_native|tests)/[\w/]+\.\w+)`", prose(page)):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
