@@ -161,7 +161,7 @@ class Summary:
         report = self.result.reports["prefill"]
         libraries = ", ".join(dict.fromkeys(str(rail.library) for rail in self.result.rails))
         held = (f"{NAMES[role]} {each.pages_held}" for role, each in sorted(self.result.reports.items()))
-        page_bytes = self.settings.layout(self.config).page_bytes(1)
+        page_bytes = 2 * self.config.kv_heads * self.settings.page_tokens * self.config.head_size * 4
         return [
             ("pages written", f"{self.pages} of {page_bytes} bytes, in {report.writes} writes"),
             ("bytes written", f"{report.bytes} ({report.bytes / 2**20:.1f} MiB)"),

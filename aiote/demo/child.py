@@ -1,10 +1,11 @@
 """The entry of the demo's child processes: `python -m aiote.demo.child ROLE SETTINGS`.
 
-Their parent, which is the command, gives the decoder its prompts and hears of every page and every token:
+Their parent, which is the command, gives both their prompts and hears of every page and every token:
 
     prefill, decode   {"ready": address, "model": fingerprint}, at the end {"report": {...}}
     prefill           {"request": n, "pages": so many more on their way}
     decode            {"request": n, "token": t}; then {"request": n, "checksum": c} or {"request": n, "failed": why}
+    to prefill        {"request": n, "prompt": [tokens]}
     to decode         {"request": n, "prompt": [tokens], "prefiller": address}
     to local          {"prompts": [[bytes], ...]}; it answers with its results, one a line
 
@@ -17,8 +18,10 @@ import asyncio
 import json
 import math
 import sys
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -26,18 +29,19 @@ import anyio.to_thread
 import aiote
 from aiote.demo import one_process, weights
 from aiote.demo.children import NAMES
-from aiote.demo.decode import DecodeServer
+from aiote.demo.decoder import DecodeWorker
 from aiote.demo.life import Orders, explain, leave_with_parent, live, tell
-from aiote.demo.prefill import PrefillServer
+from aiote.demo.prefiller import PrefillWorker
 from aiote.demo.settings import Settings
 from aiote.errors import AioteError
-from aiote.kvcache import Job
 
 __all__ = ["main"]
 
-# Prompts are computed one after the other, in numpy: a layer of a long chunk may take minutes. A prefiller that is
-# gone or stands still is noticed by its connection, whatever this is.
-_STALL_LIMIT_S = 86400.0
+# Prompts are computed one after the other, in numpy, and one that has no pages yet may wait for an hour. A child that
+# is gone or stands still is noticed by its connection, whatever this is.
+_MATCH_TIMEOUT_S = 86400.0
+_LAST_S = 2.0
+"""How long the prefiller's last requests may take to end, once the decoder has said that all are over."""
 
 
 def main(role: str, settings: Settings) -> int:
@@ -53,63 +57,67 @@ def main(role: str, settings: Settings) -> int:
     return 0
 
 
+@asynccontextmanager
+async def asked(
+    each: Callable[[dict[str, Any]], Coroutine[Any, Any, None]], last_s: float = 0.0
+) -> AsyncIterator[None]:
+    """Run `each` with every request that the parent writes; after the block they have so many seconds to end."""
+    loop = asyncio.get_running_loop()
+    sending, lines = anyio.create_memory_object_stream[bytes](math.inf)
+    leave_with_parent(sys.stdin.fileno(), lambda line: loop.call_soon_threadsafe(sending.send_nowait, line))
+
+    async def hear() -> None:
+        async for line in lines:
+            group.start_soon(each, json.loads(line))
+
+    with sending, lines:
+        async with anyio.create_task_group() as group:
+            group.start_soon(hear)
+            yield
+            sending.close()
+            group.cancel_scope.deadline = anyio.current_time() + last_s
+
+
 async def prefill(settings: Settings, orders: Orders) -> None:
-    """Compute prompts until told to drain, and report once the last one is over."""
-    leave_with_parent(sys.stdin.fileno())
+    """Compute prompts until told to drain, and report."""
+
+    async def compute(request: dict[str, Any]) -> None:
+        await worker.compute(str(request["request"]), request["prompt"])
+
+    def written(request: str, pages: int) -> None:
+        tell(request=int(request), pages=pages)
+
     model = await anyio.to_thread.run_sync(settings.model)
-
-    def written(job: Job, pages: int) -> None:
-        tell(request=int.from_bytes(job.request_id), pages=pages)
-
     async with aiote.open_engine(settings.provider) as engine:
-        server = PrefillServer(engine, settings, model, written=written)
-        async with server.prefiller:
-            async with anyio.create_task_group() as group:
-                group.start_soon(server.serve)
+        worker = PrefillWorker(engine, settings, model, match_timeout=_MATCH_TIMEOUT_S, written=written)
+        async with worker.producer as producer:
+            async with asked(compute, _LAST_S):
                 tell(ready=str(engine.address), model=weights.fingerprint(model))
                 await orders.drain.wait()
-                await orders.unhurried(server.prefiller.drain)
-                if orders.at_once.is_set():
-                    group.cancel_scope.cancel()
-            done = server.prefiller.statistics()
-            counts = {"writes": done.transfers, "bytes": done.bytes, "busy_s": done.busy_s}
-            tell(report={"pages_held": server.pages.used, "pages_total": server.pages.pages, **counts})
+            done = producer.written
+        counts = {"writes": done.transfers, "bytes": done.bytes, "busy_s": done.busy_s}
+        tell(report={"pages_held": worker.pages.used, "pages_total": worker.pages.pages, **counts})
 
 
 async def decode(settings: Settings, orders: Orders) -> None:
     """Answer prompts until told to drain, and report."""
-    loop = asyncio.get_running_loop()
-    sending, lines = anyio.create_memory_object_stream[bytes](math.inf)
-    leave_with_parent(sys.stdin.fileno(), lambda line: loop.call_soon_threadsafe(sending.send_nowait, line))
-    with sending, lines:
-        model = await anyio.to_thread.run_sync(settings.model)
-        async with aiote.open_engine(settings.provider) as engine:
-            server = DecodeServer(engine, settings, model, stall_limit=_STALL_LIMIT_S)
-            async with server.decoder as decoder, anyio.create_task_group() as group:
-                group.start_soon(answer_all, server, lines)
-                tell(ready=str(engine.address), model=weights.fingerprint(model))
-                await orders.drain.wait()
-                tell(report={"pages_held": decoder.pages - decoder.free_pages, "pages_total": decoder.pages})
-                group.cancel_scope.cancel()
+    model = await anyio.to_thread.run_sync(settings.model)
+    async with aiote.open_engine(settings.provider) as engine:
+        worker = DecodeWorker(engine, settings, model)
+        async with worker.consumer, asked(partial(answer, worker)):
+            tell(ready=str(engine.address), model=weights.fingerprint(model))
+            await orders.drain.wait()
+            tell(report={"pages_held": worker.pool.pages - worker.pool.free, "pages_total": worker.pool.pages})
 
 
-async def answer_all(server: DecodeServer, lines: AsyncIterable[bytes]) -> None:
-    """Serve all requests that come."""
-    async with anyio.create_task_group() as group:
-        async for line in lines:
-            group.start_soon(answer, server, line)
-
-
-async def answer(server: DecodeServer, line: bytes) -> None:
+async def answer(worker: DecodeWorker, asked: dict[str, Any]) -> None:
     """Serve one request, and tell the parent how it ended, after its pages are free again."""
-    asked = json.loads(line)
     request, prefiller = asked["request"], aiote.Address.parse(asked["prefiller"])
-    name, most = request.to_bytes(8), server.settings.new_tokens
     try:
-        async with server.request(asked["prompt"], [prefiller], most, request_id=name) as generation:
-            async for token in generation:
+        async with worker.request(str(request), asked["prompt"], prefiller, worker.settings.new_tokens) as answering:
+            async for token in answering:
                 tell(request=request, token=token)
-            checksum = await generation.checksum()
+            checksum = await answering.checksum()
         tell(request=request, checksum=checksum)
     except AioteError as error:
         tell(request=request, failed=str(error))

@@ -53,12 +53,12 @@ def generate(model: Model, prompt: Sequence[int], cache: RequestCache, settings:
 
 def serve(model: Model, prompts: Sequence[bytes], settings: Settings) -> Iterator[LocalResult]:
     """Generate for each prompt in turn."""
-    layout, memory = settings.layout(model.config), settings.memory(model.config)
+    memory = settings.memory(model.config)
     finished: list[float] = []
     begun = time.perf_counter()
     for request, prompt in enumerate(map(tokens.encode, prompts)):
         admitted = begun if request < settings.concurrency else finished[request - settings.concurrency]
-        cache = RequestCache(memory, range(layout.pages_for(len(prompt) + settings.new_tokens - 1)))
+        cache = RequestCache(memory, range(settings.pages_for(len(prompt) + settings.new_tokens - 1)))
         answer: list[int] = []
         first = 0.0
         for token in generate(model, prompt, cache, settings):

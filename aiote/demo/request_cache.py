@@ -1,7 +1,7 @@
 """One request's keys and values in a paged cache, and how a prompt is split.
 
-The cache lies as `aiote.kvcache.CacheLayout` says, in the order HND, for one rank: an array [layers, pages, 2 (K, V),
-kv_heads, page_tokens, head_size]. Nothing here knows of processes, the network or an event loop.
+The cache is an array [layers, pages, 2 (K, V), kv_heads, page_tokens, head_size], HND. Nothing here knows of
+processes, the network or an event loop.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The parent's part of a run: starts prefiller and decoder, hands out prompts, gathers tokens, and notices who is gone.
 
-A request is *asked* (of the decoder), then its pages go there, then its first token comes, then the rest, then it is
-over.
+A request is *asked* (of both, by its number), then its pages go there, then its first token comes, then the rest, then
+it is over.
 
 When something fails, the parent first lets the decoder say how each open request ended, then asks for a last report, so
 that the error can say what became of the pages.
@@ -105,9 +105,9 @@ async def run(
     `kill_prefiller_after` kills the prefiller (SIGKILL) once that fraction of all pages is computed and on its way.
     Raises RunFailed if a process or a request fails, DemoError or AioteError if the run cannot even begin.
     """
-    layout = settings.layout(settings.config())
+    config = settings.config()
     traces = tuple(RequestTrace(number, tuple(tokens.encode(prompt))) for number, prompt in enumerate(prompts))
-    total = sum(layout.layers * layout.pages_for(len(trace.prompt)) for trace in traces)
+    total = sum(config.layers * settings.pages_for(len(trace.prompt)) for trace in traces)
     # What is wrong with a provider is said here, before there are children to say it.
     async with aiote.open_engine(settings.provider) as engine:
         rails = tuple(engine.rails)
@@ -182,6 +182,7 @@ class _Parent:
 
         async def one(trace: RequestTrace) -> None:
             trace.asked_s = time.perf_counter()
+            await prefill.ask(request=trace.request, prompt=trace.prompt)
             await decode.ask(request=trace.request, prompt=trace.prompt, prefiller=prefill.ready["ready"])
             await trace.over.wait()
             if not trace.reason:

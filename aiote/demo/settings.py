@@ -13,7 +13,7 @@ from aiote.demo import weights
 from aiote.demo.faults import DemoError
 from aiote.demo.model import Model, ModelConfig
 from aiote.demo.request_cache import Floats
-from aiote.kvcache import CacheLayout
+from aiote.kvcache import Cache, CacheLayout
 
 __all__ = ["Settings"]
 
@@ -53,17 +53,33 @@ class Settings:
             return weights.seeded(weights.seeded_config(self.layers), self.seed)
         return weights.load(Path(self.weights))
 
+    def pages_for(self, tokens: int) -> int:
+        """Return how many pages so many tokens need."""
+        return -(-tokens // self.page_tokens)
+
+    def cache(self, config: ModelConfig, name: str) -> tuple[Floats, Floats, Cache]:
+        """Return a pool of `pool_pages` pages a layer [layers, pages, 2 (K, V), kv_heads, page_tokens, head_size], one
+        of logits [pages, vocabulary], and the cache that they are: a prompt's logits are a layer after the last, in
+        group 1, in the page that has the number of the prompt's last one.
+        """
+        pool, logits = self.memory(config), np.zeros((self.pool_pages, config.vocabulary), np.float32)
+        cache = Cache(name)
+        cache.add(pool, "layer page field head token item", fields=["k", "v"])
+        cache.add(logits, "page item", layer=config.layers, group=1, fields=["logits"])
+        return pool, logits, cache
+
     def layout(self, config: ModelConfig) -> CacheLayout:
         """Return how the cache of a model of these sizes lies in memory."""
         return CacheLayout(config.layers, config.kv_heads, config.head_size, self.page_tokens, "float32")
 
     def memory(self, config: ModelConfig) -> Floats:
         """Return a cache of `pool_pages` pages a layer, of zeros."""
-        return np.zeros((config.layers, self.pool_pages, *self.layout(config).page_shape(1)), dtype=np.float32)
+        shape = config.layers, self.pool_pages, 2, config.kv_heads, self.page_tokens, config.head_size
+        return np.zeros(shape, dtype=np.float32)
 
     def with_pool_for(self, longest_prompt: int) -> Settings:
         """Return the same settings with pools in which `concurrency` prompts of so many tokens and answers fit."""
-        pages = -(-(longest_prompt + self.new_tokens - 1) // self.page_tokens)
+        pages = self.pages_for(longest_prompt + self.new_tokens - 1)
         return dataclasses.replace(self, pool_pages=self.concurrency * pages)
 
     def to_json(self) -> str:

@@ -16,8 +16,9 @@ from .consumer import Consumer, Reception
 from .decoder import Decoder
 from .job import Chunk, Job, JobEnded
 from .mapping import CacheMap, MappingError, PageRow, assign
+from .moving import Written
 from .offers import Offer
-from .pool import PagesExhausted
+from .pool import Holding, PagePool, PagesExhausted
 from .prefiller import Prefiller
 from .producer import Producer
 from .protocol import TransferRefused
@@ -40,6 +41,7 @@ __all__ = [
     "Consumer",
     "Decoder",
     "Finished",
+    "Holding",
     "Job",
     "JobEnded",
     "MappingError",
@@ -47,6 +49,7 @@ __all__ = [
     "NoMember",
     "Offer",
     "PageFamily",
+    "PagePool",
     "PageRow",
     "PageTable",
     "PagesExhausted",
@@ -63,6 +66,7 @@ __all__ = [
     "TokenSpan",
     "TransferPlan",
     "TransferRefused",
+    "Written",
     "assign",
     "block_hashes",
     "plan_transfer",

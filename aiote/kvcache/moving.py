@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import anyio
 
@@ -13,7 +14,7 @@ from ..service.background import Bell
 from .mapping import CacheMap, PageRow, Pattern
 from .tensors import CacheSpec
 
-__all__ = ["Batch", "PagedMoves", "Rows", "check_rows"]
+__all__ = ["Batch", "PagedMoves", "Rows", "Traffic", "Written", "check_rows"]
 
 Rows = dict[int, PageRow]
 
@@ -65,18 +66,56 @@ class PagedMoves:
         return aiote.Pages(region, ours, pattern.nbytes, 1), aiote.Pages(remote, theirs, pattern.nbytes, 1)
 
 
+class Written(NamedTuple):
+    """Transfers that went well, their bytes, and for how many seconds at least one was under way."""
+
+    transfers: int
+    bytes: int
+    busy_s: float
+
+
+class Traffic:
+    """Counts the transfers of all batches of a rank; those of a batch when none of it is under way. `now` tells the
+    time, outside of tasks as well.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._busy = 0
+        self._since = 0.0
+        self.written = Written(0, 0, 0.0)
+
+    def begun(self) -> None:
+        """Take note that something is under way in a batch in which nothing was."""
+        if not self._busy:
+            self._since = self._now()
+        self._busy += 1
+
+    def ended(self, transfers: int, nbytes: int) -> None:
+        """Take note that nothing is under way in a batch any more, in which so much went well meanwhile."""
+        self._busy -= 1
+        took = 0.0 if self._busy else self._now() - self._since
+        was = self.written
+        self.written = Written(was.transfers + transfers, was.bytes + nbytes, was.busy_s + took)
+
+
 class Batch:
     """A request's transfers toward one peer that are under way. `bell` rings when one has failed or all are over."""
 
-    def __init__(self, engine: aiote.Engine, peer: aiote.Peer, bell: Bell) -> None:
+    def __init__(self, engine: aiote.Engine, peer: aiote.Peer, bell: Bell, traffic: Traffic | None = None) -> None:
         self._engine, self._peer = engine, peer
         self.bell = bell
+        self._traffic = traffic
+        self._counted = 0, 0
         self._failed: deque[aiote.Transfer] = deque()
         self._flight = aiote.Flight(self._changed)
 
     def _changed(self, failed: aiote.Transfer | None) -> None:
         if failed is not None:
             self._failed.append(failed)
+        if self._traffic is not None and not self._flight:
+            before, self._counted = self._counted, (self._flight.landed, self._flight.landed_bytes)
+            self._traffic.ended(self._counted[0] - before[0], self._counted[1] - before[1])
         self.bell.ring()
 
     @property
@@ -95,7 +134,10 @@ class Batch:
         if self._peer.lost:
             # Started, it would go over the next connection: the peer relies on it that nothing does.
             raise aiote.PeerLostError(str(self._peer.address), self._peer.reason)
-        start().join(self._flight)
+        transfer = start()
+        if self._traffic is not None and not self._flight:
+            self._traffic.begun()
+        transfer.join(self._flight)
 
     async def drain(self) -> None:
         """Cancel what is under way and return when nothing is. Cancelling the wait loses nothing."""

@@ -1,4 +1,4 @@
-"""Which pages of a decoder's cache are whose, and who is next in line for them.
+"""Which pages of a cache are whose, and who is next in line for them; for programs that have no pool of their own.
 
 A *holding* is the pages of one request and a place for its tail. Those who want one stand in line, first come, first
 served: the head waits until there are enough pages for it, and nobody passes it. Who holds pages already and wants more
@@ -13,6 +13,8 @@ This module knows no engine and no request.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import anyio
 
@@ -81,6 +83,15 @@ class PagePool:
     def waiting(self) -> int:
         """How many wait for a holding."""
         return len(self._line)
+
+    @asynccontextmanager
+    async def lend(self, count: int) -> AsyncIterator[Holding]:
+        """Lend so many pages until the block is left. Raises as `take`."""
+        holding = await self.take(count)
+        try:
+            yield holding
+        finally:
+            self.give(holding)
 
     async def take(self, count: int) -> Holding:
         """Return a holding of so many pages, as soon as it is this one's turn. Cancelling the wait loses nothing.

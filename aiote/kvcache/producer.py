@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import aiote
 
 from .. import service
+from ..aio import current_loop
 from ..service.background import to_the_end
 from .mapping import CacheMap
-from .moving import Batch, PagedMoves, Rows, check_rows
+from .moving import Batch, PagedMoves, Rows, Traffic, Written, check_rows
 from .offers import Offer, Offers, Push
 from .protocol import Fetch, NoSessionError, Opened, Pinned, TransferRefused, Transfers, rows_of, rows_to
 from .tensors import Cache, CacheSpec
@@ -82,9 +83,20 @@ class Producer:
         """Tell decode ranks that ask for a request, now or in a while, that it is not offered, and why."""
         self._offers.refuse(request, reason)
 
+    @property
+    def written(self) -> Written:
+        """What was written since the producer was entered; a request's part counts while none of it is under way."""
+        return self._traffic.written
+
+    @property
+    def offers(self) -> int:
+        """How many requests are offered and not over."""
+        return len(self._offers)
+
     # Its life.
 
     async def __aenter__(self) -> Producer:
+        self._traffic = Traffic(current_loop().time)
         async with AsyncExitStack() as stack:
             for array in self._arrays:
                 self._regions.append(await self.engine.register_async(array, "read"))
@@ -170,7 +182,8 @@ class Producer:
             )
         moves = PagedMoves(session.map, self._regions, session.targets, offer.rows, rows)
         immediates = {layer: fetch.imm + number for layer, number in session.immediates.items()}
-        return Push(offer, moves, Batch(self.engine, session.peer, offer.bell), rows, fetch.tokens, immediates)
+        batch = Batch(self.engine, session.peer, offer.bell, self._traffic)
+        return Push(offer, moves, batch, rows, fetch.tokens, immediates)
 
     async def pull(self, peer: aiote.Peer, session: int, request: str) -> AsyncGenerator[Pinned]:
         """Keep a request's pages from when they are computed until they are read."""

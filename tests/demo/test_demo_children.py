@@ -110,11 +110,16 @@ SMALL = Settings("tcp", 1, 0, None, 4, 8, 2, 1, 8)
 
 @pytest.mark.libfabric
 @pytest.mark.parametrize(
-    "line", [{}, {"request": 1}, {"request": -1, "prompt": [1], "prefiller": "aiote://127.0.0.1:1"}]
+    ("role", "line"),
+    [
+        ("prefill", {"request": 1}),
+        ("decode", {}),
+        ("decode", {"request": 1, "prompt": 1, "prefiller": "aiote://127.0.0.1:1"}),
+    ],
 )
-async def test_a_malformed_request_ends_a_decoder(line):
+async def test_a_malformed_request_ends_a_child(role, line):
     with anyio.fail_after(PATIENCE_S):
-        async with spawn("decode", SMALL) as child:
+        async with spawn(role, SMALL) as child:
             said = child.facts()
             await anext(said)
             await child.ask(**line)

@@ -178,7 +178,7 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
 
 
 def test_children_need_no_extra():
-    code = "import sys, aiote.demo.child, aiote.demo.prefill, aiote.demo.decode; print(*sys.modules)"
+    code = "import sys, aiote.demo.child, aiote.demo.prefiller, aiote.demo.decoder; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert not {"typer", "rich"} & set(done.stdout.split())
 

@@ -25,9 +25,9 @@ def test_the_cache_reads_what_was_written(pieces, page_tokens, seed):
     total = sum(pieces)
     config = ModelConfig(layers=2, heads=3, kv_heads=3, head_size=4, width=8, hidden=8, vocabulary=8)
     settings = Settings("tcp", 2, 0, None, page_tokens, page_tokens, 1, 1, PAGES)
-    needed = settings.layout(config).pages_for(total)
+    needed = settings.pages_for(total)
     memory = settings.memory(config)
-    assert memory.nbytes == settings.layout(config).pool_bytes(1, PAGES)
+    assert memory.nbytes == PAGES * page_tokens * 2 * 2 * 3 * 4 * 4
     rng = np.random.default_rng(seed)
     table = rng.permutation(PAGES)[:needed]
     cache = RequestCache(memory, table)

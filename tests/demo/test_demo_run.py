@@ -53,7 +53,8 @@ def traces_of(monkeypatch):
     async def traces(answer, last=(REPORT,)):
         @asynccontextmanager
         async def spawn(role, settings):
-            child = Pretender(role, answer, list(last) if role == "decode" else [REPORT])
+            decodes = role == "decode"
+            child = Pretender(role, answer if decodes else [], list(last) if decodes else [REPORT])
             with child.said, child.heard:
                 yield child
 

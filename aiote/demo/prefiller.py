@@ -1,0 +1,79 @@
+"""The prefiller: computes prompts, and offers their caches to the decoder while they are computed.
+
+`aiote.kvcache.Producer` writes each layer's pages into the decoder's cache while the next layer is computed, and lets
+the block around an offer end when every write is over; so that is when its pages here are free again, or kept for
+prompts that begin alike. One prompt is computed at a time, first come, first served, in threads, so that the event loop
+goes on serving the engine; writes run on beside the computation of the next prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import anyio
+import anyio.to_thread
+
+import aiote
+from aiote.demo.model import Model
+from aiote.demo.prefixes import PrefixPages
+from aiote.demo.request_cache import RequestCache, plan
+from aiote.demo.settings import Settings
+from aiote.kvcache import Offer, PageRow, Producer
+
+__all__ = ["PrefillWorker"]
+
+
+class PrefillWorker:
+    """A model, a pool of pages, and prompts that are computed with them: `compute`, inside `async with producer`.
+
+    `written` is called with a request and a number of pages when so many more are on their way. `cached_tokens` counts
+    those that were not computed again. Who asks for a request, or offers it, waits `match_timeout` for the other.
+    """
+
+    def __init__(
+        self,
+        engine: aiote.Engine,
+        settings: Settings,
+        model: Model,
+        *,
+        match_timeout: float = 30.0,
+        written: Callable[[str, int], object] = lambda request, pages: None,
+    ) -> None:
+        self.settings, self.model = settings, model
+        self.pages = PrefixPages(settings.pool_pages, settings.page_tokens, settings.chunk_tokens)
+        self._memory, self._logits, cache = settings.cache(model.config, "prefiller")
+        self.producer = Producer(engine, cache, match_timeout=match_timeout)
+        self.cached_tokens = 0
+        self._written = written
+        self._turn = anyio.Lock()
+
+    async def compute(self, request: str, tokens: Sequence[int]) -> None:
+        """Compute a prompt; return when its cache was moved or is not wanted. Raises ValueError for one too long."""
+        # The pages stay lent until the offer's block is left, which is when nothing is read from them any more.
+        async with self.pages.borrow(tokens) as (table, cached):
+            rows = {0: PageRow(table), 1: PageRow(table[-1:])}
+            async with self.producer.offer(request, tokens=len(tokens), rows=rows) as offer:
+                async with self._turn:
+                    await self._fill(offer, tokens, table, cached)
+            if offer.complete:
+                self.cached_tokens += cached
+                self.pages.keep(tokens, table)
+
+    async def _fill(self, offer: Offer, tokens: Sequence[int], table: Sequence[int], cached: int) -> None:
+        """Compute a prompt chunk by chunk, and have each layer written when it is done; the last are the logits."""
+        cache, layers = RequestCache(self._memory, table), self.model.config.layers
+        for part in plan(len(tokens), self.settings.chunk_tokens):
+            pages = self.settings.pages_for(part.stop) - part.start // self.settings.page_tokens
+            if part.stop > cached:
+                span = self.model.begin(tokens[part.start : part.stop], part.start)
+            for layer in range(layers):
+                if offer.failures:
+                    offer.stop(offer.failures[0])
+                    return
+                if part.stop > cached:
+                    await anyio.to_thread.run_sync(self.model.layer, layer, span, cache)
+                offer.computed(layer, part.stop)
+                self._written(offer.request, pages)
+        # The last chunk was computed, so there is a span: `cached` is less than the prompt.
+        self._logits[table[-1]] = self.model.logits(span)
+        offer.computed(layers)
