@@ -10,7 +10,7 @@ with round trips that are made as rarely as the prompts (a processor has forgott
 and the bandwidth of the same pages in the service; the last term is what a wire that is slower than the computation
 lags behind. All four are measured in turn, round after round.
 
-*Pages back.* From cancelling the task that is in `async with decoder.request(...)` to the end of that block: with a
+*Pages back.* From cancelling the task that is in `async with consumer.receive(...)` to the end of that block: with a
 prefiller that answers, and with one that was killed or stopped in the middle of a transfer.
 """
 

@@ -12,11 +12,13 @@ meet by the request's name, whichever comes first, and either waits for the othe
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
+import numpy as np
 
 import aiote
 
@@ -70,6 +72,27 @@ class Offer:
         for push in self.pushes:
             push.todo.append(layer)
         self.bell.ring()
+
+    async def follow(self, value: Any, tokens: int | None = None, *, base: int = 0) -> None:
+        """Take layers as `computed` as a watched value grows: `base` + n says that the first n are.
+
+        Returns when all are. The value is as of `Engine.watch`: 1 to 8 bytes that a model bumps, perhaps from a GPU, by one or more; it may
+        run on beyond, for the next chunk, and may wrap around. Raises UsageError.
+        """
+        changes = self._offers.engine.watch(value)
+        layers, done = list(self.computed_to), 0
+        try:
+            # Looked at after the watch began, so no bump is missed between the two.
+            now = int.from_bytes(_bytes_of(value), sys.byteorder)
+            while True:
+                for layer in layers[done : (reached := _ahead(now - base, value, len(layers)))]:
+                    self.computed(layer, tokens)
+                done = max(done, reached)
+                if done == len(layers):
+                    return
+                _, now = await anext(changes)
+        finally:
+            await changes.aclose()
 
     @property
     def complete(self) -> bool:
@@ -139,10 +162,24 @@ class Offer:
         self.bell.ring()
 
 
+def _bytes_of(value: Any) -> memoryview:
+    try:
+        return memoryview(value).cast("B")
+    except TypeError:
+        return np.asarray(value).reshape(-1).view(np.uint8).data
+
+
+def _ahead(difference: int, value: Any, most: int) -> int:
+    """Return how many layers a difference stands for, as a signed number of the value's length."""
+    span = 1 << 8 * _bytes_of(value).nbytes
+    return 0 if difference % span >= span // 2 else min(difference % span, most)
+
+
 class Offers:
     """The offers of a prefill rank by their names, and who waits for one."""
 
-    def __init__(self, match_timeout: float) -> None:
+    def __init__(self, engine: aiote.Engine, match_timeout: float) -> None:
+        self.engine = engine
         self.match_timeout = match_timeout
         self._open: dict[str, Offer] = {}
         self._over: dict[str, str] = {}

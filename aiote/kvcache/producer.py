@@ -60,7 +60,7 @@ class Producer:
         self.spec = cache.spec
         self._arrays = cache.memories
         self._regions: list[aiote.Region] = []
-        self._offers = Offers(match_timeout)
+        self._offers = Offers(engine, match_timeout)
         self._sessions: dict[int, Session] = {}
         self._numbers = itertools.count(1)
         self._pulls: set[Pull] = set()

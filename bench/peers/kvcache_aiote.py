@@ -1,4 +1,6 @@
-"""The KV-cache service through `aiote.kvcache`, as a program uses it: a `Decoder` and a `Prefiller`, one engine a side.
+"""The KV-cache service through `aiote.kvcache`, as a program uses it: a `Consumer` and a `Producer`, one engine a side.
+
+The decode side receives a request and sends its number and tokens to the prefill side by a call, as a proxy would.
 
 The variants are the event loops, with engines that spin while something is outstanding, as NIXL and ucxx poll, over the
 rails that need no library (`local` where the peers share memory, `socket` where they use TCP); `libfabric`, the same on
@@ -19,10 +21,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import itertools
 import os
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -31,11 +34,11 @@ from common import Arena, Options, serve
 from kvcache import PAGE_TOKENS, Numbers, Service, ServiceTask
 
 import aiote
-from aiote.kvcache import CacheLayout, Chunk, Decoder, Prefiller
-from aiote.kvcache import Job as Prompt
+from aiote import service
+from aiote.kvcache import Cache, Consumer, Offer, PageRow, Producer, Reception
 
 TAIL_BYTES = 16384
-LAST = b"last"
+LAST = 1 << 32
 """The request that ends a task whose number of requests the prefill side does not know."""
 CRUNCH = 64
 SPIN_US = 1_000_000
@@ -66,8 +69,22 @@ class Held:
         self._loop.run_until_complete(self._task)
 
 
+class Prompts(service.Service):
+    """What the decode side tells the prefill side: numbers of requests, and their tokens."""
+
+    name = "bench.Prompts"
+
+    def __init__(self) -> None:
+        self.asked: asyncio.Queue[int] = asyncio.Queue()
+
+    @service.method
+    async def compute(self, number: int, tokens: Numbers) -> None:
+        """Have a prompt computed."""
+        self.asked.put_nowait(number)
+
+
 class KvAiote(Service):
-    """One engine; a decoder or a prefiller for each shape of a cache."""
+    """One engine; a consumer or a producer for each shape of a cache."""
 
     def __init__(self, options: Options, arena: Arena) -> None:
         super().__init__(options, arena)
@@ -83,7 +100,10 @@ class KvAiote(Service):
         self.peer_process = 0
         self._side: Held | None = None
         self.side: Any = None
-        self.tail: aiote.Region = self.engine.register(np.zeros(TAIL_BYTES, np.uint8))
+        self.prompts = Prompts()
+        self.client: Any = None
+        self._numbers = itertools.count(1)
+        self._tokens = np.empty(0, np.uint32)
 
     def _make_loop(self) -> asyncio.AbstractEventLoop:
         if self.options.variant in ("uvloop", "libfabric"):
@@ -101,7 +121,9 @@ class KvAiote(Service):
         self._await(self._meet())
 
     async def _meet(self) -> None:
-        await self.engine.connect(self.peer)
+        peer = await self.engine.connect(self.peer)
+        if self.decodes:
+            self.client = service.client(self.engine, peer, Prompts)
 
     def _await(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.loop.run_until_complete(work)
@@ -113,19 +135,30 @@ class KvAiote(Service):
         return "" if task.op in RUNS else f"{task.op} is nothing to measure"
 
     def prepare(self, task: ServiceTask) -> None:
-        """Open a decoder or a prefiller on the task's memory."""
+        """Open a consumer or a producer on the task's memory."""
         self._let_go()
+        cache = Cache("decode" if self.decodes else "prefill")
         # one head, and elements of a byte: a page is its keys and its values
-        layout = CacheLayout(task.layers, 1, task.size // 2 // PAGE_TOKENS, PAGE_TOKENS, "uint8")
-        if not self.decodes:
-            self._side = Held(self.loop, Prefiller(self.engine, layout, self.cache.bytes))
-        else:
-            tail = 0 if task.op == "service" else TAIL_BYTES
-            decoder = Decoder(self.engine, layout, self.cache.bytes, slots=task.window + 1, tail_bytes=tail)
-            self._side = Held(self.loop, decoder)
-            # a decoder that has just begun gives pages in a row; this one is as one that has been at work for a while
-            decoder._pool._free[:] = self.cache.free
+        pages = self.cache.bytes.reshape(task.layers, task.pool, 2, 1, PAGE_TOKENS, task.size // 2 // PAGE_TOKENS)
+        cache.add(pages, "layer page field head token item", fields=["k", "v"])
+        if task.op != "service":
+            cache.add(np.zeros((task.pool, TAIL_BYTES), np.uint8), "page item", layer=task.layers, group=1)
+        self._side = Held(self.loop, self._opened(cache, task))
         self.side = self._side.value
+
+    @contextlib.asynccontextmanager
+    async def _opened(self, cache: Cache, task: ServiceTask) -> AsyncIterator[Any]:
+        if self.decodes:
+            async with Consumer(self.engine, cache) as consumer:
+                yield consumer
+            return
+        # what is cancelled in the moment of asking is offered to nobody
+        limit = 30.0 if task.op in ("service", "ttft") else 1.0
+        async with (
+            service.serve(self.engine, self.prompts),
+            Producer(self.engine, cache, match_timeout=limit) as producer,
+        ):
+            yield producer
 
     def _let_go(self) -> None:
         if self._side is not None:
@@ -140,47 +173,57 @@ class KvAiote(Service):
 
     # The service, and the time to the first token.
 
+    @contextlib.asynccontextmanager
+    async def _receive(self, task: ServiceTask, number: int, pages: Numbers) -> AsyncIterator[Reception]:
+        """Have a request come: the prefill side hears of its pages, and then of its tokens."""
+        rows = rows_of(task, pages)
+        tokens = task.pages * PAGE_TOKENS
+        async with self.side.receive([self.peer], str(number), tokens=tokens, rows=rows) as reception:
+            await self.client.compute(number, self._tokens)
+            yield reception
+
     async def decode(self, task: ServiceTask) -> None:
-        tokens = self.tokens(task)
+        self._tokens = self.tokens(task)
         async with asyncio.TaskGroup() as group:
             for _ in range(min(task.window, task.count)):
-                group.create_task(self._lane(tokens))
+                group.create_task(self._lane(task))
 
-    async def _lane(self, tokens: Numbers) -> None:
-        cache, decoder, prefillers = self.cache, self.side, [self.peer]
+    async def _lane(self, task: ServiceTask) -> None:
+        cache = self.cache
         while cache.more:
-            number, started = cache.number(), time.perf_counter_ns()
-            async with decoder.request(tokens, prefillers, request_id=number.to_bytes(4, "big")) as slot:
-                request = cache.begin_in(slot.pages, number, started)
-                async for _ in slot.layers():
+            request = cache.begin()
+            async with self._receive(task, request.number, request.pages) as reception:
+                for layer in range(task.layers):
+                    await reception.arrived(layer + 1)
                     cache.arrived(request)
+            cache.end(request)
 
     async def prefill(self, task: ServiceTask) -> None:
         async with asyncio.TaskGroup() as group:
             for _ in range(task.count):
-                group.create_task(self._serve(await self.side.next_job(), task))
+                group.create_task(self._serve(await self.prompts.asked.get(), task))
 
-    async def _serve(self, prompt: Prompt, task: ServiceTask) -> None:
-        async with prompt:
-            number = int.from_bytes(prompt.request_id, "big")
-            chunk = prompt.chunk(0, len(prompt.tokens), self.cache.ours(number))
-            await compute(task, chunk)
-            await prompt.tail(self.tail)
+    async def _serve(self, number: int, task: ServiceTask) -> None:
+        pages = self.cache.ours(number)
+        rows = rows_of(task, pages)
+        async with self.side.offer(str(number), tokens=task.pages * PAGE_TOKENS, rows=rows) as offer:
+            await compute(task, offer)
 
     async def first_tokens(self, task: ServiceTask) -> None:
         """Ask for one prompt after another; its time is that until everything is here, the tail included."""
-        tokens, cache = self.tokens(task), self.cache
+        cache = self.cache
+        self._tokens = self.tokens(task)
         while cache.more:
             if task.pause_us:
                 await asyncio.sleep(task.pause_us / 1e6)
-            number, started = cache.number(), time.perf_counter_ns()
-            async with self.side.request(tokens, [self.peer], request_id=number.to_bytes(4, "big")) as slot:
-                request = cache.begin_in(slot.pages, number, started)
-                await slot.arrived()
+            request = cache.begin()
+            async with self._receive(task, request.number, request.pages) as reception:
+                await reception.arrived()
                 ended = time.perf_counter_ns()
                 for _ in range(task.layers):
                     cache.arrived(request)
-                cache.times[-1] = ended - started
+                cache.times[-1] = ended - request.started
+            cache.end(request)
 
     async def compute_alone(self, task: ServiceTask) -> None:
         for _ in range(task.count):
@@ -195,12 +238,8 @@ class KvAiote(Service):
 
     async def prefill_until_last(self, task: ServiceTask) -> None:
         async with asyncio.TaskGroup() as group:
-            while True:
-                prompt = await self.side.next_job()
-                if prompt.request_id == LAST:
-                    prompt.refuse("it was the last one")
-                    return
-                group.create_task(self._serve(prompt, task))
+            while (number := await self.prompts.asked.get()) != LAST:
+                group.create_task(self._serve(number, task))
 
     async def cancel(self, task: ServiceTask) -> None:
         longest = await self._uncancelled(task)
@@ -208,9 +247,7 @@ class KvAiote(Service):
             took = await self._cancel_one(task, random.uniform(0, longest), lambda: None)
             if took is not None:
                 self.cache.times.append(took)
-        with contextlib.suppress(aiote.AioteError):
-            async with self.side.request([0], [self.peer], request_id=LAST) as slot:
-                await slot.arrived()
+        await self.client.compute(LAST, self._tokens[:1])
 
     async def lose(self, task: ServiceTask) -> None:
         longest = await self._uncancelled(task)
@@ -221,27 +258,27 @@ class KvAiote(Service):
 
     async def _uncancelled(self, task: ServiceTask) -> float:
         """Return how many seconds a request takes that nobody cancels; the second one, which finds all warm."""
+        self._tokens = self.tokens(task)
         for _ in range(2):
-            started = time.perf_counter()
-            async with self.side.request(self.tokens(task), [self.peer], request_id=bytes(4)) as slot:
-                await slot.arrived()
-        return time.perf_counter() - started
+            request = self.cache.begin_in(self.cache.free[: task.pages], next(self._numbers), time.perf_counter_ns())
+            async with self._receive(task, request.number, request.pages) as reception:
+                await reception.arrived()
+        return (time.perf_counter_ns() - request.started) / 1e9
 
     async def _cancel_one(self, task: ServiceTask, moment: float, before: Callable[[], object]) -> int | None:
         """Cancel a request after so many seconds; return the time until its pages are free, None if it was over."""
         arrived, ended = False, 0
+        pages = np.array(self.cache.free[: task.pages], np.uint32)
 
         async def request() -> None:
             nonlocal arrived, ended
-            slot = None
+            reception = None
             try:
-                async with self.side.request(self.tokens(task), [self.peer], request_id=bytes(4)) as slot:
-                    await slot.arrived()
+                async with self._receive(task, next(self._numbers), pages) as reception:
+                    await reception.arrived()
             finally:
-                arrived = slot is not None and slot.complete
+                arrived = reception is not None and reception.complete
                 ended = time.perf_counter_ns()
-                if self.side.free_pages != task.pool:
-                    raise ValueError(f"{self.side.free_pages} pages are free after the block, of {task.pool}")
 
         asking = asyncio.create_task(request())
         await asyncio.sleep(moment)
@@ -257,6 +294,12 @@ class KvAiote(Service):
         self._held.close()
 
 
+def rows_of(task: ServiceTask, pages: Numbers) -> dict[int, PageRow]:
+    """Return a request's pages; its tail is in a page of its own, where it has one."""
+    rows = {0: PageRow(pages)}
+    return rows if task.op == "service" else rows | {1: PageRow(pages[-1:])}
+
+
 def crunch(task: ServiceTask, word: np.ndarray[Any, Any]) -> None:
     """Multiply matrices for the time of each layer, with the interpreter's lock released, and bump a word after it."""
     matrix = np.ones((CRUNCH, CRUNCH))
@@ -265,6 +308,7 @@ def crunch(task: ServiceTask, word: np.ndarray[Any, Any]) -> None:
         while time.thread_time_ns() < end:
             matrix @ matrix
         word += 1
+    word += 1  # the tail
 
 
 @contextlib.contextmanager
@@ -293,13 +337,13 @@ def ticking(task: ServiceTask, done: Callable[[], object]) -> Iterator[None]:
         os.close(timer)
 
 
-async def compute(task: ServiceTask, chunk: Chunk | None) -> None:
-    """Take the time of all layers, and say of a chunk's that they are done."""
+async def compute(task: ServiceTask, offer: Offer | None) -> None:
+    """Take the time of all layers, and say of an offer's that they are computed; the last is the tail."""
     if task.in_thread:
         word = np.zeros(1, np.uint64)
         computing = asyncio.create_task(asyncio.to_thread(crunch, task, word))
-        if chunk is not None:
-            await chunk.follow(word)
+        if offer is not None:
+            await offer.follow(word)
         await computing
         return
     done = asyncio.Semaphore(0)
@@ -307,8 +351,10 @@ async def compute(task: ServiceTask, chunk: Chunk | None) -> None:
         for layer in range(task.layers):
             if task.layer_us:
                 await done.acquire()
-            if chunk is not None:
-                await chunk.done(layer)
+            if offer is not None:
+                offer.computed(layer)
+    if offer is not None and task.op != "service":
+        offer.computed(task.layers)
 
 
 RUNS: dict[str, tuple[Callable[..., Coroutine[Any, Any, None]], Callable[..., Coroutine[Any, Any, None]]]] = {

@@ -1,0 +1,80 @@
+"""What a program uses of both sides: layers as they come, a watched value, figures, and pages of a pool."""
+
+from __future__ import annotations
+
+import anyio
+import numpy as np
+import pytest
+
+import aiote
+from aiote.kvcache import PagePool
+from engines import until
+from kv_worlds import BEFORE, decode, prefill, world
+from mapped_caches import Model, Side, expected, fill, same
+
+MODEL = Model(layers=3, item=64, state=5)
+TOKENS = 19
+
+pytestmark = pytest.mark.virtual_time
+
+
+async def test_layers_arrive_in_order_while_the_next_one_is_computed():
+    async with world("sim", Side(), Side(), MODEL) as w:
+        here, there = w.rows(TOKENS)
+        offer = w.producers[0].offer("r", tokens=TOKENS, rows=here)
+        async with w.consumers[0].receive(w.places, "r", tokens=TOKENS, rows=there) as reception, offer:
+            for layer in range(MODEL.layers):
+                assert reception.layers == layer
+                offer.computed(layer)
+                await reception.arrived(layer + 1)
+                with anyio.move_on_after(1) as scope:
+                    await reception.arrived(min(layer + 2, MODEL.layers))
+                assert scope.cancelled_caught == (layer + 1 < MODEL.layers)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint64])
+async def test_a_watched_value_that_a_model_raises_stands_for_layers(dtype):
+    word = np.full(1, 254, dtype)  # of one byte, it wraps around
+    async with world("sim", Side(), Side(), MODEL) as w, anyio.create_task_group() as group:
+        here, there = w.rows(TOKENS)
+        fill(w.left, here, 20)
+        group.start_soon(decode, w, w.consumers[0], "r", TOKENS, there, False)
+        async with w.producers[0].offer("r", tokens=TOKENS, rows=here) as offer, anyio.create_task_group() as chunks:
+            chunks.start_soon(lambda: offer.follow(word, 8, base=254))
+            chunks.start_soon(lambda: offer.follow(word, base=254 + MODEL.layers))
+            for bump, computed in ((1, [8, 0, 0]), (3, [TOKENS, 8, 8]), (5, [TOKENS] * 3)):
+                word[0] += np.array(bump, dtype)
+                await until(lambda computed=computed: list(offer.computed_to.values()) == computed)
+        assert offer.outcome == "moved"
+        assert same(w.right.caches[0], expected(w.right.caches[0], there, 20, BEFORE))
+
+
+async def test_a_value_that_cannot_be_watched_is_refused():
+    async with world("sim", Side(), Side(), MODEL) as w:
+        with pytest.raises(aiote.UsageError, match="watch"):
+            async with w.producers[0].offer("r", tokens=TOKENS, rows=w.rows(TOKENS)[0]) as offer:
+                await offer.follow(np.zeros(3, np.uint8))
+
+
+async def test_a_producer_counts_what_it_has_written():
+    async with world("sim", Side(), Side(), MODEL) as w:
+        here, there = w.rows(TOKENS)
+        assert w.producers[0].written == (0, 0, 0.0)
+        for name in ("one", "two"):
+            async with anyio.create_task_group() as group:
+                group.start_soon(prefill, w.producers[0], name, TOKENS, here, 1)
+                group.start_soon(decode, w, w.consumers[0], name, TOKENS, there, False)
+        written = w.producers[0].written
+        assert written.bytes == 2 * MODEL.layers * (20 * MODEL.heads * 2 * MODEL.item + MODEL.state)
+        assert written.transfers >= 2 * MODEL.layers
+        assert 0 < written.busy_s < 1
+        assert w.producers[0].offers == 0
+
+
+async def test_pages_of_a_pool_are_lent_for_a_block():
+    pool = PagePool(5, 5, 5)
+    with pytest.raises(ZeroDivisionError):
+        async with pool.lend(3) as holding:
+            assert (len(set(holding.pages)), pool.free) == (3, 2)
+            raise ZeroDivisionError
+    assert pool.free == 5
