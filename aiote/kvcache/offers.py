@@ -76,8 +76,8 @@ class Offer:
     async def follow(self, value: Any, tokens: int | None = None, *, base: int = 0) -> None:
         """Take layers as `computed` as a watched value grows: `base` + n says that the first n are.
 
-        Returns when all are. The value is as of `Engine.watch`: 1 to 8 bytes that a model bumps, perhaps from a GPU, by one or more; it may
-        run on beyond, for the next chunk, and may wrap around. Raises UsageError.
+        Returns when all are. The value is as of `Engine.watch`: 1 to 8 bytes that a model bumps, perhaps from a GPU, by
+        one or more; it may run on beyond, for the next chunk, and may wrap around. Raises UsageError.
         """
         changes = self._offers.engine.watch(value)
         layers, done = list(self.computed_to), 0
