@@ -1,4 +1,4 @@
-"""A hostile member of a KV cache's cluster: an engine as any, but for what it tells decoder, prefiller and registry."""
+"""A hostile member of a KV cache's cluster: an engine as any, but for what it tells ranks and registry."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import anyio
+import numpy as np
 from anything import Anything
 from victim import LIMITS, PATIENCE_S, Broken
 
@@ -14,33 +15,47 @@ import aiote
 from aiote.discovery.embedded import EmbeddedRegistry
 from aiote.discovery.membership import RegistryError
 from aiote.discovery.registry_server import RegistryServer
+from aiote.kvcache import Consumer, Producer
 from aiote.service import frames
+from aiote.service.endpoint import Endpoint
 from engines import opened
 from fuzz_discovery import KEEP, WATCH, arguments, calls
 from fuzz_kvcache import kvcache_seeds
-from kvcaches import Deployment, deployed, until_idle
+from kv_worlds import BEFORE, MODEL
+from mapped_caches import Side, built, expected, fill, rows, same
 from registries import member, until_told
 
-TOKENS = list(range(40, 59))
-METHOD = "kvcache.Prefill/1.fill"
+TOKENS = 20
+METHODS = {"part": "kvcache.Transfers/1.open", "fetch": "kvcache.Transfers/1.push"}
 KINDS = (frames.MAGIC[0], 0xE0, 0xE1)
 
 
 class Cluster:
-    """What is attacked: a decoder, a prefiller, a registry with an honest member; and who attacks."""
+    """What is attacked: a prefill and a decode rank, a registry with an honest member; and who attacks."""
 
-    def __init__(self, deployment: Deployment, registry: EmbeddedRegistry, server: aiote.Engine, hostile: aiote.Engine):
-        self.deployment = deployment
+    def __init__(
+        self,
+        producer: Producer,
+        consumer: Consumer,
+        left: Side,
+        right: Side,
+        registry: EmbeddedRegistry,
+        server: aiote.Engine,
+        hostile: aiote.Engine,
+    ) -> None:
+        self.producer, self.consumer, self.left, self.right = producer, consumer, left, right
         self.hostile = hostile
         self._registry = registry
         self._server = server
         self._turn = self._generation = 0
-        self._seeds = kvcache_seeds()["fill"]
+        self._seeds = [
+            (METHODS[call], name, body) for call, found in kvcache_seeds().items() for name, body in found.items()
+        ]
 
     async def attack(self, rng: random.Random, log: list[str]) -> None:
         """Send a few messages, some of them right."""
         anything = Anything(rng)
-        targets = [self.deployment.prefill[0].engine, self.deployment.decode[0].engine, self._server]
+        targets = [self.producer.engine, self.consumer.engine, self._server]
         for _ in range(rng.randint(1, 12)):
             target = rng.randrange(3)
             for data in (self._calls if target == 2 else self._messages)(rng, anything, log):
@@ -71,23 +86,23 @@ class Cluster:
         return [anything.damaged(data) if rng.random() < 0.1 else data]
 
     def _messages(self, rng: random.Random, anything: Anything, log: list[str]) -> list[bytes]:
-        """Say something to a decoder or a prefiller: a call, and what may belong to it."""
-        name, seed = rng.choice(sorted(self._seeds.items()))
+        """Say something to a prefill or a decode rank: a call, and what may belong to it."""
+        method, name, seed = rng.choice(self._seeds)
         way = rng.choice(("right", "damaged", "bytes", "calls"))
-        log.append(f"fill {name} {way}")
+        log.append(f"{method} {name} {way}")
         if way == "bytes":
             return [bytes((rng.choice((*KINDS, rng.randrange(256))),)) + anything.bytes(4096)]
-        said = self._frames(rng, seed if way == "right" else anything.damaged(seed))
+        said = self._frames(rng, method, seed if way == "right" else anything.damaged(seed))
         if way == "calls":
             rng.shuffle(said)
             return [anything.damaged(frames.pack([one])) if rng.random() < 0.3 else frames.pack([one]) for one in said]
         return [frames.pack(said)]
 
-    def _frames(self, rng: random.Random, body: bytes) -> list[frames.Frame]:
+    def _frames(self, rng: random.Random, method: str, body: bytes) -> list[frames.Frame]:
         """Return a greeting, a call, and what may belong to it."""
         self._generation += 1
         slot, generation = rng.randrange(4), self._generation
-        call = frames.CallFrame(slot, generation, METHOD, 0.0, body, [])
+        call = frames.CallFrame(slot, generation, method, 0.0, body, [])
         more: list[frames.Frame] = [
             frames.Cancel(slot, generation),
             frames.Credit(slot, generation, rng.randrange(3)),
@@ -99,13 +114,29 @@ class Cluster:
     async def check(self) -> None:
         """See that a request is served, byte by byte, and that a member comes and goes."""
         with anyio.move_on_after(PATIENCE_S) as scope:
-            (decode,) = self.deployment.decode
-            async with decode.decoder.request(TOKENS, self.deployment.group) as slot:
-                await slot.arrived()
-                decode.check(slot)
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._prefill, f"honest {self._turn}")
+                await self._decode(f"honest {self._turn}")
             await self._come_and_go()
         if scope.cancelled_caught:
             raise Broken(f"the honest members were not served within {PATIENCE_S} s")
+
+    async def _prefill(self, name: str) -> None:
+        here = rows(self.left, TOKENS, np.random.default_rng(self._turn))
+        fill(self.left, here, TOKENS, self._turn)
+        async with self.producer.offer(name, tokens=TOKENS, rows=here) as offer:
+            for layer in self.producer.spec.layers:
+                offer.computed(layer)
+
+    async def _decode(self, name: str) -> None:
+        there, (cache,) = rows(self.right, TOKENS, np.random.default_rng(~self._turn & 0xFFFF)), self.right.caches
+        for memory in cache.memories:
+            memory[...] = BEFORE
+        place = [self.producer.engine.address]
+        async with self.consumer.receive(place, name, tokens=TOKENS, rows=there) as reception:
+            await reception.arrived()
+        if not same(cache, expected(cache, there, TOKENS, BEFORE, self._turn)):
+            raise Broken("the honest decode rank has other bytes than were computed for it")
 
     async def _come_and_go(self) -> None:
         self._turn += 1
@@ -122,10 +153,13 @@ class Cluster:
         """See that nothing is kept of what the hostile one asked for, once it is gone."""
         await self.hostile.aclose()
         with anyio.move_on_after(PATIENCE_S) as scope:
-            for rank in (*self.deployment.prefill, *self.deployment.decode):
-                while self.hostile.address in [peer.address for peer in rank.engine.peers]:
+            for engine in (self.producer.engine, self.consumer.engine):
+                while self.hostile.address in [peer.address for peer in engine.peers]:
                     await anyio.sleep(0.01)
-            await until_idle(self.deployment)
+                while any(link.calls or link.running for link in Endpoint.of(engine)._links.values()):
+                    await anyio.sleep(0.01)
+            while self.producer.offers or len(self.consumer.immediates):
+                await anyio.sleep(0.01)
         if scope.cancelled_caught:
             raise Broken("what a peer that has left had asked for is still held")
 
@@ -133,10 +167,12 @@ class Cluster:
 @asynccontextmanager
 async def cluster(provider: str) -> AsyncIterator[Cluster]:
     async with AsyncExitStack() as stack:
-        deployment = await stack.enter_async_context(deployed(provider, stall_limit=PATIENCE_S))
-        server = await stack.enter_async_context(opened(provider, **LIMITS))
+        left, right = built(MODEL, Side(), "prefill"), built(MODEL, Side(order="field token head"), "decode")
+        one, other, server, honest, hostile = [
+            await stack.enter_async_context(opened(provider, **LIMITS)) for _ in range(5)
+        ]
+        producer = await stack.enter_async_context(Producer(one, left.caches[0], match_timeout=PATIENCE_S))
+        consumer = await stack.enter_async_context(Consumer(other, right.caches[0]))
         await stack.enter_async_context(RegistryServer(server))
-        honest = await stack.enter_async_context(opened(provider, **LIMITS))
         registry = await stack.enter_async_context(EmbeddedRegistry(honest, [server.address]))
-        hostile = await stack.enter_async_context(opened(provider, **LIMITS))
-        yield Cluster(deployment, registry, server, hostile)
+        yield Cluster(producer, consumer, left, right, registry, server, hostile)

@@ -208,6 +208,7 @@ class PrefillLife(KvLife):
         self.moving_at = anyio.current_time() + seconds
 
     async def live(self) -> None:
+        self._computing: set[Task] = set()
         self._pages, self._pool = Pages(PREFILL_PAGES, True), PagePool(PREFILL_PAGES, PREFILL_PAGES, 64)
         async with (
             self.member_of() as registry,
@@ -216,10 +217,11 @@ class PrefillLife(KvLife):
             service.serve(self.engine, Prompts(self._take)),
         ):
             sitting = self._group.create_task(self._sit(registry))
-            self._computing: set[Task] = set()
             await self.finishing.wait()
             while self._computing:
-                await self.tasks.wait(set(self._computing))
+                ended = set(self._computing)
+                await self.tasks.wait(ended)
+                self._computing -= ended
             sitting.cancel()
             self._expect_idle()
             self.done.set()

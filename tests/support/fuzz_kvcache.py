@@ -1,66 +1,92 @@
-"""What is fuzzed of the KV cache: what decoders ask for. The target `fill` takes the arguments of one call."""
+"""What is fuzzed of the KV cache: what decode ranks say to a prefill rank. The targets `part` and `fetch` take the
+arguments of one call each.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
 
 import aiote
-from aiote.core.address import Address
-from aiote.core.descriptor import RailKey, RegionDescriptor
-from aiote.kvcache import CacheLayout
-from aiote.kvcache.fill import LAST_IMMEDIATE, FillRequest, Prefill, Ranks, fingerprint
-from aiote.kvcache.orders import OrderBuilder
+from aiote.kvcache.mapping import MOST_PIECES, NO_PAGES, CacheMap
+from aiote.kvcache.moving import check_rows
+from aiote.kvcache.protocol import Fetch, Row, Transfers, rows_of
+from aiote.kvcache.tensors import CacheSpec
 from aiote.service import codec
 from aiote.service.definition import methods_of
-from aiote.transfers import RemoteRegion
+from mapped_caches import Model, Side, built
 
-PREFILLER = b"t" * 16
-DECODER = Address("localhost", 4000, b"o" * 16, 8)
-LAYOUT = CacheLayout(layers=3, kv_heads=4, head_size=2, page_tokens=4, dtype="uint8")
-(FILL,) = methods_of(Prefill)
-
-
-class Decoder:
-    """The peer whose requests they are."""
-
-    address = DECODER
+MODEL = Model(layers=2, item=4, state=5)
+SOURCE = built(MODEL, Side(pages=64), "prefill").caches[0].spec
+PART = built(MODEL, Side(pages=48, tokens=2, order="field token head"), "decode").caches[0].spec
+MAP = CacheMap(SOURCE, PART)
+METHODS = {method.attribute: method for method in methods_of(Transfers)}
+OPEN, PUSH = METHODS["open"], METHODS["push"]
+MOST_UNITS = 1 << 12
+"""Of a group: more would take the fuzzer's time, and no other path."""
 
 
-def fill(data: bytes) -> None:
-    """Take the arguments of a decoder's call, and look at what it asks for, as a prefiller does."""
+def part(data: bytes) -> None:
+    """Take the arguments of `open`: what maps moves within the memories that the part says it has."""
     try:
-        (request,) = msgspec.structs.astuple(codec.decode(FILL.read_arguments, data))
+        spec, *_ = msgspec.structs.astuple(codec.decode(OPEN.read_arguments, data))
     except ValueError:
         return
-    again, arrays = codec.encode(FILL.arguments(request))
-    if not arrays:
-        (second,) = msgspec.structs.astuple(codec.decode(FILL.read_arguments, again))
-        assert codec.encode(FILL.arguments(second))[0] == again
-    attached: list[aiote.RemoteRegion] = []
-
-    def attach(descriptor: bytes) -> aiote.RemoteRegion:
-        attached.append(RemoteRegion.attached(RegionDescriptor.from_bytes(descriptor), PREFILLER))
-        return attached[-1]
-
     try:
-        order = OrderBuilder(LAYOUT, 0, 1, attach).order(cast("aiote.Peer", Decoder()), request)
+        spec.check()
+        found = CacheMap(SOURCE, spec)
     except aiote.AioteError as error:
-        assert len(str(error)) < 1000
+        assert len(str(error)) < 2000
         return
-    owners = {(remote.owner.identity, remote.owner.incarnation) for remote in attached if remote.writable}
-    assert owners == {(DECODER.identity, DECODER.incarnation)}
-    assert order.pool.nbytes == LAYOUT.pool_bytes(request.ranks.of_decode, order.table.pool)
-    assert max(order.table.numbers) < order.table.pool
-    assert len(set(order.table.numbers.tolist())) == LAYOUT.pages_for(len(request.tokens))
-    assert (order.tail.nbytes if order.tail is not None else 0) == request.tail_bytes
-    assert request.imm + LAYOUT.layers <= LAST_IMMEDIATE
+    for moves in found.moves.values():
+        for move in moves:
+            pages = spec.groups[move.pattern.group]
+            grid = move.pattern.target
+            last = (pages - 1) * grid.page_stride + (grid.units - 1) * grid.unit_stride
+            last += sum((axis.times - 1) * axis.target for axis in move.pattern.axes) + move.pattern.nbytes
+            assert move.target_offset + last <= spec.memories[move.target_memory]
 
 
-KVCACHE: dict[str, Callable[[bytes], None]] = {"fill": fill}
+def fetch(data: bytes) -> None:
+    """Take the arguments of `push`: what is accepted is as many pieces as are counted, within the part's memories."""
+    try:
+        (asked,) = msgspec.structs.astuple(codec.decode(PUSH.read_arguments, data))
+    except ValueError:
+        return
+    try:
+        rows = rows_of(asked.rows)
+        check_rows(PART, rows)
+        counts = MAP.counts(rows, asked.tokens)
+    except aiote.AioteError as error:
+        assert len(str(error)) < 2000
+        return
+    assert max(counts, default=0) <= MOST_PIECES
+    spans = MAP.spans(rows, asked.tokens)
+    if max(map(len, spans.values())) > MOST_UNITS:
+        return
+    source = {group: zeros(span, MAP.units[group][1]) for group, span in spans.items()}
+    MAP.check_source(source, spans)
+    for count, moves in zip(counts, MAP.moves.values(), strict=True):
+        pieces = 0
+        for move in moves:
+            group = move.pattern.group
+            offsets = move.pattern.offsets(source[group], rows.get(group, NO_PAGES), spans[group])[1]
+            ends = offsets + move.target_offset + move.pattern.nbytes
+            assert not len(ends) or 0 <= int(offsets.min()) <= int(ends.max()) <= PART.memories[move.target_memory]
+            pieces += len(offsets)
+        assert pieces == count
+
+
+def zeros(span: range, in_page: int) -> Any:
+    """Return pages of a source that hold a span of units, all of them page 0."""
+    first = span.start // in_page
+    return rows_of({0: Row(np.zeros(-(-span.stop // in_page) - first, np.int64), first)})[0]
+
+
+KVCACHE: dict[str, Callable[[bytes], None]] = {"part": part, "fetch": fetch}
 
 
 # Seeds.
@@ -68,46 +94,38 @@ KVCACHE: dict[str, Callable[[bytes], None]] = {"fill": fill}
 
 def kvcache_seeds() -> dict[str, dict[str, bytes]]:
     """Return the seeds of these targets: target, name, bytes."""
-    return {
-        "fill": {name: codec.encode(FILL.arguments(one))[0] for name, one in fills().items()},
+    opened = {name: codec.encode(OPEN.arguments(spec, [0, 1], []))[0] for name, spec in parts().items()}
+    fetched = {name: codec.encode(PUSH.arguments(one))[0] for name, one in fetches().items()}
+    return {"part": opened, "fetch": fetched}
+
+
+def parts() -> dict[str, CacheSpec]:
+    """Return parts of a decode rank's cache for the prefill rank of the target: right ones, and some that are not."""
+    first = PART.tensors[0]
+    changed = {
+        "far": {"offset": 1 << 40},
+        "no-memory": {"memory": 9},
+        "overlapping": {"page_stride": 1},
+        "other-heads": {"first_head": 3},
+        "odd-pages": {"tokens": 3},
+    }
+    lies = {name: msgspec.structs.replace(first, **change) for name, change in changed.items()}
+    return {"right": PART, "alike": SOURCE} | {
+        name: msgspec.structs.replace(PART, tensors=(lie, *PART.tensors[1:])) for name, lie in lies.items()
     }
 
 
-def lent(nbytes: int, **changes: Any) -> bytes:
-    """Return the descriptor of memory that the decoder has lent to the prefiller."""
-    fields = {"region": 1, "address": 4096, "writable": True, "lease": 2, "holder": PREFILLER, "readable": False}
-    return bytes(RegionDescriptor(owner=DECODER, length=nbytes, keys=(RailKey(1, 2),), **{**fields, **changes}))
-
-
-def fills() -> dict[str, FillRequest]:
-    """Return requests for the prefiller of the target: right ones, and some that are not."""
-    tokens = np.arange(19, dtype=np.uint32)
-    right = FillRequest(
-        round=1,
-        ranks=Ranks(0, 1, 0, 1),
-        imm=5,
-        pool_pages=64,
-        tail_offset=8,
-        tail_bytes=4,
-        request=b"r",
-        print=fingerprint(LAYOUT),
-        pool=lent(LAYOUT.pool_bytes(1, 64)),
-        tails=lent(100),
-        tokens=tokens,
-        pages=tokens[:5],
-    )
+def fetches() -> dict[str, Fetch]:
+    """Return requests for the prefill rank of the target: right ones, and some that are not."""
+    pages = np.arange(10, dtype=np.int64)
+    right = Fetch(1, "r", 19, 5, {0: Row(pages, 0), 1: Row(pages[:1], 0)})
     changes: dict[str, dict[str, Any]] = {
         "right": {},
-        "without-tail": {"tail_bytes": 0, "tails": b""},
-        "of-four": {"ranks": Ranks(0, 1, 3, 4), "pool": lent(LAYOUT.pool_bytes(4, 64))},
-        "no-lease": {"pool": lent(LAYOUT.pool_bytes(1, 64), lease=0, holder=bytes(16))},
-        "read-only": {"tails": lent(100, writable=False)},
-        "twice": {"pages": tokens[:5] // 2},
-        "long": {
-            "tokens": np.arange(1500, dtype=np.uint32),
-            "pages": np.arange(375, dtype=np.uint32),
-            "pool_pages": 400,
-            "pool": lent(LAYOUT.pool_bytes(1, 400)),
-        },
+        "from-the-third-page": {"rows": {0: Row(pages[2:], 2)}},
+        "no-rows": {"rows": {}},
+        "far": {"rows": {0: Row(pages + 40, 0)}},
+        "negative": {"rows": {0: Row(pages - 1, 0)}},
+        "late": {"rows": {0: Row(pages, 1 << 39)}, "tokens": (1 << 40) - 1},
+        "long": {"tokens": 1 << 30},
     }
     return {name: msgspec.structs.replace(right, **change) for name, change in changes.items()}

@@ -9,11 +9,12 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from aiote.kvcache import CacheLayout
+from aiote.kvcache import Consumer, Producer
 from aiote.testing import Fabric, run
-from kvcaches import PrefillRank, deployed
+from mapped_caches import Model, Side, built, fill, rows
 
 STORY = Path(__file__).parent / "story.py"
 
@@ -48,34 +49,33 @@ def test_two_runs_see_the_same_and_two_seeds_do_not(monkeypatch):
     assert {"PeerError", "TransferError", "ClosedError"} & set(map(str, first[0][1:-1]))
 
 
-def test_a_kv_cache_sees_the_same_on_a_slow_machine(monkeypatch):
+def test_a_kv_cache_sees_the_same_on_a_slow_machine():
     """Two requests are computed beside each other, with many layers done in a row, and that takes real time."""
+    model, left, right = Model(layers=40, state=5), Side(pages=24), Side(pages=24, order="field token head")
+    built(model, left, "prefill"), built(model, right, "decode")
+    here, there = ([rows(side, 43, np.random.default_rng(seed)) for seed in (0, 1)] for side in (left, right))
 
     async def main(fabric: Fabric) -> None:
-        async def ask(tokens: list[int]) -> None:
-            async with decode.decoder.request(tokens, deployment.group) as slot:
-                await slot.arrived()
-                decode.check(slot)
+        async def compute(number: int) -> None:
+            fill(left, here[number], 44, number)
+            async with producer.offer(str(number), tokens=43, rows=here[number]) as offer:
+                for layer in range(40):
+                    until = time.perf_counter() + (pause if layer % 3 == 0 else 0)
+                    while time.perf_counter() < until:
+                        pass
+                    offer.computed(layer)
 
-        async with deployed(fabric.open_engine, layout, serving=False) as deployment:
-            (decode,), (prefill,) = deployment.decode, deployment.prefill
-            asking = [asyncio.ensure_future(ask(list(range(first, first + 43)))) for first in (0, 100)]
-            jobs = prefill.prefiller.jobs()
-            both = [await anext(jobs) for _ in asking]
-            await asyncio.gather(*(prefill.compute(job) for job in both), *asking)
+        async def ask(number: int) -> None:
+            async with consumer.receive(place, str(number), tokens=43, rows=there[number]) as reception:
+                await reception.arrived()
+
+        async with fabric.open_engine() as one, fabric.open_engine() as other:
+            place = [one.address]
+            async with Producer(one, left.caches[0]) as producer, Consumer(other, right.caches[0]) as consumer:
+                await asyncio.gather(*(work(number) for work in (compute, ask) for number in (0, 1)))
             seen.append((fabric.now, fabric.events, fabric.digest))
 
-    async def rest(_rank: PrefillRank, _pause: float) -> None:
-        nonlocal layers
-        layers += 1
-        until = time.perf_counter() + (pause if layers % 3 == 0 else 0)
-        while time.perf_counter() < until:
-            pass
-
-    layout = CacheLayout(layers=40, kv_heads=4, head_size=2, page_tokens=4, dtype="uint8")
-    monkeypatch.setattr(PrefillRank, "rest", rest)
     seen: list[tuple[float, int, str]] = []
     for pause in (0.0, 0.0, 0.3e-3, 1e-3):
-        layers = 0
         run(main, seed=3)
     assert seen == seen[:1] * 4
