@@ -189,6 +189,10 @@ class BlockingProducer(Blocking[Producer]):
         super().cancel(request)
         self._bridge.submit(_refuse(self._inner, request))
 
+    def queued(self, requests: Sequence[str]) -> None:
+        """Say which requests wait in the program's queue, as `Producer.queued`."""
+        self._bridge.submit(_queued(self._inner, requests))
+
     def computed(self, request: str, layer: int, tokens: int | None = None, *, rows: Rows | None = None) -> None:
         """Take note that a layer is computed up to a token, all by default; rows: the request's pages, where it has
         more by now. Does nothing for a request that has ended. Raises UsageError for a layer that this rank has not.
@@ -202,6 +206,10 @@ class BlockingProducer(Blocking[Producer]):
 
 async def _refuse(producer: Producer, request: str) -> None:
     producer.refuse(request, f"request {request!r} was cancelled")
+
+
+async def _queued(producer: Producer, requests: Sequence[str]) -> None:
+    producer.queued(requests)
 
 
 async def _computed(offer: Offer, layer: int, tokens: int | None, rows: Rows | None) -> None:

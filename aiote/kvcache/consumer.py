@@ -14,6 +14,7 @@ pages together, is disconnected, and the other requests to it fail.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
@@ -61,6 +62,20 @@ class Reception:
         self._reading = anyio.CancelScope()
         self._read_over = anyio.Event()
         self._bell = Bell()
+        self._moved_at, self._seen = anyio.current_time(), 0
+
+    def heard(self) -> None:
+        """Take note that a rank says that it waits in a queue that moves, or is computed."""
+        self._moved_at = anyio.current_time()
+
+    def look(self, stall_timeout: float) -> None:
+        """Fail it where nothing of it has moved for so long."""
+        arrived = self._block.row.progress[0] if self._block is not None and not self.failed else self.layers
+        if arrived != self._seen:
+            self._seen = arrived
+            self.heard()
+        if anyio.current_time() - self._moved_at > stall_timeout:
+            self.fail(f"for {stall_timeout} s no layer of it has come, and no rank says that it waits or is computed")
 
     @property
     def pages(self) -> int:
@@ -169,6 +184,7 @@ class Reception:
             if pinned.tokens < self.tokens:
                 raise TransferRefused(f"it has {pinned.tokens} tokens of {self.request!r}, wanted are {self.tokens}")
             link.map.check_source(rows, spans)
+            self._moved_at = math.inf  # from here on it is this engine's work
             await self._read_pages(link, rows, spans)
             if not await link.client.finish(link.session, self.request):
                 raise TransferRefused(f"its pages of {self.request!r} were not kept until they were read")
@@ -248,7 +264,9 @@ class Consumer:
 
     `turn` differs among ranks of a group that want the same, so that they spread over the prefill ranks that have it.
     A rank that has not confirmed within `confirm_timeout` that it has stopped, or for more than `quarantine_pages`, is
-    disconnected. Immediates are taken from `imm_base` on, 2**24 of them. The cache's memories stay registered until
+    disconnected. A request fails when for `stall_timeout` none of its layers has come and no rank has said that it
+    waits in a queue that moves (`Producer.queued`), or is computed; without the limit it waits while its ranks live.
+    Immediates are taken from `imm_base` on, 2**24 of them. The cache's memories stay registered until
     the block is left. An engine may have several consumers, whose immediates differ.
     """
 
@@ -260,6 +278,7 @@ class Consumer:
         turn: int = 0,
         confirm_timeout: float = 2.0,
         quarantine_pages: int = 1 << 20,
+        stall_timeout: float = math.inf,
         imm_base: int = IMMEDIATE_BASE,
     ) -> None:
         self.engine = engine
@@ -268,6 +287,8 @@ class Consumer:
         if not self.layers:
             raise aiote.UsageError(f"{self.spec.name}: the cache has no tensors to receive")
         self.confirm_timeout, self.quarantine_pages = confirm_timeout, quarantine_pages
+        self._stall_timeout = stall_timeout
+        self._receptions: set[Reception] = set()
         self.regions: list[aiote.Region] = []
         self.immediates = Immediates(engine, imm_base, len(self.layers), IMMEDIATES // len(self.layers))
         self._arrays, self._turn = cache.memories, turn
@@ -279,7 +300,9 @@ class Consumer:
                 self.regions.append(await self.engine.register_async(array, "write"))
                 stack.push_async_callback(to_the_end, self.regions[-1].aclose)
             self._scope = await stack.enter_async_context(beside())
-            self._links = Links(self.engine, self.spec, self.regions, self._turn, self._scope)
+            self._links = Links(self.engine, self.spec, self.regions, self._turn, self._scope, self._stall_timeout / 4)
+            if self._stall_timeout < math.inf:
+                self._scope.start(self._look)
             self._stack = stack.pop_all()
         return self
 
@@ -287,6 +310,12 @@ class Consumer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         return await self._stack.__aexit__(kind, error, trace)
+
+    async def _look(self) -> None:
+        while True:
+            await anyio.sleep(self._stall_timeout / 8)
+            for reception in tuple(self._receptions):
+                reception.look(self._stall_timeout)
 
     async def connect(self, producers: Sequence[Place], *, reads: bool = False) -> None:
         """Make the handshake with a group of prefill ranks, which else the first request makes.
@@ -312,6 +341,7 @@ class Consumer:
                 raise aiote.UsageError(f"{self.spec.name}: a page comes twice in group {group}: {row.pages}")
         links = await self._links.group(producers, reads=reads)
         reception = Reception(self, links, request, rows, tokens, reads)
+        self._receptions.add(reception)
         try:
             if reads:
                 self._scope.start(reception.read)
@@ -319,4 +349,5 @@ class Consumer:
                 await reception.ask()
             yield reception
         finally:
+            self._receptions.discard(reception)
             await to_the_end(reception.leave)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -183,6 +184,7 @@ class Offers:
         self.match_timeout = match_timeout
         self._open: dict[str, Offer] = {}
         self._over: dict[str, str] = {}
+        self._queued: dict[str, float] = {}
         self._bell = Bell()
 
     def __len__(self) -> int:
@@ -209,15 +211,31 @@ class Offers:
             del self._over[next(iter(self._over))]
         self._bell.ring()
 
+    def queued(self, requests: Iterable[str]) -> None:
+        """Take note of all requests that wait in the program's queue."""
+        self._queued = dict.fromkeys(requests, anyio.current_time())
+        self._bell.ring()
+
     async def match(self, request: str) -> Offer:
         """Return the offer of a name, as soon as there is one. Raises TransferRefused."""
-        with anyio.move_on_after(self.match_timeout):
-            while request not in self._open:
-                if request in self._over:
-                    raise TransferRefused(self._over[request])
+        since = anyio.current_time()
+        while request not in self._open:
+            if request in self._over:
+                raise TransferRefused(self._over[request])
+            since = max(since, self._queued.get(request, since))
+            with anyio.move_on_after(since + self.match_timeout - anyio.current_time()) as scope:
                 await self._bell.wait()
-            return self._open[request]
-        raise TransferRefused(f"request {request!r} was not offered within {self.match_timeout} s")
+            if scope.cancelled_caught:
+                raise TransferRefused(f"request {request!r} was not offered within {self.match_timeout} s")
+        return self._open[request]
+
+    def moving(self, request: str, seen: dict[str, int]) -> bool:
+        """Tell whether a request waits in a queue that moves, or is computed: more of it than was `seen`."""
+        offer = self._open.get(request)
+        computed = sum(offer.computed_to.values()) if offer is not None else 0
+        before, seen[request] = seen.get(request, 0), computed
+        since = self._queued.get(request)
+        return computed > before or (since is not None and anyio.current_time() < since + self.match_timeout)
 
     def stop(self, reason: str) -> None:
         """Stop all."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterable, Iterator
+from contextlib import AsyncExitStack, aclosing, contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import anyio
 
 import aiote
 
@@ -37,6 +40,18 @@ class Session:
     map: CacheMap
     immediates: dict[int, int]
     targets: list[aiote.RemoteRegion | None]
+    asked: Counter[str] = field(default_factory=Counter)
+
+    @contextmanager
+    def asks(self, request: str) -> Iterator[None]:
+        """Keep a request's name while it is asked for."""
+        self.asked[request] += 1
+        try:
+            yield
+        finally:
+            self.asked[request] -= 1
+            if not self.asked[request]:
+                del self.asked[request]
 
 
 @dataclass(eq=False)
@@ -82,6 +97,14 @@ class Producer:
     def refuse(self, request: str, reason: str) -> None:
         """Tell decode ranks that ask for a request, now or in a while, that it is not offered, and why."""
         self._offers.refuse(request, reason)
+
+    def queued(self, requests: Iterable[str]) -> None:
+        """Say which requests wait in the program's queue: all of them, whenever the queue has moved.
+
+        Neither `match_timeout` nor a decode rank's `stall_timeout` counts the time for which a request is said to wait,
+        until `match_timeout` after it was last said.
+        """
+        self._offers.queued(requests)
 
     @property
     def written(self) -> Written:
@@ -157,7 +180,13 @@ class Producer:
     async def push(self, peer: aiote.Peer, fetch: Fetch) -> AsyncGenerator[None]:
         """Write a request's pages as they are computed."""
         session = self._session(peer, fetch.session)
-        offer = await self._offers.match(fetch.request)
+        with session.asks(fetch.request):
+            offer = await self._offers.match(fetch.request)
+            async with aclosing(self._push(session, offer, fetch)) as items:
+                async for item in items:
+                    yield item
+
+    async def _push(self, session: Session, offer: Offer, fetch: Fetch) -> AsyncGenerator[None]:
         offer.join(fetch, session.map.part.ranks)
         failure = "it was cancelled"
         try:
@@ -188,9 +217,15 @@ class Producer:
     async def pull(self, peer: aiote.Peer, session: int, request: str) -> AsyncGenerator[Pinned]:
         """Keep a request's pages from when they are computed until they are read."""
         own = self._session(peer, session)
-        offer = await self._offers.match(request)
-        reader = Pull(own, offer)
-        offer.join(reader, own.map.part.ranks)
+        with own.asks(request):
+            offer = await self._offers.match(request)
+            async with aclosing(self._pull(own, offer)) as items:
+                async for item in items:
+                    yield item
+
+    async def _pull(self, session: Session, offer: Offer) -> AsyncGenerator[Pinned]:
+        reader = Pull(session, offer)
+        offer.join(reader, session.map.part.ranks)
         self._pulls.add(reader)
         try:
             while not (offer.complete or offer.stopped):
@@ -204,6 +239,15 @@ class Producer:
         finally:
             self._pulls.discard(reader)
             offer.leave(reader, "" if reader.finished else offer.stopped or "it was cancelled")
+
+    async def moving(self, peer: aiote.Peer, session: int, interval: float) -> AsyncGenerator[list[str]]:
+        """Tell every so many seconds which requests of a session wait in a queue that moves, or are computed."""
+        own, seen = self._session(peer, session), dict[str, int]()
+        while self._sessions.get(session) is own:
+            await anyio.sleep(interval)
+            if found := [request for request in own.asked if self._offers.moving(request, seen)]:
+                yield found
+            seen = {request: tokens for request, tokens in seen.items() if request in own.asked}
 
     def finish(self, peer: aiote.Peer, session: int, request: str) -> bool:
         """Take note that a request was read, if it is still kept."""

@@ -11,7 +11,9 @@ it fail.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import anyio
@@ -33,7 +35,10 @@ Place = aiote.Address | aiote.Peer | str
 class Reader(Protocol):
     """Who relies on a link, and hears once that nothing is written over it any more, and why if that is a failure."""
 
+    @property
+    def request(self) -> str: ...
     def over(self, link: Link, failure: str = "") -> None: ...
+    def heard(self) -> None: ...
 
 
 class Link:
@@ -67,13 +72,27 @@ class Link:
         """End it when the peer is lost."""
         self.end(await self.peer.wait_closed())
 
+    async def listen(self, interval: float) -> None:
+        """Pass on which requests the rank says are not stuck: one message every so many seconds, for all of them."""
+        with suppress(service.CallError, TransferRefused):
+            async for requests in self.client.moving(self.session, interval):
+                for reader in [reader for reader in self.readers if reader.request in requests]:
+                    reader.heard()
+
 
 class Links:
     """The links of a decode rank, by the group of prefill ranks and by whether it reads."""
 
     def __init__(
-        self, engine: aiote.Engine, spec: CacheSpec, regions: Sequence[aiote.Region], turn: int, scope: TaskScope
+        self,
+        engine: aiote.Engine,
+        spec: CacheSpec,
+        regions: Sequence[aiote.Region],
+        turn: int,
+        scope: TaskScope,
+        interval: float,
     ) -> None:
+        self._interval = interval
         self._engine, self._spec, self._regions, self._turn, self._scope = engine, spec, regions, turn, scope
         self._groups: dict[tuple[tuple[str, ...], bool], list[Link]] = {}
         self._locks: dict[tuple[tuple[str, ...], bool], anyio.Lock] = {}
@@ -130,4 +149,6 @@ class Links:
         link.session = opened.session
         link.memories = [self._engine.attach(descriptor) for descriptor in opened.memories]
         self._scope.start(link.follow)
+        if self._interval < math.inf:
+            self._scope.start(link.listen, self._interval)
         return link

@@ -8,6 +8,7 @@
 |            | connection, and nothing is written for it over the next one                                            |
 | `push`     | a request's pages, written as they are computed. The stream ends when all are                          |
 | `pull`     | a request's pages, to be read. The stream says where they are when they are computed, and keeps them   |
+| `moving`   | one message in a while for all requests of the session: which wait in a queue that moves, or compute   |
 | `finish`   | whether they were kept until now: what was read is theirs only then. They need not be kept any more    |
 
 A request is matched by its name with what the prefill rank's program offers, whichever comes first. To leave a stream
@@ -36,6 +37,7 @@ __all__ = ["Fetch", "NoSessionError", "Opened", "Pinned", "TransferRefused", "Tr
 
 Name: TypeAlias = Annotated[str, Meta(max_length=256)]
 Number: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
+Interval: TypeAlias = Annotated[float, Meta(ge=0.01, le=3600)]
 Descriptor: TypeAlias = Annotated[bytes, Meta(max_length=4096)]
 
 
@@ -85,6 +87,7 @@ class Rank(Protocol):
     async def open(self, peer: aiote.Peer, part: CacheSpec, immediates: list[int], memories: list[bytes]) -> Opened: ...
     def push(self, peer: aiote.Peer, fetch: Fetch) -> AsyncGenerator[None]: ...
     def pull(self, peer: aiote.Peer, session: int, request: str) -> AsyncGenerator[Pinned]: ...
+    def moving(self, peer: aiote.Peer, session: int, interval: float) -> AsyncGenerator[list[str]]: ...
     def finish(self, peer: aiote.Peer, session: int, request: str) -> bool: ...
 
 
@@ -117,6 +120,13 @@ class Transfers(service.Service):
     async def pull(self, session: Number, request: Name) -> AsyncIterator[Pinned]:
         """Have a request's pages kept until they are read."""
         async with aclosing(self._rank.pull(service.current_call().peer, session, request)) as items:
+            async for item in items:
+                yield item
+
+    @service.method(raises=[NoSessionError])
+    async def moving(self, session: Number, interval: Interval) -> AsyncIterator[list[Name]]:
+        """Hear every so many seconds which requests of a session are not stuck."""
+        async with aclosing(self._rank.moving(service.current_call().peer, session, interval)) as items:
             async for item in items:
                 yield item
 
