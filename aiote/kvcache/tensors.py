@@ -10,6 +10,7 @@ array that holds both are two tensors of one memory. `Cache.add` reads the strid
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeAlias
 
@@ -148,7 +149,7 @@ class Cache:
 
     def add(
         self,
-        array: NDArray[Any],
+        array: Any,
         axes: str,
         *,
         layer: int = 0,
@@ -161,21 +162,24 @@ class Cache:
 
         Axes: `layer` counts from `layer` on; `field` has one entry for each of `fields`; `page`; `head` counts from
         `first_head` on; `token`; `item`, last and as often as needed, is what belongs together. Without `token` a page
-        is opaque. Arrays that are views of one array, or lie in what `hold` was told of, share its memory. dtype: a
-        name for the type, where numpy's is not it (bfloat16 comes as int16). Raises UsageError for axes that are not
-        the array's, and for items with gaps.
+        is opaque. array: numpy's, torch's on the CPU, or what has `__array_interface__` or `__dlpack__`. Arrays that
+        are views of one array or storage, or lie in what `hold` was told of, share its memory. dtype: a name for the
+        type, where the array's is not it (integers that stand for bfloat16). Raises UsageError for axes that are not
+        the array's, for items with gaps, and for memory of a GPU.
         """
+        array, named, storage = _viewed(array)
+        dtype = dtype or named
         shape, strides, item_bytes = _axes(array, axes)
         if shape["field"] != len(fields) or "page" not in axes.split():
             raise UsageError(f"{axes!r}: a page axis is expected, and {shape['field']} fields, got {fields!r}")
-        memory, offset = self._memory(array)
+        memory, offset = self._memory(array, storage)
         for i in range(shape["layer"]):
             for j, field in enumerate(fields):
                 tensor = CacheTensor(
                     field=field,
                     layer=layer + i,
                     group=group,
-                    dtype=dtype or str(array.dtype),
+                    dtype=dtype,
                     memory=memory,
                     offset=offset + i * strides["layer"] + j * strides["field"],
                     pages=shape["page"],
@@ -199,7 +203,7 @@ class Cache:
         self.memories.append(memory)
         return len(self.memories) - 1
 
-    def _memory(self, array: NDArray[Any]) -> tuple[int, int]:
+    def _memory(self, array: NDArray[Any], storage: NDArray[Any] | None) -> tuple[int, int]:
         """Return in which memory an array lies, and where it begins there; its own, or what it is a view of, if none
         has it.
         """
@@ -208,8 +212,8 @@ class Cache:
             start, stop = _span(memory)
             if start <= begin and end <= stop:
                 return number, begin - start
-        root = array
-        while isinstance(root.base, np.ndarray):
+        root = array if storage is None else storage
+        while storage is None and isinstance(root.base, np.ndarray):
             root = root.base
         return self.hold(root), begin - _span(root)[0]
 
@@ -219,6 +223,23 @@ class Cache:
         spec = CacheSpec(self.name, tuple(memory.nbytes for memory in self.memories), tuple(self.tensors), self.ranks)
         spec.check()
         return spec
+
+
+def _viewed(array: Any) -> tuple[NDArray[Any], str, NDArray[Any] | None]:
+    """Return numpy's view of an array, the name of its type, and all of its storage, where numpy does not know that."""
+    torch = sys.modules.get("torch")  # what is not imported has made no tensor
+    if torch is not None and isinstance(array, torch.Tensor):
+        if array.device.type != "cpu":
+            raise UsageError(f"a cache on {array.device}: expected memory of the CPU")
+        # numpy knows neither bfloat16 nor the eight-bit floats, but integers of their size.
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[array.element_size()]
+        storage = torch.empty(0, dtype=torch.uint8).set_(array.untyped_storage())
+        return array.detach().view(integers).numpy(), str(array.dtype).removeprefix("torch."), storage.numpy()
+    try:
+        found = np.asarray(array) if hasattr(array, "__array_interface__") else np.from_dlpack(array)
+    except (TypeError, AttributeError, BufferError, RuntimeError) as error:
+        raise UsageError(f"an array in memory of the CPU is expected, got {type(array).__name__}: {error}") from error
+    return found, str(found.dtype), None
 
 
 def _span(array: NDArray[Any]) -> tuple[int, int]:
