@@ -85,8 +85,8 @@ class Reception:
     @property
     def complete(self) -> bool:
         """Whether all has arrived."""
-        if not self.failed and self._block is not None:
-            # A row that was closed waits for nothing more, whatever has come.
+        if not self.failed and self._block is not None and not self._consumer.engine.closed:
+            # A row that was closed, by a failure or with its engine, waits for nothing more, whatever has come.
             return self._block.row.progress[0] == len(self._consumer.layers)
         return self.layers == len(self._consumer.layers)
 

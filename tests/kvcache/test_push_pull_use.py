@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import aiote
-from aiote.kvcache import PagePool
+from aiote.kvcache import PagePool, PageRow
+from aiote.kvcache.protocol import TransferRefused
 from engines import until
-from kv_worlds import BEFORE, decode, prefill, world
+from kv_worlds import BEFORE, World, decode, prefill, world
 from mapped_caches import Model, Side, expected, fill, same
 
 MODEL = Model(layers=3, item=64, state=5)
@@ -78,3 +79,26 @@ async def test_pages_of_a_pool_are_lent_for_a_block():
             assert (len(set(holding.pages)), pool.free) == (3, 2)
             raise ZeroDivisionError
     assert pool.free == 5
+
+
+@pytest.mark.parametrize("arrived", [0, 2])
+async def test_a_request_of_a_closed_engine_ends_and_is_not_taken_for_complete(arrived):
+    async with world("sim", Side(), Side(), MODEL) as w, anyio.create_task_group() as group:
+        here, there = w.rows(TOKENS)
+        group.start_soon(decode_until_closed, w, there, arrived)
+        async with w.producers[0].offer("r", tokens=TOKENS, rows=here) as offer:
+            for layer in range(arrived):
+                offer.computed(layer)
+            await until(lambda: w.consumers[0].engine.closed)
+            offer.stop("its decode rank is gone")
+
+
+async def decode_until_closed(w: World, there: dict[int, PageRow], arrived: int) -> None:
+    consumer = w.consumers[0]
+    with pytest.raises(TransferRefused, match="closed"):
+        async with consumer.receive(w.places, "r", tokens=TOKENS, rows=there) as reception:
+            await until(lambda: reception._block.row.progress[0] == arrived)
+            consumer.engine.abort()
+            assert not reception.complete
+            await reception.arrived()
+    assert not reception.complete
