@@ -14,6 +14,7 @@ from .blocking import BlockingConsumer, BlockingProducer, Finished
 from .cache_layout import CacheLayout, TokenSpan
 from .consumer import Consumer, Reception
 from .decoder import Decoder
+from .group import Group, Worker
 from .job import Chunk, Job, JobEnded
 from .mapping import CacheMap, MappingError, PageRow, assign
 from .moving import Written
@@ -41,6 +42,7 @@ __all__ = [
     "Consumer",
     "Decoder",
     "Finished",
+    "Group",
     "Holding",
     "Job",
     "JobEnded",
@@ -66,6 +68,7 @@ __all__ = [
     "TokenSpan",
     "TransferPlan",
     "TransferRefused",
+    "Worker",
     "Written",
     "assign",
     "block_hashes",
