@@ -6,7 +6,7 @@ group writes to every rank of a decode group, and `Route.move` turns that into t
 a registry of `aiote.discovery` knows.
 
 `Producer` and `Consumer` move caches as inference engines hold them: many tensors in groups, whose pages are the
-engine's (docs/paged-caches.md). `BlockingProducer` and `BlockingConsumer` are theirs for programs that call
+engine's (docs/kvcache.md). `BlockingProducer` and `BlockingConsumer` are theirs for programs that call
 synchronously.
 """
 

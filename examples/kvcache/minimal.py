@@ -5,32 +5,35 @@ import asyncio
 import numpy as np
 
 import aiote
-from aiote.kvcache import CacheLayout, Decoder, Prefiller
+from aiote.kvcache import Cache, Consumer, PageRow, Producer
 
-LAYOUT = CacheLayout(layers=4, kv_heads=2, head_size=32, page_tokens=16, dtype="float32")
-SHAPE = (LAYOUT.layers, 64, *LAYOUT.page_shape(1))  # a cache of 64 pages a layer, for a group of one rank
+LAYERS, PAGES, PAGE_TOKENS, TOKENS = 4, 64, 16, 100
+SHAPE = (LAYERS, PAGES, 2, 2, PAGE_TOKENS, 32)  # keys and values of 2 heads in each page, of each layer
 
 
-async def prefill(prefiller: Prefiller) -> None:
-    async for job in prefiller.jobs():
-        async with job:  # left once every write is over; cancelled where the decoder does not want it any more
-            chunk = job.chunk(0, len(job.tokens), source=range(LAYOUT.pages_for(len(job.tokens))))
-            for layer in range(LAYOUT.layers):
-                await chunk.done(layer)  # a model computes the layer here; its pages go while the next one is computed
+def cache(name: str, array: np.ndarray) -> Cache:
+    described = Cache(name)  # the memory stays the program's: nothing is copied or allocated
+    described.add(array, "layer page field head token item", fields=["k", "v"])
+    return described
+
+
+async def prefill(producer: Producer, pages: list[int]) -> None:
+    async with producer.offer("a prompt", tokens=TOKENS, rows={0: PageRow(pages)}) as offer:
+        for layer in range(LAYERS):
+            offer.computed(layer)  # a model computes the layer here; its pages go while the next one is computed
 
 
 async def main() -> None:
     theirs, ours = np.random.default_rng(0).random(SHAPE, np.float32), np.zeros(SHAPE, np.float32)
-    async with aiote.open_engine() as there, Prefiller(there, LAYOUT, theirs) as prefiller:
-        async with aiote.open_engine() as here, Decoder(here, LAYOUT, ours) as decoder:
-            serving = asyncio.create_task(prefill(prefiller))
-            async with decoder.request(tokens=range(100), prefillers=[there.address]) as slot:
-                await slot.arrived()  # a count of writes, not a message
-                wanted = theirs[:, : len(slot.pages)]
-                print(
-                    f"{len(slot.pages)} pages in {LAYOUT.layers} layers: {np.array_equal(ours[:, slot.pages], wanted)}"
-                )
-            serving.cancel()
+    source, target = [9, 3, 7, 1, 0, 40, 8], [5, 2, 60, 4, 6, 1, 0]
+    async with aiote.open_engine() as there, Producer(there, cache("prefill", theirs)) as producer:
+        async with aiote.open_engine() as here, Consumer(here, cache("decode", ours)) as consumer:
+            computing = asyncio.create_task(prefill(producer, source))
+            rows = {0: PageRow(target)}
+            async with consumer.receive([there.address], "a prompt", tokens=TOKENS, rows=rows) as reception:
+                await reception.arrived()  # a count of writes, not a message
+            await computing
+    print(f"{len(target)} pages in {LAYERS} layers: {np.array_equal(ours[:, target], theirs[:, source])}")
 
 
 asyncio.run(main())

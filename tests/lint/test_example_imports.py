@@ -61,7 +61,7 @@ def test_the_public_packages_say_what_is_public():
         "from aiote.cli import main",
         "import aiote.cli.app",
         "from aiote.kvcache.pool import PagePool",
-        "from aiote.kvcache import PagePool",
+        "from aiote.kvcache import PagedMoves",
         "from aiote import core",
         "import aiote_native.core",
         "def main():\n    from aiote.links import Session",
@@ -77,7 +77,7 @@ def test_what_is_private_is_found(text):
     [
         "import aiote\naiote.open_engine()\naiote.Address.parse('x').host",
         "from aiote.demo import DecodeServer, weights\nweights.fingerprint(1)",
-        "import aiote.kvcache\naiote.kvcache.Decoder",
+        "import aiote.kvcache\naiote.kvcache.Consumer",
         "import anyio\nfrom serving import core",
     ],
 )
