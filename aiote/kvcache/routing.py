@@ -34,16 +34,19 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 import aiote
 
 from ..core.paging import integer
 from ..discovery import Member
-from .fill import Numbers
 
 __all__ = ["Choice", "NoMember", "Router", "block_hashes"]
+
+Numbers: TypeAlias = NDArray[np.uint32]
 
 HOLDERS = 8
 HASH_BYTES = 16

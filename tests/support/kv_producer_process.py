@@ -15,7 +15,6 @@ import numpy as np
 from aiote.kvcache.mapping import PageRow
 from aiote.kvcache.producer import Producer
 from engines import LOST_SOON, PATIENCE_S, opened, until
-from kvcaches import PrefillRank
 from mapped_caches import Model, Side, built, fill
 
 MODEL = Model(layers=3, item=64)
@@ -30,7 +29,7 @@ async def serve(producer: Producer, side: Side, number: int, pause: float) -> No
         await until(lambda: offer.active)
         for end in [*range(CHUNK, TOKENS, CHUNK), TOKENS]:
             for layer in range(MODEL.layers):
-                await PrefillRank.rest(pause)
+                await anyio.sleep(pause)
                 offer.computed(layer, end)
 
 
