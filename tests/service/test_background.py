@@ -28,3 +28,15 @@ async def test_an_error_of_the_body_comes_out_unchanged():
         async with beside(anyio.sleep_forever):
             await anyio.sleep_forever()
     assert scope.cancelled_caught
+
+
+async def test_what_is_started_last_begins_before_it_is_cancelled():
+    """What it was handed has to be given back, and nobody else does."""
+    begun = []
+
+    async def note() -> None:
+        begun.append(True)
+
+    async with beside() as scope:
+        scope.start(note)
+    assert begun
