@@ -65,7 +65,7 @@ CHECK_LANES = ("core docs lint fuzz engine control", "native kvcache discovery s
 # What of these takes seconds each: it starts processes, or draws many examples.
 CHECK_LEAVES_OUT = """
     core/test_failover_schedules.py engine/test_engine_departed.py discovery/test_embedded_registry.py
-    kvcache/test_transfer_faults.py kvcache/test_transfer_ranks.py kvcache/test_transfer_storm.py
+    kvcache/test_mapping.py kvcache/test_push_pull_faults.py kvcache/test_push_pull_storm.py
     lint/test_combinations.py lint/test_detectors.py lint/test_failing.py lint/test_sparing.py lint/test_stubs.py
     native/test_interleavings.py native/test_streams.py rails/test_doctor.py rails/test_info_command.py
     testing/test_determinism.py testing/test_exploration.py testing/test_page.py testing/test_plugin.py

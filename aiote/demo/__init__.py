@@ -1,14 +1,14 @@
 """A disaggregated generation, small enough for a laptop and real in every part.
 
-A transformer in numpy, the prefill and the decode server that serve it over `aiote.kvcache`, and how processes with
-such servers live and are started. `aiote demo kvcache` runs one of each and compares their tokens with those of a
+A transformer in numpy, a prefiller and a decoder that serve it over `aiote.kvcache`, and how processes with such sides
+live and are started. `aiote demo kvcache` runs one of each and compares their tokens with those of a
 generation in one process; `examples/kvcache` makes a cluster of them. `aiote demo moe` gives the same transformer
 experts, which processes share over `aiote.moe`.
 
     tokens.py         bytes to token numbers         model.py      the transformer, float32
     request_cache.py  a request's keys and values    weights.py    seeded weights, or a safetensors file
-    settings.py       what a run is to do            prefixes.py   the pages of a prefill server
-    prefill.py        decode.py                      the two servers
+    settings.py       what a run is to do            prefixes.py   the pages of a prefiller
+    prefiller.py      decoder.py                     the two sides
     life.py           what ends a server             children.py   starting processes that outlive nobody
     run.py            the demo: starts both, hands out prompts, gathers tokens    child.py    its processes
     one_process.py    the generation in one process  prompts.py    what is generated from
@@ -18,23 +18,18 @@ experts, which processes share over `aiote.moe`.
 
 from . import tokens, weights
 from .children import Child
-from .decode import DecodeServer, Generation
 from .faults import DemoError
 from .life import Orders, leave_with_parent, live, tell
 from .model import Model
-from .prefill import PrefillServer
 from .prefixes import PrefixPages
 from .request_cache import RequestCache, plan
 from .settings import Settings
 
 __all__ = [
     "Child",
-    "DecodeServer",
     "DemoError",
-    "Generation",
     "Model",
     "Orders",
-    "PrefillServer",
     "PrefixPages",
     "RequestCache",
     "Settings",

@@ -13,7 +13,7 @@ from aiote.demo import weights
 from aiote.demo.faults import DemoError
 from aiote.demo.model import Model, ModelConfig
 from aiote.demo.request_cache import Floats
-from aiote.kvcache import Cache, CacheLayout
+from aiote.kvcache import Cache
 
 __all__ = ["Settings"]
 
@@ -67,10 +67,6 @@ class Settings:
         cache.add(pool, "layer page field head token item", fields=["k", "v"])
         cache.add(logits, "page item", layer=config.layers, group=1, fields=["logits"])
         return pool, logits, cache
-
-    def layout(self, config: ModelConfig) -> CacheLayout:
-        """Return how the cache of a model of these sizes lies in memory."""
-        return CacheLayout(config.layers, config.kv_heads, config.head_size, self.page_tokens, "float32")
 
     def memory(self, config: ModelConfig) -> Floats:
         """Return a cache of `pool_pages` pages a layer, of zeros."""

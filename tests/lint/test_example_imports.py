@@ -76,7 +76,7 @@ def test_what_is_private_is_found(text):
     "text",
     [
         "import aiote\naiote.open_engine()\naiote.Address.parse('x').host",
-        "from aiote.demo import DecodeServer, weights\nweights.fingerprint(1)",
+        "from aiote.demo import Settings, weights\nweights.fingerprint(1)",
         "import aiote.kvcache\naiote.kvcache.Consumer",
         "import anyio\nfrom serving import core",
     ],
