@@ -458,8 +458,8 @@ class Round:
             # As the kernel counts rows of `own`.
             places[own] = -2 - self._own[here[own]]
         weights = None if by_copy else self._given.weights
-        own = () if self._own is None else (self._memory.y,)
-        self._kernels.combine(out, self._memory.answers, places, weights, config.out_dtype, accumulate, *own)
+        beside = () if self._own is None else (self._memory.y,)
+        self._kernels.combine(out, self._memory.answers, places, weights, config.out_dtype, accumulate, *beside)
         self.answered = np.isin(np.arange(self._sizes.ranks), [*came, self._group.rank])
         self._group.counted.rounds += 1
 
