@@ -89,8 +89,7 @@ class MoeGroup:
             rank_rows=np.zeros(self.sizes.ranks, np.int64),
             waited_for=np.zeros(self.sizes.ranks),
         )
-        kind = Lane if self.launcher is None else DeviceLane
-        self._lanes = [kind(self, number) for number in range(config.lanes)]
+        self._lanes = [(Lane if self.launcher is None else DeviceLane)(self, number) for number in range(config.lanes)]
         self._digest = hashlib.blake2b(config.digest + bytes([len(members) & 0xFF, len(members) >> 8])).digest()[:16]
         self._ready = 0
         self._entering: anyio.CancelScope | None = None

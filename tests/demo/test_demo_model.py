@@ -26,7 +26,7 @@ def model() -> Model:
 def cache_for(count: int, *, seed: int | None = None) -> RequestCache:
     settings = Settings("tcp", CONFIG.layers, 0, None, PAGE, 16, 1, 1, 64)
     numbers = np.arange(64) if seed is None else np.random.default_rng(seed).permutation(64)
-    return RequestCache(settings.memory(CONFIG), numbers[: settings.layout(CONFIG).pages_for(count)])
+    return RequestCache(settings.memory(CONFIG), numbers[: settings.pages_for(count)])
 
 
 def dense_logits(model: Model, prompt: list[int]) -> np.ndarray:
