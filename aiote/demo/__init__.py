@@ -20,7 +20,7 @@ from . import tokens, weights
 from .children import Child
 from .faults import DemoError
 from .life import Orders, leave_with_parent, live, tell
-from .model import Model
+from .model import Model, Span
 from .prefixes import PrefixPages
 from .request_cache import RequestCache, plan
 from .settings import Settings
@@ -33,6 +33,7 @@ __all__ = [
     "PrefixPages",
     "RequestCache",
     "Settings",
+    "Span",
     "leave_with_parent",
     "live",
     "plan",

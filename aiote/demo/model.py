@@ -120,6 +120,11 @@ class Model:
         logits: Floats = (last @ self.weights.head)[0]
         return logits
 
+    def all_logits(self, span: Span) -> Floats:
+        """Return the logits [tokens, vocabulary] that each of the span's positions gives for the token after it."""
+        logits: Floats = _rms_norm(span.hidden, self.weights.final_norm) @ self.weights.head
+        return logits
+
     def step(self, token: int, position: int, cache: RequestCache) -> Floats:
         """Run one token through all layers and return the logits for the next."""
         span = self.begin([token], position)

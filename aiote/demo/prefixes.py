@@ -49,15 +49,15 @@ class PrefixPages:
         return len(self._kept)
 
     @asynccontextmanager
-    async def borrow(self, tokens: Sequence[int]) -> AsyncIterator[tuple[list[int], int]]:
+    async def borrow(self, tokens: Sequence[int], *, fresh: bool = False) -> AsyncIterator[tuple[list[int], int]]:
         """Lend the pages of a prompt, first come, first served; how many tokens need not be computed comes with them.
 
-        Raises ValueError for a prompt that never fits.
+        fresh: none of them is a kept one, so that all is computed. Raises ValueError for a prompt that never fits.
         """
         if self._count(tokens) > self.pages:
             raise ValueError(f"a prompt of {len(tokens)} tokens needs {self._count(tokens)} of {self.pages} pages")
         async with self._turn:
-            while (lent := self._take(tokens)) is None:
+            while (lent := self._take(tokens, fresh)) is None:
                 self._returned = anyio.Event()
                 await self._returned.wait()
         table, found = lent
@@ -81,9 +81,9 @@ class PrefixPages:
     def _count(self, tokens: Sequence[int]) -> int:
         return -(-len(tokens) // self._page_tokens)
 
-    def _take(self, tokens: Sequence[int]) -> tuple[list[int], int] | None:
+    def _take(self, tokens: Sequence[int], fresh: bool) -> tuple[list[int], int] | None:
         """Return the pages of a prompt, and how many of them are computed already; None where there are too few."""
-        table = self._find(tokens)
+        table = [] if fresh else self._find(tokens)
         found, wanted = len(table), self._count(tokens) - len(table)
         self._users.update(table)
         idle = [block for block, page in self._kept.items() if not self._users[page]]
@@ -94,9 +94,9 @@ class PrefixPages:
             page = self._kept.pop(block)
             del self._hashes[page]
             self._free.append(page)
-        fresh = [self._free.pop() for _ in range(wanted)]
-        self._users.update(fresh)
-        return table + fresh, found
+        taken = [self._free.pop() for _ in range(wanted)]
+        self._users.update(taken)
+        return table + taken, found
 
     def _find(self, tokens: Sequence[int]) -> list[int]:
         """Return the kept pages of a prompt's beginning: whole chunks, and never all, for the last one gives logits."""

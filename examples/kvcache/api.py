@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 import web
-from aiote.demo import tokens as vocabulary
 from front import Completion, Front, TakeOf, all_of
 from openai_answers import Answers, Text, bytes_of, event
 from openai_requests import MODEL, ChatBody, CompletionBody
@@ -25,7 +24,10 @@ CARD = {"id": MODEL, "object": "model", "created": 0, "owned_by": "aiote"}
 
 
 class Choice:
-    """One answer while it is made: its text so far, its tokens, and where each begins in the text."""
+    """One answer while it is made: its text so far, its tokens, and where each begins in the text.
+
+    What is repeated of the prompt comes first: one text, and its tokens, `echoed` of them.
+    """
 
     def __init__(self, body: CompletionBody | ChatBody, wanted: Completion) -> None:
         self.parts: list[str] = []
@@ -33,13 +35,25 @@ class Choice:
         self.offsets: list[int] = []
         self.text = Text(body.stops)
         self.finish = ""
+        self.begun = False
+        self.echoed = 0
+        self._prompt = Text(())
         if isinstance(body, CompletionBody) and body.echo:
-            self.parts.append(vocabulary.decode(wanted.prompt).decode(errors="replace"))
+            for token in wanted.prompt:
+                self.tokens.append(Token(token))
+                self.offsets.append(self._prompt.length)
+                self.parts.append(self._prompt.add(bytes_of(token)))
+            self.parts = ["".join([*self.parts, self._prompt.add(b"", True)])]
+            self.echoed = len(self.tokens)
+
+    def echo(self, tokens: list[Token]) -> None:
+        """Take the log-probabilities of the prompt's tokens."""
+        self.tokens[: self.echoed] = tokens
 
     def take(self, token: Token) -> str:
         """Add a token, and return what may be given out of the text."""
         self.tokens.append(token)
-        self.offsets.append(self.text.length)
+        self.offsets.append(self._prompt.length + self.text.length)
         self.parts.append(self.text.add(bytes_of(token.id)))
         return self.parts[-1]
 
@@ -62,7 +76,7 @@ class Job:
 
     @property
     def _generated(self) -> int:
-        return sum(len(choice.tokens) for choice in self._choices)
+        return sum(len(choice.tokens) - choice.echoed for choice in self._choices)
 
     async def whole(self, emit: Emit) -> None:
         """Answer at once, when all is there."""
@@ -84,10 +98,9 @@ class Job:
             nonlocal begun
             begun = True
             choice = self._choices[index]
-            if not choice.tokens:
-                await self._begin(emit, index)
+            await self._begin(emit, index)
             text = choice.take(token)
-            await emit(event(self._answers.chunk(index, text, [token], choice.offsets[-1], None)))
+            await emit(event(self._answers.chunk(index, text, [token], choice.offsets[-1:])))
             return choice.text.stopped
 
         try:
@@ -98,22 +111,30 @@ class Job:
             await emit(event(error.body))
             return
         for index, (choice, finish) in enumerate(zip(self._choices, finishes, strict=True)):
-            await emit(event(self._answers.chunk(index, choice.end(finish), [], choice.text.length, choice.finish)))
+            await self._begin(emit, index)
+            await emit(event(self._answers.chunk(index, choice.end(finish), [], [], choice.finish)))
         if self._include_usage:
             await emit(event(self._answers.usage_chunk(self._generated, self._prompts)))
         await emit(b"data: [DONE]\n\n")
 
     async def _begin(self, emit: Emit, index: int) -> None:
-        """Say who speaks in a chat, or what was asked, if it is to be repeated."""
+        """Say once who speaks in a chat, or what was asked, if it is to be repeated."""
+        choice = self._choices[index]
+        if choice.begun:
+            return
+        choice.begun = True
         if self._answers.chat:
             await emit(event(self._answers.begin(index)))
-        elif self._choices[index].parts:
-            await emit(event(self._answers.chunk(index, self._choices[index].parts[0], [], 0, None)))
+        elif choice.echoed:
+            await emit(event(self._answers.chunk(index, choice.parts[0], choice.tokens, choice.offsets)))
+
+    def _echo(self, index: int, tokens: list[Token]) -> None:
+        self._choices[index].echo(tokens)
 
     async def _counted(self, take: TakeOf) -> list[str]:
         front = self._front
         try:
-            finishes = await all_of(front, self._wanted, take)
+            finishes = await all_of(front, self._wanted, take, self._echo)
         except Refused:
             front.failed += 1
             raise

@@ -34,7 +34,7 @@ LOG = logging.getLogger("cluster")
 READY_S = 60.0
 AGAIN_S = 0.5  # between the death of a server and its replacement
 MOST_FAILURES = 3  # in a row, of servers that never were ready
-MODEL = ("layers", "seed", "weights", "chunk_tokens", "slower", "slots", "lease")
+MODEL = ("layers", "seed", "weights", "chunk_tokens", "step_tokens", "slower", "slots", "lease")
 COMMON = ("provider", "host", "advertise", "page_tokens", "context")
 
 

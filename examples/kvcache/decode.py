@@ -3,8 +3,9 @@
     python examples/kvcache/decode.py --registry 'aiote://...'
 
 `POST /generate` is for the router: {"tokens": [...], "max_tokens": n, "prefillers": ["aiote://...", ...], "sampling":
-{...}}, where the prefill servers are tried one after the other. It answers with lines of JSON: {"round": k} when the
-k-th has delivered, {"token": t, "logprob": p, "top": [...]} for each token, {"finish": "stop"} or {"finish": "length"}.
+{...}, "echo": false}, where the prefill servers are tried one after the other. It answers with lines of JSON: {"round":
+k} when the k-th has delivered, {"prompt": [{"id": t, "logprob": p, "top": [...]}, ...]} with `echo`, {"token": {"id":
+t, ...}} for each token that follows, {"finish": "stop"} or {"finish": "length"}.
 A client that leaves ends all of it: the prefill server is told to stop, its writes end, and the pages come back.
 """
 
@@ -39,9 +40,10 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a request asks for."""
 
     tokens: Annotated[tuple[Annotated[int, Meta(ge=0, lt=tokens.VOCABULARY)], ...], Meta(min_length=1)]
-    max_tokens: Annotated[int, Meta(ge=1)]
+    max_tokens: Annotated[int, Meta(ge=0)]
     prefillers: Annotated[tuple[str, ...], Meta(min_length=1, max_length=MOST_PREFILLERS)]
     sampling: Sampling = Sampling()
+    echo: bool = False
 
 
 class Endpoint:
@@ -59,12 +61,16 @@ class Endpoint:
         self.requests += 1
         try:
             addresses = [aiote.Address.parse(address) for address in asked.prefillers]
-            async with self.server.request(asked.tokens, addresses, asked.max_tokens, asked.sampling) as generation:
+            async with self.server.request(
+                asked.tokens, addresses, asked.max_tokens, asked.sampling, echo=asked.echo
+            ) as generation:
                 self.failovers += generation.round > 1
                 await emit(line(round=generation.round))
+                if asked.echo:
+                    await emit(line(prompt=generation.prompt))
                 async for token in generation:
                     self.tokens += 1
-                    await emit(line(token=token.id, logprob=token.logprob, top=token.top))
+                    await emit(line(token=token))
                 await emit(line(finish=generation.finish))
             self.done += 1
         except aiote.UsageError as error:

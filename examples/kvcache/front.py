@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import anyio
@@ -34,15 +35,26 @@ Take = Callable[[Token], Awaitable[bool]]
 """Takes a token, and says whether that is enough."""
 TakeOf = Callable[[int, Token], Awaitable[bool]]
 """The same of one answer of several."""
+EchoOf = Callable[[int, list[Token]], None]
+"""Takes the tokens of an answer's prompt with their log-probabilities, before its first token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer that is wanted: to a prompt, in tokens."""
+    """One answer that is wanted: to a prompt, in tokens, whose log-probabilities are wanted as well with `echo`."""
 
     prompt: tuple[int, ...]
     max_tokens: int
     sampling: Sampling
+    echo: bool = False
+
+
+@dataclass(slots=True)
+class Progress:
+    """What there is of an answer: its tokens so far, and its prompt's, with their log-probabilities, if wanted."""
+
+    given: list[int]
+    prompt: list[Token] | None = None
 
 
 class Front:
@@ -81,13 +93,19 @@ class Front:
             self._changed.set()
             self._changed = anyio.Event()
 
-    async def complete(self, asked: Completion, take: Take) -> str:
+    async def complete(self, asked: Completion, take: Take, echo: Callable[[list[Token]], None]) -> str:
         """Have a request served, hand out its tokens, and return why there are no more. Raises Refused."""
         given: list[int] = []
+        progress = Progress(given)
         begun = time.monotonic()
+
+        def tell() -> None:
+            if progress.prompt is not None:
+                echo(progress.prompt)
 
         async def pass_on(token: Token) -> bool:
             if not given:
+                tell()
                 self._note_first(time.monotonic() - begun)
             given.append(token.id)
             self.tokens += 1
@@ -95,7 +113,9 @@ class Front:
 
         self.queue += 1
         try:
-            finish = await self._complete(asked, given, pass_on)
+            finish = await self._complete(asked, progress, pass_on)
+            if not given:
+                tell()
             self.latencies.request.observe(time.monotonic() - begun)
             return finish
         finally:
@@ -106,17 +126,19 @@ class Front:
         self.first_tokens.append((time.monotonic(), seconds))
         self.latencies.first_token.observe(seconds)
 
-    async def _complete(self, asked: Completion, given: list[int], take: Take) -> str:
+    async def _complete(self, asked: Completion, progress: Progress, take: Take) -> str:
+        given = progress.given
         reason, failures, since, before = "", 0, time.monotonic(), 0  # since the first failure without a token between
         while failures < TRIES or time.monotonic() - since < PATIENCE_S:
             if given and given[-1] == vocabulary.END:
                 return "stop"
-            if len(given) == asked.max_tokens:
+            echo = asked.echo and progress.prompt is None
+            if len(given) == asked.max_tokens and not echo:
                 return "length"
-            rest = Completion((*asked.prompt, *given), asked.max_tokens - len(given), asked.sampling)
+            rest = Completion((*asked.prompt, *given), asked.max_tokens - len(given), asked.sampling, echo)
             with await self._try(rest) as one:
                 try:
-                    return await one.run(take)
+                    return await one.run(take, progress)
                 except Refused as error:
                     if not error.retry:
                         raise
@@ -172,24 +194,25 @@ class Try:
         if member.name == self._server.name and member.incarnation == self._server.incarnation:
             self._gone.cancel()
 
-    async def run(self, take: Take) -> str:
+    async def run(self, take: Take, progress: Progress) -> str:
         """Hand out the tokens, and return why there are no more. Raises Refused."""
         reason = f"{self._server.name} has left"
         with self._gone:
             try:
-                return await self._converse(take)
+                return await self._converse(take, progress)
             except (httpx.HTTPError, ValueError, KeyError) as error:
                 reason = f"{self._server.name} was lost: {type(error).__name__}: {error}"
         self._front.decode.failed(self._decode, self._server, time.monotonic())
         raise Refused(503, reason, retry="decode")
 
-    async def _converse(self, take: Take) -> str:
+    async def _converse(self, take: Take, progress: Progress) -> str:
         front, asked = self._front, self._asked
         body = {
             "tokens": asked.prompt,
             "max_tokens": asked.max_tokens,
             "prefillers": [str(aiote.Address.from_bytes(member.address)) for member in self._prefill.members],
             "sampling": msgspec.to_builtins(asked.sampling),
+            "echo": asked.echo,
         }
         url = f"{self._server.attributes['url']}/generate"
         async with front.client.stream("POST", url, json=body) as response:
@@ -198,8 +221,10 @@ class Try:
             async for text in response.aiter_lines():
                 said = json.loads(text)
                 if "token" in said:
-                    if await take(Token(said["token"], said["logprob"], tuple(map(tuple, said["top"])))):
+                    if await take(msgspec.convert(said["token"], Token)):
                         return "stop"
+                elif "prompt" in said:
+                    progress.prompt = msgspec.convert(said["prompt"], list[Token])
                 elif "round" in said:
                     by = self._prefill.members[said["round"] - 1]
                     front.prefill.delivered(self._prefill, by, time.monotonic())
@@ -219,7 +244,7 @@ class Try:
         raise Refused(status, error["message"], param=error["param"], code=error["code"], retry=whose)
 
 
-async def all_of(front: Front, wanted: Sequence[Completion], take: TakeOf) -> list[str]:
+async def all_of(front: Front, wanted: Sequence[Completion], take: TakeOf, echo: EchoOf) -> list[str]:
     """Have several answers made at a time, and return why each has no more tokens. Raises Refused for the first that
     fails, and none goes on then.
     """
@@ -228,7 +253,7 @@ async def all_of(front: Front, wanted: Sequence[Completion], take: TakeOf) -> li
 
     async def one(index: int) -> None:
         try:
-            finishes[index] = await front.complete(wanted[index], lambda token: take(index, token))
+            finishes[index] = await front.complete(wanted[index], partial(take, index), partial(echo, index))
         except Refused as error:
             refused.append(error)
             group.cancel_scope.cancel()

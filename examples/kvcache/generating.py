@@ -1,9 +1,8 @@
 """A decode server: has prompts' caches moved into its pages, and generates from there, all requests in one batch.
 
-The batch is continuous: each step computes one token of every request that is in it. A request joins before the next
-step when its cache has arrived, and leaves after the step that gave its last token, or when its client has left. So
-nobody waits for the end of another one's answer. A request's pages are free when nothing is written to them any more
-and no step reads them.
+Each step computes one token of every request that is in the batch. A request joins when its cache has arrived, and
+leaves after the step that gave its last token, or when its client has left. Its pages are free when nothing is written
+to them any more and no step reads them.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from aiote import service
 from aiote.demo import Model, RequestCache, Settings
 from aiote.demo import tokens as vocabulary
 from aiote.kvcache import Consumer
+from batching import Batch
 from caching import FreePages, ModelCache, Slots
-from computing import Prompts
+from computing import Prompts, Scores
 from sampling import Logits, Sampling, Token, choose
 
 
@@ -35,12 +35,14 @@ class Generation(AsyncIterator[Token]):
     """Iterates over the tokens that follow a prompt. Made by `DecodeServer.request`.
 
     It ends after the mark of end or `max_tokens` tokens, and `finish` says which: "stop" or "length". `round` tells
-    which of the prefill servers has delivered, from 1.
+    which of the prefill servers has delivered, from 1; `prompt` has the prompt's tokens with their log-probabilities,
+    if those were wanted.
     """
 
     def __init__(self, cache: RequestCache, how: Sampling, prompt: int, max_tokens: int) -> None:
         self.round = 0
-        self.finish = ""
+        self.finish = "" if max_tokens else "length"
+        self.prompt: list[Token] = []
         self.cache, self.position = cache, prompt
         self.last = -1
         self._how, self._left = how, max_tokens
@@ -67,54 +69,23 @@ class Generation(AsyncIterator[Token]):
         return self._given.popleft()
 
 
-class Batch:
-    """The requests that generate: `run` computes a token of each of them at a time, while there are any.
-
-    `steps` counts, `largest` is the most that one step had.
-    """
+class Decode(Batch[Generation]):
+    """The requests that generate: a step computes a token of each of them."""
 
     def __init__(self, model: Model) -> None:
-        self.running: dict[Generation, None] = {}
-        self.steps = self.largest = 0
+        super().__init__()
         self._model = model
-        self._reading: Sequence[Generation] = ()
-        self._changed = anyio.Event()
 
-    async def run(self) -> None:
-        """Compute for ever."""
-        while True:
-            if not self.running:
-                await self._changed.wait()
-                continue
-            self._reading = tuple(self.running)
-            caches = [one.cache for one in self._reading]
-            logits = await anyio.to_thread.run_sync(
-                self._model.steps, [one.last for one in self._reading], [one.position for one in self._reading], caches
-            )
-            self.steps, self.largest = self.steps + 1, max(self.largest, len(self._reading))
-            for one, row in zip(self._reading, logits, strict=True):
-                one.position += 1
-                one.take(row)
-                if one.finish:
-                    self.running.pop(one, None)
-            self._reading = ()
-            self._change()
-
-    def join(self, one: Generation) -> None:
-        """Take a request in, before the next step."""
-        self.running[one] = None
-        self._change()
-
-    async def leave(self, one: Generation) -> None:
-        """Take a request out, and return when no step reads its pages."""
-        self.running.pop(one, None)
-        with anyio.CancelScope(shield=True):
-            while one in self._reading:
-                await self._changed.wait()
-
-    def _change(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
+    async def compute(self, chosen: Sequence[Generation]) -> None:
+        """Compute a token of each, and take those out that have their last one."""
+        tokens, positions = [one.last for one in chosen], [one.position for one in chosen]
+        caches = [one.cache for one in chosen]
+        logits = await anyio.to_thread.run_sync(self._model.steps, tokens, positions, caches)
+        for one, row in zip(chosen, logits, strict=True):
+            one.position += 1
+            one.take(row)
+            if one.finish:
+                self.running.pop(one, None)
 
 
 class DecodeServer:
@@ -127,7 +98,7 @@ class DecodeServer:
         self.cache = ModelCache(name, settings)
         self.pages = FreePages(settings.pool_pages)
         self.slots = Slots(settings.concurrency)
-        self.batch = Batch(model)
+        self.batch = Decode(model)
         self.bytes_arrived = 0
         self._engine = engine
         self._consumer = Consumer(engine, self.cache.cache)
@@ -142,20 +113,29 @@ class DecodeServer:
 
     @asynccontextmanager
     async def request(
-        self, prompt: Sequence[int], prefillers: Sequence[aiote.Address], max_tokens: int, how: Sampling
+        self,
+        prompt: Sequence[int],
+        prefillers: Sequence[aiote.Address],
+        max_tokens: int,
+        how: Sampling,
+        *,
+        echo: bool = False,
     ) -> AsyncIterator[Generation]:
         """Have a prompt's cache moved here from one of these prefill servers, tried one after the other, and give what
         follows it.
 
-        The pages are free again when the block is left, however it is left. Raises PrefillFailed.
+        echo: the prompt's log-probabilities are wanted as well, as `how` says of the others. The pages are free again
+        when the block is left, however it is left. Raises PrefillFailed.
         """
         async with self.slots.take() as slot:
-            table = self.pages.take(self.cache.pages_for(len(prompt) + max_tokens - 1))
+            table = self.pages.take(self.cache.pages_for(len(prompt) + max(max_tokens - 1, 0)))
             generation = Generation(RequestCache(self.cache.memory, table), how, len(prompt), max_tokens)
             try:
-                generation.round = await self._fill(prompt, prefillers, table, slot)
+                by = await self._fill(prompt, prefillers, table, slot, how.logprobs if echo else None)
+                generation.round, generation.prompt = by
                 self.bytes_arrived += self.cache.bytes_of(len(prompt))
-                generation.take(self.cache.logits[slot])
+                if not generation.finish:
+                    generation.take(self.cache.logits[slot])
                 if not generation.finish:
                     self.batch.join(generation)
                 yield generation
@@ -164,20 +144,29 @@ class DecodeServer:
                 self.pages.give(table)
 
     async def _fill(
-        self, prompt: Sequence[int], prefillers: Sequence[aiote.Address], table: Sequence[int], slot: int
-    ) -> int:
-        """Return which prefill server has delivered."""
+        self,
+        prompt: Sequence[int],
+        prefillers: Sequence[aiote.Address],
+        table: Sequence[int],
+        slot: int,
+        top: int | None,
+    ) -> tuple[int, list[Token]]:
+        """Return which prefill server has delivered, and the prompt's log-probabilities if `top` is a number."""
         pages = table[: self.cache.pages_for(len(prompt))]
         failures = []
         for number, address in enumerate(prefillers, 1):
-            call = Call(service.client(self._engine, address, Prompts), prompt)
+            call = Call(service.client(self._engine, address, Prompts), prompt, top)
             self._group.start_soon(call.run)
             try:
                 with call.receiving:
                     rows = self.cache.rows(pages, slot)
                     async with self._consumer.receive([address], call.name, tokens=len(prompt), rows=rows) as reception:
                         await reception.arrived()
-                    return number
+                    if top is None:
+                        return number, []
+                    await call.over.wait()  # the log-probabilities are its result
+                    if call.scores is not None:
+                        return number, call.scores.tokens(prompt)
             except aiote.AioteError as error:
                 call.failure = call.failure or str(error)
             except anyio.get_cancelled_exc_class():
@@ -189,19 +178,25 @@ class DecodeServer:
 
 
 class Call:
-    """A prompt that a prefill server is asked to compute; what fails there ends the receiving here."""
+    """A prompt that a prefill server is asked to compute; what fails there ends the receiving here.
 
-    def __init__(self, client: Prompts, prompt: Sequence[int]) -> None:
+    `scores` are its log-probabilities, where `top` says how many alternatives they name, once the call is `over`.
+    """
+
+    def __init__(self, client: Prompts, prompt: Sequence[int], top: int | None) -> None:
         self.name = secrets.token_hex(12)
         self.failure = ""
         self.calling, self.receiving = anyio.CancelScope(), anyio.CancelScope()
-        self._client, self._prompt = client, np.array(prompt, np.uint32)
+        self.scores: Scores | None = None
+        self.over = anyio.Event()
+        self._client, self._prompt, self._top = client, np.array(prompt, np.uint32), top
 
     async def run(self) -> None:
         """Call, and take note of how it ends."""
         with self.calling:
             try:
-                await self._client.compute(self.name, self._prompt)
+                self.scores = await self._client.compute(self.name, self._prompt, self._top)
             except aiote.AioteError as error:
                 self.failure = self.failure or str(error)
                 self.receiving.cancel()
+        self.over.set()

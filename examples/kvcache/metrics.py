@@ -26,7 +26,7 @@ COUNTERS = {
     "failovers": ("failovers", "Requests that not the first prefill server has delivered."),
     "bytes_written": ("written_bytes", "Bytes of caches that decode servers were given."),
     "bytes_arrived": ("arrived_bytes", "Bytes of caches that arrived."),
-    "steps": ("steps", "Steps of the batch: a token of each request in it."),
+    "steps": ("steps", "Steps of the batch: a chunk (prefill) or a token (decode) of each request in it."),
 }
 GAUGES = {
     "open": ("requests_open", "Requests under way."),

@@ -75,9 +75,11 @@ class Answers:
         self._id = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._created = int(time.time())
 
-    def chunk(self, index: int, text: str, tokens: Sequence[Token], offset: int, finish: str | None) -> dict[str, Any]:
-        """Return a part of a stream. offset: characters of the answer before its tokens."""
-        choice = {"index": index, "finish_reason": finish, "logprobs": self._logprobs(index, tokens, [offset])}
+    def chunk(
+        self, index: int, text: str, tokens: Sequence[Token], offsets: Sequence[int], finish: str | None = None
+    ) -> dict[str, Any]:
+        """Return a part of a stream. offsets: for each token the characters of the answer before it."""
+        choice = {"index": index, "finish_reason": finish, "logprobs": self._logprobs(index, tokens, offsets)}
         if self.chat:
             choice["delta"] = {"content": text} if text or not finish else {}
         else:
@@ -124,7 +126,13 @@ class Answers:
             ]
             return {"content": content, "refusal": None}
         # The likeliest ones, and the one that was chosen, if it is none of them.
-        tops = [{name_of(one): value for one, value in (*token.top, (token.id, token.logprob))} for token in tokens]
+        # A prompt's first token follows nothing.
+        tops = [
+            None
+            if token.logprob is None
+            else {name_of(one): value for one, value in (*token.top, (token.id, token.logprob))}
+            for token in tokens
+        ]
         return {
             "tokens": [name_of(token.id) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],

@@ -98,15 +98,16 @@ class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise Refused(400, "stream_options is for streams alone", param="stream_options", code="invalid_value")
 
     def choices(
-        self, prompt: tuple[int, ...], most: int | None, logprobs: int | None, context: int
+        self, prompt: tuple[int, ...], most: int | None, logprobs: int | None, context: int, echo: bool = False
     ) -> list[Completion]:
         """Return what is to be generated for a prompt, `n` times. Raises Refused where that is too long."""
         room = context - len(prompt)
-        if room < (most or 1):
+        wanted = room if most is None else most
+        if room < max(wanted, 1):
             raise Refused(
                 400,
                 f"max_tokens: This model's maximum context length is {context} tokens. However, you requested "
-                f"{len(prompt)} in the prompt and {most or 1} for the answer.",
+                f"{len(prompt)} in the prompt and {max(wanted, 1)} for the answer.",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
@@ -114,7 +115,7 @@ class Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         temperature = 1.0 if self.temperature is None else self.temperature
         how = Sampling(temperature, 1.0 if self.top_p is None else self.top_p, 0, logprobs)
         return [
-            Completion(prompt, most or room, msgspec.structs.replace(how, seed=(seed + number) % SEEDS))
+            Completion(prompt, wanted, msgspec.structs.replace(how, seed=(seed + number) % SEEDS), echo)
             for number in range(self.n or 1)
         ]
 
@@ -123,7 +124,7 @@ class CompletionBody(Body, kw_only=True):
     """The body of POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
-    max_tokens: Count | UnsetType | None = UNSET
+    max_tokens: Annotated[int, Meta(ge=0)] | UnsetType | None = UNSET
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
     best_of: Any = None
@@ -147,11 +148,12 @@ class CompletionBody(Body, kw_only=True):
     def wanted(self, context: int) -> list[Completion]:
         """Return what is to be generated: for each prompt, `n` times. Raises Refused."""
         self.check()
-        if self.echo and self.logprobs is not None:
-            message = "echo with logprobs is not done here: prompts have no log-probabilities"
-            raise Refused(400, message, param="echo", code="unsupported_parameter")
+        if self.max_tokens == 0 and not self.echo:
+            message = "max_tokens: without echo an answer has one token at least"
+            raise Refused(400, message, param="max_tokens", code="invalid_value")
         most = DEFAULT_TOKENS if self.max_tokens is UNSET else self.max_tokens
-        out = [one for prompt in self.prompts() for one in self.choices(prompt, most, self.logprobs, context)]
+        scored = bool(self.echo) and self.logprobs is not None
+        out = [one for prompt in self.prompts() for one in self.choices(prompt, most, self.logprobs, context, scored)]
         if len(out) > MOST_CHOICES:
             raise Refused(400, f"prompt: {len(out)} answers wanted, at most {MOST_CHOICES} are given", param="prompt")
         return out

@@ -36,7 +36,9 @@ def statistics(server: PrefillServer, engine: aiote.Engine) -> dict[str, object]
         "pages_held": server.pages.used,
         "pages_kept": server.pages.kept,
         "bytes_written": server.bytes_written,
-        "tokens": server.tokens,
+        "tokens": server.batch.tokens,
+        "steps": server.batch.steps,
+        "largest_batch": server.batch.largest,
         "cached_tokens": server.cached_tokens,
         "done": server.done,
         "cancelled": server.cancelled,
@@ -63,7 +65,9 @@ async def main(args: argparse.Namespace, orders: Orders) -> None:
     settings, token = serving.settings_of(args), serving.token()
     model = await anyio.to_thread.run_sync(settings.model)
     async with serving.member_of_a_cluster(args) as (engine, registry):
-        server = PrefillServer(engine, settings, model, name=serving.name_of(args, "prefill"), slower=args.slower)
+        name = serving.name_of(args, "prefill")
+        how = {"step_tokens": args.step_tokens, "slower": args.slower}
+        server = PrefillServer(engine, settings, model, name=name, **how)
         app = application(server, engine, orders)
         # Left early, it stops what is still there, and its decode servers are told.
         async with server.serving() as prompts, web.http(app, args, engine, token) as url:

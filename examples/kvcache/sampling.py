@@ -49,6 +49,17 @@ def choose(logits: Logits, position: int, how: Sampling) -> Token:
     return Token(number, float(values[number]), tuple((token, float(values[token])) for token in best))
 
 
+def scores(logits: Logits, chosen: NDArray[np.uint32], top: int) -> tuple[NDArray[np.uint32], NDArray[np.float64]]:
+    """Return the log-probabilities of tokens that are there already, and of the `top` likeliest in their places.
+
+    logits: [tokens, vocabulary], chosen: [tokens]. What is returned is [tokens, 1 + top], each token's own first.
+    """
+    values = _normed(logits.astype(np.float64))
+    best = np.argsort(-values, axis=-1, kind="stable")[:, :top]
+    ids = np.concatenate([chosen[:, None], best], axis=1).astype(np.uint32)
+    return ids, np.take_along_axis(values, ids.astype(np.intp), axis=1)
+
+
 def _draw(logits: NDArray[np.float64], position: int, how: Sampling) -> int:
     probabilities = np.exp(_normed(logits))
     order = np.argsort(-probabilities, kind="stable")
@@ -60,6 +71,6 @@ def _draw(logits: NDArray[np.float64], position: int, how: Sampling) -> int:
 
 
 def _normed(logits: NDArray[np.float64]) -> NDArray[np.float64]:
-    shifted = logits - logits.max()
-    out: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum())
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    out: NDArray[np.float64] = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return out

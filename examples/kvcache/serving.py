@@ -52,7 +52,8 @@ def model_parser(description: str, *, member: bool = True) -> argparse.ArgumentP
     out.add_argument("--seed", type=int, default=0, help="seed of its weights")
     out.add_argument("--weights", help="a safetensors file instead (aiote demo weights makes one)")
     out.add_argument("--chunk-tokens", type=int, default=256, help="tokens that are prefilled at a time: whole pages")
-    out.add_argument("--slower", type=float, default=0.0, help="seconds that a layer of a chunk takes in addition")
+    out.add_argument("--step-tokens", type=int, default=512, help="tokens of several prompts that a step prefills")
+    out.add_argument("--slower", type=float, default=0.0, help="seconds that a layer of a step takes in addition")
     out.add_argument("--slots", type=int, default=16, help="requests that have pages at a time")
     out.add_argument("--lease", type=float, default=3.0, help="seconds after which a silent member has left")
     return out

@@ -61,7 +61,7 @@ def alone(modules, how):
     """Return what each prompt gives when it is alone in the batch."""
 
     async def one_by_one():
-        requests, batch, found = Requests(modules), modules[0].Batch(MODEL), []
+        requests, batch, found = Requests(modules), modules[0].Decode(MODEL), []
         async with anyio.create_task_group() as group:
             group.start_soon(batch.run)
             for text in PROMPTS:
@@ -76,7 +76,7 @@ def alone(modules, how):
 
 @pytest.mark.anyio
 async def test_requests_that_join_a_running_batch_get_their_own_tokens(modules, how, alone):
-    requests, batch = Requests(modules), modules[0].Batch(MODEL)
+    requests, batch = Requests(modules), modules[0].Decode(MODEL)
     with anyio.fail_after(PATIENCE_S):
         async with anyio.create_task_group() as group:
             group.start_soon(batch.run)
@@ -98,7 +98,7 @@ async def test_requests_that_join_a_running_batch_get_their_own_tokens(modules, 
 
 @pytest.mark.anyio
 async def test_one_that_leaves_harms_nobody(modules, alone, how):
-    requests, batch = Requests(modules), modules[0].Batch(MODEL)
+    requests, batch = Requests(modules), modules[0].Decode(MODEL)
     with anyio.fail_after(PATIENCE_S):
         async with anyio.create_task_group() as group:
             group.start_soon(batch.run)

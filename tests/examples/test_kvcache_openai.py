@@ -6,10 +6,12 @@ import math
 
 import anyio
 import httpx
+import numpy as np
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from aiote.demo import RequestCache, plan
 from aiote.demo import tokens as vocabulary
 from aiote.demo.one_process import run_reference
 from clusters import CONTEXT, PATIENCE_S, Cluster, reference_settings
@@ -120,6 +122,63 @@ def test_log_probabilities_of_a_completion(client, references):
     assert [one for part in parts if part for one in part.token_logprobs] == found.token_logprobs
 
 
+def by_one_process(tokens):
+    """Return the log-probabilities [tokens - 1, vocabulary] that one process gives for what follows each token."""
+    settings = reference_settings(1)
+    model = settings.model()
+    cache = RequestCache(settings.memory(model.config), range(settings.pages_for(len(tokens))))
+    logits = []
+    for part in plan(len(tokens), settings.chunk_tokens):
+        span = model.begin(tokens[part.start : part.stop], part.start)
+        for layer in range(model.config.layers):
+            model.layer(layer, span, cache)
+        logits.append(model.all_logits(span))
+    values = np.concatenate(logits)[:-1].astype(np.float64)
+    return values - np.log(np.exp(values).sum(axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_log_probabilities_of_a_prompt(client, references, stream):
+    # More than one chunk, a character of two bytes, and what the first request has left in the kept pages.
+    prompt = "k\u00e4se, " * 12
+    greedy(client, prompt)
+    given = {"echo": True, "logprobs": 2, "stream": stream}
+    answers = list(greedy(client, prompt, **given)) if stream else [greedy(client, prompt, **given)]
+    choices = [answer.choices[0] for answer in answers]
+    assert "".join(choice.text for choice in choices) == prompt + greedy(client, prompt).choices[0].text
+    names, own, tops, offsets = (
+        [one for choice in choices if choice.logprobs for one in getattr(choice.logprobs, name)]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    )
+    tokens = vocabulary.encode(prompt.encode())
+    assert (len(names), own[0], tops[0]) == (len(tokens) + NEW_TOKENS, None, None)
+    wanted = by_one_process(tokens)
+    assert own[1 : len(tokens)] == pytest.approx(wanted[range(len(tokens) - 1), tokens[1:]].tolist())
+    for top, row in zip(tops[1 : len(tokens)], wanted, strict=True):
+        assert sorted(top.values())[-2:] == pytest.approx(np.sort(row)[-2:].tolist())
+    assert [names[0], *names[2:5]] == ["<|begin|>", "bytes:\\xc3", "bytes:\\xa4", "s"]
+    assert offsets[:5] == [0, 0, 1, 1, 2]
+    assert offsets[len(tokens)] == len(prompt)
+
+
+def test_a_prompt_is_judged_without_an_answer(cluster, client):
+    """As tools that compare models do: which of several texts is the likeliest."""
+    prompts = [vocabulary.encode(PROMPTS[0].encode()), [vocabulary.BEGIN]]
+    for given in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
+        answer = greedy(client, prompts, max_tokens=0, echo=True, logprobs=0, n=2, **given)
+        parts = list(answer) if given else [answer]
+        found = sorted((one for part in parts for one in part.choices if one.logprobs), key=lambda one: one.index)
+        assert [choice.text for choice in found] == [PROMPTS[0], PROMPTS[0], "", ""]
+        assert [len(choice.logprobs.tokens) for choice in found] == [len(PROMPTS[0]) + 1] * 2 + [1, 1]
+        assert [[*top.values()] for top in found[0].logprobs.top_logprobs[1:]] == [
+            [value] for value in found[0].logprobs.token_logprobs[1:]
+        ]
+        ends = {one.finish_reason for part in parts for one in part.choices} - {None}
+        assert (parts[-1].usage.completion_tokens, ends) == (0, {"length"})
+    assert greedy(client, max_tokens=0, echo=True).choices[0].text == PROMPTS[0]
+    cluster.until_idle()
+
+
 def test_a_chat_is_answered_whole_and_as_a_stream(client):
     messages = [
         {"role": "system", "content": "Answer in one word."},
@@ -170,7 +229,6 @@ REFUSED = [
     ({"prompt": "x", "stop": ["a"] * 5}, 400, "stop", "invalid_value"),
     ({"prompt": "x", "stop": ""}, 400, "stop", "invalid_value"),
     ({"prompt": "x", "logprobs": 6}, 400, "logprobs", "invalid_value"),
-    ({"prompt": "x", "logprobs": 1, "echo": True}, 400, "echo", "unsupported_parameter"),
     ({"prompt": "x", "best_of": 2}, 400, "best_of", "unsupported_parameter"),
     ({"prompt": "x", "suffix": "y"}, 400, "suffix", "unsupported_parameter"),
     ({"prompt": "x", "presence_penalty": 0.5}, 400, "presence_penalty", "unsupported_parameter"),
