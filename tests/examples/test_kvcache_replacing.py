@@ -26,6 +26,7 @@ ARGUMENTS = argparse.Namespace(
     seed=0,
     weights=None,
     chunk_tokens=1,
+    step_tokens=1,
     slower=0,
     slots=1,
     lease=1,
