@@ -151,3 +151,6 @@ class Batch:
                     await transfer
                 except aiote.AioteError:
                     continue  # the request has ended, for whatever reason
+        if not self._flight:
+            # Each knows the other: a cycle in each request would have the garbage collector come in every few.
+            self._flight.changed = None
