@@ -31,6 +31,9 @@ LANES = 2
 BLOCK = 4
 """So many groups, of the 32 that an engine can be in, a buffer may have: two shapes, with fp8 and without."""
 
+OPEN_TIMEOUT = 100.0
+"""Seconds after which DeepEP's own kernels give a rank up."""
+
 _blocks: set[int] = set()
 _lock = threading.Lock()
 
@@ -82,19 +85,23 @@ class Buffer:
         rank: int | None = None,
         block: int | None = None,
         settings: Mapping[str, Any] | None = None,
+        open_timeout: float | None = OPEN_TIMEOUT,
     ) -> None:
         """Find the other ranks; memory is registered by the first dispatch of a shape, `num_rdma_bytes` at most.
 
         With `enable_shrink` a rank that is lost is masked; without, it makes every rank's calls raise PeerLostError.
         num_nvl_bytes, num_qps_per_rank and allow_* are taken and mean nothing here. block: of several buffers in a
         process each needs another number, from 0 to 7, the same on all ranks; gathered with the addresses if there is
-        something to gather with. Raises UsageError without `low_latency_mode`, which is all there is.
+        something to gather with. open_timeout: so many seconds the first dispatch of a shape waits for that of the
+        others, and raises ConnectTimeoutError that names those without; None for ever. Raises UsageError without
+        `low_latency_mode`, which is all there is.
         """
         if not low_latency_mode:
             raise aiote.UsageError("Buffer: only the low-latency calls are here: low_latency_mode=True is needed")
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
         self.enable_shrink = enable_shrink
+        self._open_timeout = open_timeout
         self.group = group if group is not None else comm
         self._lock = threading.RLock()
         self._shapes: dict[tuple[int, ...], Shape] = {}
@@ -174,7 +181,8 @@ class Buffer:
             if not numbers:
                 raise aiote.UsageError(f"a buffer has at most {BLOCK} shapes: clean_low_latency_buffer ends old ones")
             number, masked = BLOCK * self._block + numbers[0], self._lost()
-            held = HeldGroup(self._bridge, self.members, self.rank, config, group=number, masked=masked)
+            how: dict[str, Any] = {"group": number, "masked": masked, "open_timeout": self._open_timeout}
+            held = HeldGroup(self._bridge, self.members, self.rank, config, **how)
             self._shapes[key] = Shape(held, numbers[0], registered_bytes(config, self.group_size))
         return self._shapes[key]
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,6 +30,7 @@ from .device import GpuKernels, Launcher, Span
 from .lane import IDS, Lane
 from .posting import Write
 from .round import Given, Round
+from .states import GroupBrokenError
 from .wire import ANSWER, HEADER, PAYLOAD, ROUTE, Route
 
 if TYPE_CHECKING:
@@ -38,6 +40,15 @@ __all__ = ["DeviceLane", "DeviceRound", "on_device"]
 
 ROUTED, PACKED, ANSWERED, IDLE = range(1, 5)
 """The flags: what a rank says of a round is written; its rows are packed; its answers are; nothing is left to run."""
+
+KERNELS_S = 60.0
+"""So long a reset, and a group that is left, wait for kernels that wait behind other work of their stream."""
+_kept: list[DeviceLane] = []
+
+
+def keep(*lanes: DeviceLane) -> None:
+    """Keep the memory of lanes until the GPU is through with it, also of those of earlier calls."""
+    _kept[:] = [lane for lane in (*_kept, *lanes) if not lane.idle]
 
 
 def on_device(config: MoeConfig) -> MoeConfig:
@@ -193,16 +204,36 @@ class DeviceLane(Lane):
                 self.group.fail(self.named(error), "a write that a GPU has released")
 
     async def drain(self) -> None:
-        """Wait until neither a transfer nor a kernel uses this rank's memory. Cancelling loses nothing."""
+        """Wait until neither a transfer nor a kernel uses this rank's memory. Cancelling loses nothing.
+
+        Raises GroupBrokenError where kernels take longer than KERNELS_S; what they use is kept until they have ended.
+        """
         await super().drain()
-        posting = self.group.posting
-        if posting is None or not self.turn or self.group.engine.closed:
+        posting, engine = self.group.posting, self.group.engine
+        if posting is None or not self.turn:
+            return
+        try:
+            self.signal(IDLE)
+        except RuntimeError:
+            # A GPU that has failed runs nothing any more.
+            return
+        keep(self)
+        if engine.closed:
             return
         nothing = np.zeros(0, np.int64)
-        # A GPU that has failed runs nothing any more.
-        with suppress(aiote.AioteError, RuntimeError):
-            self.signal(IDLE)
+        with anyio.move_on_after(KERNELS_S) as scope, suppress(aiote.AioteError):
             await posting.when(self.flag(IDLE), self.turn, [], (nothing, nothing, nothing), None)
+        keep()
+        if scope.cancelled_caught:
+            raise GroupBrokenError(
+                f"rank {self.group.rank}: a GPU has not run in {KERNELS_S} s what was launched for the group, behind "
+                "other work of its stream; the memory is kept until it has"
+            )
+
+    @property
+    def idle(self) -> bool:
+        """Whether all kernels have run that were launched before the last `signal(IDLE)`."""
+        return int(self.gpu.words[IDLE]) == self.turn
 
     def signal(self, flag: int) -> None:
         """Have a flag raised once all that was launched has run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from .batch import Batch
 from .config import MoeConfig, Sizes
 from .device import Launcher, open_launcher
 from .device_round import DeviceLane, on_device
-from .joining import Meeting, MoeService, service_of
+from .joining import AGAIN_S, COMES_LATER, ELSEWHERE, Meeting, MoeService, service_of
 from .lane import Lane
 from .memory import RankMemory
 from .posting import Posting
@@ -29,9 +30,6 @@ from .states import GroupBrokenError, Membership
 from .wire import MAX_GROUPS
 
 __all__ = ["MoeGroup", "MoeStatistics", "open_group"]
-
-AGAIN_S = 0.01, 0.5
-"""So long a rank waits, at first and at most, before it asks again one that does not serve the group yet."""
 
 
 @dataclass(slots=True)
@@ -91,7 +89,7 @@ class MoeGroup:
         )
         self._lanes = [(Lane if self.launcher is None else DeviceLane)(self, number) for number in range(config.lanes)]
         self._digest = hashlib.blake2b(config.digest + bytes([len(members) & 0xFF, len(members) >> 8])).digest()[:16]
-        self._ready = 0
+        self._ready, self._leaving = 0, False
         self._entering: anyio.CancelScope | None = None
         self._changed = Bell()
         self._peers: dict[int, aiote.Peer] = {}
@@ -250,7 +248,12 @@ class MoeGroup:
     # What peers call.
 
     async def meet(self, rank: int, epoch: int, digest: bytes, caller: aiote.Peer) -> Meeting:
-        """Return the inbox for a rank, once this one is in that epoch or a later one and the rank is a member."""
+        """Return the inbox for a rank, once this one is in that epoch or a later one and the rank is a member.
+
+        `ELSEWHERE` for a rank that means a later group of the same number.
+        """
+        if self._is_over(rank, digest):
+            return ELSEWHERE
         if digest != self._digest:
             raise aiote.UsageError(
                 f"rank {rank} and rank {self.rank} have different configs, or members: {self.config}"
@@ -260,6 +263,12 @@ class MoeGroup:
         while not (self._ready >= epoch and self.membership.failure is None and self._is_member(rank, caller)):
             await self._changed.wait()
         return Meeting(self._ready, self.memory.lend(rank, caller.address))
+
+    def _is_over(self, rank: int, digest: bytes) -> bool:
+        """Whether this group is one that a rank has left, or may have left: it has opened another one then."""
+        if self._leaving or rank in self.membership.departed:
+            return True
+        return digest != self._digest and (self.membership.failure is not None or not self.membership.takes_part(rank))
 
     def _is_member(self, rank: int, caller: aiote.Peer) -> bool:
         """Whether another rank is the caller: any engine that may connect can say that it is, or has been, one."""
@@ -341,6 +350,7 @@ class MoeGroup:
     async def _meet_all(self, epoch: int, late: Container[int]) -> dict[int, Meeting]:
         """Ask all that take part at once, and until the group breaks; those in `late` may come later than this rank."""
         found: dict[int, Meeting] = {}
+        self._found = found
         failed: list[Exception] = []
 
         async def one(rank: int) -> None:
@@ -370,13 +380,15 @@ class MoeGroup:
         while True:
             try:
                 await self._connect(rank)
-                return await self._client(rank).meet(self.rank, epoch, self._digest)
+                met = await self._client(rank).meet(self.rank, epoch, self._digest)
+                if met != ELSEWHERE:
+                    return met
             except service.NotServedError as error:
                 # It has not come so far; or, later, it has gone.
                 if not first:
                     self.lose(rank, str(error))
             except (aiote.PeerError, service.CallError) as error:
-                if first and isinstance(error, service.BusyError | service.DrainingError):
+                if first and isinstance(error, COMES_LATER):
                     pass
                 elif self.config.on_loss == "raise":
                     raise
@@ -394,19 +406,30 @@ class MoeGroup:
             assert self._tasks is not None
             self._tasks.start(self._watch, rank, peer)
 
-    async def open(self, tasks: TaskScope) -> None:
-        """Meet the other ranks for the first time."""
+    async def open(self, tasks: TaskScope, open_timeout: float | None) -> None:
+        """Meet the other ranks for the first time, within so many seconds."""
         self._tasks = tasks
-        await self._enter(1, (), first=True)
+        self._found = {}
+        with anyio.move_on_after(math.inf if open_timeout is None else open_timeout) as scope:
+            await self._enter(1, (), first=True)
+        if scope.cancelled_caught:
+            late = [rank for rank in self.membership.active if rank not in self._found]
+            raise aiote.ConnectTimeoutError(
+                str(self.members[late[0]] if late else self.members[self.rank]),
+                f"ranks {late} of the group have not opened it within {open_timeout} s",
+                operation="moe",
+            )
 
     async def leave(self) -> None:
         """Tell the others that this rank takes part in no more rounds, and wait until nobody uses its memory."""
         self._tasks = None
+        self._leaving = True
         orderly = self.membership.failure is None and all(lane.state.phase == "idle" for lane in self._lanes)
         with anyio.move_on_after(self.engine.config.drain_timeout):
             async with anyio.create_task_group() as group:
                 for rank in self.membership.active:
-                    if rank in self._peers:
+                    # Who has left before may be in the next group of this number by now.
+                    if rank in self._peers and rank not in self.membership.departed:
                         group.start_soon(self._part, rank, orderly)
 
     async def _part(self, rank: int, orderly: bool) -> None:
@@ -418,14 +441,23 @@ class MoeGroup:
             await self._client(rank).left(self.rank, self.membership.epoch, [lane.state.number for lane in self._lanes])
 
     async def close(self) -> None:
-        """Let go of everything. Called again after a cancellation it goes on."""
+        """Let go of everything. Called again after a cancellation it goes on.
+
+        Raises GroupBrokenError, once all is done, where a GPU does not end what uses this rank's memory.
+        """
+        late: list[GroupBrokenError] = []
         for lane in self._lanes:
             lane.cancel()
-            await lane.drain()
+            try:
+                await lane.drain()
+            except GroupBrokenError as error:
+                late.append(error)
             lane.close()
         if not self.engine.closed:
             await self.memory.take_all_back()
         await self.memory.close()
+        if late:
+            raise late[0]
 
 
 @asynccontextmanager
@@ -439,16 +471,18 @@ async def open_group(
     debug: bool = False,
     device: int | Launcher | None = None,
     masked: Iterable[int] = (),
+    open_timeout: float | None = None,
 ) -> AsyncIterator[MoeGroup]:
     """Be a rank of a group for the length of an `async with`; `members` are the addresses of all ranks, in order.
 
-    Entered when every rank is there, in whatever order they come; bound the wait by a scope. All memory is allocated
-    and registered here. An engine may be in several groups, by `group`. With `debug` rows of a batch that is over are
-    overwritten. With `device`, the number of a GPU, arrays are of its memory (cupy's, torch's); steps launch kernels on
-    cupy's current stream, which is the same in all of them, and what they return is valid in its order. With
-    on_loss="mask" nobody waits for the ranks that are `masked`, on every rank alike, from the start. Raises
-    UsageError for ranks that have different configs and for a GPU that is not there, PeerError for one that cannot be
-    reached, FabricError where memory cannot be registered.
+    Entered when every rank is there, in whatever order they come, within `open_timeout` seconds if given. All memory
+    is allocated and registered here. An engine may be in several groups, by `group`. With `debug` rows of a batch that
+    is over are overwritten. With `device`, the number of a GPU, arrays are of its memory (cupy's, torch's); steps
+    launch kernels on cupy's current stream, which is the same in all of them, and what they return is valid in its
+    order. With on_loss="mask" nobody waits for the ranks that are `masked`, on every rank alike, from the start.
+    Raises UsageError for ranks that have different configs and for a GPU that is not there, PeerError for one that
+    cannot be reached, ConnectTimeoutError that names those that have not come, FabricError where memory cannot be
+    registered; when it is left, GroupBrokenError where a GPU does not end what uses this rank's memory.
     """
     moe = MoeGroup(engine, members, rank, config, group, debug, device)
     for lost in masked:
@@ -459,7 +493,7 @@ async def open_group(
         await stack.enter_async_context(service.serve(engine, moe.service(moe)))
         tasks = await stack.enter_async_context(beside())
         try:
-            await moe.open(tasks)
+            await moe.open(tasks, open_timeout)
             yield moe
         finally:
             await to_the_end(moe.leave)

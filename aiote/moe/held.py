@@ -51,12 +51,16 @@ class HeldGroup:
         *,
         group: int = 0,
         masked: Iterable[int] = (),
+        open_timeout: float | None = None,
     ) -> None:
-        """Open it, and wait until every rank is there. Raises as `open_group`; interrupted, it is given up."""
+        """Open it, and wait until every rank is there, within `open_timeout` seconds if given.
+
+        Raises as `open_group`; interrupted, it is given up.
+        """
         self.config, self._bridge = config, bridge
         self._then: Callable[[], object] | None = None
         self._opened: Future[MoeGroup] = Future()
-        self._holding = bridge.submit(self._hold(members, rank, config, group, tuple(masked)))
+        self._holding = bridge.submit(self._hold(members, rank, config, group, tuple(masked), open_timeout))
         self._holding.add_done_callback(self._over)
         try:
             self.moe = self._opened.result()
@@ -71,10 +75,12 @@ class HeldGroup:
         config: MoeConfig,
         group: int,
         masked: tuple[int, ...],
+        open_timeout: float | None,
     ) -> None:
         self._closing = anyio.Event()
         engine = self._bridge.engine
-        async with open_group(engine, members, rank, config, group=group, masked=masked) as moe:
+        opening = open_group(engine, members, rank, config, group=group, masked=masked, open_timeout=open_timeout)
+        async with opening as moe:
             self._opened.set_result(moe)
             await self._closing.wait()
 

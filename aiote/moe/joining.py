@@ -15,7 +15,12 @@ import aiote
 
 from .. import service
 
-__all__ = ["Meeting", "MoeService", "RankHost", "service_of"]
+__all__ = ["AGAIN_S", "COMES_LATER", "ELSEWHERE", "Meeting", "MoeService", "RankHost", "service_of"]
+
+AGAIN_S = 0.01, 0.5
+"""So long a rank waits, at first and at most, before it asks again one that does not serve the group yet."""
+COMES_LATER = service.BusyError, service.DrainingError, service.CallLostError
+"""What a rank answers that is busy, or is about to leave an earlier group of the same number."""
 
 
 class Meeting(msgspec.Struct, frozen=True):
@@ -23,6 +28,10 @@ class Meeting(msgspec.Struct, frozen=True):
 
     epoch: int
     inbox: bytes
+
+
+ELSEWHERE = Meeting(0, b"")
+"""The answer of a rank that is still in an earlier group of the same number: it is to be asked again."""
 
 
 class RankHost(Protocol):

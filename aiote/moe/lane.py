@@ -18,7 +18,7 @@ from ..service.background import to_the_end
 from .arrays import elements, lines, plain
 from .arrivals import Arrivals
 from .round import Given, Round
-from .states import MoeOverflowError, NotBegunError, RoundState
+from .states import GroupBrokenError, MoeOverflowError, NotBegunError, RoundState
 from .wire import ROUTE, is_of
 
 if TYPE_CHECKING:
@@ -186,7 +186,9 @@ class Lane:
         except BaseException:
             if self.group.membership.failure is not None:
                 self.cancel()
-                await to_the_end(self.drain)
+                # What a GPU does not end is told by the reset, or when the group is left.
+                with suppress(GroupBrokenError):
+                    await to_the_end(self.drain)
             raise
 
     def begin(self, x: Any, ids: Any, weights: Any, scales: Any, count: int | None) -> Round:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import aiote
-from aiote.moe import MoeConfig, MoeOverflowError, device
+from aiote.moe import GroupBrokenError, MoeConfig, MoeOverflowError, device, device_round
 from cuda_emulation import EmulatedGpu
-from engines import opened, until
+from engines import PATIENCE_S, opened, until
 from moe_ranks import Array, Ranks, Tokens, all_of, compute, expert, ranks, reference, stored, whole_round
 
 PACKED: dict[str, Any] = {"placement": "packed"}
@@ -230,6 +230,30 @@ async def test_memory_stays_until_the_kernels_that_use_it_have_run(emulation):
             assert len(groups[0].memory._regions) == 2
             gpu.go_on()
             await until(lambda: not groups[0].memory._regions)
+    finally:
+        gpu.close()
+
+
+async def test_a_gpu_that_is_busy_for_too_long_is_an_error_and_its_memory_is_kept(emulation, monkeypatch):
+    """Nobody waits for it for ever: neither a reset nor who leaves the group."""
+    monkeypatch.setattr(device_round, "KERNELS_S", 2.0)
+    config, gpu = SHAPES["grouped"], EmulatedGpu(emulation)
+    place, rng = Place(gpu, gpu.array, gpu.fetch), np.random.default_rng(3)
+    try:
+        with anyio.fail_after(PATIENCE_S), pytest.raises(ExceptionGroup) as caught:
+            async with ranks(lambda: opened("local"), 1, config, device=gpu) as (group,):
+                gpu.hold()
+                group.dispatch_send(*moved(place, drawn(rng, config, 5)))
+                with pytest.raises(GroupBrokenError, match="a GPU has not run"):
+                    await group.reset()
+                lane = group._lanes[0]
+        assert caught.group_contains(GroupBrokenError, match="a GPU has not run")
+        assert not group.memory._regions
+        assert lane in device_round._kept
+        gpu.go_on()
+        await until(lambda: lane.idle)
+        device_round.keep()
+        assert lane not in device_round._kept
     finally:
         gpu.close()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import anyio
+import anyio.to_thread
 import numpy as np
 import pytest
 
@@ -12,7 +14,7 @@ import aiote
 from aiote.moe import MoeConfig, open_group
 from aiote.moe.held import HeldGroup, Pending
 from bridges import bridge_to
-from engines import opened
+from engines import PATIENCE_S, opened
 from moe_ranks import Tokens, all_of, compute, ranks, reference
 
 CONFIG = MoeConfig(experts=6, top_k=3, hidden=8, tokens=7, dtype="float32", out_dtype="float32")
@@ -42,6 +44,32 @@ def test_a_thread_makes_rounds_of_a_group_on_a_bridge():
             HeldGroup(bridge, ["aiote://127.0.0.1:9/" + "ab" * 16 + "." + "cd" * 8], 0, CONFIG)
         with HeldGroup(bridge, [bridge.engine.address], 0, CONFIG) as again:
             assert again.moe.epoch == 1
+
+
+async def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_one_likes():
+    """By a thread or a task; the error names those that are not there, and no other."""
+    config = dataclasses.replace(CONFIG, experts=9)
+
+    def waits(idle: aiote.Address) -> None:
+        with bridge_to() as bridge:
+            with pytest.raises(aiote.ConnectTimeoutError, match=r"ranks \[1\] of the group") as caught:
+                HeldGroup(bridge, [bridge.engine.address, idle], 0, config, open_timeout=2)
+            assert caught.value.peer == str(idle)
+
+    async with local() as idle, local() as first, local() as third:
+        with anyio.fail_after(PATIENCE_S):
+            await anyio.to_thread.run_sync(waits, idle.address)
+        members, names = [first.address, idle.address, third.address], []
+
+        async def one(rank: int, engine: aiote.Engine) -> None:
+            with pytest.raises(aiote.ConnectTimeoutError, match="of the group") as caught:
+                async with open_group(engine, members, rank, config, open_timeout=2):
+                    pass
+            names.append(caught.value.peer)
+
+        with anyio.fail_after(PATIENCE_S):
+            await all_of(lambda: one(0, first), lambda: one(2, third))
+        assert str(members[1]) in names
 
 
 async def test_weights_may_come_after_the_rows():

@@ -271,6 +271,46 @@ async def test_different_configs_are_refused_on_opening():
             await all_of(lambda: first(0), second)
 
 
+@pytest.mark.parametrize("same", [True, False])
+async def test_a_number_is_taken_again_while_a_rank_is_still_in_the_earlier_group(same):
+    """The earlier group's rank is asked again; its config is not compared, and its inbox is nobody's in the next."""
+    other = CONFIG if same else MoeConfig(experts=6, top_k=2, hidden=16, tokens=6, rows=36, placement="packed")
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(local()) for _ in range(2)]
+        members, asked, both = [engine.address for engine in engines], anyio.Event(), anyio.Event()
+        tokens = [Tokens(RNG, other, 5) for _ in engines]
+
+        async def later(rank: int) -> None:
+            async with open_group(engines[rank], members, rank, other) as group:
+                own = tokens[rank]
+                batch = await group.dispatch(own.x, own.ids, own.weights)
+                out = await group.combine(batch, compute(group, batch))
+                assert out.tobytes() == reference(other, own).tobytes()
+
+        async def hasty() -> None:
+            async with open_group(engines[0], members, 0, CONFIG):
+                await both.wait()
+            await later(0)
+
+        async def slow() -> None:
+            async with open_group(engines[1], members, 1, CONFIG) as group:
+                meet = group.meet
+
+                async def noted(*given: Any) -> Any:
+                    try:
+                        return await meet(*given)
+                    finally:
+                        asked.set()
+
+                group.meet = noted
+                both.set()
+                await asked.wait()
+            await later(1)
+
+        with anyio.fail_after(PATIENCE_S):
+            await all_of(hasty, slow)
+
+
 async def test_members_that_cannot_be_are_refused():
     async with local() as one, local() as other:
         for members, rank, group, why in (
