@@ -93,6 +93,7 @@ class _Registration:
         self.key = self.address, self.length
         self.bytes = bytes_at(tensor)
         self._name = endpoint, held.descriptor
+        self._copying = threading.Lock()
         _here[self._name] = self
 
     def require_active(self) -> None:
@@ -102,10 +103,18 @@ class _Registration:
         if (self.tensor.data_ptr(), self.tensor.numel() * self.tensor.element_size()) != self.key:
             raise RuntimeError("registered tensor was resized or its storage was replaced")
 
+    def exchange(self, local: np.ndarray[Any, np.dtype[np.uint8]], *, read: bool) -> None:
+        """Copy the first bytes to or from a transport of this process, in a thread; `end` waits for that."""
+        with self._copying:
+            self.require_active()
+            ends = local, self.bytes[: local.size]
+            np.copyto(*(ends if read else reversed(ends)))
+
     def end(self) -> None:
-        """Let no peer of this process find it any more."""
-        self.active = False
+        """Let no peer of this process find it any more; return when none copies from or to it."""
         _here.pop(self._name, None)
+        with self._copying:
+            self.active = False
 
 
 class AioteMemoryView:
@@ -365,10 +374,8 @@ class AioteTransport(Transport):  # type: ignore[misc]
             theirs = _here.get((remote.endpoint, remote.descriptor))
             if theirs is None:
                 raise RuntimeError("the peer has unregistered this memory")
-            theirs.require_active()
-            ends = registration.bytes[local.range], theirs.bytes[:count]
             # A thread cannot be interrupted: a cancellation is raised when the copy is made.
-            await anyio.to_thread.run_sync(partial(np.copyto, *(ends if mutable else reversed(ends))))
+            await anyio.to_thread.run_sync(partial(theirs.exchange, registration.bytes[local.range], read=mutable))
             return
         engine = self._bridge.engine
         here, there = registration.held.region[local.range], engine.attach(remote.descriptor)[:count]
@@ -459,7 +466,8 @@ class AioteTransport(Transport):  # type: ignore[misc]
             if not all(work.is_completed() for work in works):
                 raise
             error = failure
-        for held in self._forget():
+        # In a thread: another transport of this process may be copying.
+        for held in await anyio.to_thread.run_sync(self._forget):
             await held.aclose()
         await self._bridge.aclose()
         if error is not None:
