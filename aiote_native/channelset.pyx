@@ -14,7 +14,7 @@ from aiote_native.posting cimport pump_peer
 from aiote_native.progress cimport alive, kick, lock, unlock
 from aiote_native.provider cimport NativeEndpoint
 from aiote_native.recovery cimport Account, contradiction, is_part_of, lost_keys, redo_all
-from aiote_native.schedule cimport decay_costs
+from aiote_native.schedule cimport decay_costs, rotate
 from aiote_native.structs cimport Channel, MAX_CHANNELS, Mailbox, OP_SEND, Op, PeerState, SOUND, WorkRequest
 from aiote_native.tallies cimport Tally, tally_add, tally_copy, tally_free, tally_items, tally_take
 from aiote_native.workrequests cimport Operation
@@ -125,6 +125,15 @@ cdef class ChannelSet:
         self.channels = channels
         self.state.survivable = survivable
         self.state.round_robin = round_robin
+
+    def rotate(self, uint32_t turn) -> None:
+        """Have the next transfer begin with that channel, modulo their number, of those that are as good."""
+        if self.closed or not alive(self.engine):
+            return
+        with nogil:
+            lock(self.engine)
+            rotate(&self.state, turn)
+            unlock(self.engine)
 
     @property
     def nbytes(self) -> int:

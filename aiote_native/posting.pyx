@@ -18,7 +18,7 @@ from aiote_native.gates cimport gate_leave, gate_paced, gate_post
 from aiote_native.gathering cimport gather
 from aiote_native.peer_wakeups cimport wake_peer
 from aiote_native.recovery cimport channel_fault, is_abandoned, is_disconnect, redone
-from aiote_native.schedule cimport STREAK_BYTES, begin_measure, next_channel, usable
+from aiote_native.schedule cimport STREAK_BYTES, begin_measure, next_channel, posted, usable
 from aiote_native.structs cimport BROKEN, ECANCELED, MAX_STRIPES, MAX_PARTS, PIECE, PLAIN, Queue, RESENT
 
 cdef enum:
@@ -369,12 +369,12 @@ cdef int post_next(State* state, PeerState* peer, Op* op, uint64_t* parts) noexc
             op.owed &= ~(<uint32_t> 1 << peer.choice)
             op.rail = channel.rail
             parts[0] = args.parts
+            posted(peer, channel, args.payload)
             if code == 0 and args.parts > 1:
                 peer.streak += <uint32_t> args.parts - 1
                 peer.streak_bytes += args.payload - op.stripe_bytes
             break
         refused |= <uint32_t> 1 << peer.choice
-    peer.turn += 1
     return code
 
 

@@ -6,6 +6,8 @@ cdef enum:
     STREAK_BYTES = 1 << 16  # that one choice of a channel holds for
 
 cdef Channel* next_channel(PeerState* peer, Op* op, uint32_t refused) noexcept nogil
+cdef void posted(PeerState* peer, Channel* channel, uint64_t bytes) noexcept nogil
+cdef void rotate(PeerState* peer, uint32_t turn) noexcept nogil
 cdef uint64_t cost_of(uint64_t mbps) noexcept nogil
 cdef int usable(const PeerState* peer) noexcept nogil
 cdef void begin_measure(Channel* channel) noexcept nogil

@@ -6,13 +6,15 @@ rails end together, and a rail that has become slow is given less by itself. A c
 as the fastest that is known, so that it is tried. A cost that nothing confirms fades, to what the NIC says of itself or
 to the least of all, so that a rail that is well again is tried again, a little at first.
 
-Equal ones take turns. Where the peer has one channel nothing of this is looked at.
+Where it makes little difference, that one is taken which has carried the least, and at first the peer's `turn`: a peer
+that several engines write to is reached over all its NICs when each of them begins with another (`rotate`). Where the
+peer has one channel nothing of this is looked at.
 """
 
 from libc.stdint cimport uint32_t, uint64_t
 
 from aiote_native.clocks cimport clock_ns
-from aiote_native.structs cimport SOUND
+from aiote_native.structs cimport MAX_CHANNELS, SOUND
 
 cdef enum:
     MEASURE_BYTES = 1 << 18        # what has to end, and for how long, before a measurement counts
@@ -21,6 +23,8 @@ cdef enum:
     MAX_BYTES = 1 << 25           # so that no product leaves 64 bits, nor the sum of two with 8 ranks
     # One choice holds for about so many pages of one request: a look at eight rails costs as much as a page otherwise.
     STREAK = 16
+    LITTLE = 16                    # a finish that is later by less than one part of so many is as good
+    MAX_LEAD = 1 << 20             # bytes that one may be ahead of another, so that one that was away is not flooded
     MESSAGE_BYTES = 256            # what a message costs beside its bytes, so that those without any are spread, too
 
 
@@ -59,8 +63,8 @@ cdef uint64_t least_cost(PeerState* peer) noexcept nogil:
 cdef Channel* choose(PeerState* peer, const Op* op, uint32_t refused) noexcept nogil:
     """Return the best channel that is not among the refused ones (bits), or NULL; `peer.choice` is its number."""
     cdef Channel* channel
-    cdef Channel* best = NULL
-    cdef uint64_t unknown, queued, end, least = 0
+    cdef uint64_t unknown, queued, least = 0
+    cdef uint64_t ends[MAX_CHANNELS]
     cdef uint64_t bytes = MESSAGE_BYTES + (op.stripe_bytes if op.stripe_bytes < MAX_BYTES else MAX_BYTES)
     cdef int i, at
     if op.proof:
@@ -71,7 +75,8 @@ cdef Channel* choose(PeerState* peer, const Op* op, uint32_t refused) noexcept n
         peer.choice = 0
         channel = peer.channels[0]
         return channel if not refused and takes(channel) else NULL
-    if (peer.streak_of == op and op.pin < 0 and not refused and peer.streak < STREAK
+    # Another transfer may be where one was that is over, so the first of one's posts goes on with nobody's choice.
+    if (peer.streak_of == op and (op.part or op.stripe) and op.pin < 0 and not refused and peer.streak < STREAK
             and peer.streak_bytes + op.stripe_bytes <= STREAK_BYTES and takes(peer.channels[peer.choice])):
         peer.streak += 1
         peer.streak_bytes += op.stripe_bytes
@@ -80,24 +85,59 @@ cdef Channel* choose(PeerState* peer, const Op* op, uint32_t refused) noexcept n
     for i in range(peer.channel_count):
         at = (peer.turn + i) % peer.channel_count
         channel = peer.channels[at]
+        ends[at] = 0
         if refused >> at & 1 or not takes(channel) or pinned_away(peer, op, channel):
             continue
         if peer.round_robin:
             peer.choice = at
             return channel
         queued = channel.in_flight if channel.in_flight < MAX_BYTES else MAX_BYTES
-        end = (queued + bytes) * (channel.cost if channel.cost else unknown)
+        ends[at] = (queued + bytes) * (channel.cost if channel.cost else unknown)
         if op.ranks != NULL:
             # A far rail counts as so much slower, and is still used when the near ones have a queue.
-            end *= 1 + op.ranks[channel.rail]
-        if best == NULL or end < least:
-            best = channel
-            least = end
-            peer.choice = at
+            ends[at] *= 1 + op.ranks[channel.rail]
+        if least == 0 or ends[at] < least:
+            least = ends[at]
     peer.streak_of = op
     peer.streak = 1
     peer.streak_bytes = op.stripe_bytes
+    return least_carried(peer, op, ends, least + least // LITTLE)
+
+
+cdef Channel* least_carried(PeerState* peer, const Op* op, const uint64_t* ends, uint64_t latest) noexcept nogil:
+    """Return which of the nearest channels that finish by then has carried the least; 0 is one that cannot be used."""
+    cdef Channel* best = NULL
+    cdef uint64_t most = 0
+    cdef int i, at, far, nearest = 0
+    for i in range(peer.channel_count):
+        most = max(most, peer.channels[i].carried)
+    for i in range(peer.channel_count):
+        at = (peer.turn + i) % peer.channel_count
+        if peer.channels[at].carried + MAX_LEAD < most:
+            peer.channels[at].carried = most - MAX_LEAD
+        if not 0 < ends[at] <= latest:
+            continue
+        far = 0 if op.ranks == NULL else op.ranks[peer.channels[at].rail]
+        if best == NULL or far < nearest or (far == nearest and peer.channels[at].carried < best.carried):
+            best = peer.channels[at]
+            nearest = far
+            peer.choice = at
     return best
+
+
+cdef void posted(PeerState* peer, Channel* channel, uint64_t bytes) noexcept nogil:
+    """Take note of what was posted on a channel."""
+    channel.carried += bytes + MESSAGE_BYTES
+    if peer.round_robin:
+        peer.turn += 1
+
+
+cdef void rotate(PeerState* peer, uint32_t turn) noexcept nogil:
+    """Begin with that channel, as if none had carried anything."""
+    cdef int i
+    for i in range(peer.channel_count):
+        peer.channels[i].carried = 0
+    peer.turn = turn
 
 
 cdef Channel* next_channel(PeerState* peer, Op* op, uint32_t refused) noexcept nogil:

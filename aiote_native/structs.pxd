@@ -160,7 +160,8 @@ cdef struct Channel:
     # what has ended well and what has come over it, by immediate (tallies.pyx); used where a peer has several channels
     Tally confirmed
     Tally arrived
-    # how fast it is (schedule.pyx)
+    # how fast it is, and how much it has carried beside the others (schedule.pyx)
+    uint64_t carried
     uint64_t rate_since
     uint64_t rate_bytes
     uint64_t cost
@@ -183,7 +184,7 @@ cdef struct Queue:
 cdef struct PeerState:
     Channel* channels[MAX_CHANNELS]
     int channel_count
-    uint32_t turn
+    uint32_t turn    # the channel that is looked at first
     Queue queue
     Queue probes     # what is to prove channels: one may wait long for its own, and nothing is to wait behind it
     Queue armed      # what nobody posts before its flag is raised (proxy.pyx)

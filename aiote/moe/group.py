@@ -343,6 +343,8 @@ class MoeGroup:
                 inbox = inboxes[rank] = self.engine.attach(found[rank].inbox)
                 if inbox.owner.identity != self.members[rank].identity or inbox.nbytes != self.memory.inbox.nbytes:
                     raise aiote.UsageError(f"rank {rank} lends {inbox}, which is not its inbox")
+                # So that all together load the NICs of each alike.
+                self._peers[rank].rotate_rails(self.rank + rank)
         # One that may be masked is written to by itself, and may be lost already.
         peers = None if masks else await self.engine.peer_group([self._peers[rank] for rank in inboxes])
         self.posting = Posting(self.engine, self.memory.outbox, inboxes, peers, self.lose)

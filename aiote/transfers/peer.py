@@ -72,6 +72,15 @@ class Peer:
         """Iterate over the messages of this peer until it is lost, or the engine closed."""
         return Messages(self.recv)
 
+    def rotate_rails(self, turn: int) -> None:
+        """Have the next transfer to it begin with that rail, modulo their number, where another would do as well.
+
+        Ranks that each give the sum of their own number and the peer's load all NICs of every rank alike. Does nothing
+        for a peer that is not connected.
+        """
+        if self._connection.link is not None:
+            self._connection.link.rotate(turn & 0xFFFFFFFF)
+
     async def room(self) -> None:
         """Wait until there is room for one more transfer to it, in turn; the room is the caller's until its next await.
 

@@ -12,6 +12,7 @@ import pytest
 import aiote
 from aiote.rails import RailSet, numa
 from aiote.rails.topology import Place
+from aiote.testing import EFA_200G, Fabric, run
 from engines import PATIENCE_S, across, fabric, linked, until
 
 pytestmark = pytest.mark.libfabric
@@ -102,6 +103,37 @@ async def test_round_robin_gives_each_rail_as_many_pages():
         remote = across(left, right, np.zeros(64 * 4096, np.uint8))
         pages = [aiote.Pages(region, range(64), 4096) for region in (source, remote)]
         assert await used(left, left.write_pages(*pages)) == [32, 32]
+
+
+@pytest.mark.parametrize("schedule", ["earliest-finish", "round-robin"])
+@pytest.mark.parametrize("turn", [0, 1, 5])
+async def test_writes_begin_with_the_rail_that_was_asked_for_and_alternate(turn, schedule):
+    async with linked("sim", ["sim0", "sim1"], schedule=schedule) as (left, right):
+        source = left.register(np.ones(4096, np.uint8))
+        remote = across(left, right, np.zeros(4096, np.uint8))
+        # What was carried before does not count.
+        await left.write(source, remote)
+        (peer,) = left.peers
+        peer.rotate_rails(turn)
+        order = [(await used(left, left.write(source, remote))).index(1) for _ in range(4)]
+        assert order == [turn % 2, 1 - turn % 2] * 2
+
+
+@pytest.mark.blocking_allowed("there is no loop whose clock runs on")
+def test_a_rail_that_has_carried_nothing_for_long_gets_a_mib_more_and_no_more():
+    small = 1 << 16
+
+    async def main(fabric: Fabric) -> list[int]:
+        async with fabric.open_engine() as left, fabric.open_engine() as right:
+            source = left.register(np.ones(SIZE, np.uint8))
+            remote = across(left, right, np.zeros(SIZE, np.uint8))
+            await left.write(source, remote, rail=0)
+            begun = len(fabric.trace())
+            for _ in range(24):
+                await left.write(source[:small], remote[:small])
+            return [event.rail for event in fabric.trace()[begun:] if event.what == "place"]
+
+    assert run(main, 1, model=[EFA_200G, EFA_200G]) == [1] * 16 + [0, 1] * 4
 
 
 @pytest.mark.parametrize("rail", ["eth7", 2, -1, 1.5])
