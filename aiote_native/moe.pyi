@@ -10,6 +10,18 @@ def use_avx2(wanted: bool) -> bool: ...
 def route(
     ids: _Ints, experts: int, local: int, by_rank: bool, out: _Places, rows: _Places, copies: _Places
 ) -> None: ...
+def lay_out(
+    experts: _Ints,
+    copies: _Ints | None,
+    rows: int,
+    align: int,
+    grouped: bool,
+    whole: bool,
+    tables: _Ints,
+    places: _Ints,
+    pairs: _Ints,
+) -> tuple[int, bool]: ...
+def find_runs(tables: _Ints, places: _Ints, source: int, target: int, out: _Ints, ends: _Ints) -> None: ...
 def pack(
     sent: _Bytes,
     own: _Bytes,

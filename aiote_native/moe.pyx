@@ -1,4 +1,4 @@
-"""What `aiote.moe` does with rows on a CPU: number them, pack them, copy runs of them, and sum them.
+"""What `aiote.moe` does with rows on a CPU: number, plan, pack and sum them, and copy runs of them.
 
 Rows are lines of two-dimensional arrays of bytes, whatever they hold; places are numbers of lines, -1 for none. The
 caller has checked all numbers, but those that come from peers, which `unfold` checks. Sums are of float32, term after
@@ -71,6 +71,72 @@ def route(const int64_t[:, :] ids, int64_t experts, int64_t local, bint by_rank,
                     out[t, k] = next_row[expert]
                     next_row[expert] += 1
         free(next_row)
+
+
+def lay_out(const int64_t[:, ::1] experts, const int64_t[:, ::1] copies, int64_t rows, int64_t align, bint grouped,
+            bint whole, int64_t[:, :, :, ::1] tables, int64_t[:, :, ::1] places, int64_t[:, :, ::1] pairs) -> tuple:
+    """Lay out a round as `aiote.moe.plan.Plan` does, which is the reference, from the rows for each expert
+    (ranks, experts), and the copies for each rank (ranks, ranks) or None; return the demand and whether rows overflow.
+
+    Fills `tables` (4, ranks, ranks, experts of a rank): by_rank, first, before, kept; `places` (2, ranks, experts of a
+    rank): base, taken; `pairs` (4, ranks, ranks): rows, start, answer with a reply for each row, kept_rows.
+    """
+    cdef Py_ssize_t ranks = tables.shape[1], local = tables.shape[3], known = experts.shape[1], s, t, j
+    cdef int64_t count, sum_before, row, copy, end, room, demand = 0
+    cdef bint overflows = False
+    with nogil:
+        for t in range(ranks):
+            end = 0
+            for j in range(local):
+                sum_before = 0
+                for s in range(ranks):
+                    count = experts[s, t * local + j] if t * local + j < known else 0
+                    tables[0, s, t, j] = count
+                    tables[2, s, t, j] = sum_before
+                    sum_before += count
+                room = rows if grouped else rows - end
+                places[0, t, j] = j * rows if grouped else 0 if whole else min(end, rows)
+                places[1, t, j] = sum_before if whole else min(max(room, 0), sum_before)
+                overflows = overflows or places[1, t, j] < sum_before
+                demand = max(demand, sum_before if grouped else end + sum_before if sum_before else 0)
+                end += (sum_before + align - 1) // align * align
+        for s in range(ranks):
+            row = copy = 0
+            for t in range(ranks):
+                pairs[1, s, t] = row if copies is None else copy
+                pairs[2, s, t] = row
+                pairs[0, s, t] = -row
+                pairs[3, s, t] = 0
+                for j in range(local):
+                    tables[1, s, t, j] = row
+                    row += tables[0, s, t, j]
+                    count = min(max(places[1, t, j] - tables[2, s, t, j], 0), tables[0, s, t, j])
+                    tables[3, s, t, j] = count
+                    pairs[3, s, t] += count
+                pairs[0, s, t] += row
+                if copies is not None:
+                    copy += copies[s, t]
+    return demand, overflows
+
+
+def find_runs(const int64_t[:, :, :, ::1] tables, const int64_t[:, :, ::1] places, Py_ssize_t source,
+              Py_ssize_t target, int64_t[:, ::1] out, int64_t[::1] ends) -> None:
+    """Find the runs of a source's rows at each rank, or, where `source` is -1, of each rank's rows at a target.
+
+    Fills `out` (runs, 3), which has room for a run of each expert of all ranks, and where those of each rank end in it.
+    """
+    cdef Py_ssize_t ranks = tables.shape[1], i, j, s, t, found = 0
+    with nogil:
+        for i in range(ranks):
+            s = i if source < 0 else source
+            t = i if source >= 0 else target
+            for j in range(tables.shape[3]):
+                if tables[3, s, t, j] > 0:
+                    out[found, 0] = places[0, t, j] + tables[2, s, t, j]
+                    out[found, 1] = tables[1, s, t, j] - tables[1, s, t, 0]
+                    out[found, 2] = tables[3, s, t, j]
+                    found += 1
+            ends[i] = found
 
 
 def pack(uint8_t[:, :] sent, uint8_t[:, :] own, int64_t first, int64_t last, const int32_t[:, :] at,

@@ -34,27 +34,35 @@ class Counts(NamedTuple):
 
 
 class Plan:
-    """One round on all ranks, seen from one of them."""
+    """One round on all ranks, seen from one of them, in NumPy: the reference of `native_plan.NativePlan`."""
 
     def __init__(self, sizes: Sizes, me: int, counts: Counts) -> None:
         self.sizes, self.me = sizes, me
         self._runs: dict[tuple[int, int], Runs] = {}
-        config, ranks = sizes.config, sizes.ranks
+        self.by_rank: Ints
+        """Rows of (source, target, expert of the target)."""
+        self.sent: Ints
+        """Rows, or copies, of (source, target)."""
+        self.kept_rows: Ints
+        """Rows of (source, target) that are not dropped."""
+        self._lay_out(counts)
+
+    def _lay_out(self, counts: Counts) -> None:
+        sizes, config, ranks = self.sizes, self.sizes.config, self.sizes.ranks
         # Experts padded to as many on each rank, so that everything is an array.
         padded = np.zeros((ranks, ranks * sizes.local), np.int64)
         padded[:, : config.experts] = counts.experts
         self.by_rank = padded.reshape(ranks, ranks, sizes.local)
-        """Rows of (source, target, expert of the target)."""
         self.first = (np.cumsum(padded, 1) - padded).reshape(self.by_rank.shape)
         self.before = np.cumsum(self.by_rank, 0) - self.by_rank
         totals = self.by_rank.sum(0)
         self.base, self.taken = self._places(totals)
         self.kept = np.clip(self.taken - self.before, 0, self.by_rank)
+        self.kept_rows = self.kept.sum(2)
         self.demand = int(totals.max()) if config.layout == "grouped" else self._longest(totals)
         self.overflows = bool((self.taken < totals).any())
         sent = counts.copies if config.copies == "rank" else self.by_rank.sum(2)
         self.sent = sent
-        """Rows, or copies, of (source, target)."""
         self.start = np.cumsum(sent, 1) - sent
         returned = sent if config.reduce == "expert" else self.by_rank.sum(2)
         self.returned = returned
@@ -104,16 +112,17 @@ class Plan:
             # All to or from one rank at once: a step asks for these, and NumPy takes as long for one as for eight.
             ranks = range(self.sizes.ranks)
             if source == self.me:
-                self._find(source, slice(None), [(source, other) for other in ranks])
+                self._find(source, None, [(source, other) for other in ranks])
             else:
-                self._find(slice(None), target, [(other, target) for other in ranks])
+                self._find(None, target, [(other, target) for other in ranks])
         return self._runs[source, target]
 
-    def _find(self, source: int | slice, target: int | slice, pairs: list[tuple[int, int]]) -> None:
-        """Keep the runs of some pairs, of one source or of one target."""
-        kept, first = self.kept[source, target], self.first[source, target]
+    def _find(self, source: int | None, target: int | None, pairs: list[tuple[int, int]]) -> None:
+        """Keep the runs of one source's rows at each rank, or of each rank's at one target."""
+        sources, targets = (slice(None) if rank is None else rank for rank in (source, target))
+        kept, first = self.kept[sources, targets], self.first[sources, targets]
         chosen = kept > 0
-        there = (self.base[target] + self.before[source, target])[chosen]
+        there = (self.base[targets] + self.before[sources, targets])[chosen]
         found = np.stack((there, (first - first[:, :1])[chosen], kept[chosen]), 1)
         found.flags.writeable = False
         begin = 0
@@ -164,7 +173,7 @@ class Plan:
         """Return how many writes of a source arrive here; a function of counts alone."""
         refused = self.overflows and self.sizes.config.on_overflow == "raise"
         if self.sizes.direct:
-            return 0 if refused else int(self.kept[source, self.me].sum())
+            return 0 if refused else int(self.kept_rows[source, self.me])
         beyond = 0 if refused or not self.sizes.shared else len(self.beyond(source, self.me))
         return int(self.private(source, self.me) > 0) + int(beyond > 0)
 
@@ -174,9 +183,10 @@ class Plan:
         """Return how many writes answer what this rank sent to another."""
         if self.sizes.config.reduce == "expert":
             return int(self.sent[self.me, target] > 0)
+        kept = int(self.kept_rows[self.me, target])
+        if self.sizes.direct or not self.overflows:
+            return kept if self.sizes.direct else int(kept > 0)
         _, here, count = self.runs(self.me, target).T
-        if self.sizes.direct:
-            return int(count.sum())
         # One for each piece between rows that were dropped.
         return int((here[1:] != (here + count)[:-1]).sum()) + int(len(here) > 0)
 

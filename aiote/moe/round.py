@@ -16,6 +16,7 @@ import aiote
 from . import kernels
 from .arrays import Bytes, elements, lines, plain, same_memory
 from .batch import Batch
+from .native_plan import NativePlan
 from .plan import Counts, Plan
 from .posting import Write
 from .states import MoeOverflowError, NotBegunError
@@ -199,7 +200,7 @@ class Round:
         experts[me], copies[me] = self._experts, self._copies
         for rank, route in routes.items():
             experts[rank], copies[rank] = route.experts, route.copies
-        return Plan(sizes, me, Counts(experts, copies))
+        return NativePlan(sizes, me, Counts(experts, copies))
 
     def _post_rest(self, plan: Plan, came: list[int]) -> None:
         """Write what needed every rank's route: all rows in place, or what goes beyond the private parts."""

@@ -1,0 +1,49 @@
+"""The plan of a round by native code: what rounds use. `plan.Plan` is the reference, which it gives the same as."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import kernels
+from .plan import Counts, Plan
+
+__all__ = ["NativePlan"]
+
+
+class NativePlan(Plan):
+    """As `Plan`, whose tables and runs are found without the interpreter."""
+
+    def _lay_out(self, counts: Counts) -> None:
+        sizes, config, ranks = self.sizes, self.sizes.config, self.sizes.ranks
+        # One array for several, and one buffer to hand over: each costs as much as finding what is in it.
+        self._tables = np.empty((4, ranks, ranks, sizes.local), np.int64)
+        self._at_rank = np.empty((2, ranks, sizes.local), np.int64)
+        pairs = np.empty((4, ranks, ranks), np.int64)
+        copies = counts.copies if config.copies == "rank" else None
+        self.demand, self.overflows = kernels.lay_out(
+            counts.experts,
+            copies,
+            sizes.rows,
+            config.align,
+            config.layout == "grouped",
+            sizes.whole,
+            self._tables,
+            self._at_rank,
+            pairs,
+        )
+        self.by_rank, self.first, self.before, self.kept = self._tables
+        self.base, self.taken = self._at_rank
+        rows, self.start, answer, self.kept_rows = pairs
+        self.sent = rows if copies is None else copies
+        self.returned, self.answer = (self.sent, self.start) if config.reduce == "expert" else (rows, answer)
+
+    def _find(self, source: int | None, target: int | None, pairs: list[tuple[int, int]]) -> None:
+        found = np.empty((self.by_rank[0].size, 3), np.int64)
+        ends = np.empty(len(pairs), np.int64)
+        one, other = (-1 if rank is None else rank for rank in (source, target))
+        kernels.find_runs(self._tables, self._at_rank, one, other, found, ends)
+        found.flags.writeable = False
+        begin = 0
+        for pair, end in zip(pairs, ends.tolist(), strict=True):
+            self._runs[pair] = found[begin:end]
+            begin = end
