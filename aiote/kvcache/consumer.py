@@ -201,7 +201,9 @@ class Reception:
         try:
             for layer in link.map.layers:
                 for source, target in moves.layer(layer, spans):
-                    await batch.submit(partial(engine.submit_read_pages, source, target))
+                    if not batch.has_room:
+                        await batch.room()
+                    batch.submit(engine.submit_read_pages, source, target)
             while batch.busy:
                 await batch.bell.wait()
         finally:
@@ -256,7 +258,7 @@ class Reception:
 
 
 def _ignore(_: object) -> None:
-    """A rank has found the request."""
+    """Nothing is expected before the end."""
 
 
 class Consumer:

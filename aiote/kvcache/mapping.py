@@ -150,6 +150,8 @@ class CacheMap:
     moves: dict[int, list[Move]] = field(init=False)
     layers: list[int] = field(init=False)
     units: dict[int, tuple[int, int, int]] = field(init=False, default_factory=dict)
+    pieces: dict[int, tuple[tuple[int, int], ...]] = field(init=False)
+    """Of each layer: the group of each move, and how many pieces a unit of it is."""
 
     def __post_init__(self) -> None:
         self.layers = self.part.layers
@@ -171,6 +173,10 @@ class CacheMap:
             together.setdefault(alike, []).append((source, target))
         for pairs in together.values():
             self.moves[pairs[0][1].layer].extend(self._moves(pairs))
+        self.pieces = {
+            layer: tuple((move.pattern.group, math.prod(axis.times for axis in move.pattern.axes)) for move in moves)
+            for layer, moves in self.moves.items()
+        }
 
     def _require_alike(self, source: CacheTensor, target: CacheTensor) -> None:
         """Raise MappingError where items, types or pages do not fit."""
@@ -221,10 +227,9 @@ class CacheMap:
     def counts(self, targets: dict[int, PageRow], tokens: int) -> list[int]:
         """Return how many pieces each layer of a request has. Raises MappingError for too many to be moved."""
         spans = self.spans(targets, tokens)
-        counts = [
-            sum(len(spans[move.pattern.group]) * math.prod(axis.times for axis in move.pattern.axes) for move in moves)
-            for moves in self.moves.values()
-        ]
+        # Most layers are alike.
+        known = {pieces: sum(len(spans[group]) * times for group, times in pieces) for pieces in self.pieces.values()}
+        counts = [known[pieces] for pieces in self.pieces.values()]
         if max(counts, default=0) > MOST_PIECES:
             raise MappingError(
                 f"{self.source.name} and {self.part.name} keep their pages so differently that a layer of {tokens} "

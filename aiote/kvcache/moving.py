@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import anyio
 
@@ -119,6 +119,11 @@ class Batch:
         self.bell.ring()
 
     @property
+    def empty(self) -> bool:
+        """Whether nothing is under way, however it has ended."""
+        return not self._flight
+
+    @property
     def busy(self) -> bool:
         """Whether a transfer is under way. Raises what the first one has failed with."""
         while self._failed:
@@ -127,14 +132,21 @@ class Batch:
                 raise error
         return bool(self._flight)
 
-    async def submit(self, start: Callable[[], aiote.Transfer]) -> None:
-        """Start a transfer, as soon as there is room for it. Raises PeerError once the peer is lost."""
-        if not self._peer.has_room:
-            await self._engine.room(self._peer)
+    @property
+    def has_room(self) -> bool:
+        """Whether the peer has room for a transfer more, which else is waited for."""
+        return self._peer.has_room
+
+    async def room(self) -> None:
+        """Wait until it has. Raises PeerError."""
+        await self._engine.room(self._peer)
+
+    def submit(self, start: Callable[..., aiote.Transfer], *arguments: Any) -> None:
+        """Start a transfer, for which there is room. Raises PeerError once the peer is lost."""
         if self._peer.lost:
             # Started, it would go over the next connection: the peer relies on it that nothing does.
             raise aiote.PeerLostError(str(self._peer.address), self._peer.reason)
-        transfer = start()
+        transfer = start(*arguments)
         if self._traffic is not None and not self._flight:
             self._traffic.begun()
         transfer.join(self._flight)

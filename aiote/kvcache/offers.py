@@ -15,7 +15,6 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -115,6 +114,10 @@ class Offer:
         reads for longer, it is "expired"; while one is written to it is not.
         """
         while self.awaited and not self.stopped:
+            if self.pushes:
+                # Its end rings.
+                await self.bell.wait()
+                continue
             with anyio.move_on_after(self._offers.match_timeout) as scope:
                 await self.bell.wait()
             if scope.cancelled_caught and not self.pushes:
@@ -136,7 +139,8 @@ class Offer:
             if self.awaited:
                 self.stop("the program has stopped it")
             self._offers.leave(self)
-            await to_the_end(self._quiet)
+            if self.active:
+                await to_the_end(self._quiet)
             self.outcome = self.stopped or next(iter(self.failures), "moved")
 
     async def _quiet(self) -> None:
@@ -255,6 +259,7 @@ class Push:
         self._spans = self._map.spans(rows, tokens)
         self._sent = {layer: {group: span.start for group, span in self._spans.items()} for layer in self._map.layers}
         self._left = set(self._map.layers)
+        self._checked: tuple[Rows, dict[int, range]] = {}, {}
         self.todo: deque[int] = deque(offer.computed_to)
 
     async def run(self, engine: aiote.Engine) -> None:
@@ -274,7 +279,8 @@ class Push:
                     await self._batch.bell.wait()
         finally:
             self._offer.pushes.discard(self)
-            await to_the_end(self._batch.drain)
+            if not self._batch.empty:
+                await to_the_end(self._batch.drain)
 
     async def _write(self, engine: aiote.Engine, layer: int) -> None:
         """Start writing what has become full of a layer since the last time."""
@@ -282,16 +288,21 @@ class Push:
             return
         spans, sent = {}, self._sent[layer]
         computed = self._offer.computed_to[layer]
-        for group in {move.pattern.group for move in self._map.moves[layer]}:
+        for group, _ in self._map.pieces[layer]:
+            if group in spans:
+                continue
             whole, unit = self._spans[group], self._map.units[group][0]
             full = computed // unit if unit else whole.start
             stop = whole.stop if computed >= self._tokens else min(max(full, sent[group]), whole.stop)
             spans[group], sent[group] = range(sent[group], stop), stop
-        # The program may have replaced them.
-        check_rows(self._map.source, self._offer.rows)
-        self._map.check_source(self._offer.rows, spans)
+        if self._offer.rows != self._checked[0] or spans != self._checked[1]:
+            # The program may have replaced them.
+            check_rows(self._map.source, self._offer.rows)
+            self._map.check_source(self._offer.rows, spans)
+            self._checked = self._offer.rows.copy(), spans
         if computed >= self._tokens:
             self._left.discard(layer)
         for source, target in self._moves.layer(layer, spans):
-            imm = self._immediates[layer]
-            await self._batch.submit(partial(engine.submit_write_pages, source, target, imm))
+            if not self._batch.has_room:
+                await self._batch.room()
+            self._batch.submit(engine.submit_write_pages, source, target, self._immediates[layer])

@@ -177,20 +177,16 @@ class Producer:
         self._sessions[number] = self._sessions.pop(number)
         return session
 
-    async def push(self, peer: aiote.Peer, fetch: Fetch) -> AsyncGenerator[None]:
+    async def push(self, peer: aiote.Peer, fetch: Fetch) -> None:
         """Write a request's pages as they are computed."""
         session = self._session(peer, fetch.session)
         with session.asks(fetch.request):
-            offer = await self._offers.match(fetch.request)
-            async with aclosing(self._push(session, offer, fetch)) as items:
-                async for item in items:
-                    yield item
+            await self._push(session, await self._offers.match(fetch.request), fetch)
 
-    async def _push(self, session: Session, offer: Offer, fetch: Fetch) -> AsyncGenerator[None]:
+    async def _push(self, session: Session, offer: Offer, fetch: Fetch) -> None:
         offer.join(fetch, session.map.part.ranks)
         failure = "it was cancelled"
         try:
-            yield None
             await self._reader(session, offer, fetch).run(self.engine)
             failure = ""
         except aiote.AioteError as error:

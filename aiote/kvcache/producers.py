@@ -103,6 +103,8 @@ class Links:
         Raises MappingError, CallError, PeerError, TransferRefused.
         """
         key = tuple(str(place.address if isinstance(place, aiote.Peer) else place) for place in places), reads
+        if (known := self._groups.get(key)) and not any(link.over for link in known):
+            return known
         async with self._locks.setdefault(key, anyio.Lock()):
             links = self._groups.get(key, [])
             if not links or any(link.over for link in links):

@@ -6,7 +6,7 @@
 | `open`     | a session: the map of the rank's cache onto a part of the caller's. `memories` describe the caller's,  |
 |            | to be written; where none is given the answer describes the rank's, to be read. It ends with the       |
 |            | connection, and nothing is written for it over the next one                                            |
-| `push`     | a request's pages, written as they are computed. The stream ends when all are                          |
+| `push`     | a request's pages, written as they are computed. The stream has no items, and ends when all are        |
 | `pull`     | a request's pages, to be read. The stream says where they are when they are computed, and keeps them   |
 | `moving`   | one message in a while for all requests of the session: which wait in a queue that moves, or compute   |
 | `finish`   | whether they were kept until now: what was read is theirs only then. They need not be kept any more    |
@@ -18,8 +18,9 @@ stream that ends with `TransferRefused` has come to that by itself.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Annotated, Protocol, TypeAlias
 
 import msgspec
@@ -85,10 +86,21 @@ class Rank(Protocol):
 
     def describe(self) -> CacheSpec: ...
     async def open(self, peer: aiote.Peer, part: CacheSpec, immediates: list[int], memories: list[bytes]) -> Opened: ...
-    def push(self, peer: aiote.Peer, fetch: Fetch) -> AsyncGenerator[None]: ...
+    async def push(self, peer: aiote.Peer, fetch: Fetch) -> None: ...
     def pull(self, peer: aiote.Peer, session: int, request: str) -> AsyncGenerator[Pinned]: ...
     def moving(self, peer: aiote.Peer, session: int, interval: float) -> AsyncGenerator[list[str]]: ...
     def finish(self, peer: aiote.Peer, session: int, request: str) -> bool: ...
+
+
+class Until(AsyncIterator[None]):
+    """A stream without items, which ends when what is awaited has."""
+
+    def __init__(self, work: Callable[[], Awaitable[None]]) -> None:
+        self._work = work
+
+    async def __anext__(self) -> None:
+        await self._work()
+        raise StopAsyncIteration
 
 
 class Transfers(service.Service):
@@ -112,9 +124,7 @@ class Transfers(service.Service):
     @service.method(raises=[MappingError, TransferRefused, NoSessionError])
     async def push(self, fetch: Fetch) -> AsyncIterator[None]:
         """Have a request's pages written."""
-        async with aclosing(self._rank.push(service.current_call().peer, fetch)) as items:
-            async for item in items:
-                yield item
+        return Until(partial(self._rank.push, service.current_call().peer, fetch))
 
     @service.method(raises=[MappingError, TransferRefused, NoSessionError])
     async def pull(self, session: Number, request: Name) -> AsyncIterator[Pinned]:

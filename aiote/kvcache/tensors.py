@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -84,7 +85,7 @@ class CacheTensor(msgspec.Struct, array_like=True, frozen=True):
         )
 
 
-class CacheSpec(msgspec.Struct, array_like=True, frozen=True):
+class CacheSpec(msgspec.Struct, array_like=True, frozen=True, dict=True):
     """What a rank says of its cache: a name for errors, the length of each memory in bytes, and the tensors in them.
 
     `ranks`: how many ranks its group has, all of which receive each request.
@@ -122,12 +123,12 @@ class CacheSpec(msgspec.Struct, array_like=True, frozen=True):
             if tensor.tokens and tokens.setdefault(tensor.group, tensor.tokens) != tensor.tokens:
                 raise UsageError(f"{self.name}: {tensor}: its group has pages of {tokens[tensor.group]} tokens as well")
 
-    @property
+    @cached_property
     def layers(self) -> list[int]:
         """The layers that it has some of, ascending."""
         return sorted({tensor.layer for tensor in self.tensors})
 
-    @property
+    @cached_property
     def groups(self) -> dict[int, int]:
         """How many pages each group has."""
         found: dict[int, int] = {}

@@ -135,12 +135,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[aiote.Transfer]:
     found: list[aiote.Transfer] = []
     submit = Batch.submit
 
-    async def noted(self: Batch, start: Callable[[], aiote.Transfer]) -> None:
+    def noted(self: Batch, start: Callable[..., aiote.Transfer], *arguments: object) -> None:
         def run() -> aiote.Transfer:
-            found.append(start())
+            found.append(start(*arguments))
             return found[-1]
 
-        await submit(self, run)
+        submit(self, run)
 
     monkeypatch.setattr(Batch, "submit", noted)
     return found

@@ -39,8 +39,8 @@ class Liar:
     async def open(self, peer: aiote.Peer, part: CacheSpec, immediates: list[int], memories: list[bytes]) -> Opened:
         return Opened(1, self.memories)
 
-    async def push(self, peer: aiote.Peer, fetch: Fetch) -> AsyncGenerator[None]:
-        yield None
+    async def push(self, peer: aiote.Peer, fetch: Fetch) -> None:
+        raise AssertionError("it is only read from")
 
     async def pull(self, peer: aiote.Peer, session: int, request: str) -> AsyncGenerator[Pinned]:
         for pin in self.pins:
