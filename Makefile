@@ -10,7 +10,7 @@ WITH := PATH="$(abspath $(BIN)):$$PATH"
 READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: demo demo-weights demo-moe check test test-all soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel mutants idle bench bench-peers bench-kvcache bench-service bench-weights bench-moe bench-rails test-guest test-connectors lint format wheel venv develop system test-system clean distclean help
+.PHONY: docs demo demo-weights demo-moe check test test-all soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel mutants idle bench bench-peers bench-kvcache bench-service bench-weights bench-moe bench-rails test-guest test-connectors lint format wheel venv develop system test-system clean distclean help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
@@ -117,6 +117,10 @@ bench-moe: system  ## measure dispatch and combine beside gloo's and MPICH's col
 	$(BIN)/python tools/bench_peers.py install collectives
 	$(BIN)/python tools/bench_moe.py $(ARGS)
 
+docs: system  ## build the docs as a site into docs/_build/html; a warning is an error
+	@$(READY) docs --install
+	$(BIN)/python -P -m sphinx -W --keep-going -b html docs docs/_build/html $(ARGS)
+
 lint: system  ## ruff, mypy --strict and cython-lint
 	@$(READY) dev
 	@status=0; for check in "ruff check ." "ruff format --check ." "mypy" "cython-lint aiote_native"; do \
@@ -146,7 +150,7 @@ test-system:  # what only tests need, too
 	@sh tools/system.sh "$(PYTHON)" test
 
 clean:  ## remove what was built and what tools cached
-	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist docs/_build docs/_generated .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find aiote aiote_native tests tools examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean  ## remove the environment as well
