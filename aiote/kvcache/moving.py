@@ -118,10 +118,13 @@ class Batch:
             self._traffic.ended(self._counted[0] - before[0], self._counted[1] - before[1])
         self.bell.ring()
 
-    @property
-    def empty(self) -> bool:
-        """Whether nothing is under way, however it has ended."""
-        return not self._flight
+    def end(self) -> bool:
+        """Say whether nothing is under way, however it has ended; nothing more may be submitted then."""
+        if self._flight:
+            return False
+        # Each knows the other: a cycle in each request would have the garbage collector come in every few.
+        self._flight.changed = None
+        return True
 
     @property
     def busy(self) -> bool:
@@ -163,6 +166,4 @@ class Batch:
                     await transfer
                 except aiote.AioteError:
                     continue  # the request has ended, for whatever reason
-        if not self._flight:
-            # Each knows the other: a cycle in each request would have the garbage collector come in every few.
-            self._flight.changed = None
+        self.end()

@@ -279,7 +279,7 @@ class Push:
                     await self._batch.bell.wait()
         finally:
             self._offer.pushes.discard(self)
-            if not self._batch.empty:
+            if not self._batch.end():
                 await to_the_end(self._batch.drain)
 
     async def _write(self, engine: aiote.Engine, layer: int) -> None:
