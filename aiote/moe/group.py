@@ -248,10 +248,7 @@ class MoeGroup:
     # What peers call.
 
     async def meet(self, rank: int, epoch: int, digest: bytes, caller: aiote.Peer) -> Meeting:
-        """Return the inbox for a rank, once this one is in that epoch or a later one and the rank is a member.
-
-        `ELSEWHERE` for a rank that means a later group of the same number.
-        """
+        """Return the inbox for a member, once this rank is in that epoch; ELSEWHERE for one of a later group."""
         if self._is_over(rank, digest):
             return ELSEWHERE
         if digest != self._digest:
