@@ -22,6 +22,7 @@ LOOPBACK = "127.0.0.1"
 MIN_KEY_BYTES = 16
 MESSAGE_BYTES = (64, 1 << 20)
 MESSAGE_POOL = (2, 4096)
+RING_BYTES = (128 << 10, 4 << 20)
 HEARTBEAT_MS = (10, (1 << 32) - 1)
 
 EXPECTED: dict[Callable[[str], Any], str] = {
@@ -104,7 +105,8 @@ class EngineConfig:
     may flow, on either side. drain_timeout: how long a cancelled transfer may take to leave the NIC before its
     connection is torn down. stripe_bytes: no stripe is made smaller than this for the sake of spreading over rails.
     largest_message: transfers are split in pieces of at most this, so that a cancelled one has little to wait for (0:
-    the provider's own limit). max_transfers: unfinished transfers toward one peer; beyond, awaited verbs wait for room
+    the provider's own limit). ring_bytes: what may be between two processes of one host, each way, before the sender
+    waits. max_transfers: unfinished transfers toward one peer; beyond, awaited verbs wait for room
     and `submit_` forms raise QueueFull. max_counters: immediates in use at once. schedule: which rail gets the next
     stripe or page: "earliest-finish" (the one expected to carry it first) or "round-robin". verbs: settings of rails
     that libibverbs drives. libfabric: path of libfabric.so.1.
@@ -127,6 +129,7 @@ class EngineConfig:
     drain_timeout: float = _setting("drain_timeout", 1.0, float)
     stripe_bytes: int = _setting("stripe_bytes", 65536, int)
     largest_message: int = _setting("largest_message", 2 << 20, int)
+    ring_bytes: int = _setting("ring_bytes", 1 << 19, int)
     max_transfers: int = _setting("max_transfers", 16384, int)
     max_counters: int = _setting("max_counters", 1 << 20, int)
     schedule: Literal["earliest-finish", "round-robin"] = _setting("schedule", "earliest-finish")
@@ -141,6 +144,7 @@ class EngineConfig:
             "largest": self.largest_message,
             "verbs": self.verbs.settings,
             "messages": self.message_pool,
+            "ring_bytes": self.ring_bytes,
             "spin_us": self.spin_us,
             "threaded": self.progress == "thread",
             "cpu": self.thread_cpu,
@@ -184,10 +188,13 @@ class EngineConfig:
             "message_pool": MESSAGE_POOL,
             "stripe_bytes": (1, 1 << 40),
             "largest_message": (0, 1 << 62),
+            "ring_bytes": RING_BYTES,
             "max_transfers": (1, 1 << 24),
             "max_counters": (1, 1 << 28),
         }
         _check_integers(self, limits)
+        if self.ring_bytes & (self.ring_bytes - 1):
+            raise UsageError(f"ring_bytes={self.ring_bytes}: expected a power of two")
         if not isinstance(self.verbs, VerbsConfig):
             raise UsageError(f"verbs must be a VerbsConfig, got {type(self.verbs).__name__}")
         for name in ("heartbeat_interval", "heartbeat_timeout", "connect_timeout", "drain_timeout"):

@@ -461,7 +461,9 @@ class Round:
         weights = None if by_copy else self._given.weights
         beside = () if self._own is None else (self._memory.y,)
         self._kernels.combine(out, self._memory.answers, places, weights, config.out_dtype, accumulate, *beside)
-        self.answered = np.isin(np.arange(self._sizes.ranks), [*came, self._group.rank])
+        answered = np.zeros(self._sizes.ranks, np.bool_)
+        answered[[*came, self._group.rank]] = True
+        self.answered = answered
         self._group.counted.rounds += 1
 
 

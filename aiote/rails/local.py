@@ -21,15 +21,16 @@ __all__ = ["LOCAL", "LocalRail", "choose_local", "may_make_rings"]
 LOCAL = "local"
 """The name of the provider, and of its one NIC."""
 
-VERSION = 2  # since 2 the ring is a memfd
+VERSION = 3  # since 2 the ring is a memfd, since 3 each side chooses how long its own is
 """Of the ring's layout and its frames; only those of one version can be joined."""
 
 
 class LocalRail:
     """Shared memory, as a NIC."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, ring_bytes: int) -> None:
         self.index = index
+        self._ring_bytes = ring_bytes
         self.traits: Traits = traits_of(LOCAL)
         self.device = StreamDevice()
         self.provider = LOCAL
@@ -51,7 +52,7 @@ class LocalRail:
 
     def open_endpoint(self) -> RingEndpoint:
         try:
-            return RingEndpoint(self.device)
+            return RingEndpoint(self.device, self._ring_bytes)
         except StatusError as error:
             reason = f"{error.operation}: {error.strerror}"
             raise FabricError(error.errno or 0, reason, operation="open endpoint", rail=self.name) from error

@@ -98,7 +98,8 @@ class RailSet:
 
     `host` chooses the rail of an IP provider when `rails` does not name any; `largest` bounds a single message
     below what the provider takes (0: no bound); `verbs` are settings of that kind's devices, `messages` how
-    many of a peer's are held, `silence` after how many seconds a peer that stands in `shm` of libfabric 1 is given up.
+    many of a peer's are held, `ring_bytes` how long rings of `local` are, `silence` after how many seconds a peer that
+    stands in `shm` of libfabric 1 is given up.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class RailSet:
         largest: int = 0,
         verbs: Mapping[str, int] | None = None,
         messages: int = 16,
+        ring_bytes: int = 1 << 19,
         silence: float = 3.0,
         **core: Any,
     ) -> None:
@@ -122,7 +124,7 @@ class RailSet:
         self._scratch: LocalMemory | None = None
         self._memories: weakref.WeakSet[LocalMemory] = weakref.WeakSet()
         settings = {**(verbs or {}), "messages": messages + CREDIT_MESSAGES}
-        request = RailRequest(provider, rails, host, library, settings, bool(core.get("threaded")))
+        request = RailRequest(provider, rails, host, library, settings, bool(core.get("threaded")), ring_bytes)
         try:
             found, clock = open_rails(request, self.rails)
             if clock is not None:

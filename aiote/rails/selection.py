@@ -29,7 +29,8 @@ WITHOUT_LIBRARY = ("sim", "verbs", LOCAL, SOCKET)
 class RailRequest:
     """What an engine asks for: a provider or "auto", names of NICs or their addresses, its own address, a library.
 
-    `verbs` are settings of that kind's devices; `threaded`: progress is made in a native thread.
+    `verbs` are settings of that kind's devices; `threaded`: progress is made in a native thread;
+    `ring_bytes`: what a ring of `local` holds.
     """
 
     provider: str
@@ -38,6 +39,7 @@ class RailRequest:
     library: str = ""
     verbs: Mapping[str, int] = field(default_factory=dict)
     threaded: bool = False
+    ring_bytes: int = 1 << 19
 
 
 def open_rails(request: RailRequest, rails: list[Rail]) -> tuple[FoundLibrary | None, Any]:
@@ -53,7 +55,7 @@ def open_rails(request: RailRequest, rails: list[Rail]) -> tuple[FoundLibrary | 
     if provider == "verbs":
         _open_ports(request, rails)
     elif provider == LOCAL:
-        rails += [LocalRail(index) for index in range(choose_local(request.names))]
+        rails += [LocalRail(index, request.ring_bytes) for index in range(choose_local(request.names))]
     elif provider == SOCKET:
         rails += [SocketRail(index, *at) for index, at in enumerate(choose_sockets(request.names, request.host))]
     elif provider == "sim":
@@ -71,7 +73,7 @@ def open_rails(request: RailRequest, rails: list[Rail]) -> tuple[FoundLibrary | 
             rails.append(LibfabricRail(index, *place, found))
     if request.provider == AUTO and may_make_rings():
         # For peers on this host; the others are reached as if it were not there.
-        rails.append(LocalRail(len(rails)))
+        rails.append(LocalRail(len(rails), request.ring_bytes))
     return found, clock
 
 

@@ -17,6 +17,8 @@ cdef struct RingStream:
     Stream stream
     Ring* own
     Ring* peer
+    uint64_t own_bytes   # of each, a power of two: as it was when it was mapped, whatever the peer says now
+    uint64_t peer_bytes
     uint64_t own_tail
     uint64_t peer_head
     uint64_t peer_tail   # as it was when it was last looked at

@@ -45,7 +45,10 @@ cdef extern from "<sys/mman.h>" nogil:
     const unsigned int MFD_CLOEXEC, MFD_ALLOW_SEALING
 
 cdef enum:
-    RING_BYTES = 512 * 1024  # of 128 KiB to 2 MiB the fastest at pages of 16 and of 64 KiB alike
+    RING_BYTES = 512 * 1024  # of 128 KiB to 2 MiB the fastest at pages of 16 and of 64 KiB alike, on a quiet machine
+    # What a peer may make of it: a power of two up to twice the bytes that it has on their way (memory.pyx).
+    LEAST_BYTES = 128 * 1024
+    MOST_BYTES = 4 << 20
     DATA = 4096              # where the bytes begin
     # After so many the other side may have them: it copies them while this one goes on.
     STEP = 16 * 1024
@@ -71,12 +74,12 @@ cdef long ring_send(void* stream, const iovec* vectors, int count) noexcept nogi
     for i in range(count):
         done = 0
         while done < vectors[i].iov_len:
-            if head - self.peer_tail == RING_BYTES:
+            if head - self.peer_tail == self.peer_bytes:
                 self.peer_tail = aiote_take(&self.peer.tail)
-                if head - self.peer_tail > RING_BYTES:
+                if head - self.peer_tail > self.peer_bytes:
                     return -EPROTO
-            part = min(min(vectors[i].iov_len - done, RING_BYTES - (head - self.peer_tail)),
-                       min(RING_BYTES - head % RING_BYTES, <uint64_t> STEP))
+            part = min(min(vectors[i].iov_len - done, self.peer_bytes - (head - self.peer_tail)),
+                       min(self.peer_bytes - head % self.peer_bytes, <uint64_t> STEP))
             if part == 0:
                 break
             source = <const uint8_t*> vectors[i].iov_base + done
@@ -86,7 +89,7 @@ cdef long ring_send(void* stream, const iovec* vectors, int count) noexcept nogi
             following = source + part if done < vectors[i].iov_len else NULL
             if following == NULL and i + 1 < count:
                 following = <const uint8_t*> vectors[i + 1].iov_base
-            aiote_copy_in(data_of(self.peer) + (head - part) % RING_BYTES, source, part, following)
+            aiote_copy_in(data_of(self.peer) + (head - part) % self.peer_bytes, source, part, following)
             if head - given >= STEP:
                 aiote_give(&self.peer.head, head)
                 given = head
@@ -106,15 +109,16 @@ cdef long ring_receive(void* stream, const iovec* vectors, int count) noexcept n
     cdef uint64_t given = tail
     cdef size_t streamed = <size_t> -1 if self.stream.cached else STREAMED
     cdef uint64_t here = aiote_take(&self.own.head) - tail
-    cdef uint64_t done, part
+    cdef uint64_t done, part, at
     cdef int i
-    if here > RING_BYTES:
+    if here > self.own_bytes:
         return -EPROTO
     for i in range(count):
         done = 0
         while done < vectors[i].iov_len and here:
-            part = min(min(vectors[i].iov_len - done, here), min(RING_BYTES - tail % RING_BYTES, <uint64_t> STEP))
-            aiote_copy_out(<uint8_t*> vectors[i].iov_base + done, data_of(self.own) + tail % RING_BYTES, part, streamed)
+            at = tail % self.own_bytes
+            part = min(min(vectors[i].iov_len - done, here), min(self.own_bytes - at, <uint64_t> STEP))
+            aiote_copy_out(<uint8_t*> vectors[i].iov_base + done, data_of(self.own) + at, part, streamed)
             tail += part
             here -= part
             done += part
@@ -136,9 +140,9 @@ cdef int ring_arm(void* impl) noexcept nogil:
     return 1 if stream.paused or (stream.broken and not stream.reported_broken) else 0
 
 
-cdef void unmap(Ring** ring) noexcept nogil:
+cdef void unmap(Ring** ring, uint64_t nbytes) noexcept nogil:
     if ring[0] != NULL:
-        munmap(ring[0], DATA + RING_BYTES)
+        munmap(ring[0], DATA + nbytes)
         ring[0] = NULL
 
 
@@ -146,8 +150,8 @@ cdef void ring_shut(void* impl) noexcept nogil:
     cdef RingStream* self = <RingStream*> impl
     pthread_mutex_lock(&self.stream.registry.lock)
     self.stream.closed = True
-    unmap(&self.own)
-    unmap(&self.peer)
+    unmap(&self.own, self.own_bytes)
+    unmap(&self.peer, self.peer_bytes)
     pthread_mutex_unlock(&self.stream.registry.lock)
 
 
@@ -169,8 +173,12 @@ wire.send = ring_send
 wire.receive = ring_receive
 
 
-cdef Ring* map_ring(int fd) except NULL:
-    cdef void* pages = mmap(NULL, DATA + RING_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0)
+cdef bint may_be_ring(uint64_t nbytes) noexcept:
+    return LEAST_BYTES <= nbytes <= MOST_BYTES and nbytes & (nbytes - 1) == 0
+
+
+cdef Ring* map_ring(int fd, uint64_t nbytes) except NULL:
+    cdef void* pages = mmap(NULL, DATA + nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0)
     if pages == MAP_FAILED:
         check(-errno, "mmap(ring)")
     return <Ring*> pages
@@ -182,12 +190,15 @@ cdef class RingEndpoint(StreamEndpoint):
     def __cinit__(self):
         self.impl = NULL
 
-    def __init__(self, StreamDevice device):
-        """Make the ring. Raises StatusError and OSError."""
+    def __init__(self, StreamDevice device, uint64_t ring_bytes=RING_BYTES):
+        """Make the ring. Raises StatusError, OSError, and ValueError for a size that no ring has."""
+        if not may_be_ring(ring_bytes):
+            raise ValueError(f"no ring has {ring_bytes} bytes: a power of two from {LEAST_BYTES} to {MOST_BYTES}")
         self.usable(device)
         self.impl = <RingStream*> calloc(1, sizeof(RingStream))
         if self.impl == NULL:
             raise MemoryError
+        self.impl.own_bytes = ring_bytes
         self.begin(device, &self.impl.stream, &wire, &operations)
         self.impl.stream.eager = True
         try:
@@ -198,27 +209,33 @@ cdef class RingEndpoint(StreamEndpoint):
 
     cdef int make(self) except -1:
         cdef bytes number = os.urandom(8)
+        cdef uint64_t nbytes = self.impl.own_bytes
         self.memory_fd = memfd_create(b"aiote-ring", MFD_CLOEXEC | MFD_ALLOW_SEALING)
         check(-errno if self.memory_fd < 0 else 0, "memfd_create(ring)")
-        check(-errno if ftruncate(self.memory_fd, DATA + RING_BYTES) else 0, "ftruncate(ring)")
+        check(-errno if ftruncate(self.memory_fd, DATA + nbytes) else 0, "ftruncate(ring)")
         # Where there is no room this says so; a page that could not be had would kill whoever touches it.
-        check(-posix_fallocate(self.memory_fd, 0, DATA + RING_BYTES), "posix_fallocate(ring)")
+        check(-posix_fallocate(self.memory_fd, 0, DATA + nbytes), "posix_fallocate(ring)")
         fcntl.fcntl(self.memory_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        self.impl.own = map_ring(self.memory_fd)
+        self.impl.own = map_ring(self.memory_fd, nbytes)
         self.impl.own.mark = RING_MARK
-        self.impl.own.size = RING_BYTES
+        self.impl.own.size = nbytes
         self.impl.own.number = int.from_bytes(number, "big")
         self.address = SCHEME + number.hex().encode()
         return 0
 
     def take(self, int memory_fd) -> None:
         """Map the ring of the peer endpoint that this one talks to. Raises StatusError, OSError and ValueError."""
+        cdef uint64_t nbytes
         try:
             if self.impl == NULL or self.impl.peer != NULL:
                 raise RuntimeError("the endpoint has its peer's ring, or is closed or owned by a channel")
             check_process(self.device.epoch)
-            check_sealed(memory_fd, DATA + RING_BYTES, "ring")
-            self.impl.peer = map_ring(memory_fd)
+            # Its size is the peer's choice, and cannot change once it is sealed.
+            nbytes = max(os.fstat(memory_fd).st_size - DATA, 0)
+            nbytes = nbytes if may_be_ring(nbytes) else self.impl.own_bytes
+            check_sealed(memory_fd, DATA + nbytes, "ring")
+            self.impl.peer = map_ring(memory_fd, nbytes)
+            self.impl.peer_bytes = nbytes
         finally:
             close(memory_fd)
 
@@ -229,7 +246,7 @@ cdef class RingEndpoint(StreamEndpoint):
             raise RuntimeError("the endpoint has no ring of its peer, or is connected, closed or owned by a channel")
         check_process(self.device.epoch)
         peer = self.impl.peer
-        if peer.mark != RING_MARK or peer.size != RING_BYTES:
+        if peer.mark != RING_MARK or peer.size != self.impl.peer_bytes:
             check(-EINVAL, "connect to the peer's ring: it is of another layout")
         if address != SCHEME + f"{peer.number:016x}".encode():
             raise ValueError(f"{address!r} is not the address of the ring that the peer sent")

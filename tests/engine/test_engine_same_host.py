@@ -34,6 +34,20 @@ async def test_on_one_host_auto_goes_through_shared_memory():
             assert await moved(left, right) == ["local"]
 
 
+@pytest.mark.parametrize("sizes", [(1 << 17, 4 << 20), (2 << 20, 1 << 19)])
+async def test_each_side_chooses_how_long_its_ring_is(sizes):
+    """Three times what the longest holds, both ways at once, and not a multiple of anything."""
+    one, other = (np.random.default_rng(size).integers(0, 256, (12 << 20) + 3, np.uint8) for size in sizes)
+    with anyio.fail_after(PATIENCE_S):
+        async with opened("local", ring_bytes=sizes[0]) as left, opened("local", ring_bytes=sizes[1]) as right:
+            targets = [np.zeros_like(one), np.zeros_like(other)]
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(left.write, left.register(one), across(left, right, targets[0]))
+                tasks.start_soon(right.write, right.register(other), across(right, left, targets[1]))
+    assert np.array_equal(targets[0], one)
+    assert np.array_equal(targets[1], other)
+
+
 async def test_auto_takes_sockets_where_files_may_not_be_as_large_as_rings():
     """A ring is a file to the kernel, which ends a process that goes over that limit."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

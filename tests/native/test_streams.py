@@ -16,6 +16,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from aiote_native.streams.rings import RingEndpoint
 from aiote_native.streams.sockets import parse
 from engines import run_script
 from rail_pair import Kind, Memory, Pair, Rails, Side, filled, opened
@@ -428,6 +429,12 @@ def test_a_ring_of_another_layout_is_refused(ends):
 def test_a_ring_of_another_size_is_refused(ends, length):
     with pytest.raises(ValueError, match=f"has {length} bytes, expected {DATA + RING_BYTES}"):
         ends[0].take(ring_memory(length))
+
+
+@pytest.mark.parametrize("nbytes", [0, 1 << 16, 3 << 18, 8 << 20])
+def test_no_ring_of_a_size_that_rings_have_not_is_made(side, nbytes):
+    with pytest.raises(ValueError, match=f"no ring has {nbytes} bytes"):
+        RingEndpoint(side.rail_set.rails[0].device, nbytes)
 
 
 def test_a_ring_that_could_shrink_is_refused(ends):
