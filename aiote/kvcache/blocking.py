@@ -6,7 +6,7 @@ time. A request that was cancelled is told of only when its pages are the progra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent import futures
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["BlockingConsumer", "BlockingProducer", "Finished"]
 
 T = TypeVar("T")
+MOST_RENEWALS = 1024
+"""Ranks that are told at a time; others are told the next time."""
 
 
 class Finished(NamedTuple):
@@ -132,6 +134,7 @@ class BlockingConsumer(Blocking[Consumer]):
     """One decode rank's cache on a bridge's engine; settings: as of `Consumer`. Raises as entering that."""
 
     def __init__(self, bridge: Bridge, cache: Cache, **settings: Any) -> None:
+        self._renewals: dict[str, Call[None]] = {}
         super().__init__(bridge, lambda engine: Consumer(engine, cache, **settings))
 
     def submit(
@@ -155,6 +158,27 @@ class BlockingConsumer(Blocking[Consumer]):
         async with self._inner.receive(producers, request, tokens=tokens, rows=rows, reads=reads) as reception:
             await reception.arrived()
         return ""
+
+    def renew(self, waiting: Mapping[str, Sequence[str]]) -> None:
+        """Have prefill ranks, by their addresses, keep requests that wait for pages, as `Consumer.renew` does.
+
+        One that has not answered the last time is left out, and one that cannot be reached is not told.
+        """
+        for place, requests in waiting.items():
+            if place not in self._renewals and len(self._renewals) < MOST_RENEWALS:
+                call = self._renewals[place] = self._bridge.submit(self._inner.renew(place, requests))
+                call.add_done_callback(partial(self._renewed, place))
+
+    def _renewed(self, place: str, call: futures.Future[None]) -> None:
+        self._renewals.pop(place, None)
+
+    def close(self) -> None:
+        """As ever; requests that wait are kept no longer."""
+        calls = list(self._renewals.values())
+        for call in calls:
+            call.cancel()
+        futures.wait(calls)
+        super().close()
 
 
 class BlockingProducer(Blocking[Producer]):

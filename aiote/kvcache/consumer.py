@@ -326,6 +326,13 @@ class Consumer:
         """
         await self._links.group(producers, reads=reads)
 
+    async def renew(self, producer: Place, requests: Sequence[str]) -> None:
+        """Have a prefill rank keep requests that wait here for pages, for another `match_timeout` of its own.
+
+        It does so until its `renewal_limit`; one that it has no more is none to it. Raises PeerError, CallError.
+        """
+        await self._links.renew(producer, requests)
+
     @asynccontextmanager
     async def receive(
         self, producers: Sequence[Place], request: str, *, tokens: int, rows: Rows, reads: bool = False

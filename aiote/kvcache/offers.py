@@ -7,11 +7,13 @@
 | over    | either                               | -                                                            |
 
 A reader is a decode rank that has asked for the request: one that is written to, or one that reads. Offer and reader
-meet by the request's name, whichever comes first, and either waits for the other for `match_timeout` seconds.
+meet by the request's name, whichever comes first, and either waits for the other for `match_timeout` seconds. A decode
+rank whose request still waits for pages renews that, until `renewal_limit`: no peer can keep pages for ever.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
 from collections.abc import Iterable
@@ -58,6 +60,7 @@ class Offer:
         self._offers = offers
         self._readers = readers or 0
         self._came = self._ended = 0
+        self._waits_since = math.inf
 
     # What the program does.
 
@@ -113,6 +116,7 @@ class Offer:
         """Return when all readers have ended, or it was stopped. Where one does not come within `match_timeout`, or
         reads for longer, it is "expired"; while one is written to it is not.
         """
+        self._waits_since = anyio.current_time()
         while self.awaited and not self.stopped:
             if self.pushes:
                 # Its end rings.
@@ -122,6 +126,11 @@ class Offer:
                 await self.bell.wait()
             if scope.cancelled_caught and not self.pushes:
                 self.stop("expired")
+
+    def renew(self) -> None:
+        """Have `match_timeout` begin anew, unless it has waited for readers for `renewal_limit` already."""
+        if anyio.current_time() < self._waits_since + self._offers.renewal_limit:
+            self.bell.ring()
 
     async def __aenter__(self) -> Offer:
         self._offers.enter(self)
@@ -183,9 +192,9 @@ def _ahead(difference: int, value: Any, most: int) -> int:
 class Offers:
     """The offers of a prefill rank by their names, and who waits for one."""
 
-    def __init__(self, engine: aiote.Engine, match_timeout: float) -> None:
+    def __init__(self, engine: aiote.Engine, match_timeout: float, renewal_limit: float) -> None:
         self.engine = engine
-        self.match_timeout = match_timeout
+        self.match_timeout, self.renewal_limit = match_timeout, renewal_limit
         self._open: dict[str, Offer] = {}
         self._over: dict[str, str] = {}
         self._queued: dict[str, float] = {}
@@ -219,6 +228,12 @@ class Offers:
         """Take note of all requests that wait in the program's queue."""
         self._queued = dict.fromkeys(requests, anyio.current_time())
         self._bell.ring()
+
+    def renew(self, requests: Iterable[str]) -> None:
+        """Take note that requests are still wanted, where they are offered."""
+        for request in requests:
+            if request in self._open:
+                self._open[request].renew()
 
     async def match(self, request: str) -> Offer:
         """Return the offer of a name, as soon as there is one. Raises TransferRefused."""

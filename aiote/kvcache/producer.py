@@ -66,16 +66,19 @@ class Pull:
 class Producer:
     """One prefill rank's cache on one engine; `async with Producer(engine, cache) as producer:`.
 
-    Offers and readers wait for each other for `match_timeout` seconds. Transfers only read from the cache's memories,
-    which stay registered until the block is left. An engine has one producer, beside other services.
+    Offers and readers wait for each other for `match_timeout` seconds; an offer whose reader renews that, for
+    `renewal_limit` seconds at most. Transfers only read from the cache's memories, which stay registered until the
+    block is left. An engine has one producer, beside other services.
     """
 
-    def __init__(self, engine: aiote.Engine, cache: Cache, *, match_timeout: float = 30.0) -> None:
+    def __init__(
+        self, engine: aiote.Engine, cache: Cache, *, match_timeout: float = 30.0, renewal_limit: float = 600.0
+    ) -> None:
         self.engine = engine
         self.spec = cache.spec
         self._arrays = cache.memories
         self._regions: list[aiote.Region] = []
-        self._offers = Offers(engine, match_timeout)
+        self._offers = Offers(engine, match_timeout, renewal_limit)
         self._sessions: dict[int, Session] = {}
         self._numbers = itertools.count(1)
         self._pulls: set[Pull] = set()
@@ -244,6 +247,10 @@ class Producer:
             if found := [request for request in own.asked if self._offers.moving(request, seen)]:
                 yield found
             seen = {request: tokens for request, tokens in seen.items() if request in own.asked}
+
+    def renew(self, requests: list[str]) -> None:
+        """Keep requests that decode ranks still want."""
+        self._offers.renew(requests)
 
     def finish(self, peer: aiote.Peer, session: int, request: str) -> bool:
         """Take note that a request was read, if it is still kept."""

@@ -24,7 +24,7 @@ from .. import service
 from ..service.background import TaskScope
 from ..service.endpoint import Endpoint
 from .mapping import CacheMap, assign
-from .protocol import TransferRefused, Transfers
+from .protocol import MOST_RENEWED, TransferRefused, Transfers
 from .tensors import CacheSpec
 
 __all__ = ["Link", "Links", "Place"]
@@ -131,6 +131,12 @@ class Links:
             await self._link(peer, client, CacheMap(spec, part), reads)
             for peer, client, spec, part in zip(peers, clients, specs, parts, strict=True)
         ]
+
+    async def renew(self, place: Place, requests: Sequence[str]) -> None:
+        """Tell a rank that requests are still wanted. Raises PeerError, CallError."""
+        client = service.client(self._engine, await self._peer(place), Transfers)
+        for start in range(0, len(requests), MOST_RENEWED):
+            await client.renew(list(requests[start : start + MOST_RENEWED]))
 
     async def _peer(self, place: Place) -> aiote.Peer:
         """Return the peer at a place: a lost one never comes back, another takes its place."""

@@ -9,6 +9,7 @@
 | `push`     | a request's pages, written as they are computed. The stream has no items, and ends when all are        |
 | `pull`     | a request's pages, to be read. The stream says where they are when they are computed, and keeps them   |
 | `moving`   | one message in a while for all requests of the session: which wait in a queue that moves, or compute   |
+| `renew`    | that requests are kept which wait for pages of the caller's: one message in a while for all of them    |
 | `finish`   | whether they were kept until now: what was read is theirs only then. They need not be kept any more    |
 
 A request is matched by its name with what the prefill rank's program offers, whichever comes first. To leave a stream
@@ -40,6 +41,8 @@ Name: TypeAlias = Annotated[str, Meta(max_length=256)]
 Number: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
 Interval: TypeAlias = Annotated[float, Meta(ge=0.01, le=3600)]
 Descriptor: TypeAlias = Annotated[bytes, Meta(max_length=4096)]
+MOST_RENEWED = 4096
+"""Requests of one message."""
 
 
 class TransferRefused(aiote.AioteError):
@@ -89,6 +92,7 @@ class Rank(Protocol):
     async def push(self, peer: aiote.Peer, fetch: Fetch) -> None: ...
     def pull(self, peer: aiote.Peer, session: int, request: str) -> AsyncGenerator[Pinned]: ...
     def moving(self, peer: aiote.Peer, session: int, interval: float) -> AsyncGenerator[list[str]]: ...
+    def renew(self, requests: list[str]) -> None: ...
     def finish(self, peer: aiote.Peer, session: int, request: str) -> bool: ...
 
 
@@ -139,6 +143,11 @@ class Transfers(service.Service):
         async with aclosing(self._rank.moving(service.current_call().peer, session, interval)) as items:
             async for item in items:
                 yield item
+
+    @service.method(idempotent=True)
+    async def renew(self, requests: Annotated[list[Name], Meta(max_length=MOST_RENEWED)]) -> None:
+        """Say that requests are still wanted, which wait for pages; the rank keeps them for another while."""
+        self._rank.renew(requests)
 
     @service.method
     async def finish(self, session: Number, request: Name) -> bool:

@@ -36,8 +36,8 @@ def test_a_prompt_that_is_computed_is_offered_once():
     assert (params["do_remote_prefill"], params["do_remote_decode"]) == (True, False)
     assert (params["remote_host"], params["remote_port"], params["tp_size"]) == ("127.0.0.1", 38503, 1)
     assert (params["remote_engine_id"], params["remote_block_ids"]) == ("engine", [[7, 3, 9]])
-    assert producer.take() == ([Offered("r", 40, {0: Row([7, 3, 9], 0)})], [], [])
-    assert producer.take() == NOTHING
+    assert producer.take(0.0) == Steps([Offered("r", 40, {0: Row([7, 3, 9], 0)})], [], [])
+    assert producer.take(0.0) == NOTHING
 
 
 @pytest.mark.parametrize("why", ["not asked for", "aborted", "no blocks", "no producer", "no workers"])
@@ -49,7 +49,7 @@ def test_what_is_not_offered(why):
     tokens, blocks = 0 if why == "aborted" else 16, [[]] if why == "no blocks" else [[1]]
     assert producer.finished("r", params, tokens, blocks) is None
     assert producer.finished("s", None, tokens, blocks) is None
-    assert producer.take() == NOTHING
+    assert producer.take(0.0) == NOTHING
 
 
 def test_what_is_here_already_is_not_received():
@@ -59,30 +59,53 @@ def test_what_is_here_already_is_not_received():
     assert consumer.external(params, 40, 40) == 0
     assert consumer.external(None, 40, 0) == consumer.external({"do_remote_decode": True}, 40, 0) == 0
     consumer.allocated("d", params, 40, [[5, 1, 2]], 24)
-    assert consumer.take() == ([], [Wanted("d", "r", [ADDRESS], 40, {0: Row([1, 2], 1)})], [])
+    assert consumer.take(0.0) == Steps([], [Wanted("d", "r", [ADDRESS], 40, {0: Row([1, 2], 1)})], [])
     # Nothing is received twice.
     assert consumer.external(params, 40, 0) == 0
     consumer.allocated("d", params, 40, [[5, 1, 2]], 0)
-    assert consumer.take() == NOTHING
+    assert consumer.take(0.0) == NOTHING
+
+
+def test_a_request_that_waits_is_renewed_until_it_has_come():
+    consumer = table({0: 16})
+    gone = {**told(), "remote_request_id": "gone"}
+    consumer.arrived("d", told(), 100.0)
+    consumer.arrived("gone", gone, 103.0)
+    for params in (None, {}, {"do_remote_decode": True}, {**told(), "aiote": None}):
+        consumer.arrived("other", params, 103.0)
+    assert consumer.take(104.9) == NOTHING
+    assert consumer.take(105.0) == NOTHING._replace(renewed={ADDRESS: ["r", "gone"]})
+    assert consumer.take(109.9) == NOTHING
+    assert consumer.finished("gone", gone, 0, [[]]) is None
+    assert consumer.take(110.0) == Steps([], [Wanted("gone", "gone", [ADDRESS], 40, {})], [], {ADDRESS: ["r"]})
+    consumer.allocated("d", told(), 40, [[5, 1, 2]], 40)
+    assert consumer.take(115.0).renewed == {ADDRESS: ["r"]}, "it may take long to come"
+    consumer.received("d")
+    assert consumer.take(120.0) == NOTHING
+    # Not at once, however long nobody has waited.
+    consumer.arrived("next", told(), 300.0)
+    assert consumer.take(300.0) == NOTHING
+    consumer.allocated("next", told(), 40, [[5, 1, 2]], 0)
+    assert consumer.take(400.0).renewed is None
 
 
 def test_an_abort_ends_what_is_under_way_and_releases_what_is_not():
     consumer = table({0: 16})
     params = told()
     consumer.allocated("d", params, 40, [[5, 1, 2]], 40)
-    consumer.take()
+    consumer.take(0.0)
     assert consumer.finished("d", params, 0, [[5, 1, 2]]) is None
-    assert consumer.take() == ([], [], ["d"])
+    assert consumer.take(0.0) == Steps([], [], ["d"])
     consumer.received("d")
     assert consumer.finished("d", params, 0, [[5, 1, 2]]) is None
-    assert consumer.take() == NOTHING
+    assert consumer.take(0.0) == NOTHING
     never, here = told(), told()
     assert consumer.finished("never", never, 0, [[]]) is None
     consumer.allocated("here", here, 40, [[5, 1, 2]], 0)
     unwanted = [Wanted(name, "r", [ADDRESS], 40, {}) for name in ("never", "here")]
-    assert consumer.take() == ([], unwanted, [])
+    assert consumer.take(0.0) == Steps([], unwanted, [])
     assert consumer.finished("never", never, 0, [[]]) is None
-    assert consumer.take() == NOTHING
+    assert consumer.take(0.0) == NOTHING
 
 
 def test_pages_that_a_window_has_gone_past_are_on_neither_side():
@@ -91,10 +114,10 @@ def test_pages_that_a_window_has_gone_past_are_on_neither_side():
     blocks = {0: [7, 3, 9], 3: [0, 0, 8]}
     params = producer.finished("r", {"do_remote_decode": True}, 40, [blocks[0], [], [], blocks[3]])
     assert params is not None
-    assert producer.take().offered == [Offered("r", 40, {0: Row([7, 3, 9], 0), 3: Row([8], 2)})]
+    assert producer.take(0.0).offered == [Offered("r", 40, {0: Row([7, 3, 9], 0), 3: Row([8], 2)})]
     consumer = table(sizes)
     consumer.allocated("d", params, 40, [[4, 5, 6], [], [], [0, 2, 1]], 40)
-    assert consumer.take().wanted[0].rows == {0: Row([4, 5, 6], 0), 3: Row([1], 2)}
+    assert consumer.take(0.0).wanted[0].rows == {0: Row([4, 5, 6], 0), 3: Row([1], 2)}
 
 
 @pytest.mark.parametrize(
@@ -115,7 +138,7 @@ def test_parameters_that_make_no_sense_are_as_none(lie):
     assert consumer.external(params, 40, 0) == 0
     consumer.allocated("d", params, 40, [[1, 2, 3]], 0)
     assert consumer.finished("d", params, 0, [[1, 2, 3]]) is None
-    assert consumer.take() == NOTHING
+    assert consumer.take(0.0) == NOTHING
 
 
 @given(st.integers(1, 200), st.integers(0, 200), st.integers(0, 200), st.sampled_from([1, 4, 16]), st.integers(1, 32))
@@ -124,13 +147,13 @@ def test_both_sides_mean_the_same_tokens(computed, prompt, cached, size, decoder
     blocks = list(range(1, 300))
     producer, consumer = table({0: size}), table({0: decoder_size})
     params = producer.finished("r", {"do_remote_decode": True}, computed, [blocks])
-    offered = producer.take().offered[0].rows[0]
+    offered = producer.take(0.0).offered[0].rows[0]
     assert len(offered.blocks) * size >= computed > (len(offered.blocks) - 1) * size
     cached -= cached % decoder_size
     count = consumer.external(params, prompt, cached)
     assert count == max(0, min(prompt, computed) - cached)
     consumer.allocated("d", params, prompt, [blocks], count)
-    (wanted,) = consumer.take().wanted
+    (wanted,) = consumer.take(0.0).wanted
     if not count:
         assert wanted.rows == {}
         return

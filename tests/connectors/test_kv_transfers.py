@@ -15,6 +15,7 @@ import aiote
 from aiote.connectors.vllm.requests import Offered, Row, Steps, Wanted
 from aiote.connectors.vllm.transfers import Ended, Transfers
 from aiote.kvcache import Cache, Consumer, PageRow, Producer
+from aiote.kvcache.protocol import MOST_RENEWED
 from bridges import aside
 from engines import PATIENCE_S, opened
 
@@ -31,8 +32,9 @@ def cache(name: str, value: int) -> tuple[Cache, np.ndarray]:
 
 
 @contextmanager
-def transfers(made: Cache, *, produces: bool, lease: float = PATIENCE_S) -> Iterator[Transfers]:
-    one = Transfers(made, produces=produces, consumes=not produces, lease=lease, settings={"provider": "local"})
+def transfers(made: Cache, *, produces: bool, lease: float = PATIENCE_S, turn: int = 0) -> Iterator[Transfers]:
+    settings = {"provider": "local"}
+    one = Transfers(made, produces=produces, consumes=not produces, lease=lease, turn=turn, settings=settings)
     try:
         yield one
     finally:
@@ -118,6 +120,27 @@ def test_what_is_wanted_comes_or_its_producer_hears_that_it_is_not(portal):
             one.result(PATIENCE_S)
         assert outcomes["r"] == outcomes["no"] == "moved"
         assert worker.ended() == (set(), set(), {})
+
+
+def test_requests_that_wait_are_renewed_by_the_first_rank(portal, monkeypatch):
+    renewed: list[list[str]] = []
+    monkeypatch.setattr(Producer, "renew", lambda _, requests: renewed.append(requests))
+    (left, _), (right, _) = cache("prefill", 3), cache("decode", 0)
+    with (
+        transfers(right, produces=False) as worker,
+        transfers(cache("second", 0)[0], produces=False, turn=1) as second,
+        portal.wrap_async_context_manager(opened("local")) as engine,
+        portal.wrap_async_context_manager(Producer(engine, left)),
+    ):
+        names = [f"r{number}" for number in range(MOST_RENEWED + 2)]
+        second.start(Steps([], [], [], {str(engine.address): ["second"]}))
+        worker.start(Steps([], [], [], {str(engine.address): names, "aiote://nobody": ["r"]}))
+        deadline = time.monotonic() + PATIENCE_S
+        while sum(map(len, renewed)) < len(names):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert [name for some in renewed for name in some] == names
+        assert worker.ended() == second.ended() == (set(), set(), {})
 
 
 def test_an_engine_that_is_no_consumer_says_so():

@@ -7,6 +7,7 @@ serves most tests: vLLM takes half a minute to start here.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from vllm_sides import Side, prompt, transfer_config, write_model
 TOKENS, COUNT = 400, 8
 LEASE_S = 3600
 """Longer than any test waits: blocks that are free again were not given up for that."""
+SHORT_LEASE_S = 3.0
 PROVIDERS = ["local", "socket", "tcp", "shm"]
 
 
@@ -170,6 +172,33 @@ def test_a_request_that_is_preempted_goes_on(local, others):
     assert small.ask("preempted") > 0
     small.ask("forget")
     assert small.ask("free") == has
+
+
+@pytest.mark.parametrize("renews", [True, False], ids=["renewed", "not-renewed"])
+@pytest.mark.parametrize("reads", [False, True], ids=["push", "pull"])
+def test_a_request_that_waits_for_blocks_keeps_its_cache(pair, free, reads, renews):
+    """The decode engine has no blocks for two leases: what it renews is kept, and what it does not is given up."""
+    prefiller, decoder = pair
+    prefiller.ask("rewire", transfer_config("kv_producer", kv_lease_duration=SHORT_LEASE_S))
+    often = SHORT_LEASE_S if renews else LEASE_S
+    decoder.ask("rewire", transfer_config("kv_consumer", reads=reads, kv_lease_duration=often))
+    expected = alone(decoder, prompt(TOKENS))
+    prefiller.ask("forget")
+    decoder.ask("occupy")
+    params = prefiller.prefill(prompt(TOKENS))
+    began = time.monotonic()
+    name = decoder.add(prompt(TOKENS), COUNT, params)
+    decoder.until(lambda: time.monotonic() > began + 2 * SHORT_LEASE_S)
+    prefiller.ask("forget")
+    held = free["prefill"] - prefiller.ask("free")
+    assert held == (-(-TOKENS // 128) if renews else 0)
+    decoder.ask("vacate")
+    answer = decoder.wait(name)
+    assert (answer.reason, answer.tokens) == (("length", expected) if renews else ("error", []))
+    assert decoder.ask("failures") == (0 if renews else 1)
+    for side in pair:
+        side.ask("forget")
+        side.until(lambda side=side: side.ask("free") == free[side.name])
 
 
 def test_beside_another_connector(local, tmp_path):

@@ -124,6 +124,14 @@ class Child:
         """Return how many blocks are free."""
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
+    def occupy(self) -> None:
+        """Take all free blocks, so that requests wait for some."""
+        self.occupied = self.scheduler.kv_cache_manager.block_pool.get_new_blocks(self.free())
+
+    def vacate(self) -> None:
+        """Give them back."""
+        self.scheduler.kv_cache_manager.block_pool.free_blocks(self.occupied)
+
     def forget(self) -> bool:
         """Forget all prefixes."""
         return self.core.reset_prefix_cache()

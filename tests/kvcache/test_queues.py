@@ -105,3 +105,39 @@ async def test_a_slow_computation_is_no_stall_and_one_that_stops_is(reads):
         with pytest.raises(TransferRefused, match="for 4 s no layer of it has come"):
             await decode(w, w.consumers[0], "stuck", TOKENS, there, reads)
         group.cancel_scope.cancel()
+
+
+@both
+async def test_an_offer_is_kept_for_a_reader_that_waits_for_pages(reads):
+    """It renews what is computed, and reads it long after the time for which nobody would have kept it."""
+    async with world("sim", Side(), Side(), MODEL, **limits) as w, anyio.create_task_group() as group:
+        here, there = w.rows(TOKENS)
+        fill(w.left, here, 20)
+        group.start_soon(compute, w, "r", here, 0)
+        for _ in range(10):
+            await anyio.sleep(MATCH_S - 1)
+            # Of what a rank does not know it says nothing.
+            await w.consumers[0].renew(w.places[0], ["r", "unknown"])
+        await decode(w, w.consumers[0], "r", TOKENS, there, reads)
+        assert same(w.right.caches[0], expected(w.right.caches[0], there, 20, BEFORE))
+
+
+@both
+async def test_nobody_keeps_an_offer_for_ever(reads):
+    async with world("sim", Side(), Side(), MODEL, **limits, renewal_limit=30) as w, anyio.create_task_group() as group:
+        here, there = w.rows(TOKENS)
+        begun = anyio.current_time()
+
+        async def renew() -> None:
+            while True:
+                await w.consumers[0].renew(w.places[0], ["r"])
+                await anyio.sleep(1)
+
+        group.start_soon(renew)
+        async with w.producers[0].offer("r", tokens=TOKENS, rows=here, computed=True) as offer:
+            pass
+        assert offer.outcome == "expired"
+        assert 30 <= anyio.current_time() - begun <= 30 + MATCH_S
+        with pytest.raises(TransferRefused, match="'r' is over: expired"):
+            await decode(w, w.consumers[0], "r", TOKENS, there, reads)
+        group.cancel_scope.cancel()

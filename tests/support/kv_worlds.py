@@ -49,6 +49,8 @@ async def world(
         for memory in cache.memories:
             memory[...] = BEFORE
     limits = {"match_timeout": PATIENCE_S} | limits
+    kept = {name: limit for name, limit in limits.items() if name in ("match_timeout", "renewal_limit")}
+    more = {name: limit for name, limit in limits.items() if name not in kept}
     with anyio.fail_after(10 * PATIENCE_S if provider == "sim" else PATIENCE_S):
         async with AsyncExitStack() as stack:
             engines = [
@@ -56,10 +58,9 @@ async def world(
                 for _ in (*left.caches, *right.caches)
             ]
             producers = [
-                await stack.enter_async_context(Producer(engine, cache, match_timeout=limits["match_timeout"]))
+                await stack.enter_async_context(Producer(engine, cache, **kept))
                 for engine, cache in zip(engines, left.caches, strict=False)
             ]
-            more = {name: limit for name, limit in limits.items() if name != "match_timeout"}
             consumers = [
                 await stack.enter_async_context(Consumer(engine, cache, turn=turn, **more))
                 for turn, (engine, cache) in enumerate(zip(engines[len(producers) :], right.caches, strict=True))

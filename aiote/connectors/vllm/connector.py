@@ -6,6 +6,7 @@ vLLM's objects into theirs. vLLM calls synchronously, and nothing here waits exc
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
 __all__ = ["AioteConnector"]
 
 logger = init_logger(f"vllm.{__name__}")
+LEASE_S, LEASE_LIMIT_S = 30, 600
+RENEWALS = 6
+"""In the time of a lease, so that some may be late."""
 ENDED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -64,7 +68,8 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Brings KV caches from prefill to decode engines, between vLLM's own tensors.
 
     `kv_connector_extra_config` may have "aiote", settings of `aiote.open_engine`; "kv_lease_duration", seconds that a
-    computed prompt waits for who decodes it (30); "reads": decode workers read, else prefill workers write (false).
+    computed prompt waits for who decodes it (30), which a decode engine where it is queued renews, for
+    "kv_lease_limit" seconds at most (600); "reads": decode workers read, else prefill workers write (false).
     What becomes of a request whose cache does not come is said by vLLM's `kv_load_failure_policy`.
     """
 
@@ -81,6 +86,7 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             {group: spec.block_size for group, (spec, _) in self._groups.items()},
             produces=self._kv_transfer_config.is_kv_producer,
             settings={"tp_size": parallel.tensor_parallel_size, "pp_size": parallel.pipeline_parallel_size},
+            interval=self._seconds("kv_lease_duration", LEASE_S) / RENEWALS,
         )
         self._transfers: Transfers | None = None
 
@@ -95,7 +101,17 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Refuse the mode that unmaps the tensors, which stay registered."""
         return False
 
+    def _seconds(self, name: str, default: float) -> float:
+        seconds = float(self._kv_transfer_config.kv_connector_extra_config.get(name, default))
+        if not seconds > 0:
+            raise UsageError(f"{name}={seconds}: expected a number of seconds above 0")
+        return seconds
+
     # In the scheduler.
+
+    def on_new_request(self, request: Request) -> None:
+        """Take note that a request is queued, so that its cache is kept for it."""
+        self._table.arrived(request.request_id, request.kv_transfer_params, time.monotonic())
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -120,7 +136,7 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> AioteMetadata:
         """Return what is new for the workers."""
-        return AioteMetadata(self._table.take())
+        return AioteMetadata(self._table.take(time.monotonic()))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take note of requests that have been received."""
@@ -160,7 +176,8 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             consumes=config.is_kv_consumer,
             turn=rank,
             reads=bool(extra.get("reads", False)),
-            lease=float(extra.get("kv_lease_duration", 30)),
+            lease=self._seconds("kv_lease_duration", LEASE_S),
+            lease_limit=self._seconds("kv_lease_limit", LEASE_LIMIT_S),
             settings=extra.get("aiote", {}),
         )
 

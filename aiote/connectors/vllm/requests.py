@@ -6,6 +6,8 @@
 | to be received  | `do_remote_prefill`, and has blocks for it       | `Wanted`, once; the same                        |
 | ended meanwhile | vLLM, by an abort                                | its name in `cancelled`; the same               |
 | not wanted      | `do_remote_prefill`, and has all, or was aborted | `Wanted` without rows: nobody need wait for it  |
+| waiting         | `do_remote_prefill`, from its arrival on, until  | its name in `renewed`, every `interval` seconds |
+|                 | it is received, ended, or not wanted             |                                                 |
 
 The parameters are those that NIXL's connector gives and takes, with one key more: `aiote` says where the pages are.
 Clients send them, so nothing is relied on that they say: what is malformed is not there, and the prompt is computed.
@@ -75,28 +77,55 @@ class Steps(NamedTuple):
     offered: list[Offered]
     wanted: list[Wanted]
     cancelled: list[str]
+    renewed: dict[str, list[str]] | None = None
+    """Requests that have not come yet, as they are called there, by the workers that keep them."""
 
 
 class RequestTable:
     """The requests of one engine that come from elsewhere or go there.
 
-    block_tokens: how many tokens a block of each group has. `addresses` are those of the workers, once they are known.
+    block_tokens: how many tokens a block of each group has. interval: after how many seconds the other side hears that
+    a request is still wanted. `addresses` are those of the workers, once they are known.
     """
 
-    def __init__(self, engine_id: str, block_tokens: dict[int, int], *, produces: bool, settings: dict[str, Any]):
+    def __init__(
+        self,
+        engine_id: str,
+        block_tokens: dict[int, int],
+        *,
+        produces: bool,
+        settings: dict[str, Any],
+        interval: float = 5.0,
+    ) -> None:
         self.addresses: list[str] = []
         self.receiving: set[str] = set()
         self._block_tokens = block_tokens
         self._produces = produces
         self._told = {"remote_engine_id": engine_id, **settings}
         self._steps = Steps([], [], [])
+        self._waiting: dict[str, Remote] = {}
+        self._interval, self._renewed_at = interval, 0.0
 
-    def take(self) -> Steps:
+    def take(self, now: float) -> Steps:
         """Return what is new since the last time."""
         steps, self._steps = self._steps, Steps([], [], [])
-        return steps
+        if not self._waiting or now < self._renewed_at + self._interval:
+            return steps
+        self._renewed_at, renewed = now, dict[str, list[str]]()
+        for remote in self._waiting.values():
+            for address in remote.aiote.addresses:
+                renewed.setdefault(address, []).append(remote.remote_request_id)
+        return steps._replace(renewed=renewed)
 
     # A request that comes from elsewhere.
+
+    def arrived(self, request: str, params: dict[str, Any] | None, now: float) -> None:
+        """Take note that a request has come, and waits for blocks."""
+        remote = _remote(params)
+        if remote is not None:
+            if not self._waiting:
+                self._renewed_at = now
+            self._waiting[request] = remote
 
     def external(self, params: dict[str, Any] | None, prompt: int, computed: int) -> int:
         """Return how many tokens of a prompt can be received beyond those that are here already."""
@@ -127,9 +156,11 @@ class RequestTable:
     def received(self, request: str) -> None:
         """Take note that the workers have reported a request, whatever came of it."""
         self.receiving.discard(request)
+        self._waiting.pop(request, None)
 
     def _release(self, request: str, remote: Remote) -> None:
         """Have the other side told that nobody will ask for a request."""
+        self._waiting.pop(request, None)
         there = remote.aiote.addresses
         self._steps.wanted.append(Wanted(request, remote.remote_request_id, there, remote.remote_num_tokens, {}))
 
@@ -142,6 +173,7 @@ class RequestTable:
 
         Its blocks are then to be kept until the workers report it; without an answer they are not.
         """
+        self._waiting.pop(request, None)
         if request in self.receiving:
             self._steps.cancelled.append(request)
             return None

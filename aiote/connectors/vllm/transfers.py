@@ -30,7 +30,9 @@ class Ended(NamedTuple):
 class Transfers:
     """The transfers of one rank.
 
-    reads: it reads what it receives; else it is written to it. lease: seconds that an offer waits for who receives it.
+    reads: it reads what it receives; else it is written to it. lease: seconds that an offer waits for who receives it,
+    or for the next time that this is renewed; lease_limit: seconds for which it can be. turn: its rank, of which the
+    first renews for all.
     settings: those of `aiote.open_engine`. Raises what opening an engine and registering memory do.
     """
 
@@ -43,9 +45,10 @@ class Transfers:
         turn: int = 0,
         reads: bool = False,
         lease: float = 30.0,
+        lease_limit: float = 600.0,
         settings: dict[str, Any] | None = None,
     ) -> None:
-        self.reads = reads
+        self.reads, self._renews = reads, turn == 0
         self.bridge = bridges.acquire(**(settings or {}))
         self._producer: BlockingProducer | None = None
         self._consumer: BlockingConsumer | None = None
@@ -54,7 +57,7 @@ class Transfers:
         self._refused = Ended(set(), set(), {})
         try:
             if produces:
-                self._producer = BlockingProducer(self.bridge, cache, match_timeout=lease)
+                self._producer = BlockingProducer(self.bridge, cache, match_timeout=lease, renewal_limit=lease_limit)
             if consumes:
                 self._consumer = BlockingConsumer(self.bridge, cache, turn=turn)
         except BaseException:
@@ -82,6 +85,8 @@ class Transfers:
             if self._consumer is not None and name in self._receiving:
                 self._cancelled.add(name)
                 self._consumer.cancel(name)
+        if steps.renewed and self._renews and self._consumer is not None:
+            self._consumer.renew(steps.renewed)
 
     def _receive(self, wanted: Wanted) -> None:
         if wanted.rows:
