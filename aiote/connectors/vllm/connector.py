@@ -193,7 +193,13 @@ class AioteConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 # Of fewer heads than ranks, several ranks have the same one.
                 first = rank * tensor.shape[1] if heads >= ranks else rank * heads // ranks
                 first = 0 if isinstance(spec, MLAAttentionSpec) else first
-                yield Layer(name, tensor, group, first, str(getattr(context.get(name), "isa", "")))
+                yield Layer(name, tensor, group, first, self._kernels(context.get(name), tensor))
+
+    def _kernels(self, layer: Any, tensor: torch.Tensor) -> str:
+        """Return what a block's bytes depend on beside their type: who computes with them, what uint8 stands for."""
+        kernels = getattr(layer, "isa", type(getattr(layer, "impl", None)).__name__)
+        kind = str(self._vllm_config.cache_config.cache_dtype).replace("fp8_e4m3", "fp8")
+        return f"{kernels} {kind}" if tensor.dtype is torch.uint8 else str(kernels)
 
     def get_handshake_metadata(self) -> AioteHandshake | None:
         """Return where this worker is reached."""

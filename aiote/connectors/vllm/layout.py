@@ -2,7 +2,8 @@
 
 The CPU backend has [blocks, heads, tokens, 2 * head size] for each layer. Within a head of a block it keeps all keys,
 then all values, in an order that its kernels choose: so a page is opaque, whole heads of it move, and both sides need
-blocks of the same size and kernels of the same instruction set, which is part of the type's name.
+blocks of the same size and kernels of the same instruction set, which is part of the type's name. MLA has [blocks,
+tokens, items], without heads: all ranks of a group have the same.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ __all__ = ["Layer", "cache_of"]
 
 NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 FIELD_LENGTH = 64
+AXES = {3: "page item item", 4: "page head item item"}
+"""By how many dimensions a tensor has."""
 
 
 class Layer(NamedTuple):
@@ -45,10 +48,10 @@ def cache_of(name: str, layers: Iterable[Layer], ranks: int = 1) -> Cache:
     held: set[int] = set()
     for layer in layers:
         tensor = layer.tensor
-        if tensor.device.type != "cpu" or tensor.dim() != 4:
+        if tensor.device.type != "cpu" or tensor.dim() not in AXES:
             raise UsageError(
-                f"{layer.name}: expected a tensor [blocks, heads, tokens, items] in host memory, got one of shape "
-                f"{list(tensor.shape)} on {tensor.device}"
+                f"{layer.name}: expected a tensor [blocks, heads, tokens, items] in host memory, or one without heads, "
+                f"got one of shape {list(tensor.shape)} on {tensor.device}"
             )
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in held:
@@ -58,7 +61,7 @@ def cache_of(name: str, layers: Iterable[Layer], ranks: int = 1) -> Cache:
         field = NUMBER.sub("", layer.name, count=1) if number else layer.name
         cache.add(
             tensor.view(torch.uint8).numpy(),
-            "page head item item",
+            AXES[tensor.dim()],
             layer=int(number[1]) if number else 0,
             group=layer.group,
             first_head=layer.first_head,
