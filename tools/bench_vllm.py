@@ -23,7 +23,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "hosts"))
 
-from vllm_sides import Side, prompt, transfer_config, write_model
+from vllm_models import write_model
+from vllm_sides import Side, prompt, transfer_config
 
 TOKENS = 400
 ROUNDS = int(sys.argv[1]) if len(sys.argv) > 1 else 200

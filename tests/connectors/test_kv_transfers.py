@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import anyio
 import anyio.from_thread
@@ -16,6 +18,7 @@ from aiote.connectors.vllm.requests import Offered, Row, Steps, Wanted
 from aiote.connectors.vllm.transfers import Ended, Transfers
 from aiote.kvcache import Cache, Consumer, PageRow, Producer
 from aiote.kvcache.protocol import MOST_RENEWED
+from aiote.rails.rail_set import RailSet
 from bridges import aside
 from engines import PATIENCE_S, opened
 
@@ -141,6 +144,53 @@ def test_requests_that_wait_are_renewed_by_the_first_rank(portal, monkeypatch):
             time.sleep(0.001)
         assert [name for some in renewed for name in some] == names
         assert worker.ended() == second.ended() == (set(), set(), {})
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["push", "pull"])
+def test_no_page_is_copied_or_allocated(portal, monkeypatch, reads):
+    """Of 12 MiB that move nothing is registered but the tensors, and less than a page is allocated at any time."""
+    registered: list[tuple[int, int]] = []
+    counts: list[int] = []
+    keep = RailSet.keep
+
+    def kept(rails: RailSet, memory: Any) -> Any:
+        registered.append((memory.address, memory.length))
+        return keep(rails, memory)
+
+    monkeypatch.setattr(RailSet, "keep", kept)
+    page = 1 << 20
+    arrays = [np.full((LAYERS, PAGES, page), value, np.uint8) for value in (3, 0)]
+    caches = [Cache(name) for name in ("prefill", "decode")]
+    for one, array in zip(caches, arrays, strict=True):
+        one.add(array, "layer page item")
+    with (
+        transfers(caches[1], produces=False) as worker,
+        portal.wrap_async_context_manager(opened("local")) as engine,
+        portal.wrap_async_context_manager(Producer(engine, caches[0])) as producer,
+    ):
+        worker.reads = reads
+
+        async def offer(name: str) -> None:
+            rows = {0: PageRow([5, 7, 2, 0, 1, 3])}
+            async with producer.offer(name, tokens=40, rows=rows, readers=None, computed=True):
+                pass
+
+        for name in ("first", "second"):
+            under_way = portal.start_task_soon(offer, name)
+            tracemalloc.start()
+            there = {0: Row([4, 1, 0, 2, 7, 6], 0)}
+            worker.start(Steps([], [Wanted(name, name, [str(engine.address)], 40, there)], []))
+            assert ended(worker) == (set(), {name}, {})
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            assert 0 < peak < page
+            under_way.result(PATIENCE_S)
+            counts.append(len(registered))
+    assert arrays[1][:, [4, 1, 0, 2, 7, 6]].all()
+    ours = {(array.ctypes.data, array.nbytes) for array in arrays}
+    # What is shorter is for messages, once for each connection.
+    assert {one for one in registered if one[1] >= page} == ours
+    assert counts[0] == counts[1]
 
 
 def test_an_engine_that_is_no_consumer_says_so():

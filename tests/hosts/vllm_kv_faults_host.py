@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_sides import HEARTBEAT, Side, prompt, transfer_config, write_model
+from vllm_models import write_model
+from vllm_sides import HEARTBEAT, Side, prompt, transfer_config
 
 TOKENS, COUNT = 400, 8
 ABORTS = 200

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_sides import Side, prompt, transfer_config, write_model
+from vllm_models import write_model
+from vllm_sides import Side, prompt, transfer_config
 
 TOKENS, COUNT = 400, 8
 LEASE_S = 3600
@@ -62,9 +63,6 @@ def test_a_prompt_computed_elsewhere_goes_on_as_in_one_process(pair, free, provi
     prefiller, decoder = pair
     prefiller.ask("rewire", transfer_config("kv_producer", provider))
     decoder.ask("rewire", transfer_config("kv_consumer", provider, reads=reads))
-    for side in pair:
-        facts = side.ask("facts")
-        assert sorted(map(tuple, facts["aiote"])) == facts["vllm"], "vLLM's own memory is what is registered"
     expected, control = alone(decoder, prompt(TOKENS)), alone(decoder, prompt(TOKENS, 1))
     assert expected != control
     for tokens, wanted in ((prompt(TOKENS), expected), (prompt(TOKENS, 1), control)):
@@ -78,8 +76,13 @@ def test_a_prompt_computed_elsewhere_goes_on_as_in_one_process(pair, free, provi
         assert received == offered
         # It was the cache that came, not the prompt that was computed again: a lie about the prompt goes unnoticed.
         decoder.ask("forget")
+    registered = [side.ask("facts")["registered"] for side in pair]
     lied = decoder.generate([*prompt(TOKENS - 1), 3], COUNT, prefiller.prefill(prompt(TOKENS, 1)))
     assert lied.tokens != alone(decoder, [*prompt(TOKENS - 1), 3])
+    for side in pair:
+        facts = side.ask("facts")
+        assert facts["aiote"] == facts["vllm"], "all pages that a NIC could touch in the meantime are vLLM's own"
+    assert [side.ask("facts")["registered"] for side in pair] == registered, "a request registers nothing"
     for side in pair:
         side.ask("forget")
         side.until(lambda side=side: side.ask("free") == free[side.name])
@@ -192,7 +195,7 @@ def test_a_request_that_waits_for_blocks_keeps_its_cache(pair, free, reads, rene
     prefiller.ask("forget")
     held = free["prefill"] - prefiller.ask("free")
     assert held == (-(-TOKENS // 128) if renews else 0)
-    decoder.ask("vacate")
+    decoder.ask("occupy")
     answer = decoder.wait(name)
     assert (answer.reason, answer.tokens) == (("length", expected) if renews else ("error", []))
     assert decoder.ask("failures") == (0 if renews else 1)

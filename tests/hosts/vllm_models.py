@@ -9,14 +9,46 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+VOCABULARY = 512
 SIZES = {
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "vocab_size": 512,
+    "vocab_size": VOCABULARY,
     "max_position_embeddings": 1024,
 }
+
+
+def write_model(folder: Path, seed: int = 0, **changes: Any) -> str:
+    """Write a Llama of 400,000 random parameters: with these its tokens depend on every layer. Return where it is."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+        **changes,
+    }
+    config = LlamaConfig(**settings)
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.08)
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    folder.mkdir(exist_ok=True)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    described = {**config.to_dict(), "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(described))
+    return str(folder)
 
 
 def write_config(folder: Path, kind: str) -> str:
@@ -40,7 +72,7 @@ def write_config(folder: Path, kind: str) -> str:
         "states": (
             "MambaForCausalLM",
             "MambaConfig",
-            {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 512, "state_size": 16},
+            {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": VOCABULARY, "state_size": 16},
         ),
         "hybrid": ("JambaForCausalLM", "JambaConfig", {**SIZES, **hybrid, "num_key_value_heads": 2}),
         "llama": ("LlamaForCausalLM", "LlamaConfig", {**SIZES, "num_key_value_heads": 2, "head_dim": 32}),

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from vllm_sides import Side, prompt, transfer_config, write_model
+from vllm_models import write_model
+from vllm_sides import Side, prompt, transfer_config
 
 TOKENS, COUNT = 400, 8
 

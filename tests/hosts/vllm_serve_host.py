@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_sides import ENVIRONMENT, PATIENCE_S, VOCABULARY, prompt, transfer_config, write_model
+from vllm_models import VOCABULARY, write_model
+from vllm_sides import ENVIRONMENT, PATIENCE_S, prompt, transfer_config
 
 REQUESTS, AT_ONCE, COUNT = 20, 4, 16
 PROXY = Path(__file__).parents[2] / "examples" / "vllm" / "proxy.py"

@@ -27,39 +27,7 @@ ENVIRONMENT = {
 }
 PATIENCE_S = 480
 HEARTBEAT = {"heartbeat_timeout": 2.0, "connect_timeout": 2.0}
-VOCABULARY = 512
 PATTERN = 0xA5
-
-
-def write_model(folder: Path, seed: int = 0, **changes: Any) -> str:
-    """Write a Llama of 400,000 random parameters: with these its tokens depend on every layer. Return where it is."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    settings = {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 1024,
-        "tie_word_embeddings": False,
-        **changes,
-    }
-    config = LlamaConfig(**settings)
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.08)
-    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    folder.mkdir(exist_ok=True)
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    described = {**config.to_dict(), "architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"}
-    (folder / "config.json").write_text(json.dumps(described))
-    return str(folder)
 
 
 def prompt(tokens: int, seed: int = 0) -> list[int]:
@@ -76,6 +44,20 @@ def transfer_config(role: str, provider: str = "local", **extra: Any) -> dict[st
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": {"aiote": {"provider": provider, **HEARTBEAT}, **extra},
     }
+
+
+def registrations() -> list[tuple[int, int]]:
+    """Return where all memory lies that is registered from now on, and its length, as it is."""
+    from aiote.rails.rail_set import RailSet
+
+    keep, found = RailSet.keep, []
+
+    def kept(rails: Any, memory: Any) -> Any:
+        found.append((memory.address, memory.length))
+        return keep(rails, memory)
+
+    RailSet.keep = kept
+    return found
 
 
 @dataclass
@@ -96,6 +78,7 @@ class Child:
         from vllm import LLM
 
         self.pipe = pipe
+        self.registered = registrations()
         options = {
             "skip_tokenizer_init": True,
             "enforce_eager": True,
@@ -112,6 +95,7 @@ class Child:
         self.scheduler = self.core.scheduler
         self.crcs: dict[str, dict[str, dict[int, list[int]]]] = {"offered": {}, "received": {}}
         self.errors: list[str] = []
+        self.occupied: list[Any] = []
         self.cancelled = self.failed = 0
         # Of several ranks, the workers are in processes of their own.
         alone = settings.get("tensor_parallel_size", 1) == 1
@@ -125,12 +109,10 @@ class Child:
         return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
     def occupy(self) -> None:
-        """Take all free blocks, so that requests wait for some."""
-        self.occupied = self.scheduler.kv_cache_manager.block_pool.get_new_blocks(self.free())
-
-    def vacate(self) -> None:
-        """Give them back."""
-        self.scheduler.kv_cache_manager.block_pool.free_blocks(self.occupied)
+        """Take all free blocks, so that requests wait for some, or give those back that it has taken."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        taken, self.occupied = self.occupied, [] if self.occupied else pool.get_new_blocks(self.free())
+        pool.free_blocks(taken)
 
     def forget(self) -> bool:
         """Forget all prefixes."""
@@ -167,11 +149,10 @@ class Child:
 
     def facts(self) -> dict[str, Any]:
         """Return what the connector has of vLLM's memory, and vLLM of it."""
-        transfers = self.connector()._transfers
-        side = transfers._producer or transfers._consumer
-        arrays = side._inner._arrays
         return {
-            "aiote": [(array.__array_interface__["data"][0], array.nbytes) for array in arrays],
+            "registered": len(self.registered),
+            # What is shorter is for messages.
+            "aiote": sorted({one for one in self.registered if one[1] >= 1 << 20}),
             "vllm": sorted({(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in self.tensors()}),
         }
 
@@ -185,6 +166,7 @@ class Child:
         vllm_config, caches = self.scheduler.vllm_config, self.scheduler.kv_cache_config
         runner = self.core.model_executor.driver_worker.worker.model_runner
         state.ensure_kv_transfer_shutdown()
+        self.registered.clear()
         worker_config = runner.vllm_config
         for one in {id(vllm_config): vllm_config, id(worker_config): worker_config}.values():
             one.kv_transfer_config = KVTransferConfig(**config)

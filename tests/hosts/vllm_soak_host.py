@@ -15,7 +15,8 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from vllm_sides import Side, prompt, transfer_config, write_model
+from vllm_models import write_model
+from vllm_sides import Side, prompt, transfer_config
 
 TOKENS, COUNT, PROMPTS, AT_ONCE = 400, 8, 6, 4
 SOAK_S = float(os.environ.get("VLLM_SOAK_S", "60"))
