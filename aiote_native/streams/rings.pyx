@@ -79,7 +79,7 @@ cdef long ring_send(void* stream, const iovec* vectors, int count) noexcept nogi
                 if head - self.peer_tail > self.peer_bytes:
                     return -EPROTO
             part = min(min(vectors[i].iov_len - done, self.peer_bytes - (head - self.peer_tail)),
-                       min(self.peer_bytes - head % self.peer_bytes, <uint64_t> STEP))
+                       min(self.peer_bytes - (head & (self.peer_bytes - 1)), <uint64_t> STEP))
             if part == 0:
                 break
             source = <const uint8_t*> vectors[i].iov_base + done
@@ -89,7 +89,7 @@ cdef long ring_send(void* stream, const iovec* vectors, int count) noexcept nogi
             following = source + part if done < vectors[i].iov_len else NULL
             if following == NULL and i + 1 < count:
                 following = <const uint8_t*> vectors[i + 1].iov_base
-            aiote_copy_in(data_of(self.peer) + (head - part) % self.peer_bytes, source, part, following)
+            aiote_copy_in(data_of(self.peer) + ((head - part) & (self.peer_bytes - 1)), source, part, following)
             if head - given >= STEP:
                 aiote_give(&self.peer.head, head)
                 given = head
@@ -116,7 +116,7 @@ cdef long ring_receive(void* stream, const iovec* vectors, int count) noexcept n
     for i in range(count):
         done = 0
         while done < vectors[i].iov_len and here:
-            at = tail % self.own_bytes
+            at = tail & (self.own_bytes - 1)
             part = min(min(vectors[i].iov_len - done, here), min(self.own_bytes - at, <uint64_t> STEP))
             aiote_copy_out(<uint8_t*> vectors[i].iov_base + done, data_of(self.own) + at, part, streamed)
             tail += part
