@@ -1,0 +1,590 @@
+/* A CUDA driver over host memory, for tests: it behaves worse than a GPU does.
+
+   Device memory is a memfd that is mapped twice: the address that is handed out is PROT_NONE, so a load by the host dies
+   with SIGSEGV and a system call fails with EFAULT; copies go by the second mapping. Each stream is a thread with a
+   queue. A copy is done in eight pieces in a random order with random delays, all drawn from a seed. The legacy stream
+   waits for all blocking streams, and they for it. To pageable memory a copy returns when it is done, from it when the
+   source has been read. A broken device fails every call and completes nothing any more. After a fork every call
+   returns 3. `standin_...` functions are the tests' own. */
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+typedef uint64_t address_t;
+
+enum {
+    OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, BAD_DEVICE = 101, BAD_CONTEXT = 201, BAD_HANDLE = 400,
+    NOT_READY = 600, ILLEGAL_ADDRESS = 700
+};
+enum { DEVICES = 2, PIECES = 8, GRAIN = 2 << 20, DEPTH = 16 };
+enum { COPY, RECORD, WAIT_EVENT, WAIT_STREAM, WRITE, KERNEL };
+
+typedef struct Memory {
+    address_t base;
+    size_t size, mapped;
+    char* alias;
+    int device, host;
+    struct Memory* next;
+} Memory;
+
+typedef struct Event {
+    uint64_t recorded, done;
+    int device;
+} Event;
+
+typedef struct Item {
+    int kind;
+    address_t to, from;
+    size_t length;
+    Event* event;
+    uint64_t number;
+    struct Stream* stream;
+    uint32_t value;
+    int delay_us, owned;
+    struct Item* next;
+} Item;
+
+typedef struct Stream {
+    Item *head, *tail;
+    uint64_t queued, done, random;
+    int device, blocking, quit, legacy;
+    pthread_t thread;
+    struct Stream* next;
+} Stream;
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+static Memory* memories;
+static Stream* streams;
+static Stream* legacy[DEVICES];
+static int process, retained[DEVICES], sticky[DEVICES], held, delay_us = 20, stream_count, version = 12080;
+static uint64_t seed = 1, calls, copies;
+static char failing[64];
+static int failing_after, failing_code;
+static __thread int contexts[DEPTH], depth, capture_mode;
+
+/* -- what every call checks */
+
+static int begins(const char* name, int needs_context) {
+    int code = OK;
+    if (!process || process != getpid()) return NOT_INITIALIZED;
+    pthread_mutex_lock(&mutex);
+    calls++;
+    if (!strcmp(failing, name) && failing_after-- <= 0) {
+        failing[0] = 0;
+        code = failing_code;
+    } else if (needs_context && !depth) {
+        code = BAD_CONTEXT;
+    } else if (needs_context && sticky[contexts[depth - 1]]) {
+        code = sticky[contexts[depth - 1]];
+    }
+    pthread_mutex_unlock(&mutex);
+    return code;
+}
+#define CALL { int code_ = begins(__func__, 0); if (code_) return code_; }
+#define CALL_IN_CONTEXT { int code_ = begins(__func__, 1); if (code_) return code_; }
+
+static int current(void) { return contexts[depth - 1]; }
+static void* context_of(int device) { return (void*)(uintptr_t)(0x1000 + device); }
+
+/* -- memory */
+
+static Memory* find(address_t address) {
+    Memory* memory = memories;
+    while (memory && !(address >= memory->base && address - memory->base < memory->size)) memory = memory->next;
+    return memory;
+}
+
+/* Where the engines of a device reach memory; pageable memory at its own address. NULL: a range that ends outside. */
+static char* reach(address_t address, size_t length) {
+    Memory* memory = find(address);
+    if (!memory) return (char*)address;
+    if (length > memory->size - (address - memory->base)) return NULL;
+    return memory->host ? (char*)address : memory->alias + (address - memory->base);
+}
+
+static void enter(Memory* memory) {
+    memory->device = current();
+    memory->next = memories;
+    memories = memory;
+}
+
+int cuMemAlloc_v2(address_t* out, size_t length) {
+    CALL_IN_CONTEXT
+    if (!length) return INVALID;
+    Memory* memory = calloc(1, sizeof *memory);
+    memory->size = length;
+    memory->mapped = (length + GRAIN - 1) / GRAIN * GRAIN;
+    int fd = memfd_create("gpu", MFD_CLOEXEC);
+    if (fd < 0 || ftruncate(fd, (off_t)memory->mapped)) return OUT_OF_MEMORY;
+    memory->alias = mmap(NULL, memory->mapped, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    char* room = mmap(NULL, memory->mapped + GRAIN, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    close(fd);
+    if (memory->alias == MAP_FAILED || room == MAP_FAILED) return OUT_OF_MEMORY;
+    memory->base = ((address_t)room + GRAIN - 1) / GRAIN * GRAIN;
+    munmap(room, memory->base - (address_t)room);
+    munmap((char*)memory->base + memory->mapped, GRAIN - (memory->base - (address_t)room));
+    pthread_mutex_lock(&mutex);
+    enter(memory);
+    pthread_mutex_unlock(&mutex);
+    *out = memory->base;
+    return OK;
+}
+
+static int drop(address_t base, int host) {
+    pthread_mutex_lock(&mutex);
+    Memory** link = &memories;
+    while (*link && !((*link)->base == base && (*link)->host == host)) link = &(*link)->next;
+    Memory* memory = *link;
+    if (memory) *link = memory->next;
+    pthread_mutex_unlock(&mutex);
+    if (!memory) return INVALID;
+    munmap((void*)memory->base, memory->mapped);
+    if (!host) munmap(memory->alias, memory->mapped);
+    free(memory);
+    return OK;
+}
+
+/* Unlike the real one it waits for nothing: what is still being copied from or to this memory is an error of the user. */
+int cuMemFree_v2(address_t base) {
+    CALL_IN_CONTEXT
+    return drop(base, 0);
+}
+
+int cuMemHostAlloc(void** out, size_t length, unsigned flags) {
+    CALL_IN_CONTEXT
+    (void)flags;
+    void* pages = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (pages == MAP_FAILED) return OUT_OF_MEMORY;
+    Memory* memory = calloc(1, sizeof *memory);
+    memory->base = (address_t)pages;
+    memory->size = memory->mapped = length;
+    memory->host = 1;
+    pthread_mutex_lock(&mutex);
+    enter(memory);
+    pthread_mutex_unlock(&mutex);
+    *out = pages;
+    return OK;
+}
+
+int cuMemFreeHost(void* pages) {
+    CALL_IN_CONTEXT
+    return drop((address_t)pages, 1);
+}
+
+int cuMemHostGetDevicePointer_v2(address_t* out, void* pages, unsigned flags) {
+    CALL_IN_CONTEXT
+    (void)flags;
+    *out = (address_t)pages;
+    return OK;
+}
+
+int cuPointerGetAttribute(void* out, int attribute, address_t address) {
+    CALL
+    pthread_mutex_lock(&mutex);
+    Memory* memory = find(address);
+    int device = memory ? memory->device : -1;
+    pthread_mutex_unlock(&mutex);
+    if (device < 0) return INVALID;
+    if (attribute == 1) *(void**)out = context_of(device);
+    else if (attribute == 9) *(int*)out = device;
+    else return INVALID;
+    return OK;
+}
+
+/* -- streams */
+
+static uint64_t draw(Stream* stream) {
+    stream->random ^= stream->random << 13;
+    stream->random ^= stream->random >> 7;
+    stream->random ^= stream->random << 17;
+    return stream->random;
+}
+
+static void nap(uint64_t us) {
+    struct timespec time = {(time_t)(us / 1000000), (long)(us % 1000000) * 1000};
+    if (us) nanosleep(&time, NULL);
+}
+
+/* Without the lock: other streams go on meanwhile. */
+static void carry(Stream* stream, char* to, const char* from, size_t length) {
+    size_t piece = length / PIECES + 1, count = (length + piece - 1) / piece, order[PIECES];
+    for (size_t i = 0; i < count; i++) order[i] = i;
+    for (size_t i = count; i > 1; i--) {
+        size_t other = draw(stream) % i, kept = order[i - 1];
+        order[i - 1] = order[other];
+        order[other] = kept;
+    }
+    for (size_t i = 0; i < count; i++) {
+        size_t at = order[i] * piece;
+        nap(delay_us ? draw(stream) % ((uint64_t)delay_us + 1) : 0);
+        memcpy(to + at, from + at, length - at < piece ? length - at : piece);
+    }
+}
+
+static void execute(Stream* stream, Item* item) {
+    char* to = item->kind == COPY || item->kind == KERNEL || item->kind == WRITE ? reach(item->to, item->length) : NULL;
+    char* from = item->kind == COPY ? reach(item->from, item->length) : NULL;
+    if (sticky[stream->device]) return;
+    if ((item->kind == COPY && (!to || !from)) || (item->kind == KERNEL && !to)) {
+        sticky[stream->device] = ILLEGAL_ADDRESS;
+        return;
+    }
+    pthread_mutex_unlock(&mutex);
+    if (item->kind == KERNEL) {
+        nap((uint64_t)item->delay_us);
+        memset(to, (int)item->value, item->length);
+    } else if (item->kind == COPY) {
+        carry(stream, to, from, item->length);
+    }
+    pthread_mutex_lock(&mutex);
+    copies += item->kind == COPY;
+    if (sticky[stream->device]) return;
+    if (item->kind == WRITE) __atomic_store_n((uint32_t*)to, item->value, __ATOMIC_RELEASE);
+    if (item->kind == RECORD && item->event->done < item->number) item->event->done = item->number;
+}
+
+static int must_wait(const Stream* stream, const Item* item) {
+    if (sticky[stream->device]) return 0;
+    if (held && item->kind == COPY) return 1;
+    if (item->kind == WAIT_EVENT) return item->event->done < item->number;
+    return item->kind == WAIT_STREAM && item->stream->done < item->number;
+}
+
+static void* run(void* argument) {
+    Stream* stream = argument;
+    pthread_mutex_lock(&mutex);
+    for (;;) {
+        while (!stream->head && !stream->quit) pthread_cond_wait(&changed, &mutex);
+        if (!stream->head) break;
+        Item* item = stream->head;
+        while (must_wait(stream, item)) pthread_cond_wait(&changed, &mutex);
+        execute(stream, item);
+        stream->head = item->next;
+        if (!stream->head) stream->tail = NULL;
+        stream->done++;
+        if (item->owned) free((void*)item->from);
+        free(item);
+        pthread_cond_broadcast(&changed);
+    }
+    pthread_mutex_unlock(&mutex);
+    return NULL;
+}
+
+static Stream* new_stream(int device, int blocking) {
+    Stream* stream = calloc(1, sizeof *stream);
+    stream->device = device;
+    stream->blocking = blocking;
+    stream->random = seed * 0x9E3779B97F4A7C15u ^ (uint64_t)(++stream_count) * 0xD1342543DE82EF95u;
+    if (!stream->random) stream->random = 1;
+    stream->next = streams;
+    streams = stream;
+    pthread_create(&stream->thread, NULL, run, stream);
+    return stream;
+}
+
+static Stream* named(void* handle) {
+    int device = current();
+    if (handle > (void*)2) return handle;
+    if (!legacy[device]) {
+        legacy[device] = new_stream(device, 1);
+        legacy[device]->legacy = 1;
+    }
+    return legacy[device];
+}
+
+static void append(Stream* stream, Item content) {
+    Item* item = malloc(sizeof *item);
+    *item = content;
+    item->next = NULL;
+    if (stream->tail) stream->tail->next = item;
+    else stream->head = item;
+    stream->tail = item;
+    stream->queued++;
+}
+
+static void await_stream(Stream* stream, Stream* other) {
+    Item wait = {.kind = WAIT_STREAM, .stream = other, .number = other->queued};
+    if (other->done < other->queued) append(stream, wait);
+}
+
+/* The lock is held. */
+static void push(Stream* stream, Item item) {
+    if (stream->legacy) {
+        for (Stream* other = streams; other; other = other->next)
+            if (other != stream && other->device == stream->device && other->blocking) await_stream(stream, other);
+    } else if (stream->blocking && legacy[stream->device]) {
+        await_stream(stream, legacy[stream->device]);
+    }
+    append(stream, item);
+    pthread_cond_broadcast(&changed);
+}
+
+static int finish(Stream* stream) {
+    uint64_t number = stream->queued;
+    while (stream->done < number && !sticky[stream->device]) pthread_cond_wait(&changed, &mutex);
+    return sticky[stream->device];
+}
+
+int cuStreamCreate(void** out, unsigned flags) {
+    CALL_IN_CONTEXT
+    pthread_mutex_lock(&mutex);
+    *out = new_stream(current(), !(flags & 1));
+    pthread_mutex_unlock(&mutex);
+    return OK;
+}
+
+int cuStreamDestroy_v2(void* handle) {
+    CALL_IN_CONTEXT
+    pthread_mutex_lock(&mutex);
+    Stream* stream = handle;
+    Stream** link = &streams;
+    while (*link && *link != stream) link = &(*link)->next;
+    if (*link) *link = stream->next;
+    stream->quit = 1;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&mutex);
+    pthread_join(stream->thread, NULL);
+    free(stream);
+    return OK;
+}
+
+int cuStreamQuery(void* handle) {
+    CALL_IN_CONTEXT
+    pthread_mutex_lock(&mutex);
+    Stream* stream = named(handle);
+    int busy = stream->done < stream->queued;
+    pthread_mutex_unlock(&mutex);
+    return busy ? NOT_READY : OK;
+}
+
+int cuStreamSynchronize(void* handle) {
+    CALL_IN_CONTEXT
+    pthread_mutex_lock(&mutex);
+    int code = finish(named(handle));
+    pthread_mutex_unlock(&mutex);
+    return code;
+}
+
+int cuStreamWriteValue32_v2(void* handle, address_t address, uint32_t value, unsigned flags) {
+    CALL_IN_CONTEXT
+    (void)flags;
+    Item item = {.kind = WRITE, .to = address, .length = 4, .value = value};
+    pthread_mutex_lock(&mutex);
+    int known = find(address) != NULL;
+    if (known) push(named(handle), item);
+    pthread_mutex_unlock(&mutex);
+    return known ? OK : INVALID;
+}
+
+int cuMemcpyAsync(address_t to, address_t from, size_t length, void* handle) {
+    CALL_IN_CONTEXT
+    Item item = {.kind = COPY, .to = to, .from = from, .length = length};
+    int code = OK;
+    pthread_mutex_lock(&mutex);
+    int pageable_target = !find(to);
+    if (!find(from)) {
+        item.from = (address_t)malloc(length);
+        item.owned = 1;
+        memcpy((void*)item.from, (const void*)from, length);
+    }
+    push(named(handle), item);
+    if (pageable_target) code = finish(named(handle));
+    pthread_mutex_unlock(&mutex);
+    return code;
+}
+
+/* -- events */
+
+int cuEventCreate(void** out, unsigned flags) {
+    CALL_IN_CONTEXT
+    (void)flags;
+    Event* event = calloc(1, sizeof *event);
+    event->device = current();
+    *out = event;
+    return OK;
+}
+
+int cuEventDestroy_v2(void* handle) {
+    CALL
+    (void)handle; /* kept: a stream may still have it */
+    return OK;
+}
+
+int cuEventRecord(void* handle, void* stream_handle) {
+    CALL_IN_CONTEXT
+    Event* event = handle;
+    int code = OK;
+    pthread_mutex_lock(&mutex);
+    Stream* stream = named(stream_handle);
+    if (stream->device != event->device) {
+        code = BAD_HANDLE;
+    } else {
+        Item item = {.kind = RECORD, .event = event, .number = ++event->recorded};
+        push(stream, item);
+    }
+    pthread_mutex_unlock(&mutex);
+    return code;
+}
+
+int cuEventQuery(void* handle) {
+    CALL_IN_CONTEXT
+    Event* event = handle;
+    pthread_mutex_lock(&mutex);
+    int busy = event->done < event->recorded;
+    pthread_mutex_unlock(&mutex);
+    return busy ? NOT_READY : OK;
+}
+
+/* -- devices and contexts */
+
+int cuInit(unsigned flags) {
+    (void)flags;
+    if (process && process != getpid()) return NOT_INITIALIZED;
+    process = getpid();
+    return OK;
+}
+
+int cuDriverGetVersion(int* out) {
+    *out = version;
+    return OK;
+}
+
+int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active) {
+    CALL
+    if (device < 0 || device >= DEVICES) return BAD_DEVICE;
+    *flags = 0;
+    *active = retained[device] > 0;
+    return OK;
+}
+
+int cuDevicePrimaryCtxRetain(void** out, int device) {
+    CALL
+    if (device < 0 || device >= DEVICES) return BAD_DEVICE;
+    retained[device]++;
+    *out = context_of(device);
+    return OK;
+}
+
+int cuDevicePrimaryCtxRelease_v2(int device) {
+    CALL
+    if (!retained[device]) return BAD_CONTEXT;
+    retained[device]--;
+    return OK;
+}
+
+int cuCtxPushCurrent_v2(void* context) {
+    CALL
+    if (depth == DEPTH) return INVALID;
+    contexts[depth++] = (int)((uintptr_t)context - 0x1000);
+    return OK;
+}
+
+int cuCtxPopCurrent_v2(void** out) {
+    CALL
+    if (!depth) return BAD_CONTEXT;
+    *out = context_of(contexts[--depth]);
+    return OK;
+}
+
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+    CALL
+    int kept = capture_mode;
+    capture_mode = *mode;
+    *mode = kept;
+    return OK;
+}
+
+static const struct { int code; const char *name, *text; } errors[] = {
+    {INVALID, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
+    {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
+    {NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED", "initialization error"},
+    {BAD_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
+    {BAD_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
+    {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
+};
+
+static int describe(int code, const char** out, int text) {
+    for (size_t i = 0; i < sizeof errors / sizeof *errors; i++)
+        if (errors[i].code == code) {
+            *out = text ? errors[i].text : errors[i].name;
+            return OK;
+        }
+    *out = NULL;
+    return INVALID;
+}
+
+int cuGetErrorName(int code, const char** out) { return describe(code, out, 0); }
+int cuGetErrorString(int code, const char** out) { return describe(code, out, 1); }
+
+/* -- the tests' own */
+
+/* The call of that name fails once, after so many that do not. */
+void standin_fail(const char* name, int after, int code) {
+    pthread_mutex_lock(&mutex);
+    snprintf(failing, sizeof failing, "%s", name);
+    failing_after = after;
+    failing_code = code;
+    pthread_mutex_unlock(&mutex);
+}
+
+/* Whether a failure that was asked for has not come yet. */
+int standin_fails(void) { return failing[0] != 0; }
+
+/* From here on every call in this device's context fails, and nothing that is queued is done. 0 mends it. */
+void standin_break(int device, int code) {
+    pthread_mutex_lock(&mutex);
+    sticky[device] = code;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&mutex);
+}
+
+/* Copies stay where they are until this is taken back. */
+void standin_hold(int on) {
+    pthread_mutex_lock(&mutex);
+    held = on;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&mutex);
+}
+
+void standin_pace(int us, uint64_t with_seed) {
+    delay_us = us;
+    seed = with_seed;
+}
+
+void standin_version(int number) { version = number; }
+
+uint64_t standin_calls(void) { return calls; }
+uint64_t standin_copies(void) { return copies; }
+
+/* Copies that were queued and are not done. */
+uint64_t standin_pending(void) {
+    uint64_t count = 0;
+    pthread_mutex_lock(&mutex);
+    for (Stream* stream = streams; stream; stream = stream->next)
+        for (Item* item = stream->head; item; item = item->next) count += item->kind == COPY;
+    pthread_mutex_unlock(&mutex);
+    return count;
+}
+
+int standin_kernel(void* stream, address_t to, size_t length, int value, int us) {
+    CALL_IN_CONTEXT
+    Item item = {.kind = KERNEL, .to = to, .length = length, .value = (uint32_t)value, .delay_us = us};
+    pthread_mutex_lock(&mutex);
+    push(named(stream), item);
+    pthread_mutex_unlock(&mutex);
+    return OK;
+}
+
+/* The second mapping of device memory: its bytes now, in no order with any stream. */
+void* standin_alias(address_t address) {
+    pthread_mutex_lock(&mutex);
+    char* seen = reach(address, 1);
+    pthread_mutex_unlock(&mutex);
+    return seen;
+}
