@@ -109,7 +109,8 @@ class EngineConfig:
     waits. max_transfers: unfinished transfers toward one peer; beyond, awaited verbs wait for room
     and `submit_` forms raise QueueFull. max_counters: immediates in use at once. schedule: which rail gets the next
     stripe or page: "earliest-finish" (the one expected to carry it first) or "round-robin". verbs: settings of rails
-    that libibverbs drives. libfabric: path of libfabric.so.1.
+    that libibverbs drives. libfabric: path of libfabric.so.1. libcuda: path of libcuda.so.1, the driver of NVIDIA's
+    GPUs, which is opened when their memory is registered first.
     """
 
     cluster_key: bytes | None = _setting("cluster_key", None, str.encode, repr=False)
@@ -135,12 +136,14 @@ class EngineConfig:
     schedule: Literal["earliest-finish", "round-robin"] = _setting("schedule", "earliest-finish")
     verbs: VerbsConfig = field(default_factory=VerbsConfig)
     libfabric: str = _setting("libfabric", "")
+    libcuda: str = _setting("libcuda", "")
 
     @property
     def of_rail_set(self) -> dict[str, Any]:
         """What rails and native core are opened with."""
         return {
             "library": self.libfabric,
+            "cuda": self.libcuda,
             "largest": self.largest_message,
             "verbs": self.verbs.settings,
             "messages": self.message_pool,
@@ -159,7 +162,7 @@ class EngineConfig:
         for name in ("cluster_key", "identity"):
             if not isinstance(getattr(self, name), bytes | None):
                 raise UsageError(f"{name} must be bytes, got {type(getattr(self, name)).__name__}")
-        for name in ("host", "libfabric"):
+        for name in ("host", "libfabric", "libcuda"):
             if not isinstance(getattr(self, name), str | None):
                 raise UsageError(f"{name} must be text, got {type(getattr(self, name)).__name__}")
         if self.cluster_key is not None and len(self.cluster_key) < MIN_KEY_BYTES:

@@ -395,9 +395,9 @@ cdef Buffer _from_dlpack(object obj, list refusals):
         return None
     buffer = _blank(obj, "dlpack")
     what = f"the DLPack tensor of {buffer._lender}"
-    _dlpack_device(what, obj)
+    kind = _dlpack_device(what, obj)
     try:
-        capsule = _dlpack_capsule(obj)
+        capsule = _dlpack_capsule(obj, kind)
     except Exception as error:
         refusals.append(("__dlpack__", error))
         return None
@@ -432,7 +432,7 @@ cdef bint _claim(Buffer buffer, object capsule) except -1:
 
 
 cdef int _dlpack_device(str what, object obj) except -1:
-    """Refuse a device of which no address can be had, before anything is exported."""
+    """Return the kind of device. One of which no address can be had is refused before anything is exported."""
     try:
         kind, _ = obj.__dlpack_device__()
         known = int(kind) in DEVICES
@@ -443,18 +443,20 @@ cdef int _dlpack_device(str what, object obj) except -1:
             f"{what} is on DLPack device type {int(kind)}, expected one of "
             f"{', '.join([f'{number} ({name})' for number, name in DEVICES.items()])}; copy it to one of these"
         )
-    return 0
+    return int(kind)
 
 
-cdef object _dlpack_capsule(object obj):
+cdef object _dlpack_capsule(object obj, int kind):
     """Return the lender's capsule, versioned where it can.
 
-    No stream is passed: every exporter takes that, as the legacy default stream, and nothing is read here.
+    Of what is not the host's no order with any stream is asked for (-1), since nothing is read here. Without an
+    argument it would be ordered with the legacy default stream, which breaks the capture of a graph.
     """
+    order = {} if kind == DL_CPU else {"stream": -1}
     try:
-        return obj.__dlpack__(max_version=(1, 1))
+        return obj.__dlpack__(max_version=(1, 1), **order)
     except TypeError:  # exporters from before DLPack 1.0 know no such argument
-        return obj.__dlpack__()
+        return obj.__dlpack__(**order)
 
 
 cdef int _take_tensor(Buffer buffer, str what, DLTensor* tensor, uint64_t flags) except -1:

@@ -22,6 +22,7 @@ from libc.errno cimport ENOTCONN
 from libc.stdint cimport uint32_t, uint64_t
 
 from aiote_native.clocks cimport clock_ns
+from aiote_native.structs cimport BROKEN
 
 cdef extern from *:
     """
@@ -114,6 +115,13 @@ cdef int gate_poll(Channel* channel, Completion* out, int capacity) noexcept nog
     got = channel.ops.poll(channel.impl, out, capacity)
     aiote_leave(channel.own_busy)
     return got
+
+
+cdef int channel_arm(Channel* channel) noexcept nogil:
+    """Arm a channel; one that is closed or broken has nothing to tell."""
+    if not channel.open or channel.fault == BROKEN:
+        return 0
+    return channel.ops.arm(channel.impl)
 
 
 cdef void gate_shut(Channel* channel) noexcept nogil:

@@ -48,6 +48,7 @@ cdef struct Progress:
     uint64_t tick_ns
     uint64_t left_ns
     bint timer_armed
+    bint copying          # a GPU's copies are under way, of which nothing tells
     uint64_t waits
     uint64_t receivers
     Watched* watches

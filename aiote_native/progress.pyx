@@ -4,7 +4,7 @@ A round drains every channel and gives every peer's queue its turn. While someth
 keeps going for `spin_ns` after the last thing that happened; then it clears its own wake-ups, says that it sleeps,
 drains once more, arms every rail, and only then lets its caller sleep on the one epoll descriptor: whatever comes
 after the last drain makes that descriptor readable. A timer covers what no descriptor announces: posts that a
-provider refused, rails without a wait descriptor, watched values.
+provider refused, rails without a wait descriptor, watched values, copies that a GPU does.
 
 The same function serves both modes: called from an event loop, or by a native thread that never takes the GIL.
 """
@@ -17,7 +17,7 @@ from posix.unistd cimport read, write
 from aiote_native.clocks cimport clock_ns, start_timer
 from aiote_native.counters cimport arrive, done_push, table_forget, table_greediest
 from aiote_native.forks cimport check_process, fork_epoch
-from aiote_native.gates cimport batch_flush, gate_poll
+from aiote_native.gates cimport batch_flush, channel_arm, gate_poll
 from aiote_native.messages cimport mailbox_fail, mailbox_pump, mailbox_received, mailbox_sent
 from aiote_native.peer_wakeups cimport drain_wakeups, wake_peer
 from aiote_native.posting cimport give_back, op_completed, peer_fail, pump_peer
@@ -25,7 +25,7 @@ from aiote_native.recovery cimport channel_fault, confirm, count_arrival, lose_r
 from aiote_native.schedule cimport measure
 from aiote_native.status cimport check
 from aiote_native.structs cimport (
-    BROKEN, Completion, OP_RECV, OP_SEND, Op, POLL_BATCH, PeerState, SUSPECT, Slot, WorkRequest)
+    ARM_LATER, BROKEN, Completion, OP_RECV, OP_SEND, Op, POLL_BATCH, PeerState, SUSPECT, Slot, WorkRequest)
 from aiote_native.tallies cimport tally_again
 
 cdef extern from *:
@@ -340,12 +340,13 @@ cdef bint all_armed(Progress* self) noexcept nogil:
     """Whether every channel will wake us. All are asked: one that has to be looked at again is so in the same round."""
     cdef PeerState* peer = self.state.peers
     cdef bint armed = True
-    cdef int i
+    cdef int code, i
+    self.copying = False
     while peer != NULL:
         for i in range(peer.channel_count):
-            if (peer.channels[i].open and peer.channels[i].fault != BROKEN
-                    and peer.channels[i].ops.arm(peer.channels[i].impl) != 0):
-                armed = False
+            code = channel_arm(peer.channels[i])
+            self.copying |= code == ARM_LATER
+            armed &= code in (0, ARM_LATER)
         peer = peer.next_peer
     return armed
 
@@ -365,7 +366,7 @@ cdef bint needs_tick(Progress* self) noexcept nogil:
 
 cdef void set_timer(Progress* self) noexcept nogil:
     cdef uint64_t interval
-    cdef bint watching = self.watches != NULL
+    cdef bint watching = self.watches != NULL or self.copying
     if self.timer_armed or not (watching or needs_tick(self)):
         return
     if watching:

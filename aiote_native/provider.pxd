@@ -5,6 +5,7 @@ from aiote_native.structs cimport RailOps
 cdef class NativeDevice:
     cdef public int children
     cdef public bint pins
+    cdef public bint stages
     cdef uint64_t epoch
 
 cdef class Registration:
@@ -12,6 +13,7 @@ cdef class Registration:
     cdef readonly uint64_t key
     cdef readonly uint64_t base
     cdef readonly size_t length
+    cdef readonly int ordinal
 
 cdef class NativeEndpoint:
     cdef const RailOps* ops

@@ -21,7 +21,8 @@ cdef enum:
 cdef class NativeDevice:
     """An opened NIC; `children` counts what is open on it. `pins`: registering takes as long as the kernel takes to pin
     the pages. Of such a kind, `register` and the registration's `close` may be called from any thread, at any time
-    before the close of the NIC, and have the GIL only before and after that.
+    before the close of the NIC, and have the GIL only before and after that. `stages`: memory of a GPU is reached
+    through pinned memory of the host.
     """
 
     def register(self, uint64_t address, size_t length, bint writable=True, int access=MAY_ALL) -> Registration:
@@ -35,6 +36,10 @@ cdef class NativeDevice:
         Raises StatusError: EOPNOTSUPP where the kind of rail, its library, the kernel or the NIC cannot do it.
         """
         check(-EOPNOTSUPP, "register a DMA-BUF")
+
+    def register_gpu(self, uint64_t address, size_t length, bint writable=True, int access=MAY_ALL) -> Registration:
+        """Register memory of a CUDA device, where the kind `stages`. Raises StatusError."""
+        check(-EOPNOTSUPP, "register GPU memory")
 
     @property
     def async_fd(self) -> int:
@@ -51,10 +56,19 @@ cdef class NativeDevice:
 
 
 cdef class Registration:
-    """Memory that a NIC knows: `key` and `base` (the address of its first byte) are for peers."""
+    """Memory that a NIC knows: `key` and `base` (the address of its first byte) are for peers; `ordinal` is that
+    of the GPU that it was found on, -1 where nobody has asked.
+    """
+
+    def __cinit__(self):
+        self.ordinal = -1
 
     def bind(self, bytes holder) -> None:
         """Have the key serve one peer alone, by its name; nothing where the kind of rail knows no names of peers."""
+
+    def retire(self) -> bool:
+        """Refuse the key from here on, and tell whether something still copies from or to the memory; `close` waits."""
+        return False
 
     def close(self) -> None:
         """End the registration: the key is refused from here on. Idempotent."""

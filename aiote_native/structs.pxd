@@ -25,6 +25,7 @@ cdef enum:
     MAX_SGE = 4          # of one work request
     POLL_BATCH = 64
     MAX_PARTS = 32       # of a transfer in one work request, for which an immediate counts
+    ARM_LATER = 2        # what `arm` says where nothing but the clock tells when to look again
 
 # What a provider owns from post to completion. `context` comes first: libfabric's FI_CONTEXT2 wants 64 bytes of its
 # own there.
@@ -86,9 +87,9 @@ cdef struct Completion:
 # the `more_sge` that its `max_sge` allows, with one immediate that counts for `parts`; the other side's `poll` reports
 # them in `times`, 1 where nothing was gathered. flush (or NULL): hands over what a kind keeps until the end of a turn;
 # `poll` reports what comes of it. poll: number of completions, or -errno. arm: 0 when it is safe to sleep on the
-# descriptor, 1 when there is more to drain. disconnect: ends the endpoint's connection where that has to come before
-# the close, so that what is under way ends by itself; whether it did. shut: closes the endpoint; when it returns no
-# byte moves through it any more. release: frees impl.
+# descriptor, 1 when there is more to drain, ARM_LATER where no descriptor tells of what is under way. disconnect: ends
+# the endpoint's connection where that has to come before the close, so that what is under way ends by itself; whether
+# it did. shut: closes the endpoint; when it returns no byte moves through it any more. release: frees impl.
 cdef struct RailOps:
     int (*post)(void* impl, const Post* args, WorkRequest* wr) noexcept nogil
     int (*flush)(void* impl) noexcept nogil

@@ -2,7 +2,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 from aiote_native.buffers import Buffer
-from aiote_native.provider import NativeDevice
+from aiote_native.provider import NativeDevice, Registration
 
 class Waitable:
     is_over: bool
@@ -17,16 +17,23 @@ class LocalMemory:
     writable: bool
     access: int
     buffer: Buffer
-    registrations: tuple[object, ...]
+    registrations: tuple[Registration, ...]
     in_flight: int
     on_idle: Callable[[], object] | None
     owner: object
     closing: bool
     def __init__(
-        self, buffer: Buffer, devices: Sequence[NativeDevice], access: int = 3, fd: int = -1, offset: int = 0
+        self,
+        buffer: Buffer,
+        devices: Sequence[NativeDevice],
+        access: int = 3,
+        fd: int = -1,
+        offset: int = 0,
+        staged: bool = False,
     ) -> None: ...
     @property
     def keys(self) -> tuple[tuple[int, int], ...]: ...
+    def retire(self) -> bool: ...
     def close(self) -> None: ...
 
 class RemoteMemory:

@@ -62,10 +62,11 @@ cdef class LocalMemory:
     """Memory registered with every rail of an engine; it keeps its buffer exported until it is closed.
 
     `access` is what peers may do with it, of MAY_READ and MAY_WRITE. With a descriptor, `fd`, it is reached through
-    that DMA-BUF, in which it begins at `offset`.
+    that DMA-BUF, in which it begins at `offset`. Where it is `staged`, the kinds of rail that stage do so.
     """
 
-    def __init__(self, Buffer buffer, list devices, int access=MAY_ALL, int fd=-1, uint64_t offset=0):
+    def __init__(self, Buffer buffer, list devices, int access=MAY_ALL, int fd=-1, uint64_t offset=0,
+                 bint staged=False):
         cdef Registration registration
         cdef NativeDevice device
         cdef int rail = 0
@@ -81,7 +82,9 @@ cdef class LocalMemory:
         self.registrations = ()
         try:
             for device in devices:
-                if fd >= 0:
+                if staged and device.stages:
+                    registration = device.register_gpu(self.address, self.length, self.writable, access)
+                elif fd >= 0:
                     registration = device.register_dmabuf(fd, offset, self.length, self.address, self.writable, access)
                 else:
                     registration = device.register(self.address, self.length, self.writable, access)
@@ -114,6 +117,10 @@ cdef class LocalMemory:
     def keys(self) -> tuple[tuple[int, int], ...]:
         """The key and the address of the first byte, for each rail, as peers need them."""
         return tuple((registration.key, registration.base) for registration in self.registrations)
+
+    def retire(self) -> bool:
+        """Refuse the keys from here on, and tell whether something still copies from or to the memory."""
+        return any([registration.retire() for registration in self.registrations])
 
     def close(self) -> None:
         """Deregister and release the buffer. Idempotent; raises RuntimeError while transfers use it."""

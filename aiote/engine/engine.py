@@ -121,6 +121,9 @@ class Engine:
     def register(self, array: Any, access: Access = "read-write") -> Region:
         """Register memory with every rail: buffer protocol, DLPack or `__cuda_array_interface__`; contiguous.
 
+        Of a GPU's memory `region.reach` says how each rail reaches it. aiote waits for no stream: kernels that fill it
+        are over before a verb that reads it is called.
+
         `access` is what peers that have the descriptor may do: "read-write", "read", "write", or "local" for memory
         that is no peer's business but may be lent by lease. This engine's own transfers may always use it. Read-only
         memory can be a source only. The region keeps the buffer exported until it is closed; the same memory registered

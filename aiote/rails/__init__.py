@@ -26,6 +26,7 @@ from aiote_native.workrequests import LocalMemory, Operation, PageIndex, RemoteM
 from .contract import Rail, RailInfo
 from .library import library_summary
 from .rail_set import MAY_ALL, MAY_READ, MAY_WRITE, POOL_BYTES, PendingChannel, RailSet, pools_fit
+from .reach import Reach, device_name
 from .sim import sim_identity
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "Rail",
     "RailInfo",
     "RailSet",
+    "Reach",
     "RemoteMemory",
     "RemoteSlice",
     "Request",
@@ -65,6 +67,7 @@ __all__ = [
     "acquire",
     "after_fork",
     "arm",
+    "device_name",
     "error_text",
     "guarded_socket",
     "library_summary",

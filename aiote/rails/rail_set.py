@@ -21,13 +21,13 @@ from ..errors import FabricError, UsageError
 from .contract import Rail, RailInfo
 from .libfabric import fabric_error
 from .lock_reaper import LockReaper
+from .reach import HOST, Reach, open_driver, reach_of, stages
 from .selection import RailRequest, open_rails
 from .stale_files import remove_stale_files
 
 __all__ = ["PendingChannel", "RailSet"]
 
 MAY_READ, MAY_WRITE, MAY_ALL = 1, 2, 3  # what a registration opens to peers
-HOST = ("cpu", "cuda_host")
 SCRATCH_BYTES = 64
 """Target of immediates alone, and source of operations without local memory: nobody reads it."""
 
@@ -99,7 +99,7 @@ class RailSet:
     `host` chooses the rail of an IP provider when `rails` does not name any; `largest` bounds a single message
     below what the provider takes (0: no bound); `verbs` are settings of that kind's devices, `messages` how
     many of a peer's are held, `ring_bytes` how long rings of `local` are, `silence` after how many seconds a peer that
-    stands in `shm` of libfabric 1 is given up.
+    stands in `shm` of libfabric 1 is given up, `cuda` the path of the driver of CUDA devices.
     """
 
     def __init__(
@@ -114,10 +114,12 @@ class RailSet:
         messages: int = 16,
         ring_bytes: int = 1 << 19,
         silence: float = 3.0,
+        cuda: str = "",
         **core: Any,
     ) -> None:
         """Open everything, or nothing. Raises FabricError and UsageError."""
         self.largest = largest
+        self._cuda = cuda
         self.rails: list[Rail] = []
         self.core: Core | None = None
         self._lock_reaper: LockReaper | None = None
@@ -177,7 +179,7 @@ class RailSet:
             if _is_raw(error):
                 raise fabric_error(error, "register memory", ", ".join(rail.name for rail in self.rails)) from error
             raise
-        if len(self.rails) > 1 and access:
+        if len(self.rails) > 1 and access and buffer.device in HOST:
             self._rank(memory)
         return memory
 
@@ -192,15 +194,24 @@ class RailSet:
             return LocalMemory(buffer, devices, access)
         from .dmabuf import EXPORTERS, exported
 
-        deaf = sorted({rail.provider for rail in self.rails if not rail.traits.dmabuf})
+        others = [rail for rail in self.rails if not stages(rail, buffer.device)]
+        deaf = sorted({rail.provider for rail in others if not rail.traits.dmabuf})
         if buffer.device not in EXPORTERS or deaf:
             raise UsageError(
                 f"memory of device {buffer.device!r} cannot be registered with {', '.join(deaf) or 'any provider'}, "
                 "which reach host memory only: register a pinned host buffer and copy to it, or open the engine with "
-                "provider='verbs' and its rails by name"
+                "provider='local' or 'socket', or 'verbs' and its rails by name"
             )
+        if len(others) < len(self.rails):
+            open_driver(self._cuda)
+        if not others:
+            return LocalMemory(buffer, devices, access, staged=True)
         with exported(buffer.device, buffer.address, buffer.nbytes) as found:
-            return LocalMemory(buffer, devices, access, found.fd, found.offset)
+            return LocalMemory(buffer, devices, access, found.fd, found.offset, staged=buffer.device == "cuda")
+
+    def reach(self, memory: LocalMemory) -> dict[str, Reach]:
+        """Say how each rail reaches registered memory, by the rails' names."""
+        return {rail.name: reach_of(rail, memory.buffer.device) for rail in self.rails}
 
     def _rank(self, memory: LocalMemory) -> None:
         """Have the rails that are near the memory preferred, as far as it is known where it is and where they are."""

@@ -5,21 +5,33 @@ from __future__ import annotations
 import errno
 import operator
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias
 
-from ..aio import Signal, ThreadCall
+from ..aio import Signal, ThreadCall, poll_until
 from ..core.descriptor import RailKey, RegionDescriptor
 from ..errors import ClosedError, FabricError, UsageError
-from ..rails import MAY_ALL, MAY_READ, MAY_WRITE, LocalMemory, LocalSlice, RemoteMemory, RemoteSlice, acquire, section
+from ..rails import (
+    MAY_ALL,
+    MAY_READ,
+    MAY_WRITE,
+    LocalMemory,
+    LocalSlice,
+    RemoteMemory,
+    RemoteSlice,
+    acquire,
+    device_name,
+    section,
+)
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from ..core.address import Address
-    from ..rails import Buffer
+    from ..rails import Buffer, Reach
     from ..runtime import Runtime
     from .lease import Lease
     from .peer import Peer
@@ -28,6 +40,8 @@ __all__ = ["Access", "LeaseGranter", "Region", "Regions", "RemoteRegion", "as_in
 
 Access: TypeAlias = Literal["read-write", "read", "write", "local"]
 THREAD = "aiote register"
+COPIES_S = 10.0
+"""Copies of a GPU take a millisecond; one that is silent for so long is given up (aiote_native/cuda/copies.pyx)."""
 ACCESS: dict[Access, int] = {"read-write": MAY_ALL, "read": MAY_READ, "write": MAY_WRITE, "local": 0}
 
 
@@ -68,6 +82,8 @@ class RegionState:
     table: Regions
     identity: int
     access: int
+    device: str
+    reach: dict[str, Reach]
     parts: dict[tuple[int, int], LocalMemory] = field(default_factory=dict)
 
     def part(self, whole: LocalMemory, start: int, stop: int) -> LocalMemory:
@@ -107,6 +123,18 @@ class Region(LocalSlice):
     def access(self) -> Access:
         """What peers that have its descriptor may do."""
         return next(name for name, access in ACCESS.items() if access == self._state.access)
+
+    @property
+    def device(self) -> str:
+        """The device that the memory is on: "cpu", "cuda:0"."""
+        return self._state.device
+
+    @property
+    def reach(self) -> Mapping[str, Reach]:
+        """How each rail of the engine reaches the memory, by the rail's name: `.way` is "direct", "staged" or "dmabuf",
+        `.reason` says why.
+        """
+        return MappingProxyType(self._state.reach)
 
     @property
     def closed(self) -> bool:
@@ -183,6 +211,7 @@ class Region(LocalSlice):
         self.memory.closing = True
         if self.memory.registrations:
             await self._state.table.wait_idle(self.memory)
+            await self._state.table.retire(self)
             self._state.table.remove(self)
 
     async def __aenter__(self) -> Self:
@@ -315,10 +344,15 @@ class Regions:
     def _entered(self, memory: LocalMemory, access: Access) -> Region:
         """Make a region of what was registered."""
         memory.owner = self._runtime.core
-        state = RegionState(self, secrets.randbits(64), ACCESS[access])
+        reach = self._runtime.rail_set.reach(memory)
+        device = device_name(memory)
+        state = RegionState(self, secrets.randbits(64), ACCESS[access], device, reach)
         region = Region(memory, 0, memory.length, state, is_slice=False)
         self._memories.add(memory)
         self._regions[memory] = region
+        for rail, found in reach.items():
+            if found.way == "staged":
+                self._runtime.events.emit("memory.staged", rail=rail, device=device, reason=found.reason)
         return region
 
     def attach(self, descriptor: bytes | bytearray | memoryview) -> RemoteRegion:
@@ -338,6 +372,16 @@ class Regions:
         while memory.in_flight:
             memory.on_idle = self._idle.set
             await self._idle.wait()
+
+    async def retire(self, region: Region) -> None:
+        """Refuse the keys of a region, and wait for what a GPU still copies for peers; to remove it would block."""
+        memories = (*region.parts, region.memory)
+
+        def are_still() -> bool:
+            copying = [memory.retire() for memory in memories]
+            return not any(copying)
+
+        await poll_until(self._runtime.loop, are_still, COPIES_S)
 
     def remove(self, region: Region) -> None:
         """End the registrations of a region."""

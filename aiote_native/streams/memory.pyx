@@ -7,6 +7,10 @@ from libc.string cimport memcpy
 
 import os
 
+from aiote_native.cuda.driver import device_of as ordinal_at
+from aiote_native.cuda.copies cimport Gpu
+from aiote_native.cuda.copies cimport Gpu, queue_look, queue_state, queue_wait
+from aiote_native.cuda.driver import device_of as ordinal_at
 from aiote_native.forks cimport check_process, fork_epoch
 from aiote_native.streams.receiving cimport stream_poll
 from aiote_native.streams.sending cimport stream_flush, stream_post
@@ -26,6 +30,8 @@ cdef class StreamDevice(NativeDevice):
 
     def __cinit__(self):
         self.registry = NULL
+        self.gpus = {}
+        self.stages = True
 
     def __init__(self):
         if self.registry != NULL:
@@ -43,11 +49,22 @@ cdef class StreamDevice(NativeDevice):
     def register(self, uint64_t address, size_t length, bint writable=True, int access=MAY_ALL) -> StreamMemory:
         return StreamMemory(self, address, length, writable, access)
 
+    def register_gpu(self, uint64_t address, size_t length, bint writable=True, int access=MAY_ALL) -> StreamMemory:
+        """Register memory of a GPU, whose bytes go through pinned memory. Raises StatusError as the driver does."""
+        number = ordinal_at(address)
+        if number not in self.gpus:
+            self.gpus[number] = Gpu(number, address)
+        self.gpus[number].require_sound()
+        return StreamMemory(self, address, length, writable, access, self.gpus[number])
+
     def close(self) -> None:
         if self.registry == NULL or self.epoch != fork_epoch():
             return
         if self.children:
             raise RuntimeError(f"{self.children} objects of this device are still open")
+        for gpu in self.gpus.values():
+            gpu.close()
+        self.gpus.clear()
         free(self.registry)
         self.registry = NULL
 
@@ -64,7 +81,7 @@ cdef class StreamMemory(Registration):
     def __cinit__(self):
         self.memory = NULL
 
-    def __init__(self, StreamDevice device, uint64_t address, size_t length, bint writable, int access):
+    def __init__(self, StreamDevice device, uint64_t address, size_t length, bint writable, int access, Gpu gpu=None):
         check_process(device.epoch)
         if device.registry == NULL or self.memory != NULL:
             raise RuntimeError("the device is closed, or the memory registered already")
@@ -75,6 +92,10 @@ cdef class StreamMemory(Registration):
         self.memory.length = length
         self.memory.writable = writable
         self.memory.access = access
+        if gpu is not None:
+            self.memory.gpu = gpu.queues
+            self.gpu = gpu
+            self.ordinal = gpu.device
         self.device = device
         device.children += 1
         self.enlist()
@@ -111,6 +132,17 @@ cdef class StreamMemory(Registration):
             self.memory.bound = True
             pthread_mutex_unlock(&self.device.registry.lock)
 
+    def retire(self) -> bool:
+        if self.memory == NULL or self.device.epoch != fork_epoch():
+            return False
+        self.unlist()
+        if self.gpu is None:
+            return False
+        queue_look(&self.memory.gpu.out)
+        queue_look(&self.memory.gpu.back)
+        return (queue_state(&self.memory.gpu.out, self.last_out) == 0
+                or queue_state(&self.memory.gpu.back, self.last_back) == 0)
+
     def close(self) -> None:
         """End the registration; when it returns no peer's bytes go there any more. Idempotent."""
         self.drop()
@@ -118,12 +150,10 @@ cdef class StreamMemory(Registration):
     def __dealloc__(self):
         self.drop()
 
-    cdef void drop(self) noexcept:
-        cdef Registry* registry
+    cdef void unlist(self) noexcept:
+        """Take the key out of the table, if it is there."""
+        cdef Registry* registry = self.device.registry
         cdef Memory** link
-        if self.memory == NULL or self.device is None or self.device.epoch != fork_epoch():
-            return
-        registry = self.device.registry
         # A native thread holds the lock for as long as one call copies, some twenty microseconds.
         with nogil:
             pthread_mutex_lock(&registry.lock)
@@ -133,7 +163,21 @@ cdef class StreamMemory(Registration):
             if link[0] != NULL:
                 link[0] = self.memory.next
                 registry.epoch += 1
+                if self.memory.gpu != NULL:
+                    self.last_out = self.memory.gpu.out.posted
+                    self.last_back = self.memory.gpu.back.posted
             pthread_mutex_unlock(&registry.lock)
+
+    cdef void drop(self) noexcept:
+        if self.memory == NULL or self.device is None or self.device.epoch != fork_epoch():
+            return
+        self.unlist()
+        if self.gpu is not None:
+            # What was posted while the key was good is over before the memory is its owner's again.
+            with nogil:
+                queue_wait(&self.memory.gpu.out, self.last_out)
+                queue_wait(&self.memory.gpu.back, self.last_back)
+            self.gpu = None
         free(self.memory)
         self.memory = NULL
         self.desc = NULL

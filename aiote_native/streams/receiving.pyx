@@ -5,15 +5,18 @@ that its key opens, which is looked up again whenever a registration has ended s
 dropped, so that what follows it is served. What is no frame breaks the stream.
 """
 
-from libc.errno cimport EACCES, EMSGSIZE, ENOMEM, EPROTO
+from libc.errno cimport EACCES, EIO, EMSGSIZE, ENOMEM, EPROTO
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 
+from aiote_native.cuda.copies cimport GpuQueues, queue_state
+from aiote_native.streams.landing cimport drop_slot, land, list_slot
 from aiote_native.streams.sending cimport push
+from aiote_native.streams.staging cimport hold
 from aiote_native.streams.stream cimport (
     FRAME_ANSWER, FRAME_ANSWERED, FRAME_DONE, FRAME_READ, FRAME_SEND, FRAME_WRITE, Frame, Memory, STREAM_DEPTH, Stream,
     Work, append, find_memory, free_work, iovec, is_open, new_work, pthread_mutex_lock, pthread_mutex_unlock,
     take_first)
-from aiote_native.structs cimport MAX_SGE, MAX_PARTS
+from aiote_native.structs cimport MAX_SGE, MAX_PARTS, WorkRequest
 
 cdef enum:
     # Bytes of one call: at 15 GB/s a fiftieth of a millisecond, after which the event loop may have its turn.
@@ -41,6 +44,14 @@ cdef bint is_frame(const Frame* frame) noexcept nogil:
     return sum == frame.length
 
 
+cdef void begin_landing(Stream* self, GpuQueues* gpu) noexcept nogil:
+    """Have what follows go to a GPU, if there is one."""
+    self.gpu = gpu
+    self.slot = -1
+    if gpu != NULL:
+        self.number = gpu.back.posted
+
+
 cdef void open_write(Stream* self, const Frame* frame) noexcept nogil:
     """Have what follows go to the iov of a write; dropped where they are not open to the peer."""
     cdef const Memory* memory
@@ -52,6 +63,7 @@ cdef void open_write(Stream* self, const Frame* frame) noexcept nogil:
         return
     memory = find_memory(self.registry, frame.key)
     self.cached = memory != NULL and memory.length <= CACHED
+    begin_landing(self, NULL if memory == NULL else memory.gpu)
     for i in range(frame.iov_count):
         self.into[i].iov_base = <void*> frame.iov[i].address
         self.into[i].iov_len = frame.iov[i].length
@@ -67,6 +79,7 @@ cdef int open_answer(Stream* self, const Frame* frame) noexcept nogil:
         self.into[i].iov_base = asked.local[i]
         self.into[i].iov_len = asked.frame.iov[i].length
     self.into_count = asked.frame.iov_count
+    begin_landing(self, asked.gpu)
     return 0
 
 
@@ -94,6 +107,7 @@ cdef int open_frame(Stream* self) noexcept nogil:
         return -EPROTO
     self.status = 0
     self.discards = self.cached = False
+    self.gpu = NULL
     self.into_first = self.into_count = 0
     self.left = frame.length if frame.kind in (FRAME_WRITE, FRAME_SEND, FRAME_ANSWER) else 0
     if frame.kind == FRAME_WRITE:
@@ -150,13 +164,19 @@ cdef int answer(Stream* self, const Frame* frame) noexcept nogil:
             work.local[i] = <uint8_t*> frame.iov[i].address
         work.trailer = trailer
         work.epoch = self.registry.epoch
+        work.gpu = find_memory(self.registry, frame.key).gpu
+        if work.gpu != NULL or self.held.head != NULL:
+            hold(self, work)
+            return 0
         append(&self.queue, work)
-    append(&self.queue, trailer)
+    if self.held.head != NULL:
+        hold(self, trailer)
+    else:
+        append(&self.queue, trailer)
     return 0
 
 
-cdef void end_read(Stream* self, int status, Completion* out) noexcept nogil:
-    cdef Work* asked = take_first(&self.unread)
+cdef void end_read(Stream* self, Work* asked, int status, Completion* out) noexcept nogil:
     out.wr = asked.wr
     out.status = status
     out.provider_errno = 0
@@ -165,22 +185,100 @@ cdef void end_read(Stream* self, int status, Completion* out) noexcept nogil:
     free_work(self, asked)
 
 
-cdef int finish_bytes(Stream* self, const Frame* frame, Completion* out, int* got) noexcept nogil:
-    """End a write or a message of the peer's, whose bytes are all in memory or were dropped."""
-    self.received += 1
-    out.status = self.status
+cdef void deliver(const Frame* frame, WorkRequest* wr, int status, Completion* out, int* got) noexcept nogil:
+    """Tell of a write or a message of the peer's, whose bytes are all in memory or were dropped."""
+    out.status = status
     out.provider_errno = 0
     out.length = frame.length
     if frame.kind == FRAME_SEND:
-        out.wr = self.receiving
-        self.receiving = NULL
+        out.wr = wr
         got[0] += 1
-    elif frame.counts_for and self.status == 0:
+    elif frame.counts_for and status == 0:
         out.wr = NULL
         out.imm = frame.imm
         out.times = frame.counts_for
         got[0] += 1
-    return refuse(self, self.status) if self.status else 0
+
+
+cdef int acknowledge(Stream* self, int status) noexcept nogil:
+    """Have the peer know that its oldest request is over."""
+    self.received += 1
+    return refuse(self, status) if status else 0
+
+
+cdef int defer(Stream* self, Work* work, int status) noexcept nogil:
+    """Have the end of a request wait for its copies; or that of a peer's be told behind such ones: requests are
+    acknowledged in their order. No peer has more than STREAM_DEPTH that were not acknowledged.
+    """
+    if self.landings >= 2 * STREAM_DEPTH:
+        return -EPROTO
+    if work == NULL:
+        work = new_work(self)
+        if work == NULL:
+            return -ENOMEM
+        work.frame = self.heads[self.head]
+        work.gpu = self.gpu
+        work.number = self.number
+        work.copied = self.gpu != NULL
+    work.status = status
+    append(&self.landing, work)
+    self.landings += 1
+    return 0
+
+
+cdef int settle(Stream* self, Completion* out, int capacity, int* got) noexcept nogil:
+    """End the requests whose copies are over, and tell of those behind them; -errno where that cannot be done."""
+    cdef Work* work
+    cdef int state
+    cdef int code = 0
+    while code == 0 and self.landing.head != NULL and got[0] < capacity:
+        work = self.landing.head
+        state = queue_state(&work.gpu.back, work.number) if work.copied else 1
+        if state == 0:
+            return 0
+        take_first(&self.landing)
+        self.landings -= 1
+        state = work.status if work.status else min(state, 0)
+        if work.frame.kind == FRAME_ANSWERED:
+            end_read(self, work, state, out + got[0])
+            got[0] += 1
+            continue
+        if work.copied:
+            deliver(&work.frame, work.wr, state, out + got[0], got)
+        code = acknowledge(self, state)
+        free_work(self, work)
+    return code
+
+
+cdef int end_bytes(Stream* self, const Frame* frame, Completion* out, int* got) noexcept nogil:
+    """End a write or a message of the peer's, behind its copies where there are some."""
+    cdef WorkRequest* wr = self.receiving
+    self.receiving = NULL
+    if self.gpu != NULL:
+        return defer(self, NULL, self.status)
+    deliver(frame, wr, self.status, out, got)
+    return defer(self, NULL, self.status) if self.landing.head != NULL else acknowledge(self, self.status)
+
+
+cdef int end_answer(Stream* self, const Frame* frame, Completion* out, int* got) noexcept nogil:
+    """End the oldest of our reads, behind its copies where there are some; -EPROTO where there is none."""
+    cdef Work* asked = take_first(&self.unread)
+    if asked == NULL:
+        return -EPROTO
+    if asked.copied:
+        asked.frame.kind = FRAME_ANSWERED
+        return defer(self, asked, frame.status if frame.status else asked.status)
+    end_read(self, asked, frame.status, out)
+    got[0] += 1
+    return 0
+
+
+cdef void note_answer(Stream* self) noexcept nogil:
+    """Have the read whose bytes have come end behind their copies."""
+    if self.gpu != NULL:
+        self.unread.head.copied = True
+        self.unread.head.number = self.number
+        self.unread.head.status = self.status
 
 
 cdef int finish(Stream* self, Completion* out, int* got) noexcept nogil:
@@ -188,14 +286,15 @@ cdef int finish(Stream* self, Completion* out, int* got) noexcept nogil:
     cdef const Frame* frame = &self.heads[self.head]
     cdef int code = 0
     if frame.kind == FRAME_WRITE or frame.kind == FRAME_SEND:
-        code = finish_bytes(self, frame, out, got)
+        code = end_bytes(self, frame, out, got)
+    elif frame.kind == FRAME_ANSWERED:
+        code = end_answer(self, frame, out, got)
+        if code:
+            return code
+    elif frame.kind == FRAME_ANSWER:
+        note_answer(self)
     elif frame.kind == FRAME_READ:
         code = answer(self, frame) if self.answers < STREAM_DEPTH else -EPROTO
-    elif frame.kind == FRAME_ANSWERED:
-        if self.unread.head == NULL:
-            return -EPROTO
-        end_read(self, frame.status, out)
-        got[0] += 1
     elif frame.kind == FRAME_DONE and frame.status:
         if frame.done == self.confirmed:
             return -EPROTO
@@ -210,9 +309,13 @@ cdef int finish(Stream* self, Completion* out, int* got) noexcept nogil:
 
 
 cdef int report_confirmed(Stream* self, Completion* out, int capacity) noexcept nogil:
-    """Report the writes and sends of which the peer has said that they are over."""
+    """Report the writes and sends of which the peer has said that they are over, and those that were never sent."""
     cdef Work* work
     cdef int got = 0
+    while got < capacity and self.unsent.head != NULL:
+        work = take_first(&self.unsent)
+        end_read(self, work, work.status, &out[got])
+        got += 1
     while got < capacity and self.ended < self.confirmed:
         work = take_first(&self.unacked)
         self.ended += 1
@@ -240,10 +343,16 @@ cdef int list_iov(Stream* self, iovec* vectors) noexcept nogil:
         if not is_open(self, head, True):
             self.status = -EACCES
             self.discards = True
+    if self.gpu != NULL and self.gpu.back.error:
+        self.status = -EIO
+        self.discards = True
     if self.discards:
+        drop_slot(self)
         vectors[0].iov_base = dropped
         vectors[0].iov_len = min(<uint64_t> DROPPED, self.left)
         return 1
+    if self.gpu != NULL:
+        return list_slot(self, vectors)
     for i in range(self.into_first, self.into_count):
         vectors[count] = self.into[i]
         count += 1
@@ -261,6 +370,10 @@ cdef void advance_received(Stream* self, uint64_t bytes) noexcept nogil:
     part = min(bytes, self.left)
     self.left -= part
     self.next_got += <uint32_t> (bytes - part)
+    if self.gpu != NULL:
+        if not self.discards:
+            land(self, part)
+        return
     while part and not self.discards:
         bytes = min(part, self.into[self.into_first].iov_len)
         self.into[self.into_first].iov_base = <uint8_t*> self.into[self.into_first].iov_base + bytes
@@ -274,7 +387,7 @@ cdef int step(Stream* self, Completion* out, int* got, uint64_t* moved) noexcept
     """Do the next thing: 1, 0 where there is nothing to be done now, or -errno."""
     cdef iovec vectors[MAX_SGE + 1]
     cdef long bytes
-    cdef int code
+    cdef int code, count
     if self.opened and self.left == 0:
         code = finish(self, out, got)
         return code if code < 0 else 1
@@ -283,7 +396,10 @@ cdef int step(Stream* self, Completion* out, int* got, uint64_t* moved) noexcept
         return 1 - code if code >= 0 else code
     if moved[0] >= BUDGET:
         return 0
-    bytes = self.wire.receive(self, vectors, list_iov(self, vectors))
+    count = list_iov(self, vectors)
+    if count == 0:
+        return 0
+    bytes = self.wire.receive(self, vectors, count)
     if bytes <= 0:
         return <int> bytes
     advance_received(self, <uint64_t> bytes)
@@ -300,7 +416,8 @@ cdef int receive(Stream* self, Completion* out, int capacity) noexcept nogil:
         push(self)
     while code > 0 and got < capacity and self.broken == 0 and not self.closed:
         got += report_confirmed(self, out + got, capacity - got)
-        if got < capacity:
+        code = settle(self, out, capacity, &got)
+        if code == 0 and got < capacity:
             code = step(self, out + got, &got, &moved)
     if code < 0:
         self.broken = code

@@ -25,8 +25,9 @@ from aiote_native.forks cimport check_process, fork_epoch
 from aiote_native.status cimport check
 from aiote_native.streams.copying cimport aiote_copy_in, aiote_copy_out
 from aiote_native.streams.memory cimport StreamDevice, StreamEndpoint, share_operations
+from aiote_native.streams.staging cimport leave_slots
 from aiote_native.streams.stream cimport (
-    Stream, Wire, free_works, iovec, pthread_mutex_lock, pthread_mutex_unlock)
+    Stream, Wire, armed, free_works, iovec, pthread_mutex_lock, pthread_mutex_unlock)
 from aiote_native.structs cimport RailOps
 
 cdef extern from *:
@@ -136,8 +137,8 @@ cdef long ring_receive(void* stream, const iovec* vectors, int count) noexcept n
 
 cdef int ring_arm(void* impl) noexcept nogil:
     """Wake-ups tell of what comes and of room; nothing tells of what was only put off, or broke a push."""
-    cdef const Stream* stream = &(<RingStream*> impl).stream
-    return 1 if stream.paused or (stream.broken and not stream.reported_broken) else 0
+    cdef Stream* stream = &(<RingStream*> impl).stream
+    return armed(stream, stream.paused or (stream.broken and not stream.reported_broken))
 
 
 cdef void unmap(Ring** ring, uint64_t nbytes) noexcept nogil:
@@ -152,6 +153,7 @@ cdef void ring_shut(void* impl) noexcept nogil:
     self.stream.closed = True
     unmap(&self.own, self.own_bytes)
     unmap(&self.peer, self.peer_bytes)
+    leave_slots(&self.stream)
     pthread_mutex_unlock(&self.stream.registry.lock)
 
 

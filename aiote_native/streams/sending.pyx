@@ -7,9 +7,11 @@ before its end. What is said of the peer's requests goes into the next header th
 from libc.errno cimport EACCES, EAGAIN, ENOMEM, ENOTCONN
 from libc.stdint cimport uint8_t, uint64_t
 
+from aiote_native.streams.staging cimport gather_slots, hold, is_held, stage, unstage
 from aiote_native.streams.stream cimport (
     FRAME_ANSWER, FRAME_ANSWERED, FRAME_DONE, FRAME_READ, FRAME_SEND, FRAME_WRITE, FRAMES_BEGUN, Frame, MAX_VECTORS,
-    STREAM_DEPTH, append, free_work, iovec, is_open, new_work, pthread_mutex_lock, pthread_mutex_unlock, take_first)
+    Memory, STREAM_DEPTH, append, free_work, iovec, is_open, new_work, pthread_mutex_lock, pthread_mutex_unlock,
+    take_first)
 from aiote_native.structs cimport OP_READ, OP_RECV, OP_SEND
 
 cdef enum:
@@ -94,6 +96,8 @@ cdef int gather_frame(Stream* self, Work* work, iovec* vectors, bint* whole) noe
         vectors[count].iov_len = min(<uint64_t> NOTHING, payload_of(work) - at)
         whole[0] = vectors[count].iov_len == payload_of(work) - at
         return count + 1
+    if work.slot_count:
+        return count + gather_slots(work, at, vectors + count)
     for i in range(work.frame.iov_count):
         skipped = min(at, work.frame.iov[i].length)
         at -= skipped
@@ -133,6 +137,7 @@ cdef void advance_sent(Stream* self, uint64_t bytes) noexcept nogil:
         if work.moved < size_of(work):
             return
         take_first(&self.begun)
+        unstage(self, work)
         if work.frame.kind == FRAME_WRITE or work.frame.kind == FRAME_SEND:
             self.sent += 1
             append(&self.unacked, work)
@@ -171,6 +176,7 @@ cdef void push(Stream* self) noexcept nogil:
     cdef long moved
     cdef int count
     self.paused = False
+    stage(self)
     while self.broken == 0 and self.connected and not self.closed:
         count = gather_frames(self, vectors, &total)
         if count == 0:
@@ -196,6 +202,8 @@ cdef void describe(Work* work, const Post* args, WorkRequest* wr) noexcept nogil
     frame.kind = FRAME_SEND if args.opcode == OP_SEND else FRAME_READ if args.opcode == OP_READ else FRAME_WRITE
     frame.iov_count = 1
     frame.length = args.length
+    if args.desc != NULL:
+        work.gpu = (<const Memory*> args.desc).gpu
     work.local[0] = <uint8_t*> args.local
     frame.iov[0].length = args.length
     if args.opcode == OP_SEND:
@@ -231,7 +239,10 @@ cdef int post_one(Stream* self, const Post* args, WorkRequest* wr) noexcept nogi
         append(&self.receives, work)
         return 0
     describe(work, args, wr)
-    append(&self.queue, work)
+    if is_held(work):
+        hold(self, work)
+    else:
+        append(&self.queue, work)
     self.outstanding += 1
     if self.eager:
         push(self)

@@ -20,8 +20,9 @@ from aiote_native.forks cimport check_process
 from aiote_native.status cimport check
 from aiote_native.streams.memory cimport StreamDevice, StreamEndpoint, share_operations
 from aiote_native.streams.sending cimport has_more, push
+from aiote_native.streams.staging cimport leave_slots
 from aiote_native.streams.stream cimport (
-    Wire, free_works, iovec, pthread_mutex_lock, pthread_mutex_unlock)
+    Wire, armed, free_works, iovec, pthread_mutex_lock, pthread_mutex_unlock)
 from aiote_native.structs cimport RailOps
 
 cdef extern from *:
@@ -268,15 +269,17 @@ cdef int socket_arm(void* impl) noexcept nogil:
     cdef SocketStream* self = <SocketStream*> impl
     cdef unsigned int events
     cdef int code = 0
+    cdef bint waits
     pthread_mutex_lock(&self.stream.registry.lock)
     push(&self.stream)
+    waits = self.stream.stalled or self.stream.starved
     if self.fd >= 0 and not self.stream.broken:
         if not self.stream.connected:
             events = EPOLLIN if self.asked else EPOLLOUT
         else:
-            events = (0 if self.stream.stalled else EPOLLIN) | (EPOLLOUT if has_more(&self.stream) else 0)
+            events = (0 if waits else EPOLLIN) | (EPOLLOUT if has_more(&self.stream) else 0)
         # What is in the stage no descriptor tells of.
-        code = self.unstaged < self.staged and not self.stream.stalled
+        code = self.unstaged < self.staged and not waits
         if events != self.watched:
             code |= watch(self, EPOLL_CTL_MOD, self.fd, events)
             self.watched = events
@@ -284,8 +287,9 @@ cdef int socket_arm(void* impl) noexcept nogil:
         # A connection that is over would wake who waits for good. What broke in a push a poll has to tell of.
         shut_fd(self, &self.fd)
         code = not self.stream.reported_broken
+    code = armed(&self.stream, code != 0)
     pthread_mutex_unlock(&self.stream.registry.lock)
-    return 1 if code else 0
+    return code
 
 
 cdef void socket_shut(void* impl) noexcept nogil:
@@ -299,6 +303,7 @@ cdef void socket_shut(void* impl) noexcept nogil:
     shut_fd(self, &self.listener)
     for i in range(CANDIDATES):
         shut_fd(self, &self.candidates[i])
+    leave_slots(&self.stream)
     pthread_mutex_unlock(&self.stream.registry.lock)
 
 

@@ -13,6 +13,7 @@
 # FRAME_DONE has said otherwise: an acknowledgement of its own is sent only by who has nothing else to say.
 from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t, uint64_t
 
+from aiote_native.cuda.copies cimport GpuQueues
 from aiote_native.structs cimport Completion, MAX_SGE, Post, WorkRequest
 
 cdef extern from "<pthread.h>" nogil:
@@ -66,6 +67,13 @@ cdef struct Work:
     uint64_t moved       # bytes of header and payload that the wire has taken
     Work* trailer        # the FRAME_ANSWERED of a FRAME_ANSWER
     uint64_t epoch       # of the registry in which an answer's iov was good
+    # where `local` is on a GPU (staging.pyx, landing.pyx)
+    GpuQueues* gpu
+    uint16_t[MAX_SGE] slots  # of its bytes on their way out
+    int slot_count
+    bint copied          # its copies were posted, and `number` is behind them
+    uint32_t number
+    int status
 
 cdef struct WorkList:
     Work* head
@@ -76,6 +84,7 @@ cdef struct Memory:
     uint64_t key
     uint64_t address
     uint64_t length
+    GpuQueues* gpu       # NULL: it is the host's
     bint writable
     int access  # what peers may do
     bint bound           # to the peer of that name
@@ -116,6 +125,10 @@ cdef struct Stream:
     uint64_t sent        # writes and sends that the wire has taken whole
     uint64_t confirmed   # of them those of which the peer has said that they are over
     uint64_t ended       # of these those that a poll has reported
+    WorkList held        # what comes from a GPU, and answers that follow such ones
+    Work* uncopied       # the first of these whose copies were not posted
+    int staged           # slots that its frames have
+    WorkList unsent      # requests whose copies went wrong
     uint64_t bad         # the one of them that did not end well, counted from 1
     int bad_status
     # receiving: the header, and where its bytes go
@@ -133,6 +146,13 @@ cdef struct Stream:
     int into_count
     int into_first
     uint64_t epoch       # of the registry in which `into` was good
+    GpuQueues* gpu       # where `into` is
+    int slot             # that its bytes come through; -1: none
+    uint64_t filled
+    uint32_t number      # behind the last copy
+    bint starved         # no slot was free
+    WorkList landing     # frames that wait for copies, and those behind them
+    uint32_t landings
     WorkRequest* receiving
     WorkList receives
     uint32_t answers     # reads of the peer that are not answered yet
@@ -146,3 +166,5 @@ cdef Work* take_first(WorkList* works) noexcept nogil
 cdef Work* new_work(Stream* self) noexcept nogil
 cdef void free_work(Stream* self, Work* work) noexcept nogil
 cdef void free_works(Stream* self) noexcept nogil
+cdef bint is_copying(const Stream* self) noexcept nogil
+cdef int armed(Stream* self, bint again) noexcept nogil

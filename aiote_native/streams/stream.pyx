@@ -3,7 +3,8 @@
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memset
 
-from aiote_native.structs cimport MAY_READ, MAY_WRITE
+from aiote_native.cuda.copies cimport queue_look
+from aiote_native.structs cimport ARM_LATER, MAY_READ, MAY_WRITE
 
 
 cdef Memory* find_memory(const Registry* registry, uint64_t key) noexcept nogil:
@@ -82,9 +83,28 @@ cdef void free_works(Stream* self) noexcept nogil:
     spare.tail = NULL
     self.spare = NULL
     free_list(&spare)
+    free_list(&self.held)
+    free_list(&self.unsent)
+    free_list(&self.landing)
     free_list(&self.urgent)
     free_list(&self.queue)
     free_list(&self.begun)
     free_list(&self.unacked)
     free_list(&self.unread)
     free_list(&self.receives)
+
+
+cdef bint is_copying(const Stream* self) noexcept nogil:
+    """Whether something waits for a GPU, which no descriptor tells of."""
+    return self.held.head != NULL or self.landing.head != NULL or self.starved
+
+
+cdef int armed(Stream* self, bint again) noexcept nogil:
+    """Answer what `arm` is asked, and look whether the GPUs that are waited for are still there."""
+    if self.held.head != NULL and self.held.head.gpu != NULL:
+        queue_look(&self.held.head.gpu.out)
+    if self.landing.head != NULL and self.landing.head.gpu != NULL:
+        queue_look(&self.landing.head.gpu.back)
+    if self.gpu != NULL:
+        queue_look(&self.gpu.back)
+    return 1 if again else ARM_LATER if is_copying(self) else 0

@@ -138,6 +138,7 @@ OTHER_VALUES = {
     "progress": ("thread", "thread"),
     "schedule": ("round-robin", "round-robin"),
     "libfabric": ("/a/path", "/a/path"),
+    "libcuda": ("/a/path", "/a/path"),
     "message_bytes": ("4096", 4096),
     "heartbeat_interval": ("0.5", 0.5),
     "ring_bytes": ("1048576", 1 << 20),
@@ -176,7 +177,7 @@ def test_the_table_of_extras_is_whole():
 def test_every_event_is_named():
     emitted = {name for path in SOURCES for name in re.findall(r'\.emit\(\s*"([\w.]+)"', path.read_text())}
     assert emitted
-    assert emitted == set(re.findall(r"`((?:peer|connection|rail)\.[a-z]+)`", TROUBLES))
+    assert emitted == set(re.findall(r"`((?:peer|connection|rail|memory)\.[a-z]+)`", TROUBLES))
 
 
 def test_what_libfabric_is_told_is_named():

@@ -397,3 +397,24 @@ def test_refcounts_return_to_the_baseline(kind: type[Tensor], bits: int, accepte
                 acquire(lender)
     assert sys.getrefcount(lender) == baseline
     assert lender.deleted == lender.exported == 50
+
+
+@pytest.mark.parametrize(("device", "asked"), [(1, {}), (2, {"stream": -1}), (13, {"stream": -1})])
+@pytest.mark.parametrize("versioned", [True, False])
+def test_no_order_is_asked_of_a_gpu_s_streams(device, asked, versioned):
+    """By default it would be made with the legacy stream, which breaks the capture of a graph."""
+    told: list[dict[str, Any]] = []
+
+    class Lender:
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return device, 0
+
+        def __dlpack__(self, **arguments: Any) -> Any:
+            if not versioned and "max_version" in arguments:
+                raise TypeError
+            told.append(arguments)
+            raise BufferError("seen enough")
+
+    with pytest.raises(BufferError, match="seen enough"):
+        acquire(Lender())
+    assert told == [{"max_version": (1, 1), **asked} if versioned else asked]

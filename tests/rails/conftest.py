@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from rail_pair import KINDS, Kind, Pair, Rails, opened
+from rail_pair import KINDS, STAGED, Kind, Pair, Rails, opened
 
 
-@pytest.fixture(params=KINDS, ids=lambda kind: kind.provider)
+@pytest.fixture(params=[*KINDS, *STAGED], ids=lambda kind: kind.provider + ("-gpu" if kind.memory == "cuda" else ""))
 def kind(request: pytest.FixtureRequest) -> Kind:
     return request.param
 

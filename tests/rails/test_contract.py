@@ -299,7 +299,7 @@ def test_the_first_write_may_be_the_first_thing_that_ever_moves(rails: Rails):
 
 
 def test_registrations_of_the_same_memory_have_their_own_keys(pair: Pair):
-    array = filled(4096)
+    array = pair.b.own(filled(4096))
     first, second = pair.b.register(array), pair.b.register(array)
     assert first.local.keys != second.local.keys
     first_keys = first.remote

@@ -35,6 +35,7 @@ from aiote.rails import (
 from aiote.rails.sim import current_network
 from aiote.testing import UNRULY, Fabric, NicModel
 from aiote_native.sim.world import World
+from standin_cuda import gpu_copy, lender_of, standin_path
 
 TAKING = replace(UNRULY, refusals=0)
 """Some expectations are of senders that do nothing more, which a refused post needs them to."""
@@ -45,11 +46,14 @@ SLICE_S = 0.001  # how often conditions are looked at that a native thread annou
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of rail. `nic`: one that a rail set can open twice; `guards`: it refuses access that was not granted."""
+    """A kind of rail. `nic`: one that a rail set can open twice; `guards`: it refuses access that was not granted;
+    `memory`: "host", or "cuda" on the stand-in for the driver.
+    """
 
     provider: str
     nic: str = ""
     guards: bool = False
+    memory: str = "host"
 
 
 KINDS = (
@@ -60,6 +64,8 @@ KINDS = (
     Kind("sim", nic="sim0", guards=True),
     Kind("verbs", nic="rxe0", guards=True),
 )
+STAGED = (Kind("local", nic="local", guards=True, memory="cuda"), Kind("socket", nic="lo", guards=True, memory="cuda"))
+"""Rails that reach GPU memory through the host's."""
 
 
 @dataclass(eq=False)
@@ -84,6 +90,7 @@ class Side:
     failed: list[PeerLink] = field(default_factory=list)
     memories: list[Memory] = field(default_factory=list)
     counters: list[CounterHandle] = field(default_factory=list)
+    memory: str = "host"
 
     @property
     def core(self) -> Core:
@@ -97,10 +104,19 @@ class Side:
         self.failed += self.core.reap()
         return self.awake and not self.core.threaded
 
+    def own(self, array: Any) -> Any:
+        """Return an array in the kind of memory that the side registers: this one, or a GPU's with the same bytes.
+
+        A bytearray stays the host's: it is for what its own lender says.
+        """
+        stays = self.memory == "host" or isinstance(array, bytearray) or lender_of(array) is not array
+        return array if stays else gpu_copy(array).seen
+
     def register(self, array: Any) -> Memory:
         """Register an array, or so many zero bytes."""
         array = np.zeros(array, np.uint8) if isinstance(array, int) else array
-        memory = Memory(array, self.rail_set.register(acquire(array)))
+        array = self.own(array)
+        memory = Memory(array, self.rail_set.register(acquire(lender_of(array))))
         self.memories.append(memory)
         return memory
 
@@ -207,7 +223,9 @@ class Rails:
         core = {"threaded": self.threaded, **self._core, **more}
         token = current_network.set(self._sim.network if self._sim else None)
         try:
-            side = Side(RailSet(self.kind.provider, names, host="127.0.0.1", library=library, **core))
+            cuda = standin_path() if self.kind.memory == "cuda" else ""
+            rail_set = RailSet(self.kind.provider, names, host="127.0.0.1", library=library, cuda=cuda, **core)
+            side = Side(rail_set, memory=self.kind.memory)
         finally:
             current_network.reset(token)
         self.sides.append(side)

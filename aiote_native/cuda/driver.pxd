@@ -1,0 +1,32 @@
+from libc.stdint cimport uint32_t, uint64_t
+
+# The functions of libcuda.so.1 that are used, by the names that it exports: a bare name is the oldest ABI of its own.
+cdef struct Symbols:
+    int (*init)(unsigned int flags) noexcept nogil
+    int (*version)(int* number) noexcept nogil
+    int (*error_name)(int code, const char** text) noexcept nogil
+    int (*error_text)(int code, const char** text) noexcept nogil
+    int (*pointer_attribute)(void* out, int attribute, uint64_t address) noexcept nogil
+    int (*primary_state)(int device, unsigned int* flags, int* active) noexcept nogil
+    int (*primary_retain)(void** context, int device) noexcept nogil
+    int (*primary_release)(int device) noexcept nogil
+    int (*push_context)(void* context) noexcept nogil
+    int (*pop_context)(void** context) noexcept nogil
+    int (*exchange_capture_mode)(int* mode) noexcept nogil
+    int (*host_alloc)(void** pages, size_t length, unsigned int flags) noexcept nogil
+    int (*host_free)(void* pages) noexcept nogil
+    int (*host_address)(uint64_t* address, void* pages, unsigned int flags) noexcept nogil
+    int (*copy)(uint64_t to, uint64_t source, size_t length, void* stream) noexcept nogil
+    int (*stream_create)(void** stream, unsigned int flags) noexcept nogil
+    int (*stream_destroy)(void* stream) noexcept nogil
+    int (*stream_query)(void* stream) noexcept nogil
+    int (*stream_write)(void* stream, uint64_t address, uint32_t value, unsigned int flags) noexcept nogil
+
+cdef enum:
+    NOT_READY = 600
+
+cdef Symbols cuda  # for who knows that the library is loaded: whatever has a queue of copies
+cdef int checked(int code, str operation) except -1
+cdef int enter(void* context, int* mode) noexcept nogil
+cdef void leave(int mode) noexcept nogil
+cdef void* retain(int device, uint64_t address, bint* primary) except NULL

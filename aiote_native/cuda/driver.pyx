@@ -1,0 +1,129 @@
+"""libcuda.so.1, opened with dlopen at the first GPU memory: a process without any never loads it.
+
+No call depends on what is current in the calling thread: each group of calls pushes the memory's context, takes the
+thread's capture mode to relaxed, and puts both back. Without that a call from a thread of ours ends with error 3 or
+201, and a query of a stream makes the capture of a graph invalid that another thread has under way.
+"""
+
+from libc.errno cimport EIO, ENOSYS
+from libc.stdint cimport uint64_t
+from posix.dlfcn cimport RTLD_LOCAL, RTLD_NOW, dlclose, dlerror, dlopen, dlsym
+
+from aiote_native.status import StatusError
+
+cdef enum:
+    FUNCTIONS = 19
+    OLDEST = 12000  # the driver of CUDA 12.0 (R525)
+    RELAXED = 2     # CU_STREAM_CAPTURE_MODE_RELAXED
+    POINTER_CONTEXT = 1
+    POINTER_DEVICE = 9
+
+cdef extern from * nogil:
+    """
+    /* In the order of Symbols. */
+    static const char* const aiote_cuda_names[] = {
+        "cuInit", "cuDriverGetVersion", "cuGetErrorName", "cuGetErrorString", "cuPointerGetAttribute",
+        "cuDevicePrimaryCtxGetState", "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2",
+        "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuThreadExchangeStreamCaptureMode", "cuMemHostAlloc",
+        "cuMemFreeHost", "cuMemHostGetDevicePointer_v2", "cuMemcpyAsync", "cuStreamCreate", "cuStreamDestroy_v2",
+        "cuStreamQuery", "cuStreamWriteValue32_v2",
+    };
+    """
+    const char* aiote_cuda_names[19]
+
+cdef Symbols cuda
+cdef bint loaded = False
+
+
+def load(str path="libcuda.so.1") -> None:
+    """Open the driver for the life of the process; once is enough. Raises StatusError that says what is missing."""
+    global cuda, loaded
+    cdef Symbols table
+    cdef void** function = <void**> &table
+    cdef int version = 0
+    cdef int i
+    if loaded:
+        return
+    cdef void* library = dlopen(path.encode(), RTLD_NOW | RTLD_LOCAL)
+    if library == NULL:
+        raise StatusError(ENOSYS, "open the CUDA driver", (<bytes> dlerror()).decode("utf-8", "replace"))
+    for i in range(FUNCTIONS):
+        function[i] = dlsym(library, aiote_cuda_names[i])
+        if function[i] == NULL:
+            dlclose(library)
+            raise too_old(f"{path} has no {aiote_cuda_names[i].decode()}")
+    if table.version(&version) or version < OLDEST:
+        raise too_old(f"{path} is the driver of CUDA {version // 1000}.{version % 1000 // 10}")
+    cuda = table
+    checked(cuda.init(0), "cuInit")
+    loaded = True
+
+
+cdef object too_old(str what):
+    return StatusError(ENOSYS, "open the CUDA driver", f"{what}; one of CUDA 12.0 (R525) or later is needed")
+
+
+def is_loaded() -> bool:
+    """Whether the driver was opened."""
+    return loaded
+
+
+cdef str described(int code):
+    cdef const char* name = NULL
+    cdef const char* text = NULL
+    cuda.error_name(code, &name)
+    cuda.error_text(code, &text)
+    if name == NULL or text == NULL:
+        return f"CUDA error {code}"
+    return f"{name.decode()}: {text.decode()}"
+
+
+cdef int checked(int code, str operation) except -1:
+    """Raise StatusError, which names the error, of a call of the driver that failed."""
+    if code:
+        raise StatusError(EIO, operation, described(code))
+    return 0
+
+
+cdef int enter(void* context, int* mode) noexcept nogil:
+    """Begin a group of calls in a context: 0, or the driver's code and nothing was begun."""
+    cdef int code = cuda.push_context(context)
+    if code == 0:
+        mode[0] = RELAXED
+        code = cuda.exchange_capture_mode(mode)
+        if code:
+            cuda.pop_context(&context)
+    return code
+
+
+cdef void leave(int mode) noexcept nogil:
+    """End a group of calls that `enter` has begun."""
+    cdef void* context = NULL
+    cuda.exchange_capture_mode(&mode)
+    cuda.pop_context(&context)
+
+
+def device_of(uint64_t address) -> int:
+    """Return the ordinal of the device whose memory is at an address. Raises StatusError for what is no GPU's."""
+    cdef int device = -1
+    checked(cuda.pointer_attribute(&device, POINTER_DEVICE, address), "cuPointerGetAttribute(DEVICE_ORDINAL)")
+    return device
+
+
+cdef void* retain(int device, uint64_t address, bint* primary) except NULL:
+    """Return the context of memory: its device's primary one if that is active, which is then held, or else its own.
+
+    A primary context that nobody uses is not made: it would take hundreds of megabytes of that GPU.
+    """
+    cdef void* context = NULL
+    cdef unsigned int flags = 0
+    cdef int active = 0
+    checked(cuda.primary_state(device, &flags, &active), "cuDevicePrimaryCtxGetState")
+    primary[0] = active != 0
+    if active:
+        checked(cuda.primary_retain(&context, device), "cuDevicePrimaryCtxRetain")
+    else:
+        checked(cuda.pointer_attribute(&context, POINTER_CONTEXT, address), "cuPointerGetAttribute(CONTEXT)")
+    if context == NULL:
+        raise StatusError(EIO, "find the context of GPU memory", "its device has none that is active")
+    return context

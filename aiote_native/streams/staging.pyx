@@ -1,0 +1,155 @@
+"""What is sent from a GPU: copied to pinned slots first, and begun when all of it is there.
+
+A frame that has begun cannot be taken back, so none begins before its copies have ended well: one whose copies fail is
+never sent. What is held is copied in the order in which it came, frames of several places and slots at once, and joins
+the queue in that order; what comes from the host passes it. Answers alone do not: the peer tells them by their order.
+"""
+
+from libc.errno cimport EIO, EMSGSIZE
+from libc.stdint cimport uint64_t
+
+from aiote_native.cuda.copies cimport (
+    CopyQueue, SLOT_BYTES, queue_begin, queue_copy, queue_end, queue_give, queue_state, queue_take, queue_wait, slot_at)
+from aiote_native.streams.stream cimport (
+    FRAME_ANSWER, FRAME_WRITE, Work, WorkList, append, free_work, is_open, take_first)
+from aiote_native.structs cimport MAX_SGE
+
+cdef enum:
+    STAGED_MOST = 8  # slots of one stream's, a quarter of all: peers that take nothing leave room for others
+
+
+cdef bint is_held(const Work* work) noexcept nogil:
+    """Whether a request of ours has bytes of a GPU's to send."""
+    return work.gpu != NULL and work.frame.kind == FRAME_WRITE and work.frame.length != 0
+
+
+cdef void hold(Stream* self, Work* work) noexcept nogil:
+    append(&self.held, work)
+    if self.uncopied == NULL:
+        self.uncopied = work
+
+
+cdef int post_copies(Work* work) noexcept nogil:
+    """Post the copies of all of a frame's places to its slots."""
+    cdef CopyQueue* queue = &work.gpu.out
+    cdef uint64_t at = 0
+    cdef uint64_t done, part
+    cdef int code = queue_begin(queue)
+    cdef int i
+    if code:
+        return code
+    for i in range(work.frame.iov_count):
+        done = 0
+        while done < work.frame.iov[i].length and code == 0:
+            part = min(work.frame.iov[i].length - done, SLOT_BYTES - at % SLOT_BYTES)
+            code = queue_copy(queue, slot_at(queue, work.slots[at // SLOT_BYTES]) + at % SLOT_BYTES,
+                              work.local[i] + done, part)
+            done += part
+            at += part
+    work.number = queue_end(queue)
+    return code
+
+
+cdef bint copy_out(Stream* self, Work* work) noexcept nogil:
+    """Post the copies of a frame that is held; False while it has no slots."""
+    cdef int needed = <int> ((work.frame.length + SLOT_BYTES - 1) // SLOT_BYTES)
+    if work.gpu == NULL:
+        return True
+    if work.frame.kind == FRAME_ANSWER and not is_open(self, &work.frame, False):
+        # Nothing is read of memory that was closed since it was asked for.
+        work.gpu = NULL
+        return True
+    if work.frame.length > <uint64_t> MAX_SGE * SLOT_BYTES:
+        work.status = -EMSGSIZE
+        return True
+    if self.staged + needed > STAGED_MOST or work.gpu.out.free_count < needed:
+        return False
+    while work.slot_count < needed:
+        work.slots[work.slot_count] = queue_take(&work.gpu.out)
+        work.slot_count += 1
+    self.staged += needed
+    work.copied = True
+    work.number = work.gpu.out.posted
+    work.status = post_copies(work)
+    return True
+
+
+cdef void release(Stream* self, Work* work) noexcept nogil:
+    """Have a frame sent whose copies are over, or tell of it where they went wrong."""
+    cdef Work* trailer = work.trailer
+    if work.status == 0:
+        append(&self.queue, work)
+    else:
+        unstage(self, work)
+        if trailer == NULL:
+            append(&self.unsent, work)
+        else:
+            trailer.frame.status = -EIO
+            free_work(self, work)
+    if trailer != NULL:
+        append(&self.queue, trailer)
+
+
+cdef void stage(Stream* self) noexcept nogil:
+    """Post the copies that there are slots for, and release what was copied. The registry's lock is held."""
+    cdef Work* work
+    cdef int state
+    if self.closed or self.held.head == NULL:
+        return
+    while self.uncopied != NULL and copy_out(self, self.uncopied):
+        self.uncopied = self.uncopied.next
+    while self.held.head != self.uncopied:
+        work = self.held.head
+        state = queue_state(&work.gpu.out, work.number) if work.copied else 1
+        if state == 0:
+            return
+        if state < 0:
+            work.status = state
+        take_first(&self.held)
+        release(self, work)
+
+
+cdef int gather_slots(const Work* work, uint64_t at, iovec* vectors) noexcept nogil:
+    """List the bytes of a frame's payload from `at` on, which lie in its slots."""
+    cdef uint64_t part
+    cdef int count = 0
+    while at < work.frame.length:
+        part = min(work.frame.length - at, SLOT_BYTES - at % SLOT_BYTES)
+        vectors[count].iov_base = slot_at(&work.gpu.out, work.slots[at // SLOT_BYTES]) + at % SLOT_BYTES
+        vectors[count].iov_len = part
+        at += part
+        count += 1
+    return count
+
+
+cdef void unstage(Stream* self, Work* work) noexcept nogil:
+    """Give back the slots of a frame."""
+    while work.slot_count:
+        work.slot_count -= 1
+        self.staged -= 1
+        queue_give(&work.gpu.out, work.slots[work.slot_count])
+
+
+cdef void leave_list(Stream* self, WorkList* works) noexcept nogil:
+    cdef Work* work = works.head
+    while work != NULL:
+        if work.gpu != NULL:
+            # No copy of ours reads or writes memory once the stream is shut.
+            queue_wait(&work.gpu.out, work.gpu.out.posted)
+            queue_wait(&work.gpu.back, work.gpu.back.posted)
+        unstage(self, work)
+        work = work.next
+
+
+cdef void leave_slots(Stream* self) noexcept nogil:
+    """Wait for the copies of a stream that is shut, and give back its slots. The registry's lock is held."""
+    leave_list(self, &self.held)
+    leave_list(self, &self.queue)
+    leave_list(self, &self.begun)
+    leave_list(self, &self.landing)
+    if self.gpu != NULL:
+        queue_wait(&self.gpu.back, self.gpu.back.posted)
+        if self.slot >= 0:
+            queue_give(&self.gpu.back, self.slot)
+    self.gpu = NULL
+    self.starved = False
