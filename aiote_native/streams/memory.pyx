@@ -7,8 +7,6 @@ from libc.string cimport memcpy
 
 import os
 
-from aiote_native.cuda.driver import device_of as ordinal_at
-from aiote_native.cuda.copies cimport Gpu
 from aiote_native.cuda.copies cimport Gpu, queue_look, queue_state, queue_wait
 from aiote_native.cuda.driver import device_of as ordinal_at
 from aiote_native.forks cimport check_process, fork_epoch
