@@ -42,6 +42,11 @@ cdef class NativeDevice:
         check(-EOPNOTSUPP, "register GPU memory")
 
     @property
+    def served(self) -> int | None:
+        """How many bytes peers have read here, or written; None where the NIC does that and tells nobody."""
+        return None
+
+    @property
     def async_fd(self) -> int:
         """The descriptor that is readable when there are `events`; -1 where there never are any."""
         return -1

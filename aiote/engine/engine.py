@@ -110,7 +110,8 @@ class Engine:
 
     def statistics(self) -> EngineStatistics:
         """Return what was counted since the engine was opened."""
-        return EngineStatistics.of(self._links.inbox.counted(self._core.statistics()), len(self.rails))
+        served = tuple(rail.device.served for rail in self._runtime.rail_set.rails)
+        return EngineStatistics.of(self._links.inbox.counted(self._core.statistics()), served)
 
     def listen_events(self, listener: Callable[[Event], object]) -> Callable[[], None]:
         """Call `listener` for each event (a peer connected or lost, a rail failed); what is returned stops that."""

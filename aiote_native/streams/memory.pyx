@@ -55,6 +55,10 @@ cdef class StreamDevice(NativeDevice):
         self.gpus[number].require_sound()
         return StreamMemory(self, address, length, writable, access, self.gpus[number])
 
+    @property
+    def served(self) -> int | None:
+        return 0 if self.registry == NULL else self.registry.served
+
     def close(self) -> None:
         if self.registry == NULL or self.epoch != fork_epoch():
             return

@@ -185,11 +185,14 @@ cdef void end_read(Stream* self, Work* asked, int status, Completion* out) noexc
     free_work(self, asked)
 
 
-cdef void deliver(const Frame* frame, WorkRequest* wr, int status, Completion* out, int* got) noexcept nogil:
+cdef void deliver(
+        Stream* self, const Frame* frame, WorkRequest* wr, int status, Completion* out, int* got) noexcept nogil:
     """Tell of a write or a message of the peer's, whose bytes are all in memory or were dropped."""
     out.status = status
     out.provider_errno = 0
     out.length = frame.length
+    if frame.kind == FRAME_WRITE and status == 0:
+        self.registry.served += frame.length
     if frame.kind == FRAME_SEND:
         out.wr = wr
         got[0] += 1
@@ -244,7 +247,7 @@ cdef int settle(Stream* self, Completion* out, int capacity, int* got) noexcept 
             got[0] += 1
             continue
         if work.copied:
-            deliver(&work.frame, work.wr, state, out + got[0], got)
+            deliver(self, &work.frame, work.wr, state, out + got[0], got)
         code = acknowledge(self, state)
         free_work(self, work)
     return code
@@ -256,7 +259,7 @@ cdef int end_bytes(Stream* self, const Frame* frame, Completion* out, int* got) 
     self.receiving = NULL
     if self.gpu != NULL:
         return defer(self, NULL, self.status)
-    deliver(frame, wr, self.status, out, got)
+    deliver(self, frame, wr, self.status, out, got)
     return defer(self, NULL, self.status) if self.landing.head != NULL else acknowledge(self, self.status)
 
 

@@ -144,6 +144,8 @@ cdef void advance_sent(Stream* self, uint64_t bytes) noexcept nogil:
         elif work.frame.kind == FRAME_READ:
             append(&self.unread, work)
         else:
+            if work.frame.kind == FRAME_ANSWER and work.trailer.frame.status == 0:
+                self.registry.served += work.frame.length
             self.answers -= work.frame.kind == FRAME_ANSWERED
             self.refusals -= work.frame.kind == FRAME_DONE and work.frame.status != 0
             free_work(self, work)

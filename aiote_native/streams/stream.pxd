@@ -96,6 +96,7 @@ cdef struct Registry:
     pthread_mutex_t lock
     Memory* table[BUCKETS]
     uint64_t epoch       # changes with every registration that ends
+    uint64_t served      # bytes that peers have read here, or written
 
 # The wire under a stream: bytes that were moved, 0 where none can be now, or -errno.
 cdef struct Wire:

@@ -117,3 +117,29 @@ async def test_statistics_count_the_bytes_that_each_rail_has_carried():
         assert sum(both) - sum(pinned) == 1 << 20
         assert min(both[0] - pinned[0], both[1] - pinned[1]) > 0
         assert sum(right.statistics().carried) < 1 << 16
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("provider", ["local", "socket"])
+async def test_statistics_count_the_bytes_that_peers_have_read_and_written_here(provider):
+    """Of a read and of a write the side that does nothing counts them, and one that is refused is none."""
+    async with aiote.open_engine(provider=provider) as left, aiote.open_engine(provider=provider) as right:
+        await left.connect(right.address)
+        local, remote = left.register(bytearray(1 << 20)), across(left, right, bytearray(1 << 20))
+        closed = left.attach(right.register(bytearray(64), "read").descriptor)
+        before, (idle,) = right.statistics().served[0], left.statistics().served
+        await left.read(remote, local)
+        assert right.statistics().served[0] - before == 1 << 20
+        await left.write(local[: 1 << 19], remote[: 1 << 19])
+        assert right.statistics().served[0] - before == 3 << 19
+        with pytest.raises(aiote.AioteError):
+            await left.write(local[:64], closed)
+        assert right.statistics().served[0] - before == 3 << 19
+        assert left.statistics().served[0] - idle < 1 << 16
+    assert sum(right.statistics().carried) < 1 << 16
+
+
+@pytest.mark.anyio
+async def test_what_a_nic_serves_by_itself_is_not_said():
+    async with fabric().open_engine(["sim0", "sim1"]) as engine:
+        assert engine.statistics().served == (None, None)

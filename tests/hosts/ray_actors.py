@@ -39,6 +39,10 @@ def carried(_: Any) -> int:
     return sum(manager().bridge.engine.statistics().carried)
 
 
+def served(_: Any) -> int:
+    return sum(manager().bridge.engine.statistics().served)
+
+
 def abort(_: Any, obj_id: str) -> None:
     manager().abort_transport(obj_id, None)
 

@@ -19,7 +19,7 @@ import ray
 import torch
 from ray._private.internal_api import node_stats
 from ray.experimental import set_target_for_ref
-from ray_actors import Actor, Async, abort, beside, carried, fetching, manager, registrations
+from ray_actors import Actor, Async, abort, beside, carried, fetching, manager, registrations, served
 
 from aiote.connectors.ray import register
 
@@ -200,14 +200,15 @@ def test_several_receivers_at_once(pair):
 
 
 def test_a_large_tensor_goes_past_the_object_store(pair):
-    """It is eight times as large as the store; the reader's engine counts its bytes, Ray's store next to none."""
+    """It is eight times as large as the store; both engines count its bytes, Ray's store next to none."""
     source, sink = pair
     ray.get(sink.describe.remote(source.full.remote(10, 1)))
-    before = ray.get(beside(sink, carried))
+    before = ray.get([beside(sink, carried), beside(source, served)])
     was_stored = stored()
     assert ray.get(sink.describe.remote(source.full.remote(1024 * MIB, 1)))[2] == 1024 * MIB
     assert stored() - was_stored < MIB
-    assert ray.get(beside(sink, carried)) - before >= 1024 * MIB
+    after = ray.get([beside(sink, carried), beside(source, served)])
+    assert all(now - then >= 1024 * MIB for now, then in zip(after, before, strict=True))
 
 
 def test_sixteen_fetches_overlap(mortal):
