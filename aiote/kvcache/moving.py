@@ -45,6 +45,11 @@ class PagedMoves:
         self._rows = source_rows, target_rows
         self._known: dict[tuple[Pattern, int, int, range], tuple[aiote.Pages, aiote.Pages]] = {}
 
+    def replace_sources(self, rows: Rows) -> None:
+        """Take other pages of the source from here on."""
+        self._rows = rows, self._rows[1]
+        self._known.clear()
+
     def layer(self, layer: int, spans: dict[int, range]) -> Iterator[tuple[aiote.Pages, aiote.Pages]]:
         """Yield the pages of a layer on either side, of these units of each group. Raises UsageError."""
         for move in self.map.moves[layer]:

@@ -310,11 +310,15 @@ class Push:
             full = computed // unit if unit else whole.start
             stop = whole.stop if computed >= self._tokens else min(max(full, sent[group]), whole.stop)
             spans[group], sent[group] = range(sent[group], stop), stop
-        if self._offer.rows != self._checked[0] or spans != self._checked[1]:
-            # The program may have replaced them.
-            check_rows(self._map.source, self._offer.rows)
-            self._map.check_source(self._offer.rows, spans)
-            self._checked = self._offer.rows.copy(), spans
+        replaced = self._offer.rows != self._checked[0]
+        if replaced or spans != self._checked[1]:
+            # The program may replace them at any time, even while this waits for room.
+            rows = self._offer.rows.copy()
+            check_rows(self._map.source, rows)
+            self._map.check_source(rows, spans)
+            if replaced:
+                self._moves.replace_sources(rows)
+            self._checked = rows, spans
         if computed >= self._tokens:
             self._left.discard(layer)
         for source, target in self._moves.layer(layer, spans):

@@ -102,3 +102,51 @@ async def decode_until_closed(w: World, there: dict[int, PageRow], arrived: int)
             assert not reception.complete
             await reception.arrived()
     assert not reception.complete
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["entries", "the dictionary"])
+async def test_rows_may_be_replaced_while_they_are_pushed(whole):
+    """What is written comes from the pages that the offer has then, and those are checked."""
+    async with world("sim", Side(), Side(), MODEL) as w, anyio.create_task_group() as group:
+        here, there = w.rows(TOKENS)
+        fill(w.left, here, 20)
+        group.start_soon(decode, w, w.consumers[0], "r", TOKENS, there, False)
+        first = {0: PageRow(here[0].pages[:2]), 1: here[1]}
+        async with w.producers[0].offer("r", tokens=TOKENS, rows=first) as offer:
+            await until(lambda: offer.pushes)
+            for layer in range(MODEL.layers):
+                offer.computed(layer, 8)
+            await anyio.sleep(1)
+            if whole:
+                offer.rows = dict(here)
+            else:
+                offer.rows[0] = here[0]
+            for layer in range(MODEL.layers):
+                offer.computed(layer)
+        assert offer.outcome == "moved"
+        assert same(w.right.caches[0], expected(w.right.caches[0], there, 20, BEFORE))
+
+
+async def test_pages_may_be_others_from_one_layer_to_the_next():
+    async with world("sim", Side(), Side(), MODEL) as w, anyio.create_task_group() as group:
+        here, there = w.rows(TOKENS)
+        elsewhere, _ = w.rows(TOKENS, seed=1)
+        fill(w.left, elsewhere, 20, salt=1)
+        fill(w.left, here, 20)
+        group.start_soon(decode, w, w.consumers[0], "r", TOKENS, there, False)
+        async with w.producers[0].offer("r", tokens=TOKENS, rows=elsewhere) as offer:
+            await until(lambda: offer.pushes)
+            offer.computed(0)
+            await anyio.sleep(1)
+            fill(w.left, here, 20)
+            offer.rows = here
+            for layer in range(1, MODEL.layers):
+                offer.computed(layer)
+        found = w.right.caches[0]
+        first = [tensor.memory for tensor in found.tensors if tensor.layer == 0]
+        wanted = [expected(found, there, 20, BEFORE, salt) for salt in (0, 1)]
+        assert not any(np.array_equal(*pair) for pair in zip(*wanted, strict=True))
+        others = [number for number in range(len(found.memories)) if number not in first]
+        flat = [memory.reshape(-1).view(np.uint8) for memory in found.memories]
+        assert all(np.array_equal(flat[number], wanted[0][number]) for number in others)
+        assert not any(np.array_equal(flat[number], wanted[0][number]) for number in first)
