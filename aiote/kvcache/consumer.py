@@ -60,6 +60,7 @@ class Reception:
         self._streams: dict[Link, service.Stream] = {}
         self._block: Block | None = None
         self._reading = anyio.CancelScope()
+        self._batches: list[Batch] = []
         self._read_over = anyio.Event()
         self._bell = Bell()
         self._moved_at, self._seen = anyio.current_time(), 0
@@ -71,6 +72,7 @@ class Reception:
     def look(self, stall_timeout: float) -> None:
         """Fail it where nothing of it has moved for so long."""
         arrived = self._block.row.progress[0] if self._block is not None and not self.failed else self.layers
+        arrived += sum(batch.landed for batch in self._batches)
         if arrived != self._seen:
             self._seen = arrived
             self.heard()
@@ -184,7 +186,7 @@ class Reception:
             if pinned.tokens < self.tokens:
                 raise TransferRefused(f"it has {pinned.tokens} tokens of {self.request!r}, wanted are {self.tokens}")
             link.map.check_source(rows, spans)
-            self._moved_at = math.inf  # from here on it is this engine's work
+            self.heard()
             await self._read_pages(link, rows, spans)
             if not await link.client.finish(link.session, self.request):
                 raise TransferRefused(f"its pages of {self.request!r} were not kept until they were read")
@@ -198,6 +200,7 @@ class Reception:
         engine = self._consumer.engine
         moves = PagedMoves(link.map, link.memories, self._consumer.regions, rows, self.rows)
         batch = Batch(engine, link.peer, Bell())
+        self._batches.append(batch)
         try:
             for layer in link.map.layers:
                 for source, target in moves.layer(layer, spans):
@@ -302,7 +305,7 @@ class Consumer:
                 self.regions.append(await self.engine.register_async(array, "write"))
                 stack.push_async_callback(to_the_end, self.regions[-1].aclose)
             self._scope = await stack.enter_async_context(beside())
-            self._links = Links(self.engine, self.spec, self.regions, self._turn, self._scope, self._stall_timeout / 4)
+            self._links = Links(self.engine, self.spec, self.regions, self._turn, self._scope, self._stall_timeout)
             if self._stall_timeout < math.inf:
                 self._scope.start(self._look)
             self._stack = stack.pop_all()

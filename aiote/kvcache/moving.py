@@ -12,9 +12,10 @@ import aiote
 
 from ..service.background import Bell
 from .mapping import CacheMap, PageRow, Pattern
+from .protocol import TransferRefused
 from .tensors import CacheSpec
 
-__all__ = ["Batch", "PagedMoves", "Rows", "Traffic", "Written", "check_rows"]
+__all__ = ["Batch", "PagedMoves", "Rows", "Traffic", "Written", "check_rows", "lent"]
 
 Rows = dict[int, PageRow]
 
@@ -25,6 +26,23 @@ def check_rows(spec: CacheSpec, rows: Rows) -> None:
         pages, numbers = spec.groups.get(group, 0), row.pages
         if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < pages:
             raise aiote.UsageError(f"{spec.name}: group {group} has {pages} pages, from 0 on, got {numbers}")
+
+
+def lent(
+    engine: aiote.Engine, peer: aiote.Peer, descriptor: bytes, nbytes: int, *, written: bool
+) -> aiote.RemoteRegion:
+    """Return memory of a peer's own, of so many bytes, to be written or read: it may not send us to another's.
+
+    Raises TransferRefused, and UsageError for what is no descriptor.
+    """
+    remote = engine.attach(descriptor)
+    own = (remote.owner.identity, remote.owner.incarnation) == (peer.address.identity, peer.address.incarnation)
+    if not (own and (remote.writable if written else remote.readable) and remote.nbytes >= nbytes):
+        raise TransferRefused(
+            f"{peer.address.identity.hex()[:8]} gives {remote.nbytes} bytes of {remote.owner.identity.hex()[:8]}: "
+            f"expected {nbytes} of its own, to be {'written' if written else 'read'}"
+        )
+    return remote
 
 
 class PagedMoves:
@@ -130,6 +148,11 @@ class Batch:
         # Each knows the other: a cycle in each request would have the garbage collector come in every few.
         self._flight.changed = None
         return True
+
+    @property
+    def landed(self) -> int:
+        """How many transfers went well."""
+        return self._flight.landed
 
     @property
     def busy(self) -> bool:

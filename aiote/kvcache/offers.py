@@ -8,12 +8,12 @@
 
 A reader is a decode rank that has asked for the request: one that is written to, or one that reads. Offer and reader
 meet by the request's name, whichever comes first, and either waits for the other for `match_timeout` seconds. A decode
-rank whose request still waits for pages renews that, until `renewal_limit`: no peer can keep pages for ever.
+rank whose request still waits for pages renews that. Whatever readers do, an offer that is left ends within
+`renewal_limit`: no peer can keep pages for ever.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import deque
 from collections.abc import Iterable
@@ -60,7 +60,6 @@ class Offer:
         self._offers = offers
         self._readers = readers or 0
         self._came = self._ended = 0
-        self._waits_since = math.inf
 
     # What the program does.
 
@@ -105,6 +104,8 @@ class Offer:
     def stop(self, reason: str) -> None:
         """Have it end: readers are told why. Idempotent."""
         self.stopped = self.stopped or reason
+        for push in self.pushes:
+            push.room.cancel()
         self.bell.ring()
 
     @property
@@ -114,23 +115,21 @@ class Offer:
 
     async def wait(self) -> None:
         """Return when all readers have ended, or it was stopped. Where one does not come within `match_timeout`, or
-        reads for longer, it is "expired"; while one is written to it is not.
+        reads for longer, it is "expired"; while one is written to it is not before `renewal_limit`.
         """
-        self._waits_since = anyio.current_time()
+        offers = self._offers
+        end = anyio.current_time() + max(offers.match_timeout, offers.renewal_limit)
         while self.awaited and not self.stopped:
-            if self.pushes:
-                # Its end rings.
+            left = end - anyio.current_time()
+            # The end of a push rings.
+            with anyio.move_on_after(left if self.pushes else min(offers.match_timeout, left)) as scope:
                 await self.bell.wait()
-                continue
-            with anyio.move_on_after(self._offers.match_timeout) as scope:
-                await self.bell.wait()
-            if scope.cancelled_caught and not self.pushes:
+            if scope.cancelled_caught and (not self.pushes or anyio.current_time() >= end):
                 self.stop("expired")
 
     def renew(self) -> None:
-        """Have `match_timeout` begin anew, unless it has waited for readers for `renewal_limit` already."""
-        if anyio.current_time() < self._waits_since + self._offers.renewal_limit:
-            self.bell.ring()
+        """Have `match_timeout` begin anew."""
+        self.bell.ring()
 
     async def __aenter__(self) -> Offer:
         self._offers.enter(self)
@@ -160,6 +159,8 @@ class Offer:
 
     def join(self, reader: object, ranks: int) -> None:
         """Take a reader in, one of so many of its group. Raises TransferRefused for one too many."""
+        if reader in self.active:
+            raise TransferRefused(f"request {self.request!r} is moved over this session already")
         self._readers = self._readers or ranks
         if self._came >= self._readers or self.stopped:
             raise TransferRefused(self.stopped or f"request {self.request!r} has its {self._readers} readers already")
@@ -270,12 +271,15 @@ class Push:
     ) -> None:
         self._offer, self._moves, self._batch = offer, moves, batch
         self._map: CacheMap = moves.map
-        self._tokens, self._immediates = tokens, immediates
         self._spans = self._map.spans(rows, tokens)
+        # A state is of all tokens of the offer, however few its reader asks for.
+        states = any(span and not self._map.units[group][0] for group, span in self._spans.items())
+        self._tokens, self._immediates = offer.tokens if states else tokens, immediates
         self._sent = {layer: {group: span.start for group, span in self._spans.items()} for layer in self._map.layers}
         self._left = set(self._map.layers)
         self._checked: tuple[Rows, dict[int, range]] = {}, {}
         self.todo: deque[int] = deque(offer.computed_to)
+        self.room = anyio.CancelScope()
 
     async def run(self, engine: aiote.Engine) -> None:
         """Write what is computed as it is computed; return when all is written. Raises TransferRefused, and what a
@@ -323,5 +327,9 @@ class Push:
             self._left.discard(layer)
         for source, target in self._moves.layer(layer, spans):
             if not self._batch.has_room:
-                await self._batch.room()
+                # A peer that takes nothing does not hold up the end of the offer.
+                with anyio.CancelScope() as self.room:
+                    await self._batch.room()
+                if self._offer.stopped:
+                    raise TransferRefused(self._offer.stopped)
             self._batch.submit(engine.submit_write_pages, source, target, self._immediates[layer])

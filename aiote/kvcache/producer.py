@@ -17,7 +17,7 @@ from .. import service
 from ..aio import current_loop
 from ..service.background import to_the_end
 from .mapping import CacheMap
-from .moving import Batch, PagedMoves, Rows, Traffic, Written, check_rows
+from .moving import Batch, PagedMoves, Rows, Traffic, Written, check_rows, lent
 from .offers import Offer, Offers, Push
 from .protocol import Fetch, NoSessionError, Opened, Pinned, TransferRefused, Transfers, rows_of, rows_to
 from .tensors import Cache, CacheSpec
@@ -41,6 +41,7 @@ class Session:
     immediates: dict[int, int]
     targets: list[aiote.RemoteRegion | None]
     asked: Counter[str] = field(default_factory=Counter)
+    told: bool = False
 
     @contextmanager
     def asks(self, request: str) -> Iterator[None]:
@@ -150,20 +151,15 @@ class Producer:
         cache_map = CacheMap(self.spec, part)
         if len(immediates) != len(part.layers) or len(memories) not in (0, len(part.memories)):
             raise TransferRefused("an immediate is expected for each layer, and a descriptor for each memory")
-        targets = [self._lent(peer, descriptor) if descriptor else None for descriptor in memories]
+        targets = [
+            lent(self.engine, peer, descriptor, nbytes, written=True) if descriptor else None
+            for descriptor, nbytes in zip(memories, part.memories, strict=False)
+        ]
         self._forget(peer)
         number = next(self._numbers)
         counted = dict(zip(part.layers, immediates, strict=True))
         self._sessions[number] = Session(peer, cache_map, counted, targets)
         return Opened(number, [] if memories else [region.descriptor for region in self._regions])
-
-    def _lent(self, peer: aiote.Peer, descriptor: bytes) -> aiote.RemoteRegion:
-        """Return memory of the peer's own that may be written: nobody may send us to another's."""
-        remote = self.engine.attach(descriptor)
-        ours = (remote.owner.identity, remote.owner.incarnation) == (peer.address.identity, peer.address.incarnation)
-        if not (ours and remote.writable):
-            raise TransferRefused("a session gives memory that is not its own decode rank's, to be written")
-        return remote
 
     def _forget(self, peer: aiote.Peer) -> None:
         """Drop the sessions of lost peers, and the oldest one of a peer that opens too many."""
@@ -187,7 +183,7 @@ class Producer:
             await self._push(session, await self._offers.match(fetch.request), fetch)
 
     async def _push(self, session: Session, offer: Offer, fetch: Fetch) -> None:
-        offer.join(fetch, session.map.part.ranks)
+        offer.join(session, session.map.part.ranks)
         failure = "it was cancelled"
         try:
             await self._reader(session, offer, fetch).run(self.engine)
@@ -196,7 +192,7 @@ class Producer:
             failure = str(error)
             raise TransferRefused(failure) from None
         finally:
-            offer.leave(fetch, failure)
+            offer.leave(session, failure)
 
     def _reader(self, session: Session, offer: Offer, fetch: Fetch) -> Push:
         """Return what writes for a decode rank. Raises UsageError for what does not fit."""
@@ -224,7 +220,7 @@ class Producer:
 
     async def _pull(self, session: Session, offer: Offer) -> AsyncGenerator[Pinned]:
         reader = Pull(session, offer)
-        offer.join(reader, session.map.part.ranks)
+        offer.join(session, session.map.part.ranks)
         self._pulls.add(reader)
         try:
             while not (offer.complete or offer.stopped):
@@ -237,16 +233,22 @@ class Producer:
                 raise TransferRefused(offer.stopped)
         finally:
             self._pulls.discard(reader)
-            offer.leave(reader, "" if reader.finished else offer.stopped or "it was cancelled")
+            offer.leave(session, "" if reader.finished else offer.stopped or "it was cancelled")
 
     async def moving(self, peer: aiote.Peer, session: int, interval: float) -> AsyncGenerator[list[str]]:
         """Tell every so many seconds which requests of a session wait in a queue that moves, or are computed."""
         own, seen = self._session(peer, session), dict[str, int]()
-        while self._sessions.get(session) is own:
-            await anyio.sleep(interval)
-            if found := [request for request in own.asked if self._offers.moving(request, seen)]:
-                yield found
-            seen = {request: tokens for request, tokens in seen.items() if request in own.asked}
+        if own.told:
+            raise TransferRefused(f"session {session} is told already")
+        own.told = True
+        try:
+            while self._sessions.get(session) is own:
+                await anyio.sleep(interval)
+                if found := [request for request in own.asked if self._offers.moving(request, seen)]:
+                    yield found
+                seen = {request: tokens for request, tokens in seen.items() if request in own.asked}
+        finally:
+            own.told = False
 
     def renew(self, requests: list[str]) -> None:
         """Keep requests that decode ranks still want."""

@@ -24,6 +24,7 @@ from .. import service
 from ..service.background import TaskScope
 from ..service.endpoint import Endpoint
 from .mapping import CacheMap, assign
+from .moving import lent
 from .protocol import MOST_RENEWED, TransferRefused, Transfers
 from .tensors import CacheSpec
 
@@ -76,7 +77,8 @@ class Link:
         """Pass on which requests the rank says are not stuck: one message every so many seconds, for all of them."""
         with suppress(service.CallError, TransferRefused):
             async for requests in self.client.moving(self.session, interval):
-                for reader in [reader for reader in self.readers if reader.request in requests]:
+                named = set(requests)
+                for reader in [reader for reader in self.readers if reader.request in named]:
                     reader.heard()
 
 
@@ -90,9 +92,9 @@ class Links:
         regions: Sequence[aiote.Region],
         turn: int,
         scope: TaskScope,
-        interval: float,
+        limit: float,
     ) -> None:
-        self._interval = interval
+        self._limit = limit
         self._engine, self._spec, self._regions, self._turn, self._scope = engine, spec, regions, turn, scope
         self._groups: dict[tuple[tuple[str, ...], bool], list[Link]] = {}
         self._locks: dict[tuple[tuple[str, ...], bool], anyio.Lock] = {}
@@ -105,12 +107,14 @@ class Links:
         key = tuple(str(place.address if isinstance(place, aiote.Peer) else place) for place in places), reads
         if (known := self._groups.get(key)) and not any(link.over for link in known):
             return known
-        async with self._locks.setdefault(key, anyio.Lock()):
-            links = self._groups.get(key, [])
-            if not links or any(link.over for link in links):
-                self._forget()
-                links = self._groups[key] = await self._open(places, reads)
-        return links
+        with anyio.move_on_after(self._limit):
+            async with self._locks.setdefault(key, anyio.Lock()):
+                links = self._groups.get(key, [])
+                if not links or any(link.over for link in links):
+                    self._forget()
+                    links = self._groups[key] = await self._open(places, reads)
+            return links
+        raise TransferRefused(f"the handshake with {', '.join(key[0])} has not ended within {self._limit} s")
 
     def _forget(self) -> None:
         """Drop the groups of which a link is over: of ranks that were replaced nobody asks again."""
@@ -123,8 +127,11 @@ class Links:
         peers = [await self._peer(place) for place in places]
         clients = [service.client(self._engine, peer, Transfers) for peer in peers]
         specs = [await client.describe() for client in clients]
-        for spec in specs:
-            spec.check()
+        try:
+            for spec in specs:
+                spec.check()
+        except aiote.UsageError as error:
+            raise TransferRefused(f"a prefill rank describes a cache that cannot be: {error}") from None
         # Also to those that have nothing for this rank: an offer ends when all of the decode group have come.
         parts = assign(specs, self._spec, self._turn)
         return [
@@ -150,13 +157,23 @@ class Links:
         memories = [region.descriptor if number in used else b"" for number, region in enumerate(self._regions)]
         places = [self._spec.layers.index(layer) for layer in cache_map.layers]
         opened = await client.open(cache_map.part, places, [] if reads else memories)
-        if reads and len(opened.memories) != len(cache_map.source.memories):
-            raise TransferRefused(f"{cache_map.source.name} gives {len(opened.memories)} memories of its cache to read")
         # Each holds a slot of the service until it is finished, which takes one more.
         link = Link(peer, client, cache_map, max(1, Endpoint.of(self._engine).limits.slots // 2))
         link.session = opened.session
-        link.memories = [self._engine.attach(descriptor) for descriptor in opened.memories]
+        link.memories = self._to_read(peer, cache_map.source, opened.memories) if reads else []
         self._scope.start(link.follow)
-        if self._interval < math.inf:
-            self._scope.start(link.listen, self._interval)
+        if self._limit < math.inf:
+            self._scope.start(link.listen, self._limit / 4)
         return link
+
+    def _to_read(self, peer: aiote.Peer, spec: CacheSpec, descriptors: list[bytes]) -> list[aiote.RemoteRegion]:
+        """Return a prefill rank's memories. Raises TransferRefused for what is none of its own."""
+        if len(descriptors) != len(spec.memories):
+            raise TransferRefused(f"{spec.name} gives {len(descriptors)} memories of its cache to read")
+        try:
+            return [
+                lent(self._engine, peer, descriptor, nbytes, written=False)
+                for descriptor, nbytes in zip(descriptors, spec.memories, strict=True)
+            ]
+        except (aiote.UsageError, TransferRefused) as error:
+            raise TransferRefused(f"{spec.name} gives no memory of its cache to read: {error}") from None

@@ -137,7 +137,7 @@ class Transfers(service.Service):
             async for item in items:
                 yield item
 
-    @service.method(raises=[NoSessionError])
+    @service.method(raises=[TransferRefused, NoSessionError])
     async def moving(self, session: Number, interval: Interval) -> AsyncIterator[list[Name]]:
         """Hear every so many seconds which requests of a session are not stuck."""
         async with aclosing(self._rank.moving(service.current_call().peer, session, interval)) as items:

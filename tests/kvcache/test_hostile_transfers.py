@@ -15,10 +15,11 @@ import pytest
 import aiote
 from aiote import service
 from aiote.kvcache.mapping import MappingError
+from aiote.kvcache.moving import Batch
 from aiote.kvcache.producer import MOST_SESSIONS
 from aiote.kvcache.protocol import Fetch, Row, TransferRefused, Transfers
 from aiote.kvcache.tensors import CacheSpec
-from engines import opened
+from engines import opened, until
 from kv_worlds import BEFORE, World, decode, world
 from mapped_caches import Model, Side, expected, fill, same
 
@@ -50,8 +51,8 @@ class Liar:
 
 
 @asynccontextmanager
-async def lying() -> AsyncIterator[Liar]:
-    async with world("sim", Side(), Side(), MODEL) as w, opened("sim") as engine:
+async def lying(**limits: float) -> AsyncIterator[Liar]:
+    async with world("sim", Side(), Side(), MODEL, **limits) as w, opened("sim") as engine:
         producer = w.producers[0].engine
         peer = await engine.connect(producer.address)
         part = w.right.caches[0].spec
@@ -164,4 +165,109 @@ async def test_sessions_are_bounded_and_each_is_its_openers():
                 await anext(stranger.pull(sessions[-1], "r"))
         with pytest.raises(TransferRefused, match="no session"):
             await anext(liar.client.pull(sessions[0], "r"))
+        await honest(liar.world)
+
+
+@pytest.mark.virtual_time
+async def test_memory_that_is_shorter_than_said_is_refused():
+    async with lying() as liar:
+        short = liar.region[0 : liar.region.nbytes // 2].descriptor
+        with pytest.raises(TransferRefused, match="expected .* of its own, to be written"):
+            await liar.open(memories=[short] * len(liar.part.memories))
+        await honest(liar.world)
+
+
+@pytest.mark.virtual_time
+async def test_a_session_is_told_once_at_a_time_what_moves():
+    async with lying() as liar:
+        session = await liar.open()
+        first = liar.client.moving(session, 1.0)
+        with anyio.move_on_after(3):
+            await anext(first)
+        with pytest.raises(TransferRefused, match="is told already"):
+            await anext(liar.client.moving(session, 1.0))
+        await first.aclose()
+        again = liar.client.moving(session, 1.0)
+        with anyio.move_on_after(3) as scope:
+            await anext(again)
+        assert scope.cancelled_caught
+        await honest(liar.world)
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("reads", [False, True], ids=["push", "pull"])
+async def test_a_session_has_a_request_moved_once_at_a_time(reads):
+    """Else a peer that says that its group is large makes a prefill rank keep as many page tables as it likes."""
+    async with lying() as liar, anyio.create_task_group() as group:
+        producer = liar.world.producers[0]
+        here, _ = liar.world.rows(TOKENS)
+        session = await liar.open(msgspec.structs.replace(liar.part, ranks=1000), [] if reads else None)
+        refused = []
+
+        async def offer() -> None:
+            async with producer.offer("r", tokens=TOKENS, rows=here, readers=None):
+                await anyio.sleep_forever()
+
+        async def ask() -> None:
+            fetch = Fetch(session, "r", TOKENS, 7, {0: Row(np.arange(5), 0)})
+            with pytest.raises(TransferRefused) as caught:
+                async for _ in liar.client.pull(session, "r") if reads else liar.client.push(fetch):
+                    pass
+            refused.append(str(caught.value))
+
+        group.start_soon(offer)
+        for _ in range(20):
+            group.start_soon(ask)
+        await until(lambda: len(refused) == 19)
+        assert all("moved over this session already" in reason for reason in refused)
+        (offered,) = producer._offers._open.values()
+        assert len(offered.active) == 1
+        await honest(liar.world)
+        group.cancel_scope.cancel()
+
+
+@pytest.mark.virtual_time
+async def test_readers_that_come_and_go_keep_no_pages():
+    async with lying(match_timeout=7, renewal_limit=30) as liar, anyio.create_task_group() as group:
+        here, _ = liar.world.rows(TOKENS)
+        session = await liar.open(msgspec.structs.replace(liar.part, ranks=1000), [])
+
+        async def come_and_go() -> None:
+            while True:
+                stream = liar.client.pull(session, "r")
+                with anyio.move_on_after(1):
+                    async for _ in stream:
+                        pass
+                await stream.aclose()
+
+        begun = anyio.current_time()
+        async with liar.world.producers[0].offer("r", tokens=TOKENS, rows=here, readers=None, computed=True) as offered:
+            group.start_soon(come_and_go)
+        assert (offered.outcome, offered._came > 10) == ("expired", True)
+        assert 30 <= anyio.current_time() - begun <= 31
+        group.cancel_scope.cancel()
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("after", [0, 1])
+async def test_a_reader_that_takes_no_writes_keeps_no_pages(monkeypatch, after):
+    """Its engine lives and says so; for more than the first few writes there is no room."""
+    begun_writes = []
+    submit = Batch.submit
+    monkeypatch.setattr(Batch, "has_room", property(lambda _: len(begun_writes) < after))
+    monkeypatch.setattr(Batch, "room", lambda _: anyio.sleep_forever())
+    monkeypatch.setattr(Batch, "submit", lambda *call: (begun_writes.append(call), submit(*call)))
+    async with lying(match_timeout=7, renewal_limit=30) as liar, anyio.create_task_group() as group:
+        here, _ = liar.world.rows(TOKENS)
+        begun = anyio.current_time()
+
+        async def ask() -> None:
+            with pytest.raises(TransferRefused, match="expired"):
+                await liar.push()
+
+        async with liar.world.producers[0].offer("r", tokens=TOKENS, rows=here, computed=True) as offered:
+            group.start_soon(ask)
+        assert (offered.outcome, len(begun_writes)) == ("expired", after)
+        assert 30 <= anyio.current_time() - begun <= 31
+        monkeypatch.undo()
         await honest(liar.world)

@@ -1,86 +1,28 @@
-"""Prefill ranks that lie, programs that err, and more than there is room for: one request fails, and no other."""
+"""Programs that err, and more than there is room for: one request fails, and no other."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 
 import anyio
 import pytest
 
 import aiote
-from aiote import service
 from aiote.kvcache.consumer import Consumer
 from aiote.kvcache.mapping import PageRow
 from aiote.kvcache.moving import Batch
 from aiote.kvcache.producer import MOST_SESSIONS, Producer
-from aiote.kvcache.protocol import Fetch, Opened, Pinned, TransferRefused, Transfers, rows_to
-from aiote.kvcache.tensors import Cache, CacheSpec
+from aiote.kvcache.protocol import TransferRefused
+from aiote.kvcache.tensors import Cache
 from aiote.service.endpoint import Endpoint, Limits
 from engines import PATIENCE_S, fabric, opened, until
-from kv_worlds import BEFORE, World, decode, prefill, world
+from kv_worlds import BEFORE, decode, prefill, served, world
 from mapped_caches import Model, Side, built, expected, fill, same
 
 MODEL = Model(layers=3, item=64, state=5)
 TOKENS = 19
 
 pytestmark = pytest.mark.virtual_time
-
-
-class Liar:
-    """A rank whose pulls are answered with what is none."""
-
-    def __init__(self, spec: CacheSpec, memories: list[bytes], pins: list[Pinned]) -> None:
-        self.spec, self.memories, self.pins = spec, memories, pins
-
-    def describe(self) -> CacheSpec:
-        return self.spec
-
-    async def open(self, peer: aiote.Peer, part: CacheSpec, immediates: list[int], memories: list[bytes]) -> Opened:
-        return Opened(1, self.memories)
-
-    async def push(self, peer: aiote.Peer, fetch: Fetch) -> None:
-        raise AssertionError("it is only read from")
-
-    async def pull(self, peer: aiote.Peer, session: int, request: str) -> AsyncGenerator[Pinned]:
-        for pin in self.pins:
-            yield pin
-
-    def finish(self, peer: aiote.Peer, session: int, request: str) -> bool:
-        return True
-
-
-@asynccontextmanager
-async def lying(how: str, rows: dict[int, PageRow]) -> AsyncIterator[aiote.Engine]:
-    """Serve a rank that gives no memories, or says nothing of pages."""
-    cache = built(MODEL, Side(), "liar").caches[0]
-    async with opened("sim") as engine:
-        regions = [await engine.register_async(memory, "read") for memory in cache.memories]
-        memories = [] if how == "no memory" else [region.descriptor for region in regions]
-        pins = [] if how == "no page" else [Pinned(TOKENS, rows_to(rows))]
-        async with service.serve(engine, Transfers(Liar(cache.spec, memories, pins))):
-            yield engine
-
-
-@pytest.mark.parametrize(("how", "why"), [("no memory", "gives 0 memories"), ("no page", "does not say where")])
-async def test_a_rank_that_lies_fails_its_own_request_alone(how, why):
-    async with world("sim", Side(), Side(), MODEL) as w, anyio.create_task_group() as group:
-        here, there = w.rows(TOKENS)
-        fill(w.left, here, 20)
-        async with lying(how, here) as liar:
-            with pytest.raises(TransferRefused, match=why):
-                async with w.consumers[0].receive(
-                    [liar.address], "lie", tokens=TOKENS, rows=there, reads=True
-                ) as reception:
-                    await reception.arrived()
-        await served(w, group, "r", here, there)
-
-
-async def served(w: World, group: anyio.abc.TaskGroup, name: str, here: dict, there: dict, reads: bool = False) -> None:
-    """Have a request moved, and look at its bytes."""
-    group.start_soon(prefill, w.producers[0], name, TOKENS, here, 1)
-    await decode(w, w.consumers[0], name, TOKENS, there, reads)
-    assert same(w.right.caches[0], expected(w.right.caches[0], there, 20, BEFORE))
 
 
 @pytest.mark.parametrize("page", [12, -1])
@@ -162,7 +104,7 @@ async def test_a_session_that_was_forgotten_is_opened_anew(reads):
             await w.consumers[0]._links._open(w.places, reads)
         with pytest.raises(TransferRefused, match="no session"):
             await decode(w, w.consumers[0], "r", TOKENS, there, reads)
-        await served(w, group, "again", here, there, reads)
+        await served(w, group, TOKENS, "again", here, there, reads)
 
 
 async def test_groups_of_ranks_that_were_lost_are_not_kept():
@@ -181,7 +123,7 @@ async def test_a_session_that_is_used_is_kept():
         here, there = w.rows(TOKENS)
         fill(w.left, here, 20)
         for number in range(MOST_SESSIONS + 1):
-            await served(w, group, f"r {number}", here, there)
+            await served(w, group, TOKENS, f"r {number}", here, there)
             await w.consumers[0]._links._open(w.places, False)
 
 

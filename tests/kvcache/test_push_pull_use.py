@@ -11,7 +11,7 @@ from aiote.kvcache import PagePool, PageRow
 from aiote.kvcache.protocol import TransferRefused
 from engines import until
 from kv_worlds import BEFORE, World, decode, prefill, world
-from mapped_caches import Model, Side, expected, fill, same
+from mapped_caches import Model, Side, expected, fill, same, value
 
 MODEL = Model(layers=3, item=64, state=5)
 TOKENS = 19
@@ -150,3 +150,29 @@ async def test_pages_may_be_others_from_one_layer_to_the_next():
         flat = [memory.reshape(-1).view(np.uint8) for memory in found.memories]
         assert all(np.array_equal(flat[number], wanted[0][number]) for number in others)
         assert not any(np.array_equal(flat[number], wanted[0][number]) for number in first)
+
+
+@pytest.mark.parametrize("tokens", [0, 4])
+async def test_a_state_is_not_pushed_before_all_of_its_offer_is_computed(tokens):
+    """However few tokens its reader asks for: what the page holds before is another request's."""
+    async with world("sim", Side(), Side(), MODEL) as w, anyio.create_task_group() as group:
+        here, there = w.rows(tokens)
+        there[1] = PageRow([2])
+        whole, _ = w.rows(TOKENS)
+        whole = {0: PageRow([*here[0].pages, *set(whole[0].pages) - set(here[0].pages)][:5]), 1: whole[1]}
+        group.start_soon(decode, w, w.consumers[0], "r", tokens, there, False)
+        async with w.producers[0].offer("r", tokens=TOKENS, rows=whole) as offer:
+            await until(lambda: offer.pushes)
+            for layer in range(MODEL.layers):
+                offer.computed(layer, 5)
+            await anyio.sleep(1)
+            fill(w.left, whole, 20)
+            for layer in range(MODEL.layers):
+                offer.computed(layer)
+        assert offer.outcome == "moved"
+        found = w.right.caches[0]
+        flat = [memory.reshape(-1) for memory in found.memories]
+        for tensor in found.tensors:
+            if not tensor.tokens:
+                place = slice(tensor.offset + 2 * tensor.page_stride, tensor.offset + 3 * tensor.page_stride)
+                assert np.array_equal(flat[tensor.memory][place], value(tensor, 0, 0))

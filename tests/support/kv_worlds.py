@@ -15,7 +15,7 @@ from aiote.kvcache.mapping import PageRow
 from aiote.kvcache.offers import Offer
 from aiote.kvcache.producer import Producer
 from engines import PATIENCE_S, opened
-from mapped_caches import Model, Side, built, rows
+from mapped_caches import Model, Side, built, expected, rows, same
 
 PAGE = 4
 BEFORE = 0xEE
@@ -84,3 +84,12 @@ async def decode(w: World, consumer: Consumer, name: str, tokens: int, there: di
     async with consumer.receive(w.places, name, tokens=tokens, rows=there, reads=reads) as reception:
         await reception.arrived()
         assert reception.complete
+
+
+async def served(
+    w: World, group: anyio.abc.TaskGroup, tokens: int, name: str, here: dict, there: dict, reads: bool = False
+) -> None:
+    """Have a request moved, and look at its bytes."""
+    group.start_soon(prefill, w.producers[0], name, tokens, here, 1)
+    await decode(w, w.consumers[0], name, tokens, there, reads)
+    assert same(w.right.caches[0], expected(w.right.caches[0], there, -(-tokens // PAGE) * PAGE, BEFORE))
