@@ -26,7 +26,7 @@ def of_case(case: str) -> tuple[Side, Side]:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("provider", ["sim", "local", "tcp"])
+@pytest.mark.parametrize("provider", ["sim", "local", "tcp", "verbs"])
 @pytest.mark.parametrize("reads", [False, True], ids=["push", "pull"])
 @pytest.mark.parametrize("case", CASES)
 async def test_a_request_arrives_byte_by_byte_and_nothing_else(provider, reads, case):

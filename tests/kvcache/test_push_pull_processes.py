@@ -17,7 +17,7 @@ from aiote.kvcache.consumer import Consumer
 from aiote.kvcache.mapping import PageRow
 from aiote.kvcache.producer import Producer
 from aiote.kvcache.protocol import TransferRefused
-from engines import LOST_SOON, PATIENCE_S, opened, served_by_process, until
+from engines import LOST_SOON, PATIENCE_S, opened, real_provider, served_by_process, until
 from kv_harm import Child
 from kv_producer_process import MODEL, PAGES, TOKENS, serve
 from mapped_caches import Side, built, expected
@@ -55,7 +55,7 @@ async def receive(consumer: Consumer, side: Side, address: aiote.Address, number
             assert np.array_equal(memory[pages], right.reshape(memory.shape)[pages])
 
 
-@served_by_process
+@real_provider
 async def test_caches_arrive_from_another_process(provider, children):
     side = rank(4)
     with anyio.fail_after(PATIENCE_S):

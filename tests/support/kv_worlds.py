@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
@@ -14,8 +15,8 @@ from aiote.kvcache.consumer import Consumer
 from aiote.kvcache.mapping import PageRow
 from aiote.kvcache.offers import Offer
 from aiote.kvcache.producer import Producer
-from engines import PATIENCE_S, opened
-from mapped_caches import Model, Side, built, expected, rows, same
+from engines import PATIENCE_S, opened, until
+from mapped_caches import Model, Side, built, expected, fill, rows, same
 
 PAGE = 4
 BEFORE = 0xEE
@@ -42,8 +43,15 @@ class World:
 
 @asynccontextmanager
 async def world(
-    provider: str, left: Side, right: Side, model: Model = MODEL, settings: dict | None = None, **limits: float
+    provider: str,
+    left: Side,
+    right: Side,
+    model: Model = MODEL,
+    settings: dict | None = None,
+    rails: Sequence[list[str]] = (),
+    **limits: float,
 ) -> AsyncIterator[World]:
+    """Open two sides; rails: of each engine in turn, prefill ranks first."""
     built(model, left, "prefill"), built(model, right, "decode")
     for cache in right.caches:
         for memory in cache.memories:
@@ -54,8 +62,8 @@ async def world(
     with anyio.fail_after(10 * PATIENCE_S if provider == "sim" else PATIENCE_S):
         async with AsyncExitStack() as stack:
             engines = [
-                await stack.enter_async_context(opened(provider, **(settings or {})))
-                for _ in (*left.caches, *right.caches)
+                await stack.enter_async_context(opened(provider, own, **(settings or {})))
+                for own, _ in zip(itertools.cycle(rails or [None]), (*left.caches, *right.caches), strict=False)
             ]
             producers = [
                 await stack.enter_async_context(Producer(engine, cache, **kept))
@@ -93,3 +101,35 @@ async def served(
     group.start_soon(prefill, w.producers[0], name, tokens, here, 1)
     await decode(w, w.consumers[0], name, tokens, there, reads)
     assert same(w.right.caches[0], expected(w.right.caches[0], there, -(-tokens // PAGE) * PAGE, BEFORE))
+
+
+async def served_while(w: World, tokens: int, reads: bool, requests: int, harm: Callable[[int], object]) -> list[str]:
+    """Have requests moved one after the other, harm the network in the midst of each, and compare all bytes of it.
+
+    Returns the events of both engines.
+    """
+    events: list[str] = []
+    for engine in (w.producers[0].engine, w.consumers[0].engine):
+        engine.listen_events(lambda event: events.append(event.name))
+    memory = w.right.caches[0].memories[0]
+    for number in range(requests):
+        here, there = w.rows(tokens, seed=number)
+        fill(w.left, here, tokens, number)
+        for each in w.right.caches[0].memories:
+            each[...] = BEFORE
+        async with anyio.create_task_group() as group:
+            group.start_soon(compute, w.producers[0], f"r {number}", tokens, here)
+            group.start_soon(decode, w, w.consumers[0], f"r {number}", tokens, there, reads)
+            await until(lambda: not (memory == BEFORE).all())
+            harm(number)
+        assert same(w.right.caches[0], expected(w.right.caches[0], there, tokens, BEFORE, number))
+    return events
+
+
+async def compute(producer: Producer, name: str, tokens: int, here: dict[int, PageRow]) -> None:
+    """Compute a request layer by layer."""
+    async with producer.offer(name, tokens=tokens, rows=here) as offer:
+        for layer in producer.spec.layers:
+            offer.computed(layer)
+            await anyio.sleep(0)
+    assert offer.outcome == "moved"
