@@ -1,0 +1,166 @@
+"""Simulate the published transfer of KV caches (Qwen3-235B, 4K to 128K tokens) on NIC models, by `aiote.kvcache`.
+
+A `Producer` and a `Consumer` on the simulated network, in virtual time: the prompt is asked for, computed in chunks,
+layer by layer, and pushed. What they plan, post, count and answer is what they always do; their Python takes no time.
+
+    transfer of a layer = from when it is computed until the decode rank knows that all of it is there
+    added = from the request until the last layer is there, less the computation
+
+**Computation.** A layer of the last chunk takes as long as was published. A layer of a first chunk of 16K takes what
+one of the prompt of 16K takes, and those between lie on a line: 94 such layers are within 2 % of the published time on
+one node.
+
+**Pages.** The table counts 1,024 pages of 32 KiB in a layer of a chunk of 16K tokens, which is what all four ranks have
+of it. It does not say over how many NICs these go: one for all of them, and two, are simulated.
+
+**Host.** What is between a computed layer and its first write was not published. It is one number for the four cells,
+which have two different numbers of pages; it was fitted to them, for each number of NICs, so that the worst cell is as
+good as it can be (`HOST_US`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import anyio
+import numpy as np
+
+from aiote.kvcache import Cache, Consumer, PageRow, Producer
+from aiote.testing import EFA_200G, Fabric, run
+
+LAYERS = 94
+SIMULATED_LAYERS = 3
+"""Of 94 that are alike: each is there before the next one is computed."""
+PAGE_BYTES = 32 << 10
+TOKENS = 16
+"""Of a page: 2 KiB for each."""
+HOST_US = {1: 222.0, 2: 567.0}
+"""By the number of NICs."""
+
+
+class Published(NamedTuple):
+    """A row of the table (arXiv 2510.27656): milliseconds, and how many chunks of how many pages."""
+
+    tokens: int
+    alone: float
+    apart: float
+    compute: float
+    transfer: float
+    chunks: int
+    pages: int
+
+
+PUBLISHED = (
+    Published(4096, 214, 260, 2.267, 0.661, 1, 256),
+    Published(16384, 929, 1042, 9.860, 1.610, 1, 1024),
+    Published(65536, 5681, 5852, 20.344, 1.611, 4, 1024),
+    Published(131072, 16735, 17056, 34.895, 1.609, 8, 1024),
+)
+
+
+class Cell(NamedTuple):
+    """What is simulated of a row: milliseconds of a layer's transfer, and what is added to the computation."""
+
+    published: Published
+    nics: int
+    transfer: float
+    added: float
+
+    @property
+    def error(self) -> float:
+        """How far the transfer is from the published one: 0.1 is ten percent slower."""
+        return self.transfer / self.published.transfer - 1
+
+    @property
+    def first_token_error(self) -> float:
+        """How far the time to the first token is, on the published one of one node."""
+        return (self.published.alone + self.added) / self.published.apart - 1
+
+
+def computations(row: Published) -> list[float]:
+    """Return how many milliseconds a layer of each chunk takes."""
+    first = PUBLISHED[1].compute if row.chunks > 1 else row.compute
+    return np.linspace(first, row.compute, row.chunks).tolist()
+
+
+def cache(name: str, pages: int) -> Cache:
+    """Return a cache whose layers lie in the same memory: nobody looks at what is in it."""
+    made = Cache(name)
+    array = np.zeros((pages, TOKENS, PAGE_BYTES // TOKENS), np.uint8)
+    for layer in range(SIMULATED_LAYERS):
+        made.add(array, "page token item", layer=layer)
+    return made
+
+
+def simulate(row: Published, nics: int, host_us: float) -> Cell:
+    """Simulate one row."""
+    pages = row.chunks * row.pages
+    computed: dict[int, float] = {}
+    there: list[float] = []
+
+    async def compute(producer: Producer, fabric: Fabric) -> None:
+        rows = {0: PageRow(np.random.default_rng(0).permutation(pages))}
+        async with producer.offer("r", tokens=row.tokens, rows=rows) as offer, anyio.create_task_group() as host:
+
+            async def tell(layer: int, tokens: int) -> None:
+                await anyio.sleep(host_us / 1e6)
+                offer.computed(layer, tokens)
+
+            for chunk, millis in enumerate(computations(row), 1):
+                for layer in range(SIMULATED_LAYERS):
+                    await anyio.sleep(millis / 1e3)
+                    computed[layer] = fabric.now
+                    host.start_soon(tell, layer, row.tokens * chunk // row.chunks)
+
+    async def main(fabric: Fabric) -> float:
+        async with (
+            fabric.open_engine() as left,
+            fabric.open_engine() as right,
+            Producer(left, cache("prefill", pages)) as producer,
+            Consumer(right, cache("decode", pages)) as consumer,
+        ):
+            await consumer.connect([left.address])
+            began = fabric.now
+            rows = {0: PageRow(np.random.default_rng(1).permutation(pages))}
+            async with anyio.create_task_group() as group:
+                group.start_soon(compute, producer, fabric)
+                async with consumer.receive([left.address], "r", tokens=row.tokens, rows=rows) as reception:
+                    for layers in range(1, SIMULATED_LAYERS + 1):
+                        await reception.arrived(layers)
+                        there.append(fabric.now)
+            return there[-1] - began - SIMULATED_LAYERS * sum(computations(row)) / 1e3
+
+    added = run(main, rails=nics, model=EFA_200G)
+    took = [arrived - computed[layer] for layer, arrived in enumerate(there)]
+    return Cell(row, nics, float(np.mean(took)) * 1e3, added * 1e3)
+
+
+def cells(nics: int, rows: tuple[Published, ...] = PUBLISHED) -> Iterator[Cell]:
+    """Simulate rows of the table."""
+    for row in rows:
+        yield simulate(row, nics, HOST_US[nics])
+
+
+def line(cell: Cell) -> str:
+    """Return a row of the table of docs/kvcache.md."""
+    row = cell.published
+    size = f"{row.tokens // 1024}K | {row.chunks} x {row.pages} | {cell.nics}"
+    transfer = f"{row.transfer:.3f} | {cell.transfer:.3f} | {cell.error:+.1%}"
+    return f"| {size} | {transfer} | {row.apart - row.alone:.0f} | {cell.added:.2f} | {cell.first_token_error:+.1%} |"
+
+
+def main() -> int:
+    """Print the table."""
+    layer = "A layer, published, ms | Simulated | Off"
+    print(f"| Tokens | Chunks x pages | NICs | {layer} | Added, published, ms | Added, simulated | First token off |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for nics in HOST_US:
+        for cell in cells(nics):
+            print(line(cell), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
