@@ -188,9 +188,11 @@ def arguments() -> argparse.Namespace:
     """Return what was given on the command line; most of it goes on to the servers."""
     parser = serving.model_parser("Start a router, prefill servers and decode servers.", member=False)
     parser.set_defaults(port=8000)
-    parser.add_argument("--prefill", type=int, default=2, help="how many prefill servers")
-    parser.add_argument("--decode", type=int, default=2, help="how many decode servers")
-    parser.add_argument("--drain-limit", type=float, default=60.0, help="seconds that a server may take to drain")
+    parser.add_argument("--prefill", type=serving.at_least(0), default=2, help="how many prefill servers")
+    parser.add_argument("--decode", type=serving.at_least(0), default=2, help="how many decode servers")
+    parser.add_argument(
+        "--drain-limit", type=serving.at_least(0.0), default=60.0, help="seconds that a server may take to drain"
+    )
     return parser.parse_args()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import sys
 import time
@@ -25,6 +26,19 @@ SETTLE_S = 0.3
 TELL_S = 2.0  # how long to wait for the registry to hear that a server drains
 
 
+def at_least(least: float, most: float = math.inf) -> Callable[[str], float]:
+    """Return what reads a number in a range, whole where `least` is, from the command line."""
+
+    def number(text: str) -> float:
+        value = type(least)(text)
+        if not least <= value <= most:
+            expected = f"from {least} to {most}" if most < math.inf else f"at least {least}"
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text}")
+        return value
+
+    return number
+
+
 def parser(description: str) -> argparse.ArgumentParser:
     """Return a parser with what every server takes."""
     out = argparse.ArgumentParser(description=description)
@@ -35,9 +49,9 @@ def parser(description: str) -> argparse.ArgumentParser:
     out.add_argument(
         "--advertise", metavar="HOST", help="under which others reach that; needed where --host is no such"
     )
-    out.add_argument("--port", type=int, default=0, help="the port of it; 0, the default: any free one")
-    out.add_argument("--page-tokens", type=int, default=16, help="tokens of a page")
-    out.add_argument("--context", type=int, default=4096, help="tokens of the longest prompt with its answer")
+    out.add_argument("--port", type=at_least(0, 65535), default=0, help="the port of it; 0, the default: any free one")
+    out.add_argument("--page-tokens", type=at_least(1), default=16, help="tokens of a page")
+    out.add_argument("--context", type=at_least(2), default=4096, help="tokens of the longest prompt with its answer")
     out.add_argument("--with-parent", action="store_true", help="drain when standard input ends")
     return out
 
@@ -48,14 +62,22 @@ def model_parser(description: str, *, member: bool = True) -> argparse.ArgumentP
     if member:
         out.add_argument("--registry", required=True, metavar="ADDRESS", help="the router's engine, which it prints")
         out.add_argument("--name", help="unique in the cluster; the process number is the default")
-    out.add_argument("--layers", type=int, default=4, help="layers of the seeded model")
-    out.add_argument("--seed", type=int, default=0, help="seed of its weights")
+    out.add_argument("--layers", type=at_least(1), default=4, help="layers of the seeded model")
+    out.add_argument("--seed", type=at_least(0), default=0, help="seed of its weights")
     out.add_argument("--weights", help="a safetensors file instead (aiote demo weights makes one)")
-    out.add_argument("--chunk-tokens", type=int, default=256, help="tokens that are prefilled at a time: whole pages")
-    out.add_argument("--step-tokens", type=int, default=512, help="tokens of several prompts that a step prefills")
-    out.add_argument("--slower", type=float, default=0.0, help="seconds that a layer of a step takes in addition")
-    out.add_argument("--slots", type=int, default=16, help="requests that have pages at a time")
-    out.add_argument("--lease", type=float, default=3.0, help="seconds after which a silent member has left")
+    out.add_argument(
+        "--chunk-tokens", type=at_least(1), default=256, help="tokens that are prefilled at a time: whole pages"
+    )
+    out.add_argument(
+        "--step-tokens", type=at_least(1), default=512, help="tokens of several prompts that a step prefills"
+    )
+    out.add_argument(
+        "--slower", type=at_least(0.0), default=0.0, help="seconds that a layer of a step takes in addition"
+    )
+    out.add_argument("--slots", type=at_least(1), default=16, help="requests that have pages at a time")
+    out.add_argument(
+        "--lease", type=at_least(0.1, 600.0), default=3.0, help="seconds after which a silent member has left"
+    )
     return out
 
 

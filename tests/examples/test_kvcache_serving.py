@@ -72,3 +72,32 @@ def test_a_member_without_the_token_does_not_start(start):
     program = start("kvcache/decode.py", "--registry", "aiote://127.0.0.1:1", **environment)
     assert program.end() == 1
     assert "KVCACHE_TOKEN is not set" in program.err
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--page-tokens", "0"], "--page-tokens: expected at least 1, got 0"),
+        (["--slots", "0"], "--slots: expected at least 1, got 0"),
+        (["--layers", "0"], "--layers: expected at least 1, got 0"),
+        (["--port", "65536"], "--port: expected from 0 to 65535, got 65536"),
+        (["--lease", "nan"], "--lease: expected from 0.1 to 600.0, got nan"),
+        (["--prefill", "-1"], "--prefill: expected at least 0, got -1"),
+        (["--decode", "two"], "--decode: invalid number value: 'two'"),
+    ],
+)
+def test_numbers_that_make_no_cluster_are_refused_before_anything_is_started(web, monkeypatch, capsys, given, says):
+    import cluster
+
+    monkeypatch.setattr(sys, "argv", ["cluster.py", *given])
+    with pytest.raises(SystemExit, match="2"):
+        cluster.arguments()
+    assert says in capsys.readouterr().err
+
+
+def test_numbers_of_a_cluster_are_as_they_were_given(web, monkeypatch):
+    import cluster
+
+    monkeypatch.setattr(sys, "argv", ["cluster.py", "--prefill", "3", "--slower", "0.5"])
+    given = cluster.arguments()
+    assert (given.prefill, given.decode, given.slower, given.port) == (3, 2, 0.5, 8000)
