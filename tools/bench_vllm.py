@@ -45,7 +45,9 @@ def pair(which: str, model: str, logs: Path, port: int) -> list[Side]:
     sides = []
     for number, (name, role) in enumerate(ROLES.items()):
         os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port + number)
-        sides.append(Side(f"{which}-{name}", model, config(which, role), logs, enable_prefix_caching=False))
+        sides.append(
+            Side(f"{which}-{name}", model, config(which, role), logs, enable_prefix_caching=False, watched=False)
+        )
     return sides
 
 

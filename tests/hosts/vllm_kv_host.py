@@ -82,6 +82,11 @@ def test_a_prompt_computed_elsewhere_goes_on_as_in_one_process(pair, free, provi
     for side in pair:
         facts = side.ask("facts")
         assert facts["aiote"] == facts["vllm"], "all pages that a NIC could touch in the meantime are vLLM's own"
+    # What moved them has had every block of the three requests from, or to, vLLM's storage, and nothing else.
+    moves, answers = (decoder, prefiller) if reads else (prefiller, decoder)
+    facts = moves.ask("facts")
+    assert moves.ask("moved") == [(facts["vllm"][0], 3 * -(-TOKENS // 128) * facts["block"])]
+    assert answers.ask("moved") == []
     assert [side.ask("facts")["registered"] for side in pair] == registered, "a request registers nothing"
     for side in pair:
         side.ask("forget")
@@ -220,11 +225,24 @@ def test_beside_another_connector(local, tmp_path):
         }
 
     prefiller, decoder = local
-    expected = alone(decoder, prompt(TOKENS))
+    expected = [alone(decoder, prompt(TOKENS, seed)) for seed in range(2)]
+    lie = [*prompt(TOKENS - 1), 3]
+    true = alone(decoder, lie)
     prefiller.ask("rewire", both("kv_producer"))
     decoder.ask("rewire", both("kv_consumer"))
-    params = prefiller.prefill(prompt(TOKENS))
-    assert decoder.generate(prompt(TOKENS), COUNT, params).tokens == expected
+    files = []
+    for seed in range(2):
+        params = prefiller.prefill(prompt(TOKENS, seed))
+        files += [set(tmp_path.iterdir()).difference(*files)]
+        assert decoder.generate(prompt(TOKENS, seed), COUNT, params).tokens == expected[seed]
+        decoder.ask("forget")
+    # Of a prompt that has no files, what came by the parameters is what is decoded, whatever the prompt is.
+    assert decoder.generate(lie, COUNT, prefiller.prefill(prompt(TOKENS, 1))).tokens != true
     decoder.ask("forget")
-    assert list(tmp_path.iterdir()), "the files are the other one's"
-    assert decoder.generate(prompt(TOKENS), COUNT).tokens == expected
+    # Without parameters it is the files: with those of the other prompt the tokens are others.
+    (first,), (second,) = files
+    assert decoder.generate(prompt(TOKENS), COUNT).tokens == expected[0]
+    decoder.ask("forget")
+    for path, place in ((first, tmp_path / "kept"), (second, first), (tmp_path / "kept", second)):
+        path.rename(place)
+    assert decoder.generate(prompt(TOKENS), COUNT).tokens != expected[0]

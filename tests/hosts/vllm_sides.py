@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_mishaps import Mishaps
+
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "OMP_NUM_THREADS": "1",
@@ -27,7 +29,6 @@ ENVIRONMENT = {
 }
 PATIENCE_S = 480
 HEARTBEAT = {"heartbeat_timeout": 2.0, "connect_timeout": 2.0}
-PATTERN = 0xA5
 
 
 def prompt(tokens: int, seed: int = 0) -> list[int]:
@@ -71,7 +72,7 @@ class Answer:
     errors: list[str] = field(default_factory=list)
 
 
-class Child:
+class Child(Mishaps):
     """The process's side of the pipe."""
 
     def __init__(self, pipe: Any, model: str, config: dict[str, Any] | None, settings: dict[str, Any]) -> None:
@@ -79,6 +80,8 @@ class Child:
 
         self.pipe = pipe
         self.registered = registrations()
+        # What is measured does nothing that a user's engine would not do.
+        watched = settings.pop("watched", True)
         options = {
             "skip_tokenizer_init": True,
             "enforce_eager": True,
@@ -97,9 +100,7 @@ class Child:
         self.errors: list[str] = []
         self.occupied: list[Any] = []
         self.cancelled = self.failed = 0
-        # Of several ranks, the workers are in processes of their own.
-        alone = settings.get("tensor_parallel_size", 1) == 1
-        if alone and config is not None and config["kv_connector"] == "AioteConnector":
+        if watched and config is not None and config["kv_connector"] == "AioteConnector":
             self.watch()
 
     # What the test may ask for.
@@ -154,6 +155,7 @@ class Child:
             # What is shorter is for messages.
             "aiote": sorted({one for one in self.registered if one[1] >= 1 << 20}),
             "vllm": sorted({(t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()) for t in self.tensors()}),
+            "block": sum(tensor[0].nbytes for tensor in self.bytes()),
         }
 
     def rewire(self, config: dict[str, Any]) -> None:
@@ -167,6 +169,7 @@ class Child:
         runner = self.core.model_executor.driver_worker.worker.model_runner
         state.ensure_kv_transfer_shutdown()
         self.registered.clear()
+        self.moved()
         worker_config = runner.vllm_config
         for one in {id(vllm_config): vllm_config, id(worker_config): worker_config}.values():
             one.kv_transfer_config = KVTransferConfig(**config)
@@ -181,85 +184,6 @@ class Child:
         self.scheduler.recompute_kv_load_failures = config["kv_load_failure_policy"] == "recompute"
         if config["kv_connector"] == "AioteConnector":
             self.watch()
-
-    # What the test has it do to itself.
-
-    def slow(self, seconds: float) -> None:
-        """Have a producer wait for up to so long before each layer that it writes, or 0: as ever."""
-        import random
-
-        import anyio
-
-        from aiote.kvcache.offers import Push
-
-        if not hasattr(Push, "as_ever"):
-            Push.as_ever = Push._write
-
-        async def write(push: Any, engine: Any, layer: int) -> None:
-            await anyio.sleep(random.random() * seconds)
-            await Push.as_ever(push, engine, layer)
-
-        Push._write = write if seconds else Push.as_ever
-
-    def stall(self) -> None:
-        """Have a producer write the first layer of each request and never the next."""
-        import anyio
-
-        from aiote.kvcache.offers import Push
-
-        Push.as_ever = Push._write
-
-        async def write(push: Any, engine: Any, layer: int) -> None:
-            if layer:
-                await anyio.sleep_forever()
-            await Push.as_ever(push, engine, layer)
-
-        Push._write = write
-
-    def unstall(self) -> None:
-        """Have a producer write as ever."""
-        self.slow(0)
-
-    def layers_arrived(self) -> int:
-        """Return how many layers of the request that is under way have come."""
-        consumer = self.connector()._transfers._consumer._inner
-        readers = [reader for links in consumer._links._groups.values() for link in links for reader in link.readers]
-        return max((int(reader._block.row.progress[0]) for reader in readers if reader._block is not None), default=0)
-
-    def guard(self) -> None:
-        """From now on fill each block that is freed with a pattern, and take note of those that change before use."""
-        pool = self.scheduler.kv_cache_manager.block_pool
-        free, new = pool.free_blocks, pool.get_new_blocks
-        self.filled: set[int] = set()
-        self.changed: set[int] = set()
-
-        def freed(blocks: Any) -> None:
-            blocks = list(blocks)
-            free(blocks)
-            for block in blocks:
-                if not block.ref_cnt and not block.is_null:
-                    pool._maybe_evict_cached_block(block)
-                    self.filled.add(block.block_id)
-                    for tensor in self.bytes():
-                        tensor[block.block_id] = PATTERN
-
-        def taken(count: int) -> Any:
-            blocks = new(count)
-            self.look([block.block_id for block in blocks])
-            self.filled.difference_update(block.block_id for block in blocks)
-            return blocks
-
-        pool.free_blocks, pool.get_new_blocks = freed, taken
-
-    def look(self, blocks: list[int]) -> None:
-        for block in blocks:
-            if block in self.filled and any((tensor[block] != PATTERN).any() for tensor in self.bytes()):
-                self.changed.add(block)
-
-    def guarded(self) -> tuple[int, list[int], int]:
-        """Return how many blocks are filled, which have changed, and how many requests were cancelled on their way."""
-        self.look(list(self.filled))
-        return len(self.filled), sorted(self.changed), self.cancelled
 
     # How it looks at vLLM.
 
@@ -287,7 +211,11 @@ class Child:
         return value
 
     def watch(self) -> None:
-        """Take the checksums of blocks when they are offered and when they have come."""
+        """Take the checksums of blocks when they are offered and when they have come, and count what is moved."""
+        self.note_wanted()
+        if self.core.vllm_config.parallel_config.world_size > 1:
+            return  # the workers are in processes of their own
+        self.hold_batches()
         transfers = self.connector()._transfers
         start, ended, wanted, dropped = transfers.start, transfers.ended, {}, set()
 

@@ -1,0 +1,159 @@
+"""What tests of the KV connector have an engine of vLLM do to itself: wait in the middle, watch memory and blocks."""
+
+from __future__ import annotations
+
+import math
+import random
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+
+import aiote
+from aiote.kvcache.moving import Batch
+
+PATTERN = 0xA5
+
+
+class HeldBatch(Batch):
+    """The transfers of a request, each of which waits for up to `seconds`; with infinity the second waits for ever."""
+
+    seconds = 0.0
+    moved: Counter[tuple[int, int]] = Counter()
+    """How many bytes of pages have gone to or from each memory of this engine, by its address and length."""
+    latest: HeldBatch | None = None
+    begun = 0
+    _waited = False
+
+    @property
+    def has_room(self) -> bool:
+        return super().has_room and (self._waited or not HeldBatch.seconds)
+
+    async def room(self) -> None:
+        if HeldBatch.seconds < math.inf:
+            await anyio.sleep(random.random() * HeldBatch.seconds)
+        elif self.begun:
+            await anyio.sleep_forever()
+        self._waited = True
+        await super().room()
+
+    def submit(self, start: Callable[..., aiote.Transfer], *arguments: Any) -> None:
+        self._waited = False
+        super().submit(start, *arguments)
+        self.begun += 1
+        HeldBatch.latest = self
+        for pages in arguments[:2]:
+            if isinstance(pages.region, aiote.Region):
+                memory = pages.region.memory
+                HeldBatch.moved[memory.address, memory.length] += len(pages) * pages.page_bytes
+
+
+class Mishaps:
+    """That part of a process's side; it uses the rest."""
+
+    core: Any
+    scheduler: Any
+    connector: Callable[[], Any]
+    bytes: Callable[[], list[Any]]
+    cancelled: int
+    filled: set[int] | None = None
+    changed: set[int]
+
+    def hold_batches(self) -> None:
+        """Have every transfer of pages be one that can be held up."""
+        from aiote.kvcache import consumer, producer
+
+        consumer.Batch = producer.Batch = HeldBatch  # type: ignore[misc]
+
+    def slow(self, seconds: float) -> None:
+        """Have the rank that moves pages wait for up to so long before each layer; for ever after the first one, with
+        infinity; and with 0 never.
+        """
+        HeldBatch.seconds, HeldBatch.latest = seconds, None
+
+    def moved(self) -> list[tuple[tuple[int, int], int]]:
+        """Return and forget how many bytes of pages have gone to and from which memory."""
+        found = sorted(HeldBatch.moved.items())
+        HeldBatch.moved.clear()
+        return found
+
+    def layers_arrived(self) -> int:
+        """Return how many layers of the request that is under way have come."""
+        consumer = self.connector()._transfers._consumer._inner
+        counts = [int(one._block.row.progress[0]) for one in consumer._receptions if one._block is not None]
+        return max(counts, default=HeldBatch.latest._flight.landed if HeldBatch.latest is not None else 0)
+
+    def guard(self) -> None:
+        """From now on fill each block that is freed with a pattern, and take note of those that change before use."""
+        if self.filled is not None:
+            return
+        pool = self.scheduler.kv_cache_manager.block_pool
+        free, new = pool.free_blocks, pool.get_new_blocks
+        filled = self.filled = set()
+        self.changed = set()
+
+        def freed(blocks: Any) -> None:
+            blocks = list(blocks)
+            free(blocks)
+            for block in blocks:
+                if not block.ref_cnt and not block.is_null:
+                    pool._maybe_evict_cached_block(block)
+                    filled.add(block.block_id)
+                    for tensor in self.bytes():
+                        tensor[block.block_id] = PATTERN
+
+        def taken(count: int) -> Any:
+            blocks = new(count)
+            self.look([block.block_id for block in blocks])
+            filled.difference_update(block.block_id for block in blocks)
+            return blocks
+
+        pool.free_blocks, pool.get_new_blocks = freed, taken
+
+    def look(self, blocks: list[int]) -> None:
+        for block in blocks:
+            if block in (self.filled or ()) and any((tensor[block] != PATTERN).any() for tensor in self.bytes()):
+                self.changed.add(block)
+
+    def guarded(self) -> tuple[int, list[int], int]:
+        """Return how many blocks are filled, which have changed, and how many requests were cancelled on their way."""
+        filled = list(self.filled or ())
+        self.look(filled)
+        return len(filled), sorted(self.changed), self.cancelled
+
+    # What came to which block, of an engine whose workers are in processes of their own.
+
+    def note_wanted(self) -> None:
+        """Take note of the blocks of requests that are to be received."""
+        table = self.scheduler.connector._table
+        take, self.wanted = table.take, dict[str, list[int]]()
+
+        def taken(now: float) -> Any:
+            steps = take(now)
+            self.wanted.update({one.remote_request: one.rows[0].blocks for one in steps.wanted if one.rows})
+            return steps
+
+        table.take = taken
+
+    def heads_received(self, request: str, count: int) -> list[list[int]]:
+        """Return the checksums of the heads of the first blocks of a request that has come."""
+        return self.heads(self.wanted.pop(request)[:count])
+
+    def heads(self, blocks: list[int]) -> list[list[int]]:
+        """Return the checksums of the heads of blocks, of all ranks one after the other."""
+        ranks = self.core.collective_rpc(head_sums, args=(blocks,))
+        return [[value for rank in ranks for value in rank[place]] for place in range(len(blocks))]
+
+
+def head_sums(worker: Any, blocks: list[int]) -> list[list[int]]:
+    """Return the checksums of the heads of blocks over all layers, in a worker."""
+    import torch
+
+    context = worker.model_runner.vllm_config.compilation_config.static_forward_context
+    layers = [one.kv_cache.view(torch.uint8).numpy() for one in context.values() if hasattr(one, "kv_cache")]
+    return [
+        [zlib.crc32(b"".join(layer[block, head].tobytes() for layer in layers)) for head in range(layers[0].shape[1])]
+        for block in blocks
+    ]
