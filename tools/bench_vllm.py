@@ -8,12 +8,14 @@ Run it in the environment of `make test-connectors`, with NIXL beside vLLM:
 Pairs of engines on the CPU, two with aiote's (written to, and reading) and one with NIXL's, take turns with prompts of
 400 tokens: the prompt is computed by one and its next token by the other. What is said are medians over the rounds:
 milliseconds from the moment when the prefill engine's answer is given to the decode engine until its token is here, and
-the processor time that both engines used in a round.
+the processor time that both engines used in a round. A pair is stopped while others have their turn: NIXL's polls all
+the time, and would take the processors from aiote's.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -51,6 +53,12 @@ def pair(which: str, model: str, logs: Path, port: int) -> list[Side]:
     return sides
 
 
+def signal_to(sides: list[Side], number: int) -> None:
+    """Send a signal to a pair."""
+    for side in sides:
+        side.signal(number)
+
+
 def main() -> None:
     """Run it and say what was found."""
     os.environ.setdefault("AIOTE_CLUSTER_KEY", os.urandom(16).hex())
@@ -62,14 +70,17 @@ def main() -> None:
         for one in pairs.values():
             for side in one:
                 side.ready()
+            signal_to(one, signal.SIGSTOP)
         for number in range(WARM_UP + ROUNDS):
             for which, (prefiller, decoder) in pairs.items():
+                signal_to(pairs[which], signal.SIGCONT)
                 before = prefiller.ask("cpu") + decoder.ask("cpu")
                 params = prefiller.prefill(prompt(TOKENS, number % 7))
                 began = time.perf_counter()
                 answer = decoder.generate(prompt(TOKENS, number % 7), 1, params)
                 took = time.perf_counter() - began
                 used = prefiller.ask("cpu") + decoder.ask("cpu") - before
+                signal_to(pairs[which], signal.SIGSTOP)
                 tokens[which].append(answer.tokens)
                 if number >= WARM_UP:
                     found[which].append((took * 1e3, used * 1e3))

@@ -58,7 +58,7 @@ class Soak:
         """Have it say whether freed blocks change, once it has started."""
         self.free[side.ready()] = side.ask("free")
         side.ask("guard")
-        side.ask("slow", 0.02)
+        side.ask("slow", 0.05)
 
     def go_on(self) -> None:
         """Let those go on whose time has come."""
@@ -109,6 +109,7 @@ class Soak:
             assert (answer.reason, answer.tokens) == ("length", self.expected[seed]), (name, answer)
             self.counts["right"] += 1
         self.under_way.clear()
+        self.counts["fallbacks"] += self.consumer.ask("failures")
         self.consumer.ask("forget")
 
     def end(self) -> None:
@@ -121,7 +122,6 @@ class Soak:
             side.ask("forget")
             side.until(lambda side=side: side.ask("free") == self.free[side])
             self.changed += side.ask("guarded")[1]
-            self.counts["fallbacks"] += side.ask("failures")
 
     def close(self) -> None:
         """End all that runs."""
