@@ -73,7 +73,7 @@ class Runtime:
         assert self.rail_set.core is not None
         self.core: Core = self.rail_set.core
 
-    def start(self, on_round: Callable[[list[PeerLink]], None]) -> None:
+    def start(self, on_round: Callable[[list[PeerLink]], list[Waiter]]) -> None:
         """Have the event loop make progress; `on_round` hears of the peers that failed, after each collection."""
         self._driver = Driver(self.loop, self.core, on_round)
         self.kick = self._driver.kick

@@ -20,7 +20,7 @@ cdef class Core:
     cdef bint woke
     cdef int lively
     cdef list rooms
-    cdef object report_failures(self, list failed, on_round, bint untold)
+    cdef object report_failures(self, list failed, list woken, on_round, bint untold)
     cdef object run_woken(self, list woken, bint direct, listener)
     cpdef object submit_pages(self, PeerLink peer, Operation operation, LocalMemory local, uint64_t local_offset,
                               PageIndex source, uint64_t source_stride, RemoteMemory remote, uint64_t remote_offset,

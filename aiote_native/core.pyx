@@ -212,7 +212,7 @@ cdef class Core:
             item = following
         failed = self.failed_peers() if failures else failed
         listener = self.on_messages if direct and self.engine.state.inbox else None
-        raised = self.report_failures(failed, on_round, listener is None)
+        raised = self.report_failures(failed, woken, on_round, listener is None)
         if woken or listener is not None:
             self.woke = True
             raised = self.run_woken(woken, direct, listener) or raised
@@ -235,15 +235,15 @@ cdef class Core:
                 unlock(&self.engine)
         return raised
 
-    cdef object report_failures(self, list failed, on_round, bint untold):
-        """Let those act who make room and care for peers; return what interrupted one of them."""
+    cdef object report_failures(self, list failed, list woken, on_round, bint untold):
+        """Let those act who make room and care for peers, who may have waiters run; return what interrupted one."""
         cdef PeerLink link
         cdef list rooms = self.rooms
         raised = None
         # Peers first: a lost one has no room for anybody.
         if on_round is not None and (failed or self.engine.state.failures or (untold and self.engine.state.inbox)):
             try:
-                on_round(failed)
+                woken += on_round(failed)
             except BaseException as error:
                 raised = error
         if rooms:

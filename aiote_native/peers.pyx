@@ -1,8 +1,10 @@
 """A peer as the native floor has it: its channels, its mailbox, and their end."""
 
+from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.object cimport PyObject
 from libc.errno cimport EIO
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.string cimport memcpy
 
 from aiote_native.channels cimport close_channel, free_channel, greet, new_channel
 from aiote_native.counters cimport table_orphan
@@ -183,11 +185,17 @@ cdef class PeerLink(ChannelSet):
             kick(self.engine)
             unlock(self.engine)
 
-    def take_message(self) -> bytes | None:
-        """Take the oldest message that arrived from this peer and give its slot back; None when there is none."""
+    def take_message(self, buffer=None) -> bytes | int | None:
+        """Take the oldest message that arrived from this peer and give its slot back; None when there is none.
+
+        With a `buffer` it is copied there, and its length is returned. Raises ValueError where it is longer than that,
+        and stays.
+        """
         cdef Slot* slot
         if self.leftover:
-            return self.leftover.pop(0)
+            payload = deliver(self.leftover[0], buffer)
+            del self.leftover[0]
+            return payload
         if self.closed or self.state.mailbox == NULL or not alive(self.engine):
             return None
         with nogil:
@@ -197,7 +205,10 @@ cdef class PeerLink(ChannelSet):
         if slot == NULL:
             return None
         # It stays the first one until it is consumed here: others are put behind it.
-        payload = (<const char*> slot.memory)[HEADER_BYTES:HEADER_BYTES + slot.length]
+        if buffer is None:
+            payload = (<const char*> slot.memory)[HEADER_BYTES:HEADER_BYTES + slot.length]
+        else:
+            payload = store(slot.memory + HEADER_BYTES, slot.length, buffer)
         if self.state.mailbox == NULL or not alive(self.engine):
             return None
         with nogil:
@@ -335,6 +346,24 @@ cdef class PeerLink(ChannelSet):
             self.state.prev_peer.next_peer = self.state.next_peer
         if self.state.next_peer != NULL:
             self.state.next_peer.prev_peer = self.state.prev_peer
+
+
+cdef object store(const void* data, size_t length, buffer):
+    """Copy a message into a buffer, and return how long it is."""
+    cdef Py_buffer view
+    PyObject_GetBuffer(buffer, &view, PyBUF_WRITABLE)
+    try:
+        if <size_t> view.len < length:
+            raise ValueError(f"the message has {length} bytes, the buffer {view.len}")
+        memcpy(view.buf, data, length)
+    finally:
+        PyBuffer_Release(&view)
+    return length
+
+
+cpdef object deliver(bytes data, buffer):
+    """Return a message that was copied out of its pool before, as `take_message` does."""
+    return data if buffer is None else store(<const char*> data, len(data), buffer)
 
 
 def pool_bytes(uint32_t slots, uint32_t message_bytes, uint32_t peer_slots, uint32_t peer_message_bytes) -> int:

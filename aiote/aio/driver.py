@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
-from .loops import AsyncioLoop, EventLoop, LoopTask
+from .loops import AsyncioLoop, EventLoop, LoopTask, Waiter
 
 if TYPE_CHECKING:
     from ..rails import Core, PeerLink
@@ -28,9 +28,11 @@ BLIND_S = 0.01
 
 
 class Driver:
-    """Progress of one core on one event loop. `on_round` hears of the peers that failed, after each collection."""
+    """Progress of one core on one event loop. `on_round` hears of the peers that failed, after each collection, and
+    returns whom to wake.
+    """
 
-    def __init__(self, loop: EventLoop, core: Core, on_round: Callable[[list[PeerLink]], None]) -> None:
+    def __init__(self, loop: EventLoop, core: Core, on_round: Callable[[list[PeerLink]], list[Waiter]]) -> None:
         self._core = core
         self._on_round = on_round
         self._loop = loop

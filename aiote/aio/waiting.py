@@ -119,7 +119,7 @@ class Signal:
                 wake(waiter)
                 return
 
-    def set(self) -> None:
+    def set(self, wake: Callable[[Waiter], object] = wake) -> None:
         """Wake all."""
         for _ in range(len(self._waiters)):
-            self.wake_one()
+            self.wake_one(wake)

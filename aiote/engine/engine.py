@@ -34,6 +34,7 @@ from ..transfers import (
     make_group,
     submit_scatter,
     watch,
+    writable,
 )
 from .lifetime import Lifetime
 
@@ -343,13 +344,26 @@ class Engine:
 
     async def recv(self) -> Message:
         """Return the next message of any peer; waiting costs nothing, cancelling loses nothing."""
-        while True:
-            self._runtime.require_open()
-            message = self._links.inbox.take()
+        while (message := self.recv_nowait()) is None:
             self._runtime.kick()
-            if message is not None:
-                return message
             await self._links.inbox.wait()
+        return message
+
+    async def recv_into(self, buffer: Any) -> tuple[int, Peer]:
+        """Copy the next message of any peer into `buffer`; return its length and its source.
+
+        A buffer of `message_bytes` has room for any. Cancelling loses nothing, and writes nothing to the buffer. Raises
+        UsageError for a buffer that is read-only, not contiguous or shorter than the message, which stays; ClosedError.
+        """
+        inbox = self._links.inbox
+        with writable(buffer) as view:
+            while True:
+                self._runtime.require_open()
+                found = inbox.take_into(view)
+                self._runtime.kick()
+                if found is not None:
+                    return found
+                await inbox.wait()
 
     def recv_nowait(self) -> Message | None:
         """Return the next message of any peer, None where there is none. Raises ClosedError."""

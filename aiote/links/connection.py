@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..aio import Signal, poll_until
 from ..core.address import Address
 from ..core.control_frames import Bye
 from ..errors import PeerError, PeerLostError, QueueFull
-from ..transfers import Peer, Transfer, drain
+from ..transfers import Message, Peer, Transfer, drain, writable
 from ..transfers.admission import AdmissionQueue
 from .held_leases import HeldLeases
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..aio import ControlConnection
     from ..rails import Flight, Operation, PeerLink
     from ..runtime import Runtime
-    from ..transfers import Counter, Inbox, Message
+    from ..transfers import Counter, Inbox
 
 __all__ = ["Connection", "ServingSession"]
 
@@ -127,13 +127,22 @@ class Connection:
 
     async def recv(self) -> Message:
         """Return the next message of this peer. Raises PeerError when it is lost and none is left, ClosedError."""
+        return Message(*await self._recv(None))
+
+    async def recv_into(self, buffer: object) -> int:
+        """Copy the next message of this peer into a buffer; return its length. Raises as `recv`, and UsageError."""
+        with writable(buffer) as view:
+            length: int = (await self._recv(view))[1]
+        return length
+
+    async def _recv(self, buffer: memoryview | None) -> tuple[Peer, Any]:
         inbox = self._host.inbox
         while True:
             self._runtime.require_open()
-            message = inbox.take_from(self)
+            found = inbox.take_from(self, buffer)
             self._runtime.kick()
-            if message is not None:
-                return message
+            if found is not None:
+                return found
             if self.reason:
                 raise self.error("recv")
             await inbox.wait_for(self)

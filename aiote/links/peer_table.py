@@ -18,6 +18,7 @@ from .heartbeat_timer import HeartbeatTimer
 from .session import Session, SessionOver
 
 if TYPE_CHECKING:
+    from ..aio import Waiter
     from ..rails import PeerLink
     from ..runtime import Runtime
 
@@ -288,15 +289,14 @@ class ConnectionTable:
 
     # What the native core has to say.
 
-    def on_round(self, failed: list[PeerLink]) -> None:
-        """Take note of links that failed, of channels to look at, and of messages that came."""
+    def on_round(self, failed: list[PeerLink]) -> list[Waiter]:
+        """Take note of links that failed, of channels to look at, and of messages that came; return whom to wake."""
         core = self._runtime.core
         for link in failed:
             link.tag.data_failed(link)  # type: ignore[attr-defined]
         for link in core.noticed():
             link.tag.notice(link)  # type: ignore[attr-defined]
-        if core.inbox:
-            self.inbox.arrived()
+        return self.inbox.receivers() if core.inbox else []
 
     def _tidy_up(self) -> None:
         """Remove what a lost peer may have left in shared memory, if it was killed."""

@@ -10,7 +10,7 @@ from aiote_native.core import Core
 from aiote_native.flights import Flight
 from aiote_native.forks import ForkError, after_fork
 from aiote_native.peer_wakeups import guarded_socket, parse_address
-from aiote_native.peers import PeerLink
+from aiote_native.peers import PeerLink, deliver
 from aiote_native.prepared import PreparedTargets, TargetRun
 from aiote_native.proxy import ArmedRun, arm
 from aiote_native.requests import LocalSlice, PageSet, RemoteSlice, Request, quick, quick_pages, quick_send
@@ -68,6 +68,7 @@ __all__ = [
     "after_fork",
     "arm",
     "device_name",
+    "deliver",
     "error_text",
     "guarded_socket",
     "library_summary",

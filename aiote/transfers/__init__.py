@@ -5,7 +5,7 @@ Nothing here knows how peers are found or kept; what is needed of them is said i
 
 from .barrier import barrier
 from .counter import Counter, CounterRow, Counters
-from .inbox import Inbox, Message, Messages
+from .inbox import Inbox, Message, Messages, writable
 from .lease import Lease
 from .owner import Destination, PeerFinder, TransferOwner, drain
 from .pages import Pages
@@ -52,4 +52,5 @@ __all__ = [
     "make_group",
     "submit_scatter",
     "watch",
+    "writable",
 ]

@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..aio import EventLoop, Signal
+from ..aio import EventLoop, Signal, wake
 from ..errors import ClosedError, PeerError, UsageError
+from ..rails import deliver
 
 if TYPE_CHECKING:
-    from ..rails import Core
+    from ..aio import Waiter
+    from ..rails import Core, PeerLink
     from .owner import Destination
     from .peer import Peer
 
@@ -34,6 +36,18 @@ class Message:
     def __repr__(self) -> str:
         # Not the data: they may be long, and secret.
         return f"<Message of {len(self.data)} bytes from {self.source.address}>"
+
+
+def writable(buffer: object) -> memoryview:
+    """Return a view of memory that a message can be copied into; the caller releases it. Raises UsageError."""
+    try:
+        view = memoryview(buffer)  # type: ignore[arg-type]
+    except (TypeError, ValueError, BufferError) as error:
+        raise UsageError(f"recv_into: {type(buffer).__name__} gives no buffer: {error}") from None
+    if view.readonly or not view.c_contiguous:
+        view.release()
+        raise UsageError("recv_into: expected a buffer that is writable and contiguous")
+    return view
 
 
 class Messages(AsyncIterator[Message]):
@@ -103,40 +117,70 @@ class Inbox:
 
     def take(self) -> Message | None:
         """Take one message, peers in turn; None when there is none."""
+        found = self._take(None)
+        return None if found is None else Message(*found)
+
+    def take_into(self, buffer: memoryview) -> tuple[int, Peer] | None:
+        """Copy one message into a buffer; return its length and who sent it. Raises UsageError if it is too long."""
+        found = self._take(buffer)
+        return None if found is None else (found[1], found[0])
+
+    def _take(self, buffer: memoryview | None) -> tuple[Peer, Any] | None:
         if not (self._core.inbox or self._departed):
             return None
         if self._departed:
-            message = self._departed[0].popleft()
-            self._departed_bytes -= len(message.data)
-            if not self._departed[0]:
-                self._departed.popleft()
-            return message
+            return self._take_kept(self._departed[0], buffer)
         for _ in range(len(self._peers)):
             peer = self._peers[0]
             self._peers.rotate(-1)
-            if peer.link is not None and (data := peer.link.take_message()) is not None:
-                return Message(peer.peer, data)
+            if peer.link is not None and (data := self._take_of(peer.link, buffer)) is not None:
+                return peer.peer, data
         self._early = self._core.inbox > 0
         if self._early:
             # Nobody is to be told again and again of what cannot be taken yet; `arrived` looks whether it can.
             self._core.on_messages = None
         return None
 
-    def take_from(self, peer: Destination) -> Message | None:
-        """Take one message of a peer, lost or not; None when there is none."""
-        if peer.link is not None and (data := peer.link.take_message()) is not None:
-            return Message(peer.peer, data)
+    def take_from(self, peer: Destination, buffer: memoryview | None = None) -> tuple[Peer, Any] | None:
+        """Take one message of a peer, lost or not, or copy it into a buffer; None when there is none."""
+        if peer.link is not None and (data := self._take_of(peer.link, buffer)) is not None:
+            return peer.peer, data
         kept = next((each for each in self._departed if each[0].source is peer.peer), None)
-        if kept is None:
-            return None
-        message = kept.popleft()
+        return None if kept is None else self._take_kept(kept, buffer)
+
+    def _take_of(self, link: PeerLink, buffer: memoryview | None) -> bytes | int | None:
+        if buffer is None:
+            return link.take_message()
+        try:
+            return link.take_message(buffer)
+        except ValueError as error:
+            raise self._too_long(error) from None
+
+    def _too_long(self, error: ValueError) -> UsageError:
+        # The wake-up for this message was used up; another receiver may have room for it.
+        self.arrived()
+        return UsageError(f"recv_into: {error}; the message stays")
+
+    def _take_kept(self, kept: deque[Message], buffer: memoryview | None) -> tuple[Peer, Any]:
+        message = kept[0]
+        try:
+            data = deliver(message.data, buffer)
+        except ValueError as error:
+            raise self._too_long(error) from None
+        kept.popleft()
         self._departed_bytes -= len(message.data)
         if not kept:
             self._departed.remove(kept)
-        return message
+        return message.source, data
 
     def arrived(self) -> None:
         """Wake as many receivers as there are messages."""
+        for waiter in self.receivers():
+            wake(waiter)
+
+    def receivers(self) -> list[Waiter]:
+        """Return as many waiting receivers as there are messages, whom the caller wakes."""
+        woken: list[Waiter] = []
         ready = self._core.inbox
         if self._early:
             # Some have come from peers that are still being connected: nobody can take those yet, so they wake nobody.
@@ -145,10 +189,11 @@ class Inbox:
             self._told = True
             self._loop.call_soon(self._tell)
         for _ in range(min(len(self._arrived), ready + self.departed)):
-            self._arrived.wake_one()
+            self._arrived.wake_one(woken.append)
         for peer, signal in self._selective.items():
             if peer.lost or (peer.link is not None and peer.link.messages):
-                signal.set()
+                signal.set(woken.append)
+        return woken
 
     def listen(self, listener: Callable[[], object], over: Callable[[], object]) -> Callable[[], None]:
         """Call a function, as a callback of the loop, whenever messages may be taken; `over` at the end of the engine.
@@ -188,9 +233,9 @@ class Inbox:
         for signal in self._selective.values():
             signal.set()
 
-    async def wait(self) -> None:
+    def wait(self) -> Awaitable[None]:
         """Sleep until there may be a message."""
-        await self._wait(self._arrived)
+        return self._wait(self._arrived)
 
     async def wait_for(self, peer: Destination) -> None:
         """Sleep until there may be a message of this peer, or it is lost."""

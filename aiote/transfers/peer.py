@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from .inbox import Messages
@@ -67,6 +67,13 @@ class Peer:
         none of its messages is left, ClosedError.
         """
         return await self._connection.recv()
+
+    async def recv_into(self, buffer: Any) -> int:
+        """Copy the next message of this peer into `buffer`, as `Engine.recv_into`; return its length.
+
+        Raises as `recv`, and UsageError for a buffer that is read-only, not contiguous or shorter than the message.
+        """
+        return await self._connection.recv_into(buffer)
 
     def messages(self) -> Messages:
         """Iterate over the messages of this peer until it is lost, or the engine closed."""

@@ -55,6 +55,8 @@ START = """
         refused(lambda: step(right.recv()))
         refused(lambda: step(left.connect(right.address)))
         refused(lambda: step(peer.recv()))
+        refused(lambda: step(right.recv_into(bytearray(8))))
+        refused(lambda: step(peer.recv_into(bytearray(8))))
         peer.disconnect("by a child")
         refused(lambda: step(left.write(local, remote)))
         under_way.cancel()

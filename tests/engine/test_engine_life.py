@@ -217,7 +217,13 @@ async def test_every_verb_of_a_closed_engine_raises(progress):
         ):
             with pytest.raises(aiote.ClosedError, match="engine is closed"):
                 call()
-        for verb in (left.recv(), left.connect(right.address), left.write(source, target), counter.wait(1)):
+        for verb in (
+            left.recv(),
+            left.recv_into(bytearray(8)),
+            left.connect(right.address),
+            left.write(source, target),
+            counter.wait(1),
+        ):
             with pytest.raises(aiote.ClosedError, match="engine is closed"):
                 await verb
         assert [message async for message in left.messages()] == []
@@ -256,6 +262,8 @@ async def test_closing_ends_every_await(provider, way):
         async with anyio.create_task_group() as group:
             for name, awaitable in {
                 "recv": left.recv(),
+                "recv_into": left.recv_into(bytearray(8)),
+                "recv_into of a peer": peer.recv_into(bytearray(8)),
                 "wait": counter.wait(1),
                 "watch": next_change(left, bytearray(8)),
                 "send": outcome(sends[-1]),
@@ -270,6 +278,8 @@ async def test_closing_ends_every_await(provider, way):
                 await left.aclose()
         assert {name: type(error) for name, error in ended.items()} == {
             "recv": aiote.ClosedError,
+            "recv_into": aiote.ClosedError,
+            "recv_into of a peer": aiote.ClosedError,
             "wait": aiote.ClosedError,
             "watch": aiote.ClosedError,
             "send": aiote.TransferError,

@@ -197,19 +197,28 @@ async def test_a_cancelled_recv_loses_nothing(progress):
 
 
 async def test_a_cancelled_recv_hands_its_wake_up_to_the_next():
-    """Two wait, one message comes, the first is cancelled as it is woken: the second gets the message."""
+    """Two wait, one message comes, the first is cancelled as it is woken: the second gets the message.
+
+    Receivers run in the round that finds the message, so nothing comes between. Another receiver, whose buffer is too
+    short, hands its wake-up to the first and cancels it before it runs.
+    """
     async with linked("tcp") as (left, right):
-        first, second = (asyncio.create_task(right.recv()) for _ in range(2))
+        tasks: list[asyncio.Task[aiote.Message]] = []
+
+        async def refuse() -> None:
+            with pytest.raises(aiote.UsageError, match="the message stays"):
+                await right.recv_into(bytearray(1))
+            tasks[0].cancel()
+
+        refusing = asyncio.create_task(refuse())
         await asyncio.sleep(0)
-        sending = left.submit_send(right.address, b"precious")
-        while not right.statistics().inbox:
-            assert not first.done()
-            await asyncio.sleep(0)
-        first.cancel()
+        tasks += [asyncio.create_task(right.recv()) for _ in range(2)]
+        await asyncio.sleep(0)
+        await left.send(right.address, b"precious")
+        await refusing
         with pytest.raises(asyncio.CancelledError):
-            await first
-        assert (await second).data == b"precious"
-        await sending
+            await tasks[0]
+        assert (await tasks[1]).data == b"precious"
 
 
 async def test_a_cancelled_send_that_waited_never_arrives():

@@ -169,7 +169,7 @@ def test_a_core_without_peers_takes_turns_and_tells_when_it_may_sleep():
     try:
         before = core.statistics()["rounds"]
         for _ in range(10):
-            assert not core.turn(lambda _failed: None)
+            assert not core.turn(lambda _failed: [])
         # A round, and the one before it says that it may sleep.
         assert core.statistics()["rounds"] - before == 20
     finally:
