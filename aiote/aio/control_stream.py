@@ -82,7 +82,10 @@ class ControlConnection:
 
     def flush(self) -> None:
         """Have the protocol's bytes written."""
-        self._unsent += self.protocol.data_to_send()
+        data = self.protocol.data_to_send()
+        if not data:
+            return  # after most of what is received; the writer would be woken for nothing
+        self._unsent += data
         if len(self._unsent) > MAX_UNSENT:
             self.end("it does not read what we send it")
         self._outgoing.set()
