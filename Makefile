@@ -10,7 +10,7 @@ WITH := PATH="$(abspath $(BIN)):$$PATH"
 READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: docs demo demo-weights demo-moe check test test-all soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel mutants idle bench bench-peers bench-kvcache bench-service bench-weights bench-moe bench-rails test-guest test-connectors lint format wheel venv develop system test-system clean distclean help
+.PHONY: docs demo demo-weights demo-moe check test test-all soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel mutants idle bench bench-guard bench-peers bench-kvcache bench-service bench-weights bench-moe bench-rails test-guest test-connectors lint format wheel venv develop system test-system clean distclean help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
@@ -36,6 +36,7 @@ test: test-system  ## lint, then every test with the newest libfabric here, then
 test-all: test-system  ## every combination of every test at full length, soaks, fuzzing, mutants: an hour or two
 	@$(READY) dev --install
 	$(BIN)/python tools/run_tests.py --all $(ARGS)
+	$(BIN)/python tools/bench_guard.py --base $(BASE)
 
 soak: system  ## ten minutes of faults under load; ARGS="--seconds N --seed S --provider local|socket|tcp|shm"
 	@$(READY) dev --install
@@ -91,6 +92,12 @@ idle: system  ## measure what an engine with nothing to do costs; ARGS="--second
 bench: system  ## measure aiote beside plain C, tcp and shm, with every libfabric here; ARGS="write --runs 9"
 	@$(READY) bench --install
 	$(BIN)/python tools/bench.py $(ARGS)
+
+# What bench-guard compares with.
+BASE ?= HEAD~1
+bench-guard: system  ## fail where this is slower than another commit, in alternating runs; BASE=v0.1, ARGS="--provider tcp shm"
+	@$(READY) bench --install
+	$(BIN)/python tools/bench_guard.py --base $(BASE) $(ARGS)
 
 bench-peers: system  ## the same beside NIXL, ucxx, Mooncake, pyzmq and sockets, which it installs (1.5 GB)
 	@$(READY) bench --install
