@@ -36,7 +36,7 @@ def opened(port: int, rank: int, master: TCPStore | None = None) -> dict[str, ob
 
 
 def serve(connection: Connection, port: int) -> None:
-    """Expose a tensor to each transport; wait until the other side is done, and say how much CPU idling took."""
+    """Expose a tensor to each transport; wait until the other side is done."""
     transports = opened(port, 1)
     tensors = {name: torch.ones(max(SIZES), dtype=torch.uint8) for name in transports}
     memory = {name: one.register_memory(tensors[name]) for name, one in transports.items()}  # type: ignore[attr-defined]

@@ -15,7 +15,6 @@ import math
 import operator
 import secrets
 import threading
-from collections.abc import Coroutine
 from concurrent import futures
 from contextlib import suppress
 from datetime import timedelta
@@ -264,10 +263,10 @@ class AioteTransport(Transport):  # type: ignore[misc]
     # The peer.
 
     def bind(self, *, timeout: float | None = None) -> bytes:
-        """Return where this transport is, for the peer's `connect`."""
+        """Return where this transport is, for the peer's `connect`. Raises UsageError in a forked child."""
         _seconds(timeout)
         self._require_open()
-        return _Url(self.endpoint, str(self._address)).serialize()
+        return _Url(self.endpoint, str(self._bridge.engine.address)).serialize()
 
     def connect(self, peer_url: bytes, *, timeout: float | None = None) -> int:
         """Connect to a bound peer; 0. Raises ValueError for bytes that are no peer's, PeerError, TimeoutError."""
@@ -356,14 +355,16 @@ class AioteTransport(Transport):  # type: ignore[misc]
         with self._lock:
             self._require_open()
             self._check_transfer(local, remote, mutable=mutable)
-            call = self._bridge.submit(self._within(limit, self._move(local, remote, mutable)))
+            call = self._bridge.submit(self._move_within(limit, local, remote, mutable))
             self._pending[call] = local.memory.registration
         call.add_done_callback(lambda _: self._pending.pop(call, None))
         return call
 
-    async def _within(self, limit: float | None, work: Coroutine[Any, Any, None]) -> None:
+    async def _move_within(
+        self, limit: float | None, local: AioteMemoryView, remote: AioteRemoteBuffer, mutable: bool
+    ) -> None:
         with anyio.fail_after(limit):
-            await work
+            await self._move(local, remote, mutable)
 
     async def _move(self, local: AioteMemoryView, remote: AioteRemoteBuffer, mutable: bool) -> None:
         registration, count = local.memory.registration, local.size()

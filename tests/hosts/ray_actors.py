@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from ray.experimental.rdt.util import get_tensor_transport_manager
 
 from aiote.connectors.ray import NAME, AioteTensorTransport, register
+from idleness import come_to_rest
 
 # Before the classes: Ray knows the name when it meets it at a method.
 register()
@@ -41,6 +43,11 @@ def carried(_: Any) -> int:
 
 def served(_: Any) -> int:
     return sum(manager().bridge.engine.statistics().served)
+
+
+def at_rest(_: Any) -> None:
+    """Wait until this process's engine does nothing; what spins never gets there. Ray's own threads have their work."""
+    asyncio.run(come_to_rest(manager().bridge.engine))
 
 
 def abort(_: Any, obj_id: str) -> None:

@@ -19,11 +19,12 @@ import ray
 import torch
 from ray._private.internal_api import node_stats
 from ray.experimental import set_target_for_ref
-from ray_actors import Actor, Async, abort, beside, carried, fetching, manager, registrations, served
+from ray_actors import Actor, Async, abort, at_rest, beside, carried, fetching, manager, registrations, served
 
 from aiote.connectors.ray import register
 
-HERE = str(Path(__file__).parent)
+HERE = Path(__file__).parent
+PATHS = f"{HERE}{os.pathsep}{HERE.parent / 'support'}"
 MIB = 1 << 20
 SOON_S = 60
 """A failure that takes longer hangs: far above heartbeat_timeout, for machines on which other things run."""
@@ -34,7 +35,7 @@ STORE = 128 * MIB
 def cluster() -> Iterator[None]:
     key = os.urandom(16).hex()
     os.environ["AIOTE_CLUSTER_KEY"] = key
-    variables = {"PYTHONPATH": HERE, "AIOTE_CLUSTER_KEY": key, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    variables = {"PYTHONPATH": PATHS, "AIOTE_CLUSTER_KEY": key, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     ray.init(num_cpus=2, object_store_memory=STORE, include_dashboard=False, runtime_env={"env_vars": variables})
     register()
     yield
@@ -221,6 +222,14 @@ def test_sixteen_fetches_overlap(mortal):
         until(lambda: fetching(None) == 16)
     thread.join(SOON_S)
     assert [int(one[0]) for one in found] == list(range(16))
+
+
+def test_both_sides_are_idle_when_nothing_moves(pair):
+    source, sink = pair
+    ref = source.full.remote(MIB, 1)
+    ray.get(sink.describe.remote(ref))
+    for actor in pair:
+        ray.get(beside(actor, at_rest))
 
 
 # Buffers.

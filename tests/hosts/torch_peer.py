@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch.distributed import TCPStore
 from torch.distributed._transport import new_transport_rank
+
+from idleness import assert_idle
 
 
 class Peer:
@@ -37,6 +40,9 @@ class Peer:
         tensor = self.tensors[name]
         while not tensor[0]:
             pass
+
+    def assert_idle(self) -> None:
+        asyncio.run(assert_idle(self.transport._bridge.engine))
 
     def write(self, name: str, descriptor: bytes) -> None:
         remote = type(self.memory[name].to_remote_buffer()).deserialize(descriptor)
