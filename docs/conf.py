@@ -55,9 +55,9 @@ def inside(text: str, here: Path) -> str:
         label, up, path, anchor = match[1], match[2], match[3], match[4] or ""
         target = (here / (up + path)).resolve()
         if HERE in target.parents:
-            return match[0] if here == HERE else f"[{label}](../{target.relative_to(HERE)}{anchor})"
+            return f"[{label}](../{target.relative_to(HERE)}{anchor})" if here == HERE.parent else match[0]
         if target.parent == HERE.parent and target.name in ROOT_PAGES:
-            folder = "_generated/" if here == HERE else ""
+            folder = "../" * len(here.relative_to(HERE).parts) + "_generated/" if here != HERE.parent else ""
             return f"[{label}]({folder}{ROOT_PAGES[target.name]}{anchor})"
         return f"{label} (`{target.relative_to(HERE.parent)}`)" if target.exists() else match[0]
 
@@ -65,9 +65,10 @@ def inside(text: str, here: Path) -> str:
 
 
 def lead_inside(app: object, docname: str, source: list[str]) -> None:
-    """Rewrite the links of a page beside this file."""
-    if "/" not in docname:
-        source[0] = inside(source[0], HERE)
+    """Rewrite the links of a page in this folder; those of the pages that are written here lead inside already."""
+    page = HERE / docname
+    if page.parent.name != "_generated":
+        source[0] = inside(source[0], page.parent)
 
 
 def as_rst(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:

@@ -21,6 +21,7 @@ from aiote_native.peers import pool_bytes
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+HOW_TO = sorted((ROOT / "docs" / "howto").glob("*.md"))
 README = PAGES[0].read_text()
 SETTINGS = (ROOT / "docs" / "settings.md").read_text()
 TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -51,7 +52,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *HOW_TO], ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_python_blocks_compile(page):
     for text in blocks(page, "python"):
         ast.parse(text)
@@ -67,7 +68,7 @@ def test_the_readme_s_program_runs():
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *HOW_TO], ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_links_lead_somewhere(page):
     for link in LINK.findall(prose(page)):
         if link.startswith("https://"):
@@ -92,6 +93,13 @@ def test_every_page_is_in_the_site():
         line.strip() for text in re.findall(r"```{toctree}\n(.*?)```", index, re.DOTALL) for line in text.splitlines()
     }
     assert {page.stem for page in PAGES[1:]} - {"index"} <= listed
+
+
+def test_every_how_to_page_is_in_its_index():
+    index = HOW_TO[0].parent / "index.md"
+    listed = set(re.findall(r"^\| \[[^\]]*\]\(([\w-]+)\.md\)", index.read_text(), re.MULTILINE))
+    in_tree = set(index.read_text().partition("```{toctree}")[2].split("```")[0].split()[1:])
+    assert listed == in_tree == {page.stem for page in HOW_TO} - {"index"}
 
 
 def test_the_reference_has_every_public_package():
@@ -204,11 +212,11 @@ def test_the_names_in_the_pages_exist():
     """Files, functions and structures that the pages name are in the source."""
     examples = (ROOT / "examples").rglob("*.py")
     text = "\n".join(path.read_text() for path in [*SOURCES, *NATIVE, *examples])
-    for page in PAGES[1:]:
+    for page in [*PAGES[1:], *HOW_TO]:
         for path in re.findall(r"`((?:aiote|aiote_native|tests)/[\w/]+\.\w+)`", prose(page)):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
         for name in re.findall(r"`([a-z]+_[a-z_]+|[A-Z][a-z]+[A-Z]\w+)`", prose(page)):
             assert re.search(rf"\b{name}\b", text) or name in KNOWN, f"{page.name}: {name}"
 
 
-KNOWN = {"fi_trywait", "fi_writemsg", "epoll_wait", "write_pages", "call_soon"}
+KNOWN = {"TransferNotify", "fi_trywait", "fi_writemsg", "epoll_wait", "write_pages", "call_soon"}
