@@ -241,7 +241,7 @@ async def test_what_arrived_of_a_peer_that_left_is_kept(provider):
     async with pair(provider) as (left, right):
         for number in range(3):
             await left.send(right.address, b"%d" % number)
-        await until(lambda: right.statistics().inbox == 3)
+        await until(lambda: right.statistics().inbox == 3 and right.peers)
         (peer,) = right.peers
         await left.aclose()
         await peer.wait_closed()
