@@ -10,7 +10,7 @@ WITH := PATH="$(abspath $(BIN)):$$PATH"
 READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: docs demo demo-weights demo-moe check test test-all soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel mutants idle bench bench-guard bench-peers bench-kvcache bench-service bench-weights bench-moe bench-rails test-guest test-connectors lint format wheel venv develop system test-system clean distclean help
+.PHONY: docs demo demo-weights demo-moe check test test-all soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel test-arm64 mutants idle bench bench-guard bench-peers bench-kvcache bench-service bench-weights bench-moe bench-rails paper test-guest test-connectors lint format wheel wheels release-check venv develop system test-system clean distclean peers help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
@@ -38,7 +38,7 @@ test-all: test-system  ## every combination of every test at full length, soaks,
 	$(BIN)/python tools/run_tests.py --all $(ARGS)
 	$(BIN)/python tools/bench_guard.py --base $(BASE)
 
-soak: system  ## ten minutes of faults under load; ARGS="--seconds N --seed S --provider local|socket|tcp|shm"
+soak: system  ## ten minutes of faults under load; ARGS="--seconds N --seed S --provider local|socket|tcp|shm --memory cuda"
 	@$(READY) dev --install
 	$(BIN)/python tests/soak/soak.py $(ARGS)
 
@@ -81,6 +81,10 @@ test-wheel: test-system  ## build the wheel and test what it installs, far from 
 	@$(READY) dev --install
 	$(BIN)/python tools/test_wheel.py $(ARGS)
 
+test-arm64: test-system  ## run the native tests on the arm64 wheel under qemu-user; ARGS="--again tests/native/test_streams.py"
+	@$(READY) release
+	$(BIN)/python tools/test_arm64.py $(ARGS)
+
 mutants: test-system  ## take out each mechanism and see its tests fail; ARGS="--only NAME", ARGS=--list
 	@$(READY) dev --install
 	$(BIN)/python tools/mutants.py $(ARGS)
@@ -88,6 +92,10 @@ mutants: test-system  ## take out each mechanism and see its tests fail; ARGS="-
 idle: system  ## measure what an engine with nothing to do costs; ARGS="--seconds 60" for longer
 	@$(READY) run --install
 	$(BIN)/python tools/idle.py $(ARGS)
+
+peers: system  ## measure one engine with a thousand peers; ARGS="--peers 200 --provider local"
+	@$(READY) run --install
+	$(BIN)/python tools/peers.py $(ARGS)
 
 bench: system  ## measure aiote beside plain C, tcp and shm, with every libfabric here; ARGS="write --runs 9"
 	@$(READY) bench --install
@@ -124,9 +132,14 @@ bench-moe: system  ## measure dispatch and combine beside gloo's and MPICH's col
 	$(BIN)/python tools/bench_peers.py install collectives
 	$(BIN)/python tools/bench_moe.py $(ARGS)
 
-docs: system  ## build the docs as a site into docs/_build/html; a warning is an error
+paper: system  ## print the published figures beside ours, cell by cell, and check docs/paper.md; ARGS=--write writes it
+	@$(READY) run --install
+	$(BIN)/python tools/paper.py $(ARGS)
+
+docs: test-system  ## build the docs as a site into docs/_build/html, and check it: a warning or a dead link is an error
 	@$(READY) docs --install
 	$(BIN)/python -P -m sphinx -W --keep-going -b html docs docs/_build/html $(ARGS)
+	$(BIN)/python -P tools/check_site.py
 
 lint: system  ## ruff, mypy --strict and cython-lint
 	@$(READY) dev
@@ -143,6 +156,14 @@ wheel: system  ## build a wheel into dist/
 	@$(READY) run
 	find aiote aiote_native -name __pycache__ -prune -exec rm -rf {} +
 	$(WITH) $(BIN)/python -m pip wheel --quiet --no-index --no-deps --no-build-isolation --wheel-dir dist .
+
+wheels: system  ## build the sdist and manylinux wheels for x86-64 and arm64 into dist/; ARGS="--machine x86_64 --kind own"
+	@$(READY) release
+	$(BIN)/python tools/wheels.py $(ARGS)
+
+release-check: test-system  ## check what `make wheels` made, and run `make check` against the wheel; ARGS="--only sums links"
+	@$(READY) release
+	$(BIN)/python tools/release_check.py $(ARGS)
 
 venv: system  ## prepare $(VENV) with everything, aiote built from this checkout included
 	@$(READY) dev --install

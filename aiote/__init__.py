@@ -4,6 +4,8 @@
 `await engine.counter(imm).wait(n)` on the other.
 """
 
+from typing import TYPE_CHECKING
+
 # First: where the sources are not compiled this says so, whatever else is missing there.
 from .rails import Flight, RailInfo
 
@@ -42,7 +44,18 @@ from .transfers import (
     Transfer,
 )
 
-__version__ = "0.1.0"
+__version__: str
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> str:
+        """Look up `__version__` in what is installed, once somebody asks: that takes longer than many an import."""
+        if name != "__version__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import metadata
+
+        return metadata.version(__name__)
+
 
 __all__ = [
     "Address",

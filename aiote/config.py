@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from .errors import UsageError
 
-__all__ = ["HEARTBEAT_MS", "MESSAGE_BYTES", "MESSAGE_POOL", "EngineConfig", "VerbsConfig"]
+__all__ = ["HEARTBEAT_MS", "MESSAGE_BYTES", "MESSAGE_POOL", "EngineConfig", "VerbsConfig", "variables_set"]
 
 LOOPBACK = "127.0.0.1"
 MIN_KEY_BYTES = 16
@@ -25,11 +25,20 @@ MESSAGE_POOL = (2, 4096)
 RING_BYTES = (128 << 10, 4 << 20)
 HEARTBEAT_MS = (10, (1 << 32) - 1)
 
+
+def _as_switch(text: str) -> bool:
+    """Read on or off, true or false, 1 or 0. Raises ValueError."""
+    if text.lower() not in ("1", "on", "true", "0", "off", "false"):
+        raise ValueError(text)
+    return text.lower() in ("1", "on", "true")
+
+
 EXPECTED: dict[Callable[[str], Any], str] = {
     int: "an integer",
     float: "a number of seconds",
     bytes.fromhex: "hexadecimal digits",
     str.encode: "text",
+    _as_switch: "on or off",
 }
 
 
@@ -108,9 +117,11 @@ class EngineConfig:
     the provider's own limit). ring_bytes: what may be between two processes of one host, each way, before the sender
     waits. max_transfers: unfinished transfers toward one peer; beyond, awaited verbs wait for room
     and `submit_` forms raise QueueFull. max_counters: immediates in use at once. schedule: which rail gets the next
-    stripe or page: "earliest-finish" (the one expected to carry it first) or "round-robin". verbs: settings of rails
-    that libibverbs drives. libfabric: path of libfabric.so.1. libcuda: path of libcuda.so.1, the driver of NVIDIA's
-    GPUs, which is opened when their memory is registered first.
+    stripe or page: "earliest-finish" (the one expected to carry it first) or "round-robin". status_page: whether `aiote
+    top` of the same user sees the engine. verbs: settings of rails that libibverbs drives.
+    libfabric: path of libfabric.so.1. libcuda: path of libcuda.so.1, the driver of NVIDIA's GPUs, which is opened when
+    their memory is registered first. gpu_sharing: whether processes of this host that have the cluster key may open
+    allocations in which memory of a GPU is registered, and ours theirs.
     """
 
     cluster_key: bytes | None = _setting("cluster_key", None, str.encode, repr=False)
@@ -130,13 +141,15 @@ class EngineConfig:
     drain_timeout: float = _setting("drain_timeout", 1.0, float)
     stripe_bytes: int = _setting("stripe_bytes", 65536, int)
     largest_message: int = _setting("largest_message", 2 << 20, int)
-    ring_bytes: int = _setting("ring_bytes", 1 << 19, int)
+    ring_bytes: int = _setting("ring_bytes", 2 << 20, int)
     max_transfers: int = _setting("max_transfers", 16384, int)
     max_counters: int = _setting("max_counters", 1 << 20, int)
     schedule: Literal["earliest-finish", "round-robin"] = _setting("schedule", "earliest-finish")
+    status_page: bool = _setting("status_page", True, _as_switch)
     verbs: VerbsConfig = field(default_factory=VerbsConfig)
     libfabric: str = _setting("libfabric", "")
     libcuda: str = _setting("libcuda", "")
+    gpu_sharing: bool = _setting("gpu_sharing", True, _as_switch)
 
     @property
     def of_rail_set(self) -> dict[str, Any]:
@@ -148,6 +161,7 @@ class EngineConfig:
             "verbs": self.verbs.settings,
             "messages": self.message_pool,
             "ring_bytes": self.ring_bytes,
+            "gpu_sharing": self.gpu_sharing,
             "spin_us": self.spin_us,
             "threaded": self.progress == "thread",
             "cpu": self.thread_cpu,
@@ -165,6 +179,9 @@ class EngineConfig:
         for name in ("host", "libfabric", "libcuda"):
             if not isinstance(getattr(self, name), str | None):
                 raise UsageError(f"{name} must be text, got {type(getattr(self, name)).__name__}")
+        for name in ("status_page", "gpu_sharing"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name}={getattr(self, name)!r}: expected True or False")
         if self.cluster_key is not None and len(self.cluster_key) < MIN_KEY_BYTES:
             raise UsageError(
                 f"cluster_key has {len(self.cluster_key)} bytes; at least {MIN_KEY_BYTES} are needed, drawn at random"
@@ -233,3 +250,9 @@ def _is_loopback(host: str) -> bool:
     except ValueError:
         # A name may resolve to anything, however it begins; this one is taken for 127.0.0.1 without asking.
         return host == "localhost"
+
+
+def variables_set() -> dict[str, str]:
+    """Return the variables of aiote that are set, for a report that others read: of a key only that there is one."""
+    names = sorted(name for name in os.environ if name.startswith("AIOTE_"))
+    return {name: "(not told)" if "KEY" in name else os.environ[name] for name in names}

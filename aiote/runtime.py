@@ -54,6 +54,7 @@ class Runtime:
         self.config = config
         self.loop = current_loop()
         self.events = Events()
+        self.heartbeats_sent = self.heartbeats_heard = 0
         self.waiters: set[Waiter] = set()
         """Tasks that the end of the engine wakes, whatever they wait for."""
         self.owner: object = None
@@ -69,7 +70,7 @@ class Runtime:
         identity = config.identity or secrets.token_bytes(16)
         # Its port is known when the engine listens.
         self.address = Address(host, config.port or 1, identity, next_incarnation())
-        self.rail_set = RailSet(provider, rails, host=host, **config.of_rail_set)
+        self.rail_set = RailSet(provider, rails, host=host, spare=True, **config.of_rail_set)
         assert self.rail_set.core is not None
         self.core: Core = self.rail_set.core
 
@@ -125,6 +126,22 @@ class Runtime:
         if isinstance(position, int) and 0 <= position < len(names):
             return position
         raise UsageError(f"rail={rail!r}: expected one of {', '.join(names)}, or a number from 0 to {len(names) - 1}")
+
+    def counted(self) -> dict[str, object]:
+        """Return what is counted outside of the native core."""
+        return {
+            "heartbeats_sent": self.heartbeats_sent,
+            "heartbeats_heard": self.heartbeats_heard,
+            "events": self.events.counted,
+            "failed": tuple(self.events.failed(rail.name) for rail in self.rail_set.rails),
+        }
+
+    def time_rails(self, every: int) -> None:
+        """Take the time of one work request in `every`; see `Engine.time_rails`."""
+        self.require_open()
+        if not isinstance(every, int) or not 0 <= every < 1 << 32:
+            raise UsageError(f"every={every!r}: expected 1 (each work request) or more, or 0 for none")
+        self.core.time_rails(every)
 
     # The end.
 

@@ -152,7 +152,9 @@ cpdef Buffer acquire(object obj):
         return buffer
     if refusals:
         said = "; ".join([f"{protocol}: {type(error).__name__}: {error}" for protocol, error in refusals])
-        raise BufferError(f"{_name(obj)} refuses to lend its memory ({said})") from refusals[0][1]
+        raise BufferError(
+            f"{_name(obj)} refuses to lend its memory ({said}); if its elements have no type there, view it as uint8"
+        ) from refusals[0][1]
     raise TypeError(f"{_name(obj)} has no memory to lend: expected an object with {ACCEPTED}")
 
 

@@ -6,8 +6,9 @@
 
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
+from posix.mman cimport MAP_ANONYMOUS, MAP_FAILED, MAP_PRIVATE, PROT_READ, PROT_WRITE, mmap, munmap
 
-from aiote_native.gates cimport batch_drop, gate_leave, gate_shut, gate_wait
+from aiote_native.gates cimport batch_drop, gate_leave, gate_shut, gate_wait, is_reached
 from aiote_native.mailbox_failover cimport mailbox_detach
 from aiote_native.messages cimport CREDIT_SLOTS, mailbox_sent
 from aiote_native.posting cimport give_back, op_completed, post_on
@@ -29,18 +30,17 @@ cdef enum:
 cdef Channel* new_channel(uint64_t depth, int channels) except NULL:
     """Allocate one of so many channels with its work requests, no more than the provider's queue takes."""
     cdef Channel* channel = <Channel*> calloc(1, sizeof(Channel))
-    cdef uint32_t i
+    cdef void* pages
     if channel == NULL:
         raise MemoryError
     channel.depth = <uint32_t> min(depth, max(DEPTH // channels, LEAST_DEPTH))
-    channel.requests = <WorkRequest*> calloc(channel.depth, sizeof(WorkRequest))
-    if channel.requests == NULL:
+    # Mapped, for what was never used then takes no memory: of a thousand peers most are never written to. calloc gives
+    # recycled memory, and writes zeros to it.
+    pages = mmap(NULL, channel.depth * sizeof(WorkRequest), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
+    if pages == MAP_FAILED:
         free(channel)
         raise MemoryError
-    for i in range(channel.depth):
-        channel.requests[i].channel = channel
-        channel.requests[i].next = channel.spare
-        channel.spare = &channel.requests[i]
+    channel.requests = <WorkRequest*> pages
     return channel
 
 
@@ -98,6 +98,7 @@ cdef void shut_endpoint(Progress* self, Channel* channel) noexcept nogil:
         gate_shut(channel)
         if not gate_wait(channel) and held:
             channel.peer.unsettled = True
+            channel.peer.reached = channel.peer.reached or is_reached(channel)
     if channel.ops.disconnect(channel.impl):
         for _turn in range(DISCONNECT_ROUNDS):
             quiet = 0 if drain(&self.state, channel) else quiet + 1
@@ -150,6 +151,7 @@ cdef void close_channel(Progress* self, Channel* channel) noexcept nogil:
         channel.ops.release(channel.impl)
         if channel.waiting != NULL:
             channel.waiting[0] = 0
+    self.state.ended[channel.rail] += channel.ended
     free_channel(channel)
 
 
@@ -157,7 +159,7 @@ cdef void free_channel(Channel* channel) noexcept nogil:
     batch_drop(channel.peer.batch, channel)
     tally_free(&channel.confirmed)
     tally_free(&channel.arrived)
-    free(channel.requests)
+    munmap(channel.requests, channel.depth * sizeof(WorkRequest))
     free(channel)
 
 

@@ -3,10 +3,11 @@
 The protocol of channels that fail is `aiote.core.failover`; what a lost one did is done again by recovery.pyx.
 """
 
-from cpython.array cimport array
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memset
+
+from array import array
 
 from aiote_native.channels cimport shut_channel
 from aiote_native.mailbox_failover cimport mailbox_arrivals, mailbox_holes, mailbox_resolve
@@ -40,6 +41,12 @@ cdef int widest_of(const PeerState* peer) noexcept nogil:
         if peer.channels[i].remote_rail > most:
             most = peer.channels[i].remote_rail
     return most
+
+
+cdef void* items_of(object numbers) except NULL:
+    """Return where an array's items lie, until it is freed or resized: never NULL, though there may be none."""
+    address, _ = numbers.buffer_info()
+    return <void*> <uint64_t> (address or 8)
 
 
 cdef class ChannelSet:
@@ -255,6 +262,10 @@ cdef class ChannelSet:
             tally_free(&arrived)
             free(seen)
 
+    def forgets(self, int number) -> bool:
+        """Whether the close of a channel's endpoint drops what its completion queue still holds."""
+        return self.channel_of(number).forgets
+
     def lost_keys(self, int number) -> list[int]:
         """Return the keys of the peer's memory that a shut channel has lost work for, each once."""
         cdef Channel* channel = self.channel_of(number)
@@ -277,17 +288,18 @@ cdef class ChannelSet:
         What is for keys `unknown` to the peer fails. False where what it says cannot be.
         """
         cdef Channel* channel = self.channel_of(number)
-        cdef array immediates = array("I", [imm_data for imm_data, _ in arrivals])
-        cdef array counts = array("Q", [times for _, times in arrivals])
-        cdef array lost = array("Q", holes)
-        cdef array keys = array("Q", unknown)
+        immediates = array("I", [imm_data for imm_data, _ in arrivals])
+        counts = array("q", [times for _, times in arrivals])
+        lost = array("Q", holes)
+        keys = array("Q", unknown)
+        cdef uint64_t* lost_numbers = <uint64_t*> items_of(lost)
         cdef bint honest
         cdef uint64_t missing = len(holes)
         cdef Account account
-        account.imm_data = immediates.data.as_uints
-        account.counts = <uint64_t*> counts.data.as_ulonglongs
+        account.imm_data = <uint32_t*> items_of(immediates)
+        account.counts = <int64_t*> items_of(counts)
         account.count = len(arrivals)
-        account.unknown = <uint64_t*> keys.data.as_ulonglongs
+        account.unknown = <uint64_t*> items_of(keys)
         account.unknown_count = len(unknown)
         with nogil:
             lock(self.engine)
@@ -295,8 +307,7 @@ cdef class ChannelSet:
             # What the peer said of its messages for another channel may be older than what came over this one.
             if honest and self.mail_lost_with == number:
                 self.mail_lost_with = -1
-                honest = mailbox_resolve(&self.engine.state, self.state.mailbox, top,
-                                         <uint64_t*> lost.data.as_ulonglongs, missing)
+                honest = mailbox_resolve(&self.engine.state, self.state.mailbox, top, lost_numbers, missing)
             if honest:
                 redo_all(&self.engine.state, channel, &account)
                 # The next generation begins with empty tallies, also one that comes to nothing before it has a channel.
@@ -324,18 +335,19 @@ cdef class ChannelSet:
         that nobody can have counted, of which none is taken.
         """
         cdef Channel* channel = self.channel_of(number)
-        cdef array immediates, counts
+        cdef uint32_t* values
+        cdef uint64_t* times
         cdef Py_ssize_t i, n = len(items)
         cdef bint fits = True
         if any(not 0 <= count <= MAX_ACKED for _, count in items):
             return False
         immediates = array("I", [imm_data for imm_data, _ in items])
         counts = array("Q", [count for _, count in items])
+        values, times = <uint32_t*> items_of(immediates), <uint64_t*> items_of(counts)
         with nogil:
             lock(self.engine)
             for i in range(n):
-                fits = tally_add(&channel.arrived, immediates.data.as_uints[i],
-                                 -<int64_t> counts.data.as_ulonglongs[i]) == 0 and fits
+                fits = tally_add(&channel.arrived, values[i], -<int64_t> times[i]) == 0 and fits
             unlock(self.engine)
         return fits
 

@@ -9,21 +9,27 @@ dropped at reap).
 from cpython.ref cimport Py_INCREF
 from libc.errno cimport errno
 from libc.stdint cimport int64_t, uint32_t, uint64_t
+from libc.stdlib cimport free
 from libc.string cimport memset
+from posix.time cimport CLOCK_MONOTONIC
 from posix.unistd cimport close, read
 
 from aiote_native.clocks cimport Clock, clock_ns
 from aiote_native.counters cimport Wait, table_find, table_free, table_init, table_pop_wait
+from aiote_native.cuda.events cimport Hold
 from aiote_native.gates cimport batch_end
+from aiote_native.held cimport hold_of, start_behind
 from aiote_native.messages cimport mailbox_cancel, mailbox_start
 from aiote_native.peer_wakeups cimport WakeupEvent
 from aiote_native.peers cimport PeerLink, open_peer
-from aiote_native.posting cimport State, split_op, op_cancel, op_start
+from aiote_native.posting cimport split_op, op_cancel
 from aiote_native.progress cimport (
     ROUNDS, Watched, alive, kick, lock, new_epoch, progress_once, progress_until, pthread_join,
     pthread_mutex_init, signal_wake, slice_end, start_thread, unlock, usable, watch_descriptor, watch_unlink)
+from aiote_native.statistics cimport counted
 from aiote_native.status cimport check
-from aiote_native.structs cimport MAX_RAILS, Done, OP_READ, OP_SEND, OP_WRITE, Op
+from aiote_native.structs cimport Done, OP_READ, OP_SEND, OP_WRITE, Op
+from aiote_native.timing cimport time_rails
 from aiote_native.waiters cimport wake_all
 from aiote_native.waits cimport CounterHandle, Watch, open_counter, start_watch
 from aiote_native.workrequests cimport LocalMemory, Operation, PageIndex, RemoteMemory, Waitable, finish
@@ -39,9 +45,6 @@ cdef extern from "<sys/timerfd.h>" nogil:
 cdef extern from "<sys/eventfd.h>" nogil:
     int eventfd(unsigned int, int)
     const int EFD_CLOEXEC, EFD_NONBLOCK
-
-cdef extern from "<time.h>" nogil:
-    const int CLOCK_MONOTONIC
 
 
 cdef class Core:
@@ -89,10 +92,8 @@ cdef class Core:
     def open_descriptors(self, bint wakeup_event) -> None:
         self.engine.epoll_fd = epoll_create1(EPOLL_CLOEXEC)
         check(-errno if self.engine.epoll_fd < 0 else 0, "epoll_create1")
-        if self.engine.clock == NULL:
-            self.engine.timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)
-        else:
-            self.engine.timer_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
+        self.engine.timer_fd = (timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)
+                                if self.engine.clock == NULL else eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))
         check(-errno if self.engine.timer_fd < 0 else 0, "timerfd_create")
         self.engine.notify_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
         check(-errno if self.engine.notify_fd < 0 else 0, "eventfd")
@@ -350,6 +351,7 @@ cdef class Core:
         self.launch(peer, operation)
 
     cdef int launch(self, PeerLink peer, Operation operation) except -1:
+        cdef Hold* hold = hold_of(operation.order, &self.engine)
         usable(&self.engine)
         operation.submitted = True
         if operation.local is not None:
@@ -360,7 +362,7 @@ cdef class Core:
             if operation.op.opcode == OP_SEND:
                 mailbox_start(&self.engine.state, &peer.state, &operation.op)
             else:
-                op_start(&self.engine.state, &peer.state, &operation.op)
+                start_behind(&self.engine.state, &peer.state, &operation.op, hold)
             kick(&self.engine)
             unlock(&self.engine)
         return 0
@@ -427,21 +429,11 @@ cdef class Core:
 
     def statistics(self) -> dict[str, Any]:
         """Return what was counted since the core was opened."""
-        cdef State state
-        cdef uint64_t sleeps, rounds
-        if not (self.engine.threaded and alive(&self.engine)):
-            state, sleeps, rounds = self.engine.state, self.engine.sleeps, self.engine.rounds
-        else:
-            with nogil:  # the native thread changes some of the words beside these without the lock
-                lock(&self.engine)
-                state, sleeps, rounds = self.engine.state, self.engine.sleeps, self.engine.rounds
-                unlock(&self.engine)
-        return {
-            "posted": state.posted, "completed": state.completed, "refused": state.refused,
-            "immediates": state.immediates, "outstanding": state.outstanding, "queued": state.queued,
-            "peer_wakeups": state.wakeups, "sleeps": sleeps, "rounds": rounds, "inbox": state.inbox,
-            "counters": state.counters.used, "carried": tuple([state.carried[rail] for rail in range(MAX_RAILS)]),
-        }
+        return counted(&self.engine)
+
+    def time_rails(self, uint32_t every) -> None:
+        """Time one work request in `every` on each rail from now on; 0 ends that, and the times are kept."""
+        time_rails(&self.engine, every)
 
     def stop_thread(self) -> None:
         """End the native thread and wait for it (it never waits for the GIL). Idempotent."""
@@ -497,3 +489,4 @@ cdef class Core:
         # A thread that still runs uses this memory: an engine that was never closed leaves it (and says so, in Python).
         if not self.engine.threaded:
             table_free(&self.engine.state.counters)
+            free(self.engine.times)

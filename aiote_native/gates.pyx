@@ -60,6 +60,7 @@ cdef int gate_post(Channel* channel, const Post* args, WorkRequest* wr) noexcept
         if not enter(channel):
             return -ENOTCONN
         channel.within = True
+    channel.resting = False
     return channel.ops.post(channel.impl, args, wr)
 
 
@@ -130,8 +131,19 @@ cdef void gate_shut(Channel* channel) noexcept nogil:
         aiote_set(channel.own_gate, channel.own_gate[0] | 1)
 
 
+cdef bint is_busy(Channel* channel) noexcept nogil:
+    return aiote_get(channel.peer_busy) & 1 and (aiote_get(channel.peer_gate) | 1) == (channel.peer_generation | 1)
+
+
+cdef bint is_reached(Channel* channel) noexcept nogil:
+    """Whether a GPU of the peer's still copies out of memory of ours, which no gate keeps it from."""
+    return channel.ops.reached != NULL and channel.ops.reached(channel.impl)
+
+
 cdef bint gate_wait(Channel* channel) noexcept nogil:
     """Give a peer that is within its library the time to leave it, and tell whether it has; our gate is shut.
+
+    So also where its GPU still copies what it took within an earlier call.
 
     One whose slot has another generation has closed its end: what it is busy with there is another link's. Of a channel
     without a gate nothing is known.
@@ -139,7 +151,7 @@ cdef bint gate_wait(Channel* channel) noexcept nogil:
     cdef uint64_t end = 0
     if channel.own_gate == NULL:
         return False
-    while aiote_get(channel.peer_busy) & 1 and (aiote_get(channel.peer_gate) | 1) == (channel.peer_generation | 1):
+    while is_busy(channel) or is_reached(channel):
         if end == 0:
             end = clock_ns() + LEAVING_NS
         elif clock_ns() > end:

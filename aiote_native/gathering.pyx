@@ -7,11 +7,10 @@ An immediate says beside its value for how many parts it counts, so nobody who c
 Only whole parts are gathered, of one transfer, in order; nothing waits for others to come.
 """
 
-from cpython cimport array
 from libc.stdint cimport int64_t, uint8_t, uint64_t
 from libc.string cimport memset
 
-import array
+from array import array
 
 from aiote_native.structs cimport MAX_SGE, OP_WRITE, Sge
 
@@ -67,8 +66,8 @@ def plan(uint64_t page, list local, list remote, int max_sge, uint64_t most, uin
     Raises ValueError for lists of different lengths, and for more SGEs than there may be.
     """
     cdef uint64_t count = len(local)
-    cdef array.array local_index = array.array("q", local)
-    cdef array.array remote_index = array.array("q", remote)
+    local_index = array("q", local)
+    remote_index = array("q", remote)
     cdef uint64_t base = 0
     cdef Channel channel
     cdef Post args
@@ -82,8 +81,8 @@ def plan(uint64_t page, list local, list remote, int max_sge, uint64_t most, uin
     op.parts, op.part_bytes, op.split.tail_count = count, page, 1
     # The first byte of the local memory is the second one of all, for 0 says that there is none.
     op.local_address = op.local_stride = op.remote_stride = 1
-    op.local_index = <const int64_t*> local_index.data.as_voidptr
-    op.remote_index = <const int64_t*> remote_index.data.as_voidptr
+    op.local_index = <const int64_t*> <uint64_t> local_index.buffer_info()[0]
+    op.remote_index = <const int64_t*> <uint64_t> remote_index.buffer_info()[0]
     op.remote_base = &base
     out = []
     while op.part < count:

@@ -170,7 +170,7 @@ cdef int post_slot(State* state, Mailbox* self, Slot* slot) noexcept nogil:
     gate_leave(self.channel)
     if code != 0:
         slot.wr.busy = False
-        state.refused += 1
+        state.refused[self.channel.rail] += 1
         return code
     self.advertised = self.consumed
     self.advertised_floor = self.floor

@@ -6,11 +6,13 @@ cdef enum:
     WAKEUP_SLOTS = 1000
     SECRET_BYTES = 16
 
-# The page that an engine shares with its peers on this host. `asleep` is an epoch: odd while the engine sleeps. Each
+# The page that an engine shares with its peers on this host. `asleep` is an epoch: odd while the engine sleeps. `beats`
+# counts on while its event loop lives, from 1 (heartbeats.pyx); 0 is that of an engine which does not count. Each
 # peer has a slot: `waiting` is how much of our work toward it is outstanding, `gate` and `busy` are those of gates.pyx.
 cdef struct WakeupPage:
     uint32_t asleep
-    uint32_t reserved[15]
+    uint32_t beats
+    uint32_t reserved[14]
     uint32_t waiting[WAKEUP_SLOTS]
     uint32_t gate[WAKEUP_SLOTS]
     uint32_t busy[WAKEUP_SLOTS]

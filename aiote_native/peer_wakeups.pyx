@@ -168,6 +168,7 @@ cdef class WakeupEvent:
             check(-errno if self.memory_fd < 0 else 0, "memfd_create")
             check(-errno if ftruncate(self.memory_fd, sizeof(WakeupPage)) else 0, "ftruncate(wake-up page)")
             self.page = <WakeupPage*> map_page(self.memory_fd, PROT_READ | PROT_WRITE)
+            self.page.beats = 1
             # No one who maps it can be made to fault by a shrinking file; and after the own map none can be written.
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
             try:
@@ -182,6 +183,11 @@ cdef class WakeupEvent:
         except BaseException:
             self.close()
             raise
+
+    def beat(self) -> None:
+        """Let the peers see that this engine's event loop lives. Nothing once the event is closed."""
+        if self.page != NULL:
+            aiote_store(&self.page.beats, self.page.beats + 1 if self.page.beats + 1 else 1)
 
     def take_slot(self) -> tuple[int, int]:
         """Take a free slot for one peer and open its gate; return it with its generation.

@@ -15,8 +15,10 @@ from aiote_native.peer_wakeups cimport WAKEUP_SLOTS, PeerWakeup
 from aiote_native.posting cimport peer_fail
 from aiote_native.progress cimport alive, kick, lock, unlock, unwatch_descriptor, usable, watch_descriptor
 from aiote_native.provider cimport NativeEndpoint
+from aiote_native.resting cimport announce
 from aiote_native.schedule cimport cost_of
 from aiote_native.structs cimport Channel, MAX_CHANNELS, MAX_RAILS, Mailbox, Slot
+from aiote_native.timing cimport time_channel
 from aiote_native.workrequests cimport LocalMemory
 
 
@@ -96,6 +98,7 @@ cdef class PeerLink(ChannelSet):
         channel.max_sge = endpoint.max_sge
         channel.window = endpoint.window
         channel.gathers_from = endpoint.gathers_from
+        channel.forgets = endpoint.forgets
         channel.imm_key = imm_key
         channel.imm_address = imm_address
         channel.scratch = <void*> scratch.address
@@ -114,6 +117,8 @@ cdef class PeerLink(ChannelSet):
             free_channel(channel)
             raise
         channel.open = True
+        if self.engine.timed_every:
+            time_channel(self.engine, channel)
         channel.paused = number >= 0
         if number >= 0:
             self.endpoints[number] = endpoint
@@ -130,11 +135,13 @@ cdef class PeerLink(ChannelSet):
         self.engine.state.channels += 1
         if number >= 0:
             self.drop_notice(self.state.channels[number])
+            self.engine.state.ended[self.state.channels[number].rail] += self.state.channels[number].ended
             free_channel(self.state.channels[number])
             self.state.channels[number] = channel
         else:
             self.state.channels[self.state.channel_count] = channel
             self.state.channel_count += 1
+        announce(self.engine.epoll_fd, channel)
         if channel.wait_fd < 0:
             self.state.greeting = True
             greet(self.engine, channel)
@@ -314,8 +321,8 @@ cdef class PeerLink(ChannelSet):
     @property
     def quiet(self) -> bool:
         """Whether the peer is known to carry out nothing more of ours: the link is closed, and every channel has a gate
-        that the peer is not behind. Channels without gates are never known to be quiet."""
-        return (self.closed and len(self.peer_wakeups) == len(self.endpoints)
+        that the peer is not behind, whose GPUs copied nothing when it was shut. Others are never known to be quiet."""
+        return (self.closed and not self.state.reached and len(self.peer_wakeups) == len(self.endpoints)
                 and not any(slot < 0 or (<PeerWakeup> wakeup).busy(slot) for wakeup, slot in self.peer_wakeups))
 
     @property

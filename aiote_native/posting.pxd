@@ -1,6 +1,7 @@
 from libc.stdint cimport uint32_t, uint64_t
 
 from aiote_native.counters cimport Table
+from aiote_native.cuda.events cimport Hold
 from aiote_native.structs cimport MAX_RAILS, Batch, Channel, DoneList, Op, PeerState, Post, Split, WorkRequest
 
 # What all channels of an engine share. Guarded by the engine's lock.
@@ -18,10 +19,13 @@ cdef struct State:
     uint64_t events          # things that happened, ever: a changed value means that there was progress
     uint64_t posted
     uint64_t completed
-    uint64_t refused
+    uint64_t refused[MAX_RAILS]  # posts that a rail did not take now
     uint64_t immediates
     uint64_t wakeups
+    Hold* holds              # of transfers that wait for a stream of a GPU's, in the order of their submission
+    Hold* last_hold
     uint64_t carried[MAX_RAILS]  # bytes of our own requests that a rail carried
+    uint64_t ended[MAX_RAILS]    # work requests that ended on channels of a rail that are gone
 
 cdef int split_part(uint64_t length, uint32_t lanes, uint64_t largest, uint64_t smallest, bint counted,
                     Split* out) noexcept nogil
@@ -34,7 +38,6 @@ cdef void give_back(Channel* channel, WorkRequest* wr) noexcept nogil
 cdef void link_tail(State* state, PeerState* peer, Op* op) noexcept nogil
 cdef void unlink(State* state, PeerState* peer, Op* op) noexcept nogil
 cdef void op_start(State* state, PeerState* peer, Op* op) noexcept nogil
-cdef void ops_start(State* state, Op* parent) noexcept nogil
 cdef void op_cancel(State* state, Op* op) noexcept nogil
 cdef void op_completed(State* state, Op* op, int status, int provider_errno, int rail, uint64_t length) noexcept nogil
 cdef void describe_post(Op* op, Channel* channel, Post* args) noexcept nogil

@@ -5,12 +5,10 @@ moves through the queue of its peer: about TURN parts or stripes a turn, then th
 turn, so a small write never waits behind a million pages. A refused post (-EAGAIN: queue full, still connecting) is
 tried on the peer's other channels, then left for the next round. A transfer that failed or was cancelled posts
 nothing more and is over when the last of its work requests is: not before, because until then a NIC may use the
-memory.
-
-The caller holds the engine's lock. The plain Python reference of the split is `aiote.core.striping`.
+memory. The caller holds the engine's lock. The plain Python reference of the split is `aiote.core.striping`.
 """
 
-from libc.errno cimport EAGAIN, EBUSY
+from libc.errno cimport EAGAIN, EBUSY, EHOSTUNREACH
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from aiote_native.counters cimport done_push
@@ -18,12 +16,11 @@ from aiote_native.gates cimport gate_leave, gate_paced, gate_post
 from aiote_native.gathering cimport gather
 from aiote_native.peer_wakeups cimport wake_peer
 from aiote_native.recovery cimport channel_fault, is_abandoned, is_disconnect, redone
-from aiote_native.schedule cimport STREAK_BYTES, begin_measure, next_channel, posted, usable
+from aiote_native.schedule cimport STREAK_BYTES, begin_measure, is_cut_off, next_channel, posted, usable
 from aiote_native.structs cimport BROKEN, ECANCELED, MAX_STRIPES, MAX_PARTS, PIECE, PLAIN, Queue, RESENT
 
 cdef enum:
-    # Parts or stripes of one transfer before the next one's turn; TransferEngine found that more work requests lower
-    # EFA's packet rate.
+    # Parts or stripes of one transfer before the next one's turn: more lower EFA's packet rate (TransferEngine).
     TURN = 32
     PACE = 1 << 20  # bytes posted within one call of the peer into its library (gates.pyx): it copies them meanwhile
     STRIPES_A_LANE = 4
@@ -115,8 +112,12 @@ cdef int post_on(State* state, Channel* channel, const Post* args, void* owner) 
     cdef WorkRequest* wr = channel.spare
     cdef int code
     if wr == NULL:
-        return -EAGAIN
+        if channel.fresh == channel.depth:
+            return -EAGAIN
+        wr = &channel.requests[channel.fresh]
+        channel.fresh += 1
     channel.spare = wr.next
+    wr.channel = channel
     wr.owner = owner
     wr.opcode = args.opcode
     wr.length = args.payload
@@ -131,7 +132,7 @@ cdef int post_on(State* state, Channel* channel, const Post* args, void* owner) 
     code = gate_post(channel, args, wr)
     if code != 0:
         give_back(channel, wr)
-        state.refused += 1
+        state.refused[channel.rail] += 1
         return code
     channel.outstanding += 1
     if channel.in_flight == 0 and channel.peer.channel_count > 1 and channel.peer.timed:
@@ -204,17 +205,6 @@ cdef void child_over(State* state, Op* parent, Op* child) noexcept nogil:
         parent.rail = child.rail
     if parent.outstanding == 0:
         op_end(state, parent)
-
-
-cdef void ops_start(State* state, Op* parent) noexcept nogil:
-    """Start every target of a request; it is over when they all are, and one without any is over at once."""
-    cdef uint32_t i
-    parent.posted_all = True
-    parent.outstanding = parent.child_count
-    if parent.child_count == 0:
-        op_end(state, parent)
-    for i in range(parent.child_count):
-        op_start(state, parent.children[i].peer, &parent.children[i])
 
 
 cdef void op_fail(State* state, Op* op, int status, int rail) noexcept nogil:
@@ -337,7 +327,8 @@ cdef uint64_t gathered_most(const PeerState* peer, const Channel* channel, const
 cdef int post_next(State* state, PeerState* peer, Op* op, uint64_t* parts) noexcept nogil:
     """Post the next stripe, or several parts in one, on the channel expected to finish it earliest.
 
-    -EAGAIN: the provider refused, or a channel has just failed; -EBUSY: wait for completions.
+    -EAGAIN: the provider refused, or a channel has just failed; -EBUSY: wait for completions; -EHOSTUNREACH: no rail
+    that is there reaches the memory of both ends.
     """
     cdef Post args
     cdef Channel* channel
@@ -347,6 +338,8 @@ cdef int post_next(State* state, PeerState* peer, Op* op, uint64_t* parts) noexc
     for _attempt in range(peer.channel_count):
         channel = next_channel(peer, op, refused)
         if channel == NULL:
+            if refused == 0 and is_cut_off(peer, op):
+                code = -EHOSTUNREACH
             break
         describe_post(op, channel, &args)
         # What is for this channel alone only needs room to begin, or smaller ones would keep it waiting for good.

@@ -3,6 +3,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from aiote_native.core cimport Core
+from aiote_native.cuda.events cimport Hold
 from aiote_native.posting cimport State
 from aiote_native.requests cimport Request
 from aiote_native.scatter cimport TargetOps
@@ -46,6 +47,7 @@ cdef class TargetRun(TargetOps):
     cdef uint32_t* chosen
     cdef int64_t* pages
     cdef bint started
+    cdef Hold* hold      # what it waits for; NULL: nothing
     cdef int allocate(self, PreparedTargets prepared, uint64_t count, uint64_t pages) except -1
     cdef bint is_open(self, bint admitted) except -1
     cdef int retain(self, Request request) except -1

@@ -2,6 +2,7 @@ from typing import Any, TypeVar
 
 from aiote_native.core import Core
 from aiote_native.flights import Flight
+from aiote_native.held import Order
 from aiote_native.peers import PeerLink
 from aiote_native.requests import Request
 from aiote_native.scatter import TargetOps
@@ -38,4 +39,6 @@ class TargetRun(TargetOps):
     prepared: PreparedTargets
     def rows(self) -> list[int]: ...
     def leave(self, request: object) -> None: ...
-    def start(self, kind: type[_R], owner: object, imm: int, admitted: bool = False) -> _R | None: ...
+    def start(
+        self, kind: type[_R], owner: object, imm: int, admitted: bool = False, order: Order | None = None
+    ) -> _R | None: ...

@@ -17,6 +17,7 @@ from libc.string cimport memcpy
 from aiote_native.channelset cimport largest_of, widest_of
 from aiote_native.core cimport Core
 from aiote_native.flights cimport Flight
+from aiote_native.held cimport Order, hold_of, start_targets_behind
 from aiote_native.peers cimport PeerLink
 from aiote_native.posting cimport State, op_end, op_start, split_op
 from aiote_native.progress cimport alive, kick, lock, unlock
@@ -335,11 +336,12 @@ cdef class TargetRun(TargetOps):
             if row.flight != NULL:
                 (<Flight> row.flight).drop(request)
 
-    def start(self, type kind, owner, int64_t imm, bint admitted=False) -> Request | None:
+    def start(self, type kind, owner, int64_t imm, bint admitted=False, Order order=None) -> Request | None:
         """Post all of it as one request of `kind`, made without its `__init__`, whose peer is `owner`.
 
         None: something has changed that needs a closer look, and nothing was posted. `imm` below 0 means none;
-        `admitted`: the caller has looked for room. Raises RuntimeError for a run that was started before.
+        `admitted`: the caller has looked for room; `order`: what it is behind. Raises RuntimeError for a run that was
+        started before.
         """
         cdef Core core = self.prepared.core
         cdef Request request
@@ -354,6 +356,8 @@ cdef class TargetRun(TargetOps):
         request.op.child_count = self.count
         request.targets = self
         request.submitted = self.started = True
+        request.order = order
+        self.hold = hold_of(order, &core.engine)
         self.retain(request)
         Py_INCREF(request)
         with nogil:
@@ -382,16 +386,25 @@ cdef class TargetRun(TargetOps):
             if op.part_bytes == 0 and imm < 0:
                 # Neither bytes nor a count: there is nothing to post.
                 op.parts = 0
-            start_child(state, op, smallest)
+            if self.hold == NULL:
+                start_child(state, op, smallest)
+            else:
+                split_child(op, smallest)
+        if self.hold != NULL:
+            start_targets_behind(state, parent, self.hold)
 
     cdef int begun(self) except -1:
         """Go on without the lock once it was begun."""
         return 0
 
 
-cdef void start_child(State* state, Op* op, uint64_t smallest) noexcept nogil:
-    """Split and post the write of one target."""
+cdef void split_child(Op* op, uint64_t smallest) noexcept nogil:
     op.total = op.part_bytes * op.parts
     op.parent.total += op.total
     split_op(op, op.peer, largest_of(op.peer), smallest)
+
+
+cdef void start_child(State* state, Op* op, uint64_t smallest) noexcept nogil:
+    """Split and post the write of one target."""
+    split_child(op, smallest)
     op_start(state, op.peer, op)

@@ -3,7 +3,7 @@ from libc.stdint cimport uint32_t, uint64_t
 from aiote_native.clocks cimport ClockOps
 from aiote_native.peer_wakeups cimport WakeupPage
 from aiote_native.posting cimport State
-from aiote_native.structs cimport Channel, Completion, Done, PeerState, WorkRequest
+from aiote_native.structs cimport Channel, Completion, Done, PeerState, RailTimes, WorkRequest
 
 cdef extern from "<pthread.h>" nogil:
     ctypedef struct pthread_mutex_t:
@@ -63,6 +63,8 @@ cdef struct Progress:
     pthread_t thread
     uint64_t sleeps
     uint64_t rounds
+    RailTimes* times      # of each rail (timing.pyx); NULL before anybody asked for them
+    uint32_t timed_every  # 0: no times are taken now
     const ClockOps* clock  # NULL: the system's; else nobody spins, and the timer's descriptor is an eventfd
     void* clock_context
 
@@ -78,6 +80,7 @@ cdef void lock(Progress* self) noexcept nogil
 cdef void unlock(Progress* self) noexcept nogil
 cdef int watch_descriptor(int epoll_fd, int fd) except -1
 cdef void unwatch_descriptor(int epoll_fd, int fd) noexcept nogil
+cdef void one_round(Progress* self, bint every) noexcept nogil
 cdef void signal_wake(Progress* self) noexcept nogil
 cdef void kick(Progress* self) noexcept nogil
 cdef int usable(Progress* self) except -1

@@ -6,7 +6,7 @@ drains once more, arms every rail, and only then lets its caller sleep on the on
 after the last drain makes that descriptor readable. A timer covers what no descriptor announces: posts that a
 provider refused, rails without a wait descriptor, watched values, copies that a GPU does.
 
-The same function serves both modes: called from an event loop, or by a native thread that never takes the GIL.
+The same function serves an event loop, and a native thread that never takes the GIL.
 """
 
 from libc.errno cimport ENOSPC, errno
@@ -17,11 +17,13 @@ from posix.unistd cimport read, write
 from aiote_native.clocks cimport clock_ns, start_timer
 from aiote_native.counters cimport arrive, done_push, table_forget, table_greediest
 from aiote_native.forks cimport check_process, fork_epoch
-from aiote_native.gates cimport batch_flush, channel_arm, gate_poll
+from aiote_native.gates cimport batch_flush, gate_poll
+from aiote_native.held cimport look_at_holds
 from aiote_native.messages cimport mailbox_fail, mailbox_pump, mailbox_received, mailbox_sent
 from aiote_native.peer_wakeups cimport drain_wakeups, wake_peer
 from aiote_native.posting cimport give_back, op_completed, peer_fail, pump_peer
 from aiote_native.recovery cimport channel_fault, confirm, count_arrival, lose_request, queue_failed
+from aiote_native.resting cimport arm, look_for_stirred, rests
 from aiote_native.schedule cimport measure
 from aiote_native.status cimport check
 from aiote_native.structs cimport (
@@ -66,9 +68,7 @@ cdef extern from *:
     int aiote_add(int*, int) noexcept nogil
     uint64_t aiote_load_word(const void*, int) noexcept nogil
     int aiote_start(pthread_t*, int, void* (*)(void*) noexcept nogil, void*) noexcept nogil
-
-cdef extern from "<sched.h>" nogil:
-    int sched_yield()
+    int sched_yield() noexcept nogil
 
 cdef extern from "<sys/epoll.h>" nogil:
     struct epoll_event:
@@ -90,8 +90,8 @@ cdef enum:
     FEW_CHANNELS = 8               # that are polled in every round, whatever they do
     QUIET_ROUNDS = 64              # without anything, after which one of many is polled
     RARELY = 16                    # rounds apart
-    WATCH_FIRST_NS = 50_000
-    WATCH_LAST_NS = 1_000_000
+    HOLD_ROUNDS = 4                # apart, after which streams are asked for: each takes a lock of the driver's
+    WATCH_FIRST_NS = 50_000, WATCH_LAST_NS = 1_000_000
 
 
 cdef void lock(Progress* self) noexcept nogil:
@@ -183,9 +183,8 @@ cdef void request_over(State* state, Channel* channel, WorkRequest* wr, const Co
     channel.in_flight -= length
     if channel.peer.channel_count > 1:
         channel.rate_bytes += length
-    if channel.peer.survivable:
-        if wr.counted and not tally_again(&channel.confirmed, wr.imm_data, <int64_t> wr.parts):
-            confirm(state, channel, wr)
+    if channel.peer.survivable and wr.counted and not tally_again(&channel.confirmed, wr.imm_data, <int64_t> wr.parts):
+        confirm(state, channel, wr)
     give_back(channel, wr)
     if op != NULL:
         op_completed(state, op, completion.status, completion.provider_errno, channel.rail, length)
@@ -287,9 +286,7 @@ cdef void watch_unlink(Progress* self, Watched* watched) noexcept nogil:
 
 
 cdef bint is_due(Progress* self, Channel* channel) noexcept nogil:
-    """Whether to poll a channel in this round. Of many, those on which nothing happens have a turn now and then, so
-    that a round costs little more with a thousand peers than with a few; before the loop sleeps, all are polled.
-    """
+    """Whether to poll a channel in this round. Of many, those on which nothing happens have a turn now and then."""
     if not channel.open or channel.fault == BROKEN:
         return False
     return (self.state.channels <= FEW_CHANNELS or channel.outstanding or channel.quiet < QUIET_ROUNDS
@@ -304,10 +301,12 @@ cdef void one_round(Progress* self, bint every) noexcept nogil:
     cdef int i
     self.rounds += 1
     state.blocked = 0
+    if state.channels > FEW_CHANNELS:
+        look_for_stirred(self.epoll_fd)
     while peer != NULL:
         for i in range(peer.channel_count):
             channel = peer.channels[i]
-            if is_due(self, channel) or (every and channel.open and channel.fault != BROKEN):
+            if not rests(channel) and (is_due(self, channel) or (every and channel.open and channel.fault != BROKEN)):
                 channel.quiet = 0 if drain(state, channel) else channel.quiet + 1
         if not peer.failed:
             if peer.mailbox != NULL:
@@ -319,6 +318,8 @@ cdef void one_round(Progress* self, bint every) noexcept nogil:
         peer = peer.next_peer
     if self.watches != NULL:
         check_watches(self)
+    if state.holds != NULL and (every or self.rounds % HOLD_ROUNDS == 0):
+        look_at_holds(state)
 
 
 cdef bint active(Progress* self) noexcept nogil:
@@ -337,14 +338,14 @@ cdef void clear_wakeups(Progress* self) noexcept nogil:
 
 
 cdef bint all_armed(Progress* self) noexcept nogil:
-    """Whether every channel will wake us. All are asked: one that has to be looked at again is so in the same round."""
+    """Whether every channel will wake us. All are asked: one that has to be looked at again is so in this round."""
     cdef PeerState* peer = self.state.peers
     cdef bint armed = True
     cdef int code, i
     self.copying = False
     while peer != NULL:
         for i in range(peer.channel_count):
-            code = channel_arm(peer.channels[i])
+            code = arm(peer.channels[i], self.state.channels > FEW_CHANNELS)
             self.copying |= code == ARM_LATER
             armed &= code in (0, ARM_LATER)
         peer = peer.next_peer
@@ -365,16 +366,14 @@ cdef bint needs_tick(Progress* self) noexcept nogil:
 
 
 cdef void set_timer(Progress* self) noexcept nogil:
-    cdef uint64_t interval
-    cdef bint watching = self.watches != NULL or self.copying
+    cdef uint64_t interval, first, last
+    cdef bint watching = self.watches != NULL or self.copying or self.state.holds != NULL
     if self.timer_armed or not (watching or needs_tick(self)):
         return
-    if watching:
-        interval = self.tick_ns if WATCH_FIRST_NS <= self.tick_ns <= WATCH_LAST_NS else WATCH_FIRST_NS
-        self.tick_ns = interval * 2 if interval * 2 <= WATCH_LAST_NS else WATCH_LAST_NS
-    else:
-        interval = self.tick_ns if TICK_FIRST_NS <= self.tick_ns <= TICK_LAST_NS else TICK_FIRST_NS
-        self.tick_ns = interval * 2 if interval * 2 <= TICK_LAST_NS else TICK_LAST_NS
+    first = WATCH_FIRST_NS if watching else TICK_FIRST_NS
+    last = WATCH_LAST_NS if watching else TICK_LAST_NS
+    interval = self.tick_ns if first <= self.tick_ns <= last else first
+    self.tick_ns = min(interval * 2, last)
     start_timer(self.clock, self.clock_context, self.timer_fd, interval)
     self.timer_armed = True
 

@@ -6,6 +6,7 @@ cdef class NativeDevice:
     cdef public int children
     cdef public bint pins
     cdef public bint stages
+    cdef public bint shares
     cdef uint64_t epoch
 
 cdef class Registration:
@@ -14,6 +15,7 @@ cdef class Registration:
     cdef readonly uint64_t base
     cdef readonly size_t length
     cdef readonly int ordinal
+    cdef readonly str unshared
 
 cdef class NativeEndpoint:
     cdef const RailOps* ops
@@ -25,6 +27,7 @@ cdef class NativeEndpoint:
     cdef readonly uint64_t window
     cdef readonly int max_sge
     cdef readonly uint64_t gathers_from
+    cdef readonly bint forgets
     cdef void** impl_slot(self) noexcept
     cdef NativeDevice device_of(self)
     cdef void* release_to_channel(self) except NULL

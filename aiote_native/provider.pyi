@@ -2,6 +2,7 @@ class NativeDevice:
     children: int
     pins: bool
     stages: bool
+    shares: bool
     @property
     def served(self) -> int | None: ...
     @property
@@ -19,8 +20,10 @@ class Registration:
     base: int
     length: int
     ordinal: int
+    unshared: str | None
     def bind(self, holder: bytes) -> None: ...
     def retire(self) -> bool: ...
+    def flush_behind(self, address: int) -> None: ...
     def close(self) -> None: ...
 
 class NativeEndpoint:
@@ -32,6 +35,7 @@ class NativeEndpoint:
     window: int
     max_sge: int
     gathers_from: int
+    forgets: bool
     def connect(self, address: bytes) -> None: ...
     def name(self, peer: bytes) -> None: ...
     def take(self, memory_fd: int) -> None: ...

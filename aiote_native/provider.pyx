@@ -22,7 +22,7 @@ cdef class NativeDevice:
     """An opened NIC; `children` counts what is open on it. `pins`: registering takes as long as the kernel takes to pin
     the pages. Of such a kind, `register` and the registration's `close` may be called from any thread, at any time
     before the close of the NIC, and have the GIL only before and after that. `stages`: memory of a GPU is reached
-    through pinned memory of the host.
+    through pinned memory of the host; `shares`: or opened by peers on this host.
     """
 
     def register(self, uint64_t address, size_t length, bint writable=True, int access=MAY_ALL) -> Registration:
@@ -62,7 +62,8 @@ cdef class NativeDevice:
 
 cdef class Registration:
     """Memory that a NIC knows: `key` and `base` (the address of its first byte) are for peers; `ordinal` is that
-    of the GPU that it was found on, -1 where nobody has asked.
+    of the GPU that it was found on, -1 where nobody has asked; `unshared` says of memory of a GPU why peers cannot
+    open it, and is empty where they can.
     """
 
     def __cinit__(self):
@@ -75,13 +76,19 @@ cdef class Registration:
         """Refuse the key from here on, and tell whether something still copies from or to the memory; `close` waits."""
         return False
 
+    def flush_behind(self, address: int) -> None:
+        """Have what a NIC writes flushed to the GPU of memory at an address, before it is counted."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """End the registration: the key is refused from here on. Idempotent."""
         raise NotImplementedError
 
 
 cdef class NativeEndpoint:
-    """An endpoint for one peer: its address travels, the peer's is set by `connect`."""
+    """An endpoint for one peer: its address travels, the peer's is set by `connect`. `forgets`: its close drops what
+    its completion queue still holds.
+    """
 
     def __cinit__(self):
         # What the peer maps, and hands its own for; -1 where there is nothing.

@@ -6,7 +6,7 @@ from aiote_native.structs cimport Channel, Fault, Op, PeerState, WorkRequest
 # What the peer says of a channel that both have shut: how often each immediate came, and which keys it does not know.
 cdef struct Account:
     uint32_t* imm_data
-    uint64_t* counts
+    int64_t* counts
     uint64_t count
     uint64_t* unknown
     uint64_t unknown_count

@@ -5,8 +5,10 @@ that ended badly, or not at all before its endpoint was shut, is *lost*: it keep
 its transfer counts it as outstanding, until both sides have shut their endpoints and the peer has told what came.
 Then, for each immediate, either all came and all is well; or the bytes of all of them are written again, uncounted, as
 *pieces*, and when the last piece is over the missing immediates are sent, the *resent* ones. What was not counted is
-just done again. Pieces and resent ones are transfers of their own that stand in the peer's queue, so a channel that
-fails under them is no special case: what it has lost of theirs is done again in the same way.
+just done again. Where the provider forgets, of an immediate less may have come than ended well: its bytes are there,
+and as many immediates are sent again, without pieces. Pieces and resent ones are transfers of their own that stand in
+the peer's queue, so a channel that fails under them is no special case: what it has lost of theirs is done again in the
+same way.
 
 The caller holds the engine's lock.
 """
@@ -19,19 +21,22 @@ from libc.stdlib cimport calloc, free
 
 from aiote_native.posting cimport describe_post, give_back, op_completed, op_start, peer_fail
 from aiote_native.structs cimport (
-    BROKEN, Channel, ECANCELED, OP_WRITE, Op, PIECE, Post, RESENT, WorkRequest)
+    BROKEN, Channel, ECANCELED, MAX_PARTS, OP_WRITE, Op, PIECE, Post, RESENT, WorkRequest)
 from aiote_native.tallies cimport tally_add, tally_get
 
 cdef extern from "<errno.h>" nogil:
     const int ESHUTDOWN
+    const int EREMOTEIO
 
 cdef enum:
     ACK_AFTER = 1024  # immediates in the sender's tally before it sends an AckCounts
+    FI_ENORX = 266    # libfabric's own: nobody had posted a receive
 
-# The pieces of one immediate that one channel has lost. `op` sends the missing immediates.
+# The pieces of one immediate that one channel has lost. `op` sends the missing immediates. `came`: of those that were
+# lost, below zero where others were forgotten.
 cdef struct Recovery:
     Op op
-    uint64_t came
+    int64_t came
     uint64_t pending
     Piece* pieces
 
@@ -48,7 +53,8 @@ cdef bint is_disconnect(int code) noexcept nogil:
     """Whether a refused post says that the channel is broken, not that the request was wrong."""
     return (code == -ENOTCONN or code == -ECONNRESET or code == -ECONNABORTED or code == -ECONNREFUSED or code == -EPIPE
             or code == -EIO or code == -ETIMEDOUT or code == -ECANCELED or code == -ESHUTDOWN or code == -ENETDOWN
-            or code == -ENETUNREACH or code == -EHOSTUNREACH or code == -EHOSTDOWN or code == -ENODEV)
+            or code == -ENETUNREACH or code == -EHOSTUNREACH or code == -EHOSTDOWN or code == -ENODEV
+            or code == -EREMOTEIO or code == -FI_ENORX)
 
 
 cdef void channel_fault(State* state, Channel* channel, Fault fault, int error) noexcept nogil:
@@ -121,12 +127,23 @@ cdef bint is_part_of(const Op* op, const Op* whole) noexcept nogil:
     return op != NULL
 
 
-cdef uint64_t arrivals_of(uint32_t imm_data, const Account* account) noexcept nogil:
+cdef bint is_listed(uint32_t imm_data, const Account* account, int64_t* times) noexcept nogil:
     cdef uint64_t i
     for i in range(account.count):
         if account.imm_data[i] == imm_data:
-            return account.counts[i]
-    return 0
+            times[0] = account.counts[i]
+            return True
+    times[0] = 0
+    return False
+
+
+cdef int64_t came_of(Channel* channel, uint32_t imm_data, const Account* account) noexcept nogil:
+    """Return how many more writes with an immediate came than ended well. Without sign: what a peer says may be
+    anything, and a difference of signed numbers may not overflow.
+    """
+    cdef int64_t times
+    is_listed(imm_data, account, &times)
+    return <int64_t> (<uint64_t> times - <uint64_t> tally_get(&channel.confirmed, imm_data))
 
 
 cdef uint64_t key_of(const Channel* channel, const WorkRequest* wr) noexcept nogil:
@@ -182,36 +199,54 @@ cdef bint first_of(Channel* channel, uint32_t at) noexcept nogil:
     return True
 
 
+cdef bint believable(int64_t came, uint64_t lost, uint64_t* forgettable) noexcept nogil:
+    """Whether so many writes with an immediate may have come beyond those that ended well; what was forgotten is
+    taken from `forgettable`.
+    """
+    if came >= 0:
+        return <uint64_t> came <= lost
+    if -<uint64_t> came > forgettable[0]:
+        return False
+    forgettable[0] -= -<uint64_t> came
+    return True
+
+
 cdef int64_t contradiction(Channel* channel, const Account* account) noexcept nogil:
-    """Return an immediate of which the peer says that fewer came than ended well, or more than were sent; -1: none."""
-    cdef WorkRequest* wr
-    cdef int64_t came_now
+    """Return an immediate of which the peer says that fewer came than ended well, or more than were sent; -1: none.
+
+    Where the provider forgets, fewer may have come: of all immediates together at most as many as ever ended.
+    """
+    cdef uint64_t forgettable = channel.ended * MAX_PARTS if channel.forgets else 0
+    cdef uint32_t imm_data
     cdef uint64_t at
     cdef uint32_t i
+    cdef int64_t times
     for i in range(channel.depth):
-        wr = &channel.requests[i]
-        if first_of(channel, i):
-            came_now = <int64_t> arrivals_of(wr.imm_data, account) - tally_get(&channel.confirmed, wr.imm_data)
-            if came_now < 0 or came_now > <int64_t> lost_of(channel, wr.imm_data):
-                return wr.imm_data
+        imm_data = channel.requests[i].imm_data
+        if first_of(channel, i) and not believable(
+                came_of(channel, imm_data, account), lost_of(channel, imm_data), &forgettable):
+            return imm_data
     # Of what was not lost, as much came as ended well.
     for at in range(account.count):
-        if (<int64_t> account.counts[at] != tally_get(&channel.confirmed, account.imm_data[at])
-                and lost_of(channel, account.imm_data[at]) == 0):
-            return account.imm_data[at]
+        imm_data = account.imm_data[at]
+        if lost_of(channel, imm_data) == 0 and not believable(
+                <int64_t> (<uint64_t> account.counts[at] - <uint64_t> tally_get(&channel.confirmed, imm_data)),
+                0, &forgettable):
+            return imm_data
     for i in range(channel.confirmed.size):
-        if (channel.confirmed.taken[i] and channel.confirmed.counts[i] > 0
-                and arrivals_of(channel.confirmed.imm_data[i], account) == 0):
-            return channel.confirmed.imm_data[i]
+        imm_data = channel.confirmed.imm_data[i]
+        if (channel.confirmed.taken[i] and not is_listed(imm_data, account, &times) and lost_of(channel, imm_data) == 0
+                and not believable(-channel.confirmed.counts[i], 0, &forgettable)):
+            return imm_data
     return -1
 
 
 cdef int redo_all(State* state, Channel* channel, const Account* account) noexcept nogil:
-    """End or do again everything that a shut channel has lost; -ENOMEM ends the peer."""
+    """End or do again everything that a shut channel has lost, or forgotten; -ENOMEM ends the peer."""
     cdef WorkRequest* wr
-    cdef uint64_t arrived
+    cdef int64_t came
     cdef uint32_t i
-    cdef int code = 0
+    cdef int code = count_again(state, channel, account) if channel.forgets else 0
     for i in range(channel.depth):
         wr = &channel.requests[i]
         if not wr.busy or not wr.lost or code != 0:
@@ -219,14 +254,55 @@ cdef int redo_all(State* state, Channel* channel, const Account* account) noexce
         if not wr.counted:
             code = redo(state, channel, wr, NULL, account)
         elif first_of(channel, i):
-            arrived = arrivals_of(wr.imm_data, account) - <uint64_t> tally_get(&channel.confirmed, wr.imm_data)
-            if arrived == lost_of(channel, wr.imm_data):
+            came = came_of(channel, wr.imm_data, account)
+            if came == <int64_t> lost_of(channel, wr.imm_data):
                 end_immediate(state, channel, wr.imm_data)
             else:
-                code = redo_immediate(state, channel, wr.imm_data, arrived, account)
+                code = redo_immediate(state, channel, wr.imm_data, came, account)
     if code != 0:
         peer_fail(state, channel.peer, code, channel.rail)
     return code
+
+
+cdef int count_again(State* state, Channel* channel, const Account* account) noexcept nogil:
+    """Send again the immediates that were forgotten, of those of which nothing was lost; the others' recovery does."""
+    cdef uint64_t at
+    cdef uint32_t i
+    cdef int64_t times
+    cdef int code = 0
+    for at in range(account.count):
+        if code == 0 and lost_of(channel, account.imm_data[at]) == 0:
+            times = account.counts[at] - tally_get(&channel.confirmed, account.imm_data[at])
+            code = resend_alone(state, channel, account.imm_data[at], times)
+    for i in range(channel.confirmed.size):
+        if (code == 0 and channel.confirmed.taken[i]
+                and not is_listed(channel.confirmed.imm_data[i], account, &times)
+                and lost_of(channel, channel.confirmed.imm_data[i]) == 0):
+            code = resend_alone(state, channel, channel.confirmed.imm_data[i], -channel.confirmed.counts[i])
+    return code
+
+
+cdef int resend_alone(State* state, Channel* channel, uint32_t imm_data, int64_t came) noexcept nogil:
+    cdef Recovery* recovery
+    if came >= 0:
+        return 0
+    recovery = new_recovery(channel, imm_data, came)
+    if recovery == NULL:
+        return -ENOMEM
+    piece_done(state, recovery)
+    return 0
+
+
+cdef Recovery* new_recovery(Channel* channel, uint32_t imm_data, int64_t came) noexcept nogil:
+    cdef Recovery* recovery = <Recovery*> calloc(1, sizeof(Recovery))
+    if recovery != NULL:
+        recovery.op.kind = RESENT
+        recovery.op.imm = imm_data
+        recovery.op.peer = channel.peer
+        recovery.came = came
+        # Held until all of its pieces are under way, for those without bytes are over at once.
+        recovery.pending = 1
+    return recovery
 
 
 cdef void end_immediate(State* state, Channel* channel, uint32_t imm_data) noexcept nogil:
@@ -247,21 +323,15 @@ cdef void end_request(State* state, Channel* channel, WorkRequest* wr, int statu
         op_completed(state, op, status, 0, channel.rail, length)
 
 
-cdef int redo_immediate(State* state, Channel* channel, uint32_t imm_data, uint64_t arrived,
+cdef int redo_immediate(State* state, Channel* channel, uint32_t imm_data, int64_t came,
                         const Account* account) noexcept nogil:
     """Do all requests of an immediate again; those whose transfers have been given up just end."""
-    cdef Recovery* recovery = <Recovery*> calloc(1, sizeof(Recovery))
+    cdef Recovery* recovery = new_recovery(channel, imm_data, came)
     cdef WorkRequest* wr
     cdef uint32_t i
     cdef int code
     if recovery == NULL:
         return -ENOMEM
-    recovery.op.kind = RESENT
-    recovery.op.imm = imm_data
-    recovery.op.peer = channel.peer
-    recovery.came = arrived
-    # Held until all of them are under way, for those without bytes are over at once.
-    recovery.pending = 1
     for i in range(channel.depth):
         wr = &channel.requests[i]
         if lost_counted(wr, imm_data) and recovery.op.status == 0:
@@ -373,10 +443,10 @@ cdef void resend(State* state, Recovery* recovery) noexcept nogil:
     """All bytes of an immediate are there: send as many immediates as are missing."""
     cdef Op* op = &recovery.op
     cdef Piece* piece = recovery.pieces
-    cdef uint64_t live = 0
+    cdef int64_t live = 0
     while piece != NULL:
         if piece.op.status == 0 and not is_abandoned(&piece.op):
-            live += piece.op.parts
+            live += <int64_t> piece.op.parts
             op.carried |= piece.op.carried
         piece = piece.next
     if live <= recovery.came or op.status != 0:
@@ -385,7 +455,7 @@ cdef void resend(State* state, Recovery* recovery) noexcept nogil:
     op.opcode = OP_WRITE
     op.counted = True
     op.rail = op.pin = -1
-    op.parts = live - recovery.came
+    op.parts = <uint64_t> (live - recovery.came)
     op.split.tail_count = 1
     # Over each NIC that has carried bytes again, as far as there are as many immediates (schedule.pyx, next_channel).
     op.owed = op.carried

@@ -59,9 +59,16 @@ class Awaiting:
 _R = TypeVar("_R", bound=Request)
 
 def quick(
-    core: Core, kind: type[_R], local: object, remote: object, reads: bool, imm: object, rail: object = None
+    core: Core,
+    kind: type[_R],
+    local: object,
+    remote: object,
+    reads: bool,
+    imm: object,
+    rail: object = None,
+    stream: object = None,
 ) -> _R | None: ...
 def quick_send(core: Core, kind: type[_R], link: PeerLink, payload: object) -> _R | None: ...
 def quick_pages(
-    core: Core, kind: type[_R], pages: object, onto: object, imm: object, rail: object = None
+    core: Core, kind: type[_R], pages: object, onto: object, imm: object, rail: object = None, stream: object = None
 ) -> _R | None: ...

@@ -18,8 +18,10 @@ from aiote_native.structs cimport OP_READ, OP_SEND
 from aiote_native.waiters cimport Waiter, wake
 
 cdef extern from "Python.h":
-    ctypedef struct PyTypeObject:
-        object (*tp_new)(type, tuple, PyObject*)
+    void* PyType_GetSlot(type, int) noexcept
+    int Py_tp_new
+
+ctypedef object (*MakeNew)(type, tuple, PyObject*)
 
 cdef tuple NOTHING = ()
 cdef object MORE = object()  # what an iterator gives that has no more
@@ -98,7 +100,7 @@ cdef class PageSet:
             return None
         if self.index.first_outside(self.page_bytes, self.stride, offset, self.region.nbytes) >= 0:
             return None
-        other = <PageSet> (<PyTypeObject*> kind).tp_new(kind, NOTHING, NULL)
+        other = <PageSet> (<MakeNew> PyType_GetSlot(kind, Py_tp_new))(kind, NOTHING, NULL)
         other.fill(self.region, self.index, self.page_bytes, self.stride, offset)
         return other
 
@@ -289,7 +291,7 @@ cdef bint open_for(Core core, PeerLink link):
 
 cdef Request fresh(type kind, object peer):
     """Make a request of a kind without its `__init__`."""
-    cdef Request request = <Request> (<PyTypeObject*> kind).tp_new(kind, NOTHING, NULL)
+    cdef Request request = <Request> (<MakeNew> PyType_GetSlot(kind, Py_tp_new))(kind, NOTHING, NULL)
     request.peer = peer
     return request
 
@@ -304,6 +306,11 @@ cdef bint open_to(Core core, LocalSlice here, RemoteSlice there):
     if here.memory.owner is not core or here.memory.closing or not here.memory.registrations or not alive(&core.engine):
         return False
     return not there.memory.lease or (there.memory.held is not None and not (<Flight?> there.memory.held).shut)
+
+
+cdef bint is_ready(LocalSlice here, stream):
+    """Whether a transfer of that memory waits for no stream: it is the host's, or its owner says so."""
+    return here.memory.events is None if stream is None else type(stream) is int and stream == -1
 
 
 cdef int lend(RemoteMemory memory, Request request) except -1:
@@ -322,7 +329,7 @@ cdef int started(Core core, PeerLink link, Request request) except -1:
     return 0
 
 
-def quick(Core core, type kind, local, remote, bint reads, imm, rail=None):
+def quick(Core core, type kind, local, remote, bint reads, imm, rail=None, stream=None):
     """Start one write (or read) between two slices and return its request, made of `kind` without its `__init__`.
 
     None: something needs a closer look, and nothing was done.
@@ -342,7 +349,7 @@ def quick(Core core, type kind, local, remote, bint reads, imm, rail=None):
         return None
     here = <LocalSlice> local
     there = <RemoteSlice> remote
-    if here.nbytes != there.nbytes or not open_to(core, here, there):
+    if here.nbytes != there.nbytes or not is_ready(here, stream) or not open_to(core, here, there):
         return None
     link = <PeerLink> there.memory.link
     if not (here.memory.writable and there.memory.readable if reads else there.memory.writable):
@@ -357,7 +364,7 @@ def quick(Core core, type kind, local, remote, bint reads, imm, rail=None):
     return request
 
 
-def quick_pages(Core core, type kind, pages, onto, imm, rail=None):
+def quick_pages(Core core, type kind, pages, onto, imm, rail=None, stream=None):
     """Start paged writes, as `quick` does; None as there."""
     cdef PageSet source, target
     cdef LocalSlice here
@@ -376,7 +383,7 @@ def quick_pages(Core core, type kind, pages, onto, imm, rail=None):
     there = <RemoteSlice> target.region
     if source.index.count != target.index.count or source.page_bytes != target.page_bytes:
         return None
-    if not open_to(core, here, there) or not there.memory.writable:
+    if not is_ready(here, stream) or not open_to(core, here, there) or not there.memory.writable:
         return None
     link = <PeerLink> there.memory.link
     request = fresh(kind, link.peer)

@@ -9,8 +9,10 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
 from aiote_native.core cimport Core
+from aiote_native.cuda.events cimport Hold
+from aiote_native.held cimport hold_of, start_targets_behind
 from aiote_native.peers cimport PeerLink
-from aiote_native.posting cimport split_op, ops_start
+from aiote_native.posting cimport split_op
 from aiote_native.progress cimport kick, lock, unlock, usable
 from aiote_native.requests cimport Request, leave_link
 from aiote_native.structs cimport OP_WRITE
@@ -97,6 +99,7 @@ def scatter(Core core, Request request, ScatterTargets targets, int64_t imm) -> 
     """
     cdef PeerLink link
     cdef Op* op
+    cdef Hold* hold = hold_of(request.order, &core.engine)
     cdef uint32_t i
     usable(&core.engine)
     if request.submitted:
@@ -124,7 +127,7 @@ def scatter(Core core, Request request, ScatterTargets targets, int64_t imm) -> 
     Py_INCREF(request)
     with nogil:
         lock(&core.engine)
-        ops_start(&core.engine.state, &request.op)
+        start_targets_behind(&core.engine.state, &request.op, hold)
         kick(&core.engine)
         unlock(&core.engine)
     if not core.awake and core.on_submit is not None:

@@ -14,7 +14,7 @@ peer has one channel nothing of this is looked at.
 from libc.stdint cimport uint32_t, uint64_t
 
 from aiote_native.clocks cimport clock_ns
-from aiote_native.structs cimport MAX_CHANNELS, SOUND
+from aiote_native.structs cimport BROKEN, MAX_CHANNELS, SOUND
 
 cdef enum:
     MEASURE_BYTES = 1 << 18        # what has to end, and for how long, before a measurement counts
@@ -40,13 +40,31 @@ cdef int usable(const PeerState* peer) noexcept nogil:
     return count
 
 
+cdef bint reaches(const Op* op, const Channel* channel) noexcept nogil:
+    """Whether the rails of both ends reach the memory of a transfer."""
+    return ((op.local_desc == NULL or op.local_desc[channel.rail] != NO_REACH)
+            and (op.remote_key == NULL or op.remote_key[channel.remote_rail] != NO_KEY))
+
+
+cdef bint is_cut_off(const PeerState* peer, const Op* op) noexcept nogil:
+    """Whether rails are there, and none of them reaches the memory of a transfer."""
+    cdef bint some = False
+    cdef int i
+    for i in range(peer.channel_count):
+        if peer.channels[i].open and peer.channels[i].fault != BROKEN:
+            if op.proof or reaches(op, peer.channels[i]):
+                return False
+            some = True
+    return some
+
+
 cdef bint pinned_away(PeerState* peer, const Op* op, const Channel* channel) noexcept nogil:
     """Whether the transfer wants another rail, which is there."""
     cdef int i
     if op.pin < 0 or channel.rail == op.pin:
         return False
     for i in range(peer.channel_count):
-        if peer.channels[i].rail == op.pin and takes(peer.channels[i]):
+        if peer.channels[i].rail == op.pin and takes(peer.channels[i]) and reaches(op, peer.channels[i]):
             return True
     return False
 
@@ -74,10 +92,11 @@ cdef Channel* choose(PeerState* peer, const Op* op, uint32_t refused) noexcept n
     if peer.channel_count == 1:
         peer.choice = 0
         channel = peer.channels[0]
-        return channel if not refused and takes(channel) else NULL
+        return channel if not refused and takes(channel) and reaches(op, channel) else NULL
     # Another transfer may be where one was that is over, so the first of one's posts goes on with nobody's choice.
     if (peer.streak_of == op and (op.part or op.stripe) and op.pin < 0 and not refused and peer.streak < STREAK
-            and peer.streak_bytes + op.stripe_bytes <= STREAK_BYTES and takes(peer.channels[peer.choice])):
+            and peer.streak_bytes + op.stripe_bytes <= STREAK_BYTES and takes(peer.channels[peer.choice])
+            and reaches(op, peer.channels[peer.choice])):
         peer.streak += 1
         peer.streak_bytes += op.stripe_bytes
         return peer.channels[peer.choice]
@@ -86,7 +105,7 @@ cdef Channel* choose(PeerState* peer, const Op* op, uint32_t refused) noexcept n
         at = (peer.turn + i) % peer.channel_count
         channel = peer.channels[at]
         ends[at] = 0
-        if refused >> at & 1 or not takes(channel) or pinned_away(peer, op, channel):
+        if refused >> at & 1 or not takes(channel) or not reaches(op, channel) or pinned_away(peer, op, channel):
             continue
         if peer.round_robin:
             peer.choice = at

@@ -25,6 +25,7 @@ cdef enum:
     MAX_SGE = 4          # of one work request
     POLL_BATCH = 64
     MAX_PARTS = 32       # of a transfer in one work request, for which an immediate counts
+    TIME_BUCKETS = 26    # of a histogram: up to a microsecond, up to 2, 4, ... 16.8 seconds, and longer
     ARM_LATER = 2        # what `arm` says where nothing but the clock tells when to look again
 
 # What a provider owns from post to completion. `context` comes first: libfabric's FI_CONTEXT2 wants 64 bytes of its
@@ -87,15 +88,22 @@ cdef struct Completion:
 # the `more_sge` that its `max_sge` allows, with one immediate that counts for `parts`; the other side's `poll` reports
 # them in `times`, 1 where nothing was gathered. flush (or NULL): hands over what a kind keeps until the end of a turn;
 # `poll` reports what comes of it. poll: number of completions, or -errno. arm: 0 when it is safe to sleep on the
-# descriptor, 1 when there is more to drain, ARM_LATER where no descriptor tells of what is under way. disconnect: ends
+# descriptor, 1 when there is more to drain, ARM_LATER where no descriptor tells of what is under way. stirred (or NULL,
+# then channels never rest, see resting.pyx): whether there is something to poll for or to send; `announced`: from the
+# peer's side only what its descriptor tells of. disconnect: ends
 # the endpoint's connection where that has to come before the close, so that what is under way ends by itself; whether
-# it did. shut: closes the endpoint; when it returns no byte moves through it any more. release: frees impl.
+# it did. reached (or NULL): whether the peer still copies out of memory of ours what it took before we shut the gate:
+# its GPU does so outside of any call. shut: closes the endpoint; when it returns no byte moves through it any more.
+# release: frees impl.
 cdef struct RailOps:
     int (*post)(void* impl, const Post* args, WorkRequest* wr) noexcept nogil
     int (*flush)(void* impl) noexcept nogil
     int (*poll)(void* impl, Completion* out, int capacity) noexcept nogil
     int (*arm)(void* impl) noexcept nogil
+    bint (*stirred)(void* impl) noexcept nogil
+    bint announced
     bint (*disconnect)(void* impl) noexcept nogil
+    bint (*reached)(void* impl) noexcept nogil
     void (*shut)(void* impl) noexcept nogil
     void (*release)(void* impl) noexcept nogil
 
@@ -110,6 +118,11 @@ cdef struct Batch:
     bint on
     Channel* waiting
 
+# How long work requests took on a rail (timing.pyx).
+cdef struct RailTimes:
+    uint64_t buckets[TIME_BUCKETS]
+    uint64_t sum_ns
+
 # One endpoint pair: a local rail's endpoint and the one remote endpoint that it talks to.
 cdef struct Channel:
     const RailOps* ops
@@ -119,6 +132,7 @@ cdef struct Channel:
     int remote_rail
     int wait_fd
     bint open
+    bint resting         # it is neither polled nor armed before something stirs it (resting.pyx)
     bint unflushed       # it is in the batch's list
     Channel* next_unflushed
     bint paused          # nothing more is posted: it is suspected, or being brought up
@@ -132,6 +146,7 @@ cdef struct Channel:
     uint32_t quiet       # rounds in a row in which nothing came
     uint64_t ended       # work requests that have ended since the channel was opened
     WorkRequest* requests
+    uint32_t fresh       # of these the first that was never used: memory that is not touched takes none
     WorkRequest* spare
     uint64_t imm_address
     uint64_t imm_key
@@ -141,6 +156,7 @@ cdef struct Channel:
     uint64_t least       # bytes that an immediate alone carries, from scratch to the peer's scratch
     int max_sge          # of one work request
     uint64_t gathers_from  # bytes of a part, below which only neighbours are gathered
+    bint forgets         # closing an endpoint drops what its completion queue still holds
     # how to wake the peer, for rails without a wait descriptor (peer_wakeups.pxd)
     const uint32_t* peer_page
     int peer_wakeup_fd
@@ -167,6 +183,14 @@ cdef struct Channel:
     uint64_t rate_bytes
     uint64_t cost
     uint64_t nominal     # what it would cost by the NIC's own account; 0: it gives none
+    # While times are taken (timing.pyx), `ops` and `impl` are those of the timing, and these the endpoint's own.
+    const RailOps* endpoint_ops
+    void* endpoint
+    RailTimes* times
+    uint32_t timed_every
+    uint32_t untimed     # posts to come that are not timed
+    WorkRequest* timed_wr
+    uint64_t timed_ns
 
 # Something that is over and has to be told to Python; the first member of what can be.
 cdef struct Done:
@@ -207,6 +231,7 @@ cdef struct PeerState:
     bint timed       # channels are measured by the clock, which there is none of in virtual time
     bint round_robin  # channels take turns, whatever they are able to carry
     bint greeting  # the peer may not have looked at our endpoint yet
+    bint reached    # a GPU of its may still copy out of memory of ours, of what it took before an endpoint was shut
     bint unsettled  # it may carry out some of what was under way when an endpoint was shut
     PyObject* owner
 

@@ -7,7 +7,6 @@ task right there, which is what that next turn would do.
 """
 
 cimport cython
-from cpython.contextvars cimport PyContext_Enter, PyContext_Exit
 
 
 @cython.freelist(64)
@@ -86,12 +85,8 @@ cdef class Waiter:
         context = self.context
         if context is None:
             callback(self)
-            return 0
-        PyContext_Enter(context)
-        try:
-            callback(self)
-        finally:
-            PyContext_Exit(context)
+        else:
+            context.run(callback, self)
         return 0
 
     def __await__(self):

@@ -2,12 +2,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 from aiote_native.buffers import Buffer
+from aiote_native.cuda.events import EventPool
+from aiote_native.held import Order
 from aiote_native.provider import NativeDevice, Registration
 
 class Waitable:
     is_over: bool
     on_over: Callable[[Any], object] | None
     waiter: Any
+
+class Unreached(Registration): ...
 
 class LocalMemory:
     def bind(self, holder: bytes) -> None: ...
@@ -21,6 +25,7 @@ class LocalMemory:
     in_flight: int
     on_idle: Callable[[], object] | None
     owner: object
+    events: EventPool | None
     closing: bool
     def __init__(
         self,
@@ -30,6 +35,7 @@ class LocalMemory:
         fd: int = -1,
         offset: int = 0,
         staged: bool = False,
+        registrations: Sequence[Registration | None] | None = None,
     ) -> None: ...
     @property
     def keys(self) -> tuple[tuple[int, int], ...]: ...
@@ -61,6 +67,7 @@ class PageIndex:
     def first_outside(self, page_bytes: int, stride: int, offset: int, length: int) -> int: ...
 
 class Operation(Waitable):
+    order: Order | None
     def __new__(cls, *args: object, **kwargs: object) -> Self: ...
     @property
     def errno(self) -> int: ...

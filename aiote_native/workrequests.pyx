@@ -14,7 +14,9 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset, strcmp
 
 from aiote_native.buffers cimport Buffer
+from aiote_native.held cimport Order
 from aiote_native.provider cimport NativeDevice, Registration
+from aiote_native.schedule cimport NO_KEY, NO_REACH
 from aiote_native.structs cimport MAY_ALL, MAY_WRITE
 from aiote_native.waiters cimport wake
 
@@ -58,15 +60,38 @@ cdef int finish(Waitable item, list woken=None) except -1:
     return 0
 
 
+cdef class Unreached(Registration):
+    """Of memory that a rail does not reach: peers are given a key that none of them uses."""
+
+    def __init__(self):
+        self.key = NO_KEY
+
+    def close(self) -> None:
+        """Nothing was registered."""
+
+
+cdef int adopt(LocalMemory self, registrations) except -1:
+    """Take over what was registered already, for each rail."""
+    cdef Registration registration
+    cdef int rail = 0
+    for made in registrations:
+        registration = Unreached() if made is None else made
+        self.registrations += (registration,)
+        self.descs[rail] = NO_REACH if made is None else registration.desc
+        rail += 1
+    return 0
+
+
 cdef class LocalMemory:
     """Memory registered with every rail of an engine; it keeps its buffer exported until it is closed.
 
     `access` is what peers may do with it, of MAY_READ and MAY_WRITE. With a descriptor, `fd`, it is reached through
-    that DMA-BUF, in which it begins at `offset`. Where it is `staged`, the kinds of rail that stage do so.
+    that DMA-BUF, in which it begins at `offset`. Where it is `staged`, the kinds of rail that stage do so. Or it has
+    the `registrations` that were made, one for each rail, None where that does not reach it.
     """
 
     def __init__(self, Buffer buffer, list devices, int access=MAY_ALL, int fd=-1, uint64_t offset=0,
-                 bint staged=False):
+                 bint staged=False, registrations=None):
         cdef Registration registration
         cdef NativeDevice device
         cdef int rail = 0
@@ -80,6 +105,9 @@ cdef class LocalMemory:
         self.writable = not buffer.readonly
         self.access = access if self.writable else access & ~MAY_WRITE
         self.registrations = ()
+        if registrations is not None:
+            adopt(self, registrations)
+            return
         try:
             for device in devices:
                 if staged and device.stages:
@@ -317,6 +345,8 @@ cdef class Operation(Waitable):
         self.local = None
         self.remote = None
         self.kept = None
+        if self.order is not None:
+            (<Order> self.order).leave()
         if local is not None:
             local.leave()
         return 0

@@ -20,6 +20,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_favicon = "_static/favicon.svg"
 html_title = f"aiote {version}"
 html_theme_options = {"source_directory": "docs/"}
 html_copy_source = False

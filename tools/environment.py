@@ -22,6 +22,7 @@ BUILD = Path("build") / str(sys.implementation.cache_tag)
 RUN = ["cli", "libfabric", "safetensors"]
 EXTRAS = {"run": RUN, "dev": [*RUN, "trio", "uvloop", "dev"], "fuzz": [*RUN, "fuzz"], "bench": [*RUN, "uvloop", "plot"]}
 EXTRAS["torch"] = [*RUN, "torch"]
+EXTRAS["release"] = [*RUN, "dev", "release"]
 EXTRAS["docs"] = [*RUN, "docs"]
 EXTRAS["weights"] = [*EXTRAS["torch"], "weights"]
 EDITABLE = "editable\n"

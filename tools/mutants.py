@@ -25,7 +25,15 @@ from run_tests import CHOICES, NEEDS_GUEST, system_library, wheel_library
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "tests" / "mutants" / "mechanisms.toml"
 WORK = ROOT / "build" / "mutants"
-COPIED = ("aiote", "aiote_native", "bench", "meson.build", "pyproject.toml", "README.md", "LICENSE")
+# What is compiled, and what meson asks for the version: without a checkout's tags, that is the changelog's.
+COPIED = ("aiote", "aiote_native", "bench", "meson.build", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md")
+COPIED += ("tools/version.py",)
+# An editable install finds its packages before any path does, in whatever process: not so where the copy is meant.
+FORGET_EDITABLE = """\
+import sys
+
+sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != "_aiote_editable_loader"]
+"""
 GUEST = ("tools/guest", "--how", "uml", "--nics", "4", "--")
 TEST_S = 60
 RUN_S = 600
@@ -86,6 +94,7 @@ def build() -> None:
     command += ["--no-build-isolation", "--no-deps", "--upgrade", "--target", str(WORK / "site")]
     command += [f"-Cbuild-dir={WORK / 'build'}", str(WORK / "source")]
     subprocess.run(command, env=environment("new"), check=True, timeout=RUN_S)
+    (WORK / "site" / "sitecustomize.py").write_text(FORGET_EDITABLE)
     check = "import aiote, sys; sys.exit(0 if aiote.__file__.startswith(sys.argv[1]) else 'another aiote is imported')"
     subprocess.run([sys.executable, "-P", "-c", check, str(WORK)], env=environment("new"), check=True, timeout=RUN_S)
 

@@ -5,8 +5,9 @@ software (tools/guest); what meets the library runs once more with the system's,
 at a time, because much of a test is waiting; what the others say comes after what the first part says.
 
 A test of several providers, loops and the like is tried with a choice of their combinations
-(tests/support/combinations.py); `--all` tries all of them, in tests at full length, then soaks, fuzzes and takes out
-each mechanism. `--check` is for between two commits: lint, types, and quick tests that need no libfabric.
+(tests/support/combinations.py), a smaller one where the machine is slow; `--all` tries all of them, in tests at full
+length, then soaks, fuzzes and takes out each mechanism. `--check` is for between two commits: lint, types, and quick
+tests that need no libfabric.
 
 A missing library is a failure. Other arguments are handed to pytest; a run may be left without a test by them, but not
 all runs. The end tells of each test that failed, and the last line counts the tests of all runs.
@@ -29,6 +30,9 @@ from typing import IO
 from test_reports import Load, Outcome, banner, concluded, read
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tests" / "support"))
+from machine import slowness  # noqa: E402
+
 REPORTS = ROOT / "build" / "test-reports"
 NEEDS_GUEST = "needs_rdma or needs_netem"
 # Connecting over `verbs;ofi_rxm` alone can hold up a process there for seconds.
@@ -47,6 +51,8 @@ CHOICES = {
     "system": ("--combinations", "tests", "--turn", "1"),
     "guest": ("--combinations", "tests", "--turn", "2"),
 }
+# From here on pairs would take an hour and more: what runs with the newest library too has a combination of each test.
+SLOW = 3.0
 # What is as much a test as the others, and too long for every day: targets of the Makefile, and their ARGS.
 LONG = {
     "soak": "--seconds 120",
@@ -59,6 +65,8 @@ LONG = {
     "test-connectors": "",
     "mutants": "",
 }
+# A long test may take as long as it needs: pytest ends what takes five minutes, and the whole run with it.
+PATIENCE = "-o timeout=3000 -o faulthandler_timeout=3600"
 # What `--check` runs: two lanes of what opens no engine on a library and needs nothing that is installed beside Python.
 CHECKED = "not (libfabric or needs_gpu or needs_rdma or needs_namespaces or needs_etcd or needs_browser)"
 CHECK_LANES = ("core docs lint fuzz engine control", "native kvcache discovery service testing rails demo")
@@ -220,6 +228,19 @@ def everything(choices: dict[str, tuple[str, ...]], given: Sequence[str]) -> lis
     return outcomes
 
 
+def affordable() -> dict[str, tuple[str, ...]]:
+    """Return which combinations each run tries on this machine, and say so where they are fewer than elsewhere."""
+    measured = sorted(slowness() for _ in range(5))[2]
+    if measured < SLOW:
+        return CHOICES
+    print(
+        f"THIS MACHINE IS {measured:.0f} TIMES SLOWER than an undisturbed core: each test runs with one combination of "
+        'its parameters; ARGS="--combinations pairs" has each two values meet.',
+        flush=True,
+    )
+    return {**CHOICES, "newest": ("--combinations", "tests", "--turn", "0")}
+
+
 def quick(given: Sequence[str]) -> list[Outcome]:
     """Run lint, and beside it what is quick and needs no library."""
     library = newest_library() or system_library()
@@ -243,10 +264,12 @@ def main() -> int:
     long, check = "--all" in sys.argv[1:], "--check" in sys.argv[1:]
     given = [argument for argument in sys.argv[1:] if argument not in ("--all", "--check")]
     if long:
-        os.environ["AIOTE_TEST_LONG"] = "1"
+        os.environ |= {"AIOTE_TEST_LONG": "1", "PYTEST_ADDOPTS": PATIENCE}
     with Load() as load:
-        outcomes = quick(given) if check else [made("lint"), *everything({} if long else CHOICES, given)]
+        outcomes = quick(given) if check else [made("lint"), *everything({} if long else affordable(), given)]
         if long and not given:
+            # Mutants hang, which the usual limit has to end.
+            del os.environ["PYTEST_ADDOPTS"]
             outcomes += [made(target, arguments) for target, arguments in LONG.items()]
     return concluded(outcomes, load)
 

@@ -1,7 +1,8 @@
 """Simulate the published transfer of KV caches (Qwen3-235B, 4K to 128K tokens) on NIC models, by `aiote.kvcache`.
 
-A `Producer` and a `Consumer` on the simulated network, in virtual time: the prompt is asked for, computed in chunks,
-layer by layer, and pushed. What they plan, post, count and answer is what they always do; their Python takes no time.
+A `Producer` and a `Consumer` on the simulated network, in virtual time (`aiote.plan.kvcache`): the prompt is asked for,
+computed in chunks, layer by layer, and pushed. What they plan, post, count and answer is what they always do; their
+Python takes no time.
 
     transfer of a layer = from when it is computed until the decode rank knows that all of it is there
     added = from the request until the last layer is there, less the computation
@@ -11,7 +12,8 @@ one of the prompt of 16K takes, and those between lie on a line: 94 such layers 
 one node.
 
 **Pages.** The table counts 1,024 pages of 32 KiB in a layer of a chunk of 16K tokens, which is what all four ranks have
-of it. It does not say over how many NICs these go: one for all of them, and two, are simulated.
+of it. It does not say over how many NICs these go: one for all of them, and two, are simulated. A page here is of 16
+tokens with all heads.
 
 **Host.** What is between a computed layer and its first write was not published. It is one number for the four cells,
 which have two different numbers of pages; it was fitted to them, for each number of NICs, so that the worst cell is as
@@ -24,15 +26,11 @@ import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import anyio
-import numpy as np
+from aiote.plan import KV_SHAPES, nics_of
+from aiote.plan.kvcache import Computation, KvScenario, plan_kvcache
 
-from aiote.kvcache import Cache, Consumer, PageRow, Producer
-from aiote.testing import EFA_200G, Fabric, run
-
-LAYERS = 94
-SIMULATED_LAYERS = 3
-"""Of 94 that are alike: each is there before the next one is computed."""
+SHAPE = KV_SHAPES["qwen3-235b"]
+LAYERS = SHAPE.layers
 PAGE_BYTES = 32 << 10
 TOKENS = 16
 """Of a page: 2 KiB for each."""
@@ -81,60 +79,20 @@ class Cell(NamedTuple):
 
 def computations(row: Published) -> list[float]:
     """Return how many milliseconds a layer of each chunk takes."""
-    first = PUBLISHED[1].compute if row.chunks > 1 else row.compute
-    return np.linspace(first, row.compute, row.chunks).tolist()
-
-
-def cache(name: str, pages: int) -> Cache:
-    """Return a cache whose layers lie in the same memory: nobody looks at what is in it."""
-    made = Cache(name)
-    array = np.zeros((pages, TOKENS, PAGE_BYTES // TOKENS), np.uint8)
-    for layer in range(SIMULATED_LAYERS):
-        made.add(array, "page token item", layer=layer)
-    return made
+    return Computation.published(row.tokens).chunks(row.tokens, KvScenario.chunk)
 
 
 def simulate(row: Published, nics: int, host_us: float) -> Cell:
     """Simulate one row."""
-    pages = row.chunks * row.pages
-    computed: dict[int, float] = {}
-    there: list[float] = []
-
-    async def compute(producer: Producer, fabric: Fabric) -> None:
-        rows = {0: PageRow(np.random.default_rng(0).permutation(pages))}
-        async with producer.offer("r", tokens=row.tokens, rows=rows) as offer, anyio.create_task_group() as host:
-
-            async def tell(layer: int, tokens: int) -> None:
-                await anyio.sleep(host_us / 1e6)
-                offer.computed(layer, tokens)
-
-            for chunk, millis in enumerate(computations(row), 1):
-                for layer in range(SIMULATED_LAYERS):
-                    await anyio.sleep(millis / 1e3)
-                    computed[layer] = fabric.now
-                    host.start_soon(tell, layer, row.tokens * chunk // row.chunks)
-
-    async def main(fabric: Fabric) -> float:
-        async with (
-            fabric.open_engine() as left,
-            fabric.open_engine() as right,
-            Producer(left, cache("prefill", pages)) as producer,
-            Consumer(right, cache("decode", pages)) as consumer,
-        ):
-            await consumer.connect([left.address])
-            began = fabric.now
-            rows = {0: PageRow(np.random.default_rng(1).permutation(pages))}
-            async with anyio.create_task_group() as group:
-                group.start_soon(compute, producer, fabric)
-                async with consumer.receive([left.address], "r", tokens=row.tokens, rows=rows) as reception:
-                    for layers in range(1, SIMULATED_LAYERS + 1):
-                        await reception.arrived(layers)
-                        there.append(fabric.now)
-            return there[-1] - began - SIMULATED_LAYERS * sum(computations(row)) / 1e3
-
-    added = run(main, rails=nics, model=EFA_200G)
-    took = [arrived - computed[layer] for layer, arrived in enumerate(there)]
-    return Cell(row, nics, float(np.mean(took)) * 1e3, added * 1e3)
+    # A page of four heads and both fields, 16 tokens, is of 32 KiB; so many are published.
+    plan = plan_kvcache(
+        KvScenario(
+            shape=SHAPE, nics=nics_of("efa-200g", nics), tokens=row.tokens, page_tokens=TOKENS,
+            computation=Computation.published(row.tokens), host_us=host_us,
+        )
+    )  # fmt: skip
+    assert plan.pieces == row.chunks * row.pages
+    return Cell(row, nics, plan.layer_ms, plan.added_ms)
 
 
 def cells(nics: int, rows: tuple[Published, ...] = PUBLISHED) -> Iterator[Cell]:

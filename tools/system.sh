@@ -9,7 +9,8 @@ python=$1
 purpose=${2:-run}
 
 have_header() {  # a compiler that finds the header, and the C library's headers with it
-    echo "#include <$1>" | "${CC:-cc}" ${CPPFLAGS:-} ${CFLAGS:-} -E -xc - >/dev/null 2>&1
+    # Without quotes: CC may be a command with arguments, such as "ccache gcc".
+    echo "#include <$1>" | ${CC:-cc} ${CPPFLAGS:-} ${CFLAGS:-} -E -xc - >/dev/null 2>&1
 }
 
 have_library() {  # a name, or a pattern for one
@@ -30,7 +31,7 @@ need() {
     missing="$missing $1"
 }
 
-command -v "${CC:-cc}" >/dev/null || need gcc
+command -v ${CC:-cc} >/dev/null || need gcc
 have_header stdlib.h || need libc6-dev
 have_header rdma/fabric.h || need libfabric-dev
 have_header infiniband/verbs.h || need libibverbs-dev
@@ -71,6 +72,8 @@ if [ "$purpose" = test ]; then
     command -v "${CXX:-g++}" >/dev/null || wish g++
     # a registry of members
     command -v etcd >/dev/null || wish etcd-server
+    # aiote top, as people see it
+    command -v tmux >/dev/null || wish tmux
     # the page of examples/kvcache, as people see it
     command -v chromium >/dev/null || wish chromium
 fi

@@ -2,6 +2,7 @@
 
 What an installed package lacks that the tree has (a module that no build file names, a stub, a file of data) shows here
 alone. Tests about the tree itself stay behind: those of lint, docs, tools and examples. Arguments are handed to pytest.
+Then the wheel is used where nothing else is (clean_install.py).
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def main() -> int:
             "tests",
             *(f"--ignore={each}" for each in OF_THE_TREE),
         )
-        return run(sys.executable, "-P", "-m", "pytest", *chosen, *sys.argv[1:], cwd=here, env=environment)
+        status = run(sys.executable, "-P", "-m", "pytest", *chosen, *sys.argv[1:], cwd=here, env=environment)
+        return status or run(sys.executable, ROOT / "tools" / "clean_install.py", wheel)
 
 
 if __name__ == "__main__":

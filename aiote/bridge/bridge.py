@@ -6,6 +6,7 @@ import atexit
 import inspect
 import os
 import threading
+import warnings
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import fields
@@ -119,7 +120,8 @@ class Bridge:
     """A user's share of the process's engine; made by `acquire`. A context manager, and an asynchronous one.
 
     Everything but `engine` may be used from any thread, and the coroutines from any event loop. What a closed one is
-    asked for raises ClosedError; in the child of a fork the parent's raises UsageError.
+    asked for raises ClosedError; in the child of a fork the parent's raises UsageError. One that is dropped is closed
+    when Python collects it, with a ResourceWarning; calls under way, and registrations that are held, keep it.
     """
 
     def __init__(self, thread: EngineThread) -> None:
@@ -300,10 +302,21 @@ class Bridge:
         if self._thread.inherited:
             return None
         self._require_elsewhere()
+        return self._closing_call()
+
+    def _closing_call(self) -> Call[None]:
         with _lock:
             if self._closing is None:
                 self._closing = Call(self._thread, None, self._close(), firm=True)
             return self._closing
+
+    def __del__(self) -> None:
+        if self.closed or self._thread.inherited:
+            return
+        warnings.warn(f"{self!r} was dropped and not closed", ResourceWarning, stacklevel=2, source=self)
+        # Any thread may collect it, also one that holds a lock of ours or that is the bridge's: only the loop is told.
+        with suppress(RuntimeError):
+            self._thread.loop.call_soon_threadsafe(lambda: self._closing_call().start())
 
     async def _close(self) -> None:
         await self._thread.end_calls(self)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from aiote.cli import bench, doctor, info, kvcache, moe, plan, weightfile
+from aiote.cli import bench, doctor, info, kvcache, moe, plan, plan_kvcache, plan_moe, prove, top, weightfile
 
 __all__ = ["run"]
 
@@ -26,10 +26,14 @@ plans = typer.Typer(help="See what would be moved, before anything is.", no_args
 app.add_typer(plans, name="plan")
 app.command("info")(info.command)
 app.command("doctor")(doctor.command)
+app.command("top")(top.command)
+app.command("prove")(prove.command)
 demo.command("kvcache")(kvcache.command)
 demo.command("moe")(moe.command)
 demo.command("weights")(weightfile.command)
 plans.command("weights")(plan.weights)
+plans.command("kvcache")(plan_kvcache.kvcache)
+plans.command("moe")(plan_moe.moe)
 
 
 def _version(asked: bool) -> None:

@@ -11,7 +11,7 @@ import typer
 
 import aiote
 from aiote.rails.diagnosis import Facts, Finding, examine, gather
-from aiote.rails.facts import OF_THE_MACHINE
+from aiote.rails.facts import OF_THE_MACHINE, with_efa
 
 __all__ = ["as_dict", "command", "lines"]
 
@@ -25,7 +25,7 @@ Sysfs = Annotated[
 def command(as_json: Json = False, sysfs: Sysfs = None) -> None:
     """Say what this machine lacks, each with the command that mends it; exit with 1 when something is wrong."""
     try:
-        facts = gather(library=aiote.EngineConfig().libfabric) if sysfs is None else gather(str(sysfs))
+        facts = with_efa(gather(library=aiote.EngineConfig().libfabric)) if sysfs is None else gather(str(sysfs))
     except aiote.UsageError as error:
         typer.echo(f"aiote: {error}", err=True)
         raise typer.Exit(2) from error

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import rich.box
 import typer
@@ -20,7 +18,12 @@ from rich.text import Text
 
 from aiote.cli import published_models
 from aiote.cli.layoutfile import read_layout, read_recipe
+from aiote.cli.plan_output import NICS_HELP, console, drawn, print_json, refusing, size_of
+from aiote.cli.plan_times import Calls, panels, plain_nics, show_times, times_of
 from aiote.errors import UsageError
+from aiote.plan import nics_of
+from aiote.plan.nics import in_range
+from aiote.plan.plot import draw, require
 from aiote.weights import Layout, Recipe, UpdatePlan, plan_update
 from aiote.weights.balance import shares
 from aiote.weights.deal import demands
@@ -29,7 +32,6 @@ from aiote.weights.tasks import fetches
 
 __all__ = ["Gathering", "Summary", "picture", "summary_of", "weights"]
 
-WIDTH = 120
 BAR = 36
 GROUPS = 12
 
@@ -94,24 +96,35 @@ def weights(
     ),
     ranks_per_nic: Annotated[int, typer.Option(min=1, help="How many ranks share a NIC.")] = 1,
     gbits: Annotated[float, typer.Option(min=0.001, help="A NIC's speed, in Gbit/s.")] = 400.0,
+    nics: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help=NICS_HELP, show_default="one of --gbits without latency")
+    ] = "",
+    nics_per_rank: Annotated[int, typer.Option(help="NICs of a rank; 0: as many as a GPU has.")] = 0,
+    calls: Annotated[Calls, typer.Option(help="What a trainer's calls cost: as published, or nothing.")] = (
+        Calls.PUBLISHED
+    ),
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw it; needs matplotlib.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, every rank by itself.")] = False,
 ) -> None:
-    """Plan a weight update, and show bytes by rank, the load's bound, the hottest NIC, and what is gathered and why.
+    """Plan a weight update, and show bytes by rank, the hottest NIC, what is gathered and why, and what it takes.
 
-    docs/weights.md has the form of the files.
+    docs/weights.md has the form of the files, docs/planner.md says what is predicted.
     """
-    try:
+    with refusing():
+        if plot:
+            require()
         name, layouts = _chosen(preset, sources, targets, recipe)
+        found = nics_of(nics, nics_per_rank) if nics else plain_nics(gbits, nics_per_rank or 1)
+        in_range("ranks-per-nic", ranks_per_nic, 1, len(layouts[0].ranks) + len(layouts[1].ranks))
         plan = plan_update(*layouts, gather=gather.value)
-        summary = summary_of(name, plan, ranks_per_nic, gbits)
-    except UsageError as error:
-        typer.echo(f"aiote: {error}", err=True)
-        raise typer.Exit(2) from None
+        summary = summary_of(name, plan, ranks_per_nic, found.model.gbps)
+        times = times_of(plan, found, calls)
+        drawn(plot, lambda path: draw(path, f"weight update: {name}", panels(summary, times)))
     if as_json:
-        typer.echo(json.dumps(asdict(summary), indent=2))
+        print_json({**asdict(summary), "nics": found.source, **times.described()})
     else:
-        # What is not a terminal is a file, which has room for a line.
-        picture(summary, Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False))
+        picture(summary, console())
+        show_times(times, found, console())
 
 
 def _chosen(
@@ -294,12 +307,3 @@ def _ranges(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
-def size_of(count: int) -> str:
-    """Return a number of bytes as "11.476 GB", in powers of 1000."""
-    unit: Literal["GB", "MB", "kB"]
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.3f} {unit}"
-    return f"{count} B"

@@ -108,13 +108,19 @@ def qwen3_235b(layers: int = 94) -> Model:
     return model
 
 
-def kimi_k2(expert_ranks: int = 64, layers: int = 61) -> Model:
-    """Kimi-K2: PP16 of 16 ranks (EP8 x FSDP2 for experts) -> 128 ranks in EP of `expert_ranks`, all else whole."""
-    model, hidden, everywhere = Model(), 7168, Mesh.of(range(128))
-    replicas = Mesh.of(np.arange(128).reshape(-1, expert_ranks))
+def kimi_k2(
+    expert_ranks: int = 64, layers: int = 61, *, trainers: int = 256, targets: int = 128, trained_by: int = 8
+) -> Model:
+    """Kimi-K2: PP16 of 16 ranks (EP8 x FSDP2 for experts) -> 128 ranks in EP of `expert_ranks`, all else whole.
+
+    With more trainers each of the 16 stages has more; `trained_by` is the EP of its experts.
+    """
+    model, hidden, everywhere = Model(), 7168, Mesh.of(range(targets))
+    replicas = Mesh.of(np.arange(targets).reshape(-1, expert_ranks))
+    each = trainers // 16
     for layer in range(layers):
-        stage = np.arange(16) + 16 * min(layer // 4, 15)
-        mesh, experts = Mesh.of(stage), [Mesh.of(stage[2 * e : 2 * e + 2]) for e in range(8)]
+        stage = np.arange(each) + each * min(layer // 4, 15)
+        mesh, experts = Mesh.of(stage), [Mesh.of(few) for few in stage.reshape(trained_by, -1)]
         name = f"layers.{layer}"
         if layer == 0:
             model.same("embed", (163_840, hidden), mesh, everywhere)

@@ -15,6 +15,7 @@ import math
 import operator
 import secrets
 import threading
+import weakref
 from concurrent import futures
 from contextlib import suppress
 from datetime import timedelta
@@ -36,8 +37,8 @@ from .views import bytes_at
 
 __all__ = ["AioteMemory", "AioteMemoryView", "AioteMutableMemoryView", "AioteRemoteBuffer", "AioteTransport"]
 
-_here: dict[tuple[str, bytes], _Registration] = {}
-"""This process's registrations by transport and descriptor, for peers in it."""
+_here: weakref.WeakValueDictionary[tuple[str, bytes], _Registration] = weakref.WeakValueDictionary()
+"""This process's registrations by transport and descriptor, for peers in it; a dropped transport's go with it."""
 
 
 def _seconds(timeout: float | None) -> None:

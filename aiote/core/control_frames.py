@@ -24,6 +24,7 @@ from ..errors import AioteError, UsageError
 from .address import IDENTITY_BYTES, Address
 from .descriptor import MAX_RAILS
 from .fields import (
+    I64,
     U8,
     U16,
     U32,
@@ -51,6 +52,7 @@ __all__ = [
     "TAG_BYTES",
     "AckCounts",
     "Arrivals",
+    "Arrived",
     "Bye",
     "Challenge",
     "Channel",
@@ -257,6 +259,14 @@ class RailDown:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrived:
+    """An immediate, its 32 bits, and how many came less those acknowledged; below zero where the provider forgets."""
+
+    imm_data: Annotated[int, U32]
+    times: Annotated[int, I64]
+
+
+@dataclass(frozen=True, slots=True)
 class Arrivals:
     """What came to the sender over a channel that both sides have shut; which messages on any, all up to `high` and the
     ranges beyond; and which of the keys that it was told are not, or no more, of its memory.
@@ -267,7 +277,7 @@ class Arrivals:
 
     channel: Annotated[int, U8]
     generation: Annotated[int, U32]
-    counts: Annotated[tuple[ImmCount, ...], Many(ImmCount, 0, MAX_COUNTS)]
+    counts: Annotated[tuple[Arrived, ...], Many(Arrived, 0, MAX_COUNTS)]
     high: Annotated[int, U64]
     beyond: Annotated[tuple[Range, ...], Many(Range, 0, MAX_RANGES)]
     unknown: Annotated[tuple[MemoryKey, ...], Many(MemoryKey, 0, MAX_KEYS)]

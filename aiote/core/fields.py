@@ -108,6 +108,22 @@ class Unsigned(Field[int]):
 U8, U16, U32, U64 = Unsigned(1), Unsigned(2), Unsigned(4), Unsigned(8)
 
 
+class Signed(Field[int]):
+    """A signed integer of eight bytes, in two's complement."""
+
+    def pack(self, value: int) -> bytes:
+        _expect(value, int)
+        if not -(1 << 63) <= value < 1 << 63:
+            raise FieldError(f"{value} is outside -2**63 to 2**63 - 1")
+        return value.to_bytes(8, "big", signed=True)
+
+    def unpack(self, cursor: Cursor) -> int:
+        return int.from_bytes(cursor.take(8), "big", signed=True)
+
+
+I64 = Signed()
+
+
 class Flag(Field[bool]):
     """A truth value of one byte, 0 or 1."""
 

@@ -46,9 +46,9 @@ __all__ = [
     "refused",
 ]
 
-VERSION = 4
+VERSION = 5
 """Since 2 an immediate may count for several pages of one message, since 3 Arrivals may be several frames, since 4 each
-channel has a socket for the descriptors of the wake-up page and the ring."""
+channel has a socket for the descriptors of the wake-up page and the ring, since 5 what came has a sign."""
 DEFAULT_NONCE: Callable[[int], bytes] = secrets.token_bytes
 
 

@@ -16,6 +16,7 @@ what the other side says arrived. Never before: an old byte could land after the
 | read, or write uncounted | posted again                                                                |
 | counted, and all came    | resolved ("all": all of its immediate on this channel)                      |
 | counted, and not all     | taken over by a recovery of its immediate                                   |
+| confirmed, and forgotten | resolved long ago; a recovery of its immediate without posts counts again   |
 
 A **recovery** is about one immediate of one dead channel, of whose posts `came` arrived, nobody knows which:
 
@@ -31,8 +32,8 @@ unconfirmed on another dead channel is taken over by a second recovery (without 
 it is over, and until then the first is not over. A rewrite is uncounted, and is posted again.
 
 When a work is cancelled, its posts in a recovery are resolved at once, except those that are being rewritten: these are
-resolved with their rewrite. A recovery that has no posts left is cancelled in its turn. How many immediates are missing
-is counted when they are posted, by what is live then.
+resolved with their rewrite. A recovery that has no posts left is cancelled in its turn, unless it also counts again
+what was forgotten. How many immediates are missing is counted when they are posted, by what is live then.
 
 This module knows neither channels nor time. What it returns is to be posted on any live channel, in any order.
 """
@@ -164,8 +165,12 @@ class Recovery(TrackedWork):
         post.recovery = None
 
 
-def take_over(posts: Iterable[Post], confirmed: Mapping[int, int], arrivals: Account) -> list[Post]:
+def take_over(
+    posts: Iterable[Post], confirmed: Mapping[int, int], arrivals: Account, forgettable: int = 0
+) -> list[Post]:
     """Decide about the unconfirmed posts of a channel that is shut on both sides; return what is to be posted.
+
+    `forgettable`: how many counts the other side may have dropped when it shut its own (`ChannelCounts.forgettable`).
 
     Raises FailoverError where the numbers of the two sides cannot both be right; nothing was changed then.
     """
@@ -180,10 +185,11 @@ def take_over(posts: Iterable[Post], confirmed: Mapping[int, int], arrivals: Acc
         else:
             again.append(post)
     numbers = {imm_data: (live := sum(post.live for post in of), len(of) - live) for imm_data, of in counted.items()}
-    for imm_data, verdict in reconcile(numbers, confirmed, dict(arrivals.counts)).items():
-        taken = [post for post in counted[imm_data] if post.live] if verdict.rewrite else []
-        over += [post for post in counted[imm_data] if not verdict.rewrite or not post.live]
-        if taken:
+    for imm_data, verdict in reconcile(numbers, confirmed, dict(arrivals.counts), forgettable).items():
+        of = counted.get(imm_data, [])
+        taken = [post for post in of if post.live] if verdict.rewrite else []
+        over += [post for post in of if not verdict.rewrite or not post.live]
+        if taken or verdict.missing:
             recovery = Recovery(imm_data, taken, verdict.came)
             again += recovery.rewrites()
             more, done = recovery.advance()
@@ -206,7 +212,8 @@ def cancel(work: TrackedWork) -> list[Post]:
 def _let_go(posts: list[Post]) -> list[Post]:
     """Take posts that nobody wants out of their recoveries, unless they are being rewritten; return what is resolved.
 
-    A recovery that has none left is cancelled itself, and so on with the immediates that it has in others.
+    A recovery that has none left is cancelled itself, and so on with the immediates that it has in others; not so where
+    `came` is below zero.
     """
     over = []
     while posts:
@@ -216,7 +223,8 @@ def _let_go(posts: list[Post]) -> list[Post]:
         recovery = post.recovery
         recovery.release(post)
         over.append(post)
-        if not recovery.posts:
+        # What it counts for those that were forgotten is of transfers that are over, which nobody can cancel.
+        if not recovery.posts and recovery.came >= 0:
             recovery.cancelled = True
             posts += recovery.taken
     return over

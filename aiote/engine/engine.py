@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from ..config import EngineConfig
     from ..transfers import Access, Lease
 
+    RailChoice = str | int | None
+    Target = RemoteRegion | Peer | Address | str
+
 __all__ = ["Engine"]
 
 
@@ -70,12 +73,13 @@ class Engine:
         self._requests = Requests(runtime, links)
         self._counters = Counters(runtime)
         # Last: what could not be made has nothing to close, and is not reported as left open.
-        self._lifetime = Lifetime(runtime)
+        self._lifetime = Lifetime(runtime, self, seen=config.status_page and provider != "sim")
 
     async def _open(self) -> None:
         """Begin to listen; called once, by `open_engine`."""
         await self._links.listen()
         self._lifetime.opened(self)
+        self._links.heartbeats.afterwards = self._lifetime.beat
 
     # What the engine is.
 
@@ -111,8 +115,20 @@ class Engine:
 
     def statistics(self) -> EngineStatistics:
         """Return what was counted since the engine was opened."""
-        served = tuple(rail.device.served for rail in self._runtime.rail_set.rails)
-        return EngineStatistics.of(self._links.inbox.counted(self._core.statistics()), served)
+        return EngineStatistics.of(
+            self._links.inbox.counted(self._core.statistics()),
+            tuple(rail.device.served for rail in self._runtime.rail_set.rails),
+            peers=self._links.connected,
+            **self._regions.counted(),
+            **self._runtime.counted(),
+        )
+
+    def time_rails(self, every: int) -> None:
+        """Take the time of one work request in `every` on each rail from now on (`statistics().times`); 0 ends that.
+
+        From its post until its end is seen; one a rail and peer at once. Raises UsageError, ClosedError.
+        """
+        self._runtime.time_rails(every)
 
     def listen_events(self, listener: Callable[[Event], object]) -> Callable[[], None]:
         """Call `listener` for each event (a peer connected or lost, a rail failed); what is returned stops that."""
@@ -123,14 +139,11 @@ class Engine:
     def register(self, array: Any, access: Access = "read-write") -> Region:
         """Register memory with every rail: buffer protocol, DLPack or `__cuda_array_interface__`; contiguous.
 
-        Of a GPU's memory `region.reach` says how each rail reaches it. aiote waits for no stream: kernels that fill it
-        are over before a verb that reads it is called.
-
         `access` is what peers that have the descriptor may do: "read-write", "read", "write", or "local" for memory
         that is no peer's business but may be lent by lease. This engine's own transfers may always use it. Read-only
         memory can be a source only. The region keeps the buffer exported until it is closed; the same memory registered
-        twice gives two regions with their own keys. Raises UsageError for what is no such memory, FabricError when the
-        NIC refuses.
+        twice gives two regions with their own keys. `region.reach` says how each rail reaches a GPU's. Raises
+        UsageError for what is no such memory, FabricError when the NIC refuses.
         """
         return self._regions.register(array, access)
 
@@ -181,80 +194,99 @@ class Engine:
         await self._links.find(target.owner if isinstance(target, RemoteRegion) else target).room()
 
     def submit_write(
-        self, src: Region, dst: RemoteRegion, imm: int | None = None, *, rail: str | int | None = None
+        self, src: Region, dst: RemoteRegion, imm: int | None = None, *, rail: RailChoice = None, stream: Any = None
     ) -> Transfer:
         """Start a write of all of `src` to all of `dst` (same length); with `imm` it counts 1 at the receiver."""
-        return quick(self._core, Transfer, src, dst, False, imm, rail) or self._requests.write(src, dst, imm, rail=rail)
+        return quick(self._core, Transfer, src, dst, False, imm, rail, stream) or self._requests.write(
+            src, dst, imm, rail=rail, stream=stream
+        )
 
-    async def write(self, src: Region, dst: RemoteRegion, *, rail: str | int | None = None) -> None:
+    async def write(self, src: Region, dst: RemoteRegion, *, rail: RailChoice = None, stream: Any = None) -> None:
         """Write all of `src` to all of `dst`, one-sided; the bytes are there when this returns.
 
         `src` belongs to the NIC until then. `rail` names one of `engine.rails`, or is its position: the write goes over
         that one alone for as long as it is there; without it over the rails expected to finish earliest. Cancelling
         drops what is not posted and drains what is, then raises. Raises UsageError, TransferError, PeerError,
         ClosedError.
+
+        Where `src` is a GPU's the write is behind what `stream` has to do now, as a kernel there would be: a stream
+        object (cupy, torch, numba, cuda.core), its address, None or 1 for the legacy default stream, 2 for the thread's
+        default, -1 for memory that is ready. The stream goes on, and nothing is synchronized. Raises UsageError for 0,
+        for a stream of another device, and for one whose work is being captured.
         """
         await (
-            quick(self._core, Transfer, src, dst, False, None, rail)
-            or self._requests.write(src, dst, None, waits=True, rail=rail)
+            quick(self._core, Transfer, src, dst, False, None, rail, stream)
+            or self._requests.write(src, dst, None, waits=True, rail=rail, stream=stream)
         )
 
     def submit_write_imm(
-        self, src: Region | None, dst: RemoteRegion | Peer | Address | str, imm: int, *, rail: str | int | None = None
+        self, src: Region | None, dst: Target, imm: int, *, rail: RailChoice = None, stream: Any = None
     ) -> Transfer:
         """Start a write that counts 1 at the receiver, or (`src` None) an immediate alone to a peer or an owner."""
-        return quick(self._core, Transfer, src, dst, False, imm, rail) or self._requests.write(src, dst, imm, rail=rail)
+        return quick(self._core, Transfer, src, dst, False, imm, rail, stream) or self._requests.write(
+            src, dst, imm, rail=rail, stream=stream
+        )
 
     async def write_imm(
-        self, src: Region | None, dst: RemoteRegion | Peer | Address | str, imm: int, *, rail: str | int | None = None
+        self, src: Region | None, dst: Target, imm: int, *, rail: RailChoice = None, stream: Any = None
     ) -> None:
         """Write and count 1 on immediate `imm` (28 bits) at the receiver once the bytes are there; else as `write`."""
         await (
-            quick(self._core, Transfer, src, dst, False, imm, rail)
-            or self._requests.write(src, dst, imm, waits=True, rail=rail)
+            quick(self._core, Transfer, src, dst, False, imm, rail, stream)
+            or self._requests.write(src, dst, imm, waits=True, rail=rail, stream=stream)
         )
 
-    def submit_read(self, src_remote: RemoteRegion, dst_local: Region, *, rail: str | int | None = None) -> Transfer:
+    def submit_read(
+        self, src_remote: RemoteRegion, dst_local: Region, *, rail: RailChoice = None, stream: Any = None
+    ) -> Transfer:
         """Start a read of all of `src_remote` into all of `dst_local` (same length)."""
-        return quick(self._core, Transfer, dst_local, src_remote, True, None, rail) or self._requests.read(
-            src_remote, dst_local, rail=rail
+        return quick(self._core, Transfer, dst_local, src_remote, True, None, rail, stream) or self._requests.read(
+            src_remote, dst_local, rail=rail, stream=stream
         )
 
-    async def read(self, src_remote: RemoteRegion, dst_local: Region, *, rail: str | int | None = None) -> None:
+    async def read(
+        self, src_remote: RemoteRegion, dst_local: Region, *, rail: RailChoice = None, stream: Any = None
+    ) -> None:
         """Read all of `src_remote` into all of `dst_local`, one-sided; `dst_local` belongs to the NIC until this
-        returns.
+        returns. `stream` is as of `write`: the kernels that still use `dst_local` come first.
         """
         await (
-            quick(self._core, Transfer, dst_local, src_remote, True, None, rail)
-            or self._requests.read(src_remote, dst_local, waits=True, rail=rail)
+            quick(self._core, Transfer, dst_local, src_remote, True, None, rail, stream)
+            or self._requests.read(src_remote, dst_local, waits=True, rail=rail, stream=stream)
         )
 
     def submit_write_pages(
-        self, src: Pages, dst: Pages, imm: int | None = None, *, rail: str | int | None = None
+        self, src: Pages, dst: Pages, imm: int | None = None, *, rail: RailChoice = None, stream: Any = None
     ) -> Transfer:
         """Start paged writes, page i of `src` to page i of `dst`; with `imm` each page counts 1 at the receiver."""
-        return quick_pages(self._core, Transfer, src, dst, imm, rail) or self._requests.pages(src, dst, imm, rail=rail)
-
-    async def write_pages(
-        self, src: Pages, dst: Pages, imm: int | None = None, *, rail: str | int | None = None
-    ) -> None:
-        """Write page i of `src` to page i of `dst` for all i, one request and one await for all; an empty list is over
-        at once.
-        """
-        await (
-            quick_pages(self._core, Transfer, src, dst, imm, rail)
-            or self._requests.pages(src, dst, imm, waits=True, rail=rail)
+        return quick_pages(self._core, Transfer, src, dst, imm, rail, stream) or self._requests.pages(
+            src, dst, imm, rail=rail, stream=stream
         )
 
-    def submit_read_pages(self, src_remote: Pages, dst_local: Pages, *, rail: str | int | None = None) -> Transfer:
-        """Start paged reads, page i of `src_remote` to page i of `dst_local`."""
-        return self._requests.read_pages(src_remote, dst_local, rail=rail)
-
-    async def read_pages(self, src_remote: Pages, dst_local: Pages, *, rail: str | int | None = None) -> None:
-        """Read page i of `src_remote` into page i of `dst_local` for all i, one request and one await for all; the
-        local pages belong to the NIC until this returns.
+    async def write_pages(
+        self, src: Pages, dst: Pages, imm: int | None = None, *, rail: RailChoice = None, stream: Any = None
+    ) -> None:
+        """Write page i of `src` to page i of `dst` for all i, one request and one await for all; an empty list is over
+        at once. `stream` is as of `write`.
         """
-        await self._requests.read_pages(src_remote, dst_local, waits=True, rail=rail)
+        await (
+            quick_pages(self._core, Transfer, src, dst, imm, rail, stream)
+            or self._requests.pages(src, dst, imm, waits=True, rail=rail, stream=stream)
+        )
+
+    def submit_read_pages(
+        self, src_remote: Pages, dst_local: Pages, *, rail: RailChoice = None, stream: Any = None
+    ) -> Transfer:
+        """Start paged reads, page i of `src_remote` to page i of `dst_local`."""
+        return self._requests.read_pages(src_remote, dst_local, rail=rail, stream=stream)
+
+    async def read_pages(
+        self, src_remote: Pages, dst_local: Pages, *, rail: RailChoice = None, stream: Any = None
+    ) -> None:
+        """Read page i of `src_remote` into page i of `dst_local` for all i, one request and one await for all; the
+        local pages belong to the NIC until this returns. `stream` is as of `read`.
+        """
+        await self._requests.read_pages(src_remote, dst_local, waits=True, rail=rail, stream=stream)
 
     # Many peers at once.
 
@@ -271,22 +303,26 @@ class Engine:
         self._runtime.require_open()
         await group_room(group)
 
-    def submit_scatter(self, group: PeerGroup, targets: Iterable[ScatterTarget], imm: int | None = None) -> Transfer:
+    def submit_scatter(
+        self, group: PeerGroup, targets: Iterable[ScatterTarget], imm: int | None = None, *, stream: Any = None
+    ) -> Transfer:
         """Start a write to each target, one request for all; with `imm` each counts 1 at its receiver."""
-        return submit_scatter(self._runtime, group, targets, imm)
+        return submit_scatter(self._runtime, group, targets, imm, stream)
 
-    async def scatter(self, group: PeerGroup, targets: Iterable[ScatterTarget], imm: int | None = None) -> None:
+    async def scatter(
+        self, group: PeerGroup, targets: Iterable[ScatterTarget], imm: int | None = None, *, stream: Any = None
+    ) -> None:
         """Write each target's `src` to its `dst`, all over when this returns; with `imm` each counts 1 at its receiver.
 
         Lengths and places are each target's own, several may go to one member, none is over at once. A target that
-        fails stops no other; the error names the first. Cancelling is as of `write`, for all of them. Raises
-        UsageError, TransferError, PeerError, ClosedError.
+        fails stops no other; the error names the first. Cancelling is as of `write`, for all of them, and `stream`:
+        all are behind it. Raises UsageError, TransferError, PeerError, ClosedError.
         """
         chosen = list(targets)
         self._runtime.require_open()
         if isinstance(group, PeerGroup):
             await self.room_for(group)
-        await submit_scatter(self._runtime, group, chosen, imm)
+        await submit_scatter(self._runtime, group, chosen, imm, stream)
 
     def prepare_scatter(self, group: PeerGroup, targets: Iterable[ScatterTarget]) -> PreparedScatter:
         """Check targets once for many scatters, each of which brings arrays of lengths and offsets within them.
@@ -420,8 +456,7 @@ class Engine:
         if self._runtime.inherited:
             return
         if not self._runtime.begin_close():
-            await self._lifetime.wait_closed()
-            return
+            return await self._lifetime.wait_closed()
         try:
             await self._links.close("its engine was closed")
             await self._regions.finish()
@@ -439,6 +474,7 @@ class Engine:
         self._runtime.begin_close()
         self._runtime.detach()
         self._nic_events.close()
+        self._lifetime.hide()
         self._links.abandon("the engine was aborted")
         self._links.close_links()
         self._regions.close()

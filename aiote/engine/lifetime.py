@@ -11,6 +11,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from ..aio import wake
+from ..observe import StatusPage
 
 if TYPE_CHECKING:
     from ..aio import Waiter
@@ -37,8 +38,10 @@ def _at_exit() -> None:
 class Lifetime:
     """Whether an engine was opened and closed, and who waits for the latter."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, engine: Engine, *, seen: bool) -> None:
+        """`seen`: whether `aiote top` shows the engine, while it is open."""
         self._runtime = runtime
+        self.page = StatusPage(engine) if seen else None
         self._opened = False
         self._closed = False
         self._waiters: list[Waiter] = []
@@ -51,6 +54,20 @@ class Lifetime:
         _live.add(engine)
         # For as long as the event loop runs: a program may keep no more of an engine than its peers and regions.
         self._runtime.owner = engine
+        rails = ", ".join(rail.name for rail in engine.rails)
+        self._runtime.events.emit("engine.opened", address=str(engine.address), rails=rails)
+        if self.page is not None:
+            self.page.follow(self._runtime.events)
+
+    def beat(self, now: float) -> None:
+        """Take note that the engine's heartbeats are told, at a time."""
+        if self.page is not None:
+            self.page.beat(now)
+
+    def hide(self) -> None:
+        """Have the engine no longer be seen."""
+        if self.page is not None:
+            self.page.remove()
 
     async def wait_closed(self) -> None:
         """Wait until whoever closes it is done."""
@@ -61,6 +78,8 @@ class Lifetime:
 
     def closed_now(self) -> None:
         """Say that everything is closed."""
+        if self._opened and not self._closed:
+            self._runtime.events.emit("engine.closed", address=str(self._runtime.address))
         self._closed = True
         self._runtime.owner = None
         for waiter in self._waiters:

@@ -217,15 +217,18 @@ class BlockingProducer(Blocking[Producer]):
         """Say which requests wait in the program's queue, as `Producer.queued`."""
         self._bridge.submit(_queued(self._inner, requests))
 
-    def computed(self, request: str, layer: int, tokens: int | None = None, *, rows: Rows | None = None) -> None:
+    def computed(
+        self, request: str, layer: int, tokens: int | None = None, *, rows: Rows | None = None, stream: Any = None
+    ) -> None:
         """Take note that a layer is computed up to a token, all by default; rows: the request's pages, where it has
-        more by now. Does nothing for a request that has ended. Raises UsageError for a layer that this rank has not.
+        more by now; stream: as of `Offer.computed`. Does nothing for a request that has ended. Raises UsageError for a
+        layer that this rank has not.
         """
         if layer not in self._inner.spec.layers:
             raise aiote.UsageError(f"layer {layer} is none of this rank's: {self._inner.spec.layers}")
         offer = self._offers.get(request)
         if offer is not None:
-            self._bridge.submit(_computed(offer, layer, tokens, rows))
+            self._bridge.submit(_computed(offer, layer, tokens, rows, stream))
 
 
 async def _refuse(producer: Producer, request: str) -> None:
@@ -236,6 +239,6 @@ async def _queued(producer: Producer, requests: Sequence[str]) -> None:
     producer.queued(requests)
 
 
-async def _computed(offer: Offer, layer: int, tokens: int | None, rows: Rows | None) -> None:
+async def _computed(offer: Offer, layer: int, tokens: int | None, rows: Rows | None, stream: Any) -> None:
     offer.rows.update(rows or {})
-    offer.computed(layer, tokens)
+    offer.computed(layer, tokens, stream=stream)

@@ -172,12 +172,12 @@ class Batch:
         """Wait until it has. Raises PeerError."""
         await self._engine.room(self._peer)
 
-    def submit(self, start: Callable[..., aiote.Transfer], *arguments: Any) -> None:
+    def submit(self, start: Callable[..., aiote.Transfer], *arguments: Any, **more: Any) -> None:
         """Start a transfer, for which there is room. Raises PeerError once the peer is lost."""
         if self._peer.lost:
             # Started, it would go over the next connection: the peer relies on it that nothing does.
             raise aiote.PeerLostError(str(self._peer.address), self._peer.reason)
-        transfer = start(*arguments)
+        transfer = start(*arguments, **more)
         if self._traffic is not None and not self._flight:
             self._traffic.begun()
         transfer.join(self._flight)

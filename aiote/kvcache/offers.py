@@ -54,6 +54,7 @@ class Offer:
         self.stopped = ""
         self.failures: list[str] = []
         self.computed_to = computed
+        self.streams: dict[int, Any] = {}
         self.bell = Bell()
         self.active: set[object] = set()
         self.pushes: set[Push] = set()
@@ -63,20 +64,23 @@ class Offer:
 
     # What the program does.
 
-    def computed(self, layer: int, tokens: int | None = None) -> None:
+    def computed(self, layer: int, tokens: int | None = None, *, stream: Any = None) -> None:
         """Take note that a layer is computed up to a token, all by default; it is on its way when this returns.
 
-        Pages that are not full yet wait. Raises UsageError for a layer that this rank has not.
+        Pages that are not full yet wait. In memory of a GPU it is written behind `stream`, which is as of
+        `Engine.write`; for who reads it (`reads=True`) its kernels have to be over. Raises UsageError for a layer that
+        this rank has not.
         """
         if layer not in self.computed_to:
             raise aiote.UsageError(f"layer {layer} is none of this rank's: {sorted(self.computed_to)}")
         self.computed_to[layer] = max(self.computed_to[layer], self.tokens if tokens is None else tokens)
+        self.streams[layer] = stream
         for push in self.pushes:
             push.todo.append(layer)
         self.bell.ring()
 
     async def follow(self, value: Any, tokens: int | None = None, *, base: int = 0) -> None:
-        """Take layers as `computed` as a watched value grows: `base` + n says that the first n are.
+        """Take layers as `computed` as a watched value grows: `base` + n says that the first n are, to their last byte.
 
         Returns when all are. The value is as of `Engine.watch`: 1 to 8 bytes that a model bumps, perhaps from a GPU, by
         one or more; it may run on beyond, for the next chunk, and may wrap around. Raises UsageError.
@@ -88,7 +92,7 @@ class Offer:
             now = int.from_bytes(_bytes_of(value), sys.byteorder)
             while True:
                 for layer in layers[done : (reached := _ahead(now - base, value, len(layers)))]:
-                    self.computed(layer, tokens)
+                    self.computed(layer, tokens, stream=-1)
                 done = max(done, reached)
                 if done == len(layers):
                     return
@@ -325,6 +329,8 @@ class Push:
             self._checked = rows, spans
         if computed >= self._tokens:
             self._left.discard(layer)
+        stream = self._offer.streams.get(layer)
+        order = {} if stream is None else {"stream": stream}
         for source, target in self._moves.layer(layer, spans):
             if not self._batch.has_room:
                 # A peer that takes nothing does not hold up the end of the offer.
@@ -332,4 +338,4 @@ class Push:
                     await self._batch.room()
                 if self._offer.stopped:
                     raise TransferRefused(self._offer.stopped)
-            self._batch.submit(engine.submit_write_pages, source, target, self._immediates[layer])
+            self._batch.submit(engine.submit_write_pages, source, target, self._immediates[layer], **order)

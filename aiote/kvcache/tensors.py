@@ -20,6 +20,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
+from ..core.gpu_arrays import gpu_array
 from ..errors import UsageError
 
 __all__ = ["Cache", "CacheSpec", "CacheTensor"]
@@ -163,12 +164,12 @@ class Cache:
 
         Axes: `layer` counts from `layer` on; `field` has one entry for each of `fields`; `page`; `head` counts from
         `first_head` on; `token`; `item`, last and as often as needed, is what belongs together. Without `token` a page
-        is opaque. array: numpy's, torch's on the CPU, or what has `__array_interface__` or `__dlpack__`. Arrays that
-        are views of one array or storage, or lie in what `hold` was told of, share its memory. dtype: a name for the
-        type, where the array's is not it (integers that stand for bfloat16). Raises UsageError for axes that are not
-        the array's, for items with gaps, and for memory of a GPU.
+        is opaque. array: numpy's, torch's, cupy's, or what has `__array_interface__`, `__cuda_array_interface__` or
+        `__dlpack__` on the CPU. Arrays that are views of one array or storage, or lie in what `hold` was told of, share
+        its memory. dtype: a name for the type, where the array's is not it (integers that stand for bfloat16). Raises
+        UsageError for axes that are not the array's, and for items with gaps.
         """
-        array, named, storage = _viewed(array)
+        array, named, storage = gpu_array(array) or _viewed(array)
         dtype = dtype or named
         shape, strides, item_bytes = _axes(array, axes)
         if shape["field"] != len(fields) or "page" not in axes.split():
@@ -231,7 +232,7 @@ def _viewed(array: Any) -> tuple[NDArray[Any], str, NDArray[Any] | None]:
     torch = sys.modules.get("torch")  # what is not imported has made no tensor
     if torch is not None and isinstance(array, torch.Tensor):
         if array.device.type != "cpu":
-            raise UsageError(f"a cache on {array.device}: expected memory of the CPU")
+            raise UsageError(f"a cache on {array.device}: expected memory of the CPU or of an NVIDIA GPU")
         # numpy knows neither bfloat16 nor the eight-bit floats, but integers of their size.
         integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[array.element_size()]
         storage = torch.empty(0, dtype=torch.uint8).set_(array.untyped_storage())

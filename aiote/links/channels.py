@@ -15,6 +15,7 @@ from ..core.control_frames import (
     MAX_COUNTS,
     AckCounts,
     Arrivals,
+    Arrived,
     Channel,
     ChannelMessage,
     ImmCount,
@@ -243,10 +244,10 @@ class Channels:
 
     def _send_arrivals(self, number: int, generation: int) -> None:
         arrived, top, holes = self._link.arrivals(number)
-        if any(times < 0 for _, times in arrived):
+        if any(times < 0 for _, times in arrived) and not self._link.forgets(number):
             raise FailoverError("it acknowledged more than came")
         mark = marked(top, holes)
-        counts = [ImmCount(imm_data, times) for imm_data, times in arrived]
+        counts = [Arrived(imm_data, times) for imm_data, times in arrived]
         while len(counts) > MAX_COUNTS:
             self._send(Arrivals(number, generation, tuple(counts[:MAX_COUNTS]), 0, (), (), more=True))
             del counts[:MAX_COUNTS]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import aiote.aio as aio
@@ -15,19 +15,29 @@ from ..core.pairing import pair_rails
 from ..errors import PeerError, PeerRefusedError
 
 if TYPE_CHECKING:
-    from ..rails import PeerLink, PendingChannel
+    from ..rails import NativeEndpoint, PeerLink, PendingChannel
     from ..runtime import Runtime
     from .connection import Connection
 
-__all__ = ["Joining", "pair"]
+__all__ = ["FULL", "Joining", "pair"]
 
+FULL = "full"
+"""The wire of a rail whose NIC has no endpoint left: nobody speaks it."""
 SLOT = struct.Struct("<iI")  # in a wake-up page: its number and its generation
 
 
-def pair(runtime: Runtime, connection: Connection, offer: Offer, role: Role) -> list[tuple[int, int]]:
-    """Return the pairs of (our rail, its rail) that are joined; both sides find the same. Raises PeerError."""
-    ours = {rail.index: rail.wire for rail in runtime.rail_set.rails}
+def pair(
+    runtime: Runtime, connection: Connection, offer: Offer, role: Role, full: Collection[int] = ()
+) -> list[tuple[int, int]]:
+    """Return the pairs of (our rail, its rail) that are joined; both sides find the same. Raises PeerError.
+
+    `full`: rails of ours that have no endpoint left; of the peer's, such have a wire that nobody speaks.
+    """
+    ours = {rail.index: rail.wire for rail in runtime.rail_set.rails if rail.index not in full}
     theirs = {number: rail.wire for number, rail in enumerate(offer.rails)}
+    spares = runtime.rail_set.spares
+    if (set(ours.values()) & set(theirs.values())) - spares:
+        ours = {number: wire for number, wire in ours.items() if wire not in spares}
     near = {rail.wire for rail in runtime.rail_set.rails if rail.traits.host_only} & set(theirs.values())
     if len(set(ours.values()) - near) > 0 and len(set(theirs.values()) - near) > 0:
         # Where there are others, too: shared memory alone is used on one host, and never between two.
@@ -60,6 +70,18 @@ class Joining:
         self._arrived = arrived
         self._pending: list[PendingChannel] = []
         self._handovers: dict[PendingChannel, aio.Handover] = {}
+        self._reserved: dict[int, NativeEndpoint] = {}
+        self.full: set[int] = set()
+
+    def reserve(self) -> None:
+        """Take an endpoint of each rail that is scarce, before the peer is told of it. Raises FabricError."""
+        for rail in self._runtime.rail_set.rails:
+            if rail.traits.scarce:
+                endpoint = self._runtime.rail_set.reserve(rail.index)
+                if endpoint is None:
+                    self.full.add(rail.index)
+                else:
+                    self._reserved[rail.index] = endpoint
 
     def __iter__(self) -> Iterator[PendingChannel]:
         return iter(tuple(self._pending))
@@ -72,10 +94,16 @@ class Joining:
             pending.close()
             self._runtime.rail_set.free_slot(pending.slot)
         self._pending.clear()
+        self.release_reserved()
+
+    def release_reserved(self) -> None:
+        """Give back the endpoints that no channel has taken. Idempotent."""
+        while self._reserved:
+            self._reserved.popitem()[1].close()
 
     def offer(self, mine: int, remote: int) -> None:
         """Open a channel of two rails and tell the peer."""
-        pending = self._runtime.rail_set.open_channel(mine, remote)
+        pending = self._runtime.rail_set.open_channel(mine, remote, self._reserved.pop(mine, None))
         self._pending.append(pending)
         wakeup = b""
         if not pending.rail.traits.waits:

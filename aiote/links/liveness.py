@@ -6,8 +6,9 @@ import math
 from typing import TYPE_CHECKING
 
 from ..core.control_frames import Heartbeat
-from ..core.heartbeat_clock import HeartbeatClock
 from ..core.stall import StallDetector
+from ..rails import Pulse
+from .heartbeat_timer import EARLY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Liveness"]
 
-EARLY = 0.25  # heartbeats that will be due within a quarter of their time go along with one that is
-
 
 class Liveness:
     """The heartbeats of one session, both ways, and the looks at its channels."""
@@ -29,7 +28,7 @@ class Liveness:
         self._runtime = runtime
         self._send = send
         interval, self._limit = runtime.config.heartbeat_interval, runtime.config.heartbeat_timeout
-        self.clock = HeartbeatClock(interval, self._limit)
+        self.clock = Pulse(interval, self._limit)
         self._stalls = StallDetector(interval, self._limit)
 
     def look(self, now: float, connection: Connection, link: PeerLink | None, channels: Channels | None) -> float:
@@ -48,6 +47,7 @@ class Liveness:
             return math.inf
         if self.clock.due(now, EARLY):
             self._send(Heartbeat())
+            self._runtime.heartbeats_sent += 1
             self.clock.sent(now)
         soon = channels.deadline if channels is not None else None
         return min(self.clock.next_deadline(now), math.inf if soon is None else soon)

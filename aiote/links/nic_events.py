@@ -10,6 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from ..rails import sharing_error
+
 if TYPE_CHECKING:
     from ..rails import PeerLink, Rail
     from ..runtime import Runtime
@@ -49,7 +51,10 @@ class NicEvents:
         if self._runtime.closed:
             return
         for what, queue in rail.device.events():
-            if what == "port up":
+            if what == "unshared":
+                reason = f"a peer could not open what is shared with it: {sharing_error(queue)}"
+                self._runtime.events.emit("memory.staged", rail=rail.name, device="", reason=reason)
+            elif what == "port up":
                 self._runtime.events.emit("rail.up", rail=rail.name)
             elif what in DOWN:
                 self._runtime.events.emit("rail.down", rail=rail.name, reason=DOWN[what])

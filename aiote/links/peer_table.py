@@ -40,7 +40,8 @@ class ConnectionTable:
         self._sessions: dict[Session, None] = {}
         self._ending = False
         self._tidying = False
-        self.heartbeats = HeartbeatTimer(runtime.loop)
+        event = runtime.core.wakeup_event
+        self.heartbeats = HeartbeatTimer(runtime.loop, None if event is None else event.beat)
         self.inbox = Inbox(runtime.loop, runtime.core)
         self.leases = GrantedLeases(runtime, self._session_of)
         self._listener = ControlListener(
@@ -64,6 +65,11 @@ class ConnectionTable:
     def peers(self) -> tuple[Peer, ...]:
         """The engines that are connected now."""
         return tuple(one.peer for one in self._connections.values() if one.connected)
+
+    @property
+    def connected(self) -> int:
+        """How many engines are connected now."""
+        return sum(one.connected for one in self._connections.values())
 
     def control_streams(self) -> tuple[ByteStream, ...]:
         """Return the control connections as they are now; `aiote.testing` holds up what they carry."""

@@ -51,7 +51,7 @@ from ..errors import (
 )
 from ..rails import POOL_BYTES, error_text, pools_fit
 from .channels import Channels
-from .joining import Joining, pair
+from .joining import FULL, Joining, pair
 from .liveness import Liveness
 
 if TYPE_CHECKING:
@@ -141,6 +141,7 @@ class Session:
         self._liveness.clock.heard(self._runtime.loop.time())
         if isinstance(event, MessageReceived) and isinstance(event.message, Heartbeat):
             # Having been heard was all that it was for.
+            self._runtime.heartbeats_heard += 1
             return
         self._events.append(event)
         self._arrived.set()
@@ -308,9 +309,16 @@ class Session:
         connection.link = link
 
     async def _exchange_offers(self) -> Offer:
-        runtime = self._runtime
+        runtime, joining = self._runtime, self._joining
+        joining.reserve()
         rails = tuple(
-            RailOffer(rail.index, rail.provider, rail.wire, rail.name, rail.info.speed_mbps)
+            RailOffer(
+                rail.index,
+                rail.provider,
+                FULL if rail.index in joining.full else rail.wire,
+                rail.name,
+                rail.info.speed_mbps,
+            )
             for rail in runtime.rail_set.rails
         )
         config = runtime.config
@@ -335,13 +343,15 @@ class Session:
     async def _join_channels(self, connection: Connection, offer: Offer) -> PeerLink:
         """Open, tell, hear and join the channels, then let both sides know; return the link that may be written to."""
         runtime = self._runtime
-        pairs = pair(runtime, connection, offer, self._role)
+        pairs = pair(runtime, connection, offer, self._role, self._joining.full)
+        self._tell_full(connection, offer)
         # From here on a revocation has to be told by itself.
         self._void_leases_sent = True
         for low, high in self._host.void_leases(connection.key):
             self._control.send(Revoke(0, low, high))
         for mine, remote in pairs:
             self._joining.offer(mine, remote)
+        self._joining.release_reserved()
         link = self._link = runtime.core.add_peer(self)
         # Of several the loss of one is not the peer's, nor where it takes no more than a request that failed. But what
         # is mapped is never made anew: shared memory fails with its process, or for a lie.
@@ -370,6 +380,17 @@ class Session:
         if self._role is Role.INITIATOR:
             await self._probe(connection, link, len(pairs))
         return link
+
+    def _tell_full(self, connection: Connection, offer: Offer) -> None:
+        """Let it be known that a peer is served by a slower rail, and whose NIC it is that has no endpoint left."""
+        for number in self._joining.full:
+            rail = self._runtime.rail_name(number)
+            reason = "the NIC has no endpoint left for it (aiote doctor names the limit)"
+            self._runtime.events.emit("rail.full", peer=connection.name, rail=rail, reason=reason)
+        for theirs in offer.rails:
+            if theirs.wire == FULL:
+                reason = "that NIC of the peer's has no endpoint left for us"
+                self._runtime.events.emit("rail.full", peer=connection.name, rail=theirs.name, reason=reason)
 
     async def revoke(self, lease: int, low: int, high: int) -> None:
         """Return when the peer has nothing under way through a lease and starts nothing, or its channels are closed."""
@@ -427,7 +448,9 @@ class Session:
                 self._host.inbox.add(connection)
                 connection.established()
                 self._runtime.events.emit("peer.connected", peer=connection.name)
-                self._host.heartbeats.add(self._beat)
+                if self._link is not None:
+                    self._liveness.clock.follow(self._link, attentive=self.channels is not None)
+                self._host.heartbeats.add(self._beat, self._liveness.clock)
                 while not connection.lost:
                     await self._receive()
         finally:

@@ -108,9 +108,9 @@ class Batch:
         return rows[..., 0]
 
     @property
-    def topk_ids(self) -> NDArray[np.int32]:
+    def topk_ids(self) -> Any:
         """Of layout "rank": which of the rank's experts each token is for (ranks, tokens, k), -1 for other ranks'."""
-        return self._memory.copies
+        return self._memory.topk_ids
 
     @property
     def topk_weights(self) -> Any:

@@ -35,6 +35,7 @@ FLOAT_TYPES = ("bfloat16", "float16", "float32")
 MAX_RANKS = 511
 MAX_LANES = 8
 MAX_EXPERTS = 1 << 16
+NO_LIMIT = 1 << 62
 DIRECT_BYTES = 2048
 """A row of fewer bytes costs less to pack than to post by itself: over `local`, in CPU time, by 2 to 16 %."""
 
@@ -225,14 +226,22 @@ class Sizes:
         found: NDArray[np.int64] = padded.reshape(self.ranks, self.local).sum(1)
         return found
 
-    def may_overflow(self, experts: NDArray[np.int64]) -> bool:
-        """Whether the rows of one source might not fit where ranks may differ about what the others send."""
+    def most_of_source(self) -> tuple[int, int]:
+        """Return the most rows that a source may have for one expert and for one rank.
+
+        There is a limit where ranks may differ about what the others send: with so many of each all rows fit.
+        """
         config = self.config
         if config.on_loss == "raise" or self.whole:
-            return False
+            return NO_LIMIT, NO_LIMIT
         if config.layout == "grouped":
-            return bool((experts > config.tokens).any())
-        return bool((self.for_ranks(experts) > config.tokens * min(config.top_k, self.local)).any())
+            return config.tokens, NO_LIMIT
+        return NO_LIMIT, config.tokens * min(config.top_k, self.local)
+
+    def may_overflow(self, experts: NDArray[np.int64]) -> bool:
+        """Whether the rows of one source are more than that."""
+        of_expert, of_rank = self.most_of_source()
+        return bool((experts > of_expert).any() or (self.for_ranks(experts) > of_rank).any())
 
     def first(self, rank: int) -> int:
         """Return the first expert of a rank."""

@@ -25,10 +25,12 @@ __all__ = [
     "FLAGS",
     "OPTIONS",
     "SOURCE",
+    "Bounds",
     "CudaLauncher",
     "GpuKernels",
     "Launcher",
     "Span",
+    "Told",
     "open_kernels",
     "open_launcher",
 ]
@@ -47,18 +49,27 @@ SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 class Span:
     """Memory that a kernel reaches, as an array describes itself to one."""
 
-    def __init__(self, described: dict[str, Any]) -> None:
+    def __init__(self, described: dict[str, Any], owner: Any = None) -> None:
         self.__cuda_array_interface__ = described
+        self._owner = owner
 
     @classmethod
-    def at(cls, address: int, shape: tuple[int, ...], typestr: str, strides: tuple[int, ...] | None = None) -> Span:
-        """Describe elements at an address."""
-        return cls({"data": (address, False), "shape": shape, "typestr": typestr, "strides": strides, "version": 3})
+    def at(
+        cls,
+        address: int,
+        shape: tuple[int, ...],
+        typestr: str,
+        strides: tuple[int, ...] | None = None,
+        owner: Any = None,
+    ) -> Span:
+        """Describe elements at an address, in memory that lives for as long as its owner."""
+        described = {"data": (address, False), "shape": shape, "typestr": typestr, "strides": strides, "version": 3}
+        return cls(described, owner)
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> Span:
         """Describe an array of NumPy's, in memory that is the launcher's `host`."""
-        return cls(array.__array_interface__)
+        return cls(array.__array_interface__, array)
 
     def __len__(self) -> int:
         return int(self.__cuda_array_interface__["shape"][0])
@@ -69,7 +80,7 @@ class Span:
     def first(self, rows: int) -> Span:
         """Return as many rows."""
         described = self.__cuda_array_interface__
-        return Span({**described, "shape": (rows, *described["shape"][1:])})
+        return Span({**described, "shape": (rows, *described["shape"][1:])}, self._owner)
 
 
 class Launcher(Protocol):
@@ -77,6 +88,8 @@ class Launcher(Protocol):
 
     interface: str
     """The attribute by which an array in that memory describes itself."""
+    threads: int
+    """Threads of a block."""
 
     def zeros(self, length: int, dtype: type[Any]) -> Any:
         """Return an array in that memory."""
@@ -95,6 +108,7 @@ class CudaLauncher:
     """A GPU, by cupy."""
 
     interface: str = "__cuda_array_interface__"
+    threads: int = 256
 
     def __init__(self, device: int) -> None:
         """Compile the kernels for a GPU and load them. Raises UsageError where there is no cupy or no such GPU."""
@@ -151,14 +165,49 @@ class _Lines(NamedTuple):
     nbytes: int
 
 
+class Bounds(NamedTuple):
+    """What the numbers that describe a round follow from."""
+
+    local: int
+    """Experts of a rank."""
+    me: int
+    most: int
+    """Rows, or copies, that a rank gets at once, each of `row` bytes; the first lies at `at`."""
+    row: int
+    at: int
+    of_expert: int
+    """Of more rows for an expert, or for a rank, nothing is written, not even the route of `route` bytes."""
+    of_rank: int
+    route: int
+
+
+class Told(NamedTuple):
+    """Where what describes a round is put."""
+
+    kept: Any
+    """The weights."""
+    mirror: Any
+    """The numbers of rows; and those of copies, None where rows are sent."""
+    copy_mirror: Any
+    route: Any
+    """The total, and `counts`."""
+    lengths: Any
+    """The bytes to write to each other rank, from the one behind this on, where they begin, and those of the route."""
+    here: Any
+    routed: Any
+
+
 class GpuKernels:
     """The functions of `kernels`, which take the same arguments: rows are two-dimensional arrays of uint8.
 
     Small arrays of numbers lie together. What a call was given must live until the stream has come by it.
     """
 
-    def __init__(self, launcher: Launcher, experts: int, ranks: int, *, threads: int = 256, blocks: int = 1024) -> None:
+    def __init__(
+        self, launcher: Launcher, experts: int, ranks: int, *, threads: int | None = None, blocks: int = 1024
+    ) -> None:
         """Allocate what calls need, for so many experts and ranks. Blocks are at most so many, of so many threads."""
+        threads = launcher.threads if threads is None else threads
         self._launcher, self._threads, self._blocks = launcher, threads, blocks
         self._kinds = experts + ranks
         self._rows, self._copies = launcher.zeros(experts, np.int32), launcher.zeros(ranks, np.int32)
@@ -188,22 +237,23 @@ class GpuKernels:
         return rows, copies
 
     def describe(
-        self, ids: Any, weights: Any, position: Any, counts: tuple[Any, Any], local: int, me: int, most: int, row: int,
-        at: int, tail: Any, kept: Any, mirror: Any, route: Any, lengths: Any, here: Any, *, raises: int = 0,
+        self, ids: Any, weights: Any, numbered: tuple[Any, Any], counts: tuple[Any, Any], bounds: Bounds, tail: Any,
+        told: Told, *, raises: int = 0,
     ) -> None:  # fmt: skip
         """Say what was numbered: `counts` is what `numbered` has returned, for the same ids.
 
-        `route` is the total, and `counts`; `mirror` is `position`, `kept` the weights, `tail` (tokens, 4 + 8 * k) what
-        travels behind each token. `lengths` and `here` (ranks - 1) are the bytes to write to each other rank, of at
-        most `most` rows, and where they begin, counted from `at` on.
+        `numbered` are the numbers of rows and of copies by rank, None where rows are sent; `tail` (tokens, 4 + 8 * k)
+        is what travels behind each token.
         """
-        rows, copies = counts
+        (rows, copies), (position, copy) = counts, numbered
         (tokens, top_k), kind, behind = self._shape(ids), self._described(ids)["typestr"], self._lines(tail)
         experts, ranks = self._shape(rows)[0], self._shape(copies)[0]
         numbers = [self._of(ids, kind), int(kind[2]), self._of(weights, "<f4"), self._of(position, "<i4")]
-        numbers += [self._of(rows, "<i4"), self._of(copies, "<i4"), tokens, top_k, experts, local, ranks, me, most, row]
-        numbers += [at, behind.address, behind.stride, self._of(kept, "<f4"), self._of(mirror, "<i4")]
-        numbers += [self._of(route, "<u4"), self._of(lengths, "<i8"), self._of(here, "<i8")]
+        numbers += [0 if copy is None else self._of(copy, "<i4"), self._of(rows, "<i4"), self._of(copies, "<i4")]
+        numbers += [tokens, top_k, experts, bounds.local, ranks, int(copy is not None), *bounds[1:]]
+        numbers += [behind.address, behind.stride, self._of(told.kept, "<f4"), self._of(told.mirror, "<i4")]
+        numbers += [0 if copy is None else self._of(told.copy_mirror, "<i4"), self._of(told.route, "<u4")]
+        numbers += [self._of(one, "<i8") for one in (told.lengths, told.here, told.routed)]
         blocks = -(-max(tokens * top_k, experts, ranks + 1) // self._threads)
         self._launch("moe_describe", blocks, 0, [*numbers, *self._flags, raises])
 
@@ -247,12 +297,10 @@ class GpuKernels:
     ) -> None:  # fmt: skip
         """Sum rows: line i of `out` becomes the sum over k of `weights[i, k]` times row `places[i, k]`, skipping -1.
 
-        Without weights rows are summed as they are. `accumulate` adds what is there already, last. Elements lie at
-        multiples of their size.
+        Without weights rows are summed as they are. `accumulate` adds what is there already, last. Where elements do
+        not lie at multiples of their size they are read byte by byte.
         """
         to, found, size = self._lines(out), self._lines(rows), SIZES[dtype]
-        if any(number % size for number in (to.address, to.stride, found.address, found.stride)):
-            raise UsageError(f"combine: {dtype} of rows that do not begin at multiples of {size}")
         tokens, top_k = self._shape(places)
         factors = 0 if weights is None else self._of(weights, "<f4")
         numbers = [to.address, to.stride, found.address, found.stride, self._of(places, "<i4"), factors, tokens, top_k]

@@ -9,12 +9,16 @@ A step launches kernels, of which the last raises a flag with the number of the 
 thread posts then (`PreparedScatter.submit_when`); their lengths are what a kernel has written by that time. Memory is
 used again in the order of the stream: a rank's route leaves once a kernel that comes after all of the last round's has
 run, and it is that route, or an answer that was posted in the same way, that permits others to write again.
+
+What others see is what a rank on a CPU does, write for write, so both kinds are of one group. Rows that are written in
+place are copied from there into the GPU's memory, once all have come; what experts return, to where it is written from.
 """
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -25,22 +29,26 @@ import aiote
 
 from .arrays import RAW
 from .batch import Batch
-from .config import ITEMSIZES, MoeConfig
-from .device import GpuKernels, Launcher, Span
+from .config import ITEMSIZES
+from .device import Bounds, GpuKernels, Launcher, Span, Told
 from .lane import IDS, Lane
+from .plan import Plan
 from .posting import Write
 from .round import Given, Round
+from .runs import unfold
 from .states import GroupBrokenError
 from .wire import ANSWER, HEADER, PAYLOAD, ROUTE, Route
 
 if TYPE_CHECKING:
     from .group import MoeGroup
 
-__all__ = ["DeviceLane", "DeviceRound", "on_device"]
+__all__ = ["DeviceLane", "DeviceRound"]
 
 ROUTED, PACKED, ANSWERED, IDLE = range(1, 5)
 """The flags: what a rank says of a round is written; its rows are packed; its answers are; nothing is left to run."""
 
+FAULTS = (errno.ERANGE, errno.EPROTO)
+"""What is wrong with numbers or flags that a GPU has written."""
 KERNELS_S = 60.0
 """So long a reset, and a group that is left, wait for kernels that wait behind other work of their stream."""
 _kept: list[DeviceLane] = []
@@ -49,19 +57,6 @@ _kept: list[DeviceLane] = []
 def keep(*lanes: DeviceLane) -> None:
     """Keep the memory of lanes until the GPU is through with it, also of those of earlier calls."""
     _kept[:] = [lane for lane in (*_kept, *lanes) if not lane.idle]
-
-
-def on_device(config: MoeConfig) -> MoeConfig:
-    """Return the config of a group on GPUs. Raises UsageError for what only CPUs do."""
-    wrong = {
-        "placement='direct' writes rows where they stay, which is not the GPU's memory": config.placement == "direct",
-        "copies='rank' places rows by what lies in them, which the host reads": config.copies == "rank",
-        "on_loss='mask' needs counts before anything is sent": config.on_loss == "mask",
-    }
-    for why, bad in wrong.items():
-        if bad:
-            raise aiote.UsageError(f"device: {why}; use placement='packed', copies='expert' and on_loss='raise'")
-    return replace(config, placement="packed")
 
 
 def described(what: str, array: Any) -> tuple[int, tuple[int, ...], tuple[int, ...], str]:
@@ -92,18 +87,7 @@ def device_lines(what: str, array: Any, shape: tuple[int | None, ...], dtype: st
     regular = len(found) == 2 or found[0] <= 1 or strides[0] == found[1] * step
     if rows and ((found[-1] > 1 and strides[-1] != size) or step < 0 or not regular):
         raise aiote.UsageError(f"{what}: elements of a row lie together, and rows equally far apart, not {strides}")
-    return Span.at(address, (rows, found[-1] * size), "|u1", (step, 1))
-
-
-def numbers(what: str, array: Any, shape: tuple[int, int], names: tuple[str, ...]) -> Span:
-    """Return a small array of numbers, which lie together, each at a multiple of its size. Raises UsageError."""
-    address, found, strides, name = described(what, array)
-    if found != shape or name not in names:
-        raise aiote.UsageError(f"{what}: expected {' or '.join(names)} of shape {shape}, got {name} {found}")
-    kind = np.dtype(name)
-    if 0 not in found and (strides != (found[1] * kind.itemsize, kind.itemsize) or address % kind.itemsize):
-        raise aiote.UsageError(f"{what}: on a GPU its numbers lie together, at multiples of {kind.itemsize}")
-    return Span.at(address, found, kind.str)
+    return Span.at(address, (rows, found[-1] * size), "|u1", (step, 1), array)
 
 
 class DeviceKernels:
@@ -134,7 +118,14 @@ class DeviceKernels:
         self, out: Any, rows: Any, places: NDArray[np.int32], weights: Any, dtype: str, accumulate: bool
     ) -> None:
         """Sum rows, as `GpuKernels.combine`."""
-        self._gpu.combine(out, _reached(rows), self._kept(places), weights, dtype, accumulate)
+        factors = self._kept(weights) if isinstance(weights, np.ndarray) else weights
+        self._gpu.combine(_reached(out), _reached(rows), self._kept(places), factors, dtype, accumulate)
+
+    def spread(self, to: Any, source: Any, at: NDArray[np.int32]) -> None:
+        """Copy each row to all places that `at` (rows, k) names."""
+        rows, there = _reached(source), _reached(to)
+        nothing = Span.at(0, (len(rows), 0), "|u1", (0, 1))
+        self._gpu.pack(there, there, 0, 0, self._kept(at), rows, nothing, nothing, 0, 0)
 
 
 def _reached(rows: Any) -> Any:
@@ -154,16 +145,31 @@ class DeviceLane(Lane):
         self.turn = 0
         """The number of the last round that was launched, as flags have it."""
         items = config.tokens * config.top_k
-        # Two sets of runs for each source, each by expert; and places.
-        scratch = launcher.host(3 * 3 * sizes.ranks * sizes.local + items + 64, np.int64)
+        # Two sets of runs for each source, each by expert; and places, of copies also those of every source, twice, and
+        # their weights.
+        places = items if config.copies == "expert" else items + 2 * (sizes.ranks + 1) * (items + 1)
+        scratch = launcher.host(3 * 3 * sizes.ranks * sizes.local + places + 64, np.int64)
         self.kernels = DeviceKernels(self.gpu, scratch)
-        self.position = launcher.zeros(items, np.int32).reshape(config.tokens, config.top_k)
+        self.position, self.copy = (
+            launcher.zeros(items, np.int32).reshape(config.tokens, config.top_k) for _ in range(2)
+        )
         self.weights = launcher.zeros(items, np.float32).reshape(config.tokens, config.top_k)
         width = 4 + 8 * config.top_k
         self.tail = launcher.zeros(config.tokens * width, np.uint8).reshape(config.tokens, width)
-        self.mirror: NDArray[np.int32] = launcher.host(items, np.int32).reshape(config.tokens, config.top_k)
-        self.lengths: NDArray[np.int64] = launcher.host(sizes.ranks - 1, np.int64)
-        self.here: NDArray[np.int64] = launcher.host(sizes.ranks - 1, np.int64)
+        self.mirror, self.copy_mirror = (
+            launcher.host(items, np.int32).reshape(config.tokens, config.top_k) for _ in range(2)
+        )
+        self.rooms = {
+            "topk_ids": launcher.zeros(8 * items, np.uint8),
+            "topk_weights": launcher.zeros(items, np.float32),
+        }
+        self.in_order = launcher.host(config.tokens, np.int32)
+        self.in_order[...] = np.arange(config.tokens)
+        self.poison = launcher.host(sizes.row, np.uint8)
+        self.poison[...] = 0xFF
+        # Of the other ranks, from the one behind this on.
+        self.others = [(group.rank + 1 + place) % sizes.ranks for place in range(sizes.ranks - 1)]
+        self.lengths, self.here, self.routed = (launcher.host(sizes.ranks - 1, np.int64) for _ in range(3))
 
     def flag(self, number: int) -> NDArray[np.uint32]:
         """Return a flag, for whoever waits for it."""
@@ -178,10 +184,29 @@ class DeviceLane(Lane):
             beside = device_lines("scales", scales, (len(ids), config.scales), config.scale_dtype)
         else:
             beside = Span.at(0, (len(ids), 0), "|u1", (0, 1))
-        numbered = numbers("topk_ids", ids, shape, IDS)
-        weighed = numbers("topk_weights", weights, shape, ("float32",))
-        parts = [one.first(tokens) for one in (rows, numbered, weighed, beside)]
-        return Given(tokens, parts[0], parts[1], parts[2], parts[3], x)
+        numbered = self.numbers("topk_ids", ids, shape, IDS, tokens)
+        weighed = self.numbers("topk_weights", weights, shape, ("float32",), tokens)
+        return Given(tokens, rows.first(tokens), numbered, weighed, beside.first(tokens), x)
+
+    def numbers(self, what: str, array: Any, shape: tuple[int, int], names: tuple[str, ...], rows: int) -> Span:
+        """Return the first rows of a small array of numbers that lie together, if need be as a copy. Raises UsageError.
+
+        A copy is used before the next one is made, in the order of the stream.
+        """
+        address, found, strides, name = described(what, array)
+        if found != shape or name not in names:
+            raise aiote.UsageError(f"{what}: expected {' or '.join(names)} of shape {shape}, got {name} {found}")
+        size, width, (down, across) = np.dtype(name).itemsize, shape[1], strides
+        if not rows or ((down, across) == (width * size, size) and address % size == 0):
+            return Span.at(address, (rows, width), np.dtype(name).str, owner=array)
+        room = described(what, self.rooms[what])[0]
+        pieces = [(0, width * size)] if across == size else [(column, size) for column in range(width)]
+        at, nothing = Span.of(self.in_order[:rows].reshape(-1, 1)), Span.at(0, (rows, 0), "|u1", (0, 1))
+        for column, nbytes in pieces:
+            to = Span.at(room + column * size, (rows, nbytes), "|u1", (width * size, 1))
+            there = Span.at(address + column * across, (rows, nbytes), "|u1", (down, 1), array)
+            self.gpu.pack(to, to, 0, 0, at, there, nothing, nothing, 0, 0)
+        return Span.at(room, (rows, width), np.dtype(name).str, owner=array)
 
     def round_of(self, given: Given) -> Round:
         """Return a round of what it is given."""
@@ -195,13 +220,19 @@ class DeviceLane(Lane):
             self.group.membership.require_whole()
             raise self.named(error) from error
 
-    async def guard(self, transfer: aiote.Transfer) -> None:
-        """Break the group if a transfer fails, as one does whose numbers the GPU has got wrong."""
+    async def guard(self, rank: int, transfer: aiote.Transfer) -> None:
+        """Break the group if a transfer fails, as one does whose numbers the GPU has got wrong; or lose its rank."""
         try:
             await transfer
         except aiote.AioteError as error:
-            if not transfer.was_cancelled:
+            cause = error.cause if isinstance(error, aiote.TransferError) else error
+            if transfer.was_cancelled or self.needs_nothing(rank):
+                return
+            lies = isinstance(cause, aiote.FabricError) and cause.errno in FAULTS
+            if lies or self.group.config.on_loss == "raise":
                 self.group.fail(self.named(error), "a write that a GPU has released")
+            else:
+                self.group.lose(rank, str(error))
 
     async def drain(self) -> None:
         """Wait until neither a transfer nor a kernel uses this rank's memory. Cancelling loses nothing.
@@ -220,9 +251,8 @@ class DeviceLane(Lane):
         keep(self)
         if engine.closed:
             return
-        nothing = np.zeros(0, np.int64)
         with anyio.move_on_after(KERNELS_S) as scope, suppress(aiote.AioteError):
-            await posting.when(self.flag(IDLE), self.turn, [], (nothing, nothing, nothing), None)
+            await posting.told(self.flag(IDLE), self.turn)
         keep()
         if scope.cancelled_caught:
             raise GroupBrokenError(
@@ -250,88 +280,183 @@ class DeviceRound(Round):
     def __init__(self, lane: DeviceLane, given: Given) -> None:
         super().__init__(lane, given)
         self._kernels = lane.kernels
+        self._own_received = False
+        self._by_rank = self._config.copies == "rank"
 
     def send(self) -> None:
         """Launch what numbers, tells and packs, and submit what is posted then: the route, and rows."""
-        lane, memory, sizes, config, me = self._lane, self._memory, self._sizes, self._config, self._group.rank
-        gpu, given, tokens, where = lane.gpu, self._given, self._tokens, self._group.memory.map
+        lane, memory, sizes, config = self._lane, self._memory, self._sizes, self._config
+        tokens, where, me = self._tokens, self._group.memory.map, self._group.rank
         route = memory.own_routes[self._parity]
         nothing = np.zeros(config.experts, np.int64), np.zeros(sizes.ranks, np.int64)
         Route(self._group.membership.epoch, self.number, tokens, *nothing).write(route)
-        said = route[HEADER - 1 : HEADER + config.experts + sizes.ranks]
         lane.kernels.begin()
-        self._position = lane.mirror[:tokens]
-        position, tail, weights = lane.position[:tokens], lane.tail[:tokens], lane.weights[:tokens]
+        self._position, self._copy = lane.mirror[:tokens], lane.copy_mirror[:tokens]
+        self._describe(route[HEADER - 1 : HEADER + config.experts + sizes.ranks])
+        self._pack_all()
+        slot = self._base() + (self._parity * sizes.ranks + me) * where.route
+        own = self._outbox() + self._parity * where.route
+        alike = [np.full(len(lane.others), at, np.int64) for at in (own, slot)]
+        self._submit(ROUTED, lane.others, (lane.routed, *alike), ROUTE)
+        # The host puts what goes beyond private parts together, and reads which experts copies are for, also its own.
+        self._reads_rows = self._by_rank or sizes.shared > 0
+        self._told = {flag: self._tell(flag) for flag in ((ROUTED, PACKED) if self._reads_rows else (ROUTED,))}
+        if not sizes.direct:
+            to = np.full(len(lane.others), self._base() + where.rows_at + me * sizes.private * sizes.row, np.int64)
+            self._submit(PACKED, lane.others, (lane.lengths, lane.here, to), PAYLOAD)
+
+    def _describe(self, said: NDArray[np.uint32]) -> None:
+        """Launch what numbers the rows, and says so to the host."""
+        lane, sizes, config, given, tokens = self._lane, self._sizes, self._config, self._given, self._tokens
+        gpu, position, where = lane.gpu, lane.position[:tokens], self._group.memory.map
         shape = config.experts, sizes.local, sizes.ranks
         counts = gpu.numbered(given.ids, *shape, False, position, begins=True)
         lane.turn = lane.turn + 1 & 0xFFFFFFFF
-        told = [Span.of(one) for one in (self._position, said, lane.lengths, lane.here)]
-        at = self._outbox() + where.sent_at
-        bounds = sizes.local, me, sizes.private, sizes.row, at
-        gpu.describe(given.ids, given.weights, position, counts, *bounds, tail, weights, *told, raises=ROUTED)
-        sent, beside = Span.of(memory.sent), given.scales
-        gpu.pack(
-            sent, sent, 0, 0, position, given.x, beside, tail, sizes.scales_at, sizes.token_at, raises=PACKED
-        )  # fmt: skip
-        given.weights = weights
-        slot = self._base() + (self._parity * sizes.ranks + me) * where.route
-        own = self._outbox() + self._parity * where.route
-        active = self._group.membership.active
-        self._routed = self._when(ROUTED, [Write(rank, slot, own, where.route) for rank in active], ROUTE)
-        to = np.full(len(active), self._base() + where.rows_at + me * sizes.private * sizes.row, np.int64)
-        self._rows = self._submit(PACKED, active, (lane.lengths, lane.here, to), PAYLOAD)
+        copy = lane.copy[:tokens] if self._by_rank else None
+        if copy is not None:
+            gpu.numbered(given.ids, *shape, True, copy)
+        at, weights = self._outbox() + where.sent_at, lane.weights[:tokens]
+        bounds = Bounds(
+            sizes.local, self._group.rank, sizes.private, sizes.row, at, *sizes.most_of_source(), where.route
+        )
+        small = [Span.of(one) for one in (self._position, self._copy, said, lane.lengths, lane.here, lane.routed)]
+        told = Told(weights, *small)
+        tail = lane.tail[:tokens]
+        gpu.describe(given.ids, given.weights, (position, copy), counts, bounds, tail, told, raises=ROUTED)
+        # What was given lives until the round is over, and kernels have read it.
+        self._dispatched, given.weights = given.weights, weights
 
-    def _when(self, flag: int, writes: list[Write], kind: int) -> aiote.Transfer:
-        """Have writes posted when a flag is raised."""
-        rows = np.array([(one.nbytes, one.at, one.to) for one in writes], np.int64).reshape(-1, 3).T
-        self._group.counted.sent_bytes += int(rows[0].sum())
-        lengths, here, there = (np.ascontiguousarray(row) for row in rows)
-        return self._submit(flag, [one.rank for one in writes], (lengths, here, there), kind)
+    def _pack_all(self) -> None:
+        """Launch what puts tokens where they are sent from, this rank's own as well."""
+        lane, sizes, given, tokens = self._lane, self._sizes, self._given, self._tokens
+        sent = Span.of(self._memory.sent)
+        at: Any = (lane.copy if self._by_rank else lane.position)[:tokens]
+        if sizes.direct:
+            at = Span.of(lane.in_order[:tokens].reshape(-1, 1))
+        parts = given.x, given.scales, lane.tail[:tokens]
+        lane.gpu.pack(sent, sent, 0, 0, at, *parts, sizes.scales_at, sizes.token_at, raises=PACKED)
 
-    def _submit(self, flag: int, ranks: list[int], numbers: Any, kind: int) -> aiote.Transfer:
+    def _tell(self, flag: int) -> aiote.Transfer:
+        """Return what is over when a flag is raised."""
         posting, lane = self._group.posting, self._lane
         assert posting is not None
-        try:
-            made = posting.when(lane.flag(flag), lane.turn, ranks, numbers, self._imm(kind))
-        except aiote.PeerError as error:
-            raise lane.named(error) from error
+        made = posting.told(lane.flag(flag), lane.turn)
         lane.post([(-1, made)])
-        if kind != ROUTE:
-            # Nobody awaits it before others need what it brings; the route is awaited at once.
-            self._group.beside(lane.guard, made)
         return made
 
+    def _submit(self, flag: int, ranks: Sequence[int], numbers: Any, kind: int) -> None:
+        """Have writes posted when a flag is raised."""
+        posting, lane, group = self._group.posting, self._lane, self._group
+        assert posting is not None
+        if not ranks:
+            return
+        # Of those that have nothing to write nobody knows yet; such a rank may leave before the others are written to.
+        submit = posting.when_alone if numbers[0] is lane.lengths else posting.when
+        try:
+            made = submit(lane.flag(flag), lane.turn, ranks, numbers, self._imm(kind))
+        except aiote.PeerError as error:
+            raise lane.named(error) from error
+        lane.post(made)
+        for rank, transfer in made:
+            # Nobody awaits it before others need what it brings.
+            group.beside(lane.guard, rank, transfer)
+
     async def _receive(self) -> Batch:
-        sizes, config = self._sizes, self._config
-        await self._lane.over(self._routed)
+        lane, sizes, config = self._lane, self._sizes, self._config
+        await lane.over(self._told[ROUTED])
         said = self._memory.own_routes[self._parity, HEADER:].astype(np.int64)
         self._experts = said[: config.experts]
         self._copies = said[config.experts : config.experts + sizes.ranks]
-        sent = sizes.for_ranks(self._experts)
+        if sizes.may_overflow(self._experts):
+            # Nothing was posted, and the numbers that the thread looks at are not needed any more.
+            await lane.sent()
+        self._require_room()
+        sent = self._copies if self._by_rank else sizes.for_ranks(self._experts)
         self._starts = np.cumsum(sent) - sent
         self._group.counted.sent_rows += int(sent.sum())
-        self._group.counted.sent_bytes += int(self._lane.lengths.sum())
-        if sizes.shared:
-            # The host puts what goes beyond the private parts together.
-            await self._lane.over(self._rows)
+        self._group.counted.sent_bytes += int(lane.routed.sum()) + (0 if sizes.direct else int(lane.lengths.sum()))
+        if self._reads_rows:
+            await lane.over(self._told[PACKED])
         return await super()._receive()
+
+    def _pages(self, rank: int, to: tuple[int, Any], at: tuple[int, Any], nbytes: int, kind: int) -> None:
+        there, here = (np.ascontiguousarray(first + nbytes * rows, np.int64) for first, rows in (to, at))
+        if len(here):
+            lengths = np.full(len(here), nbytes, np.int64)
+            self._submit(ANSWERED if kind == ANSWER else PACKED, [rank] * len(here), (lengths, here, there), kind)
+            self._group.counted.sent_bytes += nbytes * len(here)
+
+    def _spread(self, rows: Any, at: NDArray[np.int32]) -> None:
+        self._kernels.spread(self._memory.placed, rows, at)
+
+    def _place(self, plan: Plan) -> int | None:
+        if self._by_rank:
+            liar = self._unfold(plan)
+            if liar is None:
+                self._place_copies(plan)
+            return liar
+        memory, row = self._memory, self._sizes.row
+        if self._sizes.direct:
+            runs = [plan.runs(rank, plan.me)[:, [0, 0, 2]] for rank in self._came]
+        else:
+            runs = [plan.arrived(rank) for rank in self._came]
+            own = plan.runs(plan.me, plan.me) + np.array([0, self._starts[plan.me], 0])
+            self._kernels.copy_runs(memory.placed, memory.sent, own, row)
+        if runs:
+            self._kernels.copy_runs(memory.placed, memory.received, np.concatenate(runs), row)
+        return None
+
+    def _unfold(self, plan: Plan) -> int | None:
+        """Find where copies go, as the CPU does, and whose cannot be, before anything is copied."""
+        self._memory.copies.fill(-1)
+        for source in sorted((plan.me, *self._came)):
+            if not unfold(self._memory, plan, source, self._copies_of(plan, source), 0) and source != plan.me:
+                return source
+        return None
+
+    def _place_copies(self, plan: Plan) -> None:
+        """Launch what copies copies to the rows of their experts, or, of layout "rank", to those of their source."""
+        memory, sizes, me = self._memory, self._sizes, plan.me
+        tokens, own = self._config.tokens, self._copies_of(plan, me)
+        if sizes.whole:
+            runs = [[rank * tokens, rank * tokens, int(plan.sent[rank, me])] for rank in self._came]
+            self._kernels.copy_runs(memory.placed, memory.received, np.array(runs, np.int64).reshape(-1, 3), sizes.row)
+            self._kernels.copy_runs(memory.placed, own, np.array([[me * tokens, 0, len(own)]]), sizes.row)
+            every = np.array([[0, 0, len(memory.copies)]])
+            ids = memory.copies.reshape(len(memory.copies), -1).view(np.uint8)
+            self._kernels.copy_runs(memory.topk_ids.reshape(len(ids), -1).view(np.uint8), ids, every, ids.shape[1])
+            return
+        self._spread(own, memory.copies[me, : len(own)])
+        others = memory.copies.copy()
+        others[me] = -1
+        self._spread(memory.received, others.reshape(-1, self._config.top_k))
 
     def _write(self, writes: list[Write], kind: int) -> None:
         if kind != ANSWER:
             super()._write(writes, kind)
             return
         self._lane.signal(ANSWERED)
-        self._when(ANSWERED, writes, kind)
+        rows = np.array([(one.nbytes, one.at, one.to) for one in writes], np.int64).reshape(-1, 3).T
+        self._group.counted.sent_bytes += int(rows[0].sum())
+        lengths, here, there = (np.ascontiguousarray(row) for row in rows)
+        self._submit(ANSWERED, [one.rank for one in writes], (lengths, here, there), kind)
 
-    def _own_places(self, y: Any) -> None:
-        """Own answers are packed with the others: `batch.y` is in the GPU's memory, they in the host's."""
+    def _poison(self) -> None:
+        lane, placed = self._lane, self._memory.placed
+        rows, row = len(placed), self._sizes.row
+        source = Span.at(lane.poison.ctypes.data, (rows, row), "|u1", (0, 1))
+        self._kernels.copy_runs(placed, source, np.array([[0, 0, rows]]), row)
+
+    def _in_place(self, y: Any) -> bool:
+        """No: `batch.y` is in the GPU's memory, and answers are written from, and summed in, the host's."""
+        return False
+
+    def _weights(self, topk_weights: Any) -> Any:
+        shape = self._tokens, self._config.top_k
+        return self._lane.numbers("topk_weights", topk_weights, shape, ("float32",), self._tokens)
 
     def _lines(self, what: str, array: Any, shape: tuple[int | None, ...], dtype: str) -> Any:
-        found = device_lines(what, array, shape, dtype)
-        described, size = found.__cuda_array_interface__, ITEMSIZES[dtype]
-        if what == "out" and (described["data"][0] % size or described["strides"][0] % size):
-            raise aiote.UsageError(f"out: on a GPU its rows begin at multiples of {size} bytes")
-        return found
+        return device_lines(what, array, shape, dtype)
 
     def _sums(self) -> Any:
         rows, width = self._tokens, self._sizes.y_row

@@ -20,11 +20,11 @@ from ..service.background import Bell, TaskScope, beside, to_the_end
 from .batch import Batch
 from .config import MoeConfig, Sizes
 from .device import Launcher, open_launcher
-from .device_round import DeviceLane, on_device
+from .device_round import DeviceLane
 from .joining import AGAIN_S, COMES_LATER, ELSEWHERE, Meeting, MoeService, service_of
 from .lane import Lane
 from .memory import RankMemory
-from .posting import Posting
+from .posting import Posting, groups_alone
 from .round import Round
 from .states import GroupBrokenError, Membership
 from .wire import MAX_GROUPS
@@ -65,7 +65,6 @@ class MoeGroup:
         device: int | Launcher | None = None,
     ) -> None:
         self.launcher = open_launcher(device)
-        config = config if self.launcher is None else on_device(config)
         self.engine, self.config, self.rank, self.debug = engine, config, rank, debug
         self.members = [aiote.Address.parse(one) if isinstance(one, str) else one for one in members]
         if not 0 <= rank < len(members):
@@ -76,8 +75,7 @@ class MoeGroup:
             raise aiote.UsageError("members: an engine is named twice; each rank has one of its own")
         if not 0 <= group < MAX_GROUPS:
             raise aiote.UsageError(f"group={group!r}: expected from 0 to {MAX_GROUPS - 1}")
-        self.number = group
-        self.sizes = Sizes(config, len(members))
+        self.number, self.sizes = group, Sizes(config, len(members))
         self.membership = Membership(len(members), rank, masks=config.on_loss == "mask")
         self.memory = RankMemory(self.sizes, self.launcher)
         self.posting: Posting | None = None
@@ -279,13 +277,15 @@ class MoeGroup:
             # Who said so may be gone before all have heard. A rank passes it on once, so that it ends.
             self._broken(f"rank {rank}: {reason}")
 
-    def left(self, rank: int, epoch: int, rounds: list[int], caller: aiote.Peer) -> None:
+    async def left(self, rank: int, epoch: int, rounds: list[int], caller: aiote.Peer) -> None:
         """Take note that the caller, which is that rank, takes part in no round from these on."""
-        known = self._is_member(rank, caller) and epoch == self.membership.epoch
-        if known and len(rounds) == len(self._lanes):
+        if self._is_member(rank, caller) and (epoch, len(rounds)) == (self.membership.epoch, len(self._lanes)):
             self.membership.departed[rank] = rounds
             for lane in self._lanes:
                 lane.check_departed()
+            for lane in self._lanes:
+                # Then it takes its lease back, which ends what is written to it, and to others in the same request.
+                await lane.quiet()
 
     # Epochs.
 
@@ -334,7 +334,7 @@ class MoeGroup:
         await self._reach(found)
 
     async def _reach(self, found: dict[int, Meeting]) -> None:
-        masks, inboxes = self.config.on_loss == "mask", {}
+        inboxes = {}
         for rank in self.membership.active:
             if rank in found:
                 inbox = inboxes[rank] = self.engine.attach(found[rank].inbox)
@@ -342,9 +342,10 @@ class MoeGroup:
                     raise aiote.UsageError(f"rank {rank} lends {inbox}, which is not its inbox")
                 # So that all together load the NICs of each alike.
                 self._peers[rank].rotate_rails(self.rank + rank)
-        # One that may be masked is written to by itself, and may be lost already.
-        peers = None if masks else await self.engine.peer_group([self._peers[rank] for rank in inboxes])
-        self.posting = Posting(self.engine, self.memory.outbox, inboxes, peers, self.lose)
+        connected = {rank: self._peers[rank] for rank in inboxes}  # One that may be masked may be lost already.
+        peers = None if self.config.on_loss == "mask" else await self.engine.peer_group(connected.values())
+        alone = {} if self.launcher is None else await groups_alone(self.engine, connected, self.lose)
+        self.posting = Posting(self.engine, self.memory.outbox, inboxes, peers, self.lose, alone)
 
     async def _meet_all(self, epoch: int, late: Container[int]) -> dict[int, Meeting]:
         """Ask all that take part at once, and until the group breaks; those in `late` may come later than this rank."""

@@ -43,7 +43,7 @@ class RankHost(Protocol):
     def told(self, rank: int, epoch: int, reason: str, caller: aiote.Peer) -> None:
         """Take note that another rank broke an epoch, if the caller is that rank."""
 
-    def left(self, rank: int, epoch: int, rounds: list[int], caller: aiote.Peer) -> None:
+    async def left(self, rank: int, epoch: int, rounds: list[int], caller: aiote.Peer) -> None:
         """Take note that the caller, which is that rank, takes part in no round from these on, one for each lane."""
 
 
@@ -65,8 +65,8 @@ class MoeService(service.Service):
 
     @service.method(idempotent=True)
     async def left(self, rank: int, epoch: int, rounds: list[int]) -> None:
-        """Hear that a rank takes part in no more rounds."""
-        self._host.left(rank, epoch, rounds, service.current_call().peer)
+        """Hear that a rank takes part in no more rounds; return once nothing is being written to it."""
+        await self._host.left(rank, epoch, rounds, service.current_call().peer)
 
 
 def service_of(group: int) -> type[MoeService]:

@@ -227,13 +227,16 @@ KERNEL moe_route(const u8 *ids, i64 id_bytes, i64 tokens, i64 top_k, i64 experts
 }
 
 // What the host is to know of a round, and what travels behind each token. After `moe_route`, of the same ids.
-// `mirror` gets the numbers of rows, `route` (rows, those of each expert, copies for each rank), `kept` the weights;
-// `tail` of each token (token, ids, weights). For each rank but `me`, in order: the bytes to write to it, of at most
-// `most` rows, and where they begin, counted from `at` on.
-KERNEL moe_describe(const u8 *ids, i64 id_bytes, const float *weights, const i32 *position, const i32 *rows,
-                    const i32 *copies, i64 tokens, i64 top_k, i64 experts, i64 local, i64 ranks, i64 me, i64 most,
-                    i64 row_bytes, i64 at, u8 *tail, i64 tail_stride, float *kept, i32 *mirror, u32 *route,
-                    i64 *lengths, i64 *here, u32 *words, u32 *state, i64 raises)
+// `mirror` gets the numbers of rows and `copy_mirror` those of copies by rank, where there is one; `route` (rows, those
+// of each expert, copies for each rank), `kept` the weights; `tail` of each token (token, ids, weights). For each rank
+// but `me`, from the one behind it on: the bytes to write to it, of at most `most` rows (copies if `by_rank`), where
+// they begin, counted from `at` on, and the bytes of the route; none to anybody where an expert has more rows than
+// `of_expert`, or a rank than `of_rank`.
+KERNEL moe_describe(const u8 *ids, i64 id_bytes, const float *weights, const i32 *position, const i32 *copy_position,
+                    const i32 *rows, const i32 *copies, i64 tokens, i64 top_k, i64 experts, i64 local, i64 ranks,
+                    i64 by_rank, i64 me, i64 most, i64 row_bytes, i64 at, i64 of_expert, i64 of_rank, i64 route_bytes,
+                    u8 *tail, i64 tail_stride, float *kept, i32 *mirror, i32 *copy_mirror, u32 *route, i64 *lengths,
+                    i64 *here, i64 *routed, u32 *words, u32 *state, i64 raises)
 {
     const i64 first = blockIdx.x * (i64)blockDim.x + threadIdx.x, step = gridDim.x * (i64)blockDim.x;
     for (i64 item = first; item < tokens * top_k; item += step) {
@@ -246,23 +249,37 @@ KERNEL moe_describe(const u8 *ids, i64 id_bytes, const float *weights, const i32
         words_of[1 + top_k + slot] = __float_as_uint(weights[item]);
         kept[item] = weights[item];
         mirror[item] = position[item];
+        if (copy_mirror)
+            copy_mirror[item] = copy_position[item];
     }
     for (i64 expert = first; expert < experts; expert += step)
         route[1 + expert] = (u32)rows[expert];
     // Behind the last rank's: all of them.
     for (i64 rank = first; rank <= ranks; rank += step) {
-        i64 begins = rank * local < experts ? rank * local : experts, before = 0, count = 0;
-        for (i64 expert = 0; expert < begins; ++expert)
-            before += rows[expert];
-        for (i64 expert = begins; expert < begins + local && expert < experts; ++expert)
-            count += rows[expert];
+        i64 before = 0, count = 0, all = 0;
+        bool fits = true;
+        for (i64 other = 0; other < ranks; ++other) {
+            i64 sum = 0;
+            for (i64 expert = other * local; expert < (other + 1) * local && expert < experts; ++expert) {
+                sum += rows[expert];
+                fits = fits && rows[expert] <= of_expert;
+            }
+            fits = fits && sum <= of_rank;
+            all += sum;
+            if (by_rank)
+                sum = copies[other];
+            before += other < rank ? sum : 0;
+            count = other == rank ? sum : count;
+        }
         if (rank == ranks) {
-            route[0] = (u32)before;
+            route[0] = (u32)all;
         } else {
             route[1 + experts + rank] = (u32)copies[rank];
             if (rank != me) {
-                lengths[rank - (rank > me)] = (count < most ? count : most) * row_bytes;
-                here[rank - (rank > me)] = at + before * row_bytes;
+                i64 place = (rank > me ? rank : rank + ranks) - me - 1;
+                lengths[place] = fits ? (count < most ? count : most) * row_bytes : 0;
+                here[place] = at + before * row_bytes;
+                routed[place] = fits ? route_bytes : 0;
             }
         }
     }
@@ -399,12 +416,31 @@ template <class Type, int N> struct alignas(N * sizeof(typename Type::Raw)) Grou
     typename Type::Raw raw[N];
 };
 
+// One element at any address.
+template <class Type> struct Bytes {
+    typedef typename Type::Raw Raw;
+    struct {
+        u8 bytes[sizeof(Raw)];
+        __device__ operator Raw() const
+        {
+            Raw value = 0;
+            for (int i = 0; i < (int)sizeof(Raw); ++i)
+                value = (Raw)(value | (Raw)bytes[i] << 8 * i);
+            return value;
+        }
+        __device__ void operator=(Raw value)
+        {
+            for (int i = 0; i < (int)sizeof(Raw); ++i)
+                bytes[i] = (u8)(value >> 8 * i);
+        }
+    } raw[1];
+};
+
 // Each thread sums N elements of a token that lie together. Nothing is fused: the intrinsics round each by itself.
-template <class Type, int N>
-__device__ void combine_as(u8 *out, i64 out_stride, const u8 *rows, i64 rows_stride, const i32 *places,
-                           const float *weights, i64 tokens, i64 top_k, i64 width, i64 accumulate)
+template <class Type, int N, class Elements>
+__device__ void combine_as(u8 *out, i64 out_stride, const u8 *rows, i64 rows_stride, i64 width, const i32 *places,
+                           const float *weights, i64 tokens, i64 top_k, i64 accumulate)
 {
-    typedef Group<Type, N> Elements;
     const i64 groups = width / N, pieces = (groups + blockDim.x - 1) / blockDim.x;
     for (i64 item = blockIdx.x; item < tokens * pieces; item += gridDim.x) {
         i64 token = item / pieces, group = item % pieces * blockDim.x + threadIdx.x;
@@ -435,27 +471,27 @@ __device__ void combine_as(u8 *out, i64 out_stride, const u8 *rows, i64 rows_str
 
 // Line i of `out` becomes the sum over k, in order, of `weights[i, k]` times row `places[i, k]`, skipping -1; of the
 // rows as they are without weights; and of what was there, last, if `accumulate`. `width` is in elements.
-template <class Type>
-__device__ void combine(u8 *out, i64 out_stride, const u8 *rows, i64 rows_stride, const i32 *places,
-                        const float *weights, i64 tokens, i64 top_k, i64 width, i64 accumulate, u32 *words, u32 *state,
-                        i64 waits, i64 raises)
+template <class Type, class... Rest>
+__device__ void combine(u8 *out, i64 out_stride, const u8 *rows, i64 rows_stride, i64 width, Rest... rest)
 {
-    constexpr int wide = 16 / sizeof(typename Type::Raw);
-    if (!waited(words, state, waits))
-        return;
-    if (((u64)out | (u64)out_stride | (u64)rows | (u64)rows_stride) % 16 == 0 && width % wide == 0)
-        combine_as<Type, wide>(out, out_stride, rows, rows_stride, places, weights, tokens, top_k, width, accumulate);
+    constexpr int size = sizeof(typename Type::Raw), wide = 16 / size;
+    const u64 bits = (u64)out | (u64)out_stride | (u64)rows | (u64)rows_stride;
+    if (bits % 16 == 0 && width % wide == 0)
+        combine_as<Type, wide, Group<Type, wide>>(out, out_stride, rows, rows_stride, width, rest...);
+    else if (bits % size == 0)
+        combine_as<Type, 1, Group<Type, 1>>(out, out_stride, rows, rows_stride, width, rest...);
     else
-        combine_as<Type, 1>(out, out_stride, rows, rows_stride, places, weights, tokens, top_k, width, accumulate);
-    raise(words, state, raises);
+        combine_as<Type, 1, Bytes<Type>>(out, out_stride, rows, rows_stride, width, rest...);
 }
 
 #define COMBINE(name, Type)                                                                                            \
     KERNEL name(u8 *out, i64 out_stride, const u8 *rows, i64 rows_stride, const i32 *places, const float *weights,     \
                 i64 tokens, i64 top_k, i64 width, i64 accumulate, u32 *words, u32 *state, i64 waits, i64 raises)       \
     {                                                                                                                  \
-        combine<Type>(out, out_stride, rows, rows_stride, places, weights, tokens, top_k, width, accumulate, words,    \
-                      state, waits, raises);                                                                           \
+        if (!waited(words, state, waits))                                                                              \
+            return;                                                                                                    \
+        combine<Type>(out, out_stride, rows, rows_stride, width, places, weights, tokens, top_k, accumulate);          \
+        raise(words, state, raises);                                                                                   \
     }
 COMBINE(moe_combine_bfloat16, BFloat16)
 COMBINE(moe_combine_float16, Float16)

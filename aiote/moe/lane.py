@@ -14,7 +14,7 @@ import numpy as np
 
 import aiote
 
-from ..service.background import to_the_end
+from ..service.background import Bell, to_the_end
 from .arrays import elements, lines, plain
 from .arrivals import Arrivals
 from .round import Given, Round
@@ -110,11 +110,27 @@ class Lane:
             try:
                 await transfer
             except (aiote.TransferError, aiote.PeerError) as error:
-                if self.group.config.on_loss == "raise":
+                if self.needs_nothing(rank):
+                    pass
+                elif self.group.config.on_loss == "raise":
                     self.group.membership.require_whole()
                     raise self.named(error) from error
-                self.group.lose(rank, str(error))
+                else:
+                    self.group.lose(rank, str(error))
             self._over(one)
+
+    async def quiet(self) -> None:
+        """Wait until what was posted so far is over, well or not. Cancelling this cancels nothing of it."""
+        posted, changed = [transfer for _, transfer in self._transfers], Bell()
+        for transfer in posted:
+            transfer.add_done_callback(lambda _: changed.ring())
+        while not all(transfer.done() for transfer in posted):
+            await changed.wait()
+
+    def needs_nothing(self, rank: int) -> bool:
+        """Whether a rank has left after the round that is under way: it has had all of it."""
+        rounds = self.group.membership.departed.get(rank)
+        return rounds is not None and rounds[self.number] > self.state.number
 
     def _over(self, one: tuple[int, aiote.Transfer]) -> None:
         # A reset may drain the same ones beside the step that it ends.

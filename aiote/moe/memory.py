@@ -76,7 +76,9 @@ class LaneMemory:
         self.packed = _lines(outbox, lane.packed_at, lane.packed, sizes.y_row)
         in_place = sizes.direct or sizes.whole
         self.placed: Any = self.received
-        self.y: Any = _lines(outbox, lane.y_at, lane.written, sizes.y_row)
+        # Lines of what experts return that are written from where they lie.
+        self.written = _lines(outbox, lane.y_at, lane.written, sizes.y_row)
+        self.y: Any = self.written
         if not in_place:
             self.placed = zeros(sizes.placed * sizes.row).reshape(sizes.placed, sizes.row)
             self.y = zeros(sizes.placed * sizes.y_row).reshape(sizes.placed, sizes.y_row)
@@ -84,13 +86,17 @@ class LaneMemory:
         self.position = np.empty((tokens, top_k), np.int32)
         self.copy_position = np.empty((tokens, top_k), np.int32)
         self.tail = np.empty((tokens, 4 + 8 * top_k), np.uint8)
+        # Of layout "rank" and copies by rank: which experts each copy is for, and where its rows are.
+        shape = sizes.ranks, tokens if sizes.config.copies == "rank" else 0, top_k
+        self.copies = np.empty(shape, np.int32)
+        self.topk_ids: Any = self.copies
         if launcher is not None:
             # What the user sees lies in the GPU's memory; what NICs read and write, in the host's.
             self.inputs, self.placed, self.y = (
                 launcher.zeros(one.size, np.uint8).reshape(one.shape) for one in (self.inputs, self.placed, self.y)
             )
-        # Of layout "rank" and copies by rank: which experts each copy is for, and where its rows are.
-        self.copies = np.empty((sizes.ranks, tokens if sizes.config.copies == "rank" else 0, top_k), np.int32)
+            self.copies = launcher.host(self.copies.size, np.int32).reshape(shape)
+            self.topk_ids = launcher.zeros(self.copies.size, np.int32).reshape(shape)
 
     def on_host(self, rows: Any) -> Bytes:
         """Return lines where NumPy reaches them; waits for the GPU where they are in its memory."""

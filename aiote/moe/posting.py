@@ -6,7 +6,7 @@ masked each has a transfer of its own, for of a scatter only the first failure i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 import aiote
 
-__all__ = ["Posting", "Write"]
+__all__ = ["Posting", "Write", "groups_alone"]
 
 Ints = NDArray[np.int64]
 
@@ -38,14 +38,21 @@ class Posting:
         inboxes: Mapping[int, aiote.RemoteRegion],
         peers: aiote.PeerGroup | None,
         lost: Callable[[int, str], None],
+        alone: Mapping[int, aiote.PeerGroup],
     ) -> None:
-        """`peers` are the inboxes' ranks; None where each may be masked, and then `lost` is told of one that cannot be
-        written to.
+        """`peers` are the inboxes' ranks; None where each may be masked. `lost` is told of one that cannot be written
+        to by itself. What flags release may go to each of those `alone`, which are as `groups_alone` has made them.
         """
         self._engine, self._outbox, self._inboxes, self._lost = engine, outbox, inboxes, lost
         self._places = {rank: place for place, rank in enumerate(inboxes)}
-        targets = [aiote.ScatterTarget(outbox, inbox) for inbox in inboxes.values()]
-        self._scatter = None if peers is None else engine.prepare_scatter(peers, targets)
+        targets = {rank: aiote.ScatterTarget(outbox, inbox) for rank, inbox in inboxes.items()}
+        self._scatter = None if peers is None else engine.prepare_scatter(peers, targets.values())
+        self._alone: dict[int, aiote.PreparedScatter] = {}
+        for rank, group in alone.items():
+            try:
+                self._alone[rank] = engine.prepare_scatter(group, [targets[rank]] if rank in targets else [])
+            except aiote.PeerError as error:
+                lost(rank, str(error))
 
     def write(self, writes: list[Write], imm: int) -> list[tuple[int, aiote.Transfer]]:
         """Start writes that count 1 each; return the transfers with the rank that each is to, -1 for several.
@@ -61,16 +68,39 @@ class Posting:
         return [(-1, self._scatter.submit(lengths, local, remote, imm, to=places))]
 
     def when(
-        self, flag: NDArray[np.uint32], value: int, ranks: list[int], numbers: tuple[Ints, Ints, Ints], imm: int | None
-    ) -> aiote.Transfer:
+        self, flag: NDArray[np.uint32], value: int, ranks: Sequence[int], numbers: Sequence[Ints], imm: int
+    ) -> list[tuple[int, aiote.Transfer]]:
         """Start writes that are posted when a flag is raised: lengths, places here and there, which are read then.
 
-        A length of 0 posts nothing. Without ranks it only tells that the flag was raised. Raises as
-        `PreparedScatter.submit_when`.
+        A length of 0 posts nothing; a rank may be named more than once. It is one transfer, where a lost rank breaks
+        the group. Else as `write`.
         """
-        assert self._scatter is not None
-        places = np.array([self._places[rank] for rank in ranks], np.int64)
-        return self._scatter.submit_when(flag, value, *numbers, imm, to=places, skip_empty=True)
+        if self._scatter is None:
+            return self.when_alone(flag, value, ranks, numbers, imm)
+        places, (lengths, at, there) = np.array([self._places[rank] for rank in ranks], np.int64), numbers
+        made = self._scatter.submit_when(flag, value, lengths, at, there, imm, to=places, skip_empty=True)
+        return [(-1, made)]
+
+    def when_alone(
+        self, flag: NDArray[np.uint32], value: int, ranks: Sequence[int], numbers: Sequence[Ints], imm: int
+    ) -> list[tuple[int, aiote.Transfer]]:
+        """Start the same, each a transfer of its own: one that fails, or whose rank leaves, stops no other."""
+        made = []
+        for place, rank in enumerate(ranks):
+            # It may have been lost before the group was whole.
+            if rank in self._alone:
+                length, at, there = (one[place : place + 1] for one in numbers)
+                try:
+                    one = self._alone[rank].submit_when(flag, value, length, at, there, imm, skip_empty=True)
+                    made.append((rank, one))
+                except aiote.PeerError as error:
+                    self._lost(rank, str(error))
+        return made
+
+    def told(self, flag: NDArray[np.uint32], value: int) -> aiote.Transfer:
+        """Return what is over when a flag is raised. Raises as `PreparedScatter.submit_when`."""
+        nothing = np.zeros(0, np.int64)
+        return self._alone[-1].submit_when(flag, value, nothing, to=nothing)
 
     def _one(self, one: Write, imm: int) -> list[tuple[int, aiote.Transfer]]:
         try:
@@ -91,3 +121,16 @@ class Posting:
         source = aiote.Pages(self._outbox, at[1], nbytes, offset=at[0])
         target = aiote.Pages(self._inboxes[rank], to[1], nbytes, offset=to[0])
         return [(rank, self._engine.submit_write_pages(source, target, imm))]
+
+
+async def groups_alone(
+    engine: aiote.Engine, peers: Mapping[int, aiote.Peer], lost: Callable[[int, str], None]
+) -> dict[int, aiote.PeerGroup]:
+    """Return a group of each rank by itself, but of those that are lost, and, as -1, one of nobody."""
+    found = {-1: await engine.peer_group([])}
+    for rank, peer in peers.items():
+        try:
+            found[rank] = await engine.peer_group([peer])
+        except aiote.PeerError as error:
+            lost(rank, str(error))
+    return found

@@ -19,6 +19,7 @@ from .batch import Batch
 from .native_plan import NativePlan
 from .plan import Counts, Plan
 from .posting import Write
+from .runs import merged, spread, unfold
 from .states import MoeOverflowError, NotBegunError
 from .wire import ANSWER, PAYLOAD, ROUTE, OtherRoundError, Route
 
@@ -51,6 +52,8 @@ class Round:
         self._plan: Plan | None = None
         self._came: list[int] = []
         self._own: NDArray[np.int32] | None = None
+        # Of copies by rank, whether this rank's own lie where the others' do.
+        self._own_received = lane.sizes.whole
         self._y_like: Any = given.like
         self.answered: NDArray[np.bool_] | None = None
 
@@ -84,10 +87,7 @@ class Round:
             kernels.numbered(given.ids, *shape, True, self._copy)
         self._experts, self._copies = rows.astype(np.int64), copies.astype(np.int64)
         sent = self._copies if config.copies == "rank" else sizes.for_ranks(self._experts)
-        if sizes.may_overflow(self._experts):
-            raise NotBegunError(
-                "topk_ids: with on_loss='mask' tokens may not name an expert so often that rows overflow"
-            )
+        self._require_room()
         route = Route(self._group.membership.epoch, self.number, self._tokens, self._experts, self._copies)
         route.write(memory.own_routes[self._parity])
         where = self._group.memory.map
@@ -105,6 +105,12 @@ class Round:
                 [self._rows_to(r, line, int(self._starts[r]), int(counts[r])) for r in active if counts[r]], PAYLOAD
             )
         self._group.counted.sent_rows += int(sent.sum())
+
+    def _require_room(self) -> None:
+        if self._sizes.may_overflow(self._experts):
+            raise NotBegunError(
+                "topk_ids: with on_loss='mask' tokens may not name an expert so often that rows overflow"
+            )
 
     def _base(self) -> int:
         return self._lane.number * self._group.memory.map.inbox
@@ -248,8 +254,12 @@ class Round:
         here = self._position - int(self._starts[me])
         own = (here >= 0) & (here < len(places) - 1)
         at = places[np.where(own, here, -1)]
-        nothing = np.empty((self._tokens, 0), np.uint8)
-        kernels.pack(memory.placed, memory.placed, 0, 0, at, memory.sent[: self._tokens], nothing, nothing, 0, 0)
+        self._spread(memory.sent[: self._tokens], at)
+
+    def _spread(self, rows: Bytes, at: NDArray[np.int32]) -> None:
+        """Copy each row to all places that `at` (rows, k) names."""
+        placed, nothing = self._memory.placed, np.empty((len(rows), 0), np.uint8)
+        kernels.pack(placed, placed, 0, 0, at, rows, nothing, nothing, 0, 0)
 
     def _place(self, plan: Plan) -> int | None:
         """Copy rows from where they were received to their places; return a rank whose rows cannot be."""
@@ -269,25 +279,19 @@ class Round:
 
         Returns a rank whose copies are not for the experts that its route says.
         """
-        memory, sizes, me = self._memory, self._sizes, self._group.rank
-        held, first = sizes.held(me), sizes.first(me)
-        base, seen = np.zeros(held, np.int64), np.zeros(held, np.int64)
-        for source in sorted((me, *self._came)):
-            count = int(plan.sent[source, me])
-            rows = memory.received[source * sizes.private :][:count]
-            if source == me and not sizes.whole:
-                rows = memory.sent[int(self._starts[me]) :][:count]
-            ids = rows[:, sizes.ids_at : sizes.weights_at].copy().view(np.int32)
-            base = plan.base[me, :held] + plan.before[source, me, :held]
-            room = np.zeros(held, np.int64) if sizes.whole else plan.kept[source, me, :held]
-            seen = np.zeros(held, np.int64)
-            kernels.unfold(memory.placed, rows, sizes.row, ids, first, base, room, memory.copies[source, :count], seen)
-            if source != me and (seen != plan.by_rank[source, me, :held]).any():
+        for source in sorted((plan.me, *self._came)):
+            rows = self._copies_of(plan, source)
+            fits = unfold(self._memory, plan, source, rows, self._sizes.row)
+            if not fits and source != plan.me:
                 return source
-            if sizes.whole:
-                ours = (ids >= first) & (ids < first + held)
-                memory.copies[source, :count] = np.where(ours, ids - first, -1)
         return None
+
+    def _copies_of(self, plan: Plan, source: int) -> Bytes:
+        """Return the copies that a source has for this rank, where they have been received."""
+        count = int(plan.sent[source, plan.me])
+        if source == plan.me and not self._own_received:
+            return self._memory.sent[int(self._starts[source]) :][:count]
+        return self._memory.received[source * self._sizes.private :][:count]
 
     def _batch(self, plan: Plan) -> Batch:
         group = self._group
@@ -338,13 +342,20 @@ class Round:
                 line += count
         if self._group.debug:
             # Before the answers leave, behind which the sources' next rows come.
-            memory.placed[...] = 0xFF
+            self._poison()
         self._write(writes, ANSWER)
+
+    def _poison(self) -> None:
+        self._memory.placed[...] = 0xFF
+
+    def _in_place(self, y: Any) -> bool:
+        """Whether what experts return lies where it can be written from."""
+        return same_memory(y, self._memory.y)
 
     def _own_places(self, y: Bytes) -> NDArray[np.int32] | None:
         """Return where in `batch.y` the answers to this rank's own rows lie, in order, if the sum takes them there."""
         plan, me = self._known(), self._group.rank
-        if self._config.reduce == "expert" or not same_memory(y, self._memory.y):
+        if self._config.reduce == "expert" or not self._in_place(y):
             return None
         runs = plan.runs(me, me)
         places = np.full(int(plan.returned[me, me]), -1, np.int32)
@@ -355,10 +366,9 @@ class Round:
         """Have the answers to a source where they are written from; return the piece as `_pack_answers` does."""
         plan, memory, me = self._known(), self._memory, self._group.rank
         line, count = source * self._config.tokens, int(plan.sent[source, me])
-        target = memory.answers[int(plan.answer[me, me]) :] if source == me else memory.y[line:]
-        if source == me or not same_memory(y, memory.y):
-            nbytes = self._sizes.y_bytes
-            target[:count, :nbytes] = y[line : line + count, :nbytes]
+        if source == me or not self._in_place(y):
+            target = memory.answers[int(plan.answer[me, me]) :] if source == me else memory.written[line:]
+            self._kernels.copy_runs(target, y, np.array([[0, line, count]]), self._sizes.y_bytes)
         return [(0, count)] if count else []
 
     def _known(self) -> Plan:
@@ -372,14 +382,11 @@ class Round:
         """
         plan, sizes = self._known(), self._sizes
         if self._config.reduce == "expert":
-            count = int(plan.sent[source, self._group.rank])
-            rows = self._memory.received[source * sizes.private :][:count]
-            if source == self._group.rank:
-                rows = self._memory.sent[int(self._starts[source]) :][:count]
+            rows, count = self._copies_of(plan, source), int(plan.sent[source, self._group.rank])
             weights = rows[:, sizes.weights_at : sizes.weights_at + 4 * self._config.top_k].copy().view(np.float32)
             places = self._memory.copies[source, :count]
             out = to[:count, : sizes.y_bytes]
-            kernels.combine(out, y, places, weights, self._config.out_dtype, False)
+            self._kernels.combine(out, y, places, weights, self._config.out_dtype, False)
             return [(0, count)] if count else []
         own = source == self._group.rank
         runs = plan.runs(source, self._group.rank)
@@ -393,10 +400,10 @@ class Round:
         plan, me, nbytes, where = self._known(), self._group.rank, self._sizes.y_bytes, self._group.memory.map
         runs = plan.runs(source, me)
         if source == me:
-            kernels.copy_runs(self._memory.answers[int(plan.answer[me, me]) :], y, runs[:, [1, 0, 2]], nbytes)
+            self._kernels.copy_runs(self._memory.answers[int(plan.answer[me, me]) :], y, runs[:, [1, 0, 2]], nbytes)
             return
-        if not same_memory(y, self._memory.y):
-            kernels.copy_runs(self._memory.y, y, runs[:, [0, 0, 2]], nbytes)
+        if not self._in_place(y):
+            self._kernels.copy_runs(self._memory.written, y, runs[:, [0, 0, 2]], nbytes)
         there, here = spread(runs[:, 1], runs[:, 2]), spread(runs[:, 0], runs[:, 2])
         self._pages(source, (to, there), (self._outbox() + where.y_at, here), self._sizes.y_row, ANSWER)
 
@@ -407,10 +414,12 @@ class Round:
         """
         if self._config.reduce == "expert":
             raise aiote.UsageError("reweigh: with reduce='expert' the experts' ranks have applied the weights")
-        shape = self._tokens, self._config.top_k
-        self._given.weights = plain("topk_weights", topk_weights, shape, ("float32",)).copy()
+        self._given.weights = self._weights(topk_weights)
         if skipped is not None:
             self._dropped = skipped if self._dropped is None else self._dropped | skipped
+
+    def _weights(self, topk_weights: Any) -> Any:
+        return plain("topk_weights", topk_weights, (self._tokens, self._config.top_k), ("float32",)).copy()
 
     async def combine_recv(self, out: Any = None, *, accumulate: bool = False) -> Any:
         """Wait for the answers, and return the sums; the round is over. Else as `MoeGroup.combine`."""
@@ -465,21 +474,3 @@ class Round:
         answered[[*came, self._group.rank]] = True
         self.answered = answered
         self._group.counted.rounds += 1
-
-
-def spread(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the numbers of runs one by one: from each first one on so many."""
-    ends = np.cumsum(count)
-    numbers: NDArray[np.int64] = np.repeat(first - (ends - count), count) + np.arange(ends[-1] if len(ends) else 0)
-    return numbers
-
-
-def merged(runs: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Return runs by the source's order, (first row, rows), those that touch as one."""
-    found: list[tuple[int, int]] = []
-    for _, first, count in runs.tolist():
-        if found and sum(found[-1]) == first:
-            found[-1] = (found[-1][0], found[-1][1] + count)
-        else:
-            found.append((first, count))
-    return found

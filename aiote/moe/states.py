@@ -87,8 +87,9 @@ class RoundState:
             self.number += 1
 
     def undo(self) -> None:
-        """End a step that did nothing."""
+        """End a step that did nothing, or found that nothing was sent: the round has not begun."""
         self.busy = False
+        self.phase = "idle"
 
     def give_up(self) -> None:
         """End the round without an answer, as one that overflows: every rank does the same."""

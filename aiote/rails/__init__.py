@@ -7,11 +7,15 @@ that they handle are re-exported here, because nothing above imports `aiote_nati
 from aiote_native.buffers import Buffer, acquire, section
 from aiote_native.clocks import Alarm as NativeAlarm
 from aiote_native.core import Core
+from aiote_native.cuda.events import EventPool
 from aiote_native.flights import Flight
 from aiote_native.forks import ForkError, after_fork
+from aiote_native.heartbeats import Pulse, look_over
+from aiote_native.held import Order
 from aiote_native.peer_wakeups import guarded_socket, parse_address
 from aiote_native.peers import PeerLink, deliver
 from aiote_native.prepared import PreparedTargets, TargetRun
+from aiote_native.provider import NativeEndpoint
 from aiote_native.proxy import ArmedRun, arm
 from aiote_native.requests import LocalSlice, PageSet, RemoteSlice, Request, quick, quick_pages, quick_send
 from aiote_native.rows import CountRow
@@ -26,7 +30,7 @@ from aiote_native.workrequests import LocalMemory, Operation, PageIndex, RemoteM
 from .contract import Rail, RailInfo
 from .library import library_summary
 from .rail_set import MAY_ALL, MAY_READ, MAY_WRITE, POOL_BYTES, PendingChannel, RailSet, pools_fit
-from .reach import Reach, device_name
+from .reach import Reach, device_name, open_driver, sharing_error
 from .sim import sim_identity
 
 __all__ = [
@@ -40,18 +44,22 @@ __all__ = [
     "CountRow",
     "CounterHandle",
     "CounterWait",
+    "EventPool",
     "Flight",
     "ForkError",
     "LocalMemory",
     "LocalSlice",
     "NativeAlarm",
+    "NativeEndpoint",
     "NativeWaiter",
     "Operation",
+    "Order",
     "PageIndex",
     "PageSet",
     "PeerLink",
     "PendingChannel",
     "PreparedTargets",
+    "Pulse",
     "Rail",
     "RailInfo",
     "RailSet",
@@ -72,6 +80,8 @@ __all__ = [
     "error_text",
     "guarded_socket",
     "library_summary",
+    "look_over",
+    "open_driver",
     "parse_address",
     "pools_fit",
     "quick",
@@ -81,6 +91,7 @@ __all__ = [
     "run",
     "scatter",
     "section",
+    "sharing_error",
     "sim_identity",
     "unfolded_bytes",
     "wake",

@@ -38,7 +38,8 @@ class Traits:
     `waits`: its queues have a descriptor to sleep on. `least`: bytes that an immediate alone carries (shm of 1.17
     never completes a write of none). `by_address`: opened by a local IP address. `host_only`: reaches peers of
     this host alone. `fragile`: one request that fails takes its connection with it, so that it has to be made anew
-    also where there is no other. `dmabuf`: reaches GPU memory through DMA-BUFs.
+    also where there is no other. `dmabuf`: reaches GPU memory through DMA-BUFs. `scarce`: its NICs have few endpoints
+    for all processes of a host, so that there may be none left for a peer.
     """
 
     waits: bool = True
@@ -47,6 +48,7 @@ class Traits:
     host_only: bool = False
     fragile: bool = False
     dmabuf: bool = False
+    scarce: bool = False
 
 
 TRAITS = {
@@ -55,7 +57,7 @@ TRAITS = {
     "local": Traits(waits=False, host_only=True),
     "socket": Traits(by_address=True),
     "verbs": Traits(by_address=True),
-    "efa": Traits(waits=False),
+    "efa": Traits(scarce=True),
     "cxi": Traits(),
 }
 

@@ -118,6 +118,16 @@ def _libfabric(facts: Facts) -> Iterator[Finding]:
         yield Finding("wrong", "libfabric.so.1", facts.libfabric_error, mend)
 
 
+def _efa(facts: Facts) -> Iterator[Finding]:
+    """Yield whether EFA's NICs can be used, and why not. That `auto` does not take them has to be known, too."""
+    if facts.efa_error:
+        yield Finding("wrong", "EFA", facts.efa_error, "fi_info -p efa -t FI_EP_RDM")
+    elif facts.efa:
+        names = ", ".join(facts.efa)
+        what = f"{names} can be used, by provider='efa'; auto does not take it, as aiote was never run on it"
+        yield Finding("hint", "EFA", what, "aiote prove efa")
+
+
 def _libibverbs(facts: Facts) -> Iterator[Finding]:
     if facts.libibverbs_error:
         why = f"cannot be opened: {facts.libibverbs_error}"
@@ -248,6 +258,7 @@ def _shared_memory(facts: Facts) -> Iterator[Finding]:
 
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     _libfabric,
+    _efa,
     _libibverbs,
     _driver_libraries,
     _device_nodes,

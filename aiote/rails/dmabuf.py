@@ -1,8 +1,8 @@
 """DMA-BUFs of GPU memory, asked of the driver that owns it: what the kernel lets a NIC reach a GPU by.
 
 CUDA: `cuMemGetHandleForAddressRange` (11.7 and newer) with the open kernel modules, for whole pages of the host.
-ROCm: `hsa_amd_portable_export_dmabuf` (5.6 and newer). Both libraries are opened by name and only here; whoever has
-memory of such a GPU has them.
+The driver is asked in the memory's own context, and is open when that is
+registered. ROCm: `hsa_amd_portable_export_dmabuf` (5.6 and newer), whose library is opened by name and only here.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from aiote_native.cuda.dmabufs import export_range
+from aiote_native.status import StatusError
+
 from ..errors import FabricError
 
 __all__ = ["EXPORTERS", "DmaBuf", "exported"]
 
-CUDA_LIBRARY = "libcuda.so.1"
 ROCM_LIBRARY = "libhsa-runtime64.so.1"
-CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +51,14 @@ def _cuda(address: int, length: int) -> DmaBuf:
     page = os.sysconf("SC_PAGE_SIZE")
     start = address - address % page
     stop = -(-(address + length) // page) * page
-    name = "cuMemGetHandleForAddressRange"
-    fd = ctypes.c_int(-1)
-    code = _function(CUDA_LIBRARY, name)(
-        ctypes.byref(fd),
-        ctypes.c_uint64(start),
-        ctypes.c_size_t(stop - start),
-        ctypes.c_int(CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD),
-        ctypes.c_ulonglong(0),
-    )
-    _checked(name, code, "NVIDIA's open kernel modules give DMA-BUFs of memory of cudaMalloc; `aiote doctor` looks")
-    return DmaBuf(fd.value, address - start)
+    try:
+        fd = export_range(start, stop - start)
+    except StatusError as error:
+        hint = "NVIDIA's open kernel modules give DMA-BUFs of memory of cudaMalloc; `aiote doctor` looks"
+        raise FabricError(
+            errno.EOPNOTSUPP, f"{error.operation}: {error.strerror}: {hint}", operation="export memory of a GPU"
+        ) from error
+    return DmaBuf(fd, address - start)
 
 
 def _rocm(address: int, length: int) -> DmaBuf:

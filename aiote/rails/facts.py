@@ -25,7 +25,18 @@ from .sysfs import read_topology
 from .topology import Nic, Topology
 from .tree import Tree
 
-__all__ = ["OF_THE_MACHINE", "Device", "Facts", "GidFacts", "Limit", "Net", "PortFacts", "gather", "node_state"]
+__all__ = [
+    "OF_THE_MACHINE",
+    "Device",
+    "Facts",
+    "GidFacts",
+    "Limit",
+    "Net",
+    "PortFacts",
+    "gather",
+    "node_state",
+    "with_efa",
+]
 
 SYSFS = "/sys"
 PROC = "/proc"
@@ -108,7 +119,8 @@ class Facts:
 
     `gpus` are the numbers of their makers, `cxi` counts Slingshot's NICs, `net` is a net device to build upon,
     `libraries` are the names of the user-space drivers, `library` is the libfabric that the user named. Of the two
-    errors an empty one says that the library opens; `shm_bytes` is 0 where there is no /dev/shm.
+    errors an empty one says that the library opens; `shm_bytes` is 0 where there is no /dev/shm. `efa` are EFA's NICs
+    that can be used, `efa_error` says why they cannot.
     """
 
     recorded: bool = False
@@ -127,6 +139,8 @@ class Facts:
     libfabric_error: str | None = None
     libibverbs_error: str | None = None
     libraries: tuple[str, ...] | None = None
+    efa: tuple[str, ...] = ()
+    efa_error: str = ""
 
     @property
     def has_rdma(self) -> bool:
@@ -152,6 +166,20 @@ def gather(root: str = SYSFS, library: str = "") -> Facts:
         huge_pages=_huge_pages(tree),
     )
     return facts if recorded else _with_machine(facts, library)
+
+
+def with_efa(facts: Facts) -> Facts:
+    """Add what libfabric says of EFA's NICs: opens it, for the life of the process. Never raises."""
+    here = any(device.driver == "efa" for device in facts.devices)
+    if facts.recorded or facts.libfabric_error or facts.libfabric_error is None:
+        return facts
+    if facts.devices and not here:
+        # Asked for EFA where there are NICs of others alone, libfabric 2.5 crashed in `doctor`.
+        return facts
+    from .libfabric import efa_state
+
+    names, error = efa_state(facts.library, here=here)
+    return replace(facts, efa=names, efa_error=error)
 
 
 def _with_machine(facts: Facts, library: str) -> Facts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import socket
 from typing import TYPE_CHECKING, Any
@@ -10,16 +11,16 @@ from aiote_native.libfabric.device import Device, discover
 from aiote_native.libfabric.endpoint import Endpoint
 from aiote_native.status import StatusError
 
-from ..errors import FabricError, UsageError
+from ..errors import AioteError, FabricError, UsageError
 from .contract import RailInfo, Traits, traits_of
 from .host_addresses import nearest, node_of, unknown
-from .library import FoundLibrary
+from .library import FoundLibrary, load
 from .stale_files import mark
 
 if TYPE_CHECKING:
     from .topology import Nic, Place
 
-__all__ = ["UNTRIED", "LibfabricRail", "choose", "fabric_error", "fast_provider", "offered", "source_host"]
+__all__ = ["UNTRIED", "LibfabricRail", "choose", "efa_state", "fabric_error", "fast_provider", "offered", "source_host"]
 
 SPINNING_TCP = (1, 18)
 """tcp of 1.18.0 has a wait descriptor that never stops being readable; 1.18.1 mended it."""
@@ -59,6 +60,8 @@ class LibfabricRail:
         attributes = self._attributes
         protocol = f"{self.provider}/{attributes['protocol']}.{attributes['protocol_version']}"
         # The layout of shared memory is a library's own: 1.17's never returns from a first write to 2.5's.
+        if self.provider == "efa":
+            protocol = f"{protocol}/{attributes['fabric']}"
         return f"{protocol}/{'.'.join(map(str, self._library.version))}" if self.traits.host_only else protocol
 
     @functools.cached_property
@@ -98,7 +101,18 @@ class LibfabricRail:
         try:
             return Endpoint(self.device, self.traits.waits, mark=mark())
         except StatusError as error:
+            if error.errno == errno.ENOMEM and error.operation == "fi_enable":
+                raise self._no_room() from error
             raise fabric_error(error, "open endpoint", self.name) from error
+
+    def _no_room(self) -> FabricError:
+        return FabricError(
+            errno.ENOMEM,
+            f"the NIC has no queue pair left: it has {self._attributes['endpoints']} for all processes of this host, "
+            "and each peer takes one; use fewer peers or processes on it, or provider='socket'",
+            operation="open endpoint",
+            rail=self.name,
+        )
 
     def close(self) -> None:
         self.device.close()
@@ -130,6 +144,10 @@ def choose(
     UsageError for names or a provider that are not there.
     """
     offers = _offers(provider)
+    if not offers and provider == "efa":
+        raise FabricError(95, efa_lacks(library), operation="open rail")
+    if provider == "cxi":
+        raise FabricError(95, CXI_LACKS, operation="open rail")
     if not offers:
         raise UsageError(
             f"provider={provider!r}: libfabric {library.version[0]}.{library.version[1]} at {library.path} offers none "
@@ -145,6 +163,46 @@ def choose(
     if names is None:
         return [(provider, nearest(host, list(hosts)), "")]
     return [(provider, node_of(name, hosts, names), "") for name in names]
+
+
+CXI_LACKS = (
+    "provider cxi binds memory to endpoints (FI_MR_ENDPOINT) and takes immediates by fi_writedata alone, which aiote "
+    "does not do yet; use provider='socket'"
+)
+
+
+def efa_lacks(library: FoundLibrary) -> str:
+    """Say why no NIC of EFA's can be used, and what to install. The library is open."""
+    number = f"{library.version[0]}.{library.version[1]}"
+    wanted = (
+        "aiote needs its fabric efa-direct with one-sided operations and FI_RX_CQ_DATA, which libfabric has from 2.4 "
+        "on, for NICs that write and read (p5 and later)"
+    )
+    return (
+        f"libfabric {number} at {library.path} offers no usable EFA NIC: {wanted}; install EFA's current software, or "
+        "set AIOTE_LIBFABRIC, and see `fi_info -p efa`; else use provider='socket'"
+    )
+
+
+def efa_state(library: str, *, here: bool) -> tuple[tuple[str, ...], str]:
+    """Return the names of EFA's NICs that can be used, and why none or no more can; twice nothing where there are none.
+
+    `here`: the kernel has such a NIC. The library is opened, and on each NIC an endpoint for a moment.
+    """
+    try:
+        found = load(library)
+        names = tuple(str(offer["domain"]) for offer in _offers("efa"))
+        if not names:
+            return (), efa_lacks(found) if here or discover("efa", usable=False) else ""
+        for name in names:
+            rail = LibfabricRail(0, "efa", "", name, found)
+            try:
+                rail.open_endpoint().close()
+            finally:
+                rail.close()
+    except (AioteError, StatusError) as error:
+        return (), str(error) if here or not isinstance(error, UsageError) else ""
+    return names, ""
 
 
 def fast_provider() -> str:
@@ -170,6 +228,9 @@ def _offers(provider: str) -> list[dict[str, Any]]:
     """List what the provider has, a NIC's name once for each of its addresses."""
     seen: dict[tuple[str, str], dict[str, Any]] = {}
     for offer in discover(provider):
+        if provider == "efa" and not (offer["fabric"] == "efa-direct" and offer["receives_for_immediates"]):
+            # Without a receive for each immediate, those that overflow a completion queue are lost.
+            continue
         if offer["provider"].partition(";")[0] == provider.partition(";")[0]:
             seen.setdefault((offer["domain"], source_host(offer)), offer)
     return list(seen.values())

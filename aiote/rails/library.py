@@ -32,7 +32,8 @@ INSTALL = (
 # rxm: without a shared receive context an endpoint takes 70 MiB less, and we have one endpoint a peer.
 # infinipath, which Debian's libfabric links: by default it takes over SIGINT, SIGTERM and SIGSEGV as soon as it is
 # opened and ends the process with exit(1) from the handler, so that neither Ctrl-C nor a core dump works.
-DEFAULTS = {"FI_OFI_RXM_USE_SRX": "0", "IPATH_NO_BACKTRACE": "1"}
+# EFA: without it a fork in a process with an open domain aborts the process on kernels before 5.13.
+DEFAULTS = {"FI_OFI_RXM_USE_SRX": "0", "IPATH_NO_BACKTRACE": "1", "FI_EFA_FORK_SAFE": "1"}
 
 
 class FoundLibrary(NamedTuple):

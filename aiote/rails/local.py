@@ -21,18 +21,22 @@ __all__ = ["LOCAL", "LocalRail", "choose_local", "may_make_rings"]
 LOCAL = "local"
 """The name of the provider, and of its one NIC."""
 
-VERSION = 3  # since 2 the ring is a memfd, since 3 each side chooses how long its own is
-"""Of the ring's layout and its frames; only those of one version can be joined."""
+VERSION = 5
+"""Of the ring's layout and its frames; only those of one version can be joined.
+
+Since 2 the ring is a memfd, since 3 each side chooses how long its own is, since 4 frames refer to memory, since 5 such
+memory may be of several segments.
+"""
 
 
 class LocalRail:
     """Shared memory, as a NIC."""
 
-    def __init__(self, index: int, ring_bytes: int) -> None:
+    def __init__(self, index: int, ring_bytes: int, shares: bool = True) -> None:
         self.index = index
         self._ring_bytes = ring_bytes
         self.traits: Traits = traits_of(LOCAL)
-        self.device = StreamDevice()
+        self.device = StreamDevice(shares)
         self.provider = LOCAL
         self.name = LOCAL
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import weakref
@@ -10,18 +11,21 @@ from typing import Any, TypeGuard
 
 from aiote_native.buffers import Buffer, acquire
 from aiote_native.core import Core
+from aiote_native.cuda.driver import device_of as device_at
+from aiote_native.cuda.events import EventPool
 from aiote_native.messages import CREDIT_MESSAGES
+from aiote_native.nudges import nudge
 from aiote_native.peer_wakeups import PeerWakeup, WakeupEvent
 from aiote_native.peers import PeerLink, pool_bytes
 from aiote_native.provider import NativeEndpoint
 from aiote_native.status import StatusError
 from aiote_native.workrequests import LocalMemory
 
-from ..errors import FabricError, UsageError
+from ..errors import FabricError
 from .contract import Rail, RailInfo
 from .libfabric import fabric_error
 from .lock_reaper import LockReaper
-from .reach import HOST, Reach, open_driver, reach_of, stages
+from .reach import HOST, HOST_REACH, Reach, open_driver, stages
 from .selection import RailRequest, open_rails
 from .stale_files import remove_stale_files
 
@@ -35,12 +39,14 @@ SCRATCH_BYTES = 64
 class PendingChannel:
     """An endpoint that was opened for one peer and waits for the other side's address."""
 
-    def __init__(self, rail: Rail, remote_rail: int, slot: int, generation: int) -> None:
+    def __init__(
+        self, rail: Rail, remote_rail: int, slot: int, generation: int, reserved: NativeEndpoint | None = None
+    ) -> None:
         self.rail = rail
         self.remote_rail = remote_rail
         self.slot = slot
         self.generation = generation
-        self.endpoint: NativeEndpoint = rail.open_endpoint()
+        self.endpoint: NativeEndpoint = reserved or rail.open_endpoint()
         self.wakeup: PeerWakeup | None = None
         self.refused = ""
 
@@ -98,9 +104,14 @@ class RailSet:
 
     `host` chooses the rail of an IP provider when `rails` does not name any; `largest` bounds a single message
     below what the provider takes (0: no bound); `verbs` are settings of that kind's devices, `messages` how
-    many of a peer's are held, `ring_bytes` how long rings of `local` are, `silence` after how many seconds a peer that
-    stands in `shm` of libfabric 1 is given up, `cuda` the path of the driver of CUDA devices.
+    many of a peer's are held, `ring_bytes` how long rings of `local` are, `gpu_sharing` whether it shares GPU memory,
+    `spare` whether a socket comes with rails that are scarce,
+    `silence` after how many seconds a peer that stands in `shm` of libfabric 1 is given up, `cuda` the path of the
+    driver of CUDA devices.
     """
+
+    _reach: weakref.WeakKeyDictionary[LocalMemory, dict[str, Reach]]
+    _scratch: LocalMemory | None = None
 
     def __init__(
         self,
@@ -112,23 +123,25 @@ class RailSet:
         largest: int = 0,
         verbs: Mapping[str, int] | None = None,
         messages: int = 16,
-        ring_bytes: int = 1 << 19,
+        ring_bytes: int = 2 << 20,
+        gpu_sharing: bool = True,
+        spare: bool = False,
         silence: float = 3.0,
         cuda: str = "",
         **core: Any,
     ) -> None:
         """Open everything, or nothing. Raises FabricError and UsageError."""
-        self.largest = largest
-        self._cuda = cuda
+        self.largest, self._cuda = largest, cuda
         self.rails: list[Rail] = []
         self.core: Core | None = None
         self._lock_reaper: LockReaper | None = None
-        self._scratch: LocalMemory | None = None
         self._memories: weakref.WeakSet[LocalMemory] = weakref.WeakSet()
+        self._reach = weakref.WeakKeyDictionary()
+        self._event_pools: dict[int, EventPool] = {}
         settings = {**(verbs or {}), "messages": messages + CREDIT_MESSAGES}
-        request = RailRequest(provider, rails, host, library, settings, bool(core.get("threaded")), ring_bytes)
+        local = bool(core.get("threaded")), ring_bytes, gpu_sharing, spare
         try:
-            found, clock = open_rails(request, self.rails)
+            found, clock = open_rails(RailRequest(provider, rails, host, library, settings, *local), self.rails)
             if clock is not None:
                 core["clock"] = clock
             opened = self.core = Core(wakeup_event=any(not rail.traits.waits for rail in self.rails), **core)
@@ -189,29 +202,39 @@ class RailSet:
         return memory
 
     def _registered(self, buffer: Buffer, access: int) -> LocalMemory:
-        devices = [rail.device for rail in self.rails]
         if buffer.device in HOST:
-            return LocalMemory(buffer, devices, access)
-        from .dmabuf import EXPORTERS, exported
+            return LocalMemory(buffer, [rail.device for rail in self.rails], access)
+        from .gpu_memory import register_gpu
 
-        others = [rail for rail in self.rails if not stages(rail, buffer.device)]
-        deaf = sorted({rail.provider for rail in others if not rail.traits.dmabuf})
-        if buffer.device not in EXPORTERS or deaf:
-            raise UsageError(
-                f"memory of device {buffer.device!r} cannot be registered with {', '.join(deaf) or 'any provider'}, "
-                "which reach host memory only: register a pinned host buffer and copy to it, or open the engine with "
-                "provider='local' or 'socket', or 'verbs' and its rails by name"
-            )
-        if len(others) < len(self.rails):
+        if buffer.device == "cuda" and any(stages(rail, "cuda") or rail.traits.dmabuf for rail in self.rails):
             open_driver(self._cuda)
-        if not others:
-            return LocalMemory(buffer, devices, access, staged=True)
-        with exported(buffer.device, buffer.address, buffer.nbytes) as found:
-            return LocalMemory(buffer, devices, access, found.fd, found.offset, staged=buffer.device == "cuda")
+        memory, reach = register_gpu(self.rails, buffer, access)
+        self._reach[memory] = reach
+        return self._ordered(memory)
+
+    def _ordered(self, memory: LocalMemory) -> LocalMemory:
+        """Have memory of a CUDA device know where the events of its streams are, and return it."""
+        if memory.buffer.device != "cuda":
+            return memory
+        try:
+            open_driver(self._cuda)
+            number = device_at(memory.address)
+            if number not in self._event_pools:
+                self._event_pools[number] = EventPool(number, memory.address)
+        except BaseException:
+            memory.close()
+            raise
+        memory.events = self._event_pools[number]
+        return memory
 
     def reach(self, memory: LocalMemory) -> dict[str, Reach]:
         """Say how each rail reaches registered memory, by the rails' names."""
-        return {rail.name: reach_of(rail, memory.buffer.device) for rail in self.rails}
+        return self._reach.get(memory) or {rail.name: HOST_REACH for rail in self.rails}
+
+    def nudge(self) -> None:
+        """Say to peers what rails have to say while nothing is under way."""
+        if self.core is not None:
+            nudge(self.core)
 
     def _rank(self, memory: LocalMemory) -> None:
         """Have the rails that are near the memory preferred, as far as it is known where it is and where they are."""
@@ -227,15 +250,30 @@ class RailSet:
         """Return the keys of all memory that is registered now, on one rail."""
         return {memory.keys[rail][0] for memory in self._memories if memory.registrations}
 
-    def open_channel(self, rail: int, remote_rail: int) -> PendingChannel:
-        """Open an endpoint for one peer. Raises FabricError."""
+    @property
+    def spares(self) -> set[str]:
+        """What is spoken on the wire of rails that are for peers which find no room on the others."""
+        scarce = any(rail.traits.scarce for rail in self.rails)
+        return {rail.wire for rail in self.rails if scarce and not rail.traits.scarce}
+
+    def reserve(self, rail: int) -> NativeEndpoint | None:
+        """Open an endpoint of a scarce rail for one peer, or None where its NIC has none left. Raises FabricError."""
+        try:
+            return self.rails[rail].open_endpoint()
+        except FabricError as error:
+            if error.errno != errno.ENOMEM or not self.spares:
+                raise
+            return None
+
+    def open_channel(self, rail: int, remote_rail: int, reserved: NativeEndpoint | None = None) -> PendingChannel:
+        """Open an endpoint for one peer, or take the one that was reserved. Raises FabricError."""
         chosen = self.rails[rail]
         assert self.core is not None
         slot, generation = -1, 0
         if not chosen.traits.waits and self.core.wakeup_event is not None:
             slot, generation = self.core.wakeup_event.take_slot()
         try:
-            return PendingChannel(chosen, remote_rail, slot, generation)
+            return PendingChannel(chosen, remote_rail, slot, generation, reserved)
         except BaseException as error:
             self.free_slot(slot)
             if _is_raw(error):
@@ -312,6 +350,8 @@ class RailSet:
         if self._scratch is not None:
             self._scratch.close()
             self._scratch = None
+        while self._event_pools:
+            self._event_pools.popitem()[1].close()
         while self.rails:
             try:
                 self.rails.pop().close()

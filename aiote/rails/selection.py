@@ -30,7 +30,8 @@ class RailRequest:
     """What an engine asks for: a provider or "auto", names of NICs or their addresses, its own address, a library.
 
     `verbs` are settings of that kind's devices; `threaded`: progress is made in a native thread;
-    `ring_bytes`: what a ring of `local` holds.
+    `ring_bytes`: what a ring of `local` holds; `gpu_sharing`: whether it shares GPU memory; `spare`: a socket comes
+    with rails that are scarce, for peers that find none left.
     """
 
     provider: str
@@ -39,7 +40,9 @@ class RailRequest:
     library: str = ""
     verbs: Mapping[str, int] = field(default_factory=dict)
     threaded: bool = False
-    ring_bytes: int = 1 << 19
+    ring_bytes: int = 2 << 20
+    gpu_sharing: bool = True
+    spare: bool = False
 
 
 def open_rails(request: RailRequest, rails: list[Rail]) -> tuple[FoundLibrary | None, Any]:
@@ -55,7 +58,9 @@ def open_rails(request: RailRequest, rails: list[Rail]) -> tuple[FoundLibrary | 
     if provider == "verbs":
         _open_ports(request, rails)
     elif provider == LOCAL:
-        rails += [LocalRail(index, request.ring_bytes) for index in range(choose_local(request.names))]
+        rails += [
+            LocalRail(index, request.ring_bytes, request.gpu_sharing) for index in range(choose_local(request.names))
+        ]
     elif provider == SOCKET:
         rails += [SocketRail(index, *at) for index, at in enumerate(choose_sockets(request.names, request.host))]
     elif provider == "sim":
@@ -64,16 +69,17 @@ def open_rails(request: RailRequest, rails: list[Rail]) -> tuple[FoundLibrary | 
         assert found is not None
         if provider.partition(";")[0] in UNTRIED:
             warnings.warn(
-                f"provider={provider!r} was never run with aiote on hardware or in software, and is known not to work "
-                "yet; see docs/providers.md",
+                f"provider={provider!r} was never run with aiote on hardware; see docs/providers.md",
                 RuntimeWarning,
                 stacklevel=2,
             )
         for index, place in enumerate(choose(provider, request.names, request.host, found)):
             rails.append(LibfabricRail(index, *place, found))
+        if request.spare and rails[0].traits.scarce:
+            rails.append(SocketRail(len(rails), *choose_sockets(None, request.host)[0]))
     if request.provider == AUTO and may_make_rings():
         # For peers on this host; the others are reached as if it were not there.
-        rails.append(LocalRail(len(rails), request.ring_bytes))
+        rails.append(LocalRail(len(rails), request.ring_bytes, request.gpu_sharing))
     return found, clock
 
 

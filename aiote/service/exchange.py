@@ -10,6 +10,7 @@ import msgspec
 
 import aiote
 
+from ..observe.context import CONTEXT_BYTES, call_context
 from .codec import encode
 from .definition import Method
 from .errors import BusyError, CallError, CallLostError, DrainingError, NotServedError, RemoteError
@@ -88,7 +89,11 @@ async def begin(pending: UnderWay, method: Method, bound: Any, *, wait: bool) ->
     With a result the time that is left to the caller travels. A stream may outlive the scope in which its first item
     was awaited: of that the server hears by a Cancel.
     """
-    link = pending.link
+    link, context = pending.link, call_context.get()
+    if len(context) > CONTEXT_BYTES:
+        raise aiote.UsageError(
+            f"call_context has {len(context)} characters, {CONTEXT_BYTES} at most travel with a call"
+        )
     if not (link.has_slot or wait):
         raise BusyError(method.name, f"{len(link.calls)} calls of this engine are under way there, as many as it takes")
     slot = await link.take_slot(pending)
@@ -96,7 +101,7 @@ async def begin(pending: UnderWay, method: Method, bound: Any, *, wait: bool) ->
         raise CallLostError(method.name, link.lost, "no")
     try:
         body, arrays = encode(bound)
-        fixed = 2 * len(method.name)
+        fixed = 2 * len(method.name) + len(context.encode())
         parcel = link.inline(body, arrays, fixed) or await link.bring(body, arrays, fixed, kept=True)
     except BaseException as error:
         link.give_slot(slot, pending)
@@ -107,8 +112,8 @@ async def begin(pending: UnderWay, method: Method, bound: Any, *, wait: bool) ->
     left = 0.0
     if not method.stream and (deadline := link.endpoint.deadline()) < math.inf:
         left, pending.deadline = max(deadline - link.endpoint.loop.time(), 1e-6), deadline
-    size = FRAME_BYTES + 2 * len(method.name) + len(parcel.body) + PIECE_BYTES * len(parcel.pieces)
-    frame = CallFrame(slot, pending.generation, method.name, left, parcel.body, parcel.pieces, parcel.outside)
+    size = FRAME_BYTES + fixed + len(parcel.body) + PIECE_BYTES * len(parcel.pieces)
+    frame = CallFrame(slot, pending.generation, method.name, left, parcel.body, parcel.pieces, parcel.outside, context)
     # A call that is alone does not wait for others that could travel with it, and a stream is one of a few.
     link.post(frame, size, now=method.stream or len(link.calls) == 1)
 

@@ -13,6 +13,8 @@ from typing import Annotated, TypeAlias
 
 import msgspec
 
+from ..observe.context import CONTEXT_BYTES
+
 __all__ = [
     "MAGIC",
     "VERSION",
@@ -42,6 +44,7 @@ Generation: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
+Context: TypeAlias = Annotated[str, msgspec.Meta(max_length=CONTEXT_BYTES)]
 Piece: TypeAlias = tuple[Number, Count, Count]
 """Bytes in memory that the receiver has lent to the sender: number of the lent memory, offset, length."""
 Pieces: TypeAlias = Annotated[list[Piece], msgspec.Meta(max_length=256)]
@@ -82,6 +85,8 @@ class CallFrame(msgspec.Struct, array_like=True, tag=1, frozen=True):
     pieces: Pieces
     outside: bool = False
     """Whether the body is the first piece."""
+    context: Context = ""
+    """The trace that it is part of, as a W3C `traceparent`; nothing here reads it."""
 
 
 class End(msgspec.Struct, array_like=True, tag=2, frozen=True):

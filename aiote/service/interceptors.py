@@ -14,10 +14,14 @@ __all__ = ["CallInfo", "Interceptor", "intercepted"]
 
 @dataclass(frozen=True, slots=True)
 class CallInfo:
-    """A call: the method's name on the wire, and the peer on the other side, whose identity its key has proven."""
+    """A call: the method's name on the wire, and the peer on the other side, whose identity its key has proven.
+
+    `context`: at the server, the trace that the caller says it is part of (`aiote.observe.tracing`).
+    """
 
     method: str
     peer: aiote.Peer
+    context: str = ""
 
 
 Interceptor: TypeAlias = Callable[[CallInfo, Callable[[], Awaitable[Any]]], Awaitable[Any]]

@@ -75,7 +75,7 @@ class Running:
     @property
     def info(self) -> CallInfo:
         """Who calls, and what."""
-        return CallInfo(self._method.name, self.link.peer)
+        return CallInfo(self._method.name, self.link.peer, self.frame.context)
 
     # Its life.
 

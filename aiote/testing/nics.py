@@ -27,7 +27,10 @@ class NicModel:
     before it refuses more; events: arrivals that lie untaken before more wait. pieces: the most pieces that a payload
     is placed in, in any order. max_sge: the most SGEs of one operation (tcp and shm of libfabric take 4, NICs 1).
     refusals: the share of posts that are refused for now without a reason. lingers: what has left a NIC arrives though
-    its endpoint was closed meanwhile, as bytes on a wire do. null: every operation ends at once, and nothing is moved.
+    its endpoint was closed meanwhile, as bytes on a wire do. forgets_us: an immediate is reported up to so long after
+    it came, and never where the endpoint is closed meanwhile: EFA drops what its queues hold. packet_bytes: a NIC sends
+    so many bytes of each of its writes in turn, as RDMA NICs do with their queue pairs, 0 for one write after the
+    other. null: every operation ends at once, and nothing is moved.
     """
 
     name: str
@@ -44,15 +47,19 @@ class NicModel:
     max_sge: int = 1
     refusals: float = 0.0
     lingers: bool = False
+    forgets_us: float = 0.0
+    packet_bytes: int = 0
     null: bool = False
 
     def __post_init__(self) -> None:
         """Check the numbers. Raises UsageError."""
         times = (self.gbps, self.latency_us, self.answer_us, self.jitter_us, self.operation_us, self.overlap)
-        if min(times) < 0 or not 0 <= self.refusals < 1:
+        if min(times) < 0 or self.forgets_us < 0 or not 0 <= self.refusals < 1:
             raise UsageError("a NIC's times and its bandwidth are not negative, refusals are from 0 to below 1")
         if not 1 <= self.pieces <= MAX_PIECES or self.queue < 1 or self.events < 1:
             raise UsageError(f"a NIC's queue and events are at least 1, its pieces from 1 to {MAX_PIECES}")
+        if not 0 <= self.packet_bytes < 1 << 32:
+            raise UsageError(f"packet_bytes is from 0 to {(1 << 32) - 1}, not {self.packet_bytes}")
         if not 1 <= self.max_sge <= MAX_SGE:
             raise UsageError(f"an operation has from 1 to {MAX_SGE} SGEs, not {self.max_sge}")
 
@@ -71,6 +78,8 @@ class NicModel:
             "max_sge": self.max_sge,
             "refusals": round(self.refusals * 65536),
             "lingers": self.lingers,
+            "forgets": round(self.forgets_us * 1000),
+            "packet": self.packet_bytes,
             "null": self.null,
         }
         return SimNic(f"sim{index}", round((self.speed_gbps or self.gbps) * 1000), numbers)

@@ -100,5 +100,11 @@ class Peer:
         """Whether a `submit_` form would start a transfer now instead of raising QueueFull."""
         return self._connection.has_room
 
+    @property
+    def unfinished(self) -> int:
+        """How many transfers toward it are under way now, of `max_transfers` at most."""
+        link = self._connection.link
+        return 0 if link is None else link.unfinished
+
     def __repr__(self) -> str:
         return repr(self._connection)

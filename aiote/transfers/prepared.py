@@ -22,8 +22,10 @@ from .scatter import (
     take_rooms,
     void_lease,
 )
+from .streams import order_behind, pools_of
 
 if TYPE_CHECKING:
+    from ..rails import EventPool, Order
     from ..runtime import Runtime
     from .owner import Destination
     from .regions import Region
@@ -86,6 +88,8 @@ class Prepared:
         self._targets = PreparedTargets(runtime.core, len(items), page_bytes)
         self._sources: list[Region | None] = []
         self._leases: list[int] = []
+        # The devices of all sources: to look which of them a request uses would take longer than to wait for all.
+        self._pools: tuple[EventPool, ...] = ()
         peers = []
         for position, item in enumerate(items):
             try:
@@ -94,6 +98,7 @@ class Prepared:
                 raise UsageError(f"scatter: target {position} is {item!r}, expected ScatterTarget(src, dst)") from None
             peers.append(self._add(position, src, dst, strides))
         self._targets.peers = tuple(peers)
+        self._pools = pools_of(src.memory for src in self._sources if src is not None)
 
     def __len__(self) -> int:
         return len(self._sources)
@@ -128,12 +133,15 @@ class Prepared:
         self._leases.append(lease)
         return peer
 
-    def _start(self, run: TargetRun, imm: int) -> Transfer:
+    def _start(self, run: TargetRun, imm: int, stream: Any) -> Transfer:
         """Post a run. Raises UsageError, ClosedError, PeerError, QueueFull, TransferError: nothing was posted."""
-        transfer = run.start(PreparedTransfer, self.group, imm)
-        return self._start_slowly(run, imm) if transfer is None else transfer
+        order = None
+        if self._pools or stream is not None:
+            order = order_behind(self._pools, stream, described(run))
+        transfer = run.start(PreparedTransfer, self.group, imm, order=order)
+        return self._start_slowly(run, imm, order) if transfer is None else transfer
 
-    def _start_slowly(self, run: TargetRun, imm: int) -> Transfer:
+    def _start_slowly(self, run: TargetRun, imm: int, order: Order | None) -> Transfer:
         """Find out why a run was not posted, and post it if nothing but a turn to submit was in its way."""
         self._runtime.require_open()
         rows = dict.fromkeys(run.rows())
@@ -146,7 +154,7 @@ class Prepared:
             if lease and peers[row].lease_flight(lease) is None:
                 raise void_lease(GroupTransfer(self.group, peers, described(run)), peers[row], lease)
         take_rooms(self._runtime, described(run), [peers[row] for row in rows])
-        transfer = run.start(PreparedTransfer, self.group, imm, admitted=True)
+        transfer = run.start(PreparedTransfer, self.group, imm, admitted=True, order=order)
         if transfer is None:
             raise UsageError(
                 f"{described(run)}: the memory of a target was registered with fewer rails than its owner has "
@@ -154,9 +162,9 @@ class Prepared:
             )
         return transfer
 
-    async def _write(self, run: TargetRun, imm: int) -> None:
+    async def _write(self, run: TargetRun, imm: int, stream: Any) -> None:
         await group_room(self.group)
-        await self._start(run, imm)
+        await self._start(run, imm, stream)
 
 
 class PreparedScatter(Prepared):
@@ -174,16 +182,17 @@ class PreparedScatter(Prepared):
         imm: int | None = None,
         *,
         to: Any = None,
+        stream: Any = None,
     ) -> Transfer:
         """Start a write of `lengths[i]` bytes to target i, between these offsets (bytes) within its two regions.
 
         Each is an array of int64 or uint64 (NumPy, `array.array`, any buffer), read before this returns; offsets that
         are None are 0. With `imm` each write counts 1 at its receiver, one of length 0 as well; without, a length of 0
         posts nothing. `to` lists the targets that are meant, by position, in any order and as often as needed; the
-        others get nothing. Raises UsageError for numbers that do not fit, ClosedError, PeerError, QueueFull, and
-        TransferError for a void lease: nothing was posted then.
+        others get nothing. `stream` is as of `Engine.write`. Raises UsageError for numbers that do not fit,
+        ClosedError, PeerError, QueueFull, and TransferError for a void lease: nothing was posted then.
         """
-        return self._start(self._run(lengths, local_offsets, remote_offsets, to), checked(imm))
+        return self._start(self._run(lengths, local_offsets, remote_offsets, to), checked(imm), stream)
 
     def submit_when(
         self,
@@ -211,7 +220,8 @@ class PreparedScatter(Prepared):
             run = arm(self._targets, flag, value, lengths, local_offsets, remote_offsets, to, skip_empty)
         except (BufferError, TypeError, ValueError) as error:
             raise UsageError(f"scatter: {error}") from None
-        return self._start(run, checked(imm))
+        # Whoever raises the flag does so behind what fills the sources.
+        return self._start(run, checked(imm), -1)
 
     async def write(
         self,
@@ -221,12 +231,13 @@ class PreparedScatter(Prepared):
         imm: int | None = None,
         *,
         to: Any = None,
+        stream: Any = None,
     ) -> None:
         """Write as `submit`, once there is room toward every member of the group; all is over when this returns.
 
         Cancelling is as of `Engine.scatter`. The arrays are read at once.
         """
-        await self._write(self._run(lengths, local_offsets, remote_offsets, to), checked(imm))
+        await self._write(self._run(lengths, local_offsets, remote_offsets, to), checked(imm), stream)
 
     def _run(self, lengths: Any, local_offsets: Any, remote_offsets: Any, to: Any) -> TargetRun:
         try:
@@ -246,18 +257,22 @@ class PreparedPages(Prepared):
         """The length of every page."""
         return self._targets.page_bytes
 
-    def submit(self, local_pages: Any, remote_pages: Any, imm: int | None = None, *, counts: Any = None) -> Transfer:
+    def submit(
+        self, local_pages: Any, remote_pages: Any, imm: int | None = None, *, counts: Any = None, stream: Any = None
+    ) -> Transfer:
         """Start a write of page `local_pages[i]` to page `remote_pages[i]` for every i; with `imm` each page counts 1.
 
         Page n of a side begins n strides behind the start of its region. The first `counts[0]` pages are target 0's,
         the next `counts[1]` target 1's, and so on; with a single target there need be no counts. Arrays and errors are
         as of `PreparedScatter.submit`.
         """
-        return self._start(self._run(local_pages, remote_pages, counts), checked(imm))
+        return self._start(self._run(local_pages, remote_pages, counts), checked(imm), stream)
 
-    async def write(self, local_pages: Any, remote_pages: Any, imm: int | None = None, *, counts: Any = None) -> None:
+    async def write(
+        self, local_pages: Any, remote_pages: Any, imm: int | None = None, *, counts: Any = None, stream: Any = None
+    ) -> None:
         """Write as `submit`, once there is room toward every member of the group; all is over when this returns."""
-        await self._write(self._run(local_pages, remote_pages, counts), checked(imm))
+        await self._write(self._run(local_pages, remote_pages, counts), checked(imm), stream)
 
     def _run(self, local_pages: Any, remote_pages: Any, counts: Any) -> TargetRun:
         try:

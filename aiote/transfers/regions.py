@@ -131,7 +131,8 @@ class Region(LocalSlice):
 
     @property
     def reach(self) -> Mapping[str, Reach]:
-        """How each rail of the engine reaches the memory, by the rail's name: `.way` is "direct", "staged" or "dmabuf",
+        """How each rail of the engine reaches the memory, by the rail's name: `.way` is "direct", "shared", "staged",
+        "dmabuf", "peermem" or "none" (other rails carry it),
         `.reason` says why.
         """
         return MappingProxyType(self._state.reach)
@@ -290,6 +291,7 @@ class Regions:
         self._memories: set[LocalMemory] = set()
         # A region that nobody has any more stays registered: peers hold its descriptor.
         self._regions: dict[LocalMemory, Region] = {}
+        self._registered = 0
         self._idle = Signal(runtime.loop)
         self._calls: set[ThreadCall[LocalMemory]] = set()
 
@@ -350,10 +352,19 @@ class Regions:
         region = Region(memory, 0, memory.length, state, is_slice=False)
         self._memories.add(memory)
         self._regions[memory] = region
+        self._registered += 1
         for rail, found in reach.items():
-            if found.way == "staged":
+            if found.way in ("staged", "none"):
                 self._runtime.events.emit("memory.staged", rail=rail, device=device, reason=found.reason)
         return region
+
+    def counted(self) -> dict[str, int]:
+        """Return how many regions are open, their bytes, and how many there were ever."""
+        return {
+            "regions": len(self._regions),
+            "registered_bytes": sum(each.length for each in self._regions),
+            "registrations": self._registered,
+        }
 
     def attach(self, descriptor: bytes | bytearray | memoryview) -> RemoteRegion:
         """Make another engine's memory usable; see `Engine.attach`."""
@@ -379,6 +390,9 @@ class Regions:
 
         def are_still() -> bool:
             copying = [memory.retire() for memory in memories]
+            if any(copying):
+                # Peers who have its allocation open may sleep.
+                self._runtime.rail_set.nudge()
             return not any(copying)
 
         await poll_until(self._runtime.loop, are_still, COPIES_S)

@@ -5,7 +5,7 @@ With `waits` a transfer beyond the limit of unfinished ones waits for room, with
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..core.address import Address
 from ..core.striping import check_immediate
@@ -13,10 +13,11 @@ from ..errors import UsageError
 from .pages import Pages
 from .peer import Peer
 from .regions import Region, RemoteRegion
+from .streams import order_behind, pools_of
 from .transfer import Launch, Transfer
 
 if TYPE_CHECKING:
-    from ..rails import PeerLink
+    from ..rails import Order, PeerLink
     from ..runtime import Runtime
     from .owner import Destination, PeerFinder
 
@@ -54,6 +55,11 @@ def _check_pages(verb: str, src: object, dst: object) -> None:
         )
 
 
+def _check_writable(verb: str, target: RemoteRegion) -> None:
+    if not target.writable:
+        raise UsageError(f"{verb}: the remote memory is read-only: its owner registered it so, or a read-only buffer")
+
+
 def _check_readable(source: RemoteRegion, target: Region) -> None:
     if not source.readable:
         raise UsageError("read: the remote memory cannot be read, its owner registered it with access='write'")
@@ -86,9 +92,11 @@ class Requests:
         waits: bool = False,
         lease: int = 0,
         rail: str | int | None = None,
+        order: Order | None = None,
     ) -> Transfer:
-        """Make a transfer and start it as soon as its peer is connected and has room."""
+        """Make a transfer and start it as soon as its peer is connected, has room, and `order` allows it."""
         transfer = Transfer(peer, description, launch, lease)
+        transfer.order = order
         if rail is not None:
             transfer.prefer(self._runtime.rail_index(rail))
         peer.submit(transfer, waits=waits)
@@ -119,12 +127,14 @@ class Requests:
         *,
         waits: bool = False,
         rail: str | int | None = None,
+        stream: Any = None,
     ) -> Transfer:
         """Start one write, with or without an immediate, or an immediate alone."""
         self._runtime.require_open()
         verb = "write" if imm is None else "write_imm"
         value = NO_IMMEDIATE if imm is None else check_immediate(imm)
         if src is None:
+            order_behind((), stream, verb)
             return self._write_alone(dst, value, waits, rail)
         source = self._own(_local(src, verb, "src"), verb)
         target = _remote(dst, verb, "dst")
@@ -132,10 +142,8 @@ class Requests:
             raise UsageError(
                 f"{verb}: src has {source.nbytes} bytes, dst {target.nbytes}; slice the larger one to the same length"
             )
-        if not target.writable:
-            raise UsageError(
-                f"{verb}: the remote memory is read-only: its owner registered it so, or a read-only buffer"
-            )
+        _check_writable(verb, target)
+        order = order_behind(pools_of([source.memory]), stream, verb)
         peer = self._owner_of(target)
 
         def launch(transfer: Transfer, link: PeerLink) -> None:
@@ -144,7 +152,13 @@ class Requests:
             )
 
         return self._submit(
-            peer, f"{verb} of {source.nbytes} bytes", launch, waits=waits, lease=target.lease, rail=rail
+            peer,
+            f"{verb} of {source.nbytes} bytes",
+            launch,
+            waits=waits,
+            lease=target.lease,
+            rail=rail,
+            order=order,
         )
 
     def _write_alone(
@@ -164,7 +178,15 @@ class Requests:
 
         return self._submit(peer, what, launch, waits=waits, rail=rail)
 
-    def read(self, src: RemoteRegion, dst: Region, *, waits: bool = False, rail: str | int | None = None) -> Transfer:
+    def read(
+        self,
+        src: RemoteRegion,
+        dst: Region,
+        *,
+        waits: bool = False,
+        rail: str | int | None = None,
+        stream: Any = None,
+    ) -> Transfer:
         """Start one read."""
         self._runtime.require_open()
         source = _remote(src, "read", "src_remote")
@@ -175,6 +197,7 @@ class Requests:
                 "slice the larger one to the same length"
             )
         _check_readable(source, target)
+        order = order_behind(pools_of([target.memory]), stream, "read")
         peer = self._owner_of(source)
 
         def launch(transfer: Transfer, link: PeerLink) -> None:
@@ -190,31 +213,38 @@ class Requests:
                 NO_IMMEDIATE,
             )
 
-        return self._submit(peer, f"read of {source.nbytes} bytes", launch, waits=waits, lease=source.lease, rail=rail)
+        what = f"read of {source.nbytes} bytes"
+        return self._submit(peer, what, launch, waits=waits, lease=source.lease, rail=rail, order=order)
 
     def pages(
-        self, src: Pages, dst: Pages, imm: int | None, *, waits: bool = False, rail: str | int | None = None
+        self,
+        src: Pages,
+        dst: Pages,
+        imm: int | None,
+        *,
+        waits: bool = False,
+        rail: str | int | None = None,
+        stream: Any = None,
     ) -> Transfer:
         """Start paged writes."""
         self._runtime.require_open()
         _check_pages("write_pages", src, dst)
         source = self._own(_local(src.region, "write_pages", "src.region"), "write_pages")
         target = _remote(dst.region, "write_pages", "dst.region")
-        if not target.writable:
-            raise UsageError(
-                "write_pages: the remote memory is read-only: its owner registered it so, or a read-only buffer"
-            )
+        _check_writable("write_pages", target)
         value = NO_IMMEDIATE if imm is None else check_immediate(imm)
-        return self._paged("write_pages", src, source, dst, target, value, waits, rail)
+        return self._paged("write_pages", src, source, dst, target, value, waits, rail, stream)
 
-    def read_pages(self, src: Pages, dst: Pages, *, waits: bool = False, rail: str | int | None = None) -> Transfer:
+    def read_pages(
+        self, src: Pages, dst: Pages, *, waits: bool = False, rail: str | int | None = None, stream: Any = None
+    ) -> Transfer:
         """Start paged reads."""
         self._runtime.require_open()
         _check_pages("read_pages", src, dst)
         source = _remote(src.region, "read_pages", "src.region")
         target = self._own(_local(dst.region, "read_pages", "dst.region"), "read_pages")
         _check_readable(source, target)
-        return self._paged("read_pages", dst, target, src, source, NO_IMMEDIATE, waits, rail)
+        return self._paged("read_pages", dst, target, src, source, NO_IMMEDIATE, waits, rail, stream)
 
     def _paged(
         self,
@@ -226,8 +256,10 @@ class Requests:
         imm: int,
         waits: bool,
         rail: str | int | None,
+        stream: Any,
     ) -> Transfer:
         """Start what moves pages between this side and the other, whose own they are."""
+        order = order_behind(pools_of([local.memory]), stream, verb)
 
         def launch(transfer: Transfer, link: PeerLink) -> None:
             self._runtime.core.submit_pages(
@@ -247,7 +279,9 @@ class Requests:
             )
 
         what = f"{verb} of {len(ours)} pages of {ours.page_bytes} bytes"
-        return self._submit(self._owner_of(remote), what, launch, waits=waits, lease=remote.lease, rail=rail)
+        return self._submit(
+            self._owner_of(remote), what, launch, waits=waits, lease=remote.lease, rail=rail, order=order
+        )
 
     def send(self, to: Peer | Address | str, payload: object, *, waits: bool = False) -> Transfer:
         """Start one message; the payload is copied."""

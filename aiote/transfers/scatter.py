@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.address import Address
 from ..core.striping import check_immediate
@@ -13,6 +13,7 @@ from ..rails import ScatterTargets, error_text, scatter
 from .owner import Destination, drain
 from .peer import Peer
 from .regions import Region, RemoteRegion
+from .streams import order_behind, pools_of
 from .transfer import Transfer
 
 if TYPE_CHECKING:
@@ -184,8 +185,11 @@ class GroupTransfer(Transfer):
         failures = self.targets.failures()
         position, errnum, rail = failures[0]
         peer = self.members()[position]
+        failure = "" if self.order is None else self.order.failure
         if peer.reason:
             cause = peer.error(self.description)
+        elif failure:
+            cause = FabricError(errnum, failure, operation=f"{self.description} behind a stream")
         else:
             name = peer.rail_name(rail)
             cause = FabricError(errnum, error_text(errnum), operation=self.description, rail=name)
@@ -202,7 +206,7 @@ def check_group(runtime: Runtime, group: object) -> None:
 
 
 def submit_scatter(
-    runtime: Runtime, group: PeerGroup, targets: Iterable[ScatterTarget], imm: int | None
+    runtime: Runtime, group: PeerGroup, targets: Iterable[ScatterTarget], imm: int | None, stream: Any = None
 ) -> GroupTransfer:
     """Start a write to each target, one request for all. Raises UsageError, PeerError, QueueFull: none was started."""
     check_group(runtime, group)
@@ -220,6 +224,8 @@ def submit_scatter(
         if isinstance(dst, RemoteRegion) and dst.lease:
             leases[peers[-1], dst.lease] = None
     transfer = GroupTransfer(group, peers, f"scatter to {len(items)} targets")
+    sources = [src.memory for src, _dst in items if isinstance(src, Region)]
+    transfer.order = order_behind(pools_of(sources), stream, "scatter")
     take_rooms(runtime, transfer.description, peers)
     held = _take_leases(transfer, leases)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,25 @@ BROKEN = frozenset(
 Launch = Callable[["Transfer", "PeerLink"], None]
 """Hands a transfer to the native core over the link that its peer has by then."""
 PERHAPS = "; the peer is gone, or it has closed that memory"
+
+
+class _Ending:
+    """What is woken where nobody sleeps: it calls back, once."""
+
+    def __init__(self, transfer: Transfer, callback: Callable[[Transfer], object]) -> None:
+        self._transfer = transfer
+        self._callback: Callable[[Transfer], object] | None = callback
+
+    def done(self) -> bool:
+        return self._callback is None
+
+    def set_result(self, _: object) -> None:
+        callback, self._callback = self._callback, None
+        if callback is not None:
+            try:
+                callback(self._transfer)
+            except Exception:
+                sys.excepthook(*sys.exc_info())
 
 
 class Transfer(Request):
@@ -126,8 +146,11 @@ class Transfer(Request):
             return self._error(None, f"{self.description}: cancelled, {progress}")
         rail = self.peer.rail_name(self.rail)
         where = f" on rail {rail}" if rail else ""
+        failure = "" if self.order is None else self.order.failure
         if reason:
             cause: AioteError = self.peer.error()
+        elif failure:
+            cause = FabricError(self.errno, failure, operation=f"{self.description} behind a stream")
         else:
             text = error_text(self.errno) + (PERHAPS if self.errno in BROKEN else "")
             cause = FabricError(self.errno, text, operation=self.description, rail=rail)
@@ -145,6 +168,19 @@ class Transfer(Request):
         )
         error.__cause__ = cause
         return error
+
+    def add_done_callback(self, callback: Callable[[Transfer], object]) -> None:
+        """Call it with the transfer when that is over, in the engine's own callback; at once if it is over already.
+
+        It must not block. What it raises is reported and reaches nobody else.
+        """
+        ending = _Ending(self, callback)
+        if self.done():
+            ending.set_result(None)
+        elif self.waiter is None:
+            self.waiter = ending
+        else:
+            self.waiter = [*(self.waiter if type(self.waiter) is list else [self.waiter]), ending]
 
     def raise_failure(self) -> None:
         """Raise the error that it ended with, if there is one."""

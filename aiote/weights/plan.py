@@ -104,13 +104,14 @@ class UpdatePlan:
     def groups(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """The meshes, coloured: those of a group share no rank and gather at the same time."""
         groups: list[list[tuple[int, ...]]] = []
+        taken: list[set[int]] = []
         for mesh in dict.fromkeys(self.meshes.values()):
-            for several in groups:
-                if all(set(mesh).isdisjoint(other) for other in several):
-                    several.append(mesh)
-                    break
-            else:
-                groups.append([mesh])
+            number = next((n for n, ranks in enumerate(taken) if ranks.isdisjoint(mesh)), len(groups))
+            if number == len(groups):
+                groups.append([])
+                taken.append(set())
+            groups[number].append(mesh)
+            taken[number].update(mesh)
         return tuple(map(tuple, groups))
 
     def order(self, source: int) -> list[int]:
@@ -152,16 +153,20 @@ class UpdatePlan:
     @functools.cached_property
     def senders(self) -> dict[int, tuple[int, ...]]:
         """The source ranks that write to each target rank: as many commits it has to expect."""
-        found: dict[int, set[int]] = {rank: set() for rank in self.targets.ranks}
-        for ranks, makers in self._written.items():
+        wants: dict[int, list[int]] = {rank: [] for rank in self.targets.ranks}
+        for number, (ranks, _) in enumerate(self._written):
             for rank in ranks:
-                found[rank].update(makers)
-        return {rank: tuple(sorted(makers)) for rank, makers in found.items()}
+                wants[rank].append(number)
+        # Ranks that want the same have the same senders, computed once.
+        known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for numbers in {tuple(several) for several in wants.values()}:
+            known[numbers] = tuple(sorted({maker for number in numbers for maker in self._written[number][1]}))
+        return {rank: known[tuple(several)] for rank, several in wants.items()}
 
     def written(self, target: int) -> dict[int, list[str]]:
         """Return the tensors of a target rank that each of its `senders` writes to, those of scales among them."""
         found: dict[int, dict[int, None]] = {source: {} for source in self.senders.get(target, ())}
-        for ranks, makers in self._written.items():
+        for ranks, makers in self._written:
             if target in ranks:
                 for source, entries in makers.items():
                     found[source].update(entries)
@@ -172,31 +177,36 @@ class UpdatePlan:
         }
 
     @functools.cached_property
-    def _written(self) -> dict[tuple[int, ...], dict[int, dict[int, None]]]:
-        """The entries that each source rank writes, by the target ranks that want the same."""
-        found: dict[tuple[int, ...], dict[int, dict[int, None]]] = {}
+    def _written(self) -> list[tuple[tuple[int, ...], dict[int, dict[int, None]]]]:
+        """The entries that each source rank writes, by the target ranks that want the same.
+
+        Layouts share these tuples, so they are told apart by what they are: to hash thousands of ranks for each of
+        400,000 units took longer than all else.
+        """
+        found: dict[object, tuple[tuple[int, ...], dict[int, dict[int, None]]]] = {}
         for unit in self.units:
             for ranks in self._wanted(self.entries[unit.entry], unit):
-                found.setdefault(ranks, {}).setdefault(unit.maker, {})[unit.entry] = None
-        return found
+                key = unit.ranks or id(ranks)
+                found.setdefault(key, (ranks, {}))[1].setdefault(unit.maker, {})[unit.entry] = None
+        return list(found.values())
 
     @functools.cached_property
     def traffic(self) -> Traffic:
         """Bytes that every rank sends, receives and gathers in one update."""
         traffic = Traffic(*(dict.fromkeys(side.ranks, 0) for side in (self.sources, self.targets, self.sources)))
-        received: dict[tuple[int, ...], int] = {}
+        received: dict[int, tuple[tuple[int, ...], int]] = {}
         for number, unit in enumerate(self.units):
             entry = self.entries[unit.entry]
             cell = entry.cells[unit.cell]
             for ranks, size in self.bytes(number):
                 traffic.sent[unit.maker] += size * len(ranks)
-                received[ranks] = received.get(ranks, 0) + size
+                received[id(ranks)] = ranks, received.get(id(ranks), (ranks, 0))[1] + size
             if number in self.meshes:
                 size = ITEMSIZE[entry.dtype]
                 for rank, _, start, stop in fetches(entry, cell, unit, self.sources):
                     if rank != unit.maker:
                         traffic.gathered[unit.maker] += size * math.prod(map(int.__sub__, stop, start))
-        for ranks, size in received.items():
+        for ranks, size in received.values():
             for rank in ranks:
                 traffic.received[rank] += size
         return traffic

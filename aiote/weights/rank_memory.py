@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 
 import aiote
 
+from .. import gpu
+from ..core.gpu_arrays import GpuArray, gpu_array, part_of
 from ..service.background import to_the_end
 from ..transfers.regions import Access
 from .dtypes import ITEMSIZE, dtype_name
@@ -70,12 +72,15 @@ class TensorPlace(NamedTuple):
 
 
 class Found(NamedTuple):
-    """An array: where it begins, its shape, its strides in elements, and the name of its type."""
+    """An array: where it begins, its shape, its strides in elements, and the name of its type; of a GPU's also all of
+    the memory that it is a view of.
+    """
 
     address: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: str
+    storage: GpuArray | None = None
 
 
 def extent_of(held: Held, dtype: str) -> int:
@@ -85,8 +90,10 @@ def extent_of(held: Held, dtype: str) -> int:
 
 
 def found_in(array: Any) -> Found:
-    """Return where an array lies: numpy's, torch's (on the CPU), a DTensor's local part. Raises UsageError."""
+    """Return where an array lies: numpy's, torch's, any of a GPU, a DTensor's local part. Raises UsageError."""
     array = array.to_local() if hasattr(array, "to_local") else array
+    if not isinstance(array, np.ndarray) and (on_gpu := gpu_array(array)) is not None:
+        return _found_on_gpu(array, *on_gpu)
     if hasattr(array, "data_ptr"):
         if array.device.type != "cpu":
             raise aiote.UsageError(f"it is on {array.device}; give a copy on the CPU, which may be pinned")
@@ -98,6 +105,15 @@ def found_in(array: Any) -> Found:
         raise aiote.UsageError(f"its strides {array.strides} are no multiples of its elements' {ITEMSIZE[name]} bytes")
     strides = tuple(stride // ITEMSIZE[name] for stride in array.strides)
     return Found(array.ctypes.data, tuple(array.shape), strides, name)
+
+
+def _found_on_gpu(array: Any, view: GpuArray, named: str, storage: GpuArray) -> Found:
+    name = dtype_name(array.dtype) if hasattr(array, "data_ptr") else dtype_name(np.dtype(named))
+    size = ITEMSIZE[name]
+    if any(stride % size for stride in view.strides):
+        raise aiote.UsageError(f"its strides {view.strides} are no multiples of its elements' {size} bytes")
+    address = int(view.__array_interface__["data"][0])
+    return Found(address, view.shape, tuple(stride // size for stride in view.strides), name, storage)
 
 
 class RankMemory:
@@ -113,20 +129,39 @@ class RankMemory:
         self.regions: list[aiote.Region] = []
         self.places: dict[str, TensorPlace] = {}
         spans: dict[str, tuple[int, int]] = {}
+        self._ranges: list[tuple[int, int]] = []
+        # What lies on a GPU is registered by storage: neighbours there may be of two allocations.
+        self._on_gpu: dict[int, GpuArray] = {}
         for name, tensor in layout.tensors.items():
             held = tensor.held_by().get(rank)
             if held is not None:
                 if written and isinstance(arrays.get(name), np.ndarray) and not arrays[name].flags.writeable:
                     raise aiote.UsageError(f"{name}: the array is read-only, and updates write to it")
-                spans[name] = (_checked(name, held, tensor.dtype, arrays), extent_of(held, tensor.dtype))
-        self._ranges: list[tuple[int, int]] = []
+                address, storage = _checked(name, held, tensor.dtype, arrays)
+                if storage is None:
+                    spans[name] = address, extent_of(held, tensor.dtype)
+                else:
+                    self._place_on_gpu(name, address, extent_of(held, tensor.dtype), storage)
+        of_gpu = len(self._ranges)
         for name, (address, nbytes) in sorted(spans.items(), key=lambda item: item[1]):
-            if not self._ranges or address > self._ranges[-1][1]:
+            if len(self._ranges) == of_gpu or address > self._ranges[-1][1]:
                 self._ranges.append((address, address + nbytes))
             first, last = self._ranges[-1]
             self._ranges[-1] = (first, max(last, address + nbytes))
             self.places[name] = TensorPlace(len(self._ranges) - 1, address - first, nbytes)
-        self.views: list[Bytes] = [_bytes_at(first, last - first) for first, last in self._ranges]
+        self.views: list[Bytes] = [
+            self._on_gpu[number] if number in self._on_gpu else _bytes_at(first, last - first)
+            for number, (first, last) in enumerate(self._ranges)
+        ]
+
+    def _place_on_gpu(self, name: str, address: int, nbytes: int, storage: GpuArray) -> None:
+        """Note where a tensor lies in a GPU's memory."""
+        first = int(storage.__array_interface__["data"][0])
+        extent = first, first + storage.nbytes
+        if extent not in self._ranges:
+            self._on_gpu[len(self._ranges)] = storage
+            self._ranges.append(extent)
+        self.places[name] = TensorPlace(self._ranges.index(extent), address - first, nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -164,26 +199,36 @@ class RankMemory:
             self.regions.pop()
 
     def bytes_of(self, name: str) -> Bytes:
-        """Return the bytes of a tensor, from its first element to its last."""
+        """Return the bytes of a tensor, from its first element to its last; of a GPU's a copy, which takes its time."""
         region, offset, nbytes = self.places[name]
-        return self.views[region][offset : offset + nbytes]
+        view = self.views[region]
+        if isinstance(view, GpuArray):
+            copied = np.empty(nbytes, np.uint8)
+            gpu.copy(copied, part_of(view, offset, offset + nbytes))
+            return copied
+        return view[offset : offset + nbytes]
 
     def copy_to(self, other: RankMemory, names: Iterable[str] | None = None) -> None:
         """Copy tensors, all without `names`, to where another memory of the same layout and rank has them."""
         for name in self.places if names is None else names:
             # Element by element where there are gaps: they may be another tensor's.
-            other.array_of(name)[...] = self.array_of(name)
+            there = other.bytes_of(name)
+            other.elements_in(name, there)[...] = self.elements_in(name, self.bytes_of(name))
+            region, offset, nbytes = other.places[name]
+            view = other.views[region]
+            if isinstance(view, GpuArray):
+                gpu.copy(part_of(view, offset, offset + nbytes), there)
 
-    def array_of(self, name: str) -> NDArray[Any]:
-        """Return a tensor's elements, each as plain bytes, in its shape."""
+    def elements_in(self, name: str, its_bytes: Bytes) -> NDArray[Any]:
+        """Return a tensor's elements in what `bytes_of` gave, each as plain bytes, in its shape."""
         tensor = self.layout.tensors[name]
         held, size = tensor.held_by()[self.rank], ITEMSIZE[tensor.dtype]
         strides = [size * stride for stride in held.strides]
-        return np.ndarray(held.shape, f"V{size}", buffer=self.bytes_of(name).data, strides=strides)
+        return np.ndarray(held.shape, f"V{size}", buffer=its_bytes.data, strides=strides)
 
 
-def _checked(name: str, held: Held, dtype: str, arrays: Mapping[str, Any]) -> int:
-    """Return where an array begins; raise UsageError unless it is as the layout says."""
+def _checked(name: str, held: Held, dtype: str, arrays: Mapping[str, Any]) -> tuple[int, GpuArray | None]:
+    """Return where an array begins, and a GPU's storage; raise UsageError unless it is as the layout says."""
     if name not in arrays:
         raise aiote.UsageError(f"{name}: the layout says that this rank has it, and there is no array of that name")
     try:
@@ -197,7 +242,7 @@ def _checked(name: str, held: Held, dtype: str, arrays: Mapping[str, Any]) -> in
             f"{name}: the array is {found.dtype} {found.shape} with strides {found.strides}, "
             f"the layout says {dtype} {held.shape} with strides {held.strides}"
         )
-    return found.address
+    return found.address, found.storage
 
 
 def _bytes_at(address: int, nbytes: int) -> Bytes:

@@ -280,7 +280,7 @@ class _Sending:
         offsets = min(runs_of(out), self._most) * ROW_BYTES
         nbytes = into.elements * size
         async with self.source.staging.take(nbytes + offsets) as (staged, region):
-            await in_thread(nbytes, functools.partial(move, into, size, memory.bytes_of(name), staged[:nbytes]))
+            await in_thread(nbytes, lambda: move(into, size, memory.bytes_of(name), staged[:nbytes]))
             await self._write(write.ranks, out, size, region[:nbytes])
 
     @asynccontextmanager

@@ -45,6 +45,7 @@ cdef uint8_t* slot_at(const CopyQueue* self, int slot) noexcept nogil
 cdef int queue_begin(CopyQueue* self) noexcept nogil
 cdef int queue_copy(CopyQueue* self, void* to, const void* source, size_t length) noexcept nogil
 cdef uint32_t queue_end(CopyQueue* self) noexcept nogil
+cdef uint32_t queue_seen(const CopyQueue* self) noexcept nogil
 cdef int queue_state(const CopyQueue* self, uint32_t number) noexcept nogil
 cdef void queue_look(CopyQueue* self) noexcept nogil
 cdef void queue_wait(CopyQueue* self, uint32_t number) noexcept nogil

@@ -61,13 +61,7 @@ cdef void queue_give_behind(CopyQueue* self, int slot) noexcept nogil:
 
 cdef int queue_begin(CopyQueue* self) noexcept nogil:
     """Begin a group of copies: 0, or -EIO and there is none."""
-    cdef int code
-    if self.error:
-        return -EIO
-    code = enter(self.context, &self.mode)
-    if code:
-        self.error = code
-    return -EIO if code else 0
+    return -EIO if self.error or enter(self.context, &self.mode) else 0
 
 
 cdef int queue_copy(CopyQueue* self, void* to, const void* source, size_t length) noexcept nogil:
@@ -89,6 +83,11 @@ cdef uint32_t queue_end(CopyQueue* self) noexcept nogil:
     return number
 
 
+cdef uint32_t queue_seen(const CopyQueue* self) noexcept nogil:
+    """Return the number up to which copies are over."""
+    return aiote_seen(self.word)
+
+
 cdef int queue_state(const CopyQueue* self, uint32_t number) noexcept nogil:
     """Tell what became of the copies up to a number: 1 when they are over, 0 before that, -EIO when they never will."""
     if <int32_t> (aiote_seen(self.word) - number) >= 0:
@@ -96,17 +95,26 @@ cdef int queue_state(const CopyQueue* self, uint32_t number) noexcept nogil:
     return -EIO if self.error else 0
 
 
-cdef void queue_look(CopyQueue* self) noexcept nogil:
-    """Find out whether the context is broken, where copies are under way; called before a sleep, not in each round."""
-    cdef int code, mode
-    if self.error or queue_state(self, self.posted):
-        return
-    code = enter(self.context, &mode)
+cdef int ask(CopyQueue* self) noexcept nogil:
+    cdef int mode
+    cdef int code = enter(self.context, &mode)
     if code == 0:
         code = cuda.stream_query(self.stream)
         leave(mode)
-    if code and code != NOT_READY:
-        self.error = code
+    return code
+
+
+cdef void queue_look(CopyQueue* self) noexcept nogil:
+    """Find out whether the context is broken, where copies are under way; called before a sleep, not in each round."""
+    cdef int code = 0
+    if self.error or queue_state(self, self.posted):
+        return
+    # A context that is broken says so each time; a call that failed by chance does not.
+    for _attempt in range(2):
+        code = ask(self)
+        if code == 0 or code == NOT_READY:
+            return
+    self.error = code
 
 
 cdef void queue_wait(CopyQueue* self, uint32_t number) noexcept nogil:
@@ -180,12 +188,13 @@ cdef class Gpu:
         if queue.word != NULL:
             with nogil:
                 queue_wait(queue, queue.posted)
-        # What a broken or closed driver says here is no error: the process, or the context, has gone with all of it.
+        # What a broken or closed driver says here is no error: the process, or the context, has gone with all of it. A
+        # call that failed by chance is made again.
         if enter(queue.context, &mode):
             return
-        if queue.stream != NULL:
+        if queue.stream != NULL and cuda.stream_destroy(queue.stream):
             cuda.stream_destroy(queue.stream)
-        if queue.slots != NULL:
+        if queue.slots != NULL and cuda.host_free(queue.slots):
             cuda.host_free(queue.slots)
         if queue.word != NULL:
             cuda.host_free(queue.word)

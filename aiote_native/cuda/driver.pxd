@@ -21,11 +21,20 @@ cdef struct Symbols:
     int (*stream_destroy)(void* stream) noexcept nogil
     int (*stream_query)(void* stream) noexcept nogil
     int (*stream_write)(void* stream, uint64_t address, uint32_t value, unsigned int flags) noexcept nogil
+    int (*stream_is_capturing)(void* stream, int* status) noexcept nogil
+    int (*event_create)(void** event, unsigned int flags) noexcept nogil
+    int (*event_destroy)(void* event) noexcept nogil
+    int (*event_record)(void* event, void* stream) noexcept nogil
+    int (*event_query)(void* event) noexcept nogil
+    int (*allocate)(uint64_t* address, size_t length) noexcept nogil
+    int (*free)(uint64_t address) noexcept nogil
 
 cdef enum:
     NOT_READY = 600
 
 cdef Symbols cuda  # for who knows that the library is loaded: whatever has a queue of copies
+cdef str described(int code)
+cdef void* symbol(const char* name) noexcept
 cdef int checked(int code, str operation) except -1
 cdef int enter(void* context, int* mode) noexcept nogil
 cdef void leave(int mode) noexcept nogil

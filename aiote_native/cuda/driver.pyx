@@ -12,7 +12,7 @@ from posix.dlfcn cimport RTLD_LOCAL, RTLD_NOW, dlclose, dlerror, dlopen, dlsym
 from aiote_native.status import StatusError
 
 cdef enum:
-    FUNCTIONS = 19
+    FUNCTIONS = 26
     OLDEST = 12000  # the driver of CUDA 12.0 (R525)
     RELAXED = 2     # CU_STREAM_CAPTURE_MODE_RELAXED
     POINTER_CONTEXT = 1
@@ -26,18 +26,20 @@ cdef extern from * nogil:
         "cuDevicePrimaryCtxGetState", "cuDevicePrimaryCtxRetain", "cuDevicePrimaryCtxRelease_v2",
         "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuThreadExchangeStreamCaptureMode", "cuMemHostAlloc",
         "cuMemFreeHost", "cuMemHostGetDevicePointer_v2", "cuMemcpyAsync", "cuStreamCreate", "cuStreamDestroy_v2",
-        "cuStreamQuery", "cuStreamWriteValue32_v2",
+        "cuStreamQuery", "cuStreamWriteValue32_v2", "cuStreamIsCapturing", "cuEventCreate", "cuEventDestroy_v2",
+        "cuEventRecord", "cuEventQuery", "cuMemAlloc_v2", "cuMemFree_v2",
     };
     """
-    const char* aiote_cuda_names[19]
+    const char* aiote_cuda_names[26]
 
 cdef Symbols cuda
 cdef bint loaded = False
+cdef void* opened = NULL
 
 
 def load(str path="libcuda.so.1") -> None:
     """Open the driver for the life of the process; once is enough. Raises StatusError that says what is missing."""
-    global cuda, loaded
+    global cuda, loaded, opened
     cdef Symbols table
     cdef void** function = <void**> &table
     cdef int version = 0
@@ -55,12 +57,18 @@ def load(str path="libcuda.so.1") -> None:
     if table.version(&version) or version < OLDEST:
         raise too_old(f"{path} is the driver of CUDA {version // 1000}.{version % 1000 // 10}")
     cuda = table
+    opened = library
     checked(cuda.init(0), "cuInit")
     loaded = True
 
 
 cdef object too_old(str what):
     return StatusError(ENOSYS, "open the CUDA driver", f"{what}; one of CUDA 12.0 (R525) or later is needed")
+
+
+cdef void* symbol(const char* name) noexcept:
+    """Find a function that not every driver has; NULL: this one has it not."""
+    return NULL if opened == NULL else dlsym(opened, name)
 
 
 def is_loaded() -> bool:
@@ -97,10 +105,17 @@ cdef int enter(void* context, int* mode) noexcept nogil:
 
 
 cdef void leave(int mode) noexcept nogil:
-    """End a group of calls that `enter` has begun."""
+    """End a group of calls that `enter` has begun; a call that failed by chance is made again."""
     cdef void* context = NULL
-    cuda.exchange_capture_mode(&mode)
-    cuda.pop_context(&context)
+    if cuda.exchange_capture_mode(&mode):
+        cuda.exchange_capture_mode(&mode)
+    if cuda.pop_context(&context):
+        cuda.pop_context(&context)
+
+
+def error_of(int code) -> str:
+    """Describe a code of the driver's."""
+    return described(code)
 
 
 def device_of(uint64_t address) -> int:

@@ -1,17 +1,19 @@
 """An opened NIC: the fabric and the domain of libfabric, and the memory registered with it."""
 
 cimport cython
-from libc.stdint cimport uint8_t, uint64_t
-from libc.string cimport strdup
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.string cimport memset, strdup
 
 import os
 
 from aiote_native.forks cimport check_process, fork_epoch
 from aiote_native.libfabric.fabric cimport (
-    FI_BUS_PCI, FI_CONTEXT, FI_CONTEXT2, FI_EP_RDM, FI_ENOKEY, FI_LINK_DOWN, FI_MR_ALLOCATED, FI_MR_ENDPOINT,
+    FI_AV_TABLE, FI_BUS_PCI, FI_CONTEXT, FI_CONTEXT2, FI_EP_RDM, FI_ENOKEY, FI_LINK_DOWN, FI_MR_ALLOCATED,
+    FI_MR_ENDPOINT,
     FI_MR_LOCAL, FI_MR_PROV_KEY, FI_MR_RMA_EVENT, FI_MR_VIRT_ADDR, FI_MSG, FI_READ, FI_RECV, FI_REMOTE_READ,
-    FI_REMOTE_WRITE, FI_RMA, FI_SEND, FI_SOCKADDR_IN, FI_SOURCE, FI_THREAD_DOMAIN, FI_THREAD_SAFE, FI_VERSION, FI_WRITE,
-    fi_close, fi_domain, fi_info, fi_mr_desc, fi_mr_key, fi_mr_reg)
+    FI_REMOTE_WRITE, FI_RMA, FI_RX_CQ_DATA, FI_SEND, FI_SOCKADDR_IN, FI_SOURCE, FI_THREAD_DOMAIN, FI_THREAD_SAFE,
+    FI_VERSION, FI_WRITE,
+    fi_av_attr, fi_av_open, fi_close, fi_domain, fi_info, fi_mr_desc, fi_mr_key, fi_mr_reg)
 from aiote_native.libfabric.library cimport symbols
 from aiote_native.status cimport check
 from aiote_native.structs cimport MAY_ALL, MAY_READ, MAY_WRITE
@@ -25,8 +27,26 @@ cdef bint pins(str provider) except -1:
     return provider.partition(";")[0] in PINNING
 
 
-cdef fi_info* query(str provider, str node, str domain) except? NULL:
-    """Ask for reliable datagram endpoints with messages and one-sided operations; NULL when there are none."""
+cdef bint is_efa(str provider) noexcept:
+    return provider.partition(";")[0] == "efa"
+
+
+cdef void ask_efa(fi_info* hints) noexcept:
+    """Ask for direct access to the NIC, with a posted receive for each immediate, so that none is lost."""
+    hints.mode |= FI_RX_CQ_DATA
+    hints.fabric_attr.name = strdup(b"efa-direct")
+
+
+cdef uint32_t api_of(bint direct) except? 0:
+    """What libfabric is to behave as: 1.17; with EFA's own fabric no older than it needs, and no newer than it is."""
+    cdef uint32_t newest = symbols().version()
+    return min(newest, FI_VERSION(1, 20)) if direct else FI_VERSION(1, 17)
+
+
+cdef fi_info* query(str provider, str node, str domain, bint direct) except? NULL:
+    """Ask for reliable datagram endpoints with messages and one-sided operations; NULL when there are none. `direct`:
+    of EFA as aiote uses it.
+    """
     cdef fi_info* found = NULL
     cdef fi_info* hints = symbols().dupinfo(NULL)
     cdef bytes encoded_node = node.encode()
@@ -48,7 +68,11 @@ cdef fi_info* query(str provider, str node, str domain) except? NULL:
             hints.addr_format = FI_SOCKADDR_IN
         if domain:
             hints.domain_attr.name = strdup(domain.encode())
-        code = symbols().getinfo(FI_VERSION(1, 17), <const char*> encoded_node if node else NULL, NULL,
+        if direct:
+            ask_efa(hints)
+        elif is_efa(provider):
+            hints.caps = FI_MSG
+        code = symbols().getinfo(api_of(direct), <const char*> encoded_node if node else NULL, NULL,
                                  FI_SOURCE if node else 0, hints, &found)
     finally:
         symbols().freeinfo(hints)
@@ -73,6 +97,8 @@ cdef dict summary(fi_info* info):
         "provider_keys": bool(info.domain_attr.mr_mode & FI_MR_PROV_KEY),
         "endpoint_memory": bool(info.domain_attr.mr_mode & FI_MR_ENDPOINT),
         "immediate_bytes": info.domain_attr.cq_data_size,
+        "receives_for_immediates": bool(info.mode & FI_RX_CQ_DATA),
+        "endpoints": info.domain_attr.ep_cnt,
         "source": raw[:info.src_addrlen] if raw != NULL else b"",
         "speed": 0, "pci": "", "up": True,
     }
@@ -85,12 +111,13 @@ cdef dict summary(fi_info* info):
     return out
 
 
-def discover(str provider, str node="", str domain="") -> list[dict]:
+def discover(str provider, str node="", str domain="", *, bint usable=True) -> list[dict]:
     """List what libfabric offers for a provider, narrowed to a local address (`node`) or a domain's name.
 
-    The order is the provider's own; the same domain may come several times, once for each address.
+    The order is the provider's own; the same domain may come several times, once for each address. Not `usable`: also
+    NICs of EFA that aiote cannot use.
     """
-    cdef fi_info* head = query(provider, node, domain)
+    cdef fi_info* head = query(provider, node, domain, usable and is_efa(provider))
     cdef fi_info* item = head
     found = []
     try:
@@ -110,6 +137,8 @@ cdef class Device(NativeDevice):
         self.info = NULL
         self.fabric = NULL
         self.domain = NULL
+        self.av = NULL
+        memset(&self.quirks, 0, sizeof(self.quirks))
 
     def __init__(self, str provider, str node="", str domain=""):
         """Open the first device that fits. Raises StatusError, and LookupError when nothing fits."""
@@ -117,15 +146,31 @@ cdef class Device(NativeDevice):
             raise RuntimeError("this device is open already")
         self.epoch = fork_epoch()
         self.pins = pins(provider)
-        self.info = query(provider, node, domain)
+        self.info = query(provider, node, domain, is_efa(provider))
         if self.info == NULL:
             raise LookupError(f"libfabric has no device for provider={provider!r} node={node!r} domain={domain!r}")
         try:
             check(symbols().fabric(self.info.fabric_attr, &self.fabric, NULL), "fi_fabric")
             check(fi_domain(self.fabric, self.info, &self.domain, NULL), "fi_domain")
+            self.read_quirks()
         except BaseException:
             self.close()
             raise
+
+    cdef int read_quirks(self) except -1:
+        cdef fi_av_attr attr
+        if not is_efa(self.info.fabric_attr.prov_name.decode()):
+            return 0
+        self.quirks.receives_for_immediates = bool(self.info.mode & FI_RX_CQ_DATA)
+        self.quirks.forgets = self.quirks.shared_av = True
+        self.quirks.message_limit = self.info.ep_attr.max_msg_size
+        if self.info.nic != NULL and self.info.nic.link_attr != NULL and self.info.nic.link_attr.mtu:
+            # `max_msg_size` is that of writes.
+            self.quirks.message_limit = self.info.nic.link_attr.mtu
+        # An address vector takes megabytes, whatever it is asked for.
+        memset(&attr, 0, sizeof(attr))
+        attr.type = FI_AV_TABLE
+        return check(fi_av_open(self.domain, &attr, &self.av, NULL), "fi_av_open")
 
     @property
     def attributes(self) -> dict:
@@ -155,6 +200,9 @@ cdef class Device(NativeDevice):
         if self.domain != NULL:
             if self.children:
                 raise RuntimeError(f"{self.children} objects of this device are still open")
+            if self.av != NULL:
+                check(fi_close(&self.av.fid), "fi_close(av)")
+                self.av = NULL
             check(fi_close(&self.domain.fid), "fi_close(domain)")
             self.domain = NULL
         if self.fabric != NULL:
@@ -167,6 +215,8 @@ cdef class Device(NativeDevice):
     def __dealloc__(self):
         if self.epoch != fork_epoch() or self.children:
             return
+        if self.av != NULL:
+            fi_close(&self.av.fid)
         if self.domain != NULL:
             fi_close(&self.domain.fid)
         if self.fabric != NULL:

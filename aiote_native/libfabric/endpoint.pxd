@@ -1,7 +1,8 @@
 from libc.stdint cimport uint64_t
 
-from aiote_native.libfabric.device cimport Device
+from aiote_native.libfabric.device cimport Device, FabricMemory
 from aiote_native.libfabric.fabric cimport fi_addr_t, fid_av, fid_cq, fid_ep, fid_fabric
+from aiote_native.libfabric.srd cimport Srd
 from aiote_native.provider cimport NativeEndpoint
 
 cdef enum:
@@ -15,6 +16,9 @@ cdef struct FabricEndpoint:
     fid_cq* cq
     fid_fabric* fabric
     fi_addr_t peer
+    bint inserted
+    bint shared_av
+    Srd* srd
     uint64_t write_flags
     uint64_t read_flags
     uint64_t send_flags
@@ -36,5 +40,9 @@ cdef class Endpoint(NativeEndpoint):
     cdef bytes mark
     cdef bytes peer_address
     cdef bint tcp
+    cdef FabricMemory pool
+    cdef object pool_memory
+    cdef int open_srd(self) except -1
+    cdef void close_pool(self) noexcept
     cdef int open_endpoint(self, bint waits) except -1
     cdef int open(self, bint waits, size_t queue) except -1

@@ -12,10 +12,11 @@ loss and closes it.
 
 cimport cython
 from libc.errno cimport EAGAIN, ENOTCONN
-from libc.stdint cimport uint32_t
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memcpy, memset, strdup
 
+import mmap
 import os
 
 from aiote_native.forks cimport check_process
@@ -23,11 +24,13 @@ from aiote_native.libfabric.device cimport Device
 from aiote_native.libfabric.fabric cimport (
     FI_ADDR_STR, FI_ADDR_UNSPEC, FI_AV_TABLE, FI_COMPLETION, FI_CQ_FORMAT_DATA, FI_DELIVERY_COMPLETE, FI_EAGAIN,
     FI_EAVAIL, FI_GETWAIT, FI_RECV, FI_REMOTE_CQ_DATA, FI_TRANSMIT, FI_WAIT_FD, FI_WAIT_NONE, fi_av_attr,
-    fi_av_insert, fi_av_open, fi_close, fi_control, fi_cq_attr, fi_cq_data_entry, fi_cq_err_entry, fi_cq_open,
+    fi_av_insert, fi_av_open, fi_av_remove, fi_close, fi_control, fi_cq_attr, fi_cq_data_entry, fi_cq_err_entry,
+    fi_cq_open,
     fi_cq_read, fi_cq_readerr, fi_enable, fi_endpoint, fi_ep_bind, fi_getname, fi_info, fi_msg, fi_msg_rma,
     fi_readmsg, fi_recv, fi_rma_iov, fi_sendmsg, fi_trywait, fi_writemsg, fid, iovec)
 from aiote_native.libfabric.library cimport symbols
 from aiote_native.libfabric.sockets cimport aiote_close_accepted, aiote_moved, aiote_shutdown_sockets
+from aiote_native.libfabric.srd cimport srd_bytes, srd_free, srd_new, srd_poll, srd_repost, srd_send, srd_shut, srd_want
 from aiote_native.provider cimport NativeDevice
 from aiote_native.status cimport check
 from aiote_native.structs cimport (
@@ -41,6 +44,8 @@ cdef extern from "<pthread.h>" nogil:
     int pthread_mutex_unlock(pthread_mutex_t*)
 
 cdef enum:
+    SRD_RECEIVES = 128   # of immediates and messages together
+    SRD_SENDS = 64       # pieces of messages
     SHM_INJECTED = 4096  # up to so many bytes go through shared memory, without a system call for each
 
 # Every open endpoint without a wait descriptor, for finding twins; the lock is held while a twin is polled, posted to
@@ -93,6 +98,10 @@ cdef int post(void* impl, const Post* args, WorkRequest* wr) noexcept nogil:
     """Post one operation; to the twin of a closed one -EAGAIN, for as long as nobody has heard of that."""
     cdef FabricEndpoint* self = <FabricEndpoint*> impl
     cdef int code = -EAGAIN
+    if self.srd != NULL and args.opcode == OP_RECV:
+        return srd_want(self.srd, args, wr)
+    if self.srd != NULL and args.opcode == OP_SEND:
+        return srd_send(self.srd, args, wr)
     if self.twin == NULL:
         return post_one(self, args, wr)
     pthread_mutex_lock(&here_lock)
@@ -114,6 +123,8 @@ cdef int post_one(FabricEndpoint* self, const Post* args, WorkRequest* wr) noexc
     cdef iovec local
     cdef fi_msg message
     cdef void* desc = <void*> args.desc
+    if self.ep == NULL:
+        return -ENOTCONN
     if args.opcode == OP_RECV:
         return <int> fi_recv(self.ep, args.local, args.length, desc, FI_ADDR_UNSPEC, wr)
     if args.opcode == OP_SEND:
@@ -175,6 +186,8 @@ cdef int take_error(FabricEndpoint* self, Completion* out) noexcept nogil:
 cdef int poll(void* impl, Completion* out, int capacity) noexcept nogil:
     cdef FabricEndpoint* self = <FabricEndpoint*> impl
     cdef int got = 0
+    if self.srd != NULL:
+        return srd_poll(self.srd, self.cq, out, capacity)
     if self.twin == NULL:
         return poll_one(self, out, capacity)
     pthread_mutex_lock(&here_lock)
@@ -252,6 +265,7 @@ cdef void shut(void* impl) noexcept nogil:
         fi_close(&self.ep.fid)
         pthread_mutex_unlock(&here_lock)
     self.ep = NULL
+    srd_shut(self.srd)
 
 
 cdef void release(void* impl) noexcept nogil:
@@ -259,8 +273,12 @@ cdef void release(void* impl) noexcept nogil:
     shut(impl)
     if self.cq != NULL:
         fi_close(&self.cq.fid)
-    if self.av != NULL:
+    if self.shared_av:
+        if self.inserted:
+            fi_av_remove(self.av, &self.peer, 1, 0)
+    elif self.av != NULL:
         fi_close(&self.av.fid)
+    srd_free(self.srd)
     free(self)
 
 
@@ -312,6 +330,7 @@ cdef class Endpoint(NativeEndpoint):
         self.largest = device.info.ep_attr.max_msg_size
         self.depth = device.info.tx_attr.size
         self.max_sge = sge_limit_of(device.info)
+        self.forgets = device.quirks.forgets
         self.impl.counts = self.max_sge > 1
         self.gathers_from = 0 if waits else SHM_INJECTED + 1
         try:
@@ -330,7 +349,8 @@ cdef class Endpoint(NativeEndpoint):
         cdef bint shm
         memset(&cq_attr, 0, sizeof(cq_attr))
         memset(&av_attr, 0, sizeof(av_attr))
-        cq_attr.size = queue
+        # Where nothing arrives without a posted receive, this queue cannot overflow.
+        cq_attr.size = queue if self.device.quirks.message_limit == 0 else self.device.info.tx_attr.size + SRD_RECEIVES
         cq_attr.format = FI_CQ_FORMAT_DATA
         cq_attr.wait_obj = FI_WAIT_FD if waits else FI_WAIT_NONE
         av_attr.type = FI_AV_TABLE
@@ -340,7 +360,11 @@ cdef class Endpoint(NativeEndpoint):
         self.impl.write_flags = FI_COMPLETION | FI_DELIVERY_COMPLETE
         self.open_endpoint(waits)
         check(fi_cq_open(self.device.domain, &cq_attr, &self.impl.cq, NULL), "fi_cq_open")
-        check(fi_av_open(self.device.domain, &av_attr, &self.impl.av, NULL), "fi_av_open")
+        self.impl.shared_av = self.device.quirks.shared_av
+        if self.impl.shared_av:
+            self.impl.av = self.device.av
+        else:
+            check(fi_av_open(self.device.domain, &av_attr, &self.impl.av, NULL), "fi_av_open")
         check(fi_ep_bind(self.impl.ep, &self.impl.cq.fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind(cq)")
         check(fi_ep_bind(self.impl.ep, &self.impl.av.fid, 0), "fi_ep_bind(av)")
         check(fi_enable(self.impl.ep), "fi_enable")
@@ -360,7 +384,34 @@ cdef class Endpoint(NativeEndpoint):
         self.impl.read_flags = FI_COMPLETION | (FI_DELIVERY_COMPLETE if shm else 0)
         if not waits:
             enlist(self.impl)
-        return 0
+        return self.open_srd() if self.device.quirks.receives_for_immediates else 0
+
+    cdef int open_srd(self) except -1:
+        """Post the receives that immediates and messages consume."""
+        cdef uint64_t mtu = self.device.quirks.message_limit
+        cdef size_t size = srd_bytes(SRD_RECEIVES, SRD_SENDS, mtu)
+        cdef uint8_t[::1] memory
+        self.pool_memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = self.pool_memory
+        self.pool = self.device.register(<uint64_t> &memory[0], size, True, 0)
+        self.impl.srd = srd_new(self.impl.ep, &memory[0], self.pool.desc, SRD_RECEIVES, SRD_SENDS, mtu)
+        return check(srd_repost(self.impl.srd), "fi_recv")
+
+    cdef void channel_closed(self):
+        self.close_pool()
+        NativeEndpoint.channel_closed(self)
+
+    cdef void drop(self, NativeDevice home) noexcept:
+        cdef bint held = self.impl != NULL
+        NativeEndpoint.drop(self, home)
+        if held:
+            self.close_pool()
+
+    cdef void close_pool(self) noexcept:
+        """Close the memory of the receives, after the endpoint."""
+        if self.pool is not None:
+            self.pool.close()
+            self.pool = None
 
     cdef int open_endpoint(self, bint waits) except -1:
         """Open the endpoint; one that is found by its name in /dev/shm under a name that is never used again.
@@ -395,6 +446,9 @@ cdef class Endpoint(NativeEndpoint):
                 check(-ENOTCONN, "connect endpoint")
         cdef int inserted = fi_av_insert(self.impl.av, <const char*> address, 1, &self.impl.peer, 0, NULL)
         check(inserted if inserted < 0 else (0 if inserted == 1 else -22), "fi_av_insert")
+        self.impl.inserted = True
+        if self.impl.srd != NULL:
+            self.impl.srd.peer = self.impl.peer
         self.peer_address = address
         self.impl.peer_name_length = min(len(address), sizeof(self.impl.peer_name))
         memcpy(self.impl.peer_name, <const char*> address, self.impl.peer_name_length)

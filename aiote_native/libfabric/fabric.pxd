@@ -18,6 +18,7 @@ cdef extern from "<rdma/fabric.h>" nogil:
     const uint64_t FI_SOURCE
     const uint64_t FI_CONTEXT
     const uint64_t FI_CONTEXT2
+    const uint64_t FI_RX_CQ_DATA
     const uint64_t FI_NUMERICHOST
     const uint64_t FI_LOCAL_COMM
     const uint64_t FI_REMOTE_COMM
@@ -159,6 +160,7 @@ cdef extern from "<rdma/fi_domain.h>" nogil:
     int fi_domain(fid_fabric* fabric, fi_info* info, fid_domain** domain, void* context)
     int fi_cq_open(fid_domain* domain, fi_cq_attr* attr, fid_cq** cq, void* context)
     int fi_av_open(fid_domain* domain, fi_av_attr* attr, fid_av** av, void* context)
+    int fi_av_remove(fid_av* av, fi_addr_t* fi_addr, size_t count, uint64_t flags)
     int fi_av_insert(fid_av* av, const void* addr, size_t count, fi_addr_t* fi_addr, uint64_t flags, void* context)
     int fi_mr_reg(fid_domain* domain, const void* buf, size_t length, uint64_t access, uint64_t offset,
                   uint64_t requested_key, uint64_t flags, fid_mr** mr, void* context)

@@ -52,6 +52,9 @@ cdef void set_defaults(dict defaults):
 def probe(str path, dict defaults) -> tuple[str, int, int]:
     """Return the file that `path` resolves to and its (major, minor) version, without initialising or keeping it.
 
+    Not after libibverbs was opened: what a library brings along makes itself known to that, which would call what is
+    gone. To keep it would have plug-ins of another libfabric linked to it.
+
     A bare name is searched for as the dynamic linker does; `defaults` are as in `load`. Raises ImportError with the
     linker's reason.
     """

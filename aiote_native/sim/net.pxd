@@ -19,11 +19,13 @@ cdef enum ItemKind:
     ITEM_WORK = 0
     ITEM_FAULT = 1
     ITEM_ALARM = 2
+    ITEM_REPORT = 3
 
 cdef enum Stage:
     STAGE_PLACE = 0      # a piece of the payload goes into memory
     STAGE_DELIVER = 1    # the immediate, or the message, is given to the target
     STAGE_COMPLETE = 2   # the initiator is told, of an error too
+    STAGE_SEND = 3       # before all of them, where NICs take turns: packets leave (turns.pyx)
 
 cdef enum NicState:
     NIC_UP = 0
@@ -60,9 +62,11 @@ cdef struct Model:
     uint32_t events      # arrivals that lie untaken before those behind them wait
     uint32_t pieces      # the most pieces that a payload is placed in
     uint32_t max_sge     # of one operation
+    uint64_t packet      # bytes of a write that a NIC sends before it is another's turn; 0: all of them
     uint32_t refusals    # of 65536 posts, drawn, that are refused for now
     bint null            # every operation ends at once, and nothing is moved (null.pyx)
     bint lingers         # what has left a NIC arrives, though its endpoint was closed meanwhile
+    uint64_t forgets     # how much later an immediate is reported at most, or never if the endpoint is closed then
     uint64_t largest
 
 cdef struct Nic:
@@ -73,6 +77,8 @@ cdef struct Nic:
     uint64_t slow        # added to what arrives here
     uint64_t sends_free  # when it has sent all that it was given
     uint64_t takes_free
+    Work* turns          # whose packets leave, one of each in turn; the first one's is on its way out
+    Work* last_turn
     Model model
 
 cdef struct Memory:
@@ -114,6 +120,9 @@ cdef struct Work:
     bint backwards
     int pieces
     int piece
+    Work* turn           # behind it in the NIC's turns
+    bint in_turn
+    uint64_t left        # bytes that have not left the NIC
     uint64_t sent
     uint64_t times[MAX_PIECES]
 
@@ -160,6 +169,12 @@ cdef struct Fault:
     uint64_t after       # events; 0: at its time
     uint64_t slow
     bint slows
+
+# An immediate that came and that its endpoint is not told of yet.
+cdef struct Report:
+    Item item
+    uint64_t target
+    Completion completion
 
 cdef struct Alarm:
     Item item

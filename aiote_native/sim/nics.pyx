@@ -28,7 +28,9 @@ cdef int read_model(dict given, Model* model) except -1:
     model.max_sge = given.get("max_sge", 1)
     model.refusals = given.get("refusals", 0)
     model.null = given.get("null", False)
+    model.packet = given.get("packet", 0)
     model.lingers = given.get("lingers", False)
+    model.forgets = given.get("forgets", 0)
     model.largest = given.get("largest", 1 << 30)
     if not (model.depth and model.receives and model.events and model.largest and 1 <= model.pieces <= MAX_PIECES):
         raise ValueError(f"depth, receives, events and largest are at least 1, pieces at most {MAX_PIECES}")

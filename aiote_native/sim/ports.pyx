@@ -264,6 +264,7 @@ cdef class Endpoint(NativeEndpoint):
         self.largest = device.nic.model.largest
         self.depth = device.nic.model.depth
         self.max_sge = device.nic.model.max_sge
+        self.forgets = device.nic.model.forgets != 0
         device.children += 1
         self.impl.net = net
         self.impl.nic = device.nic

@@ -14,71 +14,55 @@ The caller holds the network's lock.
 """
 
 from libc.errno cimport EACCES, ECONNRESET, EFAULT, EHOSTUNREACH, EMSGSIZE, ENETDOWN
-from libc.math cimport pow, sqrt
 from libc.stdint cimport uint8_t, uint64_t
-from libc.stdlib cimport free, malloc
+from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcpy, memset
 from posix.unistd cimport write
 
 from aiote_native.sim.net cimport (
-    Alarm, BUCKETS, Entry, Fault, ITEM_ALARM, ITEM_FAULT, Item, MAX_PIECES, Memory, Model, NIC_BROKEN, NIC_SILENT,
-    NIC_UP, Receive, SAW_COMPLETE, SAW_DELIVER, SAW_FAIL, SAW_FAULT, SAW_PLACE, STAGE_COMPLETE, STAGE_DELIVER,
-    STAGE_PLACE, draw, find_endpoint, find_memory, net_now, put, saw, set_alarm_clock, take_out)
+    Alarm, BUCKETS, Entry, Fault, ITEM_ALARM, ITEM_FAULT, ITEM_REPORT, Item, MAX_PIECES, Memory, Model, NIC_BROKEN,
+    NIC_SILENT, NIC_UP, Receive, Report, SAW_COMPLETE, SAW_DELIVER, SAW_FAIL, SAW_FAULT, SAW_PLACE, STAGE_COMPLETE,
+    STAGE_DELIVER, STAGE_PLACE, STAGE_SEND, draw, find_endpoint, find_memory, net_now, put, saw, set_alarm_clock,
+    take_out)
+from aiote_native.sim.turns cimport later, leave_turns, next_turn, send_through, take_through, take_turns
 from aiote_native.structs cimport Completion, MAY_READ, MAY_WRITE, OP_READ, OP_SEND, Sge, WorkRequest
 
 
-cdef uint64_t service(const Model* model, uint64_t length) noexcept nogil:
-    """Nanoseconds that a NIC is busy with one operation."""
-    cdef double own = <double> model.operation
-    cdef double bytes_ = <double> length * model.per_byte
-    if model.overlap <= 0:
-        return <uint64_t> (own if own > bytes_ else bytes_)
-    if model.overlap == 2:
-        return <uint64_t> sqrt(own * own + bytes_ * bytes_)
-    return <uint64_t> pow(pow(own, model.overlap) + pow(bytes_, model.overlap), 1 / model.overlap)
-
-
-cdef inline uint64_t later(uint64_t a, uint64_t b) noexcept nogil:
-    return a if a > b else b
-
-
-cdef uint64_t send_through(Nic* nic, uint64_t ready, uint64_t length) noexcept nogil:
-    """Occupy a NIC's sending side; return when the last byte has left it."""
-    cdef uint64_t left = later(ready, nic.sends_free) + service(&nic.model, length)
-    nic.sends_free = left
-    return left
-
-
-cdef uint64_t take_through(Nic* nic, uint64_t arrives, uint64_t length) noexcept nogil:
-    """Occupy a NIC's receiving side, which takes while the other sends; return when the last byte is in memory."""
-    cdef uint64_t wire = <uint64_t> (<double> length * nic.model.per_byte)
-    cdef uint64_t there = later(arrives, nic.takes_free + wire)
-    if wire:
-        nic.takes_free = there
-    return there + nic.slow
-
-
 cdef void plan_work(Net* net, Work* work) noexcept nogil:
-    """Decide when the payload will be where it goes, in how many pieces and in which order; set out."""
+    """Decide when the payload will be where it goes; set out."""
     cdef const Model* model = &work.nic.model
     cdef Nic* far = work.far if work.far != NULL else work.nic
     cdef uint64_t now = net_now(net)
-    cdef uint64_t last, first, most
+    cdef uint64_t first
     if work.opcode == OP_READ:
         first = send_through(work.nic, now, 0) + model.latency
         work.sent = send_through(far, first, work.length)
-        last = take_through(work.nic, work.sent + model.answer, work.length)
+        plan_arrival(net, work, first, take_through(work.nic, work.sent + model.answer, work.length))
+    elif model.packet:
+        work.stage = STAGE_SEND
+        take_turns(net, work)
     else:
         work.sent = send_through(work.nic, now, work.length)
-        last = take_through(far, work.sent + model.latency, work.length)
-        first = now
+        plan_arrival(net, work, now, take_through(far, work.sent + model.latency, work.length))
+
+
+cdef void plan_arrival(Net* net, Work* work, uint64_t first, uint64_t last) noexcept nogil:
+    """Decide in how many pieces a payload arrives between two times, and in which order."""
+    cdef const Model* model = &work.nic.model
+    cdef uint64_t most = model.pieces if model.pieces < work.length else work.length
     last += draw(net, model.jitter + 1)
-    most = model.pieces if model.pieces < work.length else work.length
     work.pieces = 1 + <int> draw(net, most)
     work.backwards = draw(net, 2)
     work.stage = STAGE_DELIVER if work.opcode == OP_SEND else STAGE_PLACE
     plan_pieces(net, work, first, last)
     put(net, &work.item, last if work.opcode == OP_SEND else work.times[0])
+
+
+cdef void send_packet(Net* net, Work* work) noexcept nogil:
+    """Let a packet leave; with the last one, the payload is planned to arrive."""
+    cdef uint64_t there = next_turn(net, work)
+    if not work.in_turn:
+        plan_arrival(net, work, net_now(net), there)
 
 
 cdef void plan_pieces(Net* net, Work* work, uint64_t first, uint64_t last) noexcept nogil:
@@ -119,12 +103,32 @@ cdef void push_entry(SimEndpoint* endpoint, WorkRequest* wr, int status, uint64_
     enter(endpoint, &completion, own)
 
 
-cdef void push_immediate(SimEndpoint* endpoint, const Work* work) noexcept nogil:
+cdef void push_immediate(Net* net, SimEndpoint* endpoint, const Work* work) noexcept nogil:
     cdef Completion completion
+    cdef Report* report
     memset(&completion, 0, sizeof(completion))
     completion.imm = work.imm
     completion.times = work.counts_for
+    if endpoint.nic.model.forgets:
+        report = <Report*> calloc(1, sizeof(Report))
+        if report != NULL:
+            report.item.kind = ITEM_REPORT
+            report.target = endpoint.number
+            report.completion = completion
+            if put(net, &report.item, net_now(net) + draw(net, endpoint.nic.model.forgets + 1)) == 0:
+                endpoint.arrivals += 1
+                return
+            free(report)
     enter(endpoint, &completion, False)
+
+
+cdef void tell(Net* net, Report* report) noexcept nogil:
+    """Report an immediate that came a while ago, if its endpoint is still there."""
+    cdef SimEndpoint* endpoint = find_endpoint(net, report.target)
+    if endpoint != NULL:
+        endpoint.arrivals -= 1
+        enter(endpoint, &report.completion, False)
+    free(report)
 
 
 cdef void enter(SimEndpoint* endpoint, const Completion* completion, bint own) noexcept nogil:
@@ -232,7 +236,7 @@ cdef bint deliver(Net* net, Work* work, SimEndpoint* target) noexcept nogil:
         memcpy(receive.memory, work.copy if work.copy != NULL else work.sges[0].local, work.length)
         push_entry(target, receive.wr, 0, work.length, False)
     else:
-        push_immediate(target, work)
+        push_immediate(net, target, work)
     count_moved(work, target, work.length + 1)
     saw(net, SAW_DELIVER, target.nic, work.number, work.length, 0)
     work.stage = STAGE_COMPLETE
@@ -287,6 +291,8 @@ cdef void complete(Net* net, Work* work) noexcept nogil:
 
 
 cdef bint held(const Work* work) noexcept nogil:
+    if work.stage == STAGE_SEND:
+        return work.nic.state == NIC_SILENT
     return work.nic.state == NIC_SILENT or (work.far != NULL and work.far.state == NIC_SILENT)
 
 
@@ -295,6 +301,9 @@ cdef void step(Net* net, Work* work) noexcept nogil:
     cdef SimEndpoint* target
     if held(work):
         work.parked = True
+        return
+    if work.stage == STAGE_SEND:
+        send_packet(net, work)
         return
     if work.stage == STAGE_COMPLETE:
         complete(net, work)
@@ -313,6 +322,7 @@ cdef void out_of_the_way(Net* net, Work* work) noexcept nogil:
     cdef SimEndpoint* target
     take_out(net, &work.item)
     work.parked = False
+    leave_turns(net, work)
     if work.queued:
         target = find_endpoint(net, work.target)
         if target != NULL:
@@ -345,7 +355,7 @@ cdef bint lingers(Net* net, Work* work) noexcept nogil:
     cdef int i
     if not work.nic.model.lingers or work.opcode == OP_READ or work.stage == STAGE_COMPLETE or work.queued:
         return False
-    if work.sent > net_now(net) or work.parked:
+    if work.stage == STAGE_SEND or work.sent > net_now(net) or work.parked:
         return False
     work.copy = <uint8_t*> malloc(work.length + 1)
     if work.copy == NULL:
@@ -466,6 +476,8 @@ cdef void run_due(Net* net, uint64_t until) noexcept nogil:
             apply(net, <Fault*> item)
         elif item.kind == ITEM_ALARM:
             sound(net, <Alarm*> item)
+        elif item.kind == ITEM_REPORT:
+            tell(net, <Report*> item)
         else:
             step(net, <Work*> item)
         if net.faults != NULL:

@@ -9,7 +9,7 @@ from posix.unistd cimport close
 from aiote_native.clocks cimport Clock, ClockOps
 from aiote_native.forks cimport check_process, fork_epoch
 from aiote_native.sim.net cimport (
-    Alarm, Fault, ITEM_ALARM, ITEM_FAULT, Item, Net, Nic, Seen, Work, net_now, pthread_mutex_destroy,
+    Alarm, Fault, ITEM_ALARM, ITEM_FAULT, ITEM_WORK, Item, Net, Nic, Seen, Work, net_now, pthread_mutex_destroy,
     pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock, put, set_alarm_clock, take_out)
 from aiote_native.sim.nics cimport SimDevice
 from aiote_native.sim.traffic cimport change_nic, free_work, run_due
@@ -221,7 +221,7 @@ cdef class World(Clock):
         while net.heap_count:
             item = net.heap[1]
             take_out(net, item)
-            if item.kind == ITEM_FAULT or item.kind == ITEM_ALARM:
+            if item.kind != ITEM_WORK:
                 free(item)
             else:
                 free_work(net, <Work*> item)

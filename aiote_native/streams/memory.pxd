@@ -1,13 +1,21 @@
-from libc.stdint cimport uint32_t
+from libc.stdint cimport uint32_t, uint64_t
 
 from aiote_native.cuda.copies cimport Gpu
+from aiote_native.cuda.sharing cimport Export
 from aiote_native.provider cimport NativeDevice, NativeEndpoint, Registration
+from aiote_native.streams.giving cimport Giver
 from aiote_native.streams.stream cimport Memory, Registry, Stream, Wire
 from aiote_native.structs cimport RailOps
 
 cdef class StreamDevice(NativeDevice):
     cdef Registry* registry
     cdef dict gpus
+    cdef int notify_fd
+    cdef Giver* giver
+    cdef uint64_t told       # refusals that `events` has told of
+    cdef int give(self, Export* made) except -1
+    cdef void stop_threads(self) noexcept
+    cdef void close_descriptor(self) noexcept
 
 cdef class StreamMemory(Registration):
     cdef StreamDevice device
@@ -15,6 +23,8 @@ cdef class StreamMemory(Registration):
     cdef Gpu gpu
     cdef uint32_t last_out   # numbers of the copies before the end of the key
     cdef uint32_t last_back
+    cdef int export(self) except -1
+    cdef bint is_shared(self) noexcept
     cdef void unlist(self) noexcept
     cdef void drop(self) noexcept
 

@@ -1,20 +1,33 @@
 """A device of streams: nothing but the memory that its peers may reach, and under which keys."""
 
 cimport cython
+from libc.errno cimport errno
 from libc.stdint cimport uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
+from posix.unistd cimport close, read
 
 import os
 
 from aiote_native.cuda.copies cimport Gpu, queue_look, queue_state, queue_wait
 from aiote_native.cuda.driver import device_of as ordinal_at
+from aiote_native.cuda.descriptors cimport SOCKET_NAME
+from aiote_native.cuda.sharing cimport Export, export_memory, find_functions, publish
 from aiote_native.forks cimport check_process, fork_epoch
+from aiote_native.status cimport check
+from aiote_native.status import StatusError
+from aiote_native.streams.giving cimport start_giving, stop_giving
+from aiote_native.streams.lending cimport is_lent, let_go
 from aiote_native.streams.receiving cimport stream_poll
 from aiote_native.streams.sending cimport stream_flush, stream_post
 from aiote_native.streams.stream cimport (
-    BUCKETS, NAME_BYTES, STREAM_DEPTH, find_memory, pthread_mutex_init, pthread_mutex_lock, pthread_mutex_unlock)
+    BUCKETS, DEVICE_SHIFT, NAME_BYTES, SHARED_DEVICES, STREAM_DEPTH, find_memory, pthread_mutex_init,
+    pthread_mutex_lock, pthread_mutex_unlock)
 from aiote_native.structs cimport MAX_SGE, MAY_ALL
+
+cdef extern from "<sys/eventfd.h>" nogil:
+    int eventfd(unsigned int, int)
+    const int EFD_CLOEXEC, EFD_NONBLOCK
 
 cdef enum:
     # Bytes on their way at once, which have to be copied before a cancellation is confirmed: with 4 MiB half a
@@ -22,16 +35,19 @@ cdef enum:
     WINDOW = 2 << 20
     LARGEST = WINDOW // 2  # of one frame: while one is copied the next one is there
 
+cdef str NOT_SHARED = "sharing is switched off, or the rail reaches other hosts"
+
 
 cdef class StreamDevice(NativeDevice):
-    """The memory of one rail."""
+    """The memory of one rail. With `shares` processes of this host open GPU memory of each other's."""
 
     def __cinit__(self):
         self.registry = NULL
         self.gpus = {}
         self.stages = True
+        self.notify_fd = -1
 
-    def __init__(self):
+    def __init__(self, bint shares=False):
         if self.registry != NULL:
             raise RuntimeError("this device is open already")
         self.epoch = fork_epoch()
@@ -39,6 +55,11 @@ cdef class StreamDevice(NativeDevice):
         if self.registry == NULL:
             raise MemoryError
         pthread_mutex_init(&self.registry.lock, NULL)
+        self.shares = self.registry.shares = shares
+        if shares:
+            self.notify_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
+            check(-errno if self.notify_fd < 0 else 0, "eventfd")
+        self.registry.notify_fd = self.notify_fd
 
     @property
     def closed(self) -> bool:
@@ -49,9 +70,16 @@ cdef class StreamDevice(NativeDevice):
 
     def register_gpu(self, uint64_t address, size_t length, bint writable=True, int access=MAY_ALL) -> StreamMemory:
         """Register memory of a GPU, whose bytes go through pinned memory. Raises StatusError as the driver does."""
-        number = ordinal_at(address)
+        cdef int number = ordinal_at(address)
+        cdef Gpu gpu
         if number not in self.gpus:
-            self.gpus[number] = Gpu(number, address)
+            gpu = Gpu(number, address)
+            self.gpus[number] = gpu
+            if number < SHARED_DEVICES:
+                with nogil:
+                    pthread_mutex_lock(&self.registry.lock)
+                    self.registry.gpus[number] = gpu.queues
+                    pthread_mutex_unlock(&self.registry.lock)
         self.gpus[number].require_sound()
         return StreamMemory(self, address, length, writable, access, self.gpus[number])
 
@@ -59,21 +87,66 @@ cdef class StreamDevice(NativeDevice):
     def served(self) -> int | None:
         return 0 if self.registry == NULL else self.registry.served
 
+    @property
+    def async_fd(self) -> int:
+        return self.notify_fd
+
+    def events(self) -> list[tuple[str, int]]:
+        """Take how often peers could not open what is shared with them, and for which of the driver's codes."""
+        cdef uint64_t value, refusals
+        if self.registry == NULL or self.notify_fd < 0:
+            return []
+        read(self.notify_fd, &value, sizeof(value))
+        with nogil:
+            pthread_mutex_lock(&self.registry.lock)
+            refusals = self.registry.refusals
+            pthread_mutex_unlock(&self.registry.lock)
+        news = [("unshared", self.registry.refused)] if refusals != self.told else []
+        self.told = refusals
+        return news
+
     def close(self) -> None:
         if self.registry == NULL or self.epoch != fork_epoch():
             return
         if self.children:
             raise RuntimeError(f"{self.children} objects of this device are still open")
+        self.stop_threads()
         for gpu in self.gpus.values():
             gpu.close()
         self.gpus.clear()
         free(self.registry)
         self.registry = NULL
+        self.close_descriptor()
+
+    cdef int give(self, Export* made) except -1:
+        """Have peers get the descriptors of an export's segments. Raises StatusError."""
+        if self.giver == NULL:
+            self.giver = start_giving(self.registry)
+        memcpy(made.handle.bytes, self.giver.name, SOCKET_NAME)
+        return 0
+
+    cdef void stop_threads(self) noexcept:
+        if self.giver != NULL:
+            stop_giving(self.giver)
+            self.giver = NULL
+
+    cdef void close_descriptor(self) noexcept:
+        if self.notify_fd >= 0:
+            close(self.notify_fd)
+            self.notify_fd = -1
 
     def __dealloc__(self):
         # What a channel still has of it, whose engine was never closed, uses this memory.
         if self.children == 0 and self.epoch == fork_epoch():
+            self.stop_threads()
             free(self.registry)
+            self.close_descriptor()
+
+
+cdef bint is_same(const Export* one, const Export* other) noexcept nogil:
+    """Whether what is exported already, and used, is what an export is of."""
+    return (one.uses != 0 and one.base == other.base and one.buffer == other.buffer
+            and one.handle.size == other.handle.size)
 
 
 @cython.no_gc_clear
@@ -94,25 +167,72 @@ cdef class StreamMemory(Registration):
         self.memory.length = length
         self.memory.writable = writable
         self.memory.access = access
+        self.memory.device = -1
         if gpu is not None:
             self.memory.gpu = gpu.queues
             self.gpu = gpu
             self.ordinal = gpu.device
+            self.memory.device = gpu.device if gpu.device < SHARED_DEVICES else -1
         self.device = device
         device.children += 1
+        if gpu is not None:
+            self.export()
         self.enlist()
         self.desc = self.memory
         self.key = self.memory.key
         self.base = address
         self.length = length
 
+    cdef int export(self) except -1:
+        """Find what other processes are to open, or why there is nothing."""
+        cdef Registry* registry = self.device.registry
+        cdef Export* made = NULL
+        cdef Export* same
+        self.unshared = NOT_SHARED
+        if registry.shares:
+            find_functions()  # for what peers share, even if this memory is not
+        if not registry.shares or self.memory.length == 0:
+            return 0
+        made = <Export*> calloc(1, sizeof(Export))
+        if made == NULL:
+            raise MemoryError
+        try:
+            export_memory(self.gpu.queues.out.context, self.memory.address, self.memory.length, made)
+            if made.handle.segments:
+                self.device.give(made)
+        except StatusError as error:
+            free(made.parts)
+            free(made)
+            self.unshared = f"{error.operation}: {error.strerror}"
+            return 0
+        self.unshared = ""
+        with nogil:
+            pthread_mutex_lock(&registry.lock)
+            same = registry.exports
+            while same != NULL and not is_same(same, made):
+                same = same.next
+            if same == NULL:
+                made.next = registry.exports
+                registry.exports = made
+                publish(made)
+            else:
+                free(made.parts)
+                free(made)
+                made = same
+            made.uses += 1
+            made.holds += 1
+            self.memory.exported = made
+            pthread_mutex_unlock(&registry.lock)
+        return 0
+
     def enlist(self) -> None:
-        """Draw a key that is free and enter the memory under it."""
+        """Draw a key that is free and enter the memory under it; its highest bits say where the memory is."""
         cdef Registry* registry = self.device.registry
         cdef uint64_t key
         cdef bint taken = True
         while taken:
-            key = int.from_bytes(os.urandom(8), "little")
+            key = (int.from_bytes(os.urandom(8), "little") >> (64 - DEVICE_SHIFT)
+                   | <uint64_t> (1 + self.memory.device) << DEVICE_SHIFT)
             with nogil:
                 pthread_mutex_lock(&registry.lock)
                 taken = find_memory(registry, key) != NULL
@@ -142,8 +262,19 @@ cdef class StreamMemory(Registration):
             return False
         queue_look(&self.memory.gpu.out)
         queue_look(&self.memory.gpu.back)
-        return (queue_state(&self.memory.gpu.out, self.last_out) == 0
+        return (self.is_shared() or queue_state(&self.memory.gpu.out, self.last_out) == 0
                 or queue_state(&self.memory.gpu.back, self.last_back) == 0)
+
+    cdef bint is_shared(self) noexcept:
+        """Whether peers copy from it, or have its allocation open in which nothing else is registered any more."""
+        cdef Registry* registry = self.device.registry
+        cdef bint shared
+        with nogil:
+            pthread_mutex_lock(&registry.lock)
+            shared = is_lent(registry, self.memory) or (
+                self.memory.exported != NULL and self.memory.exported.uses == 0 and self.memory.exported.known != 0)
+            pthread_mutex_unlock(&registry.lock)
+        return shared
 
     def close(self) -> None:
         """End the registration; when it returns no peer's bytes go there any more. Idempotent."""
@@ -165,6 +296,9 @@ cdef class StreamMemory(Registration):
             if link[0] != NULL:
                 link[0] = self.memory.next
                 registry.epoch += 1
+                if self.memory.exported != NULL:
+                    self.memory.exported.uses -= 1
+                    registry.withdrawn += self.memory.exported.uses == 0
                 if self.memory.gpu != NULL:
                     self.last_out = self.memory.gpu.out.posted
                     self.last_back = self.memory.gpu.back.posted
@@ -180,6 +314,11 @@ cdef class StreamMemory(Registration):
                 queue_wait(&self.memory.gpu.out, self.last_out)
                 queue_wait(&self.memory.gpu.back, self.last_back)
             self.gpu = None
+        if self.memory.exported != NULL:
+            with nogil:
+                pthread_mutex_lock(&self.device.registry.lock)
+                let_go(self.device.registry, self.memory.exported)
+                pthread_mutex_unlock(&self.device.registry.lock)
         free(self.memory)
         self.memory = NULL
         self.desc = NULL
@@ -228,6 +367,7 @@ cdef class StreamEndpoint(NativeEndpoint):
         self.max_sge = MAX_SGE
         stream.wire = wire
         stream.registry = device.registry
+        stream.shares = device.shares
 
     def name(self, bytes peer) -> None:
         """Say whose the other end is, before the endpoint is handed over. Raises ValueError for no name."""

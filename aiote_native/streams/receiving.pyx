@@ -9,12 +9,17 @@ from libc.errno cimport EACCES, EIO, EMSGSIZE, ENOMEM, EPROTO
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 
 from aiote_native.cuda.copies cimport GpuQueues, queue_state
+from aiote_native.cuda.sharing cimport Handle
 from aiote_native.streams.landing cimport drop_slot, land, list_slot
+from aiote_native.streams.lending cimport note_forgotten, note_opened, note_pulled, reply, withdraw_ended
+from aiote_native.streams.pulling cimport (
+    is_full, move_imports, note_pulls, open_reference, pull_answer, pull_write, take_export, take_forget)
 from aiote_native.streams.sending cimport push
 from aiote_native.streams.staging cimport hold
 from aiote_native.streams.stream cimport (
-    FRAME_ANSWER, FRAME_ANSWERED, FRAME_DONE, FRAME_READ, FRAME_SEND, FRAME_WRITE, Frame, Memory, STREAM_DEPTH, Stream,
-    Work, append, find_memory, free_work, iovec, is_open, new_work, pthread_mutex_lock, pthread_mutex_unlock,
+    FRAME_ANSWER, FRAME_ANSWERED, FRAME_DONE, FRAME_EXPORT, FRAME_FORGET, FRAME_FORGOTTEN, FRAME_LEND, FRAME_LENT,
+    FRAME_OPENED, FRAME_PULLED, FRAME_READ, FRAME_SEND, FRAME_WRITE, Frame, Memory, STREAM_DEPTH, Stream, Work, append,
+    find_memory, free_work, iovec, is_open, new_work, pthread_mutex_lock, pthread_mutex_unlock,
     take_first)
 from aiote_native.structs cimport MAX_SGE, MAX_PARTS, WorkRequest
 
@@ -33,9 +38,9 @@ cdef bint is_frame(const Frame* frame) noexcept nogil:
     """Whether a header is one that a peer could have sent at any time."""
     cdef uint64_t sum = 0
     cdef uint16_t i
-    if not FRAME_WRITE <= frame.kind <= FRAME_DONE or frame.iov_count > MAX_SGE or frame.counts_for > MAX_PARTS:
+    if not FRAME_WRITE <= frame.kind <= FRAME_FORGOTTEN or frame.iov_count > MAX_SGE or frame.counts_for > MAX_PARTS:
         return False
-    if frame.kind > FRAME_READ:
+    if frame.kind > FRAME_READ and frame.kind not in (FRAME_LEND, FRAME_LENT):
         return True
     for i in range(frame.iov_count):
         if frame.iov[i].length > frame.length - sum:
@@ -99,6 +104,16 @@ cdef int open_message(Stream* self, const Frame* frame) noexcept nogil:
     return 0
 
 
+cdef int open_export(Stream* self, const Frame* frame) noexcept nogil:
+    if frame.length != sizeof(Handle):
+        return -EPROTO
+    self.left = sizeof(Handle)
+    self.into[0].iov_base = &self.handle
+    self.into[0].iov_len = sizeof(Handle)
+    self.into_count = 1
+    return 0
+
+
 cdef int open_frame(Stream* self) noexcept nogil:
     """Find out where the bytes of a frame go: 0, 1 where it has to wait, or -errno for what is no frame of a peer's."""
     cdef const Frame* frame = &self.heads[self.head]
@@ -116,6 +131,11 @@ cdef int open_frame(Stream* self) noexcept nogil:
         code = open_message(self, frame)
     elif frame.kind == FRAME_ANSWER:
         code = open_answer(self, frame)
+    elif frame.kind == FRAME_LEND or frame.kind == FRAME_LENT:
+        self.starved = is_full(self, frame)
+        code = 1 if self.starved else open_reference(self, frame)
+    elif frame.kind == FRAME_EXPORT:
+        code = open_export(self, frame)
     self.opened = code == 0
     self.stalled = code == 1
     return code
@@ -242,6 +262,8 @@ cdef int settle(Stream* self, Completion* out, int capacity, int* got) noexcept 
         take_first(&self.landing)
         self.landings -= 1
         state = work.status if work.status else min(state, 0)
+        if work.pulled:
+            reply(self, FRAME_PULLED, 0, 0)
         if work.frame.kind == FRAME_ANSWERED:
             end_read(self, work, state, out + got[0])
             got[0] += 1
@@ -284,10 +306,30 @@ cdef void note_answer(Stream* self) noexcept nogil:
         self.unread.head.status = self.status
 
 
+cdef int finish_sharing(Stream* self, const Frame* frame) noexcept nogil:
+    """End a frame of shared memory; -EPROTO where it comes out of turn."""
+    if frame.kind == FRAME_LENT:
+        pull_answer(self, self.unread.head)
+    elif frame.kind == FRAME_EXPORT:
+        return take_export(self, frame)
+    elif frame.kind == FRAME_OPENED:
+        return note_opened(self, frame)
+    elif frame.kind == FRAME_FORGET:
+        return take_forget(self, frame)
+    elif frame.kind == FRAME_FORGOTTEN:
+        return note_forgotten(self, frame)
+    elif frame.kind == FRAME_PULLED:
+        return note_pulled(self)
+    return 0
+
+
 cdef int finish(Stream* self, Completion* out, int* got) noexcept nogil:
     """End the frame under way, with at most one completion; -errno where it comes out of turn."""
-    cdef const Frame* frame = &self.heads[self.head]
+    cdef Frame* frame = &self.heads[self.head]
     cdef int code = 0
+    if frame.kind == FRAME_LEND:
+        pull_write(self, frame)
+        frame.kind = FRAME_WRITE
     if frame.kind == FRAME_WRITE or frame.kind == FRAME_SEND:
         code = end_bytes(self, frame, out, got)
     elif frame.kind == FRAME_ANSWERED:
@@ -303,6 +345,8 @@ cdef int finish(Stream* self, Completion* out, int* got) noexcept nogil:
             return -EPROTO
         self.bad = frame.done
         self.bad_status = frame.status
+    elif frame.kind > FRAME_DONE:
+        code = finish_sharing(self, frame)
     self.confirmed = frame.done
     self.head = 1 - self.head
     self.head_got = self.next_got
@@ -414,6 +458,8 @@ cdef int receive(Stream* self, Completion* out, int capacity) noexcept nogil:
     cdef uint64_t moved = 0
     cdef int got = 0
     cdef int code = 1
+    move_imports(self)
+    withdraw_ended(self)
     if not self.eager:
         # Not after: who is told now may have something to say, which acknowledges in the same system call.
         push(self)
@@ -440,5 +486,6 @@ cdef int stream_poll(void* impl, Completion* out, int capacity) noexcept nogil:
     cdef int got
     pthread_mutex_lock(&self.registry.lock)
     got = receive(self, out, capacity)
+    note_pulls(self)
     pthread_mutex_unlock(&self.registry.lock)
     return got

@@ -12,6 +12,8 @@ cdef struct Ring:
     uint64_t head        # bytes that were ever put in; the sender's
     uint64_t[7] second_gap
     uint64_t tail        # bytes that were ever taken out; the receiver's
+    uint64_t[7] third_gap
+    uint64_t pulling     # whether the receiver's GPU copies out of the sender's memory; the receiver's
 
 cdef struct RingStream:
     Stream stream
@@ -19,6 +21,8 @@ cdef struct RingStream:
     Ring* peer
     uint64_t own_bytes   # of each, a power of two: as it was when it was mapped, whatever the peer says now
     uint64_t peer_bytes
+    uint64_t own_there   # from the first byte on so many have pages that are mapped
+    uint64_t peer_there
     uint64_t own_tail
     uint64_t peer_head
     uint64_t peer_tail   # as it was when it was last looked at

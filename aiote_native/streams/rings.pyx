@@ -2,16 +2,21 @@
 
 The sender copies from its memory into the ring and the receiver out of it into its own, each on a processor of its
 own and both at once, so that together they take hardly longer than one copy; and the ring is small enough to stay in
-the caches. Neither reaches into the other's memory: none has to be shared, or opened to others by the kernel, and a
-peer that was stopped or went mad cannot write to anything but the ring.
+the cache that both share. Neither reaches into the other's memory: none has to be shared, or opened to others by the
+kernel, and a peer that was stopped or went mad cannot write to anything but the ring.
 
 One side each moves `head` and `tail`, which count bytes and never go back; what the other side has written there is
-checked before it is used. The pages are those of a memfd, which each side sends the other with its wake-up page: all
-there before anybody maps them, and sealed, so that no peer can truncate them under who touches them. (It can give pages
-back, which come again as zeros.) It has no name, and goes with the processes that have it.
+checked before it is used. The pages are those of a memfd, which each side sends the other with its wake-up page,
+sealed, so that no peer can truncate them under who touches them. (It can give pages back, which come again as zeros.)
+It has no name, and goes with the processes that have it.
+
+An engine may have a thousand peers and talk to a few, so a ring has one page until it is used. Whoever comes to bytes
+that it has not touched before asks the kernel for their pages first: where there is no memory for them, the answer is
+an error, which ends this stream alone, and not a signal, which would end the process. Linux before 5.14 cannot be
+asked; there all pages are made with the ring.
 """
 
-from libc.errno cimport EINVAL, EPROTO, errno
+from libc.errno cimport EAGAIN, EINTR, EINVAL, ENOMEM, EPROTO, errno
 from libc.stdint cimport uint8_t, uint64_t
 from libc.stdlib cimport calloc, free
 from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, PROT_WRITE, mmap, munmap
@@ -25,9 +30,10 @@ from aiote_native.forks cimport check_process, fork_epoch
 from aiote_native.status cimport check
 from aiote_native.streams.copying cimport aiote_copy_in, aiote_copy_out
 from aiote_native.streams.memory cimport StreamDevice, StreamEndpoint, share_operations
+from aiote_native.streams.sending cimport has_more
 from aiote_native.streams.staging cimport leave_slots
 from aiote_native.streams.stream cimport (
-    Stream, Wire, armed, free_works, iovec, pthread_mutex_lock, pthread_mutex_unlock)
+    Stream, Wire, armed, free_works, iovec, is_copying, pthread_mutex_lock, pthread_mutex_unlock)
 from aiote_native.structs cimport RailOps
 
 cdef extern from *:
@@ -39,14 +45,17 @@ cdef extern from *:
     uint64_t aiote_take(const uint64_t*) noexcept nogil
     void aiote_give(uint64_t*, uint64_t) noexcept nogil
     int posix_fallocate(int, long, long) nogil
-    const int MAP_POPULATE
 
 cdef extern from "<sys/mman.h>" nogil:
+    int madvise(void*, size_t, int)
     int memfd_create(const char*, unsigned int)
     const unsigned int MFD_CLOEXEC, MFD_ALLOW_SEALING
 
 cdef enum:
-    RING_BYTES = 512 * 1024  # of 128 KiB to 2 MiB the fastest at pages of 16 and of 64 KiB alike, on a quiet machine
+    # All that may be on its way on a channel (memory.pyx), and more than the second cache of a core: from there the
+    # other core took bytes at a third of the rate at which it has them from the cache that both share. Of 128 KiB to 4
+    # MiB the fastest, with 1 MiB of second cache (docs/streams.md).
+    RING_BYTES = 2 << 20
     # What a peer may make of it: a power of two up to twice the bytes that it has on their way (memory.pyx).
     LEAST_BYTES = 128 * 1024
     MOST_BYTES = 4 << 20
@@ -54,6 +63,10 @@ cdef enum:
     # After so many the other side may have them: it copies them while this one goes on.
     STEP = 16 * 1024
     STREAMED = 4096
+    # Bytes whose pages are asked for at once, as many as are there until it is so many: a call for each page would cost
+    # as much as the copy, one for all would give a ring that carried a few messages the memory of one in full use.
+    POPULATED = 64 * 1024
+    MADV_POPULATE_WRITE = 23  # of Linux 5.14, and no name in older headers
     RING_MARK = 0x31676E6972206F61
 
 SCHEME = b"aiote-ring://"
@@ -63,6 +76,17 @@ cdef inline uint8_t* data_of(Ring* ring) noexcept nogil:
     return <uint8_t*> ring + DATA
 
 
+cdef int populate(Ring* ring, uint64_t nbytes, uint64_t* there, uint64_t end) noexcept nogil:
+    """Have the pages of a ring's bytes up to `end`, of which `there` are; -ENOMEM where there is no memory."""
+    cdef uint64_t needed = (end + DATA - 1) & ~(<uint64_t> DATA - 1)
+    cdef uint64_t until = min(nbytes, max(needed, there[0] + min(there[0], <uint64_t> POPULATED)))
+    while madvise(data_of(ring) + there[0], until - there[0], MADV_POPULATE_WRITE) != 0:
+        if errno not in (EINTR, EAGAIN):
+            return -ENOMEM
+    there[0] = until
+    return 0
+
+
 cdef long ring_send(void* stream, const iovec* vectors, int count) noexcept nogil:
     """Copy into the peer's ring what has room there."""
     cdef RingStream* self = <RingStream*> stream
@@ -70,7 +94,7 @@ cdef long ring_send(void* stream, const iovec* vectors, int count) noexcept nogi
     cdef uint64_t given = head
     cdef const uint8_t* source
     cdef const uint8_t* following
-    cdef uint64_t done, part
+    cdef uint64_t done, part, at
     cdef int i
     for i in range(count):
         done = 0
@@ -83,6 +107,9 @@ cdef long ring_send(void* stream, const iovec* vectors, int count) noexcept nogi
                        min(self.peer_bytes - (head & (self.peer_bytes - 1)), <uint64_t> STEP))
             if part == 0:
                 break
+            at = head & (self.peer_bytes - 1)
+            if at + part > self.peer_there and populate(self.peer, self.peer_bytes, &self.peer_there, at + part) != 0:
+                return -ENOMEM
             source = <const uint8_t*> vectors[i].iov_base + done
             head += part
             done += part
@@ -90,7 +117,7 @@ cdef long ring_send(void* stream, const iovec* vectors, int count) noexcept nogi
             following = source + part if done < vectors[i].iov_len else NULL
             if following == NULL and i + 1 < count:
                 following = <const uint8_t*> vectors[i + 1].iov_base
-            aiote_copy_in(data_of(self.peer) + ((head - part) & (self.peer_bytes - 1)), source, part, following)
+            aiote_copy_in(data_of(self.peer) + at, source, part, following)
             if head - given >= STEP:
                 aiote_give(&self.peer.head, head)
                 given = head
@@ -119,6 +146,8 @@ cdef long ring_receive(void* stream, const iovec* vectors, int count) noexcept n
         while done < vectors[i].iov_len and here:
             at = tail & (self.own_bytes - 1)
             part = min(min(vectors[i].iov_len - done, here), min(self.own_bytes - at, <uint64_t> STEP))
+            if at + part > self.own_there and populate(self.own, self.own_bytes, &self.own_there, at + part) != 0:
+                return -ENOMEM
             aiote_copy_out(<uint8_t*> vectors[i].iov_base + done, data_of(self.own) + at, part, streamed)
             tail += part
             here -= part
@@ -151,9 +180,9 @@ cdef void ring_shut(void* impl) noexcept nogil:
     cdef RingStream* self = <RingStream*> impl
     pthread_mutex_lock(&self.stream.registry.lock)
     self.stream.closed = True
+    leave_slots(&self.stream)
     unmap(&self.own, self.own_bytes)
     unmap(&self.peer, self.peer_bytes)
-    leave_slots(&self.stream)
     pthread_mutex_unlock(&self.stream.registry.lock)
 
 
@@ -164,9 +193,25 @@ cdef void ring_release(void* impl) noexcept nogil:
     free(self)
 
 
+cdef bint ring_reached(void* impl) noexcept nogil:
+    """Whether the peer's GPU still copies out of our memory; a peer that was stopped or killed says so for good."""
+    cdef RingStream* self = <RingStream*> impl
+    return self.peer != NULL and aiote_take(&self.peer.pulling) != 0
+
+
+cdef bint ring_stirred(void* impl) noexcept nogil:
+    """Whether something has come, or there is something to send."""
+    cdef RingStream* self = <RingStream*> impl
+    return (not self.stream.connected or self.own == NULL or aiote_take(&self.own.head) != self.own_tail
+            or self.stream.broken or self.stream.paused or self.stream.stalled or has_more(&self.stream)
+            or is_copying(&self.stream))
+
+
 cdef RailOps operations
 share_operations(&operations)
 operations.arm = ring_arm
+operations.stirred = ring_stirred
+operations.reached = ring_reached
 operations.shut = ring_shut
 operations.release = ring_release
 
@@ -179,10 +224,14 @@ cdef bint may_be_ring(uint64_t nbytes) noexcept:
     return LEAST_BYTES <= nbytes <= MOST_BYTES and nbytes & (nbytes - 1) == 0
 
 
-cdef Ring* map_ring(int fd, uint64_t nbytes) except NULL:
-    cdef void* pages = mmap(NULL, DATA + nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0)
+cdef Ring* map_ring(int fd, uint64_t nbytes, uint64_t* there) except NULL:
+    """Map a ring, whose head is there; of its bytes so many are `there`: none, or all where none can be asked for."""
+    cdef void* pages = mmap(NULL, DATA + nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)
     if pages == MAP_FAILED:
         check(-errno, "mmap(ring)")
+    there[0] = 0
+    if madvise(pages, DATA, MADV_POPULATE_WRITE) != 0 and errno == EINVAL:
+        there[0] = nbytes
     return <Ring*> pages
 
 
@@ -216,11 +265,14 @@ cdef class RingEndpoint(StreamEndpoint):
         check(-errno if self.memory_fd < 0 else 0, "memfd_create(ring)")
         check(-errno if ftruncate(self.memory_fd, DATA + nbytes) else 0, "ftruncate(ring)")
         # Where there is no room this says so; a page that could not be had would kill whoever touches it.
-        check(-posix_fallocate(self.memory_fd, 0, DATA + nbytes), "posix_fallocate(ring)")
+        check(-posix_fallocate(self.memory_fd, 0, DATA), "posix_fallocate(ring)")
         fcntl.fcntl(self.memory_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        self.impl.own = map_ring(self.memory_fd, nbytes)
+        self.impl.own = map_ring(self.memory_fd, nbytes, &self.impl.own_there)
+        if self.impl.own_there:
+            check(-posix_fallocate(self.memory_fd, 0, DATA + nbytes), "posix_fallocate(ring)")
         self.impl.own.mark = RING_MARK
         self.impl.own.size = nbytes
+        self.impl.stream.pulling = &self.impl.own.pulling
         self.impl.own.number = int.from_bytes(number, "big")
         self.address = SCHEME + number.hex().encode()
         return 0
@@ -236,7 +288,7 @@ cdef class RingEndpoint(StreamEndpoint):
             nbytes = max(os.fstat(memory_fd).st_size - DATA, 0)
             nbytes = nbytes if may_be_ring(nbytes) else self.impl.own_bytes
             check_sealed(memory_fd, DATA + nbytes, "ring")
-            self.impl.peer = map_ring(memory_fd, nbytes)
+            self.impl.peer = map_ring(memory_fd, nbytes, &self.impl.peer_there)
             self.impl.peer_bytes = nbytes
         finally:
             close(memory_fd)

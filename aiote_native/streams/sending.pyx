@@ -7,9 +7,11 @@ before its end. What is said of the peer's requests goes into the next header th
 from libc.errno cimport EACCES, EAGAIN, ENOMEM, ENOTCONN
 from libc.stdint cimport uint8_t, uint64_t
 
+from aiote_native.streams.lending cimport note_told
 from aiote_native.streams.staging cimport gather_slots, hold, is_held, stage, unstage
 from aiote_native.streams.stream cimport (
-    FRAME_ANSWER, FRAME_ANSWERED, FRAME_DONE, FRAME_READ, FRAME_SEND, FRAME_WRITE, FRAMES_BEGUN, Frame, MAX_VECTORS,
+    FRAME_ANSWER, FRAME_ANSWERED, FRAME_DONE, FRAME_EXPORT, FRAME_FORGET, FRAME_FORGOTTEN, FRAME_LEND, FRAME_LENT,
+    FRAME_OPENED, FRAME_PULLED, FRAME_READ, FRAME_SEND, FRAME_WRITE, FRAMES_BEGUN, Frame, MAX_VECTORS,
     Memory, STREAM_DEPTH, append, free_work, iovec, is_open, new_work, pthread_mutex_lock, pthread_mutex_unlock,
     take_first)
 from aiote_native.structs cimport OP_READ, OP_RECV, OP_SEND
@@ -25,8 +27,11 @@ cdef uint8_t[NOTHING] nothing  # what is sent for memory that is gone
 
 cdef inline uint64_t payload_of(const Work* work) noexcept nogil:
     """The bytes that follow the header."""
-    if work.frame.kind == FRAME_WRITE or work.frame.kind == FRAME_SEND or work.frame.kind == FRAME_ANSWER:
+    cdef int kind = work.frame.kind
+    if kind == FRAME_WRITE or kind == FRAME_SEND or kind == FRAME_ANSWER or kind == FRAME_EXPORT:
         return work.frame.length
+    if kind == FRAME_LEND or kind == FRAME_LENT:
+        return (1 + work.frame.iov_count) * sizeof(uint64_t)
     return 0
 
 
@@ -96,6 +101,10 @@ cdef int gather_frame(Stream* self, Work* work, iovec* vectors, bint* whole) noe
         vectors[count].iov_len = min(<uint64_t> NOTHING, payload_of(work) - at)
         whole[0] = vectors[count].iov_len == payload_of(work) - at
         return count + 1
+    if work.frame.kind == FRAME_LEND or work.frame.kind == FRAME_LENT:
+        vectors[count].iov_base = <uint8_t*> work.reference + at
+        vectors[count].iov_len = payload_of(work) - at
+        return count + 1
     if work.slot_count:
         return count + gather_slots(work, at, vectors + count)
     for i in range(work.frame.iov_count):
@@ -138,17 +147,29 @@ cdef void advance_sent(Stream* self, uint64_t bytes) noexcept nogil:
             return
         take_first(&self.begun)
         unstage(self, work)
-        if work.frame.kind == FRAME_WRITE or work.frame.kind == FRAME_SEND:
-            self.sent += 1
-            append(&self.unacked, work)
-        elif work.frame.kind == FRAME_READ:
-            append(&self.unread, work)
-        else:
-            if work.frame.kind == FRAME_ANSWER and work.trailer.frame.status == 0:
-                self.registry.served += work.frame.length
-            self.answers -= work.frame.kind == FRAME_ANSWERED
-            self.refusals -= work.frame.kind == FRAME_DONE and work.frame.status != 0
-            free_work(self, work)
+        note_sent(self, work)
+
+
+cdef void note_sent(Stream* self, Work* work) noexcept nogil:
+    """Have a frame that was sent wait for what the peer says of it, or free it."""
+    cdef int kind = work.frame.kind
+    if kind == FRAME_WRITE or kind == FRAME_SEND or kind == FRAME_LEND:
+        self.sent += 1
+        append(&self.unacked, work)
+    elif kind == FRAME_READ:
+        append(&self.unread, work)
+    elif kind == FRAME_LENT:
+        self.registry.served += work.frame.length
+        append(&self.lent, work)
+    else:
+        if kind == FRAME_ANSWER and work.trailer.frame.status == 0:
+            self.registry.served += work.frame.length
+        elif kind == FRAME_EXPORT:
+            note_told(self, work.frame.key)
+        self.answers -= kind == FRAME_ANSWERED
+        self.refusals -= kind == FRAME_DONE and work.frame.status != 0
+        self.replies -= kind == FRAME_OPENED or kind == FRAME_FORGOTTEN or kind == FRAME_PULLED or kind == FRAME_FORGET
+        free_work(self, work)
 
 
 cdef bint has_more(const Stream* self) noexcept nogil:
@@ -197,7 +218,7 @@ cdef void push(Stream* self) noexcept nogil:
         left -= <uint64_t> moved
 
 
-cdef void describe(Work* work, const Post* args, WorkRequest* wr) noexcept nogil:
+cdef void describe(Stream* self, Work* work, const Post* args, WorkRequest* wr) noexcept nogil:
     cdef Frame* frame = &work.frame
     cdef int i
     work.wr = wr
@@ -206,6 +227,9 @@ cdef void describe(Work* work, const Post* args, WorkRequest* wr) noexcept nogil
     frame.length = args.length
     if args.desc != NULL:
         work.gpu = (<const Memory*> args.desc).gpu
+        work.exported = (<const Memory*> args.desc).exported
+        if self.shares and args.opcode == OP_READ:
+            frame.imm = 1 + (<const Memory*> args.desc).device
     work.local[0] = <uint8_t*> args.local
     frame.iov[0].length = args.length
     if args.opcode == OP_SEND:
@@ -240,7 +264,7 @@ cdef int post_one(Stream* self, const Post* args, WorkRequest* wr) noexcept nogi
         work.frame.length = args.length
         append(&self.receives, work)
         return 0
-    describe(work, args, wr)
+    describe(self, work, args, wr)
     if is_held(work):
         hold(self, work)
     else:

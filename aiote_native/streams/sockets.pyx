@@ -22,7 +22,7 @@ from aiote_native.streams.memory cimport StreamDevice, StreamEndpoint, share_ope
 from aiote_native.streams.sending cimport has_more, push
 from aiote_native.streams.staging cimport leave_slots
 from aiote_native.streams.stream cimport (
-    Wire, armed, free_works, iovec, pthread_mutex_lock, pthread_mutex_unlock)
+    Wire, armed, free_works, iovec, is_copying, pthread_mutex_lock, pthread_mutex_unlock)
 from aiote_native.structs cimport RailOps
 
 cdef extern from *:
@@ -316,9 +316,18 @@ cdef void socket_release(void* impl) noexcept nogil:
     free(self)
 
 
+cdef bint socket_stirred(void* impl) noexcept nogil:
+    """Whether there is something to do that the descriptor does not tell of: it is watched for what comes alone."""
+    cdef SocketStream* self = <SocketStream*> impl
+    return (not self.stream.connected or self.watched != EPOLLIN or self.unstaged < self.staged
+            or self.stream.broken or has_more(&self.stream) or is_copying(&self.stream))
+
+
 cdef RailOps operations
 share_operations(&operations)
 operations.arm = socket_arm
+operations.stirred = socket_stirred
+operations.announced = True
 operations.shut = socket_shut
 operations.release = socket_release
 

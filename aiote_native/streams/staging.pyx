@@ -10,6 +10,8 @@ from libc.stdint cimport uint64_t
 
 from aiote_native.cuda.copies cimport (
     CopyQueue, SLOT_BYTES, queue_begin, queue_copy, queue_end, queue_give, queue_state, queue_take, queue_wait, slot_at)
+from aiote_native.streams.lending cimport leave_lent, lend
+from aiote_native.streams.pulling cimport leave_imports
 from aiote_native.streams.stream cimport (
     FRAME_ANSWER, FRAME_WRITE, Work, WorkList, append, free_work, is_open, take_first)
 from aiote_native.structs cimport MAX_SGE
@@ -51,7 +53,8 @@ cdef int post_copies(Work* work) noexcept nogil:
 
 
 cdef bint copy_out(Stream* self, Work* work) noexcept nogil:
-    """Post the copies of a frame that is held; False while it has no slots."""
+    """Post the copies of a frame that is held, or have it go by reference; False while it has to wait for either."""
+    cdef int shared
     cdef int needed = <int> ((work.frame.length + SLOT_BYTES - 1) // SLOT_BYTES)
     if work.gpu == NULL:
         return True
@@ -59,6 +62,9 @@ cdef bint copy_out(Stream* self, Work* work) noexcept nogil:
         # Nothing is read of memory that was closed since it was asked for.
         work.gpu = NULL
         return True
+    shared = lend(self, work)
+    if shared >= 0:
+        return shared == 1
     if work.frame.length > <uint64_t> MAX_SGE * SLOT_BYTES:
         work.status = -EMSGSIZE
         return True
@@ -147,9 +153,12 @@ cdef void leave_slots(Stream* self) noexcept nogil:
     leave_list(self, &self.queue)
     leave_list(self, &self.begun)
     leave_list(self, &self.landing)
+    leave_list(self, &self.unread)
     if self.gpu != NULL:
         queue_wait(&self.gpu.back, self.gpu.back.posted)
         if self.slot >= 0:
             queue_give(&self.gpu.back, self.slot)
     self.gpu = NULL
     self.starved = False
+    leave_imports(self)
+    leave_lent(self)

@@ -9,11 +9,22 @@
 #   FRAME_ANSWERED  that read is over, with `status`
 #   FRAME_DONE      of the requests with bytes `done` are over, the last one of them with `status`
 #
+# Between processes of one host whose memory is on GPUs, bytes may stay where they are, and their receiver copies them:
+#
+#   FRAME_EXPORT    the allocation `key`, a number of the sender's, by its handle: to be opened on the device `imm`
+#   FRAME_OPENED    it was, or not: `status` is the driver's code
+#   FRAME_LEND      FRAME_WRITE by reference: the allocation's number, and for each of the iov where in it the bytes are
+#   FRAME_LENT      FRAME_ANSWER by reference; the FRAME_READ had 1 + the device in `imm`
+#   FRAME_PULLED    the bytes of the oldest FRAME_LENT were copied, and are the sender's again
+#   FRAME_FORGET    the allocation `key` is to be closed
+#   FRAME_FORGOTTEN it is
+#
 # Every header says in `done` how many writes and sends of its receiver are over, all well but those of which a
 # FRAME_DONE has said otherwise: an acknowledgement of its own is sent only by who has nothing else to say.
 from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 from aiote_native.cuda.copies cimport GpuQueues
+from aiote_native.cuda.sharing cimport Export, Handle, Import
 from aiote_native.structs cimport Completion, MAX_SGE, Post, WorkRequest
 
 cdef extern from "<pthread.h>" nogil:
@@ -35,6 +46,13 @@ cdef enum:
     FRAME_ANSWER = 4
     FRAME_ANSWERED = 5
     FRAME_DONE = 6
+    FRAME_LEND = 7
+    FRAME_LENT = 8
+    FRAME_PULLED = 9
+    FRAME_EXPORT = 10
+    FRAME_OPENED = 11
+    FRAME_FORGET = 12
+    FRAME_FORGOTTEN = 13
 
 cdef enum:
     BUCKETS = 256        # of the table of keys
@@ -42,6 +60,9 @@ cdef enum:
     STREAM_DEPTH = 1024  # requests of one side that are not over
     FRAMES_BEGUN = 8     # frames that are handed over together
     MAX_VECTORS = FRAMES_BEGUN * (1 + MAX_SGE)
+    SHARED_DEVICES = 63  # that keys tell apart
+    DEVICE_SHIFT = 58    # of a key: above it stand 1 + the device that the memory is on, or 0 for the host's
+    REFERENCE = 1 + MAX_SGE
 
 cdef struct RmaIov:
     uint64_t address
@@ -74,6 +95,12 @@ cdef struct Work:
     bint copied          # its copies were posted, and `number` is behind them
     uint32_t number
     int status
+    # where it goes by reference (lending.pyx, pulling.pyx)
+    Export* exported
+    uint64_t[REFERENCE] reference
+    Stream* lender
+    Work* next_lent
+    bint pulled
 
 cdef struct WorkList:
     Work* head
@@ -85,6 +112,8 @@ cdef struct Memory:
     uint64_t address
     uint64_t length
     GpuQueues* gpu       # NULL: it is the host's
+    int device           # that it is on; -1: the host's
+    Export* exported     # what other processes open to reach it; NULL: they cannot
     bint writable
     int access  # what peers may do
     bint bound           # to the peer of that name
@@ -97,6 +126,24 @@ cdef struct Registry:
     Memory* table[BUCKETS]
     uint64_t epoch       # changes with every registration that ends
     uint64_t served      # bytes that peers have read here, or written
+    # GPU memory that is shared (lending.pyx, pulling.pyx)
+    bint shares
+    GpuQueues* gpus[SHARED_DEVICES]
+    Export* exports
+    uint64_t withdrawn   # exports that have ended
+    Work* lent           # answers whose bytes peers may be copying
+    int refused          # the last code for which a peer could not open what is shared, and how many could not
+    uint64_t refusals
+    int notify_fd        # readable when that has changed
+
+# An allocation that a peer was told of, to be opened on one of its devices.
+cdef struct Told:
+    Told* next
+    uint64_t number
+    Export* exported
+    int device
+    int state
+    Handle handle
 
 # The wire under a stream: bytes that were moved, 0 where none can be now, or -errno.
 cdef struct Wire:
@@ -157,6 +204,20 @@ cdef struct Stream:
     WorkRequest* receiving
     WorkList receives
     uint32_t answers     # reads of the peer that are not answered yet
+    bint shares          # peers on this wire are of this host, and GPU memory may be shared with them
+    Told* told
+    uint64_t numbers     # that were given to allocations
+    uint64_t withdrawn   # as it was in the registry when they were last looked at
+    WorkList lent        # answers by reference that were sent
+    uint32_t lent_count
+    Import* imports
+    Import* opener       # the one that is being opened or closed
+    uint32_t import_count
+    uint32_t moving      # of them those that are being opened or closed, or wait for that
+    uint64_t* pulling    # where the peer sees whether we copy out of its memory; NULL: nowhere
+    uint32_t replies     # of sharing, that the wire has not taken
+    uint64_t[REFERENCE] reference  # that comes
+    Handle handle        # that comes
     uint64_t received    # writes and sends of the peer's that are over
     uint64_t acknowledged  # of these, as the peer was told
 

@@ -91,12 +91,13 @@ cdef void free_works(Stream* self) noexcept nogil:
     free_list(&self.begun)
     free_list(&self.unacked)
     free_list(&self.unread)
+    free_list(&self.lent)
     free_list(&self.receives)
 
 
 cdef bint is_copying(const Stream* self) noexcept nogil:
     """Whether something waits for a GPU, which no descriptor tells of."""
-    return self.held.head != NULL or self.landing.head != NULL or self.starved
+    return self.held.head != NULL or self.landing.head != NULL or self.starved or self.moving != 0
 
 
 cdef int armed(Stream* self, bint again) noexcept nogil:

@@ -6,6 +6,7 @@ from aiote_native.verbs.ibverbs cimport (
 
 cdef enum:
     REFILL = 64       # receives that are posted at a time
+    FLUSHED_DEVICES = 64
     NOT_INLINE = 1    # above the local key in a descriptor: memory that a processor cannot read
 
 ctypedef ibv_recv_wr refill_chain[REFILL]
@@ -21,6 +22,13 @@ cdef struct Settings:
     int retries          # how often, before the queue pair fails
     int srq_depth        # receives in the queue that all peers share
     int messages         # receives of each peer's messages
+
+# GPUs to which what arrives is flushed before it is counted, by their ordinals: how many registrations ask for it.
+cdef struct Flushes:
+    int uses[FLUSHED_DEVICES]
+    int all_uses
+    void* contexts[FLUSHED_DEVICES]
+    bint primary[FLUSHED_DEVICES]
 
 # One port of a device, with what its queue pairs share. `missing` receives of the shared queue are to be posted again.
 cdef struct Nic:
@@ -39,6 +47,7 @@ cdef struct Nic:
     ibv_gid gid
     uint8_t number
     Settings settings
+    Flushes flushes
 
 cdef int refill(Nic* nic) noexcept nogil
 
@@ -54,4 +63,6 @@ cdef class VerbsDevice(NativeDevice):
 cdef class VerbsMemory(Registration):
     cdef VerbsDevice device
     cdef ibv_mr* mr
+    cdef int flushed         # the GPU's ordinal; -1: none
+    cdef void unflush(self) noexcept
     cdef int pin(self, ibv_pd* pd, uint64_t address, size_t length, int flags, int fd, uint64_t offset) noexcept

@@ -11,6 +11,8 @@ from libc.string cimport memset, strcmp
 
 import os
 
+from aiote_native.cuda.driver cimport cuda, retain
+from aiote_native.cuda.driver import device_of
 from aiote_native.forks cimport check_process, fork_epoch
 from aiote_native.structs cimport MAY_ALL, MAY_READ, MAY_WRITE
 from aiote_native.verbs.ibverbs cimport (
@@ -19,6 +21,7 @@ from aiote_native.verbs.ibverbs cimport (
     IBV_EVENT_QP_ACCESS_ERR, IBV_EVENT_QP_FATAL, IBV_EVENT_QP_REQ_ERR, IBV_EVENT_SRQ_ERR, IBV_LINK_LAYER_ETHERNET,
     IBV_PORT_ACTIVE, aiote_alloc_parent, aiote_alloc_td, aiote_dealloc_td, aiote_query_port, ibv_async_event,
     ibv_device, ibv_post_srq_recv, ibv_recv_wr, ibv_srq_init_attr)
+from aiote_native.status import StatusError
 from aiote_native.verbs.symbols cimport Symbols, failed, symbols
 
 SETTINGS = {
@@ -227,7 +230,10 @@ cdef class VerbsDevice(NativeDevice):
     cdef int drop(self) noexcept:
         """Close whatever is open of it; return what closing the device said."""
         cdef Nic* nic = &self.nic
-        cdef int code
+        cdef int code, device
+        for device in range(FLUSHED_DEVICES):
+            if nic.flushes.primary[device]:
+                cuda.primary_release(device)
         if nic.srq != NULL:
             symbols().destroy_srq(nic.srq)
         if nic.parent != NULL and nic.parent != nic.pd:
@@ -247,6 +253,7 @@ cdef class VerbsMemory(Registration):
 
     def __cinit__(self):
         self.mr = NULL
+        self.flushed = -1
 
     def __init__(self, VerbsDevice device, uint64_t address, size_t length, bint writable, int access, int fd=-1,
                  uint64_t offset=0):
@@ -285,6 +292,29 @@ cdef class VerbsMemory(Registration):
                 code = errno or EIO
         return code
 
+    def flush_behind(self, uint64_t address) -> None:
+        """While this is registered, have all that arrives flushed to the GPU of memory there, before it is counted.
+
+        Raises StatusError.
+        """
+        cdef Flushes* flushes = &self.device.nic.flushes
+        cdef int device = device_of(address)
+        self.device.opened()
+        if not 0 <= device < FLUSHED_DEVICES or self.flushed >= 0:
+            raise StatusError(EOPNOTSUPP, "flush writes of a NIC", f"to cuda:{device} there is no way")
+        if flushes.contexts[device] == NULL:
+            flushes.contexts[device] = retain(device, address, &flushes.primary[device])
+        self.flushed = device
+        flushes.uses[device] += 1
+        flushes.all_uses += 1
+
+    cdef void unflush(self) noexcept:
+        cdef Flushes* flushes = &self.device.nic.flushes
+        if self.flushed >= 0:
+            flushes.uses[self.flushed] -= 1
+            flushes.all_uses -= 1
+            self.flushed = -1
+
     def close(self) -> None:
         """End the registration: the key is refused from here on. Idempotent; nothing in a child of a fork."""
         cdef Symbols* known = symbols()
@@ -299,9 +329,11 @@ cdef class VerbsMemory(Registration):
             self.mr = mr
             failed("ibv_dereg_mr", code)
         self.desc = NULL
+        self.unflush()
         self.device.children -= 1
 
     def __dealloc__(self):
         if self.mr != NULL and self.device is not None and self.device.epoch == fork_epoch():
+            self.unflush()
             symbols().dereg_mr(self.mr)
             self.device.children -= 1

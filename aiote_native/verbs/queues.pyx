@@ -11,6 +11,7 @@ from libc.stdint cimport uintptr_t
 from libc.stdlib cimport free
 from libc.string cimport memset
 
+from aiote_native.cuda.flushing cimport flush_writes
 from aiote_native.structs cimport ECANCELED, OP_READ, OP_RECV, OP_SEND, POLL_BATCH
 from aiote_native.verbs.ibverbs cimport (
     IBV_QP_STATE, IBV_QPS_ERR, IBV_SEND_INLINE, IBV_SEND_SIGNALED, IBV_WC_LOC_LEN_ERR, IBV_WC_LOC_PROT_ERR,
@@ -18,7 +19,7 @@ from aiote_native.verbs.ibverbs cimport (
     IBV_WC_REM_OP_ERR, IBV_WC_RETRY_EXC_ERR, IBV_WC_RNR_RETRY_EXC_ERR, IBV_WC_SUCCESS, IBV_WC_WR_FLUSH_ERR,
     IBV_WR_RDMA_READ, IBV_WR_RDMA_WRITE, IBV_WR_RDMA_WRITE_WITH_IMM, IBV_WR_SEND, htonl, ibv_poll_cq, ibv_post_recv,
     ibv_post_send, ibv_qp_attr, ibv_recv_wr, ibv_req_notify_cq, ibv_sge, ntohl)
-from aiote_native.verbs.nic cimport NOT_INLINE, refill
+from aiote_native.verbs.nic cimport FLUSHED_DEVICES, Flushes, NOT_INLINE, refill
 from aiote_native.verbs.symbols cimport verbs
 
 cdef extern from "<errno.h>" nogil:
@@ -157,11 +158,41 @@ cdef int poll(void* impl, Completion* out, int capacity) noexcept nogil:
                 self.taken_at += 1
         if self.taken_count < TAKEN and self.taken_at == self.taken_count:
             break
+    if made and self.nic.flushes.all_uses and not flush_arrived(&self.nic.flushes, out, &made):
+        self.broken = -EIO
     if self.nic.missing >= self.nic.refill:
         got = refill(self.nic)
         if got != 0:
             self.broken = got
     return made if made or self.broken == 0 else self.broken
+
+
+cdef bint flush_arrived(const Flushes* flushes, Completion* out, int* made) noexcept nogil:
+    """Flush what has arrived, by immediates and answers to reads, to GPUs, before anybody hears of it.
+
+    False where a driver refuses: then no immediate is left in `out`, and reads there have failed.
+    """
+    cdef bint arrived = False
+    cdef int code = 0
+    cdef int kept = 0
+    cdef int i
+    for i in range(made[0]):
+        arrived = arrived or (out[i].status == 0 and (out[i].wr == NULL or out[i].wr.opcode == OP_READ))
+    if not arrived:
+        return True
+    for i in range(FLUSHED_DEVICES):
+        if flushes.uses[i] and code == 0:
+            code = flush_writes(flushes.contexts[i])
+    if code == 0:
+        return True
+    for i in range(made[0]):
+        if out[i].wr != NULL:
+            out[kept] = out[i]
+            if out[kept].wr.opcode == OP_READ:
+                out[kept].status = -EIO
+            kept += 1
+    made[0] = kept
+    return False
 
 
 cdef bint translate(VerbsEndpoint* self, const ibv_wc* wc, Completion* out, int* made, int capacity) noexcept nogil:

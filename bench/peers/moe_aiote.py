@@ -111,7 +111,7 @@ async def main() -> None:
     worker = moe.Worker(arguments.folder, arguments.rank, f"aiote {aiote.__version__}")
     # Answers are made and checked on the loop's thread, for seconds where ranks share processors.
     # A ring holds what a rank has under way toward another: who is not running does not make the sender sleep.
-    async with aiote.open_engine(heartbeat_timeout=60, ring_bytes=2 << 20) as engine:
+    async with aiote.open_engine(heartbeat_timeout=60) as engine:
         members = exchange(arguments.folder, arguments.rank, arguments.ranks, str(engine.address))
 
         def make(variant: str, data: moe.Data) -> moe.Rounds:

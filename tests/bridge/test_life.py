@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import threading
+from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
 
 import pytest
 
 import aiote
 from aiote import bridge as bridges
-from bridges import Stubborn, aside, bridge_to, call_and_leave, value
+from bridges import Stubborn, aside, bridge_to, call_and_leave, drop, value
 from engines import PATIENCE_S, run_script
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
@@ -368,3 +371,38 @@ def test_spawned_processes_have_engines_of_their_own():
         assert bridge.call(value(5)) == 5
     results.close()
     results.join_thread()
+
+
+def test_a_dropped_bridge_is_closed_and_the_engine_with_the_last():
+    bridge = aside(bridges.acquire, "local")
+    thread, registration = bridge._thread, aside(bridge.register, bytearray(100))
+    held: list[Any] = [registration]
+    del bridge
+    gc.collect()
+    assert len(registration.region) == 100
+    del registration
+    drop(held)
+    thread.ended.result(PATIENCE_S)
+    assert thread.users == 0
+
+
+def test_a_dropped_bridge_lives_while_its_calls_do():
+    with bridge_to() as first:
+        bridge, stubborn = aside(bridges.acquire, "local"), Stubborn()
+        call = bridge.submit(stubborn.run())
+        stubborn.until(stubborn.begun)
+        del bridge
+        gc.collect()
+        assert first._thread.users == 2
+        call.cancel()
+        stubborn.may_end.set()
+        with pytest.raises(futures.CancelledError):
+            aside(call.result, PATIENCE_S)
+        held = [call]
+        del call
+        drop(held)
+        for _ in range(int(PATIENCE_S * 100)):
+            if first._thread.users == 1:
+                break
+            threading.Event().wait(0.01)
+        assert first._thread.users == 1

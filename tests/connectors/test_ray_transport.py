@@ -9,32 +9,13 @@ import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 
 from bridges import aside, bridge_to
-
-
-class Tensor(np.ndarray):
-    """An array with what a tensor is asked for, but its storage."""
-
-    device = SimpleNamespace(type="cpu")
-
-    def numel(self) -> int:
-        return self.size
-
-    def is_contiguous(self) -> bool:
-        return bool(self.flags.c_contiguous)
-
-    def data_ptr(self) -> int:
-        return self.ctypes.data
-
-
-def tensor(count: int, value: int = 0) -> Tensor:
-    return np.full(count, value, np.uint8).view(Tensor)
+from tensors import Tensor, tensor
 
 
 @dataclass

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiote.core import failover
+from aiote.core import channel_counts
 from aiote.core.control import ControlError, Role
 from aiote.core.failover import (
     BACKOFF_FIRST,
@@ -82,7 +82,7 @@ def test_an_acknowledgement_of_nothing_is_refused(n: int) -> None:
 
 
 def test_a_peer_that_never_acknowledges_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failover, "ARRIVED_LIMIT", 3)
+    monkeypatch.setattr(channel_counts, "ARRIVED_LIMIT", 3)
     counts = ChannelCounts()
     for imm_data in range(3):
         counts.arrive(imm_data)

@@ -145,8 +145,10 @@ OTHER_VALUES = {
     "identity": ("07" * 16, bytes([7] * 16)),
     "progress": ("thread", "thread"),
     "schedule": ("round-robin", "round-robin"),
+    "status_page": ("off", False),
     "libfabric": ("/a/path", "/a/path"),
     "libcuda": ("/a/path", "/a/path"),
+    "gpu_sharing": ("off", False),
     "message_bytes": ("4096", 4096),
     "heartbeat_interval": ("0.5", 0.5),
     "ring_bytes": ("1048576", 1 << 20),
@@ -185,7 +187,9 @@ def test_the_table_of_extras_is_whole():
 def test_every_event_is_named():
     emitted = {name for path in SOURCES for name in re.findall(r'\.emit\(\s*"([\w.]+)"', path.read_text())}
     assert emitted
-    assert emitted == set(re.findall(r"`((?:peer|connection|rail|memory)\.[a-z]+)`", TROUBLES))
+    assert emitted == set(
+        re.findall(r"`(engine\.(?:opened|closed)|(?:peer|connection|rail|memory)\.[a-z]+)`", TROUBLES)
+    )
 
 
 def test_what_libfabric_is_told_is_named():

@@ -11,14 +11,25 @@ import pytest
 import aiote
 from aiote.core.address import ANYONE
 from aiote.core.descriptor import RegionDescriptor
-from engines import each_progress, each_provider, fabric, go_round, linked, opened, pair, round_trips, until
+from engines import (
+    each_memory,
+    each_progress,
+    each_provider,
+    fabric,
+    go_round,
+    linked,
+    opened,
+    pair,
+    round_trips,
+    until,
+)
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.anyio]
 
 BIG = 16 << 20
 
 
-@each_provider
+@each_memory
 @each_progress
 async def test_the_holder_writes_and_reads_through_its_lease(provider, progress):
     async with linked(provider, progress=progress) as (owner, holder):
@@ -42,7 +53,7 @@ async def test_the_holder_writes_and_reads_through_its_lease(provider, progress)
         assert lease.revoked
 
 
-@each_provider
+@each_memory
 async def test_a_revoked_lease_refuses_every_verb_with_an_error_that_says_so(provider):
     async with linked(provider) as (owner, holder):
         memory = bytearray(64)
@@ -74,7 +85,7 @@ async def test_a_revoked_lease_refuses_every_verb_with_an_error_that_says_so(pro
         assert memory == b"x" * 64
 
 
-@each_provider
+@each_memory
 @each_progress
 async def test_nothing_arrives_after_a_lease_is_revoked_in_the_middle_of_a_write(provider, progress):
     """Nothing arrives after the revocation, and the connection lives on."""
@@ -203,7 +214,7 @@ async def test_a_lease_has_keys_of_its_own():
         assert len(region.memory.registrations) == 1
 
 
-@each_provider
+@each_memory
 async def test_closing_the_region_revokes_its_leases(provider):
     async with linked(provider) as (owner, holder):
         memory = bytearray(64)
@@ -267,7 +278,7 @@ async def test_a_lease_with_a_forged_holder_is_refused_by_the_owners_nic(provide
             assert memory == b"a" * 1024 + bytes(3072)
 
 
-@each_provider
+@each_memory
 @each_progress
 async def test_several_slices_are_lent_and_revoked_as_one(provider, progress):
     async with linked(provider, progress=progress) as (owner, holder):

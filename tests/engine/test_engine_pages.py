@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import PATIENCE_S, across, each_progress, each_provider, linked, pair, until
+from engines import PATIENCE_S, across, each_memory, each_progress, each_provider, linked, pair, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -32,7 +32,7 @@ def copied(
 
 
 @pytest.mark.anyio
-@each_provider
+@each_memory
 @each_progress
 async def test_pages_go_where_they_belong(provider, progress):
     """A layer of a cache on both sides, with other distances and other places."""
@@ -51,7 +51,7 @@ async def test_pages_go_where_they_belong(provider, progress):
 
 
 @pytest.mark.anyio
-@each_provider
+@each_memory
 @each_progress
 @pytest.mark.parametrize("page", [1, 300, 20_000])
 async def test_pages_are_read_from_where_they_belong(provider, progress, page):
@@ -89,7 +89,7 @@ async def test_reads_of_pages_are_checked():
                 await left.read_pages(src, dst)
 
 
-@each_provider
+@each_memory
 @pytest.mark.parametrize(("largest", "most"), [(1000, 3000), (1 << 21, 9000)], ids=["cut", "gathered"])
 async def test_pages_of_random_sizes_strides_and_offsets_arrive_where_they_belong(provider, largest, most):
     """Sizes, strides and offsets at random, of slices too, several requests in flight."""
@@ -175,7 +175,7 @@ async def test_pages_serve_many_requests(provider):
 
 
 @pytest.mark.anyio
-@each_provider
+@each_memory
 @each_progress
 async def test_no_pages_at_all_are_over_at_once(provider, progress):
     """Before and after the peer is connected; nothing is counted."""
@@ -191,7 +191,7 @@ async def test_no_pages_at_all_are_over_at_once(provider, progress):
         assert right.counter(1).value == 0
 
 
-@each_provider
+@each_memory
 async def test_one_source_page_goes_to_a_hundred_target_pages(provider):
     async with linked(provider) as (left, right):
         target = np.zeros(5000, np.uint8)

@@ -12,7 +12,7 @@ import pytest
 
 import aiote
 from aiote import ScatterTarget
-from engines import across, each_progress, each_provider, opened, round_trips, until
+from engines import across, each_memory, each_progress, each_provider, opened, round_trips, until
 from stars import SIZE, star
 
 pytestmark = pytest.mark.libfabric
@@ -21,7 +21,7 @@ PAGE = 512
 
 
 @pytest.mark.anyio
-@each_provider
+@each_memory
 @each_progress
 async def test_every_target_gets_its_bytes_and_one_count(provider, progress):
     size = 2_000_000
@@ -42,7 +42,7 @@ async def test_every_target_gets_its_bytes_and_one_count(provider, progress):
             assert np.array_equal(memory, wanted)
 
 
-@each_provider
+@each_memory
 async def test_some_of_the_targets_in_any_order_and_several_times(provider):
     async with star(provider, 3) as here:
         prepared = here.hub.prepare_scatter(here.group, [*here.targets, ScatterTarget(None, here.group[0])])

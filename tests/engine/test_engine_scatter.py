@@ -12,7 +12,7 @@ import pytest
 
 import aiote
 from aiote import ScatterTarget
-from engines import PATIENCE_S, across, each_progress, each_provider, opened, until
+from engines import PATIENCE_S, across, each_memory, each_progress, each_provider, opened, until
 
 pytestmark = pytest.mark.libfabric
 
@@ -32,7 +32,7 @@ def noise(size: int, seed: int = 1) -> np.ndarray:
 
 
 @pytest.mark.anyio
-@each_provider
+@each_memory
 @each_progress
 async def test_every_target_gets_its_bytes_and_one_count(provider, progress):
     lengths = [0, 1, 8, 16385, 196611, 3_000_000]
@@ -117,7 +117,7 @@ async def test_a_lost_member_fails_alone_and_by_name(provider):
         assert bytes(memories[0]) == bytes(memories[2]) == b"8 bytes."
 
 
-@each_provider
+@each_memory
 async def test_a_member_that_dies_under_way_is_the_error_and_the_others_are_served(provider):
     # More than is on its way at a time: a NIC would otherwise have it all there before the member dies.
     size = 24 << 20
@@ -137,7 +137,7 @@ async def test_a_member_that_dies_under_way_is_the_error_and_the_others_are_serv
 
 
 @pytest.mark.anyio
-@each_provider
+@each_memory
 async def test_a_cancelled_scatter_lets_go_of_all_memory(provider):
     size = 32 << 20
     async with star(provider, 2) as (hub, others):
@@ -155,7 +155,7 @@ async def test_a_cancelled_scatter_lets_go_of_all_memory(provider):
         await until(lambda: hub.statistics().outstanding == 0)
 
 
-@each_provider
+@each_memory
 async def test_a_lease_that_is_revoked_ends_the_scatter(provider):
     async with star(provider, 2) as (hub, others):
         group = await hub.peer_group([other.address for other in others])

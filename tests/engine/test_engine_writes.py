@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import aiote
-from engines import across, each_progress, each_provider, go_round, linked, opened, pair
+from engines import across, each_memory, each_progress, each_provider, go_round, linked, opened, pair
 
 pytestmark = pytest.mark.libfabric
 
@@ -19,7 +19,7 @@ def noise(size: int, seed: int = 1) -> np.ndarray:
 
 
 @pytest.mark.anyio
-@each_provider
+@each_memory
 @each_progress
 async def test_writes_and_reads_move_bytes_and_each_write_counts_once(provider, progress):
     """The first use connects; after `write` returns the bytes are there; each write counts one."""
@@ -41,7 +41,7 @@ async def test_writes_and_reads_move_bytes_and_each_write_counts_once(provider, 
         assert right.counter(5).value == right.counter(6).value == 0
 
 
-@each_provider
+@each_memory
 @pytest.mark.parametrize("size", SIZES)
 async def test_a_write_of_any_size_changes_exactly_its_bytes(provider, size):
     """Not a byte less, not a byte beside."""
@@ -61,7 +61,7 @@ async def test_a_write_of_any_size_changes_exactly_its_bytes(provider, size):
         assert (back[-64:] == 0xDD).all()
 
 
-@each_provider
+@each_memory
 async def test_a_write_of_no_bytes_ends_and_counts(provider):
     """Empty slices are legal: a write of no bytes ends, and counts where it has an immediate."""
     target = bytearray(8)
@@ -74,7 +74,7 @@ async def test_a_write_of_no_bytes_ends_and_counts(provider):
         assert target == bytes(8)
 
 
-@each_provider
+@each_memory
 @each_progress
 async def test_every_submit_form_moves_its_bytes(provider, progress):
     async with pair(provider, progress=progress) as (left, right):
@@ -103,7 +103,7 @@ async def test_every_submit_form_moves_its_bytes(provider, progress):
 
 
 @pytest.mark.anyio
-@each_provider
+@each_memory
 async def test_hundreds_of_transfers_both_ways_arrive_and_count_once(provider):
     """More than any queue holds, of all kinds, both ways; each arrives, each counts one."""
     async with linked(provider) as (left, right):

@@ -16,12 +16,13 @@ from engines import PATIENCE_S, across, go_round, until
 from traffic import IMM, SIZE, WRITES, Traffic, railed
 
 pytestmark = pytest.mark.libfabric
+GPUS = [(6, "socket+cuda"), (7, "socket+cuda")]
 
 
-@pytest.mark.parametrize("seed", range(6))
-async def test_traffic_is_exact_when_a_data_connection_fails_in_the_middle(seed):
+@pytest.mark.parametrize(("seed", "provider"), [*((seed, "tcp") for seed in range(6)), *GPUS])
+async def test_traffic_is_exact_when_a_data_connection_fails_in_the_middle(seed, provider):
     draw = random.Random(seed)
-    async with railed(2 + seed % 3, progress=("adaptive", "thread")[seed % 2]) as (left, right, seen):
+    async with railed(2 + seed % 3, provider, progress=("adaptive", "thread")[seed % 2]) as (left, right, seen):
         traffic = Traffic(left, right, seed)
         victims = data_connections(left, right)
         running = asyncio.create_task(traffic.run())
@@ -82,8 +83,9 @@ async def test_a_scatter_over_a_rail_that_fails_counts_exactly():
 
 
 @pytest.mark.parametrize("what", ["scatter", "pages"])
-async def test_prepared_requests_over_a_rail_that_fails_count_exactly(what):
-    async with railed(2) as (left, right, _):
+@pytest.mark.parametrize("provider", ["tcp", "socket+cuda"])
+async def test_prepared_requests_over_a_rail_that_fails_count_exactly(what, provider):
+    async with railed(2, provider) as (left, right, _):
         traffic = Traffic(left, right, 5)
         group = await left.peer_group([right.address])
         target = ScatterTarget(traffic.source, traffic.target)
@@ -101,9 +103,10 @@ async def test_prepared_requests_over_a_rail_that_fails_count_exactly(what):
         assert np.array_equal(traffic.got, traffic.sent)
 
 
-async def test_transfers_cancelled_while_their_rail_is_gone_let_go_and_others_complete():
+@pytest.mark.parametrize("provider", ["tcp", "socket+cuda"])
+async def test_transfers_cancelled_while_their_rail_is_gone_let_go_and_others_complete(provider):
     """The cancelled ones let go, the others complete, and the count is of those at least."""
-    async with railed(2) as (left, right, _):
+    async with railed(2, provider) as (left, right, _):
         traffic = Traffic(left, right, 6)
         transfers = [
             left.submit_write_imm(traffic.part(traffic.source, i), traffic.part(traffic.target, i), IMM)

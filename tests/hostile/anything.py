@@ -49,6 +49,8 @@ class Anything:
                 return self.bytes(field.limit)
             case fields.Unsigned():
                 return self.number(field.maximum)
+            case fields.Signed():
+                return rng.choice((1, -1)) * self.number((1 << 63) - 1)
             case fields.Flag():
                 return rng.random() < 0.5
             case fields.Text():

@@ -64,11 +64,14 @@ class Other:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=torch_peer.serve, args=(theirs, store.port))
+        self.process = context.Process(target=torch_peer.serve, args=(theirs, store.port), daemon=True)
         self.process.start()
         theirs.close()
-        self.transport = new_transport_rank("aiote", "cpu", store=store, rank=0, peer_rank=1)
-        self.connection.recv()
+        assert self.connection.recv() == "imported"
+        self.transport = new_transport_rank(
+            "aiote", "cpu", store=store, rank=0, peer_rank=1, bootstrap_timeout=torch_peer.PATIENCE_S
+        )
+        assert self.connection.recv() == "connected"
 
     def ask(self, name: str, *arguments: Any) -> Any:
         self.tell(name, *arguments)

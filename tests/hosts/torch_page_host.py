@@ -26,6 +26,7 @@ async def follow(code: str, names: dict[str, Any]) -> dict[str, Any]:
 
 def target(connection: Connection, port: int) -> None:
     """Be the side that is written to: what the recipe does before its write."""
+    connection.send("imported")
     tensor, store = torch.zeros(1000), TCPStore("127.0.0.1", port, is_master=False)
     names = {
         "store": store,
@@ -45,8 +46,9 @@ def test_the_recipe_writes_to_another_process():
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     connection, theirs = context.Pipe()
-    process = context.Process(target=target, args=(theirs, store.port))
+    process = context.Process(target=target, args=(theirs, store.port), daemon=True)
     process.start()
+    assert connection.recv() == "imported"
     names = {"store": store, "rank": 0, "peer": 1, "send": connection.send, "receive": connection.recv}
     found = asyncio.run(follow(recipe("torch"), {**names, "tensor": torch.ones(1000)}))
     connection.send("written")

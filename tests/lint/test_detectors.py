@@ -46,9 +46,14 @@ def outcomes(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
 BLOCKING = """
 import asyncio, socket, time
 import anyio, anyio.to_thread
+import blocking
 import pytest
 
 tried = []
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    monkeypatch.setattr(blocking, "slowness", lambda: 1.0)  # what a step may take is asserted here, by the clock
 
 def spin(seconds):
     until = time.thread_time() + seconds
@@ -124,6 +129,12 @@ async def test_fine_allowed():
     spin(0.5)
 
 @pytest.mark.anyio
+async def test_fine_on_a_slow_machine(monkeypatch):
+    monkeypatch.setattr(blocking, "slowness", lambda: 20.0)
+    spin(0.5)
+    await anyio.sleep(0)
+
+@pytest.mark.anyio
 async def test_fine_the_second_time(request):
     if request.node.name not in tried:
         tried.append(request.node.name)
@@ -154,7 +165,7 @@ def test_blocking_is_caught_on_every_loop(outcomes):
         else:
             assert found == {"FAILED"}, output
     assert {name.partition("[")[2] for name in seen if name.startswith("test_spin")} == {"asyncio]", "uvloop]", "trio]"}
-    assert len(seen) == 3 + 3 * 10
+    assert len(seen) == 3 + 3 * 11
 
 
 LEAKS = """

@@ -42,6 +42,7 @@ ORDER = (
     ("aiote.links.session",),
     ("aiote.links",),
     ("aiote.engine",),
+    ("aiote.gpu",),
     ("aiote",),
     ("aiote.service", "aiote.testing"),
     ("aiote.bridge",),
@@ -50,9 +51,11 @@ ORDER = (
     ("aiote.connectors.broadcast",),
     ("aiote.connectors.host",),
     ("aiote.connectors",),
+    ("aiote.plan",),
     ("aiote.demo",),
     ("aiote.cli", "aiote.bench", "aiote.__main__"),
 )
+NATIVE_USERS = ("aiote.rails.", "aiote.gpu.", "aiote.moe.kernels")
 FLOORS = {name: number for number, names in enumerate(ORDER) for name in names}
 ENGINE = FLOORS["aiote"]
 LOOPS = {"asyncio", "anyio", "trio", "uvloop", "sniffio"}
@@ -105,8 +108,8 @@ def complaints(module: str, imported: str) -> Iterator[str]:
         yield f"{module} imports {imported}: native modules know nothing of aiote"
     if here <= ENGINE and top in LOOPS and not module.startswith("aiote.aio."):
         yield f"{module} imports {imported}: only aiote.aio touches an event loop"
-    if top == "aiote_native" and here > 0 and not module.startswith(("aiote.rails.", "aiote.moe.kernels")):
-        yield f"{module} imports {imported}: only aiote.rails does, and what calls the kernels of aiote.moe"
+    if top == "aiote_native" and here > 0 and not module.startswith(NATIVE_USERS):
+        yield f"{module} imports {imported}: only aiote.rails and aiote.gpu do, and what calls the kernels of aiote.moe"
     if module.startswith(PURE) and top in IO:
         yield f"{module} imports {imported}: the core is pure"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
+import mutants
 from mutants import Mechanism, mechanisms
 
 ROOT = Path(__file__).parents[2]
@@ -29,3 +32,13 @@ def test_a_stale_table_is_noticed():
     for text in ("gone", "it and it"):
         with pytest.raises(ValueError, match="one: none.py has its text"):
             mechanism.taken_out(text)
+
+
+def test_the_private_copy_is_all_that_a_build_asks_for(tmp_path, monkeypatch):
+    """Meson configures the copy, which has no tags and no checkout around it, in a folder that is none either."""
+    monkeypatch.setattr(mutants, "WORK", tmp_path)
+    mutants.copy_sources()
+    tools = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    command = ["meson", "setup", str(tmp_path / "build"), str(tmp_path / "source")]
+    done = subprocess.run(command, env=tools, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
 import run_tests
-from run_tests import NOTHING_CHOSEN, Outcome, concluded, main, passes
+from run_tests import CHOICES, NOTHING_CHOSEN, Outcome, affordable, concluded, main, passes
 from test_reports import Report
 
 
@@ -50,6 +51,34 @@ def test_all_runs_are_judged_together(outcomes, status, capsys):
     assert ("FAILED" in said) is bool(status)
 
 
+def test_a_long_run_ends_no_test_that_takes_ten_minutes(monkeypatch):
+    """Both limits of pytest: its own ends the whole run, and is not lifted by lifting that of a test.
+
+    Other targets have the usual limits: mutants hang.
+    """
+    options: list[list[str]] = []
+
+    def ran(*_: object) -> list[Outcome]:
+        options.append(os.environ.get("PYTEST_ADDOPTS", "").split())
+        return []
+
+    def made(*_: object) -> Outcome:
+        ran()
+        return LINT
+
+    monkeypatch.setattr(sys, "argv", ["run_tests.py", "--all"])
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(run_tests, "made", made)
+    monkeypatch.setattr(run_tests, "everything", ran)
+    main()
+    _, tests, *targets = options
+    assert len(targets) == len(run_tests.LONG)
+    assert not any(targets)
+    limits = dict(one.split("=") for one in tests if one != "-o")
+    assert {name for name, value in limits.items() if int(value) > 600} == {"timeout", "faulthandler_timeout"}
+    assert os.environ["AIOTE_TEST_LONG"] == "1"
+
+
 @pytest.mark.parametrize("rdma", [True, False], ids=["here", "in the guest"])
 @pytest.mark.parametrize("found", [0, 1])
 def test_arguments_that_choose_nothing_anywhere_fail(rdma, found, tmp_path, monkeypatch, capsys):
@@ -71,3 +100,18 @@ def test_arguments_that_choose_nothing_anywhere_fail(rdma, found, tmp_path, monk
     monkeypatch.setattr(subprocess, "run", run)
     assert main() == 1 - found
     assert ("NOT ONE TEST WAS RUN" in capsys.readouterr().out) is (not found)
+
+
+@pytest.mark.parametrize(("times", "choice"), [(1.0, "pairs"), (2.9, "pairs"), (3.0, "tests"), (40.0, "tests")])
+def test_a_slow_machine_tries_fewer_combinations_and_says_so(times, choice, monkeypatch, capsys):
+    monkeypatch.setattr(run_tests, "slowness", lambda: times)
+    choices = affordable()
+    assert choices["newest"][1] == choice
+    assert {**choices, "newest": CHOICES["newest"]} == CHOICES
+    assert ("TIMES SLOWER" in capsys.readouterr().out) is (choice == "tests")
+
+
+def test_an_interruption_of_the_measurement_does_not_make_a_machine_slow(monkeypatch):
+    measured = iter([1.0, 90.0, 1.2, 80.0, 1.1])
+    monkeypatch.setattr(run_tests, "slowness", lambda: next(measured))
+    assert affordable() == CHOICES

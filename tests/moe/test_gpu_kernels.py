@@ -169,9 +169,9 @@ def test_copies_are_unfolded(place, seed, copies, top_k, held, width):
     how=st.integers(0, 7),
 )
 def test_sums(place, seed, dtype, tokens, top_k, hidden, how):
-    """Of any bits: infinities, NaN with any payload, denormals, halves that round to even."""
+    """Of any bits: infinities, NaN with any payload, denormals, halves that round to even; at any address."""
     rng, size = np.random.default_rng(seed), WIDTHS[dtype]
-    rows = memory(rng, 12, hidden * size, size)
+    rows = memory(rng, 12, hidden * size, int(rng.choice([1, size])))
     weights = rng.choice([0.0, -0.0, 1.0, math.nan, math.inf, 0.37, -1e-40, 3e38], (tokens, top_k)).astype(np.float32)
     if how & 1:
         values = (rng.standard_normal((12, hidden)) * 2.0 ** rng.integers(-30, 18)).astype(np.float32)
@@ -179,7 +179,7 @@ def test_sums(place, seed, dtype, tokens, top_k, hidden, how):
         weights = rng.standard_normal((tokens, top_k)).astype(np.float32)
     places = rng.integers(-1, 12, (tokens, top_k)).astype(np.int32)
     factors = weights if how & 2 else None
-    out = memory(rng, tokens, hidden * size, size)
+    out = memory(rng, tokens, hidden * size, int(rng.choice([1, size])))
     # A copy keeps neither a stride nor an address, which the kernels choose their width by.
     given = place.there(out)
     expected = []
@@ -258,8 +258,6 @@ def test_an_aborted_round_touches_nothing(place):
 def test_arrays_that_kernels_cannot_take_are_refused(place):
     opened = place.opened(np.random.default_rng(1), 4, 2)
     rows, places = place.there(np.zeros((2, 18), np.uint8)), place.there(np.zeros((2, 1), np.int32))
-    with pytest.raises(aiote.UsageError, match="multiples of 4"):
-        opened.combine(rows, rows, places, None, "float32", False)
     with pytest.raises(aiote.UsageError, match="expected uint8"):
         opened.copy_runs(places, rows, place.there(np.zeros((0, 3), np.int64)), 4)
     with pytest.raises(aiote.UsageError, match="int32, uint32 or int64"):
@@ -280,32 +278,43 @@ def test_arrays_that_kernels_cannot_take_are_refused(place):
     experts=st.integers(1, 300),
     ranks=st.integers(1, 6),
     most=st.integers(1, 90),
+    by_rank=st.booleans(),
+    limits=st.tuples(st.integers(0, 60), st.integers(0, 200)),
 )
-def test_a_round_is_described(place, seed, tokens, top_k, experts, ranks, most):
+def test_a_round_is_described(place, seed, tokens, top_k, experts, ranks, most, by_rank, limits):
     """What the host reads, and what is written to each other rank, follow from the ids alone."""
     rng = np.random.default_rng(seed)
     ids, local = ids_of(rng, tokens, top_k, experts, np.int32, np.int64, np.uint32), -(-experts // ranks)
     me = int(rng.integers(ranks))
     weights = rng.standard_normal((tokens, top_k)).astype(np.float32)
-    known, at = ids.astype(np.int32), np.empty((tokens, top_k), np.int32)
-    rows, copies = kernels.numbered(known, experts, local, ranks, False, at)
+    known, at = ids.astype(np.int32), np.empty((2, tokens, top_k), np.int32)
+    rows, copies = kernels.numbered(known, experts, local, ranks, False, at[0])
+    kernels.numbered(known, experts, local, ranks, True, at[1])
     opened = place.opened(rng, experts, ranks)
-    here, position = place.there(ids), place.there(np.empty_like(at))
+    here, (position, copy) = place.there(ids), [place.there(np.empty_like(one)) for one in at]
     counts = opened.numbered(here, experts, local, ranks, False, position)
+    opened.numbered(here, experts, local, ranks, True, copy)
     tail = memory(rng, tokens, 4 + 8 * top_k, 4)
-    made = [np.empty_like(weights), np.empty_like(at), np.zeros(1 + experts + ranks, np.uint32)]
-    made += [np.zeros(ranks - 1, np.int64), np.zeros(ranks - 1, np.int64)]
+    made = [np.empty_like(weights), np.empty_like(at[0]), np.empty_like(at[0])]
+    made += [np.zeros(1 + experts + ranks, np.uint32), *np.zeros((3, ranks - 1), np.int64)]
     behind, *given = (place.there(one) for one in (tail, *made))
-    opened.describe(here, place.there(weights), position, counts, local, me, most, 48, 1000, behind, *given)
-    kept, mirror, route, lengths, begins = (place.back(one) for one in given)
+    numbered = position, copy if by_rank else None
+    bounds, told = device.Bounds(local, me, most, 48, 1000, *limits, 640), device.Told(*given)
+    opened.describe(here, place.there(weights), numbered, counts, bounds, behind, told)
+    kept, mirror, copy_mirror, route, lengths, begins, routed = (place.back(one) for one in given)
     assert kept.tobytes() == weights.tobytes()
-    assert mirror.tolist() == at.tolist()
+    assert mirror.tolist() == at[0].tolist()
+    assert not by_rank or copy_mirror.tolist() == at[1].tolist()
     assert route.tolist() == [int(rows.sum()), *rows.tolist(), *copies.tolist()]
     padded = np.zeros(ranks * local, np.int64)
     padded[:experts] = rows
-    sent = padded.reshape(ranks, local).sum(1)
-    assert lengths.tolist() == np.delete(np.minimum(sent, most) * 48, me).tolist()
-    assert begins.tolist() == np.delete(1000 + (np.cumsum(sent) - sent) * 48, me).tolist()
+    for_rank = padded.reshape(ranks, local).sum(1)
+    sent = copies.astype(np.int64) if by_rank else for_rank
+    fits = bool((rows <= limits[0]).all() and (for_rank <= limits[1]).all())
+    others = [(me + 1 + number) % ranks for number in range(ranks - 1)]
+    assert lengths.tolist() == (np.minimum(sent, most) * 48 * fits)[others].tolist()
+    assert begins.tolist() == (1000 + (np.cumsum(sent) - sent) * 48)[others].tolist()
+    assert routed.tolist() == [640 * fits] * len(others)
     expected = np.concatenate(
         (np.arange(tokens, dtype=np.uint32)[:, None], np.where((known >= 0) & (known < experts), known, -1)), 1
     ).astype(np.int32)

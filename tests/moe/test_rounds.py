@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from aiote.moe import MoeConfig
-from engines import each_provider, opened
+from engines import each_memory, opened
 from moe_ranks import Tokens, ranks, whole_round
 
 SHAPES = {
@@ -43,7 +43,7 @@ async def test_rounds_give_what_one_process_would(shape, count):
 
 @pytest.mark.libfabric
 @pytest.mark.anyio
-@each_provider
+@each_memory
 @pytest.mark.parametrize("shape", ["grouped direct", "contiguous packed", "private"])
 async def test_rounds_over_every_provider(provider, shape):
     await rounds(provider, SHAPES[shape], 3, 3)

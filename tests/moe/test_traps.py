@@ -238,6 +238,25 @@ async def test_what_overflows_is_raised_on_every_rank_and_the_next_round_is_whol
             await whole_round(groups, given)
 
 
+@each_placement
+async def test_rows_beyond_four_gigabytes(placement):
+    """Each expert has room for more than 2**32 bytes, of which only those that come are ever touched."""
+    one = config(placement=placement, experts=4, rows=90_000_000)
+    async with over("local", 2, one) as groups:
+        assert one.rows * groups[0].sizes.row > 1 << 32
+        for _ in range(2):
+            given = [Tokens(RNG, one, 6, wild=False) for _ in groups]
+
+            async def one_rank(group: MoeGroup, own: Tokens) -> None:
+                batch = await group.dispatch(own.x, own.ids, own.weights)
+                for number, count in enumerate(batch.expert_num_tokens.tolist()):
+                    numbered = group.sizes.first(group.rank) + number
+                    batch.y[number, :count] = expert(one, numbered, batch.x[number, :count])
+                assert (await group.combine(batch)).tobytes() == reference(one, own).tobytes()
+
+            await all_of(*[lambda g=g, t=t: one_rank(g, t) for g, t in zip(groups, given, strict=True)])
+
+
 @each_provider
 async def test_two_rounds_at_once_in_two_lanes(provider):
     one = config(lanes=2)

@@ -13,7 +13,7 @@ from aiote_native.counters import ImmCounters
 from compiled import preloaded, shared
 from engines import run_script
 from rail_pair import Kind, Pair, Rails, Side, filled, opened
-from raw_ring import WRITE, Frame, raw_ring, write
+from raw_ring import HEADER, RING_BYTES, WRITE, Frame, raw_ring, write
 
 SUPPORT = str(Path(__file__).parents[1] / "support")
 IMM = 0x123
@@ -37,9 +37,10 @@ def test_a_flood_of_refused_writes_is_bounded(rails, side):
     memory = side.register(8)
     bad = write(memory, (0, 1), data=b"x", key=memory.local.keys[0][0] ^ 1).encode()
     with raw_ring(side) as ring:
+        # More than the ring has room for answers to.
         for _ in range(100):
-            ring.say(bad * 100)
-            for _ in range(4):
+            ring.say(bad * (RING_BYTES // HEADER.size // 50))
+            for _ in range(8):
                 side.core.progress()
         assert ring.link.failed == errno.EPROTO
 

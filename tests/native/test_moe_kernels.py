@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+import machine
 import moe_twins
 from aiote.moe import kernels
 from aiote_native.moe import use_avx2
 
+# Five tests: together more than ten thousand shapes.
+many = settings(max_examples=2500) if machine.LONG else settings()
 BITS = {"bfloat16": np.uint16, "float16": np.uint16, "float32": np.uint32}
 
 
@@ -33,6 +36,7 @@ def ids_of(rng: np.random.Generator, tokens: int, top_k: int, experts: int) -> A
 seeds = st.integers(0, 1 << 32)
 
 
+@many
 @given(seeds, st.integers(0, 9), st.integers(1, 9), st.integers(1, 700), st.integers(1, 6), st.booleans())
 def test_numbers_of_rows_and_of_copies(seed, tokens, top_k, experts, ranks, by_rank):
     ids = ids_of(np.random.default_rng(seed), tokens, top_k, experts)
@@ -44,6 +48,7 @@ def test_numbers_of_rows_and_of_copies(seed, tokens, top_k, experts, ranks, by_r
     assert [one.tolist() for one in found] == [one.tolist() for one in expected]
 
 
+@many
 @given(seeds, st.integers(0, 7), st.integers(1, 5), st.integers(1, 70), st.integers(0, 9), st.booleans())
 def test_rows_are_packed(seed, tokens, top_k, width, scales, by_rank):
     rng = np.random.default_rng(seed)
@@ -60,6 +65,7 @@ def test_rows_are_packed(seed, tokens, top_k, width, scales, by_rank):
     assert [side.tobytes() for side in sides] == [twin.tobytes() for twin in twins]
 
 
+@many
 @given(seeds, st.integers(1, 40), st.integers(0, 6))
 def test_runs_are_copied(seed, width, count):
     rng = np.random.default_rng(seed)
@@ -72,6 +78,7 @@ def test_runs_are_copied(seed, width, count):
     assert to.tobytes() == twin.tobytes()
 
 
+@many
 @given(seeds, st.integers(0, 9), st.integers(1, 5), st.integers(0, 4), st.integers(1, 33))
 def test_copies_are_unfolded(seed, copies, top_k, held, width):
     rng = np.random.default_rng(seed)
@@ -88,6 +95,7 @@ def test_copies_are_unfolded(seed, copies, top_k, held, width):
 
 @pytest.mark.parametrize("avx2", [True, False])
 @pytest.mark.parametrize("dtype", BITS)
+@many
 @given(seed=seeds, tokens=st.integers(0, 4), top_k=st.integers(1, 9), hidden=st.integers(1, 130), how=st.integers(0, 3))
 def test_sums(avx2, dtype, seed, tokens, top_k, hidden, how):
     """Of any bits: infinities, NaN with any payload, denormals, halves that round to even."""

@@ -74,7 +74,8 @@ def test_what_ends_with_its_link_says_why(pair: Pair):
     assert [operation.errno for operation in messages[16:]] == [errno.ECONNRESET] * 84
     assert all(operation.is_over for operation in done)
     assert pair.rails.threaded or done[-1].errno == errno.ECONNRESET
-    assert sum(operation.confirmed_bytes for operation in done) == SIZE * sum(o.errno == 0 for o in done)
+    # Of one that goes in several writes, some may have ended well.
+    assert all((operation.confirmed_bytes == SIZE) == (operation.errno == 0) for operation in done)
     for submit in (
         partial(pair.a.write, pair.ab, source, target.remote),
         partial(pair.a.write_pages, pair.ab, source, [0], target.remote, [0], 8),

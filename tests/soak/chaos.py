@@ -64,13 +64,13 @@ class Stranger:
 class Chaos:
     """The crew and its mishaps. `findings` is told what must not be."""
 
-    def __init__(self, seed: int, provider: str, bound: float, findings: Findings) -> None:
+    def __init__(self, seed: int, provider: str, bound: float, findings: Findings, memory: str = "host") -> None:
         self.rng = random.Random(f"{seed}/{provider}/chaos")
         self.tally: Counter[str] = Counter()
         self.most_resident = 0
         self.pids: list[int] = []
         self.links = Links(provider)
-        self._seed, self._provider, self._bound = seed, provider, bound
+        self._seed, self._provider, self._bound, self._memory = seed, provider, bound, memory
         self._key = f"the soak of seed {seed}"
         self._findings = findings
         self._started: list[Member] = []
@@ -126,7 +126,8 @@ class Chaos:
 
     async def _enlist(self, role: str) -> None:
         loop = self._next_loop()
-        job = (str(self._seed), self._provider, str(self._bound), role)
+        provider = self._provider + ("" if self._memory == "host" else f"+{self._memory}")
+        job = (str(self._seed), provider, str(self._bound), role)
         member = await Member.start(self.links.prefix, job, loop, self._findings)
         self._started.append(member)
         self.pids.append(member.pid)

@@ -17,6 +17,7 @@ import anyio
 import numpy as np
 
 import aiote
+import places
 from payload import CLEAN, GREY, SLOT_BYTES, first_difference, name_bytes
 from tasks import Task, end
 
@@ -53,7 +54,7 @@ class Lane:
         self.life = life
         self.peer = peer
         self.writer = writer
-        self.memory = np.zeros(SLOTS * SLOT_BYTES, np.uint8)
+        self.memory = places.zeros(SLOTS * SLOT_BYTES)
         self.region = life.engine.register(self.memory)
         self.slots = [Slot(self.memory[i * SLOT_BYTES : (i + 1) * SLOT_BYTES], i) for i in range(SLOTS)]
         self._ticket = 0

@@ -14,6 +14,7 @@ import anyio
 import numpy as np
 
 import aiote
+import places
 from course import Course
 from findings import Findings
 from lane import Lane
@@ -42,7 +43,7 @@ class Source:
     """Registered local memory of a life, used by one transfer at a time."""
 
     def __init__(self, engine: aiote.Engine) -> None:
-        self.memory = np.full(SLOT_BYTES, BLACK, np.uint8)
+        self.memory = places.full(SLOT_BYTES, BLACK)
         self.region = engine.register(self.memory)
 
 
@@ -67,7 +68,8 @@ class Life:
         self._tasks: set[Task] = set()
         self._free: list[Source] = []
         self._buried: list[Source] = []
-        self.library = np.array(self.payload.of(LIBRARY_BYTES, "library", number))
+        self.library = places.zeros(LIBRARY_BYTES)
+        self.library[:] = self.payload.of(LIBRARY_BYTES, "library", number)
         self.library_region = engine.register(self.library)
         self.spawn(self._receive)
 

@@ -2,6 +2,7 @@
 
     python tests/soak/soak.py --seconds 600 --seed 7 --provider tcp
     python tests/soak/soak.py --what kvcache
+    python tests/soak/soak.py --memory cuda --provider local
 
 Every byte that arrives is compared with what its writer was told to write; counts are exact; no await outlives its
 bound; what is open at the end was open at the beginning. `chaos.py` has the mishaps, `lane.py` and `course.py` the
@@ -29,15 +30,19 @@ from aiote.rails import library_summary
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
+import places
 from chaos import HEARTBEATS, LOOPS, Chaos
 from findings import FAILED_ITSELF, Verdict, status_of
 from kvchaos import KvChaos
 from leftovers import SHARED_MEMORY, shared_files
 from links import SHARED, enter
+from standin_cuda import standin_path
 
 BOUND_S = 2 * HEARTBEATS["heartbeat_timeout"] + HEARTBEATS["drain_timeout"] + 15
 """An await ends within the heartbeat timeout, the drain timeout, once more that for the last message, and a margin."""
 PROVIDERS = ("tcp", "shm", "socket", "local")
+ON_GPUS = ("socket", "local")
+"""Those that reach memory of a GPU."""
 WHAT: dict[str, tuple[type[Chaos], tuple[str, ...]]] = {
     "engine": (Chaos, ("verified grants", "cancelled transfers", "notes received")),
     "kvcache": (KvChaos, ("pages checked", "requests cancelled by a short deadline", "requests that failed")),
@@ -54,6 +59,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=None, help="random by default; printed in any case")
     parser.add_argument("--provider", choices=PROVIDERS, default=None, help="all in turn by default")
+    parser.add_argument(
+        "--memory", choices=places.KINDS, default="host", help="cuda: a GPU's, on the stand-in, over socket and local"
+    )
     parser.add_argument("--what", choices=tuple(WHAT), default="engine")
     parser.add_argument(
         "--share",
@@ -62,6 +70,10 @@ def arguments() -> argparse.Namespace:
         help="K/N: only every Nth kind of mishap has to come, from the Kth on",
     )
     chosen = parser.parse_args()
+    if chosen.memory == "cuda":
+        if chosen.provider not in (None, *ON_GPUS):
+            parser.error(f"--memory cuda takes {' or '.join(ON_GPUS)}")
+        os.environ["AIOTE_LIBCUDA"] = standin_path()
     if chosen.seed is None:
         chosen.seed = random.SystemRandom().randrange(1 << 32)
     return chosen
@@ -78,8 +90,8 @@ def share(text: str) -> slice:
 class Soak:
     """One provider's turn. `interrupted` is the signal that ended it, or 0."""
 
-    def __init__(self, what: str, seed: int, provider: str, seconds: float, share: slice) -> None:
-        options = f"--what {what} --seconds {seconds:g} --seed {seed} --provider {provider}"
+    def __init__(self, what: str, seed: int, provider: str, seconds: float, share: slice, memory: str) -> None:
+        options = f"--what {what} --seconds {seconds:g} --seed {seed} --provider {provider} --memory {memory}"
         if share.step > 1:
             options += f" --share {share.start}/{share.step}"
         self.verdict = Verdict(f"{sys.executable} {sys.argv[0]} {options}")
@@ -89,7 +101,7 @@ class Soak:
         chaos, self._needed = WHAT[what]
         if what == "engine" and share.step == 1:  # in a part of a soak there may be none
             self._needed += ("hostile peers that were let in",)
-        self._chaos = chaos(seed, provider, BOUND_S, self.verdict)
+        self._chaos = chaos(seed, provider, BOUND_S, self.verdict, memory)
 
     async def run(self) -> None:
         """Soak; the first finding or signal ends it."""
@@ -172,12 +184,13 @@ def reaped() -> list[int]:
 
 def turns(chosen: argparse.Namespace) -> int:
     """Soak with each provider in turn, up to a signal, and return the exit status."""
-    providers = [chosen.provider] if chosen.provider else list(PROVIDERS)
+    every = PROVIDERS if chosen.memory == "host" else ON_GPUS
+    providers = [chosen.provider] if chosen.provider else list(every)
     print(f"soak of {chosen.what}: seed {chosen.seed}, {chosen.seconds:g} s, {' and '.join(providers)}", flush=True)
     print(library_summary(os.environ.get("AIOTE_LIBFABRIC", "")), flush=True)
     ends = []
     for provider in providers:
-        soak = Soak(chosen.what, chosen.seed, provider, chosen.seconds / len(providers), chosen.share)
+        soak = Soak(chosen.what, chosen.seed, provider, chosen.seconds / len(providers), chosen.share, chosen.memory)
         asyncio.run(soak.run())
         ends.append(soak.verdict.status)
         if soak.interrupted:

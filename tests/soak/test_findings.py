@@ -95,10 +95,10 @@ def test_a_rail_s_run_and_a_schedule_tell_them_apart(module, monkeypatch):
             def run(self, error=error):
                 raise error
 
-        monkeypatch.setattr(failover, "World", World)
+        monkeypatch.setattr(failover, "world_of", World)
         _tally, broken = failover.play(range(4, 5))
         assert [found for found, _ in broken] == [status]
-        assert broken[0][1].startswith("World(4).run(): ")
+        assert broken[0][1].startswith("world_of(4).run(): ")
 
 
 @pytest.mark.parametrize(

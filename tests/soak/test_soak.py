@@ -19,6 +19,7 @@ SCRIPT = Path(__file__).with_name("soak.py")
 SEED = "20260"
 SECONDS = "20" if LONG else "2"
 OF_ENGINES, OF_CACHES = (("tcp", "local", "socket", "shm"),) * 2 if LONG else (("tcp", "shm"), ("local", "socket"))
+ON_GPUS = ("local", "socket")
 """In a short run each provider has every second kind of mishap, so that together they have them all."""
 PATIENCE_S = 170
 
@@ -49,6 +50,12 @@ def test_a_short_soak_of_engines_finds_no_violation(provider, request):
 @pytest.mark.parametrize("provider", OF_CACHES)
 def test_a_short_soak_of_the_kv_cache_finds_no_violation(provider):
     soak(provider, OF_CACHES, "--what", "kvcache")
+
+
+@pytest.mark.parametrize("provider", ON_GPUS)
+def test_a_short_soak_with_memory_of_gpus_finds_no_violation(provider):
+    """On the stand-in for the driver: staged over one, pulled over the other."""
+    soak(provider, ON_GPUS, "--memory", "cuda")
 
 
 _said = pytest.StashKey[list[str]]()

@@ -28,6 +28,7 @@ import aiote
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
+import places
 from findings import FAILED_ITSELF, Findings
 from kvlives import DecodeLife, PrefillLife, RegistryLife
 from leftovers import Baseline, resident_bytes
@@ -69,7 +70,9 @@ class Worker:
         self.loop = loop
         self.seed = seed
         self.role = role
-        self.provider = provider
+        self.provider, _, memory = provider.partition("+")
+        if memory:
+            places.use_gpus()
         self.dog = Watchdog(tasks, bound, violation)
         self.tally: Counter[str] = Counter()
         self.life: Any = None
@@ -77,8 +80,8 @@ class Worker:
 
     async def warm_up(self) -> None:
         """Open and close an engine once, for a library keeps some things for good; then take the baseline."""
-        async with aiote.open_engine(self.provider):
-            pass
+        async with aiote.open_engine(self.provider) as engine:
+            await places.lent(engine).register(places.zeros(4096)).aclose()
         if self.loop == "uvloop":
             # With its first stream it opens a descriptor that it keeps for when there are no more.
             near, far = socket.socketpair()
@@ -92,7 +95,7 @@ class Worker:
     async def open(self, life: int, host: str, key: str, settings: dict[str, Any]) -> dict[str, Any]:
         """Open an engine and begin to take what others write."""
         config = aiote.EngineConfig(host=host or None, cluster_key=key.encode(), **settings)
-        engine = await self._opened(config)
+        engine = places.lent(await self._opened(config))
         self.life = LIVES[self.role](life, engine, self.seed, self.dog, self.tally, FINDINGS)
         return {"address": str(engine.address)}
 

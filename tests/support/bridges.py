@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import anyio
+import pytest
 
 import aiote
 from aiote import bridge as bridges
@@ -46,6 +48,17 @@ def aside(function: Any, *arguments: Any) -> Any:
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
+
+
+def drop(held: list[Any]) -> None:
+    """Drop what a list has, of which something is a bridge that nobody else holds."""
+    with pytest.warns(ResourceWarning, match="dropped and not closed"):
+        _collected(held)
+
+
+def _collected(held: list[Any]) -> None:
+    held.clear()
+    gc.collect()
 
 
 class Stubborn:

@@ -38,6 +38,8 @@ def values(field: fields.Field[Any]) -> st.SearchStrategy[Any]:
             return st.binary(max_size=field.limit)
         case fields.Unsigned():
             return st.integers(0, field.maximum)
+        case fields.Signed():
+            return st.integers(-(1 << 63), (1 << 63) - 1)
         case fields.Flag():
             return st.booleans()
         case fields.Text():
@@ -96,7 +98,7 @@ TALK: list[frames.SessionMessage] = [
     CHANNEL,
     frames.AckCounts(0, 1, (frames.ImmCount(7, 2),)),
     frames.RailDown(0, 1, "pulled", (frames.MemoryKey(5),)),
-    frames.Arrivals(0, 1, (frames.ImmCount(7, 2),), 3, (frames.Range(5, 6),), (frames.MemoryKey(5),)),
+    frames.Arrivals(0, 1, (frames.Arrived(7, -2),), 3, (frames.Range(5, 6),), (frames.MemoryKey(5),)),
     frames.Joined(0, 2),
     frames.MailboxMoved(1, 0),
     frames.Heartbeat(),

@@ -54,6 +54,7 @@ class Emulation:
     """The library, as `GpuKernels` takes it. `order` is the order of the fibres."""
 
     interface = "__array_interface__"
+    threads = 256
 
     def __init__(self, path: Path) -> None:
         self._library = ctypes.CDLL(str(path))
@@ -118,7 +119,7 @@ class DeviceArray:
         return DeviceArray(self.memory[key])
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        self.memory[key] = value
+        self.memory[key] = value.memory if isinstance(value, DeviceArray) else value
 
     def reshape(self, *shape: Any) -> DeviceArray:
         return DeviceArray(self.memory.reshape(*shape))
@@ -134,6 +135,7 @@ class EmulatedGpu:
     """
 
     interface = "__cuda_array_interface__"
+    threads = 256
 
     def __init__(self, emulation: Emulation) -> None:
         self._emulation = emulation

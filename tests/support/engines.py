@@ -19,6 +19,7 @@ import aiote
 from aiote.rails.ports import read_ports
 from aiote.testing import Fabric
 from machine import SLOWER
+from standin_cuda import adopted, driver, paced, standin_path
 
 PATIENCE_S = 60 * SLOWER**0.25
 """A test that takes longer hangs."""
@@ -31,6 +32,10 @@ real_provider = pytest.mark.parametrize("provider", ["tcp", "shm", "local", "soc
 """For what is about other processes or the system's own resources."""
 served_by_process = pytest.mark.parametrize("provider", ["tcp", "shm", "local", "socket"])
 """For what a stopped process keeps from being done: where there are NICs, its own answers for it."""
+each_memory = pytest.mark.parametrize(
+    "provider", ["tcp", "shm", "local", "socket", "sim", "verbs", "local+cuda", "socket+cuda"]
+)
+"""As `each_provider`, and with what is registered in memory of two GPUs, on the stand-in for their driver."""
 each_progress = pytest.mark.parametrize("progress", ["adaptive", "thread"])
 two_kinds = pytest.mark.parametrize(("provider", "progress"), [("tcp", "adaptive"), ("shm", "thread")])
 """For scripts, which take half a second each with libfabric 1.17."""
@@ -39,6 +44,7 @@ FENCE = 0x5E771ED
 """The immediate of `round_trips`."""
 
 _fabrics: list[Fabric] = []
+_devices = itertools.count()
 
 
 def fabric() -> Fabric:
@@ -55,6 +61,14 @@ def no_fabric_stays() -> Iterator[None]:
         _fabrics.pop().close()
 
 
+@pytest.fixture(autouse=True)
+def gpus_are_there(request: pytest.FixtureRequest) -> None:
+    """Compile and load the stand-in before the loop runs, where a test uses it."""
+    chosen = getattr(getattr(request.node, "callspec", None), "params", {})
+    if str(chosen.get("provider")).endswith("+cuda"):
+        driver()
+
+
 @functools.cache
 def ports() -> Iterator[str]:
     """Yield the RDMA ports of this machine in turn, so that two engines of a test are on two of them."""
@@ -63,11 +77,25 @@ def ports() -> Iterator[str]:
 
 def opened(provider: str, rails: list[str] | None = None, **settings: Any) -> Any:
     """Open an engine whose config has these settings; a simulated one on the running test's network."""
+    if provider.endswith("+cuda"):
+        return on_gpu(provider.removesuffix("+cuda"), rails, **settings)
     if provider == "sim":
         return fabric().open_engine(rails or ["sim0"], aiote.EngineConfig(**settings))
     if provider == "verbs":
         rails = rails or [next(ports())]
     return aiote.open_engine(provider, rails, aiote.EngineConfig(**settings))
+
+
+@asynccontextmanager
+async def on_gpu(provider: str, rails: list[str] | None, **settings: Any) -> AsyncIterator[aiote.Engine]:
+    """Open an engine that has each array of the host's for memory of a GPU, of another one than the engine before."""
+    device = next(_devices) % 2
+    with paced(1):
+        async with opened(provider, rails, libcuda=standin_path(), **settings) as engine:
+            register, slowly = engine.register, engine.register_async
+            engine.register = lambda array, *more: register(adopted(array, device), *more)  # type: ignore[method-assign]
+            engine.register_async = lambda array, *more: slowly(adopted(array, device), *more)  # type: ignore[method-assign]
+            yield engine
 
 
 @asynccontextmanager

@@ -20,6 +20,8 @@ FAULTS = {
     "queue not drained": "the peer says",
     "counts kept": "the peer says",
     "messages not looked up": "came twice",
+    "arrivals without sign": "of the immediate",
+    "forgotten counts taken for a lie": "the peer says",
     "tail with head": "is counted before its bytes are there",
 }
 """What an engine might leave out or do wrongly, and by what it shows."""
@@ -47,7 +49,7 @@ class Stripe:
 class Transfer(TrackedWork):
     """One write, read or message; `heads` and `tails` are posts, the tails for when the heads are resolved."""
 
-    __slots__ = ("credited", "heads", "imm_data", "message", "over", "side", "stripes", "tails")
+    __slots__ = ("confirmed", "credited", "heads", "imm_data", "message", "over", "side", "stripes", "tails")
 
     def __init__(self, side: int) -> None:
         super().__init__()
@@ -59,6 +61,7 @@ class Transfer(TrackedWork):
         self.heads = 0
         self.tails = 0
         self.credited = 0
+        self.confirmed = 0  # of its counted posts, not counting those of its recoveries
 
     def credit(self) -> int:
         """Return how many more of the counted stripes are in place, together with all that has to be before them."""
@@ -84,11 +87,12 @@ class Flight:
 class Side:
     """One engine."""
 
-    def __init__(self, index: int, channels: int, limit: int, seed: random.Random) -> None:
+    def __init__(self, index: int, channels: int, limit: int, seed: random.Random, forgets: bool) -> None:
         self.index = index
+        self.forgets = forgets
         self.states = ChannelStates(channels, Role.ACCEPTOR if index else Role.INITIATOR, seed)
         self.limit = limit
-        self.channel_counts = [ChannelCounts(limit) for _ in range(channels)]
+        self.channel_counts = [self.new_counts() for _ in range(channels)]
         self.open = [True] * channels
         self.control: deque[tuple] = deque()  # what the other side has to read
         self.queue: list[Post] = []
@@ -106,15 +110,22 @@ class Side:
         self.arrived: Counter[int] = Counter()
         self.placed: Counter[int] = Counter()
 
+    def new_counts(self) -> ChannelCounts:
+        """Return the tables of a generation of a channel."""
+        return ChannelCounts(self.limit, forgets=self.forgets)
+
 
 def check_counts(side: Side, other: Side) -> None:
-    """See that what one side sent was counted by the other: exactly, but for what was cancelled."""
+    """See that what one side sent was counted by the other: exactly, but for what was cancelled unconfirmed."""
     sure: Counter[int] = Counter()
     doubtful: Counter[int] = Counter()
     for transfer in side.transfers:
         if transfer.imm_data is not None:
-            kind = doubtful if transfer.cancelled else sure
-            kind[transfer.imm_data] += decode_immediate(transfer.imm_data)[1]
+            posts = decode_immediate(transfer.imm_data)[1]
+            known = transfer.confirmed if transfer.cancelled else posts
+            sure[transfer.imm_data] += known
+            if transfer.cancelled:
+                doubtful[transfer.imm_data] += posts - known
     for imm_data in {*sure, *other.counted}:
         came = other.counted[imm_data]
         check(
@@ -127,10 +138,24 @@ def check_counts(side: Side, other: Side) -> None:
         check(imm in unsure or other.counters.value(imm) == writes, f"the value {imm} is not {writes}")
 
 
+def check_over(transfer: Transfer, side: Side, other: Side) -> None:
+    """See that a transfer that is reported over has come to its target."""
+    if transfer.cancelled:
+        return
+    check(all(stripe.placed for stripe in transfer.stripes), "a transfer is over without its bytes")
+    if transfer.message:
+        waiting = any(imm_data == -transfer.message for _, imm_data, _ in other.completions)
+        check(bool(other.inbox[transfer.message]) or waiting, "a message is over that did not arrive")
+    imm_data = transfer.imm_data
+    if imm_data is not None:
+        over = sum(one.over and not one.cancelled for one in side.transfers if one.imm_data == imm_data)
+        check(other.arrived[imm_data] >= over * decode_immediate(imm_data)[1], "a transfer is over without its count")
+
+
 def check_tables(side: Side, other: Side, k: int, limit: int) -> None:
     """See that the receiver's table holds nothing but what is under way."""
     arrived = side.channel_counts[k]._arrived
-    if len(arrived) <= limit:
+    if len(arrived) <= limit or (side.forgets and not side.open[k]):
         return
     posts = len(other.posted[k]) + len(other.unconfirmed[k])
     unread = sum(len(rest[0]) for kind, at, _, *rest in other.control if kind == "ack" and at == k)

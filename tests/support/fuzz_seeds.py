@@ -38,6 +38,8 @@ def value(field: fields.Field[Any]) -> Any:
             return b"some bytes"[: field.limit]
         case fields.Unsigned():
             return 3
+        case fields.Signed():
+            return -3
         case fields.Flag():
             return False
         case fields.Text():

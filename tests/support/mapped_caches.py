@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +42,9 @@ class Model:
     scales: bool = False
 
 
-def rank_cache(model: Model, side: Side, name: str, rank: int, stage: int) -> Cache:
+def rank_cache(
+    model: Model, side: Side, name: str, rank: int, stage: int, make: Callable[..., Any] = np.zeros
+) -> Cache:
     """Make the cache of one rank, with memory of its own."""
     cache = Cache(f"{name} {stage}.{rank}")
     count = max(1, model.heads // side.ranks)
@@ -51,16 +55,16 @@ def rank_cache(model: Model, side: Side, name: str, rank: int, stage: int) -> Ca
         if side.apart:
             axes.remove("field")
             for name_ in ("k", "v"):
-                array = np.zeros((side.pages, *(size[axis] for axis in axes), model.item), np.uint8)
+                array = make((side.pages, *(size[axis] for axis in axes), model.item), np.uint8)
                 cache.add(array, f"page {' '.join(axes)} item", layer=layer, first_head=first, fields=[name_])
         else:
-            array = np.zeros((side.pages, *(size[axis] for axis in axes), model.item), np.uint8)
+            array = make((side.pages, *(size[axis] for axis in axes), model.item), np.uint8)
             cache.add(array, f"page {' '.join(axes)} item", layer=layer, first_head=first, fields=["k", "v"])
         if model.scales:
-            array = np.zeros((side.pages, side.tokens, count, 2), np.uint8)
+            array = make((side.pages, side.tokens, count, 2), np.uint8)
             cache.add(array, "page token head item", layer=layer, first_head=first, fields=["scale"])
         if model.state:
-            array = np.zeros((side.pages, model.state), np.uint8)
+            array = make((side.pages, model.state), np.uint8)
             cache.add(array, "page item", layer=layer, group=1, fields=["state"])
     return cache
 

@@ -108,7 +108,10 @@ def check_rows(group: MoeGroup, batch: Batch, given: list[Tokens]) -> None:
 class Ranks(list[MoeGroup]):
     """The ranks of a group, each in a task of its own until the end."""
 
-    def __init__(self, opened: Callable[[], Any], config: MoeConfig, tasks: Any, more: dict[str, Any]) -> None:
+    def __init__(
+        self, opened: Callable[[], Any], config: MoeConfig, tasks: Any, more: Callable[[int], dict[str, Any]]
+    ) -> None:
+        """`more` says what else each rank opens the group with."""
         super().__init__()
         self.opened, self.config, self.tasks, self.more = opened, config, tasks, more
         self.over = anyio.Event()
@@ -122,7 +125,7 @@ class Ranks(list[MoeGroup]):
             async with self.opened() as engine:
                 engines[rank], addresses[rank] = engine, engine.address
                 await until(lambda: len(engines) == len(ranks))
-                async with open_group(engine, addresses, rank, self.config, **self.more) as group:
+                async with open_group(engine, addresses, rank, self.config, **self.more(rank)) as group:
                     self[rank] = group
                     joined.append(rank)
                     await self.over.wait()
@@ -140,7 +143,7 @@ class Ranks(list[MoeGroup]):
 async def ranks(opened: Callable[[], Any], count: int, config: MoeConfig, **more: Any) -> AsyncIterator[Ranks]:
     """Open so many engines and a group over them, every rank in this process."""
     async with anyio.create_task_group() as tasks:
-        found = Ranks(opened, config, tasks, more)
+        found = Ranks(opened, config, tasks, lambda rank: more)
         await found.start([None] * count, *range(count))
         try:
             yield found

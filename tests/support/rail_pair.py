@@ -36,6 +36,7 @@ from aiote.rails.sim import current_network
 from aiote.testing import UNRULY, Fabric, NicModel
 from aiote_native.sim.world import World
 from standin_cuda import gpu_copy, lender_of, standin_path
+from standin_efa import still_open
 
 TAKING = replace(UNRULY, refusals=0)
 """Some expectations are of senders that do nothing more, which a refused post needs them to."""
@@ -56,6 +57,9 @@ class Kind:
     memory: str = "host"
 
 
+EFA = Kind("efa", nic="standin{}-rdm", guards=True)
+"""On the stand-in for its provider; a process that is started to find it has no other (`standin_efa.environment`)."""
+ON_STANDIN = "EFA_STANDIN_WIRE" in os.environ
 KINDS = (
     Kind("tcp", nic="lo", guards=True),
     Kind("shm"),
@@ -64,6 +68,8 @@ KINDS = (
     Kind("sim", nic="sim0", guards=True),
     Kind("verbs", nic="rxe0", guards=True),
 )
+if ON_STANDIN:
+    KINDS = (EFA,)
 STAGED = (Kind("local", nic="local", guards=True, memory="cuda"), Kind("socket", nic="lo", guards=True, memory="cuda"))
 """Rails that reach GPU memory through the host's."""
 
@@ -217,8 +223,10 @@ class Rails:
         self._sim = Fabric(seed=1, model=model) if kind.provider == "sim" else None
 
     def side(self, rails: int = 1, **more: Any) -> Side:
-        """Open a rail set; more than one rail are all of the kind's one NIC. `more` are of it and its core."""
-        names = (self.kind.nic,) * rails if rails > 1 else None
+        """Open a rail set; more than one rail are all of the kind's one NIC, or of the first ones where its name takes
+        a number. `more` are of it and its core.
+        """
+        names = tuple(self.kind.nic.format(i) for i in range(rails)) if rails > 1 else None
         library = os.environ.get("AIOTE_LIBFABRIC", "")
         core = {"threaded": self.threaded, **self._core, **more}
         token = current_network.set(self._sim.network if self._sim else None)
@@ -304,12 +312,13 @@ class Rails:
         """Drive until no core does anything of its own accord any more: what is over is over then."""
         if self.threaded:
             still = None
-            while still != (still := [self._work(side) for side in self.sides]) or self._on_its_way():
+            while self._on_its_way() or still != (still := [self._work(side) for side in self.sides]):
                 self._sweep()
                 self.drive(lambda: True)
             return
         deadline = time.monotonic() + LIMIT_S
-        while self._poll.poll(0) or any(side.awake for side in self.sides) or self._on_its_way():
+        # In this order: what has come meanwhile can be polled.
+        while self._on_its_way() or self._poll.poll(0) or any(side.awake for side in self.sides):
             self.drive(lambda: True)
             assert time.monotonic() < deadline, "some core never rests"
 
@@ -331,7 +340,9 @@ class Rails:
                 time.sleep(0.001)
 
     def _on_its_way(self) -> bool:
-        """Whether a simulated network has something that will come by itself."""
+        """Whether a network that nobody has to call has something that will come by itself."""
+        if self.kind is EFA:
+            return still_open("work") > 0
         return self._sim is not None and self._sim.network.opened and self._sim.network.world.under_way > 0
 
     @staticmethod

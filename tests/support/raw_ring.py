@@ -11,18 +11,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from aiote.rails import RemoteMemory
 from aiote_native.peer_wakeups import WakeupEvent
 from rail_pair import Memory, Side
 
 SCHEME = b"aiote-ring://"
-RING_BYTES = 512 * 1024
+RING_BYTES = 2 << 20
 DATA = 4096
 RING_MARK = 0x31676E6972206F61
 HEAD, TAIL = 64, 128
 NUMBER = 0x1234
 HEADER = struct.Struct("<HHIIiQQQ8Q")
 """Kind, places, immediate, times, status, done, key, length, and four places of an address and a length."""
-WRITE, SEND, READ, ANSWER, ANSWERED, DONE = range(1, 7)
+WRITE, SEND, READ, ANSWER, ANSWERED, DONE, LEND, LENT, PULLED, EXPORT, OPENED, FORGET, FORGOTTEN = range(1, 14)
+
+HANDLE = struct.Struct("<QQ16s64s")
+"""Bytes of the allocation, its segments, token, and the driver's handle or the name of a socket."""
+GPU_KEY = 1 << 58 | 5
+"""A key of memory on a peer's device 0."""
 
 
 @dataclass(frozen=True)
@@ -143,5 +149,27 @@ def frames(data: bytes) -> list[tuple[int, ...]]:
     while at < len(data):
         head = HEADER.unpack_from(data, at)
         found.append(head)
-        at += HEADER.size + (head[7] if head[0] in (WRITE, SEND, ANSWER) else 0)
+        at += HEADER.size + (head[7] if head[0] in (WRITE, SEND, ANSWER, EXPORT) else 0)
+        at += 8 * (1 + head[1]) if head[0] in (LEND, LENT) else 0
     return found
+
+
+def told(side: Side, ring: RawRing, kind: int, *said: Frame) -> tuple[int, ...]:
+    """Say frames, and return the first header of a kind that the side says then."""
+    ring.say(b"".join(frame.encode() for frame in said))
+    heard = b""
+    while not (found := [head for head in frames(heard) if head[0] == kind]):
+        side.core.progress()
+        heard += ring.heard()
+    return found[0]
+
+
+def exported(side: Side, ring: RawRing, source: Memory) -> tuple[int, int, bytes, bytes]:
+    """Return what the peer is told of the allocation of memory that is written to a GPU of its own."""
+    side.write(ring.link, source, RemoteMemory(source.array.nbytes, True, ((GPU_KEY, 0),)))
+    heard = b""
+    while EXPORT not in [head[0] for head in frames(heard)]:
+        side.core.progress()
+        heard += ring.heard()
+    at = HEADER.size * [head[0] for head in frames(heard)].index(EXPORT) + HEADER.size
+    return HANDLE.unpack_from(heard, at)

@@ -18,9 +18,11 @@ IMM = 7
 
 
 @asynccontextmanager
-async def railed(rails: int, **settings) -> AsyncIterator[tuple[aiote.Engine, aiote.Engine, list[str]]]:
+async def railed(
+    rails: int, provider: str = "tcp", **settings
+) -> AsyncIterator[tuple[aiote.Engine, aiote.Engine, list[str]]]:
     """Open two connected engines with so many rails, and write down what becomes of these."""
-    async with linked("tcp", ["127.0.0.1"] * rails, **LOST_SOON, **settings) as (left, right):
+    async with linked(provider, ["127.0.0.1"] * rails, **LOST_SOON, **settings) as (left, right):
         seen: list[str] = []
         left.listen_events(lambda event: seen.append(event.name))
         yield left, right, seen

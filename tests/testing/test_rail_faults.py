@@ -122,11 +122,16 @@ class Storm:
 
 @pytest.mark.timeout(600)
 @pytest.mark.blocking_allowed("there is no loop whose clock runs on")
-def test_traffic_is_exact_while_rails_die_one_after_another():
+@pytest.mark.parametrize("forgets_us", [0, 500])
+def test_traffic_is_exact_while_rails_die_one_after_another(forgets_us):
     for seed in range(SEEDS):
         draw = random.Random(seed)
         model = dataclasses.replace(
-            UNRULY, queue=draw.choice([8, 64]), events=draw.choice([8, 64]), max_sge=draw.choice([1, 2, 4])
+            UNRULY,
+            queue=draw.choice([8, 64]),
+            events=draw.choice([8, 64]),
+            max_sge=draw.choice([1, 2, 4]),
+            forgets_us=draw.choice([20, forgets_us]) if forgets_us else 0,
         )
         try:
             run(lambda fabric, seed=seed: Storm(fabric, seed).run(), seed, rails=draw.randint(2, 4), model=model)

@@ -30,10 +30,12 @@ from aiote.weights import (
 )
 from engines import each_provider, go_round, opened, until
 from machine import LONG
+from standin_cuda import Adopted, driver, paced, standin_path
 
 # Without LONG only what has that mark itself is tried on every loop.
 pytestmark = [pytest.mark.anyio] if LONG else []
 
+driver()  # compiled and loaded before a loop runs
 HIDDEN, KEYS = 96, 32
 SOURCES = Layout.over(
     [0, 1],
@@ -103,14 +105,18 @@ class Ranks:
 
 
 @asynccontextmanager
-async def ranks(provider: str, versions: Any = "shadow", **settings: Any) -> AsyncIterator[Ranks]:
+async def ranks(
+    provider: str, versions: Any = "shadow", lend: Callable[[Any], Any] = lambda array: array, **settings: Any
+) -> AsyncIterator[Ranks]:
     made = Ranks()
     async with AsyncExitStack() as stack:
         made.engines = [await stack.enter_async_context(opened(provider)) for _ in range(5)]
         for rank, engine in enumerate(made.engines[:2]):
-            await stack.enter_async_context(serve_source(engine, SOURCES, rank, made.sources[rank], RECIPE))
+            arrays = {name: lend(array) for name, array in made.sources[rank].items()}
+            await stack.enter_async_context(serve_source(engine, SOURCES, rank, arrays, RECIPE))
         for rank, engine in enumerate(made.engines[2:4]):
-            target = serve_target(engine, TARGETS, rank, made.arrays[rank], versions=versions, **settings)
+            arrays = {name: lend(array) for name, array in made.arrays[rank].items()}
+            target = serve_target(engine, TARGETS, rank, arrays, versions=versions, **settings)
             made.targets.append(await stack.enter_async_context(target))
         addresses = [engine.address for engine in made.engines]
         made.controller = Controller(made.engines[4], addresses[:2], addresses[2:4], RECIPE)
@@ -128,6 +134,23 @@ async def test_every_byte_is_what_the_recipe_makes_of_the_sources(provider):
             assert report.committed == [""]
             assert [target.version for target in made.targets] == [version, version]
             made.check(version)
+
+
+@pytest.mark.parametrize("provider", ["local", "socket"])
+@pytest.mark.parametrize("versions", ["inplace", "gated", "shadow"])
+async def test_every_byte_is_the_same_where_all_weights_are_on_gpus(provider, versions, monkeypatch):
+    monkeypatch.setenv("AIOTE_LIBCUDA", standin_path())
+    with paced(2):
+        async with ranks(provider, versions, Adopted) as made, anyio.create_task_group() as group:
+            if versions == "gated":
+                for target in made.targets:
+                    group.start_soon(in_windows, target, 2)
+            for version in (1, 2):
+                made.train(version)
+                report = await made.controller.update(version)
+                assert report.committed == [""]
+                made.check(version)
+            group.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("versions", ["inplace", "shadow"])

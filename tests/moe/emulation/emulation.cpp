@@ -103,17 +103,22 @@ void routes(Scene &scene)
             continue;
         std::vector<u8> tail(tokens * (4 + 8 * top_k));
         std::vector<float> weights(tokens * top_k, 0.5f), kept(tokens * top_k);
-        std::vector<i32> mirror(tokens * top_k);
+        std::vector<i32> mirror(tokens * top_k), copy_mirror(tokens * top_k);
         std::vector<u32> route(1 + experts + ranks);
-        std::vector<i64> lengths(ranks - 1), here(ranks - 1);
+        std::vector<i64> lengths(ranks - 1), here(ranks - 1), routed(ranks - 1);
         scene.play(
             2, 0,
             [&] {
-                moe_describe((const u8 *)ids.data(), 4, weights.data(), out.data(), rows.data(), copies.data(), tokens,
-                             top_k, experts, 34, ranks, 1, 50, 16, 64, tail.data(), 4 + 8 * top_k, kept.data(),
-                             mirror.data(), route.data(), lengths.data(), here.data(), scene.words, scene.state, RAISED);
+                moe_describe((const u8 *)ids.data(), 4, weights.data(), out.data(), out.data(), rows.data(),
+                             copies.data(), tokens, top_k, experts, 34, ranks, 1, 1, 50, 16, 64, tokens, tokens * top_k,
+                             128, tail.data(), 4 + 8 * top_k, kept.data(), mirror.data(), copy_mirror.data(),
+                             route.data(), lengths.data(), here.data(), routed.data(), scene.words, scene.state, RAISED);
             },
-            [] {}, [&] { scene.look(route), scene.look(lengths), scene.look(here), scene.look(mirror); });
+            [] {},
+            [&] {
+                scene.look(route), scene.look(lengths), scene.look(here), scene.look(routed), scene.look(mirror);
+                scene.look(copy_mirror);
+            });
         scene.look(tail);
     }
 }

@@ -5,7 +5,9 @@
    queue. A copy is done in eight pieces in a random order with random delays, all drawn from a seed. The legacy stream
    waits for all blocking streams, and they for it. To pageable memory a copy returns when it is done, from it when the
    source has been read. A broken device fails every call and completes nothing any more. After a fork every call
-   returns 3. `standin_...` functions are the tests' own. */
+   returns 3. While a stream is captured, what is given to it is left out, and a call that asks what is done breaks the
+   capture, unless its thread relaxes that. `standin_...` functions are the tests' own. */
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -19,16 +21,20 @@ typedef uint64_t address_t;
 
 enum {
     OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, BAD_DEVICE = 101, BAD_CONTEXT = 201, BAD_HANDLE = 400,
-    NOT_READY = 600, ILLEGAL_ADDRESS = 700
+    NOT_READY = 600, ILLEGAL_ADDRESS = 700, UNSUPPORTED_IN_CAPTURE = 900, INVALIDATED = 901, CAPTURED_IMPLICITLY = 906
 };
-enum { DEVICES = 2, PIECES = 8, GRAIN = 2 << 20, DEPTH = 16 };
+enum { DEVICES = 2, PIECES = 8, GRAIN = 2 << 20, PAGE = 4096, DEPTH = 16 };
 enum { COPY, RECORD, WAIT_EVENT, WAIT_STREAM, WRITE, KERNEL };
 
 typedef struct Memory {
     address_t base;
     size_t size, mapped;
     char* alias;
-    int device, host;
+    int device, host, adopted, fd, pid, imported;
+    int accessible; /* of a segment: by which devices, a bit each */
+    uint64_t id;
+    struct Segment* segment;
+    struct Reservation* reservation;
     struct Memory* next;
 } Memory;
 
@@ -52,10 +58,13 @@ typedef struct Item {
 typedef struct Stream {
     Item *head, *tail;
     uint64_t queued, done, random;
-    int device, blocking, quit, legacy;
+    int device, blocking, quit, legacy, capture; /* 1: being captured, 2: that was broken */
     pthread_t thread;
     struct Stream* next;
 } Stream;
+
+/* The name of the threads of default streams, which stay for good. */
+#define KEPT "standin-default"
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
@@ -63,10 +72,11 @@ static Memory* memories;
 static Stream* streams;
 static Stream* legacy[DEVICES];
 static int process, retained[DEVICES], sticky[DEVICES], held, delay_us = 20, stream_count, version = 12080;
-static uint64_t seed = 1, calls, copies;
+static uint64_t seed = 1, calls, copies, synchronizations, events;
 static char failing[64];
 static int failing_after, failing_code;
 static __thread int contexts[DEPTH], depth, capture_mode;
+static __thread Stream* per_thread[DEVICES];
 
 /* -- what every call checks */
 
@@ -100,11 +110,17 @@ static Memory* find(address_t address) {
     return memory;
 }
 
-/* Where the engines of a device reach memory; pageable memory at its own address. NULL: a range that ends outside. */
+/* Where the engines of a device reach memory; pageable memory at its own address. NULL: a range that ends outside. Over
+   segments that lie side by side it goes on. */
 static char* reach(address_t address, size_t length) {
     Memory* memory = find(address);
+    Memory* last = memory;
     if (!memory) return (char*)address;
-    if (length > memory->size - (address - memory->base)) return NULL;
+    if (memory->segment && !memory->accessible) return NULL;
+    for (size_t here = memory->size - (address - memory->base); length > here; here += last->size) {
+        last = last->segment ? find(last->base + last->size) : NULL;
+        if (!last || last->reservation != memory->reservation || !last->accessible) return NULL;
+    }
     return memory->host ? (char*)address : memory->alias + (address - memory->base);
 }
 
@@ -114,21 +130,28 @@ static void enter(Memory* memory) {
     memories = memory;
 }
 
+/* Map a memfd that has room for the memory and a page more: once for the engines, and once where nobody can touch it. */
+static int place(Memory* memory, int fd) {
+    memory->fd = fd;
+    memory->alias = mmap(NULL, memory->mapped + PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    char* room = mmap(NULL, memory->mapped + GRAIN, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory->alias == MAP_FAILED || room == MAP_FAILED) return OUT_OF_MEMORY;
+    memory->base = ((address_t)room + GRAIN - 1) / GRAIN * GRAIN;
+    munmap(room, memory->base - (address_t)room);
+    munmap((char*)memory->base + memory->mapped, GRAIN - (memory->base - (address_t)room));
+    return OK;
+}
+
 int cuMemAlloc_v2(address_t* out, size_t length) {
+    static uint64_t numbers;
     CALL_IN_CONTEXT
     if (!length) return INVALID;
     Memory* memory = calloc(1, sizeof *memory);
     memory->size = length;
     memory->mapped = (length + GRAIN - 1) / GRAIN * GRAIN;
+    memory->id = __atomic_add_fetch(&numbers, 1, __ATOMIC_RELAXED);
     int fd = memfd_create("gpu", MFD_CLOEXEC);
-    if (fd < 0 || ftruncate(fd, (off_t)memory->mapped)) return OUT_OF_MEMORY;
-    memory->alias = mmap(NULL, memory->mapped, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    char* room = mmap(NULL, memory->mapped + GRAIN, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    close(fd);
-    if (memory->alias == MAP_FAILED || room == MAP_FAILED) return OUT_OF_MEMORY;
-    memory->base = ((address_t)room + GRAIN - 1) / GRAIN * GRAIN;
-    munmap(room, memory->base - (address_t)room);
-    munmap((char*)memory->base + memory->mapped, GRAIN - (memory->base - (address_t)room));
+    if (fd < 0 || ftruncate(fd, (off_t)memory->mapped + PAGE) || place(memory, fd)) return OUT_OF_MEMORY;
     pthread_mutex_lock(&mutex);
     enter(memory);
     pthread_mutex_unlock(&mutex);
@@ -136,16 +159,40 @@ int cuMemAlloc_v2(address_t* out, size_t length) {
     return OK;
 }
 
+/* Memory of the test's own as a device's: the address that is handed out cannot be touched, the test sees the bytes. */
+int standin_adopt(address_t* out, void* bytes, size_t length) {
+    CALL_IN_CONTEXT
+    Memory* memory = calloc(1, sizeof *memory);
+    memory->size = length;
+    memory->mapped = (length + 4095) / 4096 * 4096;
+    memory->alias = bytes;
+    memory->adopted = 1;
+    memory->fd = -1;
+    void* room = mmap(NULL, memory->mapped, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (room == MAP_FAILED) return OUT_OF_MEMORY;
+    memory->base = (address_t)room;
+    pthread_mutex_lock(&mutex);
+    enter(memory);
+    pthread_mutex_unlock(&mutex);
+    *out = memory->base;
+    return OK;
+}
+static void note_freed(const Memory* memory);
+
 static int drop(address_t base, int host) {
     pthread_mutex_lock(&mutex);
     Memory** link = &memories;
-    while (*link && !((*link)->base == base && (*link)->host == host)) link = &(*link)->next;
+    while (*link && !((*link)->base == base && (*link)->host == host && !(*link)->segment)) link = &(*link)->next;
     Memory* memory = *link;
     if (memory) *link = memory->next;
     pthread_mutex_unlock(&mutex);
     if (!memory) return INVALID;
+    note_freed(memory);
     munmap((void*)memory->base, memory->mapped);
-    if (!host) munmap(memory->alias, memory->mapped);
+    if (!host && !memory->adopted) {
+        munmap(memory->alias, memory->mapped + PAGE);
+        close(memory->fd);
+    }
     free(memory);
     return OK;
 }
@@ -184,15 +231,20 @@ int cuMemHostGetDevicePointer_v2(address_t* out, void* pages, unsigned flags) {
     return OK;
 }
 
+static uint64_t handle_types(const Memory* memory);
+
 int cuPointerGetAttribute(void* out, int attribute, address_t address) {
     CALL
     pthread_mutex_lock(&mutex);
     Memory* memory = find(address);
     int device = memory ? memory->device : -1;
+    uint64_t id = memory ? memory->id : 0, types = memory ? handle_types(memory) : 0;
     pthread_mutex_unlock(&mutex);
     if (device < 0) return INVALID;
-    if (attribute == 1) *(void**)out = context_of(device);
+    if (attribute == 7) *(uint64_t*)out = id;
+    else if (attribute == 1) *(void**)out = context_of(device);
     else if (attribute == 9) *(int*)out = device;
+    else if (attribute == 14) *(uint64_t*)out = types;
     else return INVALID;
     return OK;
 }
@@ -251,7 +303,7 @@ static void execute(Stream* stream, Item* item) {
 
 static int must_wait(const Stream* stream, const Item* item) {
     if (sticky[stream->device]) return 0;
-    if (held && item->kind == COPY) return 1;
+    if ((held & 1 && item->kind == COPY) || (held & 2 && item->kind == KERNEL)) return 1;
     if (item->kind == WAIT_EVENT) return item->event->done < item->number;
     return item->kind == WAIT_STREAM && item->stream->done < item->number;
 }
@@ -288,12 +340,25 @@ static Stream* new_stream(int device, int blocking) {
     return stream;
 }
 
+/* NULL: there is no such stream of this context, or no more. */
 static Stream* named(void* handle) {
     int device = current();
-    if (handle > (void*)2) return handle;
+    if (handle > (void*)2) {
+        Stream* stream = streams;
+        while (stream && (stream != handle || stream->device != device)) stream = stream->next;
+        return stream;
+    }
+    if (handle == (void*)2) {
+        if (!per_thread[device]) {
+            per_thread[device] = new_stream(device, 1);
+            pthread_setname_np(per_thread[device]->thread, KEPT);
+        }
+        return per_thread[device];
+    }
     if (!legacy[device]) {
         legacy[device] = new_stream(device, 1);
         legacy[device]->legacy = 1;
+        pthread_setname_np(legacy[device]->thread, KEPT);
     }
     return legacy[device];
 }
@@ -323,6 +388,23 @@ static void push(Stream* stream, Item item) {
     }
     append(stream, item);
     pthread_cond_broadcast(&changed);
+}
+
+/* What is wrong with giving a stream more to do; with `asks`, with asking what is done. The lock is held. */
+static int refused(Stream* stream, int asks) {
+    if (!stream) return BAD_HANDLE;
+    if (asks && capture_mode != 2) {
+        int broken = 0;
+        for (Stream* other = streams; other; other = other->next)
+            if (other->capture) broken = other->capture = 2;
+        if (broken) return UNSUPPORTED_IN_CAPTURE;
+    }
+    for (Stream* other = streams; stream->legacy && other; other = other->next)
+        if (other->device == stream->device && other->blocking && other->capture) {
+            if (!asks) other->capture = 2;
+            return CAPTURED_IMPLICITLY;
+        }
+    return stream->capture == 2 ? INVALIDATED : OK;
 }
 
 static int finish(Stream* stream) {
@@ -358,15 +440,31 @@ int cuStreamQuery(void* handle) {
     CALL_IN_CONTEXT
     pthread_mutex_lock(&mutex);
     Stream* stream = named(handle);
-    int busy = stream->done < stream->queued;
+    int code = refused(stream, 1);
+    if (!code && stream->done < stream->queued) code = NOT_READY;
     pthread_mutex_unlock(&mutex);
-    return busy ? NOT_READY : OK;
+    return code;
+}
+
+int cuStreamIsCapturing(void* handle, int* status) {
+    CALL_IN_CONTEXT
+    int code = OK;
+    pthread_mutex_lock(&mutex);
+    Stream* stream = named(handle);
+    for (Stream* other = streams; stream && stream->legacy && other; other = other->next)
+        if (other->device == stream->device && other->blocking && other->capture) code = CAPTURED_IMPLICITLY;
+    if (!stream) code = BAD_HANDLE;
+    else *status = stream->capture;
+    pthread_mutex_unlock(&mutex);
+    return code;
 }
 
 int cuStreamSynchronize(void* handle) {
     CALL_IN_CONTEXT
     pthread_mutex_lock(&mutex);
-    int code = finish(named(handle));
+    synchronizations++;
+    Stream* stream = named(handle);
+    int code = stream ? finish(stream) : BAD_HANDLE;
     pthread_mutex_unlock(&mutex);
     return code;
 }
@@ -407,12 +505,14 @@ int cuEventCreate(void** out, unsigned flags) {
     Event* event = calloc(1, sizeof *event);
     event->device = current();
     *out = event;
+    __atomic_add_fetch(&events, 1, __ATOMIC_RELAXED);
     return OK;
 }
 
 int cuEventDestroy_v2(void* handle) {
     CALL
     (void)handle; /* kept: a stream may still have it */
+    __atomic_sub_fetch(&events, 1, __ATOMIC_RELAXED);
     return OK;
 }
 
@@ -422,9 +522,8 @@ int cuEventRecord(void* handle, void* stream_handle) {
     int code = OK;
     pthread_mutex_lock(&mutex);
     Stream* stream = named(stream_handle);
-    if (stream->device != event->device) {
-        code = BAD_HANDLE;
-    } else {
+    code = stream && stream->device != event->device ? BAD_HANDLE : refused(stream, 0);
+    if (!code) {
         Item item = {.kind = RECORD, .event = event, .number = ++event->recorded};
         push(stream, item);
     }
@@ -436,9 +535,58 @@ int cuEventQuery(void* handle) {
     CALL_IN_CONTEXT
     Event* event = handle;
     pthread_mutex_lock(&mutex);
-    int busy = event->done < event->recorded;
+    int code = refused(named(NULL), 1);
+    if (code == CAPTURED_IMPLICITLY) code = OK;
+    if (!code && event->done < event->recorded) code = NOT_READY;
     pthread_mutex_unlock(&mutex);
-    return busy ? NOT_READY : OK;
+    return code;
+}
+
+/* -- NICs */
+
+static int ordering = 100, flush_options;
+static uint64_t flushes, synchronous;
+
+int cuDeviceGetAttribute(int* out, int attribute, int device) {
+    CALL
+    if (device < 0 || device >= DEVICES || (attribute != 117 && attribute != 118)) return INVALID;
+    *out = attribute == 118 ? ordering : flush_options;
+    return OK;
+}
+
+int cuFlushGPUDirectRDMAWrites(int target, int scope) {
+    CALL_IN_CONTEXT
+    __atomic_add_fetch(&flushes, 1, __ATOMIC_RELAXED);
+    return target || scope != 100 ? INVALID : OK;
+}
+
+/* That copies to memory end before the call does. Segments cannot have it. */
+int cuPointerSetAttribute(const void* value, int attribute, address_t address) {
+    CALL_IN_CONTEXT
+    pthread_mutex_lock(&mutex);
+    Memory* memory = find(address);
+    int good = memory && !memory->segment && attribute == 6 && *(const unsigned*)value;
+    pthread_mutex_unlock(&mutex);
+    synchronous += (uint64_t)good;
+    return good ? OK : INVALID;
+}
+
+/* How far writes of NICs are in order (0, 100, 200), and whether the driver flushes them when it is asked (1). */
+void standin_ordering(int how, int options) {
+    ordering = how;
+    flush_options = options;
+}
+
+uint64_t standin_flushes(void) { return flushes; }
+uint64_t standin_synchronous(void) { return synchronous; }
+
+/* -- other processes */
+
+#include "cuda_sharing.h"
+#include "cuda_segments.h"
+
+static uint64_t handle_types(const Memory* memory) {
+    return memory->segment && !memory->segment->imported && !unshareable ? (uint64_t)memory->segment->types : 0;
 }
 
 /* -- devices and contexts */
@@ -506,6 +654,7 @@ static const struct { int code; const char *name, *text; } errors[] = {
     {NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED", "initialization error"},
     {BAD_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
     {BAD_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
+    {217, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", "peer access is not supported between these two devices"},
     {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
 };
 
@@ -544,7 +693,7 @@ void standin_break(int device, int code) {
     pthread_mutex_unlock(&mutex);
 }
 
-/* Copies stay where they are until this is taken back. */
+/* Copies (1), kernels (2) stay where they are until this is taken back. */
 void standin_hold(int on) {
     pthread_mutex_lock(&mutex);
     held = on;
@@ -561,6 +710,42 @@ void standin_version(int number) { version = number; }
 
 uint64_t standin_calls(void) { return calls; }
 uint64_t standin_copies(void) { return copies; }
+uint64_t standin_synchronizations(void) { return synchronizations; }
+uint64_t standin_events(void) { return events; }
+
+/* How many allocations there are, of devices and pinned. */
+uint64_t standin_memories(void) {
+    uint64_t count = 0;
+    pthread_mutex_lock(&mutex);
+    for (Memory* memory = memories; memory; memory = memory->next) count++;
+    pthread_mutex_unlock(&mutex);
+    return count;
+}
+
+/* How often contexts are retained. */
+uint64_t standin_contexts(void) { return (uint64_t)(retained[0] + retained[1]); }
+
+/* How deep the contexts of this thread are, and its capture mode. */
+int standin_depth(void) { return depth; }
+int standin_capture_mode(void) { return capture_mode; }
+
+int standin_known(address_t address) {
+    pthread_mutex_lock(&mutex);
+    int known = find(address) != NULL;
+    pthread_mutex_unlock(&mutex);
+    return known;
+}
+
+/* Begin (1) or end (0) the capture of a stream; whether it was broken. */
+int standin_capture(void* handle, int on) {
+    CALL_IN_CONTEXT
+    pthread_mutex_lock(&mutex);
+    Stream* stream = named(handle);
+    int broken = stream->capture == 2;
+    stream->capture = on;
+    pthread_mutex_unlock(&mutex);
+    return broken;
+}
 
 /* Copies that were queued and are not done. */
 uint64_t standin_pending(void) {
@@ -576,9 +761,10 @@ int standin_kernel(void* stream, address_t to, size_t length, int value, int us)
     CALL_IN_CONTEXT
     Item item = {.kind = KERNEL, .to = to, .length = length, .value = (uint32_t)value, .delay_us = us};
     pthread_mutex_lock(&mutex);
-    push(named(stream), item);
+    int code = refused(named(stream), 0);
+    if (!code && !named(stream)->capture) push(named(stream), item);
     pthread_mutex_unlock(&mutex);
-    return OK;
+    return code;
 }
 
 /* The second mapping of device memory: its bytes now, in no order with any stream. */

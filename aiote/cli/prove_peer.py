@@ -1,0 +1,26 @@
+"""The process that `aiote prove` kills: an engine with registered memory, whose descriptor it prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import anyio
+import anyio.to_thread
+import numpy as np
+
+import aiote
+
+SIZE = 8 << 20
+
+
+async def main(provider: str, rails: list[str] | None) -> None:
+    """Serve until standard input ends, as it does when the parent dies."""
+    async with aiote.open_engine(provider, rails) as engine:
+        region = engine.register(np.zeros(SIZE, np.uint8))
+        print(bytes(region.descriptor).hex(), flush=True)
+        await anyio.to_thread.run_sync(sys.stdin.buffer.read, abandon_on_cancel=True)
+
+
+if __name__ == "__main__":
+    anyio.run(main, *json.loads(sys.argv[1]))

@@ -1,0 +1,131 @@
+"""Arrays in memory of a GPU as NumPy describes arrays: shape, strides, addresses. Nothing of it is ever loaded.
+
+What computes where tensors lie in memory computes that for NumPy's arrays. A `GpuArray` is one whose bytes are a GPU's:
+it lends them by `__cuda_array_interface__`, so that what registers it registers the GPU's memory, and refuses whatever
+would touch them.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import UsageError
+
+__all__ = ["GpuArray", "gpu_array", "part_of"]
+
+
+class GpuArray(np.ndarray[Any, Any]):
+    """Where an array lies in memory of a GPU. It keeps its lender."""
+
+    lender: Any = None
+    __array_ufunc__ = None  # type: ignore[assignment]
+    """NumPy computes nothing with it."""
+
+    def __array_finalize__(self, made_of: Any) -> None:
+        self.lender = getattr(made_of, "lender", None)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """The memory of this array, whose elements are bytes."""
+        found = self.__array_interface__
+        if self.dtype != np.uint8:
+            raise AttributeError("only bytes are lent")
+        return {key: found[key] for key in ("shape", "typestr", "data", "strides")} | {"version": 3}
+
+    def __dlpack_device__(self) -> Any:
+        return self.lender.__dlpack_device__()
+
+    def __dlpack__(self, **given: Any) -> Any:
+        raise BufferError("memory of a GPU is lent by its lender")
+
+    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        raise TypeError(f"numpy.{func.__name__} of memory of a GPU")
+
+    def __repr__(self) -> str:
+        return f"<GpuArray {self.dtype} {self.shape} of {type(self.lender).__name__}>"
+
+    __str__ = __repr__
+
+
+class _Interface:
+    """What NumPy makes an array of, without a look at its memory."""
+
+    def __init__(self, address: int, shape: tuple[int, ...], strides: tuple[int, ...], typestr: str, writable: bool):
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": shape,
+            "strides": strides,
+            "typestr": typestr,
+            "data": (address, not writable),
+        }
+
+
+def _made(
+    lender: Any, address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, writable: bool
+) -> GpuArray:
+    kind = f"|u{itemsize}" if itemsize == 1 else f"|V{itemsize}"
+    made: GpuArray = np.asarray(_Interface(address, shape, strides, kind, writable)).view(GpuArray)
+    made.lender = lender
+    return made
+
+
+def _flat(lender: Any, address: int, nbytes: int, writable: bool) -> GpuArray:
+    return _made(lender, address, (nbytes,), (1,), 1, writable)
+
+
+def part_of(array: GpuArray, start: int, stop: int) -> GpuArray:
+    """Return some of the bytes of a flat array."""
+    address = int(array.__array_interface__["data"][0]) + start
+    return _flat(array.lender, address, stop - start, array.flags.writeable)
+
+
+def _of_torch(array: Any) -> tuple[GpuArray, str, GpuArray]:
+    size = array.element_size()
+    strides = tuple(size * stride for stride in array.stride())
+    storage = array.untyped_storage()
+    view = _made(array, array.data_ptr(), tuple(array.shape), strides, size, True)
+    return view, str(array.dtype).removeprefix("torch."), _flat(array, storage.data_ptr(), storage.nbytes(), True)
+
+
+def _extent(view: NDArray[Any]) -> tuple[int, int]:
+    """Return where an array begins and how many bytes it reaches."""
+    if any(stride < 0 for stride in view.strides) or not view.size:
+        raise UsageError(f"an array of shape {view.shape} with strides {view.strides}: positive ones are expected")
+    last = sum((count - 1) * stride for count, stride in zip(view.shape, view.strides, strict=True))
+    return int(view.__array_interface__["data"][0]), last + view.itemsize
+
+
+def _interface_of(lender: Any) -> tuple[GpuArray, str]:
+    found = lender.__cuda_array_interface__
+    address, readonly = found["data"]
+    kind = np.dtype(found["typestr"])
+    shape = tuple(found["shape"])
+    strides = found.get("strides") or tuple(
+        kind.itemsize * int(np.prod(shape[axis + 1 :], dtype=np.int64)) for axis in range(len(shape))
+    )
+    name = kind.name if kind.kind != "V" else f"void{8 * kind.itemsize}"
+    return _made(lender, address, shape, tuple(strides), kind.itemsize, not readonly), name
+
+
+def gpu_array(array: Any) -> tuple[GpuArray, str, GpuArray] | None:
+    """Describe an array of a GPU: its view, the name of its type, and all of the memory that it is a view of, as bytes.
+
+    None for what is no GPU's. torch's tensors, and what has `__cuda_array_interface__`: of one that is a view of a
+    `base` all of that. Raises UsageError for negative strides and for nothing at all.
+    """
+    torch = sys.modules.get("torch")  # what is not imported has made no tensor
+    if torch is not None and isinstance(array, torch.Tensor):
+        return _of_torch(array) if array.device.type == "cuda" else None
+    if not hasattr(array, "__cuda_array_interface__"):
+        return None
+    view, name = _interface_of(array)
+    root = array
+    while hasattr(getattr(root, "base", None), "__cuda_array_interface__"):
+        root = root.base
+    whole = _interface_of(root)[0]
+    begin, nbytes = _extent(whole)
+    return view, name, _flat(root, begin, nbytes, view.flags.writeable)

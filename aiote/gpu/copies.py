@@ -1,0 +1,41 @@
+"""Copies of whole arrays between the host and a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiote_native.cuda.bulk import copy_bytes
+
+from ..config import EngineConfig
+from ..errors import FabricError, UsageError
+from ..rails import StatusError, acquire, open_driver
+
+__all__ = ["copy"]
+
+OF_GPU = ("cuda", "cuda_managed")
+
+
+def copy(target: Any, source: Any) -> None:
+    """Copy all bytes of an array into another of the same length, behind the kernels of the GPU's default stream.
+
+    Either may be in memory of a GPU, both on one. It waits until that is over: for a thread, not for an event loop.
+    Raises UsageError for what is no such memory, or is the host's on both sides, FabricError.
+    """
+    try:
+        here, there = acquire(source), acquire(target)
+    except (TypeError, ValueError, BufferError) as error:
+        raise UsageError(f"copy: {error}") from error
+    on_gpu = next((one for one in (there, here) if one.device in OF_GPU), None)
+    if here.nbytes != there.nbytes or there.readonly or on_gpu is None:
+        raise UsageError(
+            f"copy: {here.nbytes} bytes of {here.device} to {there.nbytes} {'read-only ' * there.readonly}"
+            f"bytes of {there.device}: memory of one length, one of the two a GPU's, is expected"
+        )
+    try:
+        open_driver(EngineConfig().libcuda)
+        copy_bytes(there.address, here.address, here.nbytes, on_gpu.address)
+    except StatusError as error:
+        raise FabricError(error.errno or 0, f"{error.operation}: {error.strerror}", operation="copy") from error
+    finally:
+        here.release()
+        there.release()

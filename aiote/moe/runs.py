@@ -1,0 +1,56 @@
+"""Runs of rows one by one or joined, and where copies by rank have their rows: what a round asks between its steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import kernels
+from .arrays import Bytes
+from .plan import Plan
+
+if TYPE_CHECKING:
+    from .memory import LaneMemory
+
+__all__ = ["merged", "spread", "unfold"]
+
+
+def unfold(memory: LaneMemory, plan: Plan, source: int, rows: Bytes, nbytes: int) -> bool:
+    """Find the places of a source's copies, and copy so many bytes of each there, unless ranks are the layout.
+
+    Returns whether they are for the experts that its route says. Of a source whose rows are all dropped no copy is
+    looked at: nobody answers it, so it may be in its next round, and writing the copies of that one there.
+    """
+    sizes, me = plan.sizes, plan.me
+    held, first, found = sizes.held(me), sizes.first(me), memory.copies[source, : len(rows)]
+    if not plan.kept_rows[source, me]:
+        found[...] = -1
+        return True
+    ids = rows[:, sizes.ids_at : sizes.weights_at].copy().view(np.int32)
+    base = plan.base[me, :held] + plan.before[source, me, :held]
+    room = np.zeros(held, np.int64) if sizes.whole else plan.kept[source, me, :held]
+    seen = np.zeros(held, np.int64)
+    kernels.unfold(memory.placed if nbytes else rows, rows, nbytes, ids, first, base, room, found, seen)
+    if sizes.whole:
+        found[...] = np.where((ids >= first) & (ids < first + held), ids - first, -1)
+    return bool((seen == plan.by_rank[source, me, :held]).all())
+
+
+def spread(first: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the numbers of runs one by one: from each first one on so many."""
+    ends = np.cumsum(count)
+    numbers: NDArray[np.int64] = np.repeat(first - (ends - count), count) + np.arange(ends[-1] if len(ends) else 0)
+    return numbers
+
+
+def merged(runs: NDArray[np.int64]) -> list[tuple[int, int]]:
+    """Return runs by the source's order, (first row, rows), those that touch as one."""
+    found: list[tuple[int, int]] = []
+    for _, first, count in runs.tolist():
+        if found and sum(found[-1]) == first:
+            found[-1] = (found[-1][0], found[-1][1] + count)
+        else:
+            found.append((first, count))
+    return found

@@ -1,0 +1,103 @@
+"""How long an engine's verbs and work requests take, as histograms: one in `every` is timed.
+
+A histogram has buckets by powers of two from a microsecond on, so that a sample costs a shift and an increment. What
+is timed is what the caller sees: from the call until the await returns, waiting for room included. Awaits that raise
+are counted apart; a cancelled one says nothing of the NIC.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from time import perf_counter_ns
+from types import MappingProxyType
+from typing import Any
+
+from ..errors import UsageError
+from .wrapping import VERBS, Verb, wrap_verbs
+
+__all__ = ["BOUNDS", "Histogram", "Latencies"]
+
+BUCKETS = 25
+BOUNDS: tuple[float, ...] = tuple(math.ldexp(1e-6, n) for n in range(BUCKETS))
+"""The upper bounds of the buckets in seconds: 1 us, 2 us, 4 us, ... 16.8 s; the last bucket has none."""
+
+
+class Histogram:
+    """Samples by bucket, their number and their sum."""
+
+    __slots__ = ("buckets", "count", "failures", "sum_ns")
+
+    def __init__(self) -> None:
+        self.buckets = [0] * (BUCKETS + 1)
+        self.count = self.sum_ns = self.failures = 0
+
+    def add(self, ns: int) -> None:
+        """Count a sample."""
+        # The first bucket with bound >= ns: 2**n us >= ns.
+        self.buckets[min((max(ns - 1, 0) // 1000).bit_length(), BUCKETS)] += 1
+        self.count += 1
+        self.sum_ns += ns
+
+    def quantile(self, share: float) -> float:
+        """Return the upper bound in seconds of the bucket that has the sample at `share` (0 to 1); 0 without any."""
+        wanted, seen = share * self.count, 0
+        for bound, number in zip((*BOUNDS, math.inf), self.buckets, strict=True):
+            seen += number
+            if seen and seen >= wanted:
+                return bound
+        return 0.0
+
+
+class Latencies:
+    """Times one work request in `every` of each rail (`engine.statistics().times`), until `close`.
+
+    With `verbs` also one await in `every` of each verb, which costs all awaits a tenth of a microsecond. What is not
+    awaited by the engine's own verbs (`submit_` forms, prepared requests, services) is in the times of rails alone. An
+    engine has one of these at a time: the latest says how often, and who closes one ends the times of the rails.
+    Raises UsageError for an `every` below 1, ClosedError.
+    """
+
+    def __init__(self, engine: Any, every: int = 16, *, verbs: bool = False) -> None:
+        if not isinstance(every, int) or every < 1:
+            raise UsageError(f"every={every!r}: expected 1 (each await) or more")
+        engine.time_rails(every)
+        self.every, self._engine = every, weakref.ref(engine)
+        self._by_verb = {name: Histogram() for name in VERBS} if verbs else {}
+        self._stop: Callable[[], None] = wrap_verbs(engine, self._wrap, tuple(self._by_verb))
+
+    @property
+    def by_verb(self) -> Mapping[str, Histogram]:
+        """The histogram of each verb; none without `verbs`."""
+        return MappingProxyType(self._by_verb)
+
+    def close(self) -> None:
+        """Time nothing more. Idempotent; the histograms stay."""
+        self._stop()
+        engine = self._engine()
+        if engine is not None and not engine.closed:
+            engine.time_rails(0)
+
+    def _wrap(self, name: str, verb: Verb) -> Verb:
+        histogram, every, left = self._by_verb[name], self.every, 1
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left:
+                return verb(*args, **kwargs)
+            left = every
+            return timed(*args, **kwargs)
+
+        async def timed(*args: Any, **kwargs: Any) -> Any:
+            began = perf_counter_ns()
+            try:
+                result = await verb(*args, **kwargs)
+            except BaseException:
+                histogram.failures += 1
+                raise
+            histogram.add(perf_counter_ns() - began)
+            return result
+
+        return call

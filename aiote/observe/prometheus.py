@@ -1,0 +1,170 @@
+"""An engine's counts for Prometheus, by prometheus-client (the extra `prometheus`).
+
+    REGISTRY.register(EngineCollector(engine, latencies=Latencies(engine)))
+
+Counts are read when Prometheus asks, so transfers pay nothing for them. The reading takes the engine's lock for
+microseconds and may be done from any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from .latency import BOUNDS, Latencies
+from .statistics import RailTimes
+
+__all__ = ["METRICS", "POOL", "EngineCollector", "PoolCollector"]
+
+
+class _Described(NamedTuple):
+    name: str
+    kind: str
+    text: str
+    label: str
+    values: Callable[[Any, Any], Sequence[tuple[str, float]]]
+
+
+def _plain(field: str) -> Callable[[Any, Any], Sequence[tuple[str, float]]]:
+    return lambda engine, counts: [("", getattr(counts, field))]
+
+
+def _by_rail(field: str) -> Callable[[Any, Any], Sequence[tuple[str, float]]]:
+    def values(engine: Any, counts: Any) -> Sequence[tuple[str, float]]:
+        each = zip(engine.rails, getattr(counts, field), strict=True)
+        return [(rail.name, value) for rail, value in each if value is not None]
+
+    return values
+
+
+def _events(engine: Any, counts: Any) -> Sequence[tuple[str, float]]:
+    return list(counts.events.items())
+
+
+def _up(engine: Any, counts: Any) -> Sequence[tuple[str, float]]:
+    return [(rail.name, float(rail.state == "up")) for rail in engine.rails]
+
+
+DESCRIBED = (
+    _Described("aiote_rail_carried_bytes", "counter", "Bytes of own transfers.", "rail", _by_rail("carried")),
+    _Described("aiote_rail_served_bytes", "counter", "Bytes of peers' transfers.", "rail", _by_rail("served")),
+    _Described("aiote_rail_operations", "counter", "Own work requests that ended.", "rail", _by_rail("operations")),
+    _Described(
+        "aiote_rail_retries", "counter", "Posts that the rail did not take at once.", "rail", _by_rail("retries")
+    ),
+    _Described("aiote_rail_failovers", "counter", "Failures of the rail toward a peer.", "rail", _by_rail("failed")),
+    _Described("aiote_rail_depth", "gauge", "Work requests that the rail holds.", "rail", _by_rail("depth")),
+    _Described("aiote_rail_up", "gauge", "Whether the rail is up.", "rail", _up),
+    _Described("aiote_work_requests_posted", "counter", "Work requests posted.", "", _plain("posted")),
+    _Described("aiote_work_requests_completed", "counter", "Work requests ended.", "", _plain("completed")),
+    _Described("aiote_work_requests_outstanding", "gauge", "Work requests under way.", "", _plain("outstanding")),
+    _Described("aiote_transfers_queued", "gauge", "Transfers with something to post.", "", _plain("queued")),
+    _Described("aiote_immediates", "counter", "Immediates that arrived.", "", _plain("immediates")),
+    _Described("aiote_counters", "gauge", "Counters in use.", "", _plain("counters")),
+    _Described("aiote_counter_waits", "gauge", "Awaits of counters and values.", "", _plain("waits")),
+    _Described("aiote_inbox_messages", "gauge", "Messages that nobody took yet.", "", _plain("inbox")),
+    _Described("aiote_messages_dropped", "counter", "Messages of lost peers, dropped.", "", _plain("dropped")),
+    _Described("aiote_peer_wakeups", "counter", "Wake-ups sent to peers.", "", _plain("peer_wakeups")),
+    _Described("aiote_loop_rounds", "counter", "Rounds of the progress loop.", "", _plain("rounds")),
+    _Described("aiote_loop_sleeps", "counter", "Sleeps of the progress loop.", "", _plain("sleeps")),
+    _Described("aiote_peers", "gauge", "Connected peers.", "", _plain("peers")),
+    _Described("aiote_regions", "gauge", "Open regions.", "", _plain("regions")),
+    _Described("aiote_registered_bytes", "gauge", "Bytes of open regions.", "", _plain("registered_bytes")),
+    _Described("aiote_registrations", "counter", "Regions registered.", "", _plain("registrations")),
+    _Described("aiote_heartbeats_sent", "counter", "Heartbeats sent.", "", _plain("heartbeats_sent")),
+    _Described("aiote_heartbeats_heard", "counter", "Heartbeats heard.", "", _plain("heartbeats_heard")),
+    _Described("aiote_events", "counter", "Events: peers lost, rails failed, ...", "event", _events),
+)
+RAIL_LATENCY = "aiote_rail_request_seconds"
+LATENCY = "aiote_await_seconds"
+LATENCY_FAILURES = "aiote_await_failures"
+METRICS = (
+    *(each.name + ("_total" if each.kind == "counter" else "") for each in DESCRIBED),
+    *(f"{histogram}_{part}" for histogram in (RAIL_LATENCY, LATENCY) for part in ("bucket", "count", "sum")),
+    f"{LATENCY_FAILURES}_total",
+)
+"""The names of all samples of an engine."""
+POOL: tuple[tuple[str, str, Callable[[Any], float]], ...] = (
+    ("aiote_kvcache_pages", "Pages of the pool.", lambda pool: pool.pages),
+    ("aiote_kvcache_pages_held", "Pages that requests hold.", lambda pool: pool.pages - pool.free),
+    ("aiote_kvcache_requests_held", "Requests that hold pages.", lambda pool: pool.held),
+    ("aiote_kvcache_requests_waiting", "Requests that wait for pages.", lambda pool: pool.waiting),
+)
+"""The gauges of a pool of pages: name, text, and where the number is."""
+
+
+def _cumulated(buckets: Sequence[int]) -> list[tuple[str, float]]:
+    """Return each bound with how many samples are not above it."""
+    return list(zip((*map(repr, BOUNDS), "+Inf"), map(float, accumulate(buckets)), strict=True))
+
+
+class EngineCollector(Collector):
+    """What an engine counts, each sample with the label `engine`; after the engine's close it yields nothing.
+
+    `name`: the label's value, the engine's address unless given. `latencies`: histograms of awaits, by verb.
+    """
+
+    def __init__(self, engine: Any, name: str = "", latencies: Latencies | None = None) -> None:
+        self._engine, self._latencies = engine, latencies
+        self._name = name or str(engine.address)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics; see prometheus_client."""
+        if self._engine.closed:
+            return
+        counts = self._engine.statistics()
+        for described in DESCRIBED:
+            labels = ["engine", described.label] if described.label else ["engine"]
+            kind = CounterMetricFamily if described.kind == "counter" else GaugeMetricFamily
+            family = kind(described.name, described.text, labels=labels)
+            for label, value in described.values(self._engine, counts):
+                family.add_metric([self._name, label] if described.label else [self._name], value)
+            yield family
+        if self._latencies is not None:
+            yield self._rail_latency(counts.times)
+            yield from self._latency(self._latencies)
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield nothing: what is registered is not collected before Prometheus asks."""
+        return iter(())
+
+    def _rail_latency(self, times: Sequence[RailTimes]) -> Metric:
+        text = "Work requests from post to completion, a part of them timed."
+        family = HistogramMetricFamily(RAIL_LATENCY, text, labels=["engine", "rail"])
+        for rail, taken in zip(self._engine.rails, times, strict=True):
+            family.add_metric([self._name, rail.name], _cumulated(taken.buckets), taken.sum_ns * 1e-9)
+        return family
+
+    def _latency(self, latencies: Latencies) -> Iterator[Metric]:
+        text = f"Awaits of verbs that went well, one in {latencies.every} timed."
+        times = HistogramMetricFamily(LATENCY, text, labels=["engine", "verb"])
+        failures = CounterMetricFamily(LATENCY_FAILURES, "Timed awaits that raised.", labels=["engine", "verb"])
+        for verb, histogram in latencies.by_verb.items():
+            # A sample that comes in between may be in a later bucket and not in the count: so the buckets are first.
+            held, sum_ns = list(histogram.buckets), histogram.sum_ns
+            times.add_metric([self._name, verb], _cumulated(held), sum_ns * 1e-9)
+            failures.add_metric([self._name, verb], histogram.failures)
+        yield times
+        yield failures
+
+
+class PoolCollector(Collector):
+    """The pages of a KV cache that requests hold, by `aiote.kvcache.PagePool`; each sample has the label `pool`."""
+
+    def __init__(self, pool: Any, name: str) -> None:
+        self._pool, self._name = pool, name
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics; see prometheus_client."""
+        for name, text, value in POOL:
+            family = GaugeMetricFamily(name, text, labels=["pool"])
+            family.add_metric([self._name], value(self._pool))
+            yield family
+
+    def describe(self) -> Iterator[Metric]:
+        """Yield nothing: what is registered is not collected before Prometheus asks."""
+        return iter(())

@@ -1,0 +1,271 @@
+"""Dispatch and combine of an expert-parallel group, by `aiote.moe` itself: every rank, on the simulated network.
+
+    time of a rank = what the network takes, from the call until it returns + constant
+
+**Network.** Each rank is an engine with its NICs, and opens a group; routes, rows and answers are posted by
+`aiote.moe.round`, NICs are chosen by the engine. Python takes no virtual time. NICs send a packet of each
+write in turn.
+
+**Node.** Ranks of a node reach each other over NVLink, which is not simulated: tokens name no expert of their own node
+here, and only the (small) routes go there. With node=1 everything goes over NICs.
+
+**Constant.** Kernels, and what a host does for a round, are not simulated either. They are one number for a NIC and a
+phase, calibrated on one published cell each (`CONSTANTS`); for other NICs it is 0, or the caller's.
+
+**Sizes.** Bytes and rates are divided by the same number (`SHRINK`), which changes no time, but takes less memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
+
+import anyio
+import numpy as np
+from numpy.typing import NDArray
+
+import aiote
+from aiote.moe import Batch, MoeConfig, MoeGroup, open_group
+from aiote.moe.config import ITEMSIZES, Sizes
+from aiote.moe.memory import LaneMap
+
+from ..testing import Fabric, run
+from .nics import Nics, in_range
+from .shapes import MoeShape
+
+__all__ = ["CONSTANTS", "MAX_RANKS", "Ends", "MoePlan", "MoeScenario", "plan_moe", "with_nics"]
+
+Phase = Literal["dispatch", "combine"]
+MAX_RANKS = 128
+"""Ranks that are simulated; a group of 64 takes a minute or two to open on one core."""
+PACKET = 4096
+SHRINK, LARGE_ROW = 4, 4096
+"""Smaller rows are simulated as they are: of a fourth of them, what says where they come from would be too much."""
+ROUNDS = 3
+"""Of these the first is left out: an engine chooses NICs by what each has carried before."""
+CONSTANTS: dict[str, dict[Phase, float]] = {
+    "ConnectX-7 400G": {"dispatch": 17.0, "combine": 13.8},
+    "EFA 200G": {"dispatch": 35.1, "combine": 10.9},
+}
+"""Microseconds, by the name of a NIC model: what a published cell has more than what is simulated (docs/paper.md). The
+cell is of 16 ranks over ConnectX-7. Over EFA it is of 64 ranks, where it matters least that the reference chooses NICs
+in another way than an engine does."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoeScenario:
+    """A group and its NICs. tokens: of a rank and round. node: ranks that share NVLink. zipf: how skewed experts are
+    named, 0 for evenly. private: rows that go before the routes are known, as of `MoeConfig`.
+    """
+
+    shape: MoeShape
+    nics: Nics
+    ranks: int = 16
+    tokens: int = 128
+    node: int = 8
+    dtype: str = "float8_e4m3fn"
+    scales: int | None = None
+    out_dtype: str = "bfloat16"
+    private: int | None = None
+    zipf: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the numbers. Raises UsageError."""
+        in_range("ranks", self.ranks, 2, MAX_RANKS)
+        in_range("tokens", self.tokens, 1, 4096)
+        in_range("node", self.node, 1, self.ranks - 1)
+        in_range("zipf", self.zipf, 0, 4)
+        if self.ranks % self.node:
+            raise aiote.UsageError(f"ranks={self.ranks}: expected a multiple of node={self.node}")
+        if self.shape.top_k > self.shape.experts - -(-self.shape.experts // self.ranks) * self.node:
+            raise aiote.UsageError(
+                f"ranks={self.ranks}: of {self.shape.experts} experts fewer than top-k={self.shape.top_k} are on "
+                "other nodes; expected more ranks, or a smaller node"
+            )
+
+    @property
+    def config(self) -> MoeConfig:
+        """What `aiote.moe` is given, in full size."""
+        fp8 = ITEMSIZES.get(self.dtype) == 1
+        scales = self.scales if self.scales is not None else self.shape.hidden // 128 if fp8 else 0
+        return MoeConfig(
+            experts=self.shape.experts, top_k=self.shape.top_k, hidden=self.shape.hidden, tokens=self.tokens,
+            dtype=self.dtype, scales=scales, out_dtype=self.out_dtype, placement="packed", private=self.private,
+            layout="contiguous",
+        )  # fmt: skip
+
+    def smaller(self) -> tuple[MoeConfig, float, float]:
+        """Return a config whose rows are smaller, and by how much rows and answers are."""
+        whole = Sizes(self.config, self.ranks)
+        if whole.row < LARGE_ROW:
+            return self.config, 1.0, 1.0
+        config = dataclasses.replace(self.config, hidden=self.shape.hidden // SHRINK, scales=0)
+        bare = Sizes(config, self.ranks)
+        scales = max(0, round((whole.row / SHRINK - bare.row) / ITEMSIZES[config.scale_dtype]))
+        made = Sizes(dataclasses.replace(config, scales=scales), self.ranks)
+        return made.config, whole.row / made.row, whole.y_row / made.y_row
+
+    def tokens_of(self, rank: int) -> NDArray[np.int32]:
+        """Draw which experts the tokens of a rank name, -1 for those of its own node."""
+        shape = self.shape
+        rng = np.random.default_rng((self.seed, self.ranks, rank))
+        weights = np.arange(1, shape.experts + 1, dtype=np.float64) ** -self.zipf
+        # Experts without repetition, each as likely as its weight says (Efraimidis and Spirakis).
+        keys = rng.exponential(size=(self.tokens, shape.experts)) / weights
+        ids = keys.argpartition(shape.top_k - 1, axis=1)[:, : shape.top_k].astype(np.int32)
+        local = -(-shape.experts // self.ranks)
+        if self.node > 1:
+            ids[ids // local // self.node == rank // self.node] = -1
+        return ids
+
+
+class Ends(NamedTuple):
+    """Microseconds of one phase: the mean of all ranks, and the slowest."""
+
+    mean: float
+    slowest: float
+
+
+class MoePlan(NamedTuple):
+    """What a round takes. Bytes are of a dispatch and a combine together, by rank and NIC; memory is of one lane.
+
+    `constant` is in the times; `of_model` says whether it was calibrated for these NICs.
+    """
+
+    ranks: int
+    nics: Nics
+    dispatch: Ends
+    combine: Ends
+    constant: dict[Phase, float]
+    of_model: bool
+    sent: list[list[int]]
+    received: list[list[int]]
+    inbox: int
+    outbox: int
+
+    @property
+    def hottest(self) -> tuple[int, int, int]:
+        """The rank, the NIC and the bytes of the busiest direction of any NIC."""
+        sides = (self.sent, self.received)
+        return max(
+            ((rank, nic, size) for side in sides for rank, row in enumerate(side) for nic, size in enumerate(row)),
+            key=lambda one: (one[2], -one[0], -one[1]),
+        )
+
+
+def plan_moe(scenario: MoeScenario, constant: dict[Phase, float] | None = None) -> MoePlan:
+    """Simulate rounds of a group and return what one takes. Raises UsageError."""
+    known = CONSTANTS.get(scenario.nics.model.name)
+    added = constant or known or {"dispatch": 0.0, "combine": 0.0}
+    config, row, answer = scenario.smaller()
+    # Rows and answers are as many times smaller, but for the rounding of their lines to 16 bytes.
+    scale = (row + answer) / 2
+    model = dataclasses.replace(
+        scenario.nics.model, gbps=scenario.nics.model.gbps / scale, packet_bytes=round(PACKET / scale)
+    )
+    found = _Rounds(scenario, config)
+    run(found.main, scenario.seed, rails=scenario.nics.per_rank, model=model, remembered=1 << 22)
+    whole = LaneMap(Sizes(scenario.config, scenario.ranks))
+    ends = {
+        phase: Ends(float(np.mean(times)) + added[phase], float(np.max(times)) + added[phase])
+        for phase, times in found.times.items()
+    }
+    return MoePlan(
+        scenario.ranks,
+        scenario.nics,
+        ends["dispatch"],
+        ends["combine"],
+        dict(added),
+        known is not None and constant is None,
+        [[round(size * scale) for size in one] for one in found.sent],
+        [[round(size * scale) for size in one] for one in found.received],
+        whole.inbox,
+        whole.outbox,
+    )
+
+
+class Barrier:
+    """Where all ranks wait for each other; it takes a millisecond, for what is under way to end."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks, self._here, self._event = ranks, 0, anyio.Event()
+
+    async def wait(self) -> None:
+        """Wait until all have come."""
+        mine = self._event
+        self._here += 1
+        if self._here % self._ranks:
+            await mine.wait()
+            return
+        self._event = anyio.Event()
+        await anyio.sleep(1e-3)
+        mine.set()
+
+
+class _Rounds:
+    """Runs rounds of all ranks, and keeps what they took."""
+
+    def __init__(self, scenario: MoeScenario, config: MoeConfig) -> None:
+        self.scenario, self.config = scenario, config
+        self.times: dict[Phase, list[float]] = {"dispatch": [], "combine": []}
+        self.sent: list[list[int]] = []
+        self.received: list[list[int]] = []
+        self._barrier = Barrier(scenario.ranks)
+
+    async def main(self, fabric: Fabric) -> None:
+        quiet = aiote.EngineConfig(message_pool=2, heartbeat_interval=10.0, heartbeat_timeout=60.0)
+        engines = [await fabric.open_engine(config=quiet) for _ in range(self.scenario.ranks)]
+        async with anyio.create_task_group() as ranks:
+            for rank in range(self.scenario.ranks):
+                ranks.start_soon(self._rank, fabric, engines, rank)
+        for engine in engines:
+            await engine.aclose()
+
+    async def _rank(self, fabric: Fabric, engines: list[aiote.Engine], rank: int) -> None:
+        addresses = [engine.address for engine in engines]
+        async with open_group(engines[rank], addresses, rank, self.config) as group:
+            for number in range(ROUNDS):
+                await self._barrier.wait()
+                if rank == 0 and number == ROUNDS - 1:
+                    self._begin(fabric, engines)
+                await self._round(fabric, group, rank, keep=number > 0)
+            await self._barrier.wait()
+            if rank == 0:
+                self._end(fabric, engines)
+            await self._barrier.wait()
+
+    async def _round(self, fabric: Fabric, group: MoeGroup, rank: int, *, keep: bool) -> None:
+        ids = self.scenario.tokens_of(rank)
+        x, scales = group.inputs()
+        weights = np.ones(ids.shape, np.float32)
+        began = fabric.now
+        batch: Batch = await group.dispatch(x, ids, weights, scales)
+        dispatched = fabric.now
+        await self._barrier.wait()
+        again = fabric.now
+        await group.combine(batch)
+        if keep:
+            self.times["dispatch"].append((dispatched - began) * 1e6)
+            self.times["combine"].append((fabric.now - again) * 1e6)
+
+    def _begin(self, fabric: Fabric, engines: list[aiote.Engine]) -> None:
+        self._before = [engine.statistics().carried for engine in engines]
+        self._seen = len(fabric.trace())
+
+    def _end(self, fabric: Fabric, engines: list[aiote.Engine]) -> None:
+        for engine, before in zip(engines, self._before, strict=True):
+            self.sent.append([now - then for now, then in zip(engine.statistics().carried, before, strict=True)])
+        self.received = [[0] * self.scenario.nics.per_rank for _ in engines]
+        for event in fabric.trace()[self._seen :]:
+            if event.what == "place":
+                self.received[event.engine][event.rail] += event.length
+
+
+def with_nics(
+    scenario: MoeScenario, counts: Iterable[int], constant: dict[Phase, float] | None = None
+) -> Iterator[MoePlan]:
+    """Yield plans with other numbers of NICs for each rank."""
+    for count in counts:
+        yield plan_moe(dataclasses.replace(scenario, nics=scenario.nics.of(count)), constant)

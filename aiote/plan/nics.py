@@ -1,0 +1,129 @@
+"""The NICs of a rank that a plan is made for: published models, or one fitted to what `aiote bench` measured.
+
+Published models are those of `aiote.testing`, which were fitted to tables of TransferEngine (arXiv 2510.27656). A file
+of `aiote bench --json` gives a model of what all NICs of the measured process carried together:
+
+| of the model   | from the file                                                        |
+|----------------|----------------------------------------------------------------------|
+| `gbps`         | the largest median of `write` and `pages`                            |
+| `operation_us` | one operation of `rate`, or else a page of the smallest `pages` line |
+| `latency_us`   | half a round trip of `latency`, less the operation                   |
+| `answer_us`    | the same as `latency_us`: a completion's way back is not measured    |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import UsageError
+from ..testing import CONNECTX7_400G, EFA_100G, EFA_200G, EFA_400G, NicModel
+
+__all__ = ["MAX_NICS", "PUBLISHED_NICS", "Nics", "in_range", "nics_of"]
+
+MAX_NICS = 8
+"""NICs of a simulated engine, at most."""
+GIB = 1 << 30
+PAPER = "arXiv 2510.27656, tables of single and paged writes"
+PUBLISHED_NICS = {"efa-100g": (EFA_100G, 4), "efa-200g": (EFA_200G, 2), "efa-400g": (EFA_400G, 1),
+                  "connectx-7": (CONNECTX7_400G, 1)}  # fmt: skip
+"""Models by name, and how many of them a GPU has: p5 has four of 100 Gbit/s, p5en two of 200."""
+
+
+class Nics(NamedTuple):
+    """`per_rank` NICs of one model for each rank, and where the model's numbers are from."""
+
+    name: str
+    model: NicModel
+    per_rank: int
+    source: str
+
+    @property
+    def gbps(self) -> float:
+        """What a rank's NICs carry together in one direction, in Gbit/s."""
+        return self.model.gbps * self.per_rank
+
+    def of(self, count: int) -> Nics:
+        """Return so many of the same NICs."""
+        return self._replace(per_rank=count)
+
+    def as_one(self) -> NicModel:
+        """Return one NIC that carries as many bytes and operations as all of them."""
+        model, count = self.model, self.per_rank
+        return dataclasses.replace(model, gbps=model.gbps * count, operation_us=model.operation_us / count)
+
+
+def in_range(name: str, value: float, least: float, most: float = math.inf) -> None:
+    """Raise UsageError, which says the accepted range, for a number outside of it."""
+    if not least <= value <= most:
+        accepted = f"from {least:g} to {most:g}" if math.isfinite(most) else f"{least:g} or more"
+        raise UsageError(f"{name}={value:g}: expected {accepted}")
+
+
+def nics_of(name: str, count: int = 0) -> Nics:
+    """Return NICs by a published name, or by the path of a file of `aiote bench --json`; 0: as many as a GPU has.
+
+    Raises UsageError for other names, for a file that is none, and for counts of which there is no such rank.
+    """
+    if name in PUBLISHED_NICS:
+        model, usual = PUBLISHED_NICS[name]
+        found = Nics(name, model, count or usual, PAPER)
+    elif Path(name).is_file():
+        found = Nics(name, _measured(Path(name)), count or 1, f"measured, {name}")
+    else:
+        raise UsageError(
+            f"nics={name!r}: expected one of {', '.join(PUBLISHED_NICS)}, or a file of `aiote bench --json`"
+        )
+    in_range("nics per rank", found.per_rank, 1, MAX_NICS)
+    return found
+
+
+def _measured(path: Path) -> NicModel:
+    """Return a model of the records of a file. Raises UsageError, which names what is missing."""
+    try:
+        records = [_Record.of(one) for one in json.loads(path.read_text())["records"] if one["runs"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is no file of `aiote bench --json`: {type(error).__name__}: {error}") from None
+    lines = sorted({one.line for one in records if one.contestant == "aiote"})
+    if len(lines) != 1:
+        raise UsageError(f"{path} has aiote's figures of {len(lines)} providers and libraries, expected of one")
+    mine = [one for one in records if one.line == lines[0] and one.contestant == "aiote"]
+    carried = [one.value * GIB * 8 / 1e9 for one in mine if one.op in ("write", "pages")]
+    trips = [one.value for one in mine if one.op == "latency"]
+    if not carried or not trips:
+        raise UsageError(f"{path} needs records of `latency`, and of `write` or `pages`: aiote bench compare --json")
+    operation = _operation(mine)
+    one_way = max(0.0, min(trips) / 2 - operation)
+    return NicModel(name=path.stem, gbps=max(carried), latency_us=one_way, answer_us=one_way, operation_us=operation)
+
+
+class _Record(NamedTuple):
+    op: str
+    contestant: str
+    line: tuple[str, str]
+    size: int
+    value: float
+
+    @classmethod
+    def of(cls, one: Mapping[str, Any]) -> _Record:
+        value, size = float(one["value"]["median"]), int(one["size"])
+        if not 0 < value < math.inf or size < 0:
+            raise ValueError(f"a median of {value} for {size} bytes")
+        line = str(one["provider"]), str(one["library"])
+        return cls(str(one["op"]), str(one["contestant"]), line, size, value)
+
+
+def _operation(records: Sequence[_Record]) -> float:
+    """Return microseconds of an operation whose bytes do not count."""
+    rates = [one.value for one in records if one.op == "rate"]
+    if rates:
+        return 1e6 / max(rates)
+    pages = [one for one in records if one.op == "pages"]
+    if not pages:
+        return 0.0
+    least = min(pages, key=lambda one: one.size)
+    return least.size / (least.value * GIB) * 1e6

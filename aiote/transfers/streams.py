@@ -1,0 +1,96 @@
+"""The order of transfers with the streams of the GPUs whose memory they use.
+
+A verb's `stream` is what DLPack and the array libraries call one: a number, or an object that has it. The transfer goes
+behind what that stream has to do when the verb is called, as a kernel that is launched there would; the stream itself
+goes on, and nothing waits for it on the host.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+from ..errors import UsageError
+from ..rails import EventPool, LocalMemory, Order
+
+__all__ = ["order_behind", "pools_of"]
+
+READY = -1
+LEGACY = 1
+"""The legacy default stream, which is behind all streams of its context but those made as non-blocking."""
+EXPECTED = (
+    "None or 1 (the legacy default stream), 2 (the thread's default), -1 (ready now), a stream's address, or an object "
+    "with __cuda_stream__, .cuda_stream (torch), .ptr (cupy) or .handle (numba)"
+)
+
+
+def _handle(stream: Any, verb: str) -> int:
+    """Ask a stream object for the number that the driver knows it by."""
+    if hasattr(stream, "__cuda_stream__"):
+        given = stream.__cuda_stream__
+        said = given() if callable(given) else given
+        try:
+            version, handle = (operator.index(item) for item in said)
+        except (TypeError, ValueError):
+            raise UsageError(f"{verb}: __cuda_stream__ of stream gave {said!r}, expected (0, address)") from None
+        if version != 0:
+            raise UsageError(f"{verb}: __cuda_stream__ of stream has version {version}, expected 0")
+        return handle
+    for name in ("cuda_stream", "ptr", "handle"):
+        if hasattr(stream, name):
+            handle = getattr(stream, name)
+            # numba has a c_void_p, which has None for 0.
+            return operator.index(getattr(handle, "value", handle) or 0)
+    raise TypeError(f"it is {type(stream).__name__}")
+
+
+def _number(stream: Any, verb: str) -> int:
+    """Return a stream as the driver has it, or READY. Raises UsageError."""
+    if stream is None:
+        return LEGACY
+    try:
+        if isinstance(stream, bool):
+            raise TypeError("it is a bool")
+        number = operator.index(stream)
+    except TypeError:
+        try:
+            # An object's 0 is the default stream of its library, which that means; as a number it may mean either.
+            number = _handle(stream, verb) or LEGACY
+        except TypeError as error:
+            raise UsageError(f"{verb}: stream={stream!r}: {error}; expected {EXPECTED}") from None
+    if number == 0:
+        raise UsageError(f"{verb}: stream=0 may mean either default stream: give 1 (legacy) or 2 (the thread's)")
+    if not READY <= number < 1 << 64:
+        raise UsageError(f"{verb}: stream={number}; expected {EXPECTED}")
+    return number
+
+
+def pools_of(memories: Iterable[LocalMemory]) -> tuple[EventPool, ...]:
+    """Return what tells of the streams of the devices that memories are on, each once; nothing for the host's."""
+    return tuple(dict.fromkeys(memory.events for memory in memories if memory.events is not None))
+
+
+def order_behind(pools: Iterable[EventPool], stream: Any, verb: str) -> Order | None:
+    """Note what a transfer that is being submitted is behind; None where that is nothing.
+
+    Raises UsageError for what is no stream of the memory's device, for one that is being captured, and for one where
+    no memory is a GPU's. What is behind a broken device ends with TransferError.
+    """
+    number = _number(stream, verb)
+    if number == READY:
+        return None
+    order = Order()
+    for pool in pools:
+        try:
+            order.add(pool, number)
+        except ValueError as error:
+            raise UsageError(f"{verb}: {error}") from None
+    if order.empty:
+        if stream is not None:
+            raise UsageError(
+                f"{verb}: stream= orders a transfer with the kernels that use memory of a GPU, and this is the host's: "
+                "synchronize the stream that fills it, and leave stream out"
+            )
+        return None
+    return order

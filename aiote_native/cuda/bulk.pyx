@@ -1,0 +1,78 @@
+"""One copy of whole arrays between the host and a GPU, for threads of programs: it returns when the copy is over."""
+
+from libc.stdint cimport uint64_t
+
+from aiote_native.cuda.driver cimport NOT_READY, checked, cuda, enter, leave, retain
+from aiote_native.cuda.driver import device_of
+
+cdef extern from *:
+    """
+    #include <time.h>
+    static void aiote_pause(long ns) { struct timespec time = {0, ns}; nanosleep(&time, NULL); }
+    """
+    void aiote_pause(long) noexcept nogil
+
+cdef enum:
+    DISABLE_TIMING = 2
+    LEGACY = 1
+    PAUSE_NS = 50_000
+
+
+cdef int ask(void* context, void* event) noexcept nogil:
+    cdef int mode
+    cdef int code = enter(context, &mode)
+    if code == 0:
+        code = cuda.event_query(event)
+        leave(mode)
+    return code
+
+
+cdef int begin(void* context, uint64_t to, uint64_t source, size_t nbytes, void** event) noexcept nogil:
+    """Post the copy behind the legacy default stream, and an event behind it: 0, or the driver's code."""
+    cdef int mode
+    cdef int code = enter(context, &mode)
+    if code:
+        return code
+    code = cuda.event_create(event, DISABLE_TIMING)
+    if code == 0:
+        # To pageable memory this returns when it is over; from it, when that has been read.
+        code = cuda.copy(to, source, nbytes, <void*> LEGACY)
+    if code == 0 and cuda.event_record(event[0], <void*> LEGACY):
+        # The copy is under way: once more, for a call that failed by chance.
+        code = cuda.event_record(event[0], <void*> LEGACY)
+    leave(mode)
+    return code
+
+
+cdef int await_end(void* context, void* event) noexcept nogil:
+    """Wait until the copy is over, or never will be: a broken context says so twice."""
+    cdef int code = NOT_READY
+    while code == NOT_READY:
+        aiote_pause(PAUSE_NS)
+        code = ask(context, event)
+        if code and code != NOT_READY:
+            code = ask(context, event)
+    return code
+
+
+def copy_bytes(uint64_t to, uint64_t source, size_t nbytes, uint64_t gpu) -> None:
+    """Copy between memories one of which, with the address `gpu`, is a GPU's, behind the kernels of its default stream.
+
+    Waits for the end without the GIL; both memories stay until then. Raises StatusError.
+    """
+    cdef int device = device_of(gpu)
+    cdef bint primary = False
+    cdef void* context = retain(device, gpu, &primary)
+    cdef void* event = NULL
+    cdef int code
+    try:
+        with nogil:
+            code = begin(context, to, source, nbytes, &event)
+            if code == 0:
+                code = await_end(context, event)
+        if event != NULL:
+            cuda.event_destroy(event)
+        checked(code, "cuMemcpyAsync")
+    finally:
+        if primary:
+            cuda.primary_release(device)

@@ -1,0 +1,1 @@
+cdef int flush_writes(void* context) noexcept nogil

@@ -1,0 +1,154 @@
+"""Heartbeats of many peers in one pass.
+
+`Pulse` is the native twin of `aiote.core.heartbeat_clock.HeartbeatClock`, whose module says what the rule is: it keeps
+the times of one peer and reads no clock. `look_over` goes over the pulses of an engine, in C, and returns those peers
+that need their session: a heartbeat is due that only it can send, the peer has been silent for too long, or something
+is under way whose movement has to be watched. A thousand idle peers on this host are then a thousand loads.
+
+Peers that have each other's wake-up page (peer_wakeups.pyx) send no heartbeats at all: each engine counts its passes in
+its own page, and a peer whose count has gone on lives. It is the event loop that counts, as it sends heartbeats: a
+process whose loop stands still is as silent as one that was stopped. When exactly the count went on nobody knows; the
+peer is taken to have been heard at the look before, when it had not yet, so it is found dead no later than by
+heartbeats.
+"""
+
+from libc.math cimport INFINITY, isfinite
+from libc.stdint cimport uint32_t, uint64_t
+
+from aiote_native.peer_wakeups cimport PeerWakeup
+from aiote_native.peers cimport PeerLink
+from aiote_native.progress cimport alive, lock, unlock
+from aiote_native.structs cimport MAX_CHANNELS
+
+cdef extern from *:
+    """
+    #define aiote_beats(p) __atomic_load_n((const uint32_t*)(p), __ATOMIC_ACQUIRE)
+    """
+    uint32_t aiote_beats(const uint32_t*) noexcept nogil
+
+
+cdef class Pulse:
+    """The times of one peer: `interval` and `limit` in seconds, `limit` the larger. See `HeartbeatClock`."""
+
+    cdef public double send_every
+    cdef double interval, limit, now, sent_at, heard_at, grace_end
+    cdef long graces
+    cdef PeerWakeup page
+    cdef uint32_t beats
+    cdef PeerLink link
+    cdef bint watched
+    cdef readonly bint shared
+    cdef public bint attentive
+
+    def __init__(self, double interval, double limit, send_every=None):
+        """Begin. Raises ValueError for times that are none."""
+        if not (isfinite(interval) and isfinite(limit) and 0 < interval < limit):
+            raise ValueError(f"0 < interval < limit expected, got interval {interval} and limit {limit}")
+        self.interval = interval
+        self.limit = limit
+        self.send_every = interval if send_every is None else send_every
+        self.now = self.sent_at = self.heard_at = self.grace_end = -INFINITY
+
+    def follow(self, PeerLink link, bint attentive=False) -> None:
+        """Watch what is under way over a link, and take its peer's page for heartbeats where it has one that counts.
+
+        `attentive`: this peer's session wants every look.
+        """
+        self.link = link
+        self.attentive = attentive
+        for page, _slot in link.peer_wakeups:
+            if (<PeerWakeup> page).page != NULL and aiote_beats(&(<PeerWakeup> page).page.beats) != 0:
+                self.page = page
+                self.beats = aiote_beats(&self.page.page.beats)
+                self.shared = True
+                return
+
+    def due(self, double now, double early=0.0) -> bool:
+        """Say whether it is time to send a heartbeat, or will be within `early` of the time between two."""
+        return self.is_due(self.observe(now), early)
+
+    def sent(self, double now) -> None:
+        """Take note that a heartbeat was sent."""
+        self.sent_at = self.observe(now)
+
+    def heard(self, double now) -> None:
+        """Take note of any sign of life of the peer."""
+        self.hear(self.observe(now))
+
+    def expired(self, double now) -> bool:
+        """Say whether the peer has been silent for too long."""
+        return self.observe(now) >= self.expiry()
+
+    def next_deadline(self, double now) -> float:
+        """Return when to call again at the latest: now, where a heartbeat is due or the peer expired."""
+        return self.deadline(self.observe(now))
+
+    cdef bint is_due(self, double present, double early) noexcept:
+        return present >= self.sent_at + self.send_every * (1 - early)
+
+    cdef void hear(self, double when) noexcept:
+        self.heard_at = max(self.heard_at, when)
+        self.graces = 0
+
+    cdef double expiry(self) noexcept:
+        return max(self.heard_at + self.limit, self.grace_end)
+
+    cdef double deadline(self, double present) noexcept:
+        return max(present, min(min(self.sent_at + self.send_every, self.expiry()), present + self.interval / 2))
+
+    cdef double observe(self, double now) noexcept:
+        """Return the present time; notice the end of a stall and give grace."""
+        cdef double last = self.now
+        self.now = max(last, now)
+        if last == -INFINITY:
+            self.heard_at = self.now
+        elif (self.now - last > self.interval and self.now + self.interval > self.expiry()
+                and self.graces < <long> (self.limit // self.interval)):
+            self.graces += 1
+            self.grace_end = self.now + self.interval
+        return self.now
+
+    cdef void look(self, double before) noexcept:
+        """See whether the peer's count has gone on since the look before, whose time that is."""
+        cdef uint32_t beats
+        if self.page is not None and self.page.page != NULL:
+            beats = aiote_beats(&self.page.page.beats)
+            if beats != self.beats:
+                self.beats = beats
+                self.hear(max(before, self.now - self.interval))
+            # Whoever looks has counted, too.
+            self.sent_at = self.now
+
+    cdef bint moves(self) noexcept:
+        """Whether anything is under way, or was at the last look: how it ends has to be seen as well."""
+        cdef uint64_t[MAX_CHANNELS] ended
+        cdef bint before = self.watched
+        self.watched = False
+        if self.link is not None and not self.link.closed and alive(self.link.engine):
+            with nogil:
+                lock(self.link.engine)
+                self.watched = self.link.in_flight_channels(ended) != 0
+                unlock(self.link.engine)
+        return before or self.watched
+
+
+def look_over(dict beats, double now, double early) -> tuple[list[object], float]:
+    """Look at all pulses, the values; return the keys of those whose sessions have something to do, among them all
+    without a pulse, and when to look again for the others.
+    """
+    cdef Pulse pulse
+    cdef double before, soonest = INFINITY
+    cdef list wanted = []
+    for beat, value in beats.items():
+        if value is None:
+            wanted.append(beat)
+            continue
+        pulse = value
+        before = pulse.now
+        pulse.observe(now)
+        pulse.look(before)
+        if pulse.attentive or pulse.now >= pulse.expiry() or pulse.moves() or pulse.is_due(pulse.now, early):
+            wanted.append(beat)
+        else:
+            soonest = min(soonest, pulse.deadline(pulse.now))
+    return wanted, soonest

@@ -1,0 +1,3 @@
+from aiote_native.core import Core
+
+def nudge(core: Core) -> None: ...

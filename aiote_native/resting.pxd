@@ -1,0 +1,6 @@
+from aiote_native.structs cimport Channel
+
+cdef int announce(int epoll_fd, Channel* channel) noexcept nogil
+cdef void look_for_stirred(int epoll_fd) noexcept nogil
+cdef bint rests(Channel* channel) noexcept nogil
+cdef int arm(Channel* channel, bint many) noexcept nogil

@@ -1,0 +1,3 @@
+from aiote_native.progress cimport Progress
+
+cdef dict counted(Progress* engine)

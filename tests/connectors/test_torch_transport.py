@@ -1,0 +1,258 @@
+"""aiote.connectors.torch without torch: over a real engine, with stand-ins for what it uses of torch.
+
+The real one is in tests/hosts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import aiote
+from bridges import Stubborn, aside, bridge_to, drop
+from engines import PATIENCE_S
+from tensors import Tensor, tensor
+
+SIZE = 1 << 16
+NAMES = ("torch", "torch.distributed", "torch.distributed._transport", "torch.futures")
+
+
+class Transport:
+    def __init__(self, device: Any) -> None:
+        self.device = device
+
+    def _check_device(self, device: Any) -> None:
+        assert device.type == "cpu"
+
+
+async def wait_all(works: list[Any], timeout: float | None) -> None:  # noqa: ASYNC109
+    for work in works:
+        await work._call.join()
+
+
+@pytest.fixture(scope="module")
+def torch() -> Iterator[Any]:
+    """The connector's module, as it is with stand-ins for torch."""
+    contents: tuple[dict[str, Any], ...] = (
+        {"Tensor": Tensor},
+        {"Work": type("Work", (), {})},
+        {"Transport": Transport, "wait_all": wait_all},
+        {"Future": futures.Future},
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name, content in zip(NAMES, contents, strict=True):
+            module = ModuleType(name)
+            vars(module).update(content)
+            patch.setitem(sys.modules, name, module)
+        sys.modules["torch"].futures = sys.modules["torch.futures"]  # type: ignore[attr-defined]
+        patch.delitem(sys.modules, "aiote.connectors.torch", raising=False)
+        yield importlib.import_module("aiote.connectors.torch")
+        sys.modules.pop("aiote.connectors.torch", None)
+
+
+class Pair:
+    """A transport whose peer is an engine of the test's own, on the same loop."""
+
+    def __init__(self, torch: Any, bridge: Any) -> None:
+        self.torch, self.bridge = torch, bridge
+        self.peer = bridge.call(opened())
+        self.transport = torch.AioteTransport()
+        self.transport.connect(torch._Url("peer", str(self.peer.address)).serialize())
+        self.local, self.theirs = tensor(SIZE, 1), tensor(SIZE, 2)
+        self.memory = self.transport.register_memory(self.local)
+        self.descriptor = bridge.call(self.peer.register_async(self.theirs, "read-write")).descriptor
+        self.remote = torch.AioteRemoteBuffer("peer", self.descriptor)
+
+    def close(self) -> None:
+        self.transport.close()
+        self.bridge.call(self.peer.aclose())
+
+
+async def opened() -> aiote.Engine:
+    return await aiote.open_engine("local")
+
+
+@pytest.fixture
+def pair(torch) -> Iterator[Pair]:
+    with bridge_to() as bridge:
+        made = aside(Pair, torch, bridge)
+        yield made
+        aside(made.close)
+
+
+def registered(bridge: Any) -> int:
+    """How many registrations the engine has."""
+    return len(bridge._thread.memory._table)
+
+
+def test_bytes_go_to_the_peer_and_come_from_it(pair):
+    assert aside(pair.transport.write, pair.memory.to_view(0, 100), pair.remote) == 0
+    assert pair.theirs.tolist() == [1] * 100 + [2] * (SIZE - 100)
+    assert aside(pair.transport.read, pair.memory.to_mutable_view(SIZE - 300, 300), pair.remote) == 0
+    assert pair.local.tolist() == [1] * (SIZE - 300) + [1] * 100 + [2] * 200
+
+
+def test_a_work_ends_with_its_transfer_and_its_future_with_it(pair, monkeypatch):
+    gate, move = threading.Event(), pair.transport._move
+
+    async def late(*arguments: Any) -> None:
+        while not gate.is_set():
+            await asyncio.sleep(0.001)
+        await move(*arguments)
+
+    monkeypatch.setattr(pair.transport, "_move", late)
+    work = pair.transport.write(pair.memory.to_view(), pair.remote, async_op=True)
+    with pytest.raises(TimeoutError, match="remains pending"):
+        aside(work.wait, timedelta(seconds=0.01))
+    assert not work.is_completed()
+    assert not work.get_future().done()
+    gate.set()
+    assert aside(work.wait)
+    assert work.get_future().result(PATIENCE_S) == []
+    assert work.is_success()
+    assert np.array_equal(pair.theirs, pair.local)
+
+
+def test_a_cancelled_transfer_has_ended_when_it_raises(pair, monkeypatch):
+    stubborn = Stubborn()
+    monkeypatch.setattr(pair.transport, "_move", lambda *_: stubborn.run())
+
+    async def cancel() -> None:
+        writing = asyncio.ensure_future(pair.transport.write_async(pair.memory.to_view(), pair.remote))
+        await asyncio.to_thread(stubborn.until, stubborn.begun)
+        writing.cancel()
+        await asyncio.to_thread(stubborn.until, stubborn.cancelled)
+        await asyncio.sleep(0.05)
+        assert not writing.done()
+        with pytest.raises(RuntimeError, match="pending transfers"):
+            pair.transport.unregister_memory(pair.memory)
+        stubborn.may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await writing
+        assert stubborn.ended
+
+    aside(asyncio.run, cancel())
+    aside(pair.transport.unregister_memory, pair.memory)
+
+
+@pytest.mark.parametrize("name", ["write", "read"])
+def test_a_transfer_that_times_out_has_ended_when_it_raises(pair, monkeypatch, name):
+    stubborn = Stubborn()
+    monkeypatch.setattr(pair.transport, "_move", lambda *_: stubborn.run())
+    ended: list[bool] = []
+
+    def transfer() -> None:
+        with pytest.raises(TimeoutError):
+            getattr(pair.transport, name)(pair.memory.to_mutable_view(), pair.remote, timeout=0.01)
+        ended.append(stubborn.ended)
+
+    def release() -> None:
+        stubborn.until(stubborn.cancelled)
+        threading.Timer(0.05, stubborn.may_end.set).start()
+
+    releasing = threading.Thread(target=release)
+    releasing.start()
+    aside(transfer)
+    releasing.join()
+    assert ended == [True]
+
+
+@pytest.mark.parametrize("name", ["unregister_memory", "close"])
+def test_memory_that_a_thread_copies_to_is_let_go_of_after_the_copy(torch, pair, monkeypatch, name):
+    a, b = torch.AioteTransport(), torch.AioteTransport()
+    aside(a.connect, b.bind())
+    copyto, copying, order = np.copyto, threading.Event(), []
+    source, target = (aside(one.register_memory, tensor(SIZE, 1)) for one in (a, b))
+
+    def ended() -> None:
+        assert copying.wait(PATIENCE_S)
+        getattr(b, name)(*[target][: name == "unregister_memory"])
+        order.append("let go")
+
+    def copy(*what: Any) -> None:
+        copying.set()
+        ending.join(0.2)
+        copyto(*what)
+        order.append("copied")
+
+    ending = threading.Thread(target=ended)
+    ending.start()
+    monkeypatch.setattr(torch.np, "copyto", copy)
+    remote = target.to_remote_buffer()
+    aside(a.write, source.to_view(), remote)
+    ending.join(PATIENCE_S)
+    assert order == ["copied", "let go"]
+    with pytest.raises(RuntimeError, match="unregistered"):
+        aside(a.write, source.to_view(), remote)
+    for one in (a, b):
+        aside(one.close)
+
+
+def test_other_memory_than_the_peers_is_refused(torch, pair):
+    transport, view = pair.transport, pair.memory.to_mutable_view()
+    ours = pair.memory.to_remote_buffer()
+    for remote in (
+        torch.AioteRemoteBuffer("another", pair.descriptor),
+        torch.AioteRemoteBuffer("peer", ours.descriptor),
+        ours,
+    ):
+        with pytest.raises(ValueError, match="does not belong to the connected peer"):
+            aside(transport.write, view, remote)
+    large = aside(transport.register_memory, tensor(SIZE + 1))
+    with pytest.raises(ValueError, match="does not fit"):
+        aside(transport.write, large.to_view(), pair.remote)
+    with pytest.raises(TypeError, match="may not be written to"):
+        aside(transport.read, pair.memory.to_view(), pair.remote)
+    with pytest.raises(TypeError, match="not of an aiote transport"):
+        aside(transport.write, view, pair.descriptor)
+    assert transport._pending == {}
+    assert np.all(pair.theirs == 2)
+
+
+@given(st.binary() | st.text().map(str.encode))
+def test_any_bytes_are_a_descriptor_or_refused(torch, data):
+    for kind in (torch._Url, torch.AioteRemoteBuffer):
+        with pytest.raises(ValueError, match="malformed descriptor"):
+            kind.deserialize(data)
+        with pytest.raises(TypeError, match="is bytes"):
+            kind.deserialize(bytearray(data))
+
+
+@given(st.data())
+def test_a_changed_descriptor_is_refused_or_says_so_by_its_owner(torch, data):
+    url = torch._Url("peer", "aiote://here").serialize()
+    at = data.draw(st.integers(0, len(url) - 1))
+    changed = url[:at] + bytes([data.draw(st.integers(0, 255))]) + url[at + 1 :]
+    try:
+        found = torch._Url.deserialize(changed)
+    except ValueError as error:
+        assert "malformed descriptor" in str(error)
+    else:
+        assert torch._Url.deserialize(found.serialize()) == found
+
+
+def test_a_dropped_transport_lets_go_of_its_memory(torch, pair):
+    before = registered(pair.bridge), len(torch._here), pair.bridge._thread.users
+    made = torch.AioteTransport()
+    memory = aside(made.register_memory, tensor(100))
+    assert (registered(pair.bridge), len(torch._here)) == (before[0] + 1, before[1] + 1)
+    held = [made, memory]
+    del made, memory
+    drop(held)
+    for _ in range(int(PATIENCE_S * 100)):
+        if (now := (registered(pair.bridge), len(torch._here), pair.bridge._thread.users)) == before:
+            break
+        threading.Event().wait(0.01)
+    assert now == before

@@ -1,0 +1,105 @@
+"""Of many channels those with nothing to say are left alone, and none of them misses what stirs it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from aiote.rails import PeerLink
+from rail_pair import Kind, Pair, Rails, Side, filled, opened
+
+MANY = 12
+"""More than are polled in every round."""
+IMM = 0x321
+
+
+@pytest.fixture(params=["socket", "local"])
+def rails(request: pytest.FixtureRequest) -> Iterator[Rails]:
+    with opened(Kind(request.param)) as rails:
+        yield rails
+
+
+def star(rails: Rails) -> list[Pair]:
+    """Return a hub's links to many others, at rest."""
+    hub, others = rails.side(), [rails.side() for _ in range(MANY)]
+    pairs = [Pair(rails, hub, other, *rails.join(hub, other)) for other in others]
+    rails.rest()
+    return pairs
+
+
+def received(rails: Rails, side: Side, link: PeerLink) -> bytes:
+    found: list[bytes] = []
+
+    def look() -> bool:
+        message = side.take(link)
+        if message is not None:
+            found.append(message)
+        return bool(found)
+
+    rails.drive(look)
+    return found[0]
+
+
+def test_what_comes_to_a_channel_at_rest_is_seen(rails):
+    pairs = star(rails)
+    handle = pairs[0].a.count(IMM)
+    target = pairs[0].a.register(1 << 20)
+    sources = [pair.b.register(filled(1 << 20, seed)) for seed, pair in enumerate(pairs)]
+    order = random.Random(1)
+    for times in range(1, 20):
+        number = order.randrange(MANY)
+        pair = pairs[number]
+        pair.rails.finish(pair.b.write(pair.ba, sources[number], target.remote, imm=IMM))
+        rails.drive(lambda times=times: handle.value == times)
+        assert bytes(target.array) == bytes(sources[number].array)
+        rails.rest()
+
+
+def test_what_is_sent_over_a_channel_at_rest_arrives(rails):
+    """Messages both ways, more of them than a pool holds, so that credits come back as well."""
+    pairs = star(rails)
+    order = random.Random(2)
+    for times in range(60):
+        pair = pairs[order.randrange(3)]
+        rails.finish(pair.a.send(pair.ab, b"there %d" % times))
+        assert received(rails, pair.b, pair.ba) == b"there %d" % times
+        rails.finish(pair.b.send(pair.ba, b"back %d" % times))
+        assert received(rails, pair.a, pair.ab) == b"back %d" % times
+        if times % 3 == 0:
+            rails.rest()
+
+
+def test_a_read_from_a_channel_at_rest_is_answered(rails):
+    pairs = star(rails)
+    for seed, pair in enumerate(pairs):
+        there, here = pair.b.register(filled(1 << 18, seed)), pair.a.register(1 << 18)
+        rails.finish(pair.a.write(pair.ab, here, there.remote, reads=True))
+        assert bytes(here.array) == bytes(there.array)
+        rails.rest()
+
+
+def test_ends_that_are_closed_at_rest_harm_no_other(rails):
+    pairs = star(rails)
+    for pair in pairs[:3]:
+        pair.b.close_link(pair.ba)
+        pair.a.close_link(pair.ab)
+        rails.drive(lambda: True)
+    for pair in pairs[3:]:
+        source, target = pair.a.register(filled(4096)), pair.b.register(4096)
+        rails.finish(pair.a.write(pair.ab, source, target.remote))
+        assert bytes(source.array) == bytes(target.array)
+
+
+def test_channels_at_rest_may_be_timed_from_then_on(rails):
+    """Timed, another's functions stand in the place of the endpoint's, and none of them says what stirs it."""
+    pairs = star(rails)
+    for every in (1, 0, 2):
+        pairs[0].a.core.time_rails(every)
+        for pair in pairs[:3]:
+            rails.finish(pair.a.send(pair.ab, b"there"))
+            assert received(rails, pair.b, pair.ba) == b"there"
+            rails.finish(pair.b.send(pair.ba, b"back"))
+            assert received(rails, pair.a, pair.ab) == b"back"
+        rails.rest()

@@ -1,0 +1,88 @@
+"""EFA's part of the engine, over a stand-in for its provider (tests/standin_efa), with each libfabric that is here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from compiled import module
+from standin_efa import SOURCES, environment, libraries, spoken
+
+pytestmark = [pytest.mark.libfabric, pytest.mark.timeout(300)]
+
+
+def run(wire: Path, library: str, case: str, **behaviour: str) -> str:
+    """Run a case in a process of its own; return what it printed."""
+    command = [sys.executable, "-P", str(SOURCES / "child.py"), case]
+    env = environment(wire, library, **behaviour)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("library", libraries(), ids=spoken)
+@pytest.mark.parametrize("mtu", ["8192", "1024"])
+def test_bytes_counts_and_messages_are_exact_over_unordered_fragments(tmp_path: Path, library: str, mtu: str) -> None:
+    run(tmp_path, library, "transfers", EFA_STANDIN_MTU=mtu)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("behaviour", ["old", "unsolicited", "no-write"])
+def test_a_library_whose_efa_cannot_be_used_is_refused_by_name_and_auto_takes_another(
+    tmp_path: Path, behaviour: str
+) -> None:
+    said = run(tmp_path, libraries()[0], "refused", EFA_STANDIN=behaviour)
+    assert "no usable EFA NIC" in said
+    assert "2.4" in said
+    assert "auto: socket" in said
+
+
+def test_an_endpoint_that_is_shut_is_posted_on_no_more(tmp_path: Path) -> None:
+    """The stand-in crashes who uses a closed endpoint."""
+    built, wire = tmp_path / "built", tmp_path / "wire"
+    built.mkdir()
+    wire.mkdir()
+    module(SOURCES / "shut_endpoint.pyx", built)
+    command = [sys.executable, "-X", "faulthandler", "-P", str(SOURCES / "shut.py"), str(built)]
+    done = subprocess.run(command, env=environment(wire, libraries()[0]), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def doctor(wire: Path, **behaviour: str) -> tuple[int, list[dict[str, str]]]:
+    """Run the command as users do; return its status and its findings."""
+    env = environment(wire, libraries()[0], **behaviour)
+    command = [sys.executable, "-P", "-m", "aiote", "doctor", "--json"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    return done.returncode, [found for found in json.loads(done.stdout)["findings"] if found["about"] == "EFA"]
+
+
+@pytest.mark.parametrize("behaviour", ["old", "unsolicited", "no-write", "no-wait"])
+def test_doctor_says_why_efa_cannot_be_used(tmp_path: Path, behaviour: str) -> None:
+    status, (finding,) = doctor(tmp_path, EFA_STANDIN=behaviour)
+    assert status == 1
+    assert finding["level"] == "wrong"
+    assert ("fi_cq_open" if behaviour == "no-wait" else "no usable EFA NIC") in finding["what"]
+
+
+def test_doctor_says_that_efa_can_be_used_and_that_auto_does_not_take_it(tmp_path: Path) -> None:
+    _, (finding,) = doctor(tmp_path, EFA_STANDIN_NICS="2")
+    assert finding["level"] == "hint"
+    assert "standin0-rdm, standin1-rdm can be used" in finding["what"]
+    assert "auto does not take it" in finding["what"]
+
+
+def test_doctor_says_that_a_nic_has_no_queue_pair_left(tmp_path: Path) -> None:
+    _, (finding,) = doctor(tmp_path, EFA_STANDIN_QPS="0")
+    assert finding["level"] == "wrong"
+    assert "no queue pair left" in finding["what"]
+
+
+def test_a_socket_carries_a_peer_for_which_a_nic_has_no_queue_pair_left(tmp_path: Path) -> None:
+    said = run(tmp_path, libraries()[0], "crowded", EFA_STANDIN_QPS="1")
+    assert "the NIC has no endpoint left for it" in said
+    assert "that NIC of the peer's has no endpoint left for us" in said
+    assert "efa socket (0, 1000)" in said

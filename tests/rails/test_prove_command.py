@@ -1,0 +1,168 @@
+"""`aiote prove` finds a promise that is broken, says what it did not run, and is never green without a device."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from typer.testing import CliRunner
+
+from aiote.cli import prove, prove_suites
+from aiote.cli.app import app
+from aiote.cli.prove_checks import CHECKS, Broken, Check, World
+from aiote.cli.prove_memory import HostMemory
+from aiote.cli.prove_report import Outcome, Report, now
+from aiote.rails.ports import read_ports
+from aiote.testing import Fabric
+
+ROOT = Path(__file__).parents[2]
+QUICK = ("--no-bench", "--no-suites")
+NAMES = [check.name for check in CHECKS]
+READS_MEMORY = ["writes", "counts-follow-data", "reads", "pages", "no-late-writes", "leases"]
+
+
+def proven(folder: Path, what: str, *options: str) -> tuple[int, dict[str, Any], str]:
+    """Run the command in a process of its own; return its status, its report, and the report's text."""
+    path = folder / "report.json"
+    command = [sys.executable, "-P", "-m", "aiote", "prove", what, *options, "--report", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=folder)
+    assert done.stderr == "", done.stdout
+    return done.returncode, json.loads(path.read_text()), path.with_suffix(".txt").read_text()
+
+
+def statuses(report: dict[str, Any]) -> dict[str, str]:
+    return {outcome["name"]: outcome["status"] for outcome in report["outcomes"]}
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["socket", pytest.param("tcp", marks=pytest.mark.libfabric), pytest.param("verbs", marks=pytest.mark.needs_rdma)],
+)
+def test_every_check_passes_over(what, tmp_path):
+    status, report, text = proven(tmp_path, what, *QUICK)
+    assert statuses(report) == dict.fromkeys(NAMES, "passed"), text
+    assert (status, report["exit_status"], report["provider"]) == (0, 0, what)
+    assert {"host", "system", "python", "aiote", "libfabric", "doctor"} <= report["machine"].keys()
+    assert "PROVEN as far as it was run: 11 passed, 0 failed, 0 not run" in text
+
+
+def test_over_the_simulated_network_everything_is_run_but_a_killed_process(tmp_path):
+    status, report, _ = proven(tmp_path, "sim", *QUICK)
+    assert statuses(report) == {**dict.fromkeys(NAMES, "passed"), "killed-peer": "not run"}
+    assert status == 0
+
+
+@pytest.mark.libfabric
+@pytest.mark.parametrize("what", ["cxi", "verbs"])
+def test_a_missing_device_is_said_and_never_green(what, tmp_path):
+    if what == "verbs" and read_ports():
+        pytest.skip("this machine has RDMA devices")
+    status, report, text = proven(tmp_path, what)
+    assert set(statuses(report).values()) == {"not run"}
+    assert (status, report["exit_status"]) == (2, 2)
+    assert "NOTHING PROVEN: 0 passed, 0 failed" in text
+    assert all(outcome["detail"] for outcome in report["outcomes"])
+
+
+def test_a_check_that_fails_makes_the_exit_status_1(monkeypatch, tmp_path):
+    async def broken(world: World) -> str:
+        raise Broken("bytes were lost")
+
+    async def stumbles(world: World) -> str:
+        raise LookupError("what nobody thought of")
+
+    told = [Check("one", "nothing is lost", broken), Check("two", "nothing else is", stumbles), CHECKS[0]]
+    monkeypatch.setattr(prove, "CHECKS", told)
+    path = tmp_path / "r.json"
+    done = CliRunner().invoke(app, ["prove", "sim", *QUICK, "--report", str(path)])
+    report = json.loads(path.read_text())
+    assert (done.exit_code, list(statuses(report).values())) == (1, ["failed", "failed", "passed"])
+    assert "failed   one" in done.output
+    assert "bytes were lost" in done.output
+    assert "LookupError: what nobody thought of" in done.output
+    assert "sim: FAILED: 1 passed, 2 failed, 0 not run" in path.with_suffix(".txt").read_text()
+
+
+class Damaged(HostMemory):
+    """Memory whose last byte reads as another one."""
+
+    def bytes_of(self, array: Any) -> Any:
+        seen = super().bytes_of(array)
+        seen[-1] ^= 0x80
+        return seen
+
+
+def ask(check: Check, memory: HostMemory, *, late: int = 0) -> str:
+    """Run one check on two simulated engines; `late` more counts come at its end, on each immediate that it uses."""
+
+    async def run() -> str:
+        with Fabric(seed=1, rails=2) as fabric:
+            async with fabric.open_engine() as left, fabric.open_engine() as right:
+                await left.connect(right.address)
+                return await check.run(Late(left, right, memory) if late else World(left, right, memory))
+
+    return anyio.run(run)
+
+
+class Late(World):
+    """Engines of which one counts once more than it was told to."""
+
+    async def settle(self, times: int = 5) -> None:
+        await super().settle(times)
+        for number in LATE:
+            await self.left.write_imm(None, self.right.address, number)
+        await super().settle(times)
+
+
+LATE = [9, *random.Random(1).sample(range(1 << 28), 20)]
+"""The immediates of both checks that count."""
+
+
+@pytest.mark.parametrize("name", READS_MEMORY)
+def test_bytes_that_are_wrong_are_found_by(name):
+    with pytest.raises(Broken):
+        ask(CHECKS[NAMES.index(name)], Damaged())
+
+
+@pytest.mark.parametrize("name", ["exact-counts", "pages"])
+def test_counts_that_are_too_many_are_found_by(name):
+    assert ask(CHECKS[NAMES.index(name)], HostMemory())
+    with pytest.raises(Broken, match="more"):
+        ask(CHECKS[NAMES.index(name)], HostMemory(), late=1)
+
+
+def test_a_suite_runs_the_tests_of_a_checkout_over_one_provider():
+    outcome = prove_suites.suite("contract-suite", ROOT, "sim", ["-k", "test_a_read_fetches_exactly"])
+    assert (outcome.status, outcome.detail) == ("passed", "1 tests passed, 0 failed, 0 skipped")
+
+
+def test_a_suite_that_has_no_test_of_a_provider_is_not_run():
+    outcome = prove_suites.suite("contract-suite", ROOT, "carrier-pigeon")
+    assert outcome.status == "not run"
+    assert "--prove carrier-pigeon" in outcome.detail
+    without = prove_suites.suite("contract-suite", None, "sim")
+    assert (without.status, "--checkout" in without.detail) == ("not run", True)
+
+
+def test_a_report_hides_keys_and_tells_other_settings(monkeypatch, tmp_path):
+    monkeypatch.setenv("AIOTE_CLUSTER_KEY", "a secret of sixteen bytes and more")
+    monkeypatch.setenv("AIOTE_CONNECT_TIMEOUT", "77")
+    _, report, text = proven(tmp_path, "cxi", *QUICK)
+    assert "a secret" not in text + json.dumps(report)
+    assert "AIOTE_CONNECT_TIMEOUT=77" in report["machine"]["settings"]
+
+
+def test_nothing_run_is_not_success():
+    report = Report("efa", "efa", {"doctor": []}, now())
+    report.outcomes.append(Outcome("writes", "a write arrives", "not run", "no device"))
+    assert report.exit_status == 2
+    report.outcomes.append(Outcome("reads", "a read fetches", "passed"))
+    assert report.exit_status == 0
+    report.outcomes.append(Outcome("pages", "pages arrive", "failed"))
+    assert report.exit_status == 1
