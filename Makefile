@@ -10,7 +10,7 @@ WITH := PATH="$(abspath $(BIN)):$$PATH"
 READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: docs demo demo-weights demo-moe check test test-all soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel test-arm64 mutants idle bench bench-guard bench-peers bench-kvcache bench-service bench-weights bench-moe bench-rails paper test-guest test-connectors lint format wheel wheels release-check venv develop system test-system clean distclean peers help
+.PHONY: docs demo demo-weights demo-moe check test test-all land soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel test-arm64 mutants idle bench bench-guard bench-peers bench-kvcache bench-service bench-weights bench-moe bench-rails paper test-guest test-connectors lint format wheel wheels release-check venv develop system test-system clean distclean peers help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
