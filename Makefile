@@ -10,7 +10,7 @@ WITH := PATH="$(abspath $(BIN)):$$PATH"
 READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 
 .DEFAULT_GOAL := help
-.PHONY: docs demo demo-weights demo-moe check test test-all land soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel test-arm64 mutants idle bench bench-guard bench-peers bench-kvcache bench-service bench-weights bench-moe bench-rails paper test-guest test-connectors lint format wheel wheels release-check venv develop system test-system clean distclean peers help
+.PHONY: docs demo demo-weights demo-moe check test test-all durations land soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel test-arm64 mutants idle bench bench-guard bench-peers bench-kvcache bench-service bench-weights bench-moe bench-rails paper test-guest test-connectors lint format wheel wheels release-check venv develop system test-system clean distclean peers help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
@@ -37,6 +37,13 @@ test-all: test-system  ## every combination of every test at full length, soaks,
 	@$(READY) dev --install
 	$(BIN)/python tools/run_tests.py --all $(ARGS)
 	$(BIN)/python tools/bench_guard.py --base $(BASE)
+
+land:  ## run .ci/run on a clean clone of this branch and move main to it if that passes; ARGS=--check
+	@"$(PYTHON)" tools/land.py $(ARGS)
+
+durations:  ## record how long each file took in the last make test, by which the next one orders them
+	@$(READY) dev
+	$(BIN)/python tools/test_queue.py
 
 soak: system  ## ten minutes of faults under load; ARGS="--seconds N --seed S --provider local|socket|tcp|shm --memory cuda"
 	@$(READY) dev --install

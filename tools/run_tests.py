@@ -1,50 +1,56 @@
 """Run the checks, all of them even if one fails: lint, every test, and the libfabric tests once more.
 
-With the newest libfabric here all tests run, in three parts; what needs RDMA devices runs in a guest that has them in
-software (tools/guest); what meets the library runs once more with the system's, the oldest that must work. All five run
-at a time, because much of a test is waiting; what the others say comes after what the first part says.
+With the newest libfabric here all tests run; what needs RDMA devices runs in a guest that has them in software
+(tools/guest); what meets the library runs once more with the system's, the oldest that must work. The files of all
+three are one queue (test_queue.py) over a few lanes more than there are processors, because much of a test is waiting.
 
 A test of several providers, loops and the like is tried with a choice of their combinations
 (tests/support/combinations.py), a smaller one where the machine is slow; `--all` tries all of them, in tests at full
 length, then soaks, fuzzes and takes out each mechanism. `--check` is for between two commits: lint, types, and quick
 tests that need no libfabric.
 
-A missing library is a failure. Other arguments are handed to pytest; a run may be left without a test by them, but not
-all runs. The end tells of each test that failed, and the last line counts the tests of all runs.
+A test that waited in vain runs again when all is over, alone (test_again.py); `--all` repeats nothing. A missing
+library is a failure. `--lanes N` sets the number of lanes. Other arguments are handed to pytest, and paths among them
+choose the files; a run may be left without a test by them, but not all runs. The end tells of each test that failed,
+and the last line counts the tests of all runs.
 """
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import ctypes
+import itertools
 import os
+import platform
 import subprocess
 import sys
-import tempfile
+import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
-from test_reports import Load, Outcome, banner, concluded, read
+import test_queue
+from test_again import judged
+from test_queue import Entry, Queue
+from test_reports import Failure, Load, Outcome, Verdict, banner, concluded, read
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tests" / "support"))
+TESTS = ROOT / "tests"
+sys.path.append(str(TESTS / "support"))
 from machine import slowness  # noqa: E402
 
 REPORTS = ROOT / "build" / "test-reports"
 NEEDS_GUEST = "needs_rdma or needs_netem"
 # Connecting over `verbs;ofi_rxm` alone can hold up a process there for seconds.
 GUEST_HEARTBEAT_LIMIT_S = 15
-LANES = 5  # one for each run, so that none waits for another
-# The folders of the first two parts, which take about as long as each other; the third has the rest.
-PARTS = (
-    {"engine", "core", "docs", "lint", "native", "bridge", "connectors"},
-    {"failure", "soak", "testing", "demo", "hostile", "faults"},
-)
-NOTHING_CHOSEN = 5  # pytest's status where the arguments leave it no test
+NOTHING_CHOSEN, TESTS_FAILED = 5, 1  # statuses of pytest
+LANES = 2 * (os.cpu_count() or 1) + 1  # half of a test and more is waiting
 SYSTEM = ["/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib"]
+NO_NEWEST = "no libfabric 2.x; the extra that brings it: pip install 'aiote[libfabric]'"
+NO_SYSTEM = f"none in {', '.join(SYSTEM)}; run: make system"
+NO_GUEST = "VERBS AND NETEM NOT RUN: THERE IS NO GUEST HERE, why is said above; `make test-guest` tries again"
 # Which combinations each run tries; with another turn it tries others.
 CHOICES = {
     "newest": ("--combinations", "pairs", "--turn", "0"),
@@ -67,18 +73,38 @@ LONG = {
 }
 # A long test may take as long as it needs: pytest ends what takes five minutes, and the whole run with it.
 PATIENCE = "-o timeout=3000 -o faulthandler_timeout=3600"
-# What `--check` runs: two lanes of what opens no engine on a library and needs nothing that is installed beside Python.
+# What `--check` runs: what opens no engine on a library and needs nothing that is installed beside Python.
 CHECKED = "not (libfabric or needs_gpu or needs_rdma or needs_namespaces or needs_etcd or needs_browser)"
-CHECK_LANES = ("core docs lint fuzz engine control", "native kvcache discovery service testing rails demo")
+CHECK_FOLDERS = "core docs lint fuzz engine control native kvcache discovery service testing rails demo"
 # What of these takes seconds each: it starts processes, or draws many examples.
 CHECK_LEAVES_OUT = """
     core/test_failover_schedules.py engine/test_engine_departed.py discovery/test_embedded_registry.py
     kvcache/test_mapping.py kvcache/test_push_pull_faults.py kvcache/test_push_pull_storm.py
-    lint/test_combinations.py lint/test_detectors.py lint/test_failing.py lint/test_sparing.py lint/test_stubs.py
-    native/test_interleavings.py native/test_streams.py rails/test_doctor.py rails/test_info_command.py
-    testing/test_determinism.py testing/test_exploration.py testing/test_page.py testing/test_plugin.py
-    testing/test_rail_faults.py testing/test_scale.py
+    lint/test_combinations.py lint/test_detectors.py lint/test_failing.py lint/test_land.py lint/test_sparing.py
+    lint/test_stubs.py lint/test_verdict.py native/test_interleavings.py native/test_streams.py rails/test_doctor.py
+    rails/test_info_command.py testing/test_determinism.py testing/test_exploration.py testing/test_page.py
+    testing/test_plugin.py testing/test_rail_faults.py testing/test_scale.py
 """
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of run: the library that it is on, what pytest is told, and whether that is in the guest."""
+
+    library: Path | None
+    arguments: tuple[str, ...]
+    guest: bool = False
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"AIOTE_LIBFABRIC": str(self.library)} if self.library else {}
+
+    def command(self, report: Path, *arguments: str) -> list[str]:
+        """Return the command that runs pytest."""
+        pytest = [sys.executable, "-P", "-m", "pytest", f"--junit-xml={report}", *arguments]
+        if not self.guest:
+            return pytest
+        return [*guest("--nics", "4"), "--", "env", f"AIOTE_HEARTBEAT_TIMEOUT={GUEST_HEARTBEAT_LIMIT_S}", *pytest]
 
 
 def version(library: Path) -> tuple[int, int]:
@@ -97,135 +123,179 @@ def wheel_library() -> Path | None:
     return path if path.exists() else None
 
 
-def made(target: str, arguments: str = "") -> Outcome:
-    """Run another target of the Makefile as a step."""
-    banner(f"make {target} {arguments}".strip())
-    started = time.monotonic()
-    command = [os.environ.get("MAKE", "make"), "--no-print-directory", target, f"ARGS={arguments}"]
-    status = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL).returncode
-    return Outcome(target, status == 0, "" if status == 0 else f"status {status}", time.monotonic() - started)
-
-
-def passes(status: int, arguments: Sequence[str]) -> bool:
-    """Judge a run by pytest's status; arguments may leave it without a test."""
-    return status == 0 or (status == NOTHING_CHOSEN and bool(arguments))
-
-
-def reported(name: str, what: str, status: int, path: Path, started: float, given: Sequence[str]) -> Outcome:
-    """Judge a run of pytest by its status and its report."""
-    report = read(path)
-    detail = "{}: {} passed, {} failed, {} skipped; {} of {} combinations".format(
-        what, *report.counts, *report.combinations
-    )
-    if not path.exists():
-        detail = f"{what}: NO REPORT, ended with status {status}; what it said last is above"
-    return Outcome(name, passes(status, given), detail, time.monotonic() - started, report)
-
-
-def fresh(name: str) -> Path:
-    """Return where a run's report goes; what an earlier run left there is removed."""
-    path = REPORTS / f"{name.replace(',', '').replace(' ', '-')}.xml"
-    path.unlink(missing_ok=True)
-    return path
-
-
-def checked(
-    name: str, library: Path | None, missing: str, given: Sequence[str], *arguments: str, aside: IO[str] | None = None
-) -> Outcome:
-    """Run pytest with one libfabric; what it says goes to `aside` where that is given."""
-    if library is None:
-        return Outcome(name, False, f"NO LIBRARY: {missing}")
-    spoken = "{}.{}".format(*version(library))
-    path, started = fresh(name), time.monotonic()
-    title = f"{name}: libfabric {spoken}, {library}"
-    if aside is None:
-        banner(title)
-    else:
-        aside.write(f"\n{'=' * 100}\n== {title}\n{'=' * 100}\n")
-        aside.flush()
-    status = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", f"--junit-xml={path}", *arguments, *given],
-        cwd=ROOT,
-        env={**os.environ, "AIOTE_LIBFABRIC": str(library)},
-        stdin=subprocess.DEVNULL,
-        stdout=aside,
-        stderr=subprocess.STDOUT if aside else None,
-    ).returncode
-    return reported(name, f"libfabric {spoken}", status, path, started, given)
-
-
-def in_guest(aside: IO[str], given: Sequence[str], *choice: str) -> Outcome:
-    """Run what needs RDMA devices or netem in a guest that has them, whose kernel is built the first time."""
-    name, started = "tests in the guest", time.monotonic()
-    aside.write(f"\n{'=' * 100}\n== {name}: soft-RoCE devices on a switch\n{'=' * 100}\n")
-    aside.flush()
-    # One processor for many processes: what else runs here comes after it, or they are late for each other; and this
-    # lane has the kernel to build first, or would go on when all others have ended.
-    first = [*(["nice", "-n", "-5"] if os.geteuid() == 0 else []), sys.executable, "tools/guest"]
-    guest = [*first, "--how", "uml"]
-
-    def succeeds(*command: str) -> bool:
-        return not subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=aside, stderr=aside).returncode
-
-    if not succeeds(*guest, "--", "true") and not (succeeds(*first, "--build-uml") and succeeds(*guest, "--", "true")):
-        detail = "VERBS AND NETEM NOT RUN: THERE IS NO GUEST HERE, why is said above; `make test-guest` tries again"
-        return Outcome(name, True, detail, time.monotonic() - started)
-    path = fresh("guest")
-    pytest = [sys.executable, "-P", "-m", "pytest", f"--junit-xml={path}", *choice, "-m", NEEDS_GUEST, *given]
-    patient = ["env", f"AIOTE_HEARTBEAT_TIMEOUT={GUEST_HEARTBEAT_LIMIT_S}"]
-    status = subprocess.run(
-        [*guest, "--nics", "4", "--", *patient, *pytest], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=aside, stderr=aside
-    ).returncode
-    return reported(name, "verbs", status, path, started, given)
-
-
-def parts() -> list[list[str]]:
-    """Return pytest's arguments for each part of all tests: a folder that nobody has named is in the last."""
-    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
-    chosen = [*PARTS, folders.difference(*PARTS)]
-    return [[f"--ignore=tests/{name}" for name in sorted(folders - part)] for part in chosen]
-
-
-def has_rdma() -> bool:
-    return any(Path("/dev/infiniband").glob("uverbs*"))
-
-
 def newest_library() -> Path | None:
     """Return the newest libfabric here, if it is a 2.x."""
     newest = max((path for path in (wheel_library(), system_library()) if path), key=version, default=None)
     return newest if newest and version(newest) >= (2, 0) else None
 
 
-def say(asides: Sequence[IO[str]]) -> None:
-    """Print what the runs said meanwhile, one after the other."""
-    for said in asides:
-        said.seek(0)
-        print(said.read(), flush=True)
+def has_rdma() -> bool:
+    return any(Path("/dev/infiniband").glob("uverbs*"))
 
 
-def everything(choices: dict[str, tuple[str, ...]], given: Sequence[str]) -> list[Outcome]:
-    """Make all five runs at a time, and print what they said one after the other."""
+def guest(*options: str) -> list[str]:
+    """Return the command that runs another in the guest."""
+    # One processor for many processes: what else runs here comes after it, or they are late for each other.
+    first = ["nice", "-n", "-5"] if os.geteuid() == 0 else []
+    return [*first, sys.executable, "tools/guest", "--how", "uml", *options]
+
+
+def run(command: Sequence[str], log: Path, **environment: str) -> tuple[int, float]:
+    """Run a command, its output in a file; return its status and the processor time of it and its children."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as said:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=said, stderr=said
+        )
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    return process.returncode, used.ru_utime + used.ru_stime
+
+
+def make(target: str, arguments: str = "") -> list[str]:
+    return [os.environ.get("MAKE", "make"), "--no-print-directory", target, f"ARGS={arguments}"]
+
+
+def made(target: str, arguments: str = "") -> Outcome:
+    """Run another target of the Makefile as a step."""
+    banner(f"make {target} {arguments}".strip())
+    started = time.monotonic()
+    status = subprocess.run(make(target, arguments), cwd=ROOT, stdin=subprocess.DEVNULL).returncode
+    return Outcome(target, status == 0, "" if status == 0 else f"status {status}", time.monotonic() - started)
+
+
+def linted() -> Outcome:
+    """Run the linters beside the tests."""
+    started, log = time.monotonic(), REPORTS / "lint.log"
+    status, cpu_s = run(make("lint"), log)
+    if status:
+        print(log.read_text(errors="replace"), flush=True)
+    detail = "" if status == 0 else f"status {status}; what it said is above"
+    return Outcome("lint", status == 0, detail, time.monotonic() - started, cpu_s=cpu_s)
+
+
+class Run:
+    """One run of the queue: its kinds, and what the command line has for pytest."""
+
+    def __init__(self, kinds: Mapping[str, Kind], given: Sequence[str] = ()) -> None:
+        """Tell the arguments that name files, or tests in them, from those that are pytest's."""
+        named = {argument for argument in given if (ROOT / argument.partition("::")[0]).exists()}
+        self._kinds = kinds
+        self._given = [argument for argument in given if argument not in named]
+        self._named = [((ROOT / path).resolve(), test) for path, _, test in (one.partition("::") for one in named)]
+        self._ended = self._number = 0
+        self._one_at_a_time = threading.Lock()
+
+    def outcomes(self, files: Sequence[str], lanes: int) -> list[Outcome]:
+        """Run lint and all files in all kinds of runs; return what became of each entry."""
+        recorded = test_queue.durations(test_queue.DURATIONS)
+        wanted = [name for name in files if self.targets(name)]
+        entries = [entry for kind in self._kinds for entry in test_queue.entries(kind, wanted, recorded)]
+        for report in REPORTS.glob("*-[0-9]*.xml"):
+            report.unlink()
+        self._number = len(entries)
+        queue = Queue(entries, unready="guest")
+        with ThreadPoolExecutor(lanes + 2) as pool:
+            preparing, lint = pool.submit(self._prepare_guest, queue), pool.submit(linted)
+            running = [pool.submit(self._lane, queue) for _ in range(lanes)]
+            found = [one for lane in running for one in lane.result()]
+        kinds = list(self._kinds)
+        found.sort(key=lambda one: (kinds.index(one.name.split()[0]), int(one.name.split()[1])))
+        return [lint.result(), *preparing.result(), *found]
+
+    def again(self, outcome: Outcome, failure: Failure) -> list[Failure] | None:
+        """Run one test alone, in a fresh process; return what fails, None if there is no report."""
+        kind, report = self._kinds[outcome.name.split()[0]], REPORTS / "again.xml"
+        report.unlink(missing_ok=True)
+        # The test's name says which of its combinations it is; the turn is what is left of the choice.
+        turn = [one for pair in itertools.pairwise(kind.arguments) if pair[0] == "--turn" for one in pair]
+        run(kind.command(report, *turn, failure["nodeid"]), REPORTS / "again.log", **kind.environment)
+        found = read(report)
+        return found.failures if any(found.counts[:2]) else None
+
+    def targets(self, name: str) -> list[str]:
+        """Return what pytest is asked for of a file: all of it, the tests that the command line names, or nothing."""
+        path = TESTS / name
+        if not self._named or any(not test and path.is_relative_to(folder) for folder, test in self._named):
+            return [f"tests/{name}"]
+        return [f"tests/{name}::{test}" for file, test in self._named if file == path]
+
+    def _prepare_guest(self, queue: Queue) -> list[Outcome]:
+        """Build the guest's kernel if that was never done; without a guest, drop its entries and say so."""
+        if "guest" not in self._kinds:
+            return []
+        started, log, boots = time.monotonic(), REPORTS / "guest.log", guest("--", "true")
+        build = [sys.executable, "tools/guest", "--build-uml"]
+        try:
+            if run(boots, log)[0] and (run(build, log)[0] or run(boots, log)[0]):
+                queue.drop("guest")
+                print(log.read_text(errors="replace"), flush=True)
+                return [Outcome("guest", True, NO_GUEST, time.monotonic() - started)]
+        finally:
+            queue.ready()
+        return []
+
+    def _lane(self, queue: Queue) -> list[Outcome]:
+        found = []
+        while (entry := queue.take()) is not None:
+            found.append(self._ran(entry))
+        return found
+
+    def _ran(self, entry: Entry) -> Outcome:
+        """Run one entry; print a line on it, and before it all that it said if it failed."""
+        kind, started = self._kinds[entry.kind], time.monotonic()
+        report, log = (REPORTS / f"{entry.kind}-{entry.number:02}.{end}" for end in ("xml", "log"))
+        targets = [target for name in entry.files for target in self.targets(name)]
+        command = kind.command(report, *kind.arguments, *targets, *self._given)
+        status, cpu_s = run(command, log, **kind.environment)
+        found, seconds = read(report), time.monotonic() - started
+        detail = "{} passed, {} failed, {} skipped".format(*found.counts)
+        if not report.exists():
+            detail = f"NO REPORT, ended with status {status}; what it said last is above"
+        passed = report.exists() and status in (0, NOTHING_CHOSEN)
+        whole = report.exists() and status == TESTS_FAILED
+        detail = f"{detail}: {entry}"
+        with self._one_at_a_time:
+            self._ended += 1
+            if not passed:
+                print(log.read_text(errors="replace"))
+            print(f"[{self._ended}/{self._number}] {entry.name}, {seconds:.0f} s: {detail}", flush=True)
+        return Outcome(entry.name, passed, detail, seconds, found, cpu_s, whole)
+
+
+def all_files() -> list[str]:
+    """Return every file of tests that `make test` runs."""
+    return sorted(str(path.relative_to(TESTS)) for path in TESTS.rglob("test_*.py"))
+
+
+def every_kind(choices: Mapping[str, tuple[str, ...]]) -> tuple[dict[str, Kind], list[Outcome]]:
+    """Return the kinds of runs that can be made here, and a failure for each library that is missing."""
     # Where the machine itself has RDMA devices, they are tested on it.
-    here = "" if has_rdma() else "not needs_rdma"
-    with contextlib.ExitStack() as stack:
-        asides = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(4)]
-        lanes = stack.enter_context(ThreadPoolExecutor(LANES))
-        runs: list[Future[Outcome]] = []
-        if not has_rdma():
-            runs.append(lanes.submit(in_guest, asides[3], given, *choices.get("guest", ())))
-        missing = "no libfabric 2.x; the extra that brings it: pip install 'aiote[libfabric]'"
-        newest = (newest_library(), missing, given, *choices.get("newest", ()), *(["-m", here] if here else []))
-        for number, part in enumerate(parts()):
-            name, aside = f"every test, part {number + 1}", asides[number - 1] if number else None
-            runs.append(lanes.submit(checked, name, *newest, *part, aside=aside))
-        missing = f"none in {', '.join(SYSTEM)}; run: make system"
-        # What runs on rails of our own, simulated ones included, knows no library.
-        chosen = " and ".join(["libfabric", "not own_rails", "not one_library", *([here] if here else [])])
-        system = (system_library(), missing, given, *choices.get("system", ()), "-m", chosen)
-        runs.append(lanes.submit(checked, "tests of rails", *system, aside=asides[2]))
-        outcomes = [run.result() for run in runs]
-        say(asides)
-    return outcomes
+    here = () if has_rdma() else ("not needs_rdma",)
+    # What runs on rails of our own, simulated ones included, knows no library.
+    chosen = " and ".join(["libfabric", "not own_rails", "not one_library", *here])
+    newest, system = newest_library(), system_library()
+    kinds = {
+        "newest": Kind(newest, (*choices.get("newest", ()), *(("-m", *here) if here else ()))),
+        "system": Kind(system, (*choices.get("system", ()), "-m", chosen)),
+    }
+    missing = [
+        Outcome(name, False, f"NO LIBRARY: {why}")
+        for name, library, why in (("newest", newest, NO_NEWEST), ("system", system, NO_SYSTEM))
+        if library is None
+    ]
+    for outcome in missing:
+        del kinds[outcome.name]
+    if not has_rdma():
+        kinds["guest"] = Kind(None, (*choices.get("guest", ()), "-m", NEEDS_GUEST), guest=True)
+    return kinds, missing
+
+
+def unasked(outcomes: Sequence[Outcome], kinds: Iterable[str]) -> list[Outcome]:
+    """Return a failure for each kind of run that had no test at all, which only arguments may bring about."""
+    there = {one.name.split()[0] for one in outcomes}
+    ran = {one.name.split()[0] for one in outcomes if any(one.report.counts) or one.detail == NO_GUEST}
+    return [Outcome(kind, False, "NOT ONE TEST WAS RUN") for kind in kinds if kind in there - ran]
 
 
 def affordable() -> dict[str, tuple[str, ...]]:
@@ -241,37 +311,40 @@ def affordable() -> dict[str, tuple[str, ...]]:
     return {**CHOICES, "newest": ("--combinations", "tests", "--turn", "0")}
 
 
-def quick(given: Sequence[str]) -> list[Outcome]:
-    """Run lint, and beside it what is quick and needs no library."""
-    library = newest_library() or system_library()
+def quick() -> tuple[dict[str, Kind], list[str]]:
+    """Return the run of `make check`, and its files."""
     os.environ.setdefault("HYPOTHESIS_PROFILE", "brief")
-    left_out = [f"--ignore=tests/{name}" for name in CHECK_LEAVES_OUT.split()]
-    chosen = ("-q", "--combinations", "tests", "-m", CHECKED, *left_out)
-    with contextlib.ExitStack() as stack:
-        asides = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in CHECK_LANES]
-        lanes = stack.enter_context(ThreadPoolExecutor(len(CHECK_LANES)))
-        runs = []
-        for number, (folders, aside) in enumerate(zip(CHECK_LANES, asides, strict=True), start=1):
-            paths = [f"tests/{name}" for name in folders.split()]
-            name = f"quick tests, part {number}"
-            runs.append(lanes.submit(checked, name, library, "make venv", given, *chosen, *paths, aside=aside))
-        outcomes = [made("lint"), *(run.result() for run in runs)]
-        say(asides)
-    return outcomes
+    library = newest_library() or system_library()
+    folders, left_out = set(CHECK_FOLDERS.split()), set(CHECK_LEAVES_OUT.split())
+    files = [name for name in all_files() if name.partition("/")[0] in folders and name not in left_out]
+    return {"quick": Kind(library, ("-q", "--combinations", "tests", "-m", CHECKED))}, files
 
 
 def main() -> int:
-    long, check = "--all" in sys.argv[1:], "--check" in sys.argv[1:]
-    given = [argument for argument in sys.argv[1:] if argument not in ("--all", "--check")]
-    if long:
+    parser = argparse.ArgumentParser(description="Run lint and the tests.", allow_abbrev=False)
+    parser.add_argument("--all", action="store_true", help="every combination, at full length, and the long targets")
+    parser.add_argument("--check", action="store_true", help="what is quick and needs no library")
+    parser.add_argument("--lanes", type=int, default=LANES, help="how many runs of pytest there are at a time")
+    chosen, given = parser.parse_known_args()
+    if chosen.all:
         os.environ |= {"AIOTE_TEST_LONG": "1", "PYTEST_ADDOPTS": PATIENCE}
+    print(f"Python {platform.python_version()}, {chosen.lanes} lanes on {os.cpu_count()} processors", flush=True)
     with Load() as load:
-        outcomes = quick(given) if check else [made("lint"), *everything({} if long else affordable(), given)]
-        if long and not given:
+        missing, files = list[Outcome](), all_files()
+        if chosen.check:
+            kinds, files = quick()
+        else:
+            kinds, missing = every_kind({} if chosen.all else affordable())
+        tests = Run(kinds, given)
+        outcomes = [*tests.outcomes(files, chosen.lanes), *missing]
+        if not given:
+            outcomes += unasked(outcomes, kinds)
+        verdict = Verdict() if chosen.all else judged(outcomes, tests.again)
+        if chosen.all and not given:
             # Mutants hang, which the usual limit has to end.
             del os.environ["PYTEST_ADDOPTS"]
             outcomes += [made(target, arguments) for target, arguments in LONG.items()]
-    return concluded(outcomes, load)
+    return concluded(outcomes, load, verdict)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import platform
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeAlias
 from xml.etree import ElementTree
 
 LOAD_EVERY_S = 2.0
+
+
+Failure: TypeAlias = dict[str, str]
+"""What tests/support/failing.py says of a failed test."""
 
 
 @dataclass
@@ -19,7 +25,8 @@ class Report:
 
     counts: tuple[int, int, int] = (0, 0, 0)  # tests passed, failed, skipped
     combinations: tuple[int, int] = (0, 0)  # of parameters: those that ran, and all that there are
-    failures: list[dict[str, str]] = field(default_factory=list)  # what tests/support/failing.py says of each
+    failures: list[Failure] = field(default_factory=list)
+    not_run: Counter[str] = field(default_factory=Counter)  # how many tests were skipped, by reason
 
 
 @dataclass
@@ -31,6 +38,16 @@ class Outcome:
     detail: str
     seconds: float = 0.0
     report: Report = field(default_factory=Report)
+    cpu_s: float = 0.0  # of all its processes
+    only_tests_failed: bool = False  # whether pytest itself came to its end
+
+
+@dataclass
+class Verdict:
+    """What became of the tests that ran again: those that are unsteady, and why none ran where that is so."""
+
+    unsteady: list[Failure] = field(default_factory=list)
+    said: str = ""
 
 
 def _properties(element: ElementTree.Element) -> dict[str, str]:
@@ -48,13 +65,15 @@ def read(path: Path) -> Report:
     )
     chosen = [_properties(suite) for suite in suites]
     run, there_are = (sum(int(one.get(name, 0)) for one in chosen) for name in ("combinations", "all_combinations"))
-    failed = []
+    failed, not_run = list[Failure](), Counter[str]()
     for suite in suites:
         for case in suite.iter("testcase"):
+            if (found := case.find("skipped")) is not None:
+                not_run[found.get("message", "").removeprefix("Skipped: ")] += 1
             if (found := case.find("failure")) is not None or (found := case.find("error")) is not None:
                 name = f"{case.get('classname')}::{case.get('name')}"
                 failed.append({"nodeid": name, "assertion": found.get("message", ""), **_properties(case)})
-    return Report((total - failures - errors - skipped, failures + errors, skipped), (run, there_are), failed)
+    return Report((total - failures - errors - skipped, failures + errors, skipped), (run, there_are), failed, not_run)
 
 
 class Load:
@@ -87,13 +106,25 @@ class Load:
         return f"{mean:.1f} processes ran or would on average, {max(self._seen):.0f} at most, on {processors}"
 
 
-def _told(failure: dict[str, str]) -> list[str]:
+def _told(failure: Failure, verdict: str = "FAILED") -> list[str]:
     """Return the lines on one test that failed."""
-    lines = [f"FAILED {failure['nodeid']}", *(f"    {line}" for line in failure["assertion"].splitlines())]
+    lines = ["", f"{verdict} {failure['nodeid']}", *(f"    {line}" for line in failure["assertion"].splitlines())]
+    if then := failure.get("repeated"):
+        lines += ["  alone: it failed again:", *(f"    {line}" for line in then.splitlines())]
     return lines + [f"  {name + ':':6} {failure[name]}" for name in ("seed", "load", "again") if failure.get(name)]
 
 
-def concluded(outcomes: Sequence[Outcome], load: Load | None = None) -> int:
+def _tell_skipped(reports: Sequence[Report]) -> None:
+    """Say loudly what this machine could not run."""
+    reasons = sum((report.not_run for report in reports), Counter[str]())
+    if reasons:
+        print(f"\n!!! NOT RUN ON THIS MACHINE: {reasons.total()}")
+        for reason, count in reasons.most_common():
+            print(f"  {count:5} x  {reason}")
+        print()
+
+
+def concluded(outcomes: Sequence[Outcome], load: Load | None = None, verdict: Verdict | None = None) -> int:
     """Tell what became of all steps, of every test that failed, and return the exit status."""
     reports = [outcome.report for outcome in outcomes]
     total = [sum(numbers) for numbers in zip(*(report.counts for report in reports), strict=True)]
@@ -102,15 +133,24 @@ def concluded(outcomes: Sequence[Outcome], load: Load | None = None) -> int:
     banner("passed" if passed else "FAILED")
     for outcome in outcomes:
         mark = "ok" if outcome.passed else "FAILED"
-        print(f"  {mark:6}  {outcome.name:23} {outcome.seconds:5.0f} s  {outcome.detail}")
+        print(f"  {mark:6}  {outcome.name:23} {outcome.seconds:5.0f} s {outcome.cpu_s:5.0f} cpu-s  {outcome.detail}")
+    _tell_skipped(reports)
     print(f"  combinations of parameters: {run} of {there_are} ran; make test-all runs all")
+    print(f"  processor time: {sum(outcome.cpu_s for outcome in outcomes):.0f} s")
     if load is not None:
         print(f"  load: {load}")
     for failure in (failure for report in reports for failure in report.failures):
-        print("", *_told(failure), sep="\n")
+        print(*_told(failure), sep="\n")
+    verdict = verdict or Verdict()
+    for failure in verdict.unsteady:
+        print(*_told(failure, "UNSTEADY, passed twice when it ran alone:"), sep="\n")
+    if verdict.said:
+        print(f"\n{verdict.said}")
     if not any(total):
         print("NOT ONE TEST WAS RUN: the arguments leave none in any of the runs")
-    print("total: {} passed, {} failed, {} skipped".format(*total), flush=True)
+    count = f", {len(verdict.unsteady)} unsteady" if verdict.unsteady else ""
+    print(f"Python {platform.python_version()}")
+    print("total: {} passed, {} failed{}, {} skipped".format(*total[:2], count, total[2]), flush=True)
     return 0 if passed else 1
 
 

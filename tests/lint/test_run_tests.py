@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,25 +12,10 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
 import run_tests
-from run_tests import CHOICES, NOTHING_CHOSEN, Outcome, affordable, concluded, main, passes
+import test_queue
+from run_tests import CHOICES, NOTHING_CHOSEN, TESTS_FAILED, Outcome, Run, affordable, all_files, concluded, main
+from test_queue import ENTRY_S, Queue, entries
 from test_reports import Report
-
-
-@pytest.mark.parametrize(
-    ("status", "arguments", "verdict"),
-    [
-        (0, [], True),
-        (0, ["-k", "write"], True),
-        (NOTHING_CHOSEN, ["-k", "write"], True),
-        (NOTHING_CHOSEN, [], False),
-        (1, ["-k", "write"], False),
-        (4, ["--nonsense"], False),
-        (-11, ["-k", "write"], False),
-    ],
-)
-def test_a_run_is_judged_by_its_status(status, arguments, verdict):
-    assert passes(status, arguments) is verdict
-
 
 LINT = Outcome("lint", True, "")
 
@@ -69,9 +54,9 @@ def test_a_long_run_ends_no_test_that_takes_ten_minutes(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["run_tests.py", "--all"])
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(run_tests, "made", made)
-    monkeypatch.setattr(run_tests, "everything", ran)
+    monkeypatch.setattr(Run, "outcomes", ran)
     main()
-    _, tests, *targets = options
+    tests, *targets = options
     assert len(targets) == len(run_tests.LONG)
     assert not any(targets)
     limits = dict(one.split("=") for one in tests if one != "-o")
@@ -79,27 +64,91 @@ def test_a_long_run_ends_no_test_that_takes_ten_minutes(monkeypatch):
     assert os.environ["AIOTE_TEST_LONG"] == "1"
 
 
-@pytest.mark.parametrize("rdma", [True, False], ids=["here", "in the guest"])
-@pytest.mark.parametrize("found", [0, 1])
-def test_arguments_that_choose_nothing_anywhere_fail(rdma, found, tmp_path, monkeypatch, capsys):
-    """Every run ends as pytest does that finds nothing; then one of them has found a test after all."""
-    reports = iter([Report((found, 0, 0))])
-    (tmp_path / "tests").mkdir()
-    monkeypatch.setattr(run_tests, "ROOT", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["run_tests.py", "-k", "typo"])
-    monkeypatch.setattr(run_tests, "REPORTS", tmp_path)
-    monkeypatch.setattr(run_tests, "made", lambda _target: LINT)
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Replace all that runs: every pytest ends with the status of its kind, which this dictionary holds."""
+    status = dict.fromkeys(CHOICES, 0)
+    (tmp_path / "tests" / "lint").mkdir(parents=True)
+    (tmp_path / "tests" / "lint" / "test_it.py").touch()
+    for name, value in {"ROOT": tmp_path, "TESTS": tmp_path / "tests", "REPORTS": tmp_path / "reports"}.items():
+        monkeypatch.setattr(run_tests, name, value)
+    monkeypatch.setattr(run_tests, "linted", lambda: LINT)
     monkeypatch.setattr(run_tests, "version", lambda _library: (2, 5))
-    monkeypatch.setattr(run_tests, "system_library", lambda: Path("libfabric.so.1"))
-    monkeypatch.setattr(run_tests, "has_rdma", lambda: rdma)
-    monkeypatch.setattr(run_tests, "read", lambda _path: next(reports, Report()))
+    monkeypatch.setattr(run_tests, "newest_library", lambda: Path("new/libfabric.so.1"))
+    monkeypatch.setattr(run_tests, "system_library", lambda: Path("old/libfabric.so.1"))
+    monkeypatch.setattr(run_tests, "has_rdma", lambda: False)
+    monkeypatch.setattr(run_tests, "slowness", lambda: 1.0)
 
-    def run(command: list[str], **_settings: object) -> subprocess.CompletedProcess[bytes]:
-        return subprocess.CompletedProcess(command, NOTHING_CHOSEN if "pytest" in command else 0)
+    def run(command: list[str], log: Path, **_environment: str) -> tuple[int, float]:
+        log.parent.mkdir(exist_ok=True)
+        log.write_text("what pytest said\n")
+        report = next((Path(one.partition("=")[2]) for one in command if one.startswith("--junit-xml=")), None)
+        if report is None:
+            return 0, 0.0
+        ended = status[report.stem.rpartition("-")[0]]
+        if ended >= 0:
+            failed, passed = int(ended == TESTS_FAILED), int(ended == 0)
+            report.write_text(f'<testsuite tests="{failed + passed}" failures="{failed}"/>')
+        return ended, 1.5
 
-    monkeypatch.setattr(subprocess, "run", run)
-    assert main() == 1 - found
+    monkeypatch.setattr(run_tests, "run", run)
+    return status
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["run_tests.py", *arguments])
+    return main()
+
+
+@pytest.mark.parametrize("found", ["", "newest", "system", "guest"])
+def test_arguments_that_choose_nothing_anywhere_fail(found, machine, monkeypatch, capsys):
+    """Every run ends as pytest does that finds nothing; then one of them has found a test after all."""
+    machine |= {kind: 0 if kind == found else NOTHING_CHOSEN for kind in machine}
+    assert run_main(monkeypatch, "-k", "typo") == (0 if found else 1)
     assert ("NOT ONE TEST WAS RUN" in capsys.readouterr().out) is (not found)
+
+
+@pytest.mark.parametrize("kind", CHOICES)
+@pytest.mark.parametrize("ended", [NOTHING_CHOSEN, TESTS_FAILED, 2, 4, -11])
+def test_one_kind_of_run_that_is_not_what_it_should_be_fails_all(kind, ended, machine, monkeypatch, capsys):
+    """Without arguments each kind has a test; a status beside pytest's two good ones fails, as a lost report does."""
+    machine[kind] = ended
+    assert run_main(monkeypatch) == 1
+    said = capsys.readouterr().out
+    assert ("NO REPORT" in said) is (ended < 0)
+    assert f"FAILED  {kind}" in said
+    assert said.splitlines()[-1].startswith("total: 2 passed, ")
+
+
+def test_all_that_passes_passes(machine, monkeypatch, capsys):
+    assert run_main(monkeypatch) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == "total: 3 passed, 0 failed, 0 skipped"
+    assert said[0].startswith(f"Python {sys.version.split()[0]}, ")
+    assert said[-2] == f"Python {sys.version.split()[0]}"
+    assert "  processor time: 4 s" in said
+
+
+@pytest.mark.parametrize("kind", ["newest", "system"])
+def test_a_missing_library_fails(kind, machine, monkeypatch, capsys):
+    monkeypatch.setattr(run_tests, f"{kind}_library", lambda: None)
+    assert run_main(monkeypatch) == 1
+    assert f"FAILED  {kind} " in (said := capsys.readouterr().out)
+    assert "NO LIBRARY" in said
+
+
+def test_a_machine_without_a_guest_says_so_and_passes(machine, monkeypatch, capsys):
+    run = run_tests.run
+
+    def fails(command: list[str], log: Path, **environment: str) -> tuple[int, float]:
+        ended = run(command, log, **environment)
+        return (1, 0.0) if "tools/guest" in command else ended
+
+    monkeypatch.setattr(run_tests, "run", fails)
+    assert run_main(monkeypatch) == 0
+    said = capsys.readouterr().out
+    assert "VERBS AND NETEM NOT RUN" in said
+    assert said.splitlines()[-1] == "total: 2 passed, 0 failed, 0 skipped"
 
 
 @pytest.mark.parametrize(("times", "choice"), [(1.0, "pairs"), (2.9, "pairs"), (3.0, "tests"), (40.0, "tests")])
@@ -115,3 +164,62 @@ def test_an_interruption_of_the_measurement_does_not_make_a_machine_slow(monkeyp
     measured = iter([1.0, 90.0, 1.2, 80.0, 1.1])
     monkeypatch.setattr(run_tests, "slowness", lambda: next(measured))
     assert affordable() == CHOICES
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [
+        ([], {"a/test_a.py": ["tests/a/test_a.py"], "b/test_b.py": ["tests/b/test_b.py"]}),
+        (["-k", "one"], {"a/test_a.py": ["tests/a/test_a.py"], "b/test_b.py": ["tests/b/test_b.py"]}),
+        (["tests/a"], {"a/test_a.py": ["tests/a/test_a.py"], "b/test_b.py": []}),
+        (["tests/b/test_b.py"], {"a/test_a.py": [], "b/test_b.py": ["tests/b/test_b.py"]}),
+        (["tests/a/test_a.py::test_x[1]"], {"a/test_a.py": ["tests/a/test_a.py::test_x[1]"], "b/test_b.py": []}),
+    ],
+)
+def test_paths_among_the_arguments_choose_files(given, asked, tmp_path, monkeypatch):
+    for name in asked:
+        (tmp_path / "tests" / name).parent.mkdir(parents=True)
+        (tmp_path / "tests" / name).touch()
+    monkeypatch.setattr(run_tests, "ROOT", tmp_path)
+    monkeypatch.setattr(run_tests, "TESTS", tmp_path / "tests")
+    run = Run({}, given)
+    assert {name: run.targets(name) for name in asked} == asked
+
+
+def test_every_file_is_in_one_entry_of_each_kind():
+    recorded = test_queue.durations(test_queue.DURATIONS)
+    files = all_files()
+    for kind in CHOICES:
+        found = entries(kind, files, recorded)
+        assert sorted(name for entry in found for name in entry.files) == files
+        assert all(entry.seconds <= ENTRY_S or len(entry.files) == 1 for entry in found)
+        assert len({entry.name for entry in found}) == len(found)
+
+
+def test_the_durations_are_of_files_that_are_there():
+    recorded = test_queue.durations(test_queue.DURATIONS)
+    assert set(recorded) == set(CHOICES)
+    assert {name for files in recorded.values() for name in files} <= set(all_files()), "make test, then make durations"
+
+
+def test_the_longest_entry_is_taken_first_and_one_that_waits_is_passed_over():
+    recorded = {"newest": {"a": 20.0, "b": 70.0}, "guest": {"a": 90.0}}
+    waiting = [*entries("newest", ["a", "b"], recorded), *entries("guest", ["a"], recorded)]
+    queue = Queue(waiting, unready="guest")
+    assert [queue.take().files for _ in range(2)] == [("b",), ("a",)]
+    taken: list[object] = []
+    lane = threading.Thread(target=lambda: taken.append(queue.take()))
+    lane.start()
+    queue.ready()
+    lane.join(60)
+    assert [entry.kind for entry in taken] == ["guest"]
+    assert queue.take() is None
+
+
+def test_entries_that_cannot_run_are_dropped():
+    waiting = [*entries("newest", ["a"], {}), *entries("guest", ["a"], {})]
+    queue = Queue(waiting, unready="guest")
+    queue.drop("guest")
+    queue.ready()
+    assert queue.take().kind == "newest"
+    assert queue.take() is None

@@ -74,7 +74,8 @@ class Browser:
         """Wait until an expression gives something true, and return that."""
         deadline = time.monotonic() + PATIENCE_S
         while not (value := self.value(expression)):
-            assert time.monotonic() < deadline, f"{expression} stays {value!r}"
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{expression} stays {value!r}")
             time.sleep(0.05)
         return value
 

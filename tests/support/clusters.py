@@ -62,7 +62,8 @@ class Cluster:
         """Wait until the numbers are as they should be, and return them."""
         deadline = time.monotonic() + PATIENCE_S
         while not true(stats := self.stats()):
-            assert time.monotonic() < deadline, f"{what} within {PATIENCE_S} s: {stats}\n{self.program.err}"
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not {what} within {PATIENCE_S} s: {stats}\n{self.program.err}")
             time.sleep(0.05)
         return stats
 

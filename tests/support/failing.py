@@ -1,7 +1,7 @@
 """A pytest plugin: a run that fails ends with what its reader needs, and puts the same into its report.
 
 For each test that failed: its name, what was asserted, the seed if it has one, the load of the machine at that moment,
-and the command that repeats it.
+whether it was a wait that ran out, and the command that repeats it.
 """
 
 from __future__ import annotations
@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Generator
 from typing import Any
 
 import pytest
+
+import aiote
 
 SEED = re.compile(r"with seed (\d+)|(@reproduce_failure\(.*\))")
 """What virtual time and hypothesis say of a failure."""
@@ -43,8 +46,30 @@ def again(nodeid: str) -> str:
     return " ".join([*settings, shlex.quote(sys.executable), "-P", "-m", "pytest", shlex.quote(nodeid)])
 
 
+def ran_out(error: BaseException | None) -> bool:
+    """Say whether a wait that ran out, and nothing else, has failed a test: what a busy machine may bring about.
+
+    These are time-outs of a scope, a future or a program, pytest-timeout's where a test waits in Python (a hang in
+    native code ends the run), and a peer that was lost because it was silent for too long.
+    """
+    match error:
+        case TimeoutError() | subprocess.TimeoutExpired():
+            return True
+        case BaseExceptionGroup(exceptions=parts):
+            return all(map(ran_out, parts))
+        case aiote.TransferError(cause=BaseException() as cause):
+            return ran_out(cause)
+        case aiote.PeerError(reason=reason):
+            return "silent for" in reason
+        case pytest.fail.Exception():
+            return str(error).startswith("Timeout (>")
+    return False
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.failed:
         facts = {
@@ -53,6 +78,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
             "seed": seed(item, report),
             "load": "{:.1f}, {:.1f}, {:.1f}".format(*os.getloadavg()) + f" on {os.cpu_count()} processors",
             "again": again(item.nodeid),
+            "ran_out": "yes" if call.excinfo and ran_out(call.excinfo.value) else "",
         }
         item.user_properties += facts.items()
         report.user_properties = list(item.user_properties)

@@ -43,7 +43,8 @@ class Program:
         deadline = time.monotonic() + PATIENCE_S
         while not true():
             assert self.process.poll() is None, f"ended with {self.process.returncode} before {what}: {self.err}"
-            assert time.monotonic() < deadline, f"no {what} within {PATIENCE_S} s: {self.out}{self.err}"
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no {what} within {PATIENCE_S} s: {self.out}{self.err}")
             time.sleep(0.002)
 
     def address(self) -> str:

@@ -54,7 +54,8 @@ def run(scenario: str, ranks: int, folder: Path, gone: tuple[int, ...] = ()) -> 
 
 
 def _answer(rank: int, pipe: Any) -> Any:
-    assert pipe.poll(PATIENCE_S), f"rank {rank} does not answer"
+    if not pipe.poll(PATIENCE_S):
+        raise TimeoutError(f"rank {rank} does not answer")
     well, found = pipe.recv()
     assert well, f"rank {rank}: {found}"
     return found
