@@ -47,6 +47,7 @@ NEEDS_GUEST = "needs_rdma or needs_netem"
 GUEST_HEARTBEAT_LIMIT_S = 15
 NOTHING_CHOSEN, TESTS_FAILED = 5, 1  # statuses of pytest
 LANES = 2 * (os.cpu_count() or 1) + 1  # half of a test and more is waiting
+GUESTS = max(1, (os.cpu_count() or 1) // 2)  # each takes a whole processor
 SYSTEM = ["/usr/lib/*-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib"]
 NO_NEWEST = "no libfabric 2.x; the extra that brings it: pip install 'aiote[libfabric]'"
 NO_SYSTEM = f"none in {', '.join(SYSTEM)}; run: make system"
@@ -194,7 +195,7 @@ class Run:
         for report in REPORTS.glob("*-[0-9]*.xml"):
             report.unlink()
         self._number = len(entries)
-        queue = Queue(entries, unready="guest")
+        queue = Queue(entries, unready="guest", most={"guest": GUESTS})
         with ThreadPoolExecutor(lanes + 2) as pool:
             preparing, lint = pool.submit(self._prepare_guest, queue), pool.submit(linted)
             running = [pool.submit(self._lane, queue) for _ in range(lanes)]
@@ -239,6 +240,7 @@ class Run:
         found = []
         while (entry := queue.take()) is not None:
             found.append(self._ran(entry))
+            queue.ended(entry)
         return found
 
     def _ran(self, entry: Entry) -> Outcome:

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 DURATIONS = ROOT / "tests" / "durations.json"
-ENTRY_S = 60.0
+ENTRY_S = {"newest": 60.0, "system": 60.0, "guest": 110.0}  # starting Python in the guest takes ten seconds
 NEW_FILE_S = 5.0
 COLLECTED_S = 0.2  # what a file takes of which no test runs
 STARTED_S = 2.0  # an entry's interpreter and imports
@@ -51,14 +51,14 @@ def durations(path: Path) -> Durations:
 
 def entries(kind: str, files: Collection[str], recorded: Durations) -> list[Entry]:
     """Put each file into one entry: first fit, longest first (Johnson, "Near-optimal bin packing", 1973)."""
-    of_kind = recorded.get(kind, {})
+    of_kind, most = recorded.get(kind, {}), ENTRY_S.get(kind, 60.0)
     known = {name for each in recorded.values() for name in each}
     # A file that ran in other runs only has no test for this one.
     seconds = {name: of_kind.get(name, COLLECTED_S if name in known else NEW_FILE_S) for name in files}
     bins: list[list[str]] = []
     sums: list[float] = []
     for name in sorted(files, key=lambda each: (-seconds[each], each)):
-        place = next((place for place, total in enumerate(sums) if total + seconds[name] <= ENTRY_S), len(sums))
+        place = next((place for place, total in enumerate(sums) if total + seconds[name] <= most), len(sums))
         if place == len(sums):
             bins.append([])
             sums.append(STARTED_S)
@@ -73,10 +73,14 @@ def entries(kind: str, files: Collection[str], recorded: Durations) -> list[Entr
 class Queue:
     """Entries that wait for a lane, longest first; those of one kind may have to wait until it is ready."""
 
-    def __init__(self, waiting: Iterable[Entry], *, unready: str = "") -> None:
-        """`unready` is the kind of run that nobody takes before `ready` was called."""
-        self._waiting = sorted(waiting, key=lambda entry: -entry.seconds)
+    def __init__(self, waiting: Iterable[Entry], *, unready: str = "", most: Mapping[str, int] | None = None) -> None:
+        """Hold back the kind `unready` until `ready` is called; `most` limits how many entries of a kind run at a time.
+
+        Limited kinds go first, because their entries have to follow one another.
+        """
+        self._waiting = sorted(waiting, key=lambda entry: (entry.kind not in (most or {}), -entry.seconds))
         self._unready = unready
+        self._room = dict(most or {})
         self._changed = threading.Condition()
 
     def ready(self) -> None:
@@ -92,15 +96,26 @@ class Queue:
             self._changed.notify_all()
 
     def take(self) -> Entry | None:
-        """Return the longest entry that can run now, None once all are taken; wait for the kind that is not ready."""
+        """Return the longest entry that can run now, None once all are taken; wait if there is none now."""
         with self._changed:
             while self._waiting:
                 for entry in self._waiting:
-                    if entry.kind != self._unready:
+                    if entry.kind != self._unready and self._room.get(entry.kind, 1) > 0:
                         self._waiting.remove(entry)
+                        self._make_room(entry.kind, -1)
                         return entry
                 self._changed.wait()
         return None
+
+    def ended(self, entry: Entry) -> None:
+        """Let another entry of the same kind run."""
+        with self._changed:
+            self._make_room(entry.kind, 1)
+            self._changed.notify_all()
+
+    def _make_room(self, kind: str, by: int) -> None:
+        if kind in self._room:
+            self._room[kind] += by
 
 
 def measured(report: Path, tests: Path) -> dict[str, float]:
