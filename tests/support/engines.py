@@ -63,9 +63,10 @@ def no_fabric_stays() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def gpus_are_there(request: pytest.FixtureRequest) -> None:
-    """Compile and load the stand-in before the loop runs, where a test uses it."""
+    """Compile and load the stand-in before the loop runs, where a test or its module uses it."""
     chosen = getattr(getattr(request.node, "callspec", None), "params", {})
-    if str(chosen.get("provider")).endswith("+cuda"):
+    used = any(getattr(value, "__module__", "") == driver.__module__ for value in vars(request.module).values())
+    if used or str(chosen.get("provider")).endswith("+cuda"):
         driver()
 
 

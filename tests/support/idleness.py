@@ -20,10 +20,11 @@ import anyio
 
 import aiote
 from engines import PATIENCE_S
+from machine import SLOWER
 
 WINDOW_S = 1.0
 WINDOWS = 5
-MOST_CPU_S = 0.15
+MOST_CPU_S = 0.15 * SLOWER**0.5
 MOST_WANTED_S = 0.8
 """CPU time together with the time in which a core was waited for: on a busy machine what spins gets little, and wants
 all that there is.

@@ -27,7 +27,7 @@ static int isolated, unshareable, open_us = 200;
 static Trailer* trailer_of(const Memory* memory) { return (Trailer*)(memory->alias + memory->mapped); }
 
 static void note_freed(const Memory* memory) {
-    if (!memory->host && !memory->imported && __atomic_load_n(&trailer_of(memory)->opens, __ATOMIC_ACQUIRE)) violations++;
+    if (!memory->host && !memory->imported && !memory->adopted && __atomic_load_n(&trailer_of(memory)->opens, __ATOMIC_ACQUIRE)) violations++;
 }
 
 int cuMemGetAddressRange_v2(address_t* base, size_t* size, address_t address) {
