@@ -153,9 +153,10 @@ def test_log_probabilities_of_a_prompt(client, references, stream):
     tokens = vocabulary.encode(prompt.encode())
     assert (len(names), own[0], tops[0]) == (len(tokens) + NEW_TOKENS, None, None)
     wanted = by_one_process(tokens)
-    assert own[1 : len(tokens)] == pytest.approx(wanted[range(len(tokens) - 1), tokens[1:]].tolist())
+    # Batches of other sizes sum in another order, in 24 bits: some processors differ by 2 in a million.
+    assert own[1 : len(tokens)] == pytest.approx(wanted[range(len(tokens) - 1), tokens[1:]].tolist(), rel=2e-5)
     for top, row in zip(tops[1 : len(tokens)], wanted, strict=True):
-        assert sorted(top.values())[-2:] == pytest.approx(np.sort(row)[-2:].tolist())
+        assert sorted(top.values())[-2:] == pytest.approx(np.sort(row)[-2:].tolist(), rel=2e-5)
     assert [names[0], *names[2:5]] == ["<|begin|>", "bytes:\\xc3", "bytes:\\xa4", "s"]
     assert offsets[:5] == [0, 0, 1, 1, 2]
     assert offsets[len(tokens)] == len(prompt)
