@@ -5,9 +5,8 @@ With the newest libfabric here all tests run; what needs RDMA devices runs in a 
 three are one queue (test_queue.py) over a few lanes more than there are processors, because much of a test is waiting.
 
 A test of several providers, loops and the like is tried with a choice of their combinations
-(tests/support/combinations.py), a smaller one where the machine is slow; `--all` tries all of them, in tests at full
-length, then soaks, fuzzes and takes out each mechanism. `--check` is for between two commits: lint, types, and quick
-tests that need no libfabric.
+(tests/support/combinations.py); `--all` tries all of them, in tests at full length, then soaks, fuzzes and takes out
+each mechanism. `--check` is for between two commits: lint, types, and quick tests that need no libfabric.
 
 A test that waited in vain runs again when all is over, alone (test_again.py); `--all` repeats nothing. A missing
 library is a failure. `--lanes N` sets the number of lanes. Other arguments are handed to pytest, and paths among them
@@ -38,9 +37,6 @@ from test_reports import Failure, Load, Outcome, Verdict, banner, concluded, rea
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
-sys.path.append(str(TESTS / "support"))
-from machine import slowness  # noqa: E402
-
 REPORTS = ROOT / "build" / "test-reports"
 NEEDS_GUEST = "needs_rdma or needs_netem"
 # Connecting over `verbs;ofi_rxm` alone can hold up a process there for seconds.
@@ -54,12 +50,10 @@ NO_SYSTEM = f"none in {', '.join(SYSTEM)}; run: make system"
 NO_GUEST = "VERBS AND NETEM NOT RUN: THERE IS NO GUEST HERE, why is said above; `make test-guest` tries again"
 # Which combinations each run tries; with another turn it tries others.
 CHOICES = {
-    "newest": ("--combinations", "pairs", "--turn", "0"),
+    "newest": ("--combinations", "tests", "--turn", "0"),
     "system": ("--combinations", "tests", "--turn", "1"),
     "guest": ("--combinations", "tests", "--turn", "2"),
 }
-# From here on pairs would take an hour and more: what runs with the newest library too has a combination of each test.
-SLOW = 3.0
 # What is as much a test as the others, and too long for every day: targets of the Makefile, and their ARGS.
 LONG = {
     "soak": "--seconds 120",
@@ -300,19 +294,6 @@ def unasked(outcomes: Sequence[Outcome], kinds: Iterable[str]) -> list[Outcome]:
     return [Outcome(kind, False, "NOT ONE TEST WAS RUN") for kind in kinds if kind in there - ran]
 
 
-def affordable() -> dict[str, tuple[str, ...]]:
-    """Return which combinations each run tries on this machine, and say so where they are fewer than elsewhere."""
-    measured = sorted(slowness() for _ in range(5))[2]
-    if measured < SLOW:
-        return CHOICES
-    print(
-        f"THIS MACHINE IS {measured:.0f} TIMES SLOWER than an undisturbed core: each test runs with one combination of "
-        'its parameters; ARGS="--combinations pairs" has each two values meet.',
-        flush=True,
-    )
-    return {**CHOICES, "newest": ("--combinations", "tests", "--turn", "0")}
-
-
 def quick() -> tuple[dict[str, Kind], list[str]]:
     """Return the run of `make check`, and its files."""
     os.environ.setdefault("HYPOTHESIS_PROFILE", "brief")
@@ -336,7 +317,7 @@ def main() -> int:
         if chosen.check:
             kinds, files = quick()
         else:
-            kinds, missing = every_kind({} if chosen.all else affordable())
+            kinds, missing = every_kind({} if chosen.all else CHOICES)
         tests = Run(kinds, given)
         outcomes = [*tests.outcomes(files, chosen.lanes), *missing]
         if not given:

@@ -1,9 +1,9 @@
 """The queue of `make test`: which files run together, and in which order, so that no lane is left alone at the end.
 
-An entry is some files of one kind of run (the newest libfabric, the system's, the guest), as many as take about a
-minute; a file that takes longer has an entry of its own. Entries start in the order of their durations, longest first,
-which ends all lanes at about the same time (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). Durations are
-of the last run that somebody recorded (`make durations`); a file that is not among them counts as new.
+An entry is some files of one kind of run (the newest libfabric, the system's, the guest), as many as take less than
+two minutes; a file that takes longer has an entry of its own. Entries start in the order of their durations, longest
+first, which ends all lanes at about the same time (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969).
+Durations are of the last run that somebody recorded (`make durations`); a file that is not among them counts as new.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 DURATIONS = ROOT / "tests" / "durations.json"
-ENTRY_S = {"newest": 60.0, "system": 60.0, "guest": 110.0}  # starting Python in the guest takes ten seconds
+ENTRY_S = 110.0
 NEW_FILE_S = 5.0
 COLLECTED_S = 0.2  # what a file takes of which no test runs
 STARTED_S = 2.0  # an entry's interpreter and imports
@@ -51,14 +51,14 @@ def durations(path: Path) -> Durations:
 
 def entries(kind: str, files: Collection[str], recorded: Durations) -> list[Entry]:
     """Put each file into one entry: first fit, longest first (Johnson, "Near-optimal bin packing", 1973)."""
-    of_kind, most = recorded.get(kind, {}), ENTRY_S.get(kind, 60.0)
+    of_kind = recorded.get(kind, {})
     known = {name for each in recorded.values() for name in each}
     # A file that ran in other runs only has no test for this one.
     seconds = {name: of_kind.get(name, COLLECTED_S if name in known else NEW_FILE_S) for name in files}
     bins: list[list[str]] = []
     sums: list[float] = []
     for name in sorted(files, key=lambda each: (-seconds[each], each)):
-        place = next((place for place, total in enumerate(sums) if total + seconds[name] <= most), len(sums))
+        place = next((place for place, total in enumerate(sums) if total + seconds[name] <= ENTRY_S), len(sums))
         if place == len(sums):
             bins.append([])
             sums.append(STARTED_S)

@@ -31,7 +31,7 @@ _READY_S = 60.0
 # A lost prefiller is noticed by the engine at once when its sockets close, after the heartbeat limit when it is silent.
 _DRAIN_S = 20.0
 _EXIT_S = 1.0
-_REPORT_S = 10.0
+_REPORT_S = 60.0
 
 
 class Observer(Protocol):

@@ -5,7 +5,7 @@ the values meet. So there are three choices (`--combinations`):
 
 | all    | the full product: `make test-all`, and pytest without this option                                         |
 | pairs  | each two values of two parameters of a test meet in one of its cases                                      |
-| tests  | each test has a case: for `make check`, and what runs again, on another library and in the guest          |
+| tests  | each test has a case: `make check` and `make test`                                                        |
 
 Provider, loop and the way of progress are parameters of nearly every test: they are the environment. Of them each value
 comes in every test (with `pairs`), and each two values meet in one of the tests of each file (with any choice).
