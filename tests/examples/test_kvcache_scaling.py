@@ -121,7 +121,8 @@ def test_two_deaths_start_two_while_others_join_and_drain(cluster, load):
     figures(running)
     stats = cluster.until_idle()
     assert stats["requests"]["failed"] == before["requests"]["failed"]
-    assert len(cluster.program.children()) == 4, "the router, and three members"
+    # A member that has drained has left the registry before its process ends.
+    cluster.program.until(lambda: len(cluster.program.children()) == 4, "router and three members alone")
 
 
 def test_an_interrupt_ends_all_at_once(cluster):
