@@ -174,10 +174,11 @@ class Run:
 
     def __init__(self, kinds: Mapping[str, Kind], given: Sequence[str] = ()) -> None:
         """Tell the arguments that name files, or tests in them, from those that are pytest's."""
-        named = {argument for argument in given if (ROOT / argument.partition("::")[0]).exists()}
+        paths = {argument: (ROOT / argument.partition("::")[0]).resolve() for argument in given}
+        named = [argument for argument, path in paths.items() if path.is_relative_to(TESTS) and path.exists()]
         self._kinds = kinds
         self._given = [argument for argument in given if argument not in named]
-        self._named = [((ROOT / path).resolve(), test) for path, _, test in (one.partition("::") for one in named)]
+        self._named = [(paths[argument], argument.partition("::")[2]) for argument in named]
         self._ended = self._number = 0
         self._one_at_a_time = threading.Lock()
 
@@ -193,7 +194,12 @@ class Run:
         with ThreadPoolExecutor(lanes + 2) as pool:
             preparing, lint = pool.submit(self._prepare_guest, queue), pool.submit(linted)
             running = [pool.submit(self._lane, queue) for _ in range(lanes)]
-            found = [one for lane in running for one in lane.result()]
+            try:
+                found = [one for lane in running for one in lane.result()]
+            except BaseException:
+                # Ctrl-C ends the runs of pytest that there are; the lanes must not begin others.
+                queue.drop(*self._kinds)
+                raise
         kinds = list(self._kinds)
         found.sort(key=lambda one: (kinds.index(one.name.split()[0]), int(one.name.split()[1])))
         return [lint.result(), *preparing.result(), *found]

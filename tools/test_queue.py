@@ -89,10 +89,10 @@ class Queue:
             self._unready = ""
             self._changed.notify_all()
 
-    def drop(self, kind: str) -> None:
-        """Give up the entries of a kind."""
+    def drop(self, *kinds: str) -> None:
+        """Give up the waiting entries of these kinds."""
         with self._changed:
-            self._waiting = [entry for entry in self._waiting if entry.kind != kind]
+            self._waiting = [entry for entry in self._waiting if entry.kind not in kinds]
             self._changed.notify_all()
 
     def take(self) -> Entry | None:

@@ -154,13 +154,14 @@ def test_a_machine_without_a_guest_says_so_and_passes(machine, monkeypatch, caps
     ("given", "asked"),
     [
         ([], {"a/test_a.py": ["tests/a/test_a.py"], "b/test_b.py": ["tests/b/test_b.py"]}),
-        (["-k", "one"], {"a/test_a.py": ["tests/a/test_a.py"], "b/test_b.py": ["tests/b/test_b.py"]}),
+        (["-k", "docs"], {"a/test_a.py": ["tests/a/test_a.py"], "b/test_b.py": ["tests/b/test_b.py"]}),
         (["tests/a"], {"a/test_a.py": ["tests/a/test_a.py"], "b/test_b.py": []}),
         (["tests/b/test_b.py"], {"a/test_a.py": [], "b/test_b.py": ["tests/b/test_b.py"]}),
         (["tests/a/test_a.py::test_x[1]"], {"a/test_a.py": ["tests/a/test_a.py::test_x[1]"], "b/test_b.py": []}),
     ],
 )
 def test_paths_among_the_arguments_choose_files(given, asked, tmp_path, monkeypatch):
+    (tmp_path / "docs").mkdir()  # a word that is also the name of something outside of the tests
     for name in asked:
         (tmp_path / "tests" / name).parent.mkdir(parents=True)
         (tmp_path / "tests" / name).touch()
