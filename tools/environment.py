@@ -35,19 +35,27 @@ def say(text: str) -> None:
     print(f"--- {text}", flush=True)
 
 
-def run(venv: Path, *command: str) -> None:
+def exact() -> dict[str, str]:
+    """Return the environment in which pip fetches exact versions: without the machine's own constraints.
+
+    They may exclude these versions. `--isolated` would drop them, too, but with them certificates and indexes.
+    """
+    return {**os.environ, "PIP_CONSTRAINT": os.devnull}
+
+
+def run(venv: Path, *command: str, environment: dict[str, str] | None = None) -> None:
     """Run a command with the environment's own tools first on the path; end with its status if it fails."""
     path = f"{venv / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     # Meson keeps this name of Cython: an editable install compiles in processes that have another path.
-    environment = {**os.environ, "PATH": path, "CYTHON": str((venv / "bin" / "cython").absolute())}
-    done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
+    named = {"PATH": path, "CYTHON": str((venv / "bin" / "cython").absolute())}
+    done = subprocess.run(command, cwd=ROOT, env={**(environment or os.environ), **named}, check=False)
     if done.returncode:
         raise SystemExit(f"error: {' '.join(command)} ended with status {done.returncode}")
 
 
-def pip_install(venv: Path, *arguments: str) -> None:
-    python = str(venv / "bin" / "python")
-    run(venv, python, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet", "install", *arguments)
+def pip_install(venv: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
+    pip = (str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet")
+    run(venv, *pip, "install", *arguments, environment=environment)
 
 
 def usable(venv: Path) -> bool:
@@ -103,7 +111,7 @@ def without_atheris() -> str:
 def install_torch(venv: Path) -> None:
     """Install torch without CUDA where there is such a wheel; else what PyPI has comes with the other requirements."""
     try:
-        pip_install(venv, *TORCH_CPU)
+        pip_install(venv, *TORCH_CPU, environment=exact())
     except SystemExit:
         say("there is no torch for the CPU alone, so the one with CUDA is installed")
 

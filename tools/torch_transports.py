@@ -11,7 +11,7 @@ import subprocess
 import zipfile
 from pathlib import Path
 
-from environment import ROOT
+from environment import ROOT, exact
 
 RELEASE = "2.15.0"
 PACKAGE = "torch/distributed/_transport/"
@@ -29,7 +29,8 @@ def fetched(python: Path) -> bool:
         shutil.rmtree(folder, ignore_errors=True)
     command = (python, "-m", "pip", "download", *QUIET, *WHEEL, "--dest", wheels, f"torch=={RELEASE}")
     print(f"--- fetching torch {RELEASE}, 540 MB, for its transports", flush=True)
-    if subprocess.run([str(part) for part in command], check=False, stdin=subprocess.DEVNULL).returncode:
+    words = [str(part) for part in command]
+    if subprocess.run(words, check=False, stdin=subprocess.DEVNULL, env=exact()).returncode:
         return False
     with zipfile.ZipFile(next(wheels.glob("torch-*.whl"))) as wheel:
         wheel.extractall(unfinished, [name for name in wheel.namelist() if name.startswith(PACKAGE)])

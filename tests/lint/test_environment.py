@@ -1,0 +1,82 @@
+"""What targets fetch by an exact version comes, whatever the machine's own pip settings allow."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[2] / "tools"))
+
+import bench_peers
+import connectors
+import environment
+import torch_transports
+from environment import exact
+
+
+def wheel(folder: Path, version: str) -> None:
+    """Write a wheel of nothing."""
+    about = f"thing-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"thing-{version}-py3-none-any.whl", "w") as file:
+        file.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: thing\nVersion: {version}\n")
+        file.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{about}/RECORD", "")
+
+
+def test_an_exact_version_comes_although_the_machine_has_a_constraint(tmp_path, monkeypatch):
+    """pip itself, with a setting that excludes the version; without `exact` it refuses."""
+    wheel(tmp_path, "2.0")
+    (tmp_path / "machine.txt").write_text("thing<2\n")
+    (tmp_path / "pip.conf").write_text(f"[global]\nconstraint = {tmp_path / 'machine.txt'}\n")
+    monkeypatch.delenv("PIP_CONSTRAINT", raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--dry-run", "--no-index"]
+    pip += ["--find-links", str(tmp_path), "thing==2.0"]
+    done = [subprocess.run(pip, env=env, capture_output=True).returncode for env in (exact(), None)]
+    assert done == [0, 1]
+
+
+def fetch_with_environment(folder: Path) -> None:
+    environment.install_torch(folder)
+
+
+def fetch_for_a_host(folder: Path) -> None:
+    connectors.installed("torch", folder / "python")
+
+
+def fetch_transports(folder: Path) -> None:
+    torch_transports.fetched(folder / "python")
+
+
+def fetch_peer(folder: Path) -> None:
+    bench_peers.install("collectives", folder)
+
+
+@pytest.mark.parametrize(
+    "fetch", [fetch_with_environment, fetch_for_a_host, fetch_transports, fetch_peer], ids=lambda fetch: fetch.__name__
+)
+def test_each_place_that_fetches_exact_versions_drops_the_machines_constraints(fetch, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_CONSTRAINT", "the machine's")
+    monkeypatch.setattr(connectors, "FOLDER", tmp_path)
+    monkeypatch.setattr(connectors.venv, "create", lambda *_arguments, **_settings: None)
+    monkeypatch.setattr(torch_transports, "ROOT", tmp_path)
+    monkeypatch.setattr(torch_transports, "KEPT", tmp_path / "kept")
+    ran: list[str] = []
+
+    def run(command: list[object], env: dict[str, str] | None = None, **_: object) -> subprocess.CompletedProcess[str]:
+        words = list(map(str, command))
+        if "pip" in words:
+            ran.append((env or os.environ)["PIP_CONSTRAINT"])
+        return subprocess.CompletedProcess(words, int("pip" in words), stdout="")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    try:
+        fetch(tmp_path)
+    except (SystemExit, bench_peers.InstallError):
+        pass
+    assert ran == [os.devnull]
