@@ -130,7 +130,9 @@ class Round:
         top_k = self._config.top_k
         tail[:, :4].view(np.uint32)[:, 0] = np.arange(self._tokens)
         known = (given.ids >= 0) & (given.ids < self._config.experts)
-        tail[:, 4 : 4 + 4 * top_k].view(np.int32)[...] = np.where(known, given.ids, -1)
+        ids = tail[:, 4 : 4 + 4 * top_k].view(np.int32)
+        ids[...] = -1
+        np.copyto(ids, given.ids, where=known, casting="unsafe")  # unsigned types have no -1
         tail[:, 4 + 4 * top_k :].view(np.float32)[...] = given.weights
         x, scales = given.x, given.scales
         own = memory.sent[first : first + count]
