@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import ssl
 import subprocess
@@ -31,6 +32,12 @@ NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"
 EXPIRED = "-1"
 
 
+def strict(context: ssl.SSLContext) -> ssl.SSLContext:
+    """Have every Python demand of certificates what Python 3.13 and later do by themselves."""
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    return context
+
+
 @dataclass
 class Authority:
     """A private CA in a folder."""
@@ -40,7 +47,8 @@ class Authority:
 
     def __post_init__(self) -> None:
         key, certificate = str(self.path("key")), str(self.path("pem"))
-        openssl("req", "-x509", *NEW_KEY, "-keyout", key, "-out", certificate, "-subj", f"/CN={self.name}")
+        may = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
+        openssl("req", "-x509", *NEW_KEY, *may, "-keyout", key, "-out", certificate, "-subj", f"/CN={self.name}")
 
     def path(self, kind: str) -> Path:
         return self.folder / f"{self.name}.{kind}"
@@ -49,7 +57,9 @@ class Authority:
         """Return the files of a certificate for an IP address or a name, and of its key."""
         stem = self.folder / f"{self.name}-{host}-{days}"
         certificate, key, request, extra = (f"{stem}.{kind}" for kind in ("pem", "key", "req", "ext"))
-        Path(extra).write_text(f"subjectAltName={'IP' if host[0].isdigit() else 'DNS'}:{host}\n")
+        Path(extra).write_text(
+            f"subjectAltName={'IP' if host[0].isdigit() else 'DNS'}:{host}\nauthorityKeyIdentifier=keyid\n"
+        )
         openssl("req", *NEW_KEY, "-keyout", key, "-out", request, "-subj", "/CN=engine")
         signer = ("-CA", str(self.path("pem")), "-CAkey", str(self.path("key")), "-CAcreateserial")
         openssl("x509", "-req", "-in", request, *signer, "-days", days, "-extfile", extra, "-out", certificate)
@@ -57,7 +67,7 @@ class Authority:
 
     def client(self) -> ssl.SSLContext:
         """Return a context that trusts this authority and nobody else."""
-        return ssl.create_default_context(cafile=self.path("pem"))
+        return strict(ssl.create_default_context(cafile=self.path("pem")))
 
 
 def serving(files: tuple[str, str]) -> ssl.SSLContext:
@@ -125,6 +135,26 @@ async def test_engines_of_one_authority_connect(provider, papers):
                 await right.aclose()
                 # The goodbye passed through TLS as well.
                 await until(lambda: not left.peers)
+
+
+@pytest.fixture
+def of_the_page(tmp_path: Path) -> dict[str, Any]:
+    """The contexts that docs/security.md makes, of the certificates that its commands make."""
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+    ((_, commands), (_, program)) = re.findall(r"^```(sh|python)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    subprocess.run(["sh", "-eu", "-c", commands], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    made: dict[str, Any] = {"ssl": ssl}
+    with contextlib.chdir(tmp_path):
+        exec(program, made)
+    return {"ssl_server": made["ssl_server"], "ssl_client": strict(made["ssl_client"])}
+
+
+async def test_every_python_accepts_what_the_page_makes(of_the_page):
+    with anyio.fail_after(PATIENCE_S):
+        async with opened("tcp", host="127.0.0.1", **of_the_page) as left:
+            async with opened("tcp", host="127.0.0.1", **of_the_page) as right:
+                await left.send(right.address, b"over TLS")
+                assert (await right.recv()).data == b"over TLS"
 
 
 async def test_the_wire_is_encrypted(papers):
