@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from engines import FORKS
 from machine import SLOWER
 from rail_pair import KINDS, Kind
 
@@ -124,7 +125,7 @@ def test_a_child_gets_errors_and_the_parent_goes_on(kind: Kind, mode, leave, tmp
     program.write_text(PROGRAM)
     path = os.pathsep.join((str(Path(__file__).parents[1] / "support"), *filter(None, sys.path)))
     done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", program, kind.provider, mode, leave, str(forks)],
+        [sys.executable, "-X", "faulthandler", "-W", FORKS, program, kind.provider, mode, leave, str(forks)],
         env={**os.environ, "PYTHONPATH": path},
         cwd=tmp_path,
         capture_output=True,

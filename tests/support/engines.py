@@ -21,6 +21,8 @@ from aiote.testing import Fabric
 from machine import SLOWER
 from standin_cuda import adopted, driver, paced, standin_path
 
+FORKS = "ignore:This process (pid=:DeprecationWarning"
+"""An option for -W. Since Python 3.12 a fork warns of threads; a test compares what its program writes."""
 PATIENCE_S = 60 * SLOWER**0.25
 """A test that takes longer hangs."""
 
@@ -162,7 +164,7 @@ async def round_trips(one: aiote.Engine, other: aiote.Engine, count: int = 5) ->
 def run_script(text: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run Python text in a process of its own and return what it said; a hang fails the test."""
     return subprocess.run(
-        [sys.executable, "-P", "-W", "default", "-c", textwrap.dedent(text), *arguments],
+        [sys.executable, "-P", "-W", "default", "-W", FORKS, "-c", textwrap.dedent(text), *arguments],
         env=os.environ | environment,
         capture_output=True,
         text=True,
