@@ -1,4 +1,4 @@
-"""What targets fetch by an exact version comes, whatever the machine's own pip settings allow."""
+"""What lint says and targets install does not depend on what else is installed, or on the machine's pip settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,19 @@ import bench_peers
 import connectors
 import environment
 import torch_transports
-from environment import exact
+from environment import ROOT, exact
+
+
+def test_what_mypy_says_does_not_depend_on_hosts_that_are_installed(tmp_path):
+    """Here torch is, with types by which the program is wrong."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("def zeros(count: int) -> int: ...\n")
+    program = tmp_path / "program.py"
+    program.write_text('import torch\n\nname: str = torch.zeros("many")\n')
+    mypy = (sys.executable, "-m", "mypy", "--config-file", ROOT / "pyproject.toml", "--cache-dir", tmp_path / "cache")
+    settings = {"cwd": tmp_path, "env": {**os.environ, "MYPYPATH": str(tmp_path)}}
+    done = subprocess.run([*mypy, program], capture_output=True, text=True, **settings)
+    assert done.returncode == 0, done.stdout
 
 
 def wheel(folder: Path, version: str) -> None:
