@@ -20,7 +20,6 @@ import argparse
 import ctypes
 import itertools
 import os
-import platform
 import subprocess
 import sys
 import threading
@@ -33,7 +32,7 @@ from pathlib import Path
 import test_queue
 from test_again import judged
 from test_queue import Entry, Queue
-from test_reports import Failure, Load, Outcome, Verdict, banner, concluded, read
+from test_reports import Failure, Load, Outcome, Verdict, banner, concluded, read, running_on
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
@@ -317,7 +316,7 @@ def main() -> int:
     chosen, given = parser.parse_known_args()
     if chosen.all:
         os.environ |= {"AIOTE_TEST_LONG": "1", "PYTEST_ADDOPTS": PATIENCE}
-    print(f"Python {platform.python_version()}, {chosen.lanes} lanes on {os.cpu_count()} processors", flush=True)
+    print(f"{running_on()}; {chosen.lanes} lanes on {os.cpu_count()} processors", flush=True)
     with Load() as load:
         missing, files = list[Outcome](), all_files()
         if chosen.check:

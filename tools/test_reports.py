@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Self, TypeAlias
 from xml.etree import ElementTree
@@ -114,6 +116,12 @@ def _told(failure: Failure, verdict: str = "FAILED") -> list[str]:
     return lines + [f"  {name + ':':6} {failure[name]}" for name in ("seed", "load", "again") if failure.get(name)]
 
 
+def running_on() -> str:
+    """Return one line on the interpreter, and on the packages that a test depends on most."""
+    packages = ", ".join(f"{name} {version(name)}" for name in ("numpy", "anyio", "msgspec"))
+    return f"Python {platform.python_version()} in {sys.prefix}: {packages}"
+
+
 def _tell_skipped(reports: Sequence[Report]) -> None:
     """Say loudly what this machine could not run."""
     reasons = sum((report.not_run for report in reports), Counter[str]())
@@ -149,7 +157,7 @@ def concluded(outcomes: Sequence[Outcome], load: Load | None = None, verdict: Ve
     if not any(total):
         print("NOT ONE TEST WAS RUN: the arguments leave none in any of the runs")
     count = f", {len(verdict.unsteady)} unsteady" if verdict.unsteady else ""
-    print(f"Python {platform.python_version()}")
+    print(f"  {running_on()}")
     print("total: {} passed, {} failed{}, {} skipped".format(*total[:2], count, total[2]), flush=True)
     return 0 if passed else 1
 

@@ -123,8 +123,9 @@ def test_all_that_passes_passes(machine, monkeypatch, capsys):
     assert run_main(monkeypatch) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[-1] == "total: 3 passed, 0 failed, 0 skipped"
-    assert said[0].startswith(f"Python {sys.version.split()[0]}, ")
-    assert said[-2] == f"Python {sys.version.split()[0]}"
+    assert said[0].startswith(f"{run_tests.running_on()}; ")
+    assert said[0].startswith(f"Python {sys.version.split()[0]} ")
+    assert said[-2] == f"  {run_tests.running_on()}"
     assert "  processor time: 4 s" in said
 
 
