@@ -215,8 +215,9 @@ def _flat(projection: Floats) -> Floats:
 
 
 def _rms_norm(values: Floats, gain: Floats) -> Floats:
-    mean: Floats = np.mean(np.square(values), axis=-1, keepdims=True)
-    normed: Floats = values / np.sqrt(mean + _EPSILON) * gain
+    mean: Floats = np.mean(np.square(values), axis=-1, keepdims=True, dtype=np.float32)
+    scale: Floats = np.sqrt(mean + _EPSILON, dtype=np.float32)
+    normed: Floats = values / scale * gain
     return normed
 
 

@@ -79,8 +79,9 @@ class MoeModel:
         """Return the experts of each token and their weights, both (tokens, k)."""
         scores = normed @ self._router[layer]
         ids = np.argsort(-scores, axis=1, kind="stable")[:, :TOP_K]
-        chosen = np.exp(np.take_along_axis(scores, ids, 1))
-        return ids, chosen / chosen.sum(1, keepdims=True)
+        chosen: Floats = np.exp(np.take_along_axis(scores, ids, 1))
+        chosen /= np.sum(chosen, 1, keepdims=True)
+        return ids, chosen
 
     def expert(self, layer: int, number: int, rows: Floats) -> Floats:
         """Return what an expert makes of rows (rows, width)."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import anyio
+import numpy as np
 
 import aiote
 
@@ -24,7 +25,7 @@ def check_rows(spec: CacheSpec, rows: Rows) -> None:
     """Raise UsageError for pages that a cache has not."""
     for group, row in rows.items():
         pages, numbers = spec.groups.get(group, 0), row.pages
-        if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < pages:
+        if len(numbers) and not 0 <= int(np.min(numbers)) <= int(np.max(numbers)) < pages:
             raise aiote.UsageError(f"{spec.name}: group {group} has {pages} pages, from 0 on, got {numbers}")
 
 

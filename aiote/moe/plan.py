@@ -59,7 +59,7 @@ class Plan:
         self.base, self.taken = self._places(totals)
         self.kept = np.clip(self.taken - self.before, 0, self.by_rank)
         self.kept_rows = self.kept.sum(2)
-        self.demand = int(totals.max()) if config.layout == "grouped" else self._longest(totals)
+        self.demand = int(np.max(totals)) if config.layout == "grouped" else self._longest(totals)
         self.overflows = bool((self.taken < totals).any())
         sent = counts.copies if config.copies == "rank" else self.by_rank.sum(2)
         self.sent = sent
@@ -101,7 +101,7 @@ class Plan:
             return np.arange(held + 1) * rows
         base, align = self.base[self.me, :held], self.sizes.config.align
         ends = base + -(-self.taken[self.me, :held] // align) * align
-        return np.append(base, min(rows, int(ends.max(initial=0))))
+        return np.append(base, min(rows, int(np.max(ends, initial=0))))
 
     def runs(self, source: int, target: int) -> Runs:
         """Return the runs of a source's rows at a target: (row in place, row from the source's first, rows).

@@ -219,7 +219,7 @@ def simulate(
             trainer.now = max(trainer.now, barrier)
             trainer.run(group)
     hosts = max(trainer.now for trainer in trainers)
-    total = max(hosts, float(delivered([trainer.posts for trainer in trainers], nic).max(initial=0.0)))
+    total = max(hosts, float(np.max(delivered([trainer.posts for trainer in trainers], nic), initial=0.0)))
     spent = spent_in_calls(jobs[min(jobs)], costs)
     return Times(*(time / 1000 for time in (spent, hosts, total, total - spent)))
 

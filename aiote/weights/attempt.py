@@ -92,7 +92,7 @@ class Receiver:
             raise aiote.UsageError("it does not say what it lends")
         regions, rest = divmod(step.lent.ends.size, max(1, len(sources)))
         descriptors = step.lent.unpacked(regions * len(sources) + rest)
-        if rest or (len(step.places) and int(step.places[:, 0].max()) >= regions and sources):
+        if rest or (len(step.places) and int(np.max(step.places[:, 0])) >= regions and sources):
             raise aiote.UsageError(f"it lends {len(descriptors)} regions to {len(sources)} sources")
         several = [descriptors[first * regions : (first + 1) * regions] for first in range(len(sources))]
         self.lent = {one: Descriptors.of(mine) for one, mine in zip(sources, several, strict=True)}

@@ -23,6 +23,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Literal
 
 import anyio
+import numpy as np
 
 import aiote
 
@@ -101,7 +102,7 @@ class Target:
     def named(self, numbers: Numbers) -> list[str]:
         """Return the names of these tensors of the layout. Raises UsageError for numbers of none."""
         held = [name for name in self.weights.layout.tensors if name in self.weights.places]
-        if numbers.ndim != 1 or (len(numbers) and int(numbers.max()) >= len(held)):
+        if numbers.ndim != 1 or (len(numbers) and int(np.max(numbers)) >= len(held)):
             raise aiote.UsageError(f"an update names tensors beyond the {len(held)} of rank {self.rank}")
         return [held[number] for number in numbers.tolist()]
 
