@@ -144,8 +144,10 @@ class Sending:
     def add(self, name: str, tensor: torch.Tensor) -> Iterator[Step]:
         """Yield what has to be done, in order, for a tensor to be sent; when that is done it may change.
 
-        A tensor of another device is copied by this thread, in the order of its stream.
+        A tensor of another device is copied by this thread, in the order of its stream. Raises UsageError for one that
+        has more than its elements.
         """
+        _check_plain(name, tensor)
         dtype = str(tensor.dtype).removeprefix("torch.")
         content: Bytes | None = None
         for number, piece in self._splitter.split(name, dtype, tensor.shape, tensor.nbytes):
@@ -238,6 +240,19 @@ class Receiving:
         if not self._closed:
             self._closed = True
             await self._party.give_back(self._memory, "write")
+
+
+def _check_plain(name: str, tensor: torch.Tensor) -> None:
+    """Raise UsageError for a tensor whose scale, or other parts, would not travel with its elements."""
+    if getattr(tensor, "is_quantized", False):
+        what = "is quantized, and its scale would not travel with its elements"
+    elif hasattr(tensor, "__tensor_flatten__"):
+        what = f"is a {type(tensor).__name__}, made of several tensors, of which one would travel"
+    else:
+        return
+    raise UsageError(
+        f"{name} {what}: send plain tensors, the elements and their scale by names of their own, or dequantize it"
+    )
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:

@@ -16,6 +16,7 @@ import anyio.to_thread
 import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
+from ..errors import UsageError
 from .buckets import slots_of
 from .host import Copy, Party, Receiving, Sending, Step, party
 
@@ -28,10 +29,13 @@ class AioteCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     bucket_size: bytes; a rollout rank holds twice as many, at most 128 MiB for each sender. senders: how many trainer
     ranks send at most; each of them iterates over the same full tensors, and sends its part. settings: those of
-    `aiote.open_engine`.
+    `aiote.open_engine`. Raises UsageError for numbers below 1, or none.
     """
 
     def __init__(self, bucket_size: int, is_master: bool = False, senders: int | None = None, **settings: Any) -> None:
+        _check_count("bucket_size", bucket_size, "a number of bytes")
+        if senders is not None:
+            _check_count("senders", senders, "how many trainer ranks send, or none for as many as there are")
         self._bucket_size, self._senders, self._settings = bucket_size, senders, settings
         self._sending: Sending | None = None
         self._receiving: Receiving | None = None
@@ -53,7 +57,12 @@ class AioteCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Have as many trainer ranks send as there are rollout ranks, which none of them passes anything on."""
+        """Have as many trainer ranks send as there are rollout ranks, which none of them passes anything on.
+
+        Raises UsageError where there are none of either.
+        """
+        _check_count("actor_wg_world_size", actor_wg_world_size, "how many trainer ranks there are")
+        _check_count("rollout_world_size", rollout_world_size, "how many rollout ranks there are")
         trainers, rollouts = metadata[:actor_wg_world_size], metadata[actor_wg_world_size:]
         senders = min(actor_wg_world_size, rollout_world_size, metadata[0]["senders"] or actor_wg_world_size)
         slots, bucket_bytes = slots_of(metadata[0]["bucket_size"], senders)
@@ -137,6 +146,11 @@ class AioteCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 await made(step)
             else:
                 await self.party.bridge.run(step)
+
+
+def _check_count(name: str, value: Any, meaning: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} is {value!r}, expected a whole number from 1: {meaning}")
 
 
 async def each(weights: Any) -> AsyncIterator[tuple[str, torch.Tensor]]:
