@@ -240,9 +240,9 @@ class Attempt:
                     )
 
     def _bytes(self, rank: int) -> int:
-        """Return how many bytes a source brings over, and gathers before."""
+        """Return how many bytes a source brings over, and gathers before; one whose shards are all empty has none."""
         traffic = self._plan.traffic
-        return traffic.sent[rank] + traffic.gathered[rank]
+        return traffic.sent.get(rank, 0) + traffic.gathered.get(rank, 0)
 
     def _unplanned(self, rank: int, sent: Sent) -> str:
         """Return what a source says of others with which the plan gives it nothing to do; empty where it does not."""

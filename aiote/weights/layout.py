@@ -85,12 +85,18 @@ class Buffer(NamedTuple):
 
 
 class Layout:
-    """The named tensors of one side and where their parts are. It is not changed after it was made."""
+    """The named tensors of one side and where their parts are. It is not changed after it was made.
+
+    Raises UsageError for a name that is empty, or no text.
+    """
 
     __slots__ = ("tensors",)
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = dict(tensors)
+        for name in self.tensors:
+            if not isinstance(name, str) or not name:
+                raise UsageError(f"a tensor is named {name!r}, expected text of one character at least")
 
     def __repr__(self) -> str:
         return f"<Layout of {len(self.tensors)} tensors on {len(self.ranks)} ranks>"

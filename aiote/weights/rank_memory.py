@@ -44,6 +44,8 @@ LARGE = 1 << 20
 """From so many bytes on work is done in a thread, for it would hold the event loop for milliseconds."""
 TENSOR_BYTES = 1 << 10
 """To find a tensor in memory takes as long as to work on so many bytes."""
+SHARED_WORK = 1 << 16
+"""So many candidates are looked at to find out whether two arrays share elements: a millisecond at most."""
 
 
 async def in_thread(nbytes: int, function: Any) -> Any:
@@ -129,6 +131,7 @@ class RankMemory:
         self.regions: list[aiote.Region] = []
         self.places: dict[str, TensorPlace] = {}
         spans: dict[str, tuple[int, int]] = {}
+        self._found: dict[str, tuple[int, Held, str]] = {}
         self._ranges: list[tuple[int, int]] = []
         # What lies on a GPU is registered by storage: neighbours there may be of two allocations.
         self._on_gpu: dict[int, GpuArray] = {}
@@ -138,6 +141,7 @@ class RankMemory:
                 if written and isinstance(arrays.get(name), np.ndarray) and not arrays[name].flags.writeable:
                     raise aiote.UsageError(f"{name}: the array is read-only, and updates write to it")
                 address, storage = _checked(name, held, tensor.dtype, arrays)
+                self._found[name] = address, held, tensor.dtype
                 if storage is None:
                     spans[name] = address, extent_of(held, tensor.dtype)
                 else:
@@ -168,11 +172,32 @@ class RankMemory:
         """Bytes of all of it."""
         return sum(view.nbytes for view in self.views)
 
+    def tied(self) -> dict[str, str]:
+        """Return by name the first tensor that is the same array, where that is another one."""
+        first: dict[object, str] = {}
+        found = {
+            name: first.setdefault((address, held.shape, held.strides, dtype), name)
+            for name, (address, held, dtype) in self._found.items()
+        }
+        return {name: other for name, other in found.items() if name != other}
+
+    def overlapping(self) -> list[tuple[str, str]]:
+        """Return the pairs of tensors that share elements and are not the same array."""
+        tied, pairs = self.tied(), []
+        near: list[tuple[int, str]] = []
+        spans = sorted((address, name) for name, (address, _, _) in self._found.items() if name not in tied)
+        for address, name in spans:
+            near = [(end, other) for end, other in near if end > address]
+            pairs += [(other, name) for _, other in near if _share(self._found[other], self._found[name])]
+            near.append((address + self.places[name].nbytes, name))
+        return pairs
+
     @classmethod
-    def allocated(cls, layout: Layout, rank: int) -> RankMemory:
-        """Return memory for all that a rank has in a layout, in one piece."""
+    def allocated(cls, layout: Layout, rank: int, tied: Mapping[str, str] | None = None) -> RankMemory:
+        """Return memory for all that a rank has in a layout, in one piece; tensors that are `tied` share theirs."""
         held = {name: tensor.held_by().get(rank) for name, tensor in layout.tensors.items()}
         sizes = {name: extent_of(one, layout.tensors[name].dtype) for name, one in held.items() if one is not None}
+        others = {name: first for name, first in (tied or {}).items() if sizes.pop(name, 0)}
         memory = np.zeros(sum(-(-size // ALIGNED) * ALIGNED for size in sizes.values()) + ALIGNED, np.uint8)
         made = cls(Layout({}), rank, {"": memory})
         made.layout = layout
@@ -180,6 +205,9 @@ class RankMemory:
         for name, size in sizes.items():
             made.places[name] = TensorPlace(0, at, size)
             at += -(-size // ALIGNED) * ALIGNED
+        # In the layout's order, for that is the order of names.
+        made.places |= {name: made.places[first] for name, first in others.items()}
+        made.places = {name: made.places[name] for name in layout.tensors if name in made.places}
         made.views = [memory]
         return made
 
@@ -225,6 +253,22 @@ class RankMemory:
         held, size = tensor.held_by()[self.rank], ITEMSIZE[tensor.dtype]
         strides = [size * stride for stride in held.strides]
         return np.ndarray(held.shape, f"V{size}", buffer=its_bytes.data, strides=strides)
+
+
+def _share(*both: tuple[int, Held, str]) -> bool:
+    """Tell whether two arrays share elements; where that takes long to find out they count as apart."""
+    one, other = (
+        np.lib.stride_tricks.as_strided(
+            _bytes_at(address, ITEMSIZE[dtype]).view(f"V{ITEMSIZE[dtype]}"),
+            held.shape,
+            [ITEMSIZE[dtype] * stride for stride in held.strides],
+        )
+        for address, held, dtype in both
+    )
+    try:
+        return bool(np.shares_memory(one, other, SHARED_WORK))  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return False
 
 
 def _checked(name: str, held: Held, dtype: str, arrays: Mapping[str, Any]) -> tuple[int, GpuArray | None]:

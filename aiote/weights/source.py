@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import numpy as np
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
 
@@ -63,6 +64,8 @@ CONVERTED = 5
 """To convert bytes takes so many times as long as to copy them."""
 AT_ONCE = 32
 """After so many steps others have a turn of the event loop: to compute as many takes some milliseconds."""
+SHIFT = np.uint64(1 << 48)
+"""Makes one number of a region's and a place in it; that two places share one only costs time."""
 UNTRUE = (aiote.AioteError, ValueError, IndexError, KeyError)
 """What is raised where a target fails. What it says of its memory may be wrong, too: that is nobody else's failure."""
 
@@ -163,9 +166,29 @@ def planned(
         held = {rank: tuple(layout.tensors) for rank, layout in layouts.items()}
         names.append({rank: known.setdefault(one, {n: i for i, n in enumerate(one)}) for rank, one in held.items()})
     plan = plan_update(sides[0], sides[1], recipe, gather=gather)
+    for target in targets:
+        _check_tied(plan, target, names[1][target.rank])
     # Of a large model these take long, too; the plan keeps them.
     _ = plan.digest, plan.senders
     return plan, names
+
+
+def _check_tied(plan: UpdatePlan, target: TargetState, names: Names) -> None:
+    """Raise UsageError where two tensors of a rank that are the same memory are made of different sources."""
+    places = target.places
+    if len(places) != len(names) or len(np.unique(places[:, 0] * SHIFT + places[:, 1])) == len(places):
+        return
+    several: dict[tuple[int, ...], list[str]] = {}
+    for name, place in zip(names, places.tolist(), strict=True):
+        several.setdefault(tuple(place), []).append(name)
+    made = {name: entry for entry in plan.entries for name in (entry.target, entry.scale) if name}
+    for tied in several.values():
+        held = {name: plan.targets.tensors[name].held_by()[target.rank].pieces for name in tied if name in made}
+        if len({(held[name], made[name]._replace(cells=(), target="")) for name in held}) > 1:
+            raise aiote.UsageError(
+                f"{' and '.join(held)} are the same memory on target rank {target.rank}, and the recipe makes them of "
+                "different sources: list all but one as untouched"
+            )
 
 
 class _Sending:

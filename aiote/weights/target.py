@@ -76,8 +76,9 @@ class Target:
         self.written = self.weights
         if versions == "shadow":
             # What an update leaves out of the tensors that it writes, padding, is copied at the commits, too.
-            self.written = RankMemory.allocated(layout, rank)
+            self.written = RankMemory.allocated(layout, rank, self.weights.tied())
             self.weights.copy_to(self.written)
+        self._overlapping = self.weights.overlapping()
         self.rank, self.replica, self.versions = rank, replica, versions
         self.state: State = "empty"
         self.update: Update | None = None
@@ -105,6 +106,16 @@ class Target:
         if numbers.ndim != 1 or (len(numbers) and int(np.max(numbers)) >= len(held)):
             raise aiote.UsageError(f"an update names tensors beyond the {len(held)} of rank {self.rank}")
         return [held[number] for number in numbers.tolist()]
+
+    def check_apart(self, names: Iterable[str]) -> None:
+        """Raise UsageError where two tensors that an update writes share elements: the last write would win."""
+        written = set(names)
+        for one, other in self._overlapping:
+            if one in written and other in written:
+                raise aiote.UsageError(
+                    f"{one} and {other} share memory on rank {self.rank}, and the update writes both: list one of them "
+                    "as untouched"
+                )
 
     def change(self, state: State) -> None:
         """Take note of a state, and wake who waits for one."""
@@ -253,6 +264,7 @@ class _ServedTarget(TargetService):
         if len(order.written) != len(order.sources):
             raise aiote.UsageError(f"{len(order.sources)} sources write to tensors, got those of {len(order.written)}")
         written = [target.named(numbers) for numbers in order.written]
+        target.check_apart(itertools.chain(*written))
         await self._displace(order.update)
         target.current = mine
         leases: list[aiote.Lease] = []
