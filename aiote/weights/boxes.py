@@ -66,7 +66,7 @@ def boxes_between(extent: Shape, source: Side, target: Side) -> list[Box]:
 
     Each side is its array, the offset of the first element, and strides for the dimensions of `extent`, all in
     elements. Extent and axes are by the target's dimensions, as in `recipe.Part`. Raises UsageError where it takes too
-    many boxes.
+    many boxes, or where a part of the target is not within its array.
     """
     if not all(extent):
         return []
@@ -108,7 +108,16 @@ def _boxes(loops: list[_Loop], source: tuple[Array, int], target: tuple[Array, i
             return
         sides[dim] = axis, loop.extent
     every = [sides.get(dim, (-1, 1)) for dim in range(len(there.shape))]
-    yield start, begin, tuple(extent for _, extent in every), tuple(axis for axis, _ in every)
+    extent = tuple(size for _, size in every)
+    _check_within(there, second, begin, extent)
+    yield start, begin, extent, tuple(axis for axis, _ in every)
+
+
+def _check_within(array: Array, offset: int, start: Shape, extent: Shape) -> None:
+    """Raise UsageError unless a box that begins at an offset has elements of an array alone."""
+    there = sum(map(int.__mul__, start, array.strides))
+    if there != offset or any(at < 0 or at + n > size for at, n, size in zip(start, extent, array.shape, strict=True)):
+        raise UsageError(f"it goes beyond the array of shape {array.shape}, from the element at {offset} on")
 
 
 def _inside(extent: int, stride: int, array: Array, start: Shape) -> int:

@@ -17,21 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-import aiote
-
-from .dtypes import ITEMSIZE
+from .dtypes import ITEMSIZE, ML_DTYPES, NUMPY, dtype_of
 from .rank_memory import Bytes
 
 __all__ = ["cast", "quantize", "temporary_bytes"]
 
-NUMPY = {
-    "BOOL": "bool",
-    "F16": "float16",
-    "F32": "float32",
-    "F64": "float64",
-    **{f"{kind}{bits}": f"{name}{bits}" for kind, name in (("U", "uint"), ("I", "int")) for bits in (8, 16, 32, 64)},
-}
-ML_DTYPES = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
 E4M3_MAX = 448.0
 SLICE_BYTES = 1 << 20
 """Work is done on slices of about so many bytes of 32-bit numbers: they stay in the cache, and little is held."""
@@ -47,20 +37,6 @@ def temporary_bytes(shape: tuple[int, ...], block: tuple[int, int] | None) -> in
     at_once = min(high, _blocks_at_once(columns, block[0]))
     # Of a slice, filled up to whole blocks: 32-bit numbers, what they become, a step of that, signs and a mask.
     return at_once * wide * math.prod(block) * 14 + math.prod(shape[:-2]) * high * wide * 16
-
-
-def dtype_of(name: str) -> np.dtype[Any]:
-    """Return numpy's type of a name. Raises UsageError where the package `ml_dtypes` is needed and missing."""
-    if name in NUMPY:
-        return np.dtype(NUMPY[name])
-    try:
-        import ml_dtypes
-    except ImportError:
-        raise aiote.UsageError(
-            f"elements of type {name} are converted with the package ml_dtypes: pip install 'aiote[weights]'"
-        ) from None
-    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, ML_DTYPES[name]))
-    return found
 
 
 def cast(source: Bytes, dtype: str, target: Bytes, to: str) -> None:

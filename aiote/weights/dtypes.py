@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from ..errors import UsageError
 
-__all__ = ["ITEMSIZE", "LONG_NAMES", "dtype_name"]
+__all__ = ["ITEMSIZE", "LONG_NAMES", "ML_DTYPES", "NUMPY", "dtype_name", "dtype_of", "single_cast"]
 
 ITEMSIZE = {
     "BOOL": 1,
@@ -45,6 +48,32 @@ OTHER_NAMES |= {f"float{8 * size}": f"F{8 * size}" for size in (2, 4, 8)}
 LONG_NAMES = {name: long for long, name in OTHER_NAMES.items()}
 """What torch, numpy and ml_dtypes name a type; where there are two names, that with the number of bits."""
 
+NUMPY = {
+    "BOOL": "bool",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    **{f"{kind}{bits}": f"{name}{bits}" for kind, name in (("U", "uint"), ("I", "int")) for bits in (8, 16, 32, 64)},
+}
+ML_DTYPES = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu"}
+
+# Types each of whose values another type has, too.
+EMBEDDED = {
+    "BOOL": "U8 I8 U16 I16 U32 I32 U64 I64 F16 BF16 F32 F64",
+    "U8": "U16 I16 U32 I32 U64 I64 F16 BF16 F32 F64",
+    "I8": "I16 I32 I64 F16 BF16 F32 F64",
+    "U16": "U32 I32 U64 I64 F32 F64",
+    "I16": "I32 I64 F32 F64",
+    "U32": "U64 I64 F64",
+    "I32": "I64 F64",
+    "F8_E4M3": "F16 BF16 F32 F64",
+    "F8_E5M2": "F16 BF16 F32 F64",
+    "F8_E8M0": "BF16 F32 F64",
+    "F16": "F32 F64",
+    "BF16": "F32 F64",
+    "F32": "F64",
+}
+
 
 def dtype_name(dtype: Any) -> str:
     """Return safetensors' name of an element type, given as that, or as torch, numpy or ml_dtypes name it.
@@ -57,3 +86,43 @@ def dtype_name(dtype: Any) -> str:
     if name is None:
         raise UsageError(f'dtype is {dtype!r}, expected one of {", ".join(ITEMSIZE)}; give packed elements as "U8"')
     return name
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """Return numpy's type of a name. Raises UsageError where the package `ml_dtypes` is needed and missing."""
+    if name in NUMPY:
+        return np.dtype(NUMPY[name])
+    try:
+        import ml_dtypes
+    except ImportError:
+        raise UsageError(
+            f"elements of type {name} are converted with the package ml_dtypes: pip install 'aiote[weights]'"
+        ) from None
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, ML_DTYPES[name]))
+    return found
+
+
+def single_cast(casts: Sequence[str]) -> tuple[str, ...]:
+    """Return a chain of conversions without the steps that change nothing of what comes out.
+
+    A type that has all values of the one before it is such a step. Numbers with a fraction become whole ones in a step
+    of their own: libraries differ in what they make of those that are too large.
+    """
+    kept: list[str] = []
+    for dtype in casts:
+        while len(kept) > 1 and _is_idle(kept[-2], kept[-1], dtype):
+            kept.pop()
+        if kept[-1:] != [dtype]:
+            kept.append(dtype)
+    return tuple(kept)
+
+
+def _is_idle(first: str, between: str, last: str) -> bool:
+    """Tell whether a conversion from the first to the last type gives the same with a type between them as without."""
+    if between not in EMBEDDED.get(first, "").split():
+        return False
+    if last in (first, "BOOL"):
+        return True
+    # Libraries make short floating-point numbers of integers by way of F32, which rounds large ones once more.
+    rounded_twice = first in ("U32", "I32") and last not in ("F32", "F64")
+    return (between[0] in "UI") == (last[0] in "UI") and (between[0] in "UI" or not rounded_twice)

@@ -18,21 +18,26 @@ which is a name for all the memory there is, and nothing that an engine has anyw
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import UsageError
-from .boxes import Array, boxes_between
-from .dtypes import ITEMSIZE, dtype_name
+from .copy_log import CopyLog, memory_of
+from .dtypes import dtype_name
 from .layout import Layout, Tensor
 from .placement import Held, Piece, Sharding, dense
 from .recipe import Expression, Made, Part, Recipe, SourceOf
-from .traced import RecordError, Traced
+from .traced import Elements, RecordError
+from .traced_numpy import TracedArray
+from .traced_torch import traced_tensor
+from .watched import read_only, watched
 
 __all__ = ["Recording", "record"]
 
-WIDE = ("F32", "F64")
 Shape = tuple[int, ...]
+LIBRARY_ERRORS = (TypeError, ValueError, IndexError, BufferError, RuntimeError)
+"""What libraries raise where they are given something that they do not take for an array."""
 
 
 class Parameter(NamedTuple):
@@ -91,7 +96,7 @@ class Recording(NamedTuple):
         for name in names:
             of_rank = {rank: one.parameters[name] for rank, one in recordings.items() if name in one.parameters}
             tensors[name], parts = _joined(name, of_rank)
-            if parts:
+            if parts or not all(tensors[name].shape):
                 made[name] = _expression(tensors[name], parts, of_rank, shapes)
             elif not listed.is_untouched(name):
                 silent.append(name)
@@ -109,118 +114,74 @@ def record(
     """Run one rank's loader on tensors without values, and return what it copied where.
 
     `load` takes (name, tensor) pairs, as vLLM's `load_weights` does; its parameters are torch tensors on any device,
-    "meta" among them, or numpy arrays, and keep their values. `sources` say shape and type of each tensor of the
-    checkpoint. What a loader calls may slice, turn, split, put together and convert tensors, and copies them with
-    `tensor.copy_`, by an index, or with `numpy.copyto`. Raises UsageError, which names the call and the tensor, for
-    anything else.
+    "meta" among them, or numpy arrays, not both; no copy changes them meanwhile. `sources` say shape and type of each
+    tensor of the checkpoint. What a loader calls means what it means in the library of its parameters; it may slice,
+    turn, split, put together and convert tensors, and copies them with torch's `copy_` or by an index, or with
+    `numpy.copyto`. Raises RecordError, a UsageError that names the call and the tensor, for anything else, also where
+    the loader catches it.
     """
     if isinstance(sources, Layout):
         sources = {name: (tensor.shape, tensor.dtype) for name, tensor in sources.tensors.items()}
     known = {name: (tuple(map(int, shape)), dtype_name(dtype)) for name, (shape, dtype) in sources.items()}
-    log = _Copies(parameters, known)
-    load((name, Traced.of(log, name, *known[name])) for name in known)
-    return log.recording()
+    torch = _are_torch(parameters)
+    make = traced_tensor if torch else TracedArray
+    log = CopyLog(parameters, known)
+    with watched(log) if torch else read_only(parameters):
+        _run(load, ((name, make(log, Elements.of(name, *known[name]))) for name in known), log)
+    for name, memory in log.memory.items():
+        if memory_of(parameters[name]) != memory:
+            raise RecordError(f"{name}: the loader gives this parameter other memory; it copies to what there is")
+    return _recording(log, known)
 
 
-class _Memory(NamedTuple):
-    """Where a tensor or an array lies: in which storage, from which byte on, and by which strides, in elements."""
-
-    storage: int
-    first: int
-    shape: Shape
-    strides: Shape
-    dtype: str
-
-
-def _memory(tensor: Any) -> _Memory:
-    tensor = tensor.data if hasattr(tensor, "untyped_storage") else tensor
-    name, shape = dtype_name(tensor.dtype), tuple(map(int, tensor.shape))
-    if hasattr(tensor, "untyped_storage"):
-        # The storage and not the address: there is none on the device "meta".
-        storage, first = tensor.untyped_storage()._cdata, tensor.storage_offset() * ITEMSIZE[name]
-        return _Memory(storage, first, shape, tuple(map(int, tensor.stride())), name)
-    strides = tuple(int(stride) // ITEMSIZE[name] for stride in tensor.strides)
-    return _Memory(0, tensor.__array_interface__["data"][0], shape, strides, name)
+def _are_torch(parameters: Mapping[str, Any]) -> bool:
+    """Tell whether parameters are of torch; without any they count as torch's where it is loaded."""
+    kinds = {hasattr(parameter, "untyped_storage") for parameter in parameters.values()}
+    if len(kinds) > 1:
+        raise UsageError(
+            "some parameters are torch tensors and some numpy arrays, whose calls differ in what they mean: record "
+            "the loader of each by itself"
+        )
+    return kinds.pop() if kinds else "torch" in sys.modules
 
 
-class _Copies:
-    """The copies that a loader makes, by parameter: parts by the box of the parameter that they fill."""
+def _run(load: Callable[[Iterator[tuple[str, Any]]], object], pairs: Iterator[tuple[str, Any]], log: CopyLog) -> None:
+    """Run a loader; what was refused comes out whatever the loader, or a library, made of the error."""
+    last = "no tensor yet"
 
-    def __init__(self, parameters: Mapping[str, Any], sources: Mapping[str, tuple[Shape, str]]) -> None:
-        self._sources = sources
-        self._memory: dict[str, _Memory] = {}
-        for name, parameter in parameters.items():
-            memory = _memory(parameter)
-            if memory not in self._memory.values():  # else it is another name of the same: tied weights
-                self._memory[name] = memory
-        self._in_storage: dict[int, list[str]] = {}
-        for name, memory in self._memory.items():
-            self._in_storage.setdefault(memory.storage, []).append(name)
-        self._parts: dict[str, dict[tuple[Shape, Shape], Part]] = {name: {} for name in self._memory}
-        self._dtypes: dict[str, str] = {}
+    def noted() -> Iterator[tuple[str, Any]]:
+        nonlocal last
+        for name, tensor in pairs:
+            last = name
+            yield name, tensor
 
-    def copied(self, target: Any, traced: Traced) -> None:
-        """Take note that a part of a parameter, as a view of it, gets the elements of a traced tensor."""
-        view = _memory(target)
-        name, parameter, offset = self._find(view, traced)
-        self._check_types(name, parameter, traced)
-        there = Array(parameter.shape, parameter.strides)
-        for piece in traced.pieces:
-            begin = offset + sum(map(int.__mul__, piece.start, view.strides))
-            here = Array(self._sources[piece.source][0])
-            try:
-                found = boxes_between(piece.extent, (here, piece.offset, piece.strides), (there, begin, view.strides))
-            except UsageError as error:
-                raise RecordError(f"{name}: what the loader copies of {piece.source} cannot be said: {error}") from None
-            for source_start, start, extent, axes in found:
-                self._add(name, Part(piece.source, source_start, start, extent, axes))
-
-    def _find(self, view: _Memory, traced: Traced) -> tuple[str, _Memory, int]:
-        """Return the parameter that a view is of, and where in it the view begins, in elements."""
-        for name in self._in_storage.get(view.storage, ()):
-            memory = self._memory[name]
-            offset, rest = divmod(view.first - memory.first, ITEMSIZE[memory.dtype])
-            # Parameters may lie in each other's gaps.
-            if offset >= 0 and Array(memory.shape, memory.strides).has(offset):
-                if view.dtype != memory.dtype or rest:
-                    raise RecordError(f"{name}: the loader writes {traced.name} to it as {view.dtype}")
-                return name, memory, offset
-        raise RecordError(f"{traced.name}: the loader copies it to a tensor that is none of the parameters")
-
-    def _check_types(self, name: str, parameter: _Memory, traced: Traced) -> None:
-        first, *casts = traced.casts
-        if any(cast not in (first, parameter.dtype, *WIDE) for cast in casts):
-            steps = " to ".join([*traced.casts, parameter.dtype])
-            raise RecordError(f"{name}: the loader converts {traced.name} from {steps}; a recipe converts once")
-        if self._dtypes.setdefault(name, first) != first:
-            raise RecordError(f"{name}: the loader makes it of {self._dtypes[name]} and {first}; make them one type")
-
-    def _add(self, name: str, part: Part) -> None:
-        """Take note of a part; one that fills the same box as an earlier one takes its place."""
-        stop = tuple(map(int.__add__, part.target_start, part.extent))
-        self._parts[name][part.target_start, stop] = part
-
-    def recording(self) -> Recording:
-        """Return what was noted. Raises RecordError for boxes that overlap: a plan has no order of writes."""
-        for name, parts in self._parts.items():
-            _check_apart(name, sorted(parts))
-        parameters = {
-            name: Parameter(m.dtype, m.shape, m.strides, self._dtypes.get(name, ""), tuple(self._parts[name].values()))
-            for name, m in self._memory.items()
-        }
-        used = {part.source for parts in self._parts.values() for part in parts.values()}
-        return Recording(parameters, {name: self._sources[name][0] for name in self._sources if name in used})
+    try:
+        load(noted())
+    except RecordError:
+        raise
+    except Exception as error:
+        log.check()
+        if isinstance(error, ValueError) and "read-only" in str(error):
+            raise RecordError(
+                f"{last}: the loader changes a parameter by something else than numpy.copyto(parameter[index], "
+                f"tensor) ({error}): a recipe has copies alone, so do that before it is recorded, or in on_commit"
+            ) from error
+        if isinstance(error, LIBRARY_ERRORS):
+            raise RecordError(
+                f"{last}: the loader, or a call that it makes with a tensor without values, fails: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        raise
+    log.check()
 
 
-def _check_apart(name: str, boxes: list[tuple[Shape, Shape]]) -> None:
-    """Raise RecordError unless boxes, in the order of their starts, have nothing in common."""
-    near: list[tuple[Shape, Shape]] = []
-    for start, stop in boxes:
-        near = [(low, high) for low, high in near if high[:1] > start[:1]]
-        for low, high in near:
-            if all(a < d and c < b for a, b, c, d in zip(start, stop, low, high, strict=True)):
-                raise RecordError(f"{name}: the loader writes {low} to {high} and {start} to {stop}, which overlap")
-        near.append((start, stop))
+def _recording(log: CopyLog, known: Mapping[str, tuple[Shape, str]]) -> Recording:
+    parameters = {
+        name: Parameter(m.dtype, m.shape, m.strides, log.dtypes.get(name, ""), tuple(log.parts[name].values()))
+        for name, m in log.memory.items()
+    }
+    used = {part.source for parts in log.parts.values() for part in parts.values()}
+    return Recording(parameters, {name: known[name][0] for name in known if name in used})
 
 
 def _joined(name: str, of_rank: Mapping[int, Parameter]) -> tuple[Tensor, list[Part]]:
@@ -245,7 +206,7 @@ def _joined(name: str, of_rank: Mapping[int, Parameter]) -> tuple[Tensor, list[P
         start = (begin, *zeros[1:]) if own else ()
         parts += [p._replace(target_start=tuple(map(int.__add__, p.target_start, start))) for p in several]
         piece = Piece(start, tuple(map(int.__add__, start, own)), zeros)
-        for rank in ranks:
+        for rank in ranks if all(own) else ():
             held = Held((piece,), own, _usual(of_rank[rank]))
             ranks_of.setdefault(held, []).append(rank)
         begin += own[0] if own else 0
@@ -263,7 +224,7 @@ def _expression(
     tensor: Tensor, parts: list[Part], of_rank: Mapping[int, Parameter], shapes: Mapping[str, Shape]
 ) -> Expression:
     """Return the expression of a target of which the parts are known."""
-    dtypes = {one.source_dtype for one in of_rank.values() if one.parts}
+    dtypes = {one.source_dtype for one in of_rank.values() if one.parts} or {tensor.dtype}
     if len(dtypes) != 1:
         raise UsageError(f"ranks load a parameter from tensors of several types: {', '.join(sorted(dtypes))}")
     dtype = dtypes.pop()

@@ -16,6 +16,7 @@ from aiote.weights import Copy, Layout, Task, UpdatePlan
 
 Array = NDArray[np.float64]
 Store = dict[int, dict[str, Array]]
+Cast = Callable[[Array, str, str], Array]
 UNTOUCHED = -1.0
 
 
@@ -57,10 +58,15 @@ def target_of(copy: Copy, flat: Array) -> Array:
     return elements(flat, copy.target_offset, copy.shape, copy.target_strides)
 
 
-def make(task: Task, staged: Array, cast: bool) -> dict[str, Array]:
+def marked(staged: Array, dtype: str, to: str) -> Array:
+    """Return elements as a cast leaves them: a quarter tells that there was one."""
+    return staged + 0.25 if dtype != to else staged
+
+
+def make(task: Task, staged: Array, to: str, cast: Cast) -> dict[str, Array]:
     """Return what a task's staging array becomes, by the tensor that it goes to."""
     if task.block is None:
-        return {task.target: staged + 0.25 if cast else staged}
+        return {task.target: cast(staged, task.dtype, to)}
     return {task.target: staged + 0.5, task.scale: block_sums(staged, task.block)}
 
 
@@ -72,7 +78,7 @@ def block_sums(whole: Array, block: tuple[int, int]) -> Array:
 
 
 def carry_out(
-    plan: UpdatePlan, stores: Store, small: Callable[[Task], bool] | None = None
+    plan: UpdatePlan, stores: Store, small: Callable[[Task], bool] | None = None, cast: Cast = marked
 ) -> tuple[Store, dict[int, dict[str, Array]]]:
     """Return what each target rank has after an update, and how often each element was written."""
     blank = {n: np.full(t.shape, UNTOUCHED) for n, t in plan.targets.tensors.items()}
@@ -80,7 +86,7 @@ def carry_out(
     count = hold(plan.targets, {n: np.zeros(t.shape) for n, t in plan.targets.tensors.items()})
     for rank in plan.sources.ranks:
         for task in plan.tasks(rank, small):
-            made = stage(plan, task, stores)
+            made = stage(plan, task, stores, cast)
             for ranks, copy in task.writes:
                 begin = stores[rank][copy.source] if task.kind == "direct" else made[copy.target].ravel()
                 for target in ranks:
@@ -89,7 +95,7 @@ def carry_out(
     return memory, count
 
 
-def stage(plan: UpdatePlan, task: Task, stores: Store) -> dict[str, Array]:
+def stage(plan: UpdatePlan, task: Task, stores: Store, cast: Cast = marked) -> dict[str, Array]:
     """Read what a task reads, each element once at most, and make of it what it writes."""
     if task.kind == "direct":
         assert not task.reads
@@ -100,4 +106,4 @@ def stage(plan: UpdatePlan, task: Task, stores: Store) -> dict[str, Array]:
         target_of(copy, staged)[...] = source_of(copy, stores[rank][copy.source])
         target_of(copy, times)[...] += 1
     assert times.max() == 1
-    return make(task, staged.reshape(shape), task.dtype != plan.targets.tensors[task.target].dtype)
+    return make(task, staged.reshape(shape), plan.targets.tensors[task.target].dtype, cast)

@@ -112,7 +112,17 @@ def test_parameters_that_are_one_memory_are_loaded_once():
         (lambda x: x.softmax(-1), "x: the loader calls softmax"),
         (lambda x: __import__("torch").relu(x), "x: the loader calls relu"),
         (lambda x: x.item(), "x: the loader calls item"),
-        (lambda x: x.to("cpu").flip(0), "x: the loader calls flip"),
+        (lambda x: x.to("cpu").cumsum(0), "x: the loader calls cumsum"),
+        (lambda x: x.view(__import__("torch").int32), "x: the loader calls view, and a recipe converts values only"),
+        (lambda x: x.tolist(), "x: the loader calls tolist"),
+        (lambda x: __import__("torch").from_numpy(x.numpy()), "x: the loader calls numpy"),
+        (lambda x: __import__("torch").from_numpy(np.flip(x)), "x: the loader calls numpy's flip, but the parameters"),
+        (lambda x: x.chunk(2, 0)[2], "x: the loader, or a call that it makes .* IndexError"),
+        (lambda x: x.narrow(0, 2, 3), "x: the loader calls narrow, which fails"),
+        (
+            lambda x: __import__("torch").cat([x], out=__import__("torch").zeros(4, 4)),
+            "x: the loader calls cat with out",
+        ),
     ],
 )
 def test_what_no_recipe_can_say_is_refused_by_name(change, words):
