@@ -9,7 +9,7 @@ from .control_stream import ControlConnection, ControlListener, PendingConnectio
 from .driver import Driver
 from .handover import Handover, hand_over
 from .loops import EventLoop, LoopTask, Waiter, current_loop, report
-from .offload import ThreadCall
+from .offload import ThreadCall, in_thread
 from .waiting import Signal, finish, insist, poll_until, run, sleep, wake, within
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "dial",
     "finish",
     "hand_over",
+    "in_thread",
     "insist",
     "poll_until",
     "report",

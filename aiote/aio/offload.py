@@ -11,12 +11,10 @@ import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-import anyio
-
-from .loops import EventLoop, report
+from .loops import EventLoop, current_loop, report
 from .waiting import Signal, insist
 
-__all__ = ["ThreadCall"]
+__all__ = ["ThreadCall", "in_thread"]
 
 T = TypeVar("T")
 
@@ -64,10 +62,12 @@ class ThreadCall(Generic[T]):
         """Wait until the function has returned, whatever cancels us meanwhile: then what it returned is undone."""
         try:
             await self._returned()
-        except anyio.get_cancelled_exc_class():
+        except BaseException:
             self.abandon()
-            await insist(self._loop, lambda: self.returned, self._over.wait, math.inf)
-            self.give_up()
+            try:
+                await insist(self._loop, lambda: self.returned, self._over.wait, math.inf)
+            finally:
+                self.give_up()
             raise
 
     async def _returned(self) -> None:
@@ -90,3 +90,10 @@ class ThreadCall(Generic[T]):
         if self._error is not None:
             raise self._error
         return self._results.pop()
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """Call a function in a thread; a cancellation is raised when it has returned, also a bare `Task.cancel`."""
+    call = ThreadCall(current_loop(), function, lambda _: None, name="aiote in_thread")
+    await call.join()
+    return call.result()

@@ -59,22 +59,28 @@ async def poll_until(loop: EventLoop, condition: Callable[[], bool], patience: f
 async def insist(
     loop: EventLoop, condition: Callable[[], bool], wait: Callable[[], Awaitable[None]], patience: float
 ) -> bool:
-    """Wait until something holds, whatever cancels us meanwhile; False after so many seconds. `wait` returns whenever
-    it may have come true.
+    """Wait until something holds, whatever interrupts us meanwhile; False after so many seconds. `wait` returns
+    whenever it may have come true. Ctrl-C is raised when it holds.
     """
     scope = anyio.CancelScope(deadline=anyio.current_time() + patience, shield=True)
+    interruption: BaseException | None = None
     try:
         with scope:
             while not condition():
                 try:
                     await wait()
                 except anyio.get_cancelled_exc_class():
-                    if scope.cancel_called or loop.name != "asyncio":
+                    if scope.cancel_called:
                         raise
+                except (KeyboardInterrupt, SystemExit) as error:
+                    # trio raises Ctrl-C in its main task, shielded or not.
+                    interruption = error
     except anyio.get_cancelled_exc_class():
         # Where a bare Task.cancel came meanwhile, anyio lets the scope's own cancellation through.
         if not scope.cancel_called or loop.name != "asyncio":
             raise
+    if interruption is not None and condition():
+        raise interruption
     return condition()
 
 

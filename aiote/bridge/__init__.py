@@ -7,6 +7,7 @@ event loop. Both end only when the coroutine has ended, so what a cancelled tran
 
 from .bridge import Bridge, acquire
 from .calls import Call
+from .promise import Promise, outlast
 from .registered_memory import Registration
 
-__all__ = ["Bridge", "Call", "Registration", "acquire"]
+__all__ = ["Bridge", "Call", "Promise", "Registration", "acquire", "outlast"]

@@ -10,14 +10,15 @@ import warnings
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 import aiote
 
 from ..config import EngineConfig
 from ..engine import Opening
 from ..errors import ClosedError, UsageError
-from .calls import Call, until_done
+from .calls import Call, wait_refused
+from .promise import Promise, outlast, until_done
 from .registered_memory import MemorySource, Registration
 from .thread import EngineThread, closed
 
@@ -70,27 +71,33 @@ def acquire(
     provider, rails, config, settings: as of `aiote.open_engine`. kept_bytes: how many bytes of memory may stay
     registered, and alive, that nobody holds any more (256 MiB). What is not given is as the engine has it. Waits until
     the engine is open: some 10 ms, up to a second where libfabric is loaded. After a fork the child acquires one of its
-    own. Raises UsageError for what differs from how the engine was opened, and what `open_engine` raises.
+    own. Raises UsageError for what differs from how the engine was opened, and on the thread of a bridge that is
+    closed, which has to end first; raises what `open_engine` does.
     """
     global _shared
     with _lock:
         if _shared is None or _shared.stopping:
             opening = aiote.open_engine(provider or "auto", rails, config, **settings)
             thread = EngineThread(opening, KEPT_BYTES if kept_bytes is None else kept_bytes, _shared)
-            thread.start()
-            _shared = thread
+            try:
+                thread.start()
+                _shared = thread
+                made = Bridge(thread)
+            except BaseException:
+                thread.stop()
+                raise
         else:
             thread = _shared
             has = thread.opening.arguments
             given = aiote.open_engine(provider or has[0], rails or has[1], config or has[2], **settings)
             _require_same(thread, given, thread.kept_bytes if kept_bytes is None else kept_bytes)
-        thread.users += 1
+            made = Bridge(thread)
     try:
-        thread.opened.result()
+        thread.wait_opened()
     except BaseException:
-        _release(thread)
+        made._abandon()
         raise
-    return Bridge(thread)
+    return made
 
 
 def _require_same(thread: EngineThread, given: Opening, kept_bytes: int) -> None:
@@ -127,7 +134,14 @@ class Bridge:
     def __init__(self, thread: EngineThread) -> None:
         self._thread = thread
         self._held: set[Registration] = set()
-        self._closing: Call[None] | None = None
+        self._closing: Promise[None] | None = None
+        with _lock:
+            thread.users += 1
+
+    def _abandon(self) -> None:
+        """Give the share of a bridge back that nobody has had."""
+        self._closing = Promise()
+        _release(self._thread)
 
     @property
     def engine(self) -> aiote.Engine:
@@ -164,11 +178,16 @@ class Bridge:
         call.start()
         return call
 
+    def prepare(self, work: Coroutine[Any, Any, T]) -> Call[T]:
+        """Return the call of a coroutine that its `start`, `wait` or `join` begins."""
+        return self._call(work)
+
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine beside the engine and await its result, on any asyncio, uvloop or trio loop.
 
-        Cancelling this cancels the coroutine, and is raised once it has ended. Raises what the coroutine raises, and
-        ClosedError where the bridge is closed meanwhile.
+        Cancelling this cancels the coroutine, as anything else does that interrupts the wait (Ctrl-C under trio), and
+        is raised once it has ended. Raises what the coroutine raises, and ClosedError where the bridge is closed
+        meanwhile.
         """
         return await self._call(work).join()
 
@@ -179,15 +198,16 @@ class Bridge:
         try:
             self._require_open()
             if waits:
-                self._require_elsewhere()
+                self.require_elsewhere()
         except BaseException:
             work.close()
             raise
         return Call(self._thread, self, work, timeout)
 
-    def _require_elsewhere(self) -> None:
+    def require_elsewhere(self) -> None:
+        """Raise UsageError on the bridge's own thread, which waits for nothing."""
         if self._thread.is_current:
-            raise UsageError("this is the bridge's own thread, which would wait for itself: use the form with await")
+            raise wait_refused()
 
     def _require_open(self) -> None:
         self._thread.require_parent()
@@ -284,6 +304,7 @@ class Bridge:
                     closing.wait()
             finally:
                 if self._thread.stopping:
+                    outlast(self._thread.ended)
                     self._thread.join()
 
     async def aclose(self) -> None:
@@ -301,17 +322,18 @@ class Bridge:
         """Return the call that closes this bridge, made the first time; None in the child of a fork."""
         if self._thread.inherited:
             return None
-        self._require_elsewhere()
+        self.require_elsewhere()
         return self._closing_call()
 
     def _closing_call(self) -> Call[None]:
         with _lock:
             if self._closing is None:
                 self._closing = Call(self._thread, None, self._close(), firm=True)
-            return self._closing
+            return cast("Call[None]", self._closing)
 
     def __del__(self) -> None:
-        if self.closed or self._thread.inherited:
+        # One whose making was interrupted has nothing.
+        if "_closing" not in vars(self) or self.closed or self._thread.inherited:
             return
         warnings.warn(f"{self!r} was dropped and not closed", ResourceWarning, stacklevel=2, source=self)
         # Any thread may collect it, also one that holds a lock of ours or that is the bridge's: only the loop is told.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent import futures
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ..aio import report
 from ..errors import ClosedError, UsageError
-from .calls import Call, until_done
+from .calls import Call, wait_refused
+from .promise import Promise, until_done
 from .registered_memory import Memory
 
 if TYPE_CHECKING:
@@ -38,13 +38,17 @@ def new_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
+class _Thread(threading.Thread):
+    """The thread of some bridge."""
+
+
 class EngineThread:
     """An engine, its loop and its thread, from `start` to `stop`. `opened` and `ended` are done when it is."""
 
     def __init__(self, opening: Opening, kept_bytes: int, previous: EngineThread | None) -> None:
         self.opening, self.kept_bytes = opening, kept_bytes
-        self.opened: futures.Future[None] = futures.Future()
-        self.ended: futures.Future[None] = futures.Future()
+        self.opened: Promise[None] = Promise()
+        self.ended: Promise[None] = Promise()
         self.users = 0
         self.stopping = self.inherited = False
         self.engine: aiote.Engine
@@ -55,7 +59,7 @@ class EngineThread:
         self._lock = threading.RLock()
         self._calls: set[Call[Any]] = set()
         self._stopped = asyncio.Event()
-        self._thread = threading.Thread(target=self._main, name="aiote bridge", daemon=True)
+        self._thread = _Thread(target=self._main, name="aiote bridge", daemon=True)
 
     def start(self) -> None:
         """Start the thread. Raises RuntimeError where the system has no more of them."""
@@ -64,6 +68,14 @@ class EngineThread:
         except BaseException:
             self.loop.close()
             raise
+
+    def wait_opened(self) -> None:
+        """Wait until the engine is open. Raises what opening it did, and UsageError on the thread of a bridge: the
+        engine before has to end first.
+        """
+        if not self.opened.done() and isinstance(threading.current_thread(), _Thread):
+            raise wait_refused()
+        self.opened.result()
 
     @property
     def is_current(self) -> bool:
@@ -137,20 +149,20 @@ class EngineThread:
                 runner.run(self._live())
         except BaseException as error:
             if not self.opened.done():
-                self.opened.set_exception(error)
+                self.opened.settle(error)
             elif not isinstance(error, asyncio.CancelledError):
                 report(error)
         finally:
             self.stop()
             for call in self.calls_of():
                 call.end(closed())
-            self.ended.set_result(None)
+            self.ended.settle(None)
 
     async def _live(self) -> None:
         self.engine = await self.opening
         async with self.engine:
             self.memory = Memory(self.engine, self.kept_bytes)
-            self.opened.set_result(None)
+            self.opened.settle(None)
             await self._stopped.wait()
             await self.end_calls()
             await self.memory.aclose()

@@ -1,0 +1,361 @@
+"""Whatever interrupts a wait, and wherever: when it raises, nothing of the call is under way, and others go on.
+
+Each wait is interrupted at each of its steps, as a signal handler can, and at each of its awaits, on each event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent import futures
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+import aiote
+from aiote import bridge as bridges
+from aiote.bridge import promise
+from bridges import Stubborn, aside, bridge_to, value
+from engines import PATIENCE_S
+from interrupts import Interrupts, thrown_at
+
+pytestmark = [
+    pytest.mark.libfabric,
+    pytest.mark.one_library,
+    # What is interrupted before it has begun.
+    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
+]
+
+
+class Work:
+    """A transfer: once it has begun it takes turns of the loop, and its drain one more."""
+
+    def __init__(self, endless: bool = False) -> None:
+        self.begun = self.ended = False
+        self._endless = endless
+
+    async def run(self) -> int:
+        self.begun = True
+        try:
+            await asyncio.sleep(1e6 if self._endless else 0)
+            return 7
+        finally:
+            with anyio.CancelScope(shield=True):
+                await asyncio.sleep(0)
+            self.ended = True
+
+
+@pytest.fixture(params=["uvloop", "asyncio"])
+def bridge(request, monkeypatch) -> Iterator[bridges.Bridge]:
+    if request.param == "asyncio":
+        monkeypatch.setitem(sys.modules, "uvloop", None)
+    with bridge_to() as bridge:
+        monkeypatch.undo()
+        yield bridge
+
+
+def quiet(bridge: bridges.Bridge) -> None:
+    """Fail unless nothing stays under way, and others' calls work."""
+    for _ in range(100):
+        assert bridge.call(value(1)) == 1
+        if not bridge._thread.calls_of(bridge):
+            return
+    raise AssertionError(bridge._thread.calls_of(bridge))
+
+
+def registered(bridge: bridges.Bridge) -> int:
+    return len(bridge._held)
+
+
+def call(bridge: bridges.Bridge, work: Work) -> object:
+    return bridge.call(work.run())
+
+
+def call_within(bridge: bridges.Bridge, work: Work) -> object:
+    return bridge.call(work.run(), timeout=PATIENCE_S)
+
+
+def prepared(bridge: bridges.Bridge, work: Work) -> object:
+    return bridge.prepare(work.run()).wait()
+
+
+@pytest.mark.parametrize("wait", [call, call_within, prepared])
+def test_a_call_that_is_interrupted_at_any_step_is_over(bridge, wait):
+    def tried(at: int) -> bool:
+        work, steps = Work(), Interrupts(at)
+        try:
+            with steps.armed():
+                assert wait(bridge, work) == 7
+        except KeyboardInterrupt:
+            pass
+        at_once = work.begun, work.ended
+        quiet(bridge)
+        assert at_once in ((False, False), (True, True)), f"at step {at} it goes on"
+        assert (work.begun, work.ended) == at_once, f"at step {at} it begins later"
+        return steps.happened
+
+    assert next(at for at in itertools.count() if not aside(tried, at)) > 20
+
+
+def test_a_future_that_is_interrupted_at_any_step_can_be_waited_for_again(bridge):
+    """As torch and Ray wait: for no longer than they like."""
+
+    def tried(at: int) -> bool:
+        work, steps = Work(), Interrupts(at)
+        future = bridge.submit(work.run())
+        try:
+            with steps.armed():
+                assert future.result(PATIENCE_S) == 7
+        except KeyboardInterrupt:
+            pass
+        # Of another thread, which needs what locks it has.
+        assert aside(future.result, PATIENCE_S) == 7
+        assert future.done()
+        assert future.exception() is None
+        quiet(bridge)
+        return steps.happened
+
+    assert next(at for at in itertools.count() if not aside(tried, at)) > 5
+
+
+def test_memory_whose_registration_is_interrupted_is_not_registered(bridge):
+    memory = np.zeros(100, np.uint8)
+
+    def tried(at: int) -> bool:
+        steps, made = Interrupts(at), None
+        try:
+            with steps.armed():
+                made = bridge.register(memory, "read")
+        except KeyboardInterrupt:
+            pass
+        quiet(bridge)
+        if made is not None:
+            made.close()
+        assert registered(bridge) == 0, f"step {at}"
+        return steps.happened
+
+    assert next(at for at in itertools.count() if not aside(tried, at)) > 20
+
+
+@pytest.mark.parametrize("how", ["close", "trim"])
+def test_what_is_interrupted_when_it_ends_can_be_ended_again(bridge, how):
+    memory = np.zeros(100, np.uint8)
+
+    def tried(at: int) -> bool:
+        made, steps = bridge.register(memory, "local"), Interrupts(at)
+        end: Callable[[], object] = made.close if how == "close" else bridge.trim
+        try:
+            with steps.armed():
+                end()
+        except KeyboardInterrupt:
+            pass
+        quiet(bridge)
+        end()
+        made.close()
+        assert registered(bridge) == 0
+        return steps.happened
+
+    assert next(at for at in itertools.count() if not aside(tried, at)) > 10
+
+
+def test_a_bridge_whose_acquisition_or_end_is_interrupted_leaves_no_share():
+    with bridge_to() as first:
+
+        def tried(at: int) -> bool:
+            steps, made = Interrupts(at), None
+            try:
+                with steps.armed():
+                    made = bridges.acquire()
+                    made.close()
+            except KeyboardInterrupt:
+                pass
+            if made is not None:
+                made.close()
+            # One that was interrupted before it was returned is dropped, which closes it.
+            for _ in range(1000):
+                quiet(first)
+                if first._thread.users == 1:
+                    break
+            assert first._thread.users == 1, f"step {at}"
+            return steps.happened
+
+        with pytest.warns(ResourceWarning):
+            assert next(at for at in itertools.count() if not aside(tried, at)) > 20
+
+
+def on(loop: str, function: Callable[[], Awaitable[Any]]) -> Any:
+    """Run a coroutine function on an event loop of the caller's thread."""
+    return anyio.run(
+        function,
+        backend="trio" if loop == "trio" else "asyncio",
+        backend_options={"use_uvloop": True} if loop == "uvloop" else {},
+    )
+
+
+async def run(bridge: bridges.Bridge, work: Work) -> None:
+    assert await bridge.run(work.run()) == 7
+
+
+async def join(bridge: bridges.Bridge, work: Work) -> None:
+    assert await bridge.submit(work.run()).join() == 7
+
+
+async def register(bridge: bridges.Bridge, _: Work) -> None:
+    async with await bridge.register_async(bytearray(100), "read"):
+        pass
+
+
+async def acquire(_: bridges.Bridge, __: Work) -> None:
+    async with bridges.acquire():
+        pass
+
+
+WAITS = [run, join, register, acquire]
+
+
+def over(bridge: bridges.Bridge, work: Work, at: int) -> None:
+    at_once = work.begun, work.ended
+    assert at_once in ((False, False), (True, True)), f"at step {at} it goes on"
+    aside(quiet, bridge)
+    assert (work.begun, work.ended) == at_once, f"at step {at} it begins later"
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop", "trio"])
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.filterwarnings("ignore:.*was dropped and not closed:ResourceWarning")
+def test_an_await_that_is_interrupted_at_any_step_is_over(bridge, loop, wait):
+    async def main() -> int:
+        for at in itertools.count():
+            work, steps = Work(), Interrupts(at, awaited=True)
+            try:
+                with steps.armed():
+                    await wait(bridge, work)
+            except KeyboardInterrupt:
+                pass
+            if wait is not join:
+                # A future that was submitted goes on until somebody waits for it.
+                over(bridge, work, at)
+            if not steps.happened:
+                return at
+        raise AssertionError
+
+    assert aside(on, loop, main) > 5
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop", "trio"])
+@pytest.mark.parametrize("wait", WAITS)
+def test_an_await_that_is_interrupted_where_it_sleeps_is_over(bridge, loop, wait):
+    async def main() -> int:
+        for at in itertools.count():
+            told: list[int] = []
+            endless = wait in (run, join)
+            work = Work(endless)
+            try:
+                await thrown_at(wait(bridge, work), at, lambda told=told: told.append(1))
+            except KeyboardInterrupt:
+                pass
+            over(bridge, work, at)
+            if endless or not told:
+                return at
+        raise AssertionError
+
+    aside(on, loop, main)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_ctrl_c_under_trio_is_raised_when_the_coroutine_has_ended(bridge, times):
+    """trio raises it in the main task, however often it comes, and whatever shields that."""
+    trio = pytest.importorskip("trio")
+    work = Stubborn()
+
+    def press() -> None:
+        work.until(work.begun)
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+            work.until(work.cancelled)
+            # Slower than the handling of the last one.
+            bridge.call(value(0, turns=100))
+        work.may_end.set()
+
+    thread = threading.Thread(target=press)
+
+    async def main() -> None:
+        thread.start()
+        try:
+            await bridge.run(work.run())
+        finally:
+            assert work.ended
+
+    with pytest.raises(KeyboardInterrupt):
+        trio.run(main)
+    thread.join()
+    assert bridge.call(value(1)) == 1
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, ZeroDivisionError])
+def test_any_exception_of_a_signal_handler_cancels_an_await(bridge, kind):
+    work = Work(endless=True)
+
+    async def main() -> None:
+        with pytest.raises(kind):
+            await thrown_at(bridge.run(work.run()), 0, int, kind)
+        over(bridge, work, 0)
+
+    aside(asyncio.run, main())
+
+
+def test_a_wait_of_the_standard_library_that_has_kept_a_lock_stops_nobody(bridge, monkeypatch):
+    """`concurrent.futures.wait`, interrupted between two of its own steps, loses the lock of a future."""
+    monkeypatch.setattr(promise, "LOOK_S", 0.01)
+    work = Work(endless=True)
+    lost, others = bridge.submit(work.run()), bridge.submit(value(3, turns=50))
+    aside(lost._condition.acquire)
+    assert lost.cancel()
+    assert others.result(PATIENCE_S) == 3
+    with pytest.raises(futures.CancelledError):
+        lost.result(PATIENCE_S)
+    quiet(bridge)
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda bridge, other: bridge.call(value(1)),
+        lambda bridge, other: other.result(),
+        lambda bridge, other: other.result(5),
+        lambda bridge, other: other.exception(),
+        lambda bridge, other: other.wait(),
+        lambda bridge, other: bridge.register(bytearray(8)),
+        lambda bridge, other: bridge.trim(),
+        lambda bridge, other: bridge.close(),
+    ],
+)
+def test_a_callback_that_would_wait_is_refused(bridge, wait):
+    """It runs on the thread that has to end what it waits for."""
+    other, told = bridge.submit(Work(endless=True).run()), futures.Future[object]()
+
+    def told_of(_: object) -> None:
+        try:
+            told.set_result(wait(bridge, other))
+        except BaseException as error:
+            told.set_exception(error)
+
+    bridge.submit(value(1)).add_done_callback(told_of)
+    with pytest.raises(aiote.UsageError, match="the bridge's own thread, which would wait for itself"):
+        told.result(PATIENCE_S)
+    other.cancel()
+    # What has ended can be asked.
+    assert bridge.call(ask(bridge.submit(value(5)))) == 5
+
+
+async def ask(future: bridges.Call[int]) -> int:
+    while not future.done():
+        await asyncio.sleep(0)
+    return future.result()
