@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent import futures
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, ExitStack
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Self, TypeVar
@@ -17,7 +17,7 @@ import anyio
 
 import aiote
 
-from ..bridge import Bridge, Call
+from ..bridge import Bridge, Call, Promise, outlast
 from .consumer import Consumer
 from .moving import Rows
 from .offers import Offer
@@ -50,25 +50,30 @@ class Blocking(Generic[T]):
     """What lives on a bridge, and the requests that threads have under way there; a context manager that closes it."""
 
     def __init__(self, bridge: Bridge, context: Callable[[aiote.Engine], AbstractAsyncContextManager[T]]) -> None:
+        bridge.require_elsewhere()
         self._bridge = bridge
         self._calls: dict[str, Call[str]] = {}
         self._ended: SimpleQueue[tuple[str, Rows, str]] = SimpleQueue()
-        self._opened: futures.Future[T] = futures.Future()
+        self._opened: Promise[T] = Promise()
         self._leave = anyio.Event()
         self._life = bridge.submit(self._live(context))
         self._life.add_done_callback(self._ended_early)
-        self._inner = self._opened.result()
+        try:
+            self._inner = self._opened.result()
+        except BaseException:
+            self._life.cancel()
+            raise
 
     async def _live(self, context: Callable[[aiote.Engine], AbstractAsyncContextManager[T]]) -> None:
         self._leave = anyio.Event()
         async with context(self._bridge.engine) as inner:
-            self._opened.set_result(inner)
+            self._opened.settle(None, inner)
             await self._leave.wait()
 
     def _ended_early(self, life: futures.Future[None]) -> None:
         if not self._opened.done():
             error = None if life.cancelled() else life.exception()
-            self._opened.set_exception(error or aiote.ClosedError("it was closed before it was open"))
+            self._opened.settle(error or aiote.ClosedError("it was closed before it was open"))
 
     def _begin(self, request: str, rows: Rows, work: Callable[[], Coroutine[Any, Any, str]]) -> None:
         """Have a coroutine run that returns why a request has failed, "" where it has not. Raises UsageError."""
@@ -108,11 +113,12 @@ class Blocking(Generic[T]):
                 finished.pages.setdefault(group, set()).update(row.pages.tolist())
 
     def close(self) -> None:
-        """Cancel what is under way, wait until it has ended, and end what lives on the bridge. Idempotent."""
-        calls = list(self._calls.values())
-        for call in calls:
-            call.cancel()
-        futures.wait(calls)
+        """Cancel what is under way, wait until it has ended, and end what lives on the bridge. Idempotent.
+
+        Not on the bridge's own thread, where it raises UsageError.
+        """
+        self._bridge.require_elsewhere()
+        _end(list(self._calls.values()))
         if not self._life.done():
             self._bridge.call(_set(self._leave))
             self._life.result()
@@ -124,6 +130,15 @@ class Blocking(Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _end(calls: Sequence[Call[Any]]) -> None:
+    """Cancel calls, and wait until all have ended; whatever interrupts that is raised then."""
+    for call in calls:
+        call.cancel()
+    with ExitStack() as all_of_them:
+        for call in calls:
+            all_of_them.callback(outlast, call)
 
 
 async def _set(event: anyio.Event) -> None:
@@ -174,10 +189,8 @@ class BlockingConsumer(Blocking[Consumer]):
 
     def close(self) -> None:
         """As ever; requests that wait are kept no longer."""
-        calls = list(self._renewals.values())
-        for call in calls:
-            call.cancel()
-        futures.wait(calls)
+        self._bridge.require_elsewhere()
+        _end(list(self._renewals.values()))
         super().close()
 
 

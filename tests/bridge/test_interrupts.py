@@ -6,6 +6,7 @@ Each wait is interrupted at each of its steps, as a signal handler can, and at e
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import os
 import signal
@@ -50,6 +51,13 @@ class Work:
             with anyio.CancelScope(shield=True):
                 await asyncio.sleep(0)
             self.ended = True
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """What was interrupted before it had begun is warned of here, and not in another test."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(params=["uvloop", "asyncio"])

@@ -6,13 +6,9 @@ The real one is in tests/hosts.
 from __future__ import annotations
 
 import asyncio
-import importlib
-import sys
 import threading
 from collections.abc import Iterator
-from concurrent import futures
 from datetime import timedelta
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,81 +16,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import aiote
-from bridges import Stubborn, aside, bridge_to, drop
+from bridges import Stubborn, aside, drop
 from engines import PATIENCE_S
-from tensors import Tensor, tensor
-
-SIZE = 1 << 16
-NAMES = ("torch", "torch.distributed", "torch.distributed._transport", "torch.futures")
-
-
-class Transport:
-    def __init__(self, device: Any) -> None:
-        self.device = device
-
-    def _check_device(self, device: Any) -> None:
-        assert device.type == "cpu"
-
-
-async def wait_all(works: list[Any], timeout: float | None) -> None:  # noqa: ASYNC109
-    for work in works:
-        await work._call.join()
+from tensors import tensor
+from torch_stand_in import SIZE, Pair, connector, paired, registered
 
 
 @pytest.fixture(scope="module")
 def torch() -> Iterator[Any]:
-    """The connector's module, as it is with stand-ins for torch."""
-    contents: tuple[dict[str, Any], ...] = (
-        {"Tensor": Tensor},
-        {"Work": type("Work", (), {})},
-        {"Transport": Transport, "wait_all": wait_all},
-        {"Future": futures.Future},
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        for name, content in zip(NAMES, contents, strict=True):
-            module = ModuleType(name)
-            vars(module).update(content)
-            patch.setitem(sys.modules, name, module)
-        sys.modules["torch"].futures = sys.modules["torch.futures"]  # type: ignore[attr-defined]
-        patch.delitem(sys.modules, "aiote.connectors.torch", raising=False)
-        yield importlib.import_module("aiote.connectors.torch")
-        sys.modules.pop("aiote.connectors.torch", None)
-
-
-class Pair:
-    """A transport whose peer is an engine of the test's own, on the same loop."""
-
-    def __init__(self, torch: Any, bridge: Any) -> None:
-        self.torch, self.bridge = torch, bridge
-        self.peer = bridge.call(opened())
-        self.transport = torch.AioteTransport()
-        self.transport.connect(torch._Url("peer", str(self.peer.address)).serialize())
-        self.local, self.theirs = tensor(SIZE, 1), tensor(SIZE, 2)
-        self.memory = self.transport.register_memory(self.local)
-        self.descriptor = bridge.call(self.peer.register_async(self.theirs, "read-write")).descriptor
-        self.remote = torch.AioteRemoteBuffer("peer", self.descriptor)
-
-    def close(self) -> None:
-        self.transport.close()
-        self.bridge.call(self.peer.aclose())
-
-
-async def opened() -> aiote.Engine:
-    return await aiote.open_engine("local")
+    with connector() as module:
+        yield module
 
 
 @pytest.fixture
 def pair(torch) -> Iterator[Pair]:
-    with bridge_to() as bridge:
-        made = aside(Pair, torch, bridge)
+    with paired(torch) as made:
         yield made
-        aside(made.close)
-
-
-def registered(bridge: Any) -> int:
-    """How many registrations the engine has."""
-    return len(bridge._thread.memory._table)
 
 
 def test_bytes_go_to_the_peer_and_come_from_it(pair):
@@ -154,7 +91,7 @@ def test_a_transfer_that_times_out_has_ended_when_it_raises(pair, monkeypatch, n
     ended: list[bool] = []
 
     def transfer() -> None:
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match=rf"the {name} of {SIZE} bytes was not over within 0.01 s"):
             getattr(pair.transport, name)(pair.memory.to_mutable_view(), pair.remote, timeout=0.01)
         ended.append(stubborn.ended)
 
@@ -189,7 +126,7 @@ def test_memory_that_a_thread_copies_to_is_let_go_of_after_the_copy(torch, pair,
 
     ending = threading.Thread(target=ended)
     ending.start()
-    monkeypatch.setattr(torch.np, "copyto", copy)
+    monkeypatch.setattr(np, "copyto", copy)
     remote = target.to_remote_buffer()
     aside(a.write, source.to_view(), remote)
     ending.join(PATIENCE_S)
@@ -223,7 +160,7 @@ def test_other_memory_than_the_peers_is_refused(torch, pair):
 
 @given(st.binary() | st.text().map(str.encode))
 def test_any_bytes_are_a_descriptor_or_refused(torch, data):
-    for kind in (torch._Url, torch.AioteRemoteBuffer):
+    for kind in (torch.Endpoint, torch.AioteRemoteBuffer):
         with pytest.raises(ValueError, match="malformed descriptor"):
             kind.deserialize(data)
         with pytest.raises(TypeError, match="is bytes"):
@@ -232,27 +169,27 @@ def test_any_bytes_are_a_descriptor_or_refused(torch, data):
 
 @given(st.data())
 def test_a_changed_descriptor_is_refused_or_says_so_by_its_owner(torch, data):
-    url = torch._Url("peer", "aiote://here").serialize()
+    url = torch.Endpoint("peer", "aiote://here").serialize()
     at = data.draw(st.integers(0, len(url) - 1))
     changed = url[:at] + bytes([data.draw(st.integers(0, 255))]) + url[at + 1 :]
     try:
-        found = torch._Url.deserialize(changed)
+        found = torch.Endpoint.deserialize(changed)
     except ValueError as error:
         assert "malformed descriptor" in str(error)
     else:
-        assert torch._Url.deserialize(found.serialize()) == found
+        assert torch.Endpoint.deserialize(found.serialize()) == found
 
 
 def test_a_dropped_transport_lets_go_of_its_memory(torch, pair):
-    before = registered(pair.bridge), len(torch._here), pair.bridge._thread.users
+    before = registered(pair.bridge), len(torch.registered_here), pair.bridge._thread.users
     made = torch.AioteTransport()
     memory = aside(made.register_memory, tensor(100))
-    assert (registered(pair.bridge), len(torch._here)) == (before[0] + 1, before[1] + 1)
+    assert (registered(pair.bridge), len(torch.registered_here)) == (before[0] + 1, before[1] + 1)
     held = [made, memory]
     del made, memory
     drop(held)
     for _ in range(int(PATIENCE_S * 100)):
-        if (now := (registered(pair.bridge), len(torch._here), pair.bridge._thread.users)) == before:
+        if (now := (registered(pair.bridge), len(torch.registered_here), pair.bridge._thread.users)) == before:
             break
         threading.Event().wait(0.01)
     assert now == before

@@ -48,7 +48,7 @@ def test_a_copy_that_has_begun_ends_before_its_target_is_its_owners(monkeypatch,
 
     def copy(to: object, what: object) -> None:
         ending.start()
-        while (remote.endpoint, remote.descriptor) in connector._here:
+        while (remote.endpoint, remote.descriptor) in connector.registered_here:
             pass
         copyto(to, what)  # type: ignore[arg-type]
 

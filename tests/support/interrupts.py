@@ -56,9 +56,11 @@ class Interrupts:
 
     def _is_ours(self, frame: types.FrameType | None) -> bool:
         for _ in range(DEEP):
-            if frame is None or frame.f_code.co_filename.endswith(FINALIZERS):
+            if frame is None:
                 return False
             code = frame.f_code
+            if code.co_filename.endswith(FINALIZERS) or code.co_name == "__del__":
+                return False
             if code.co_filename.startswith(OURS) and (not self._awaited or code.co_flags & inspect.CO_COROUTINE):
                 return True
             frame = frame.f_back

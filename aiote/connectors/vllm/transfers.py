@@ -5,6 +5,7 @@ Nothing here waits, except `close`. A worker starts what is new in a step and as
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import aiote
@@ -129,11 +130,15 @@ class Transfers:
         return ended._replace(failed={name: why for name, why in ended.failed.items() if name in ended.received})
 
     def close(self) -> None:
-        """End all, wait until no page is touched any more, and give the engine back. Idempotent."""
-        for side in (self._producer, self._consumer):
-            if side is not None:
-                side.close()
-        self.bridge.close()
+        """End all, wait until no page is touched any more, and give the engine back. Idempotent.
+
+        What interrupts it (Ctrl-C) is raised then.
+        """
+        with ExitStack() as all_of_it:
+            all_of_it.callback(self.bridge.close)
+            for side in (self._consumer, self._producer):
+                if side is not None:
+                    all_of_it.callback(side.close)
 
 
 def _rows(rows: dict[int, Row]) -> dict[int, PageRow]:
