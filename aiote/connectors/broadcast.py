@@ -17,8 +17,10 @@ receiver: a NIC carries the receivers' number / n times the update, at worst, wh
 the least that is possible. A chain would do that with one sender; but there each rank's end is every later rank's end.
 
 The call's end is the update's: a sender or a receiver that dies, is cancelled or fails ends it on the other side, too,
-and a sender that lost a receiver ends all others' calls. When `Incoming.aclose` has returned, no sender writes into its
-slots any more: each call has ended at its sender, writes included, or the connection has.
+and a sender that lost a receiver ends all others' calls. Receivers that do not ask within `connect_timeout` of the
+sender's first tensor end it, too. A receiver that fails says why before it ends its calls. When `Incoming.aclose` has
+returned, no sender writes into its slots any more: each call has ended at its sender, writes included, or the
+connection has.
 """
 
 from __future__ import annotations
@@ -43,6 +45,9 @@ __all__ = ["Begun", "Exchange", "Feed", "Incoming", "Offer", "Outgoing", "Update
 T = TypeVar("T")
 STAGED = 2
 """Buckets that a sender fills and writes by turns."""
+DECLINED = "it ended the update before it had all of it"
+MOST_TEXT = 2000
+"""Characters of what a receiver says."""
 
 
 class UpdateError(aiote.AioteError):
@@ -74,8 +79,8 @@ class Feed(service.Service):
         raise NotImplementedError
 
     @service.method(idempotent=True)
-    async def decline(self, update: str) -> None:
-        """Tell this sender, which waits for all its receivers, that the caller will not take an update."""
+    async def decline(self, update: str, reason: str = DECLINED) -> None:
+        """Tell this sender, which waits for all its receivers, that the caller will not take an update, and why."""
         raise NotImplementedError
 
 
@@ -94,10 +99,9 @@ class Exchange(Feed):
         return self.outgoing[update].feed(offer, str(service.current_call().peer.address))
 
     @service.method(idempotent=True)
-    async def decline(self, update: str) -> None:
+    async def decline(self, update: str, reason: str = DECLINED) -> None:
         if update in self.outgoing:
-            address = service.current_call().peer.address
-            self.outgoing[update].fail(f"receiver {address}: it ended the update before it had all of it")
+            self.outgoing[update].fail(f"receiver {service.current_call().peer.address}: {reason[:MOST_TEXT]}")
 
 
 class Outgoing:
@@ -105,7 +109,8 @@ class Outgoing:
 
     For each bucket that is this sender's (`number % senders == index`), in order: `await room(number)`, fill the memory
     from `place(number)` on, `await put(bucket)`. Then `await finish(ended)`, and `run` returns when each of so many
-    `receivers` has everything. All of them raise UpdateError as soon as a receiver is lost; `fail` makes them.
+    `receivers` has everything. All of them raise UpdateError as soon as a receiver is lost, or has not asked for the
+    update `connect_timeout` after the first of these calls; `fail` makes them.
     """
 
     def __init__(
@@ -133,7 +138,9 @@ class Outgoing:
         self._buckets: dict[int, Bucket] = {}
         self._written: dict[int, int] = {}
         self._ended: Ended | None = None
-        self._feeds = self._joined = 0
+        self._feeds = 0
+        self._came: list[str] = []
+        self._begun = False
         self._complete: list[str] = []
         self._scopes: set[anyio.CancelScope] = set()
         self._changed = Bell()
@@ -179,6 +186,7 @@ class Outgoing:
         """
         try:
             async with anyio.create_task_group() as group:
+                group.start_soon(self._all_come)
                 for address in self._addresses:
                     group.start_soon(self._watch, address)
                 while self.error is None and len(self._complete) < self.receivers:
@@ -192,6 +200,23 @@ class Outgoing:
             await to_the_end(self._feeds_ended)
         if self.error is not None:
             raise UpdateError(self.error)
+
+    async def _all_come(self) -> None:
+        """Fail when receivers do not ask for the update in time."""
+        while not self._begun:
+            await self._changed.wait()
+        timeout = self.engine.config.connect_timeout
+        with anyio.move_on_after(timeout):
+            while len(self._came) < self.receivers:
+                await self._changed.wait()
+        if len(self._came) < self.receivers:
+            who = f": {', '.join(self._came)}" if self._came else ""
+            absent = [address for address in self._addresses if address not in self._came]
+            late = f"; not {', '.join(absent)}" if absent else ""
+            self.fail(
+                f"{len(self._came)} of {self.receivers} receivers have asked for update {self.update} within "
+                f"connect_timeout, {timeout} s{who}{late}"
+            )
 
     async def _feeds_ended(self) -> None:
         while self._feeds:
@@ -209,6 +234,9 @@ class Outgoing:
             self.fail(f"receiver {address} was lost: {peer.reason}")
 
     async def _until(self, condition: Callable[[], bool]) -> None:
+        if not self._begun:
+            self._begun = True
+            self._changed.ring()
         while self.error is None and not condition():
             await self._changed.wait()
         if self.error is not None:
@@ -218,11 +246,14 @@ class Outgoing:
 
     async def feed(self, offer: Offer, address: str) -> AsyncIterator[Begun | Bucket | Ended]:
         """Write all buckets into a receiver's slots; the items are its call's."""
-        if self._joined == self.receivers:
-            raise UpdateError(f"update {self.update} has its {self.receivers} receivers already")
-        self._joined += 1
+        if len(self._came) == self.receivers:
+            raise UpdateError(
+                f"update {self.update} has its {self.receivers} receivers already: {', '.join(self._came)}"
+            )
+        self._came.append(address)
         self._feeds += 1
-        complete, reason = False, "it ended the update before it had all of it"
+        self._changed.ring()
+        complete, reason = False, DECLINED
         try:
             remote = self.engine.attach(offer.descriptor)
             with self.engine.counter() as credits:
@@ -295,7 +326,7 @@ class Incoming:
         self._streams = [cast("service.Stream", feed.take(update, offer)) for feed in self._feeds]
         self._credits: dict[int, int] = {}
         self._number = 0
-        self._holds = self._closed = self._declined = False
+        self._holds = self._closed = self._declined = self._over = False
         self._scope: anyio.CancelScope | None = None
         self._left = Bell()
 
@@ -335,15 +366,19 @@ class Incoming:
         self._number, self._holds = self._number + 1, True
         return item
 
-    async def aclose(self) -> None:
+    async def aclose(self, reason: str = "") -> None:
         """End it, and return when no sender writes into the slots any more. Idempotent.
 
-        Senders that have not heard of this receiver are told, which takes up to `heartbeat_timeout` for dead ones.
+        reason: what this receiver failed with, if it did, which all senders are told where the update is not over.
+        Senders that have not heard of this receiver are told in any case. That takes up to `heartbeat_timeout` for dead
+        ones.
         """
         self._closed = True
         if self._scope is not None:
             self._scope.cancel()
         await to_the_end(self._next_ended)
+        if reason and not (self._declined or self._over):
+            await to_the_end(partial(self._decline, reason))
         for stream in self._streams:
             stream.close()
         for stream in self._streams:
@@ -353,15 +388,16 @@ class Incoming:
         if not self._declined:
             await to_the_end(self._decline)
 
-    async def _decline(self) -> None:
+    async def _decline(self, reason: str = "") -> None:
         async def decline(number: int) -> None:
             with suppress(aiote.AioteError):
-                await self._feeds[number].decline(self.update)
+                await self._feeds[number].decline(self.update, (reason or DECLINED)[:MOST_TEXT])
 
         self._declined = True
+        told = set() if reason else set(self._credits)
         with anyio.move_on_after(self.engine.config.heartbeat_timeout):
             async with anyio.create_task_group() as group:
-                for number in set(range(len(self.senders))) - set(self._credits):
+                for number in set(range(len(self.senders))) - told:
                     group.start_soon(decline, number)
 
     async def _next_ended(self) -> None:
@@ -407,6 +443,7 @@ class Incoming:
                 raise self._error(other, f"it ended with {item}, sender {number} with {ended}: other tensors or order")
         for other in range(len(self.senders)):
             await self._credit(other)
+        self._over = True
         for other in range(len(self.senders)):
             await self._item(other)
 

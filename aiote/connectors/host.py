@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import anyio
@@ -81,16 +82,22 @@ class Party:
         self.exchange = Exchange()
         self.registrations = 0
         self._free: dict[str, Memory] = {}
-        ready = threading.Event()
-        serving = self.bridge.submit(self._serve(ready))
-        serving.add_done_callback(lambda _: ready.set())
-        ready.wait()
-        if serving.done():
-            serving.result()
+        ready: bridges.Promise[None] = bridges.Promise()
+        try:
+            self.bridge.require_elsewhere()
+            serving = self.bridge.submit(self._serve(ready))
+            serving.add_done_callback(lambda _: ready.settle(None))
+            ready.result()
+            if serving.done():
+                serving.result()
+        except BaseException:
+            with suppress(UsageError):
+                self.bridge.close()
+            raise
 
-    async def _serve(self, ready: threading.Event) -> None:
+    async def _serve(self, ready: bridges.Promise[None]) -> None:
         async with service.serve(self.engine, self.exchange):
-            ready.set()
+            ready.settle(None)
             await anyio.sleep_forever()
 
     async def borrow(self, nbytes: int, access: Literal["local", "write"]) -> Memory:
@@ -234,9 +241,12 @@ class Receiving:
         """End it for a host that may still use a tensor; a `next` raises UpdateError."""
         await self._incoming.aclose()
 
-    async def close(self) -> None:
-        """End it, and give its memory back: no tensor of its buckets is used any more. Idempotent."""
-        await self._incoming.aclose()
+    async def close(self, reason: str = "") -> None:
+        """End it, and give its memory back: no tensor of its buckets is used any more. Idempotent.
+
+        reason: what the host failed with, if it did, which the senders are told.
+        """
+        await self._incoming.aclose(reason)
         if not self._closed:
             self._closed = True
             await self._party.give_back(self._memory, "write")

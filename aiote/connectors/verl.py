@@ -12,10 +12,10 @@ import secrets
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import anyio.to_thread
 import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
+from ..aio import in_thread
 from ..errors import UsageError
 from .buckets import slots_of
 from .host import Copy, Party, Receiving, Sending, Step, party
@@ -129,7 +129,8 @@ class AioteCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Yield every tensor, each until the next is asked for. Raises UpdateError."""
         plan, bridge = self._plan, self.party.bridge
         begin = Receiving.begin(self.party, plan["update"], plan["senders"], plan["slots"], plan["bucket_bytes"])
-        receiving = self._receiving = await bridge.run(begin)
+        receiving, reason = await bridge.run(begin), ""
+        self._receiving = receiving
         try:
             while (bucket := await bridge.run(receiving.next())) is not None:
                 for copy, name, tensor in receiving.unpack(bucket):
@@ -137,8 +138,11 @@ class AioteCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                         await made(copy)
                     if tensor is not None:
                         yield name, tensor
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise
         finally:
-            await bridge.run(receiving.close())
+            await bridge.run(receiving.close(reason))
 
     async def _do(self, steps: Iterator[Step]) -> None:
         for step in steps:
@@ -167,6 +171,6 @@ async def each(weights: Any) -> AsyncIterator[tuple[str, torch.Tensor]]:
 async def made(copy: Copy) -> None:
     """Make a copy, in a thread where it takes long; a cancellation comes when it has been made."""
     if copy.large:
-        await anyio.to_thread.run_sync(copy)
+        await in_thread(copy)
     else:
         copy()

@@ -11,6 +11,7 @@ handle whose round is over is dispatched anew, which puts every row where it was
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -101,7 +102,7 @@ class Buffer:
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
         self.enable_shrink = enable_shrink
-        self._open_timeout = open_timeout
+        self._open_timeout = math.inf if open_timeout is None else open_timeout
         self.group = group if group is not None else comm
         self._lock = threading.RLock()
         self._shapes: dict[tuple[int, ...], Shape] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -410,15 +409,14 @@ class MoeGroup:
         """Meet the other ranks for the first time, within so many seconds."""
         self._tasks = tasks
         self._found = {}
-        with anyio.move_on_after(math.inf if open_timeout is None else open_timeout) as scope:
+        limit = self.engine.config.connect_timeout if open_timeout is None else open_timeout
+        with anyio.move_on_after(limit) as scope:
             await self._enter(1, (), first=True)
         if scope.cancelled_caught:
+            came = sorted({self.rank, *self._found})
             late = [rank for rank in self.membership.active if rank not in self._found]
-            raise aiote.ConnectTimeoutError(
-                str(self.members[late[0]] if late else self.members[self.rank]),
-                f"ranks {late} of the group have not opened it within {open_timeout} s",
-                operation="moe",
-            )
+            why = f"ranks {late} of the group have not opened it within {limit} s (open_timeout); ranks {came} have"
+            raise aiote.ConnectTimeoutError(str(self.members[(late or came)[0]]), why, operation="moe")
 
     async def leave(self) -> None:
         """Tell the others that this rank takes part in no more rounds, and wait until nobody uses its memory."""
@@ -475,11 +473,12 @@ async def open_group(
 ) -> AsyncIterator[MoeGroup]:
     """Be a rank of a group for the length of an `async with`; `members` are the addresses of all ranks, in order.
 
-    Entered when every rank is there, in whatever order they come, within `open_timeout` seconds if given. All memory
-    is allocated and registered here. An engine may be in several groups, by `group`. With `debug` rows of a batch that
-    is over are overwritten. With `device`, the number of a GPU, arrays are of its memory (cupy's, torch's); steps
-    launch kernels on cupy's current stream, which is the same in all of them, and what they return is valid in its
-    order. With on_loss="mask" nobody waits for the ranks that are `masked`, on every rank alike, from the start.
+    Entered when every rank is there, in whatever order they come, within `open_timeout` seconds; the engine's
+    `connect_timeout` by default, `math.inf` for no limit. All memory is allocated and registered here. An engine may be
+    in several groups, by `group`. With `debug` rows of a batch that is over are overwritten. With `device`, the number
+    of a GPU, arrays are of its memory (cupy's, torch's); steps launch kernels on cupy's current stream, which is the
+    same in all of them, and what they return is valid in its order. With on_loss="mask" nobody waits for the ranks that
+    are `masked`, on every rank alike, from the start.
     Raises UsageError for ranks that have different configs and for a GPU that is not there, PeerError for one that
     cannot be reached, ConnectTimeoutError that names those that have not come, FabricError where memory cannot be
     registered; when it is left, GroupBrokenError where a GPU does not end what uses this rank's memory.

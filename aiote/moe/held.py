@@ -12,7 +12,7 @@ import anyio
 
 import aiote
 
-from ..bridge import Bridge, Call
+from ..bridge import Bridge, Call, Promise
 from .config import MoeConfig
 from .group import MoeGroup, open_group
 
@@ -32,6 +32,8 @@ class Pending(Generic[T]):
         self._lock = Lock()
 
     def __call__(self) -> None:
+        # Before the lock, whose holder waits for the bridge's thread.
+        self._call.require_elsewhere()
         with self._lock:
             result = self._call.wait()
             if self._then is not None:
@@ -53,13 +55,14 @@ class HeldGroup:
         masked: Iterable[int] = (),
         open_timeout: float | None = None,
     ) -> None:
-        """Open it, and wait until every rank is there, within `open_timeout` seconds if given.
+        """Open it, and wait until every rank is there, within `open_timeout` seconds, as of `open_group`.
 
-        Raises as `open_group`; interrupted, it is given up.
+        Raises as that, and UsageError on the bridge's own thread; interrupted, it is given up.
         """
         self.config, self._bridge = config, bridge
         self._then: Callable[[], object] | None = None
-        self._opened: Future[MoeGroup] = Future()
+        bridge.require_elsewhere()
+        self._opened: Promise[MoeGroup] = Promise()
         self._holding = bridge.submit(self._hold(members, rank, config, group, tuple(masked), open_timeout))
         self._holding.add_done_callback(self._over)
         try:
@@ -81,13 +84,13 @@ class HeldGroup:
         engine = self._bridge.engine
         opening = open_group(engine, members, rank, config, group=group, masked=masked, open_timeout=open_timeout)
         async with opening as moe:
-            self._opened.set_result(moe)
+            self._opened.settle(None, moe)
             await self._closing.wait()
 
     def _over(self, holding: Future[None]) -> None:
         if not self._opened.done():
             error = aiote.ClosedError("the group was not opened") if holding.cancelled() else holding.exception()
-            self._opened.set_exception(error or aiote.ClosedError("the group is closed"))
+            self._opened.settle(error or aiote.ClosedError("the group is closed"))
 
     def run(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function of the group on the bridge's thread, and return what it returns."""

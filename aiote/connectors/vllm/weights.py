@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from ...bridge import Bridge
 from ..buckets import slots_of
 from ..host import Copy, Party, Receiving, Sending, Step, party
 
@@ -53,7 +54,10 @@ class AioteUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 @dataclass
 class AioteTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """What a trainer's rank is given: how many workers there are, in all instances of vLLM, and bytes of a bucket."""
+    """What a trainer's rank is given: how many workers there are, in all instances of vLLM, and bytes of a bucket.
+
+    Where `workers` is not the number of those that come, an update fails.
+    """
 
     backend: ClassVar[str] = "aiote"
 
@@ -89,32 +93,36 @@ class AioteWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         finalize_layerwise_reload(self.model, self.model_config)
 
     def receive_weights(self, update_info: AioteUpdateInfo) -> None:
-        """Take an update and load it. Raises UpdateError; each layer is then the new or the old one, whole."""
+        """Take an update and load it. Raises UpdateError; each layer is then the new or the old one, whole.
+
+        The trainer is told what loading raises.
+        """
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 
         if self._init is None:
             raise RuntimeError("init_transfer_engine comes before an update")
+        bridge, (slots, bucket_bytes) = party().bridge, slots_of(self._init.bucket_size, 1)
+        begin = Receiving.begin(party(), update_info.update, [self._init.trainer], slots, bucket_bytes)
+        receiving, reason = bridge.call(begin), ""
         try:
             with disable_mtp_completeness_check():
-                self.model.load_weights(self._tensors(party(), self._init, update_info.update))
-        except BaseException:
+                self.model.load_weights(self._tensors(bridge, receiving))
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
             self._put_back()
             raise
-
-    def _tensors(self, mine: Party, init: AioteInitInfo, update: str) -> Iterator[tuple[str, torch.Tensor]]:
-        slots, bucket_bytes = slots_of(init.bucket_size, 1)
-        bridge = mine.bridge
-        receiving = bridge.call(Receiving.begin(mine, update, [init.trainer], slots, bucket_bytes))
-        try:
-            while (bucket := bridge.call(receiving.next())) is not None:
-                for copy, name, tensor in receiving.unpack(bucket):
-                    if copy is not None:
-                        copy()
-                    if tensor is not None:
-                        # vLLM keeps it until its layer is complete, which may be after the bucket's next use.
-                        yield name, tensor.to(self.device, copy=True)
         finally:
-            bridge.call(receiving.close())
+            # Not by the iterator: whoever has the error keeps that.
+            bridge.call(receiving.close(reason))
+
+    def _tensors(self, bridge: Bridge, receiving: Receiving) -> Iterator[tuple[str, torch.Tensor]]:
+        while (bucket := bridge.call(receiving.next())) is not None:
+            for copy, name, tensor in receiving.unpack(bucket):
+                if copy is not None:
+                    copy()
+                if tensor is not None:
+                    # vLLM keeps it until its layer is complete, which may be after the bucket's next use.
+                    yield name, tensor.to(self.device, copy=True)
 
     def _put_back(self) -> None:
         """Have every layer that is not complete be as before, or the next update would add to what came of it."""
@@ -161,7 +169,8 @@ class AioteTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ig
     def send_weights(self) -> None:
         """Bring the source's weights to every worker, and return when all have loaded them.
 
-        Raises UpdateError, or what a worker raised; the next call is a fresh update.
+        Raises UpdateError, or what a worker raised; the next call is a fresh update. Workers that have not asked for
+        the update `connect_timeout` after the first tensor end it; the error says which have.
         """
         if not self.is_sender:
             for _ in self.source:
