@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent import futures
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import anyio
@@ -58,8 +60,9 @@ class AioteFetch(FetchRequest):  # type: ignore[misc]
         self.call = call
 
     def __del__(self) -> None:
-        # The call keeps the tensors until it has drained.
-        self.call.cancel()
+        # The call keeps the tensors until it has drained. One whose making was interrupted has none.
+        if (call := vars(self).get("call")) is not None:
+            call.cancel()
 
 
 class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
@@ -117,9 +120,16 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
             if obj_id in self._sources:
                 # The task ran again, because its answer was lost.
                 return self._sources[obj_id][0]
-        for tensor in rdt_object:
-            if tensor.device.type != "cpu" or not tensor.is_contiguous():
-                raise ValueError(f"{NAME} takes contiguous tensors on the CPU, not one on {tensor.device}")
+        for number, tensor in enumerate(rdt_object):
+            if tensor.device.type != "cpu":
+                raise ValueError(
+                    f"{NAME} takes tensors on the CPU; tensor {number} is on {tensor.device}: return .cpu()"
+                )
+            if not tensor.is_contiguous():
+                raise ValueError(
+                    f"{NAME} takes contiguous tensors; tensor {number}, of shape {tuple(tensor.shape)}, has strides "
+                    f"{tuple(tensor.stride())}: return .contiguous()"
+                )
         held: list[bridges.Registration] = []
         descriptors = []
         try:
@@ -141,9 +151,12 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
     def garbage_collect(self, obj_id: str, tensor_transport_meta: Any, tensors: list[torch.Tensor]) -> None:
         """End the registrations of an object that nobody refers to any more."""
         with self._lock:
-            _, held = self._sources.pop(obj_id, (None, []))
+            _, held = self._sources.get(obj_id, (None, []))
         for registration in held:
             registration.close()
+        # Not before: interrupted, it is called again.
+        with self._lock:
+            self._sources.pop(obj_id, None)
 
     def send_multiple_tensors(self, tensors: Any, tensor_transport_metadata: Any, communicator_metadata: Any) -> None:
         """Raise NotImplementedError: Ray asks one-sided transports to send nothing."""
@@ -159,30 +172,38 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
         target_buffers: list[torch.Tensor] | None = None,
     ) -> AioteFetch:
         """Begin to read an object's tensors, into `target_buffers` where they are given, and return at once."""
+        fetch = self._prepare(obj_id, tensor_transport_metadata, target_buffers)
+        self._begin(fetch)
+        return fetch
+
+    def _prepare(self, obj_id: str, metadata: AioteMetadata, target_buffers: list[torch.Tensor] | None) -> AioteFetch:
+        """Return a fetch that has not begun."""
         tensors = target_buffers
         if tensors is None:
-            tensors = create_empty_tensors_from_metadata(tensor_transport_metadata)
+            tensors = create_empty_tensors_from_metadata(metadata)
         elif any(tensor.device.type != "cpu" for tensor in tensors):
             raise ValueError(f"{NAME} fetches into tensors on the CPU")
-        reading = self._read(tensors, tensor_transport_metadata.descriptors, again=target_buffers is not None)
         bridge = self.bridge
-        with self._lock:
-            if obj_id in self._aborted:
-                del self._aborted[obj_id]
-                reading.close()
-                raise RayDirectTransportError(f"the fetch of {obj_id} was aborted before it began")
-            call = bridge.submit(reading)
-            self._calls[call] = obj_id
+        call = bridge.prepare(self._read(bridge, tensors, metadata.descriptors, again=target_buffers is not None))
         call.add_done_callback(lambda _: self._calls.pop(call, None))
         return AioteFetch(obj_id, tensors, call)
 
-    async def _read(self, tensors: list[torch.Tensor], descriptors: list[bytes], again: bool) -> None:
-        room = anyio.CapacityLimiter(AT_ONCE)
+    def _begin(self, fetch: AioteFetch) -> None:
+        with self._lock:
+            if fetch.obj_id in self._aborted:
+                del self._aborted[fetch.obj_id]
+                raise RayDirectTransportError(f"the fetch of {fetch.obj_id} was aborted before it began")
+            self._calls[fetch.call] = fetch.obj_id
+        fetch.call.start()
+
+    async def _read(
+        self, bridge: bridges.Bridge, tensors: list[torch.Tensor], descriptors: list[bytes], again: bool
+    ) -> None:
+        room, engine = anyio.CapacityLimiter(AT_ONCE), bridge.engine
 
         async def read(tensor: torch.Tensor, descriptor: bytes) -> None:
             # Buffers that come again stay registered. Of new tensors that would only keep the memory.
-            async with room, await self._registered(tensor, again) as memory:
-                engine = self.bridge.engine
+            async with room, await registered(bridge, tensor, again) as memory:
                 await engine.read(engine.attach(descriptor), memory.region if again else memory)
 
         try:
@@ -193,25 +214,25 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _registered(self, tensor: torch.Tensor, again: bool) -> Any:
-        bridge = self.bridge
-        if again:
-            return await bridge.register_async(tensor, "local")
-        return await bridge.engine.register_async(bytes_at(tensor), "local")
-
     def wait_fetch_complete(self, fetch_request: AioteFetch, timeout: float = -1) -> list[torch.Tensor]:
         """Wait for a fetch and return its tensors. Raises TimeoutError, and RayDirectTransportError where it failed.
 
-        timeout: seconds, negative for ever. A fetch that timed out goes on until its request is dropped.
+        timeout: seconds, negative for ever. A fetch that timed out goes on until its request is dropped. What
+        interrupts the wait (Ctrl-C) cancels it, and is raised once it has ended. Raises UsageError on the bridge's own
+        thread.
         """
-        call = fetch_request.call
+        return self._wait(fetch_request, timeout)
+
+    def _wait(
+        self, fetch_request: AioteFetch, timeout: float, begin: Callable[[], object] | None = None
+    ) -> list[torch.Tensor]:
+        if not fetch_request.call.wait_ended(None if timeout < 0 else timeout, begin):
+            raise TimeoutError(f"{fetch_request.obj_id} was not fetched within {timeout} s")
         try:
-            call.result(None if timeout < 0 else timeout)
+            fetch_request.call.result()
         except futures.CancelledError:
             raise RayDirectTransportError(f"the fetch of {fetch_request.obj_id} was aborted") from None
         except Exception as error:
-            if isinstance(error, TimeoutError) and not call.done():
-                raise TimeoutError(f"{fetch_request.obj_id} was not fetched within {timeout} s") from None
             raise RayDirectTransportError(
                 f"the fetch of {fetch_request.obj_id} failed; its source may have died: {error!r}"
             ) from error
@@ -226,9 +247,8 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
         target_buffers: list[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
         """Fetch an object's tensors and wait for them."""
-        return self.wait_fetch_complete(
-            self.fetch_multiple_tensors(obj_id, tensor_transport_metadata, communicator_metadata, target_buffers)
-        )
+        fetch = self._prepare(obj_id, tensor_transport_metadata, target_buffers)
+        return self._wait(fetch, -1, partial(self._begin, fetch))
 
     def abort_transport(self, obj_id: str, communicator_metadata: Any) -> None:
         """End the fetches of an object in this process, or the one that is about to begin."""
@@ -240,3 +260,10 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
                     self._aborted.popitem(last=False)
         for call in calls:
             call.cancel()
+
+
+async def registered(bridge: bridges.Bridge, tensor: torch.Tensor, again: bool) -> Any:
+    """Register a tensor that is read into, for one that comes again so that it stays registered."""
+    if again:
+        return await bridge.register_async(tensor, "local")
+    return await bridge.engine.register_async(bytes_at(tensor), "local")

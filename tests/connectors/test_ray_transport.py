@@ -9,12 +9,14 @@ import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+import aiote
 from bridges import aside, bridge_to
+from engines import PATIENCE_S
 from tensors import Tensor, tensor
 
 
@@ -153,3 +155,37 @@ def test_a_fetch_that_is_given_up_ends(transport, ray, monkeypatch, how):
     with pytest.raises(ray.futures.CancelledError):
         aside(call.result, 20)
     assert transport._calls == {}
+
+
+def test_a_callback_that_would_wait_for_a_fetch_is_refused(transport, ray, monkeypatch):
+    never = ray.AioteMetadata([((10,), "uint8")], "cpu", [b"x"])
+    nothing = ray.AioteMetadata([((10,), "uint8")], "cpu", [b""])
+    reading = transport._read
+
+    async def read(bridge: Any, tensors: Any, descriptors: list[bytes], again: bool) -> None:
+        await (ray.anyio.sleep_forever() if descriptors == [b"x"] else reading(bridge, tensors, descriptors, again))
+
+    monkeypatch.setattr(transport, "_read", read)
+    other, told = aside(transport.fetch_multiple_tensors, "other", never, None), ray.futures.Future()
+
+    def callback(_: object) -> None:
+        try:
+            told.set_result(transport.wait_fetch_complete(other))
+        except BaseException as error:
+            told.set_exception(error)
+
+    aside(transport.fetch_multiple_tensors, "a", nothing, None).call.add_done_callback(callback)
+    with pytest.raises(aiote.UsageError, match="the bridge's own thread"):
+        told.result(PATIENCE_S)
+    aside(transport.abort_transport, "other", None)
+
+
+def test_a_refused_tensor_is_named_with_what_to_do(transport):
+    two = tensor(12).reshape(3, 4).T
+    two.stride = lambda: (1, 4)
+    with pytest.raises(ValueError, match=r"tensor 1, of shape \(4, 3\), has strides \(1, 4\): return \.contiguous\(\)"):
+        aside(transport.extract_tensor_transport_metadata, "a", [tensor(3), two])
+    elsewhere = tensor(3)
+    elsewhere.device = SimpleNamespace(type="cuda")
+    with pytest.raises(ValueError, match=r"tensor 0 is on .*: return \.cpu\(\)"):
+        aside(transport.extract_tensor_transport_metadata, "a", [elsewhere])

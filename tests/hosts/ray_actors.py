@@ -119,6 +119,24 @@ class Actor:
         return len(what["text"]), int(what["tensor"].sum()), int(what["list"][0].sum()) + what["list"][1]
 
 
+@ray.remote(num_cpus=0, enable_tensor_transport=True, max_restarts=1)
+class Restarted:
+    """One that Ray starts again when it has died; what its creator told the first process is lost then."""
+
+    def __init__(self) -> None:
+        register()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def die(self) -> None:
+        os._exit(3)
+
+    @ray.method(tensor_transport=NAME)
+    def full(self, count: int, value: int) -> torch.Tensor:
+        return torch.full((count,), value, dtype=torch.uint8)
+
+
 @ray.remote(num_cpus=0, enable_tensor_transport=True)
 class Async:
     """One whose tasks run on an event loop."""

@@ -19,7 +19,19 @@ import ray
 import torch
 from ray._private.internal_api import node_stats
 from ray.experimental import set_target_for_ref
-from ray_actors import Actor, Async, abort, at_rest, beside, carried, fetching, manager, registrations, served
+from ray_actors import (
+    Actor,
+    Async,
+    Restarted,
+    abort,
+    at_rest,
+    beside,
+    carried,
+    fetching,
+    manager,
+    registrations,
+    served,
+)
 
 from aiote.connectors.ray import register
 
@@ -283,6 +295,25 @@ def test_a_reference_that_is_deleted_before_it_was_created(mortal):
 
 
 # Failures.
+
+
+def test_an_actor_that_was_restarted_knows_the_transport(pair):
+    """As the page says: by `register` in its `__init__`."""
+    actor = Restarted.remote()
+    before = ray.get(actor.pid.remote(), timeout=SOON_S)
+    assert ray.get(pair[1].describe.remote(actor.full.remote(10, 1)), timeout=SOON_S)[2] == 10
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(actor.die.remote(), timeout=SOON_S)
+
+    def restarted() -> bool:
+        try:
+            return ray.get(actor.pid.remote(), timeout=SOON_S) != before
+        except ray.exceptions.RayActorError:
+            return False
+
+    until(restarted)
+    assert ray.get(pair[1].describe.remote(actor.full.remote(10, 2)), timeout=SOON_S)[2] == 20
+    ray.kill(actor)
 
 
 def test_a_source_that_dies_before_it_has_created_anything(mortal, pair):
