@@ -19,7 +19,7 @@ import aiote
 
 from ..bridge import Bridge, Call, Promise, outlast
 from .consumer import Consumer
-from .moving import Rows
+from .moving import Rows, check_target, token_count
 from .offers import Offer
 from .producer import Producer
 from .producers import Place
@@ -164,8 +164,10 @@ class BlockingConsumer(Blocking[Consumer]):
     ) -> None:
         """Have a request's cache moved into pages, as `Consumer.receive` does; they are the bridge's until `poll` names
         the request. name: what it is called here, where producers that know nothing of each other name their requests.
-        Raises UsageError for one that is under way.
+        Raises UsageError for one that is under way, and for pages that the tokens cannot be moved into.
         """
+        tokens = token_count(tokens)
+        check_target(self._inner.spec, rows, tokens)
         receiving = partial(self._receive, producers, request, tokens, rows, reads)
         self._begin(request if name is None else name, rows, receiving)
 

@@ -27,7 +27,7 @@ import aiote
 from .. import service
 from ..service.background import Bell, beside, to_the_end
 from .immediates import Block, Immediates
-from .moving import Batch, PagedMoves, Rows, check_rows
+from .moving import Batch, PagedMoves, Rows, check_rows, check_target, token_count
 from .producers import Link, Links, Place
 from .protocol import Fetch, NoSessionError, TransferRefused, rows_of, rows_to
 from .tensors import Cache
@@ -343,14 +343,13 @@ class Consumer:
         """Have a request's cache moved into pages: `async with consumer.receive(...) as reception`.
 
         producers: all ranks of the prefill group, in any order that stays. tokens: how many. rows: for each group the
-        pages, in any order; the first of a row is the request's page `start`, so that what is here already is left out.
-        reads: this rank reads, when all is computed; else the prefill ranks write layer by layer. The pages are the
-        program's again when the block is left: nothing is written to them any more. Raises as `connect`.
+        pages, in any order; the first of a row is the request's page `start`, so that what is here already is left out;
+        of a group without a row nothing is moved. reads: this rank reads, when all is computed; else the prefill ranks
+        write layer by layer. The pages are the program's again when the block is left: nothing is written to them any
+        more. Raises as `connect`, and UsageError for a row that ends before the last token.
         """
-        check_rows(self.spec, rows)
-        for group, row in rows.items():
-            if len(set(row.pages.tolist())) < len(row.pages):
-                raise aiote.UsageError(f"{self.spec.name}: a page comes twice in group {group}: {row.pages}")
+        tokens = token_count(tokens)
+        check_target(self.spec, rows, tokens)
         links = await self._links.group(producers, reads=reads)
         reception = Reception(self, links, request, rows, tokens, reads)
         self._receptions.add(reception)

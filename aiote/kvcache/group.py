@@ -28,7 +28,7 @@ from .. import service
 from ..service.background import to_the_end
 from .consumer import Consumer
 from .mapping import MappingError
-from .moving import Rows
+from .moving import Rows, token_count
 from .producers import Place
 from .protocol import Name, Number, Row, TransferRefused, rows_of, rows_to
 
@@ -53,7 +53,7 @@ class Worker(service.Service):
     def __init__(self, consumer: Consumer) -> None:
         self._consumer = consumer
 
-    @service.method(raises=[MappingError, TransferRefused])
+    @service.method(raises=[aiote.UsageError, MappingError, TransferRefused])
     async def receive(self, order: Receive) -> AsyncIterator[None]:
         """Receive a request; the stream ends when all has arrived, or when nothing is written for it any more."""
         try:
@@ -79,9 +79,12 @@ class Group:
         """Have a request received by all ranks, as `Consumer.receive` does; rows: of each rank, or the same of all.
 
         Raises what the first rank that failed has failed with, when it has ended on all: TransferRefused, MappingError,
-        CallError, PeerError. A second try takes another name. Cancelling ends it on all ranks first.
+        CallError, PeerError, UsageError. A second try takes another name. Cancelling ends it on all ranks first.
         """
+        tokens = token_count(tokens)
         each = [rows] * len(self._ranks) if isinstance(rows, dict) else list(rows)
+        if len(each) != len(self._ranks):
+            raise aiote.UsageError(f"rows of each of {len(self._ranks)} ranks are expected, got those of {len(each)}")
         places = [str(place.address if isinstance(place, aiote.Peer) else place) for place in producers]
         orders = [Receive(places, request, tokens, rows_to(one), reads) for one in each]
         failures: list[Exception] = []

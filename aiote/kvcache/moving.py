@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from .mapping import CacheMap, PageRow, Pattern
 from .protocol import TransferRefused
 from .tensors import CacheSpec
 
-__all__ = ["Batch", "PagedMoves", "Rows", "Traffic", "Written", "check_rows", "lent"]
+__all__ = ["Batch", "PagedMoves", "Rows", "Traffic", "Written", "check_rows", "check_target", "lent", "token_count"]
 
 Rows = dict[int, PageRow]
 
@@ -27,6 +28,34 @@ def check_rows(spec: CacheSpec, rows: Rows) -> None:
         pages, numbers = spec.groups.get(group, 0), row.pages
         if len(numbers) and not 0 <= int(np.min(numbers)) <= int(np.max(numbers)) < pages:
             raise aiote.UsageError(f"{spec.name}: group {group} has {pages} pages, from 0 on, got {numbers}")
+
+
+def check_target(spec: CacheSpec, rows: Rows, tokens: int) -> None:
+    """Raise UsageError for pages that so many tokens of a request cannot be moved into: ones that the cache has not, or
+    that come twice in a row, or too few. Of a group without a row nothing is moved; opaque pages have no tokens.
+    """
+    check_rows(spec, rows)
+    for group, row in rows.items():
+        if len(set(row.pages.tolist())) < len(row.pages):
+            raise aiote.UsageError(f"{spec.name}: a page comes twice in group {group}: {row.pages}")
+        in_page = spec.page_tokens.get(group, 0)
+        room = (row.start + len(row.pages)) * in_page
+        if in_page and room < tokens:
+            raise aiote.UsageError(
+                f"{spec.name}: {tokens} tokens are to be moved, and the row of group {group} ends at token {room} with "
+                f"{len(row.pages)} pages of {in_page} tokens from page {row.start} on: give it the pages of all tokens"
+            )
+
+
+def token_count(tokens: int) -> int:
+    """Return a number of tokens. Raises UsageError for what is none."""
+    try:
+        count = operator.index(tokens)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise aiote.UsageError(f"tokens are counted by an integer from 0 on, got {tokens!r}")
+    return count
 
 
 def lent(

@@ -17,7 +17,7 @@ from .. import service
 from ..aio import current_loop
 from ..service.background import to_the_end
 from .mapping import CacheMap
-from .moving import Batch, PagedMoves, Rows, Traffic, Written, check_rows, lent
+from .moving import Batch, PagedMoves, Rows, Traffic, Written, check_rows, check_target, lent, token_count
 from .offers import Offer, Offers, Push
 from .protocol import Fetch, NoSessionError, Opened, Pinned, TransferRefused, Transfers, rows_of, rows_to
 from .tensors import Cache, CacheSpec
@@ -95,6 +95,7 @@ class Producer:
         group has; None if its first one is to say. computed: whether all is computed already. Entering raises
         UsageError for a name that is offered already.
         """
+        tokens = token_count(tokens)
         check_rows(self.spec, rows)
         return Offer(self._offers, request, tokens, rows, readers, dict.fromkeys(self.spec.layers, tokens * computed))
 
@@ -197,7 +198,7 @@ class Producer:
     def _reader(self, session: Session, offer: Offer, fetch: Fetch) -> Push:
         """Return what writes for a decode rank. Raises UsageError for what does not fit."""
         rows = rows_of(fetch.rows)
-        check_rows(session.map.part, rows)
+        check_target(session.map.part, rows, fetch.tokens)
         session.map.counts(rows, fetch.tokens)
         if fetch.tokens > offer.tokens:
             raise TransferRefused(

@@ -137,6 +137,14 @@ class CacheSpec(msgspec.Struct, array_like=True, frozen=True, dict=True):
             found[tensor.group] = min(found.get(tensor.group, tensor.pages), tensor.pages)
         return found
 
+    @cached_property
+    def page_tokens(self) -> dict[int, int]:
+        """How many tokens a page of each group has; 0 where its pages are opaque."""
+        found: dict[int, int] = {}
+        for tensor in self.tensors:
+            found[tensor.group] = max(found.get(tensor.group, 0), tensor.tokens)
+        return found
+
 
 class Cache:
     """The cache of one rank, made of the caller's arrays, which are neither copied nor allocated here.

@@ -111,11 +111,13 @@ def test_a_worker_has_requests_come_and_hears_of_those_that_do_not(portal, left,
                     offered.computed(layer)
 
         place = [engine.address]
-        consumer.submit(place, "cancelled", tokens=TOKENS, rows={0: PageRow(np.array([0, 1]))})
+        consumer.submit(place, "cancelled", tokens=8, rows={0: PageRow(np.array([0, 1]))})
         consumer.cancel("cancelled")
         assert finished(consumer) == ([], {"cancelled": "it was cancelled"}, {0: {0, 1}})
-        consumer.submit(place, "wrong", tokens=TOKENS, rows={0: PageRow(np.array([99]))})
-        assert list(finished(consumer).failed) == ["wrong"]
+        with pytest.raises(aiote.UsageError, match="group 0 has 12 pages"):
+            consumer.submit(place, "r", tokens=4, rows={0: PageRow(np.array([99]))})
+        with pytest.raises(aiote.UsageError, match="19 tokens are to be moved.* ends at token 8 "):
+            consumer.submit(place, "r", tokens=TOKENS, rows={0: PageRow(np.array([0, 1]))})
         consumer.submit(place, "r", tokens=TOKENS, rows=there)
         portal.call(offer, "r")
         assert finished(consumer) == (["r"], {}, {})
@@ -188,7 +190,7 @@ def test_requests_of_producers_that_share_a_name(portal, left, right):
 
         there = {0: PageRow(np.array([3, 11, 4, 5, 6]))}
         consumer.submit([engine.address], "r", tokens=TOKENS, rows=there, name="ours")
-        consumer.submit(["aiote://nobody"], "r", tokens=TOKENS, rows={0: PageRow(np.array([0]))}, name="theirs")
+        consumer.submit(["aiote://nobody"], "r", tokens=4, rows={0: PageRow(np.array([0]))}, name="theirs")
         assert list(finished(consumer).failed) == ["theirs"]
         portal.call(offer)
         assert finished(consumer) == (["ours"], {}, {})

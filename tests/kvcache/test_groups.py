@@ -69,13 +69,22 @@ async def test_a_request_fails_on_all_ranks_and_its_second_try_arrives(reads):
         assert all(same(cache, expected(cache, there, 20, BEFORE)) for cache in w.right.caches)
 
 
+async def test_rows_that_do_not_fit_are_refused_by_the_leader_or_a_rank():
+    async with led() as (w, group):
+        _, there = w.rows(TOKENS)
+        with pytest.raises(aiote.UsageError, match="of 2 ranks are expected, got those of 1"):
+            await group.receive(w.places, "r", tokens=TOKENS, rows=[there])
+        with pytest.raises(aiote.UsageError, match="19 tokens are to be moved.* ends at token 8 "):
+            await group.receive(w.places, "r", tokens=TOKENS, rows={0: PageRow([4, 5])})
+
+
 async def test_a_rank_that_is_refused_ends_the_others():
     """One rank has a page too many in a row; the other would wait for the prefill rank."""
     async with led() as (w, group):
         _, there = w.rows(TOKENS)
         wrong = {0: PageRow([99]), 1: there[1]}
         begun = anyio.current_time()
-        with pytest.raises(aiote.AioteError, match="has 12 pages"):
+        with pytest.raises(aiote.UsageError, match="has 12 pages"):
             await group.receive(w.places, "r", tokens=TOKENS, rows=[there, wrong])
         assert anyio.current_time() - begun < 2
         await stays_clean(w)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import anyio
+import numpy as np
 import pytest
 
 import aiote
@@ -12,7 +13,7 @@ from aiote.kvcache.consumer import Consumer
 from aiote.kvcache.mapping import PageRow
 from aiote.kvcache.moving import Batch
 from aiote.kvcache.producer import MOST_SESSIONS, Producer
-from aiote.kvcache.protocol import TransferRefused
+from aiote.kvcache.protocol import Fetch, TransferRefused, rows_to
 from aiote.kvcache.tensors import Cache
 from aiote.service.endpoint import Endpoint, Limits
 from engines import PATIENCE_S, fabric, opened, until
@@ -41,6 +42,62 @@ async def test_rows_that_are_replaced_by_pages_that_a_cache_has_not_are_refused(
         with pytest.raises(TransferRefused, match="group 0 has 12 pages"):
             await decode(w, w.consumers[0], "r", TOKENS, there, reads)
         assert all((memory == BEFORE).all() for memory in w.right.caches[0].memories)
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["push", "pull"])
+@pytest.mark.parametrize(
+    ("tokens", "row", "ends"),
+    [(12, PageRow([4, 5]), 8), (13, PageRow([6, 4, 5]), 12), (12, PageRow([5], start=1), 8), (1, PageRow([]), 0)],
+)
+async def test_a_row_that_ends_before_the_last_token_is_refused(reads, tokens, row, ends):
+    async with world("sim", Side(), Side(), MODEL) as w:
+        receiving = w.consumers[0].receive(w.places, "r", tokens=tokens, rows={0: row}, reads=reads)
+        with pytest.raises(aiote.UsageError, match=f"{tokens} tokens are to be moved.* group 0 ends at token {ends} "):
+            await receiving.__aenter__()
+        assert not w.consumers[0]._links._groups
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["push", "pull"])
+async def test_rows_of_pages_that_hold_all_tokens_or_are_of_a_later_part_or_of_no_tokens_are_taken(reads):
+    """Opaque pages have no tokens; a group without a row, and one whose row begins behind the end, have no pages."""
+    async with world("sim", Side(), Side(), MODEL) as w, anyio.create_task_group() as group:
+        here, there = w.rows(TOKENS)
+        fill(w.left, here, 20)
+        more = PageRow([*there[0].pages, *set(range(12)) - set(there[0].pages.tolist())])
+        for number, rows in enumerate(({1: there[1]}, {0: PageRow([], 5)}, {0: PageRow([3], 6)}, {0: more}, there)):
+            await served(w, group, TOKENS, f"r {number}", here, rows, reads)
+            for memory in w.right.caches[0].memories:
+                memory[...] = BEFORE
+
+
+async def test_a_producer_refuses_a_row_that_ends_before_the_last_token():
+    """A decode rank that does not look at it itself."""
+    async with world("sim", Side(), Side(), MODEL) as w, anyio.create_task_group() as group:
+        here, there = w.rows(TOKENS)
+        group.start_soon(prefill, w.producers[0], "r", TOKENS, here, 1)
+        (link,) = await w.consumers[0]._links.group(w.places, reads=False)
+        rows = rows_to({0: PageRow(there[0].pages[:3])})
+        with pytest.raises(aiote.AioteError, match="19 tokens are to be moved.* group 0 ends at token 12 "):
+            async for _ in link.client.push(Fetch(link.session, "r", TOKENS, 0, rows)):
+                raise AssertionError
+
+
+@pytest.mark.parametrize("tokens", [-1, 2.5, "4", None])
+async def test_tokens_that_are_no_count_are_refused(tokens):
+    async with world("sim", Side(), Side(), MODEL) as w:
+        here, there = w.rows(4)
+        with pytest.raises(aiote.UsageError, match=f"an integer from 0 on, got {tokens!r}"):
+            w.producers[0].offer("r", tokens=tokens, rows=here)
+        with pytest.raises(aiote.UsageError, match=f"an integer from 0 on, got {tokens!r}"):
+            await w.consumers[0].receive(w.places, "r", tokens=tokens, rows=there).__aenter__()
+
+
+async def test_tokens_may_be_an_integer_of_numpy():
+    async with world("sim", Side(), Side(), MODEL) as w, anyio.create_task_group() as group:
+        here, there = w.rows(TOKENS)
+        fill(w.left, here, 20)
+        for reads in False, True:
+            await served(w, group, np.int64(TOKENS), f"r {reads}", here, there, reads)
 
 
 async def test_a_request_that_was_left_leaves_no_counters_in_use(monkeypatch):
