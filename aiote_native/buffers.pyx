@@ -24,15 +24,14 @@ Memory is flat: an array counts as contiguous in C or in Fortran order, and is t
 """
 cimport cython
 from cpython.buffer cimport (
-    PyBUF_STRIDED,
-    PyBUF_STRIDED_RO,
     PyBuffer_FillInfo,
     PyBuffer_Release,
     PyObject_CheckBuffer,
-    PyObject_GetBuffer,
 )
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_SetName
 from libc.stdint cimport INT64_MAX, UINT64_MAX, int64_t, uint64_t, uintptr_t
+
+from aiote_native.elements cimport get_view, refuse_pointers
 
 import operator
 import re
@@ -46,6 +45,9 @@ cdef enum:
     FLAG_READ_ONLY = 1
     FLAG_IS_COPIED = 2
     FLAG_SUBBYTE_PADDED = 4
+
+cdef enum:
+    OPAQUE_HANDLE = 3  # of DLDataTypeCode
 
 cdef enum:
     DL_CPU = 1
@@ -140,7 +142,7 @@ cpdef Buffer acquire(object obj):
 
     The Buffer owns what the protocol hands out and gives it back on release. Memory that can be had writable is.
     Raises TypeError for an object that lends no memory, ValueError for an array that cannot be used as it is (empty,
-    not contiguous, elements of odd bits), BufferError for a lender that refuses or contradicts itself.
+    not contiguous, elements of odd bits or that are pointers), BufferError for a lender that refuses or contradicts itself.
     """
     cdef list refusals = []
     cdef Buffer buffer = _from_cuda(obj, refusals)
@@ -354,15 +356,12 @@ cdef Buffer _from_view(object obj, list refusals):
     buffer = _blank(obj, "buffer")
     view = &buffer._view
     try:
-        try:
-            # No format is asked for: NumPy cannot name that of datetime64 or bfloat16, and it is of no use here.
-            PyObject_GetBuffer(obj, view, PyBUF_STRIDED)
-        except (BufferError, TypeError, ValueError):  # ValueError is how NumPy says read-only
-            PyObject_GetBuffer(obj, view, PyBUF_STRIDED_RO)
+        get_view(obj, view)
     except Exception as error:
         refusals.append(("buffer protocol", error))
         return None
     buffer._viewed = True  # from here on it goes back with the Buffer, even if a check fails
+    refuse_pointers(obj, None if view.format == NULL else view.format.decode("utf-8", "replace"))
     what = f"the buffer of {buffer._lender}"
     if view.len < 0 or view.itemsize < 0 or view.ndim < 0 or view.ndim > MAX_NDIM:
         raise BufferError(f"{what} is malformed: {view.len} bytes, itemsize {view.itemsize}, {view.ndim} dimensions")
@@ -473,6 +472,8 @@ cdef int _take_tensor(Buffer buffer, str what, DLTensor* tensor, uint64_t flags)
             f"{what} is malformed: {tensor.ndim} dimensions, {'no' if tensor.shape == NULL else 'a'} shape, "
             f"{tensor.dtype.lanes} lanes of {tensor.dtype.bits} bits"
         )
+    if tensor.dtype.code == OPAQUE_HANDLE:
+        raise ValueError(f"{what} has opaque handles for elements, which are pointers; use numbers or bytes")
     if bits % 8 or (tensor.dtype.bits % 8 and flags & FLAG_SUBBYTE_PADDED):
         raise ValueError(
             f"{what} has elements of {tensor.dtype.lanes} x {tensor.dtype.bits} bits, expected whole bytes; "

@@ -208,6 +208,8 @@ class Cache:
 
         For storages of which an engine has many arrays that are no views of one array. Raises UsageError.
         """
+        if memory.dtype.hasobject:
+            raise UsageError(f"{self.name}: an array of {memory.dtype}: Python objects stay in their process")
         if not memory.flags.c_contiguous:
             raise UsageError(f"{self.name}: a memory is contiguous, got strides {memory.strides}")
         self.memories.append(memory)

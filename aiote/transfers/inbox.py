@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..aio import EventLoop, Signal, wake
 from ..errors import ClosedError, PeerError, UsageError
-from ..rails import deliver
+from ..rails import deliver, refuse_pointers
 
 if TYPE_CHECKING:
     from ..aio import Waiter
@@ -44,9 +44,13 @@ def writable(buffer: object) -> memoryview:
         view = memoryview(buffer)  # type: ignore[arg-type]
     except (TypeError, ValueError, BufferError) as error:
         raise UsageError(f"recv_into: {type(buffer).__name__} gives no buffer: {error}") from None
-    if view.readonly or not view.c_contiguous:
+    try:
+        refuse_pointers(buffer, view.format)
+        if view.readonly or not view.c_contiguous:
+            raise ValueError("expected a buffer that is writable and contiguous")
+    except ValueError as error:
         view.release()
-        raise UsageError("recv_into: expected a buffer that is writable and contiguous")
+        raise UsageError(f"recv_into: {error}") from None
     return view
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.address import Address
 from ..core.striping import check_immediate
 from ..errors import UsageError
+from ..rails import refuse_pointers
 from .pages import Pages
 from .peer import Peer
 from .regions import Region, RemoteRegion
@@ -67,6 +68,18 @@ def _check_readable(source: RemoteRegion, target: Region) -> None:
         raise UsageError(
             "read: the local memory is read-only, so it cannot be a destination; register a writable buffer"
         )
+
+
+def _bytes_of(payload: object) -> bytes:
+    """Copy a payload. Raises UsageError for what has no bytes, or not its own."""
+    try:
+        with memoryview(payload) as view:  # type: ignore[arg-type]
+            refuse_pointers(payload, view.format)
+            return bytes(view)
+    except (TypeError, ValueError, BufferError) as error:
+        raise UsageError(
+            f"send: the payload must be bytes or a buffer, got {type(payload).__name__}: {error}"
+        ) from None
 
 
 def _too_long(length: int, limit: int) -> UsageError:
@@ -286,10 +299,7 @@ class Requests:
     def send(self, to: Peer | Address | str, payload: object, *, waits: bool = False) -> Transfer:
         """Start one message; the payload is copied."""
         self._runtime.require_open()
-        try:
-            data = payload if type(payload) is bytes else bytes(memoryview(payload))  # type: ignore[arg-type]
-        except TypeError:
-            raise UsageError(f"send: the payload must be bytes or a buffer, got {type(payload).__name__}") from None
+        data = payload if type(payload) is bytes else _bytes_of(payload)
         what = f"send of {len(data)} bytes"
         peer = self._finder.find(to, what)
         if peer.link is not None and peer.connected and len(data) > peer.link.message_limit:

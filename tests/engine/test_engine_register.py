@@ -121,6 +121,7 @@ async def test_torch_tensors_are_sent_and_filled():
             lambda: np.zeros((8, 8))[:, ::2], r"register: .*not contiguous.*numpy\.ascontiguousarray", id="strided"
         ),
         pytest.param(lambda: memoryview(bytearray(8))[::2], r"register: .*not contiguous", id="strided-view"),
+        pytest.param(lambda: np.array([1, "a"], object), r"register: ndarray of object: .*pointers", id="objects"),
         pytest.param(lambda: OnlyDLPack(np.zeros((8, 8))[::2]), r"register: .*not contiguous", id="strided-dlpack"),
         pytest.param(
             lambda: OnCuda(np.zeros(4)),

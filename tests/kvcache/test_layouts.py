@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from aiote.errors import UsageError
 from aiote.kvcache import Cache, CacheMap, MappingError, PageRow, assign
 from aiote.kvcache.moving import check_rows
 from aiote.kvcache.tensors import CacheTensor
@@ -87,6 +88,14 @@ def test_a_window_moves_the_pages_that_it_has_left():
         cache.add(np.zeros((8, 2, 1, 4, 4), np.uint8), "page field head token item", fields=["k", "v"])
     here, there = {0: PageRow([6, 2], 3)}, {0: PageRow([1, 5], 3)}
     moved(source, target, here, there, 20)
+
+
+@pytest.mark.parametrize("dtype", [object, [("k", "f4"), ("v", "O")]])
+def test_arrays_of_python_objects_are_refused(dtype):
+    array = np.zeros((4, 2), dtype)
+    for add in (lambda: Cache("one").add(array, "page item"), lambda: Cache("one").hold(array)):
+        with pytest.raises(UsageError, match="one: an array of .*: Python objects stay in their process"):
+            add()
 
 
 def test_what_is_no_array_of_the_cpu_is_refused():

@@ -176,6 +176,53 @@ def test_a_refusal_carries_the_lenders_words() -> None:
     assert isinstance(failure.value.__cause__, ValueError)
 
 
+class Holder(ctypes.Structure):
+    _fields_ = (("number", ctypes.c_int), ("thing", ctypes.py_object))
+
+
+@pytest.mark.parametrize(
+    ("lender", "said"),
+    [
+        pytest.param(np.array([1, "a", None], dtype=object), "ndarray of object", id="objects"),
+        pytest.param(np.array(None), "ndarray of object", id="0-d"),
+        pytest.param(memoryview(np.array([None])), "memoryview of O", id="memoryview"),
+        pytest.param(np.zeros(2, [("a", "f4"), ("b", "O")]), "ndarray of .*'b', 'O'", id="a field"),
+        pytest.param(np.zeros(2, [("a", [("b", "O", (2,))])]), "ndarray of .*'b', 'O'", id="a field of a field"),
+        pytest.param(np.zeros(2, [("a", "M8[s]"), ("b", "O")]), "ndarray of .*'b', 'O'", id="beside a date"),
+        pytest.param(np.array([None, 1]).view(np.recarray), "recarray of", id="recarray"),
+        pytest.param((ctypes.py_object * 2)(1, "a"), "of <O", id="ctypes"),
+        pytest.param((Holder * 2)(), "of T{<i:number:.*<O:thing:}", id="ctypes structure"),
+        pytest.param((ctypes.c_char_p * 2)(b"a", b"b"), "of <z", id="char*"),
+        pytest.param((ctypes.c_wchar_p * 2)("a", "b"), "of <Z", id="wchar_t*"),
+        pytest.param((ctypes.POINTER(ctypes.c_int) * 2)(), "of &<i", id="pointers"),
+        pytest.param((ctypes.CFUNCTYPE(None) * 2)(), r"of X\{\}", id="functions"),
+    ],
+)
+def test_an_array_of_pointers_is_refused_with_its_type(lender: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=f"{said}.*: its elements are pointers"):
+        acquire(lender)
+
+
+@pytest.mark.skipif(not hasattr(np.dtypes, "StringDType"), reason="it came with NumPy 2.0")
+def test_strings_of_any_length_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"StringDType.*: its elements are pointers"):
+        acquire(np.array(["a"], dtype=np.dtypes.StringDType()))
+
+
+@pytest.mark.parametrize(
+    ("lender", "nbytes"),
+    [
+        pytest.param(np.zeros(2, [("O", "i4"), ("Over", "f4"), ("z", "S3")]), 22, id="names"),
+        pytest.param(np.zeros(2, np.complex128), 32, id="complex"),
+        pytest.param(np.zeros(2, [("c", "c8"), ("t", "M8[s]")]), 32, id="dates"),
+        pytest.param((ctypes.c_void_p * 2)(), 16, id="addresses"),
+        pytest.param(np.zeros(2, "U4"), 32, id="text"),
+    ],
+)
+def test_what_only_looks_like_pointers_is_acquired(lender: Any, nbytes: int) -> None:
+    assert acquire(lender).nbytes == nbytes
+
+
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="PEP 688 came with Python 3.12")
 def test_python_lender_is_given_back_exactly_once() -> None:
     class Lender:

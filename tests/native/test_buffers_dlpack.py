@@ -265,6 +265,7 @@ def test_dlpack_elements_of_several_lanes_have_their_bytes(bits: int, lanes: int
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
+        ({"code": 3}, ValueError, "opaque handles"),
         ({"bits": 4}, ValueError, "elements of 1 x 4 bits, expected whole bytes"),
         ({"bits": 6, "lanes": 3}, ValueError, "3 x 6 bits"),
         ({"bits": 4, "lanes": 2, "flags": 4}, ValueError, "2 x 4 bits"),

@@ -1,0 +1,42 @@
+# cython: auto_pickle=False
+"""Which arrays may not be used as the bytes of their elements: those of pointers.
+
+What a peer writes must not become a pointer that this process follows, so an array whose elements, or fields of them,
+are Python objects or ctypes pointers is refused.
+"""
+from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDED, PyBUF_STRIDED_RO, PyObject_GetBuffer
+
+import re
+
+# In a PEP 3118 format. ctypes writes z for char* and Z for wchar_t*; NumPy writes Zf, Zd and Zg for complex numbers.
+cdef object FIELD_NAME = re.compile(r":[^:]*:")
+cdef object POINTER = re.compile(r"[O&Xz]|Z(?![fdg])")
+
+
+cdef int get_view(object obj, Py_buffer* view) except -1:
+    """Get a view, writable where it can be, with a format where it has one: NumPy cannot name datetime64 or bfloat16."""
+    for access in (PyBUF_STRIDED, PyBUF_STRIDED_RO):
+        for format in (PyBUF_FORMAT, 0):
+            try:
+                PyObject_GetBuffer(obj, view, access | format)
+                return 0
+            except (BufferError, TypeError, ValueError):  # ValueError is how NumPy says read-only
+                if access == PyBUF_STRIDED_RO and format == 0:
+                    raise
+    return 0
+
+
+cpdef int refuse_pointers(object obj, str format) except -1:
+    """Raise ValueError for an array of pointers; format: what its buffer says, None where it has no format."""
+    if format is None:
+        # NumPy has types without one: its strings of any length, and dates beside objects.
+        found = getattr(getattr(obj, "dtype", None), "hasobject", False) is True
+    else:
+        # Most types are one character, and this is looked at for every registration.
+        found = format == "O" if len(format) == 1 else POINTER.search(FIELD_NAME.sub("", format)) is not None
+    if found:
+        raise ValueError(
+            f"{type(obj).__qualname__} of {getattr(obj, 'dtype', format)}: its elements are pointers, to Python objects or "
+            "to other memory, whose places a peer's bytes would take; use an array of numbers or bytes"
+        )
+    return 0
