@@ -31,7 +31,7 @@ from cpython.buffer cimport (
 from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_IsValid, PyCapsule_SetName
 from libc.stdint cimport INT64_MAX, UINT64_MAX, int64_t, uint64_t, uintptr_t
 
-from aiote_native.elements cimport get_view, refuse_pointers
+from aiote_native.elements cimport check_elements, get_view
 
 import operator
 import re
@@ -142,7 +142,7 @@ cpdef Buffer acquire(object obj):
 
     The Buffer owns what the protocol hands out and gives it back on release. Memory that can be had writable is.
     Raises TypeError for an object that lends no memory, ValueError for an array that cannot be used as it is (empty,
-    not contiguous, elements of odd bits or that are pointers), BufferError for a lender that refuses or contradicts itself.
+    not contiguous, elements of odd bits or that are pointers, a mask), BufferError for a lender that refuses or contradicts itself.
     """
     cdef list refusals = []
     cdef Buffer buffer = _from_cuda(obj, refusals)
@@ -361,7 +361,7 @@ cdef Buffer _from_view(object obj, list refusals):
         refusals.append(("buffer protocol", error))
         return None
     buffer._viewed = True  # from here on it goes back with the Buffer, even if a check fails
-    refuse_pointers(obj, None if view.format == NULL else view.format.decode("utf-8", "replace"))
+    check_elements(obj, None if view.format == NULL else view.format.decode("utf-8", "replace"))
     what = f"the buffer of {buffer._lender}"
     if view.len < 0 or view.itemsize < 0 or view.ndim < 0 or view.ndim > MAX_NDIM:
         raise BufferError(f"{what} is malformed: {view.len} bytes, itemsize {view.itemsize}, {view.ndim} dimensions")

@@ -1,12 +1,13 @@
 # cython: auto_pickle=False
-"""Which arrays may not be used as the bytes of their elements: those of pointers.
+"""Which arrays may not be used as the bytes of their elements: those of pointers, and those with a mask.
 
 What a peer writes must not become a pointer that this process follows, so an array whose elements, or fields of them,
-are Python objects or ctypes pointers is refused.
+are Python objects or ctypes pointers is refused. A mask lies beside the elements: they would travel without it.
 """
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDED, PyBUF_STRIDED_RO, PyObject_GetBuffer
 
 import re
+import sys
 
 # In a PEP 3118 format. ctypes writes z for char* and Z for wchar_t*; NumPy writes Zf, Zd and Zg for complex numbers.
 cdef object FIELD_NAME = re.compile(r":[^:]*:")
@@ -26,8 +27,20 @@ cdef int get_view(object obj, Py_buffer* view) except -1:
     return 0
 
 
-cpdef int refuse_pointers(object obj, str format) except -1:
-    """Raise ValueError for an array of pointers; format: what its buffer says, None where it has no format."""
+cdef int refuse_mask(object obj) except -1:
+    """Raise ValueError for an array with a mask."""
+    masked = sys.modules.get("numpy.ma")  # what is not imported has made no array
+    if masked is not None and isinstance(obj, masked.MaskedArray):
+        raise ValueError(
+            f"{type(obj).__qualname__} has a mask, which lies beside its elements; use what array.filled(value) returns, or "
+            "array.data"
+        )
+    return 0
+
+
+cpdef int check_elements(object obj, str format) except -1:
+    """Raise ValueError for an array of pointers, or with a mask; format: what its buffer says, None where it has none."""
+    refuse_mask(obj)
     if format is None:
         # NumPy has types without one: its strings of any length, and dates beside objects.
         found = getattr(getattr(obj, "dtype", None), "hasobject", False) is True

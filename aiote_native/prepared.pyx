@@ -16,6 +16,7 @@ from libc.string cimport memcpy
 
 from aiote_native.channelset cimport largest_of, widest_of
 from aiote_native.core cimport Core
+from aiote_native.elements cimport refuse_mask
 from aiote_native.flights cimport Flight
 from aiote_native.held cimport Order, hold_of, start_targets_behind
 from aiote_native.peers cimport PeerLink
@@ -39,9 +40,12 @@ cdef class Integers:
         if values is None:
             return
         try:
+            refuse_mask(values)
             PyObject_GetBuffer(values, &self.view, PyBUF_FORMAT | PyBUF_STRIDES)
         except TypeError:
             raise TypeError(f"{name}: an array of 64-bit integers is expected, got {type(values).__name__}") from None
+        except ValueError as error:
+            raise TypeError(f"{name}: {error}") from None
         self.held = True
         kind = self.view.format
         # "<" is the native order on every machine that this runs on.

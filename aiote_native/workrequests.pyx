@@ -14,6 +14,7 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset, strcmp
 
 from aiote_native.buffers cimport Buffer
+from aiote_native.elements cimport refuse_mask
 from aiote_native.held cimport Order
 from aiote_native.provider cimport NativeDevice, Registration
 from aiote_native.schedule cimport NO_KEY, NO_REACH
@@ -191,6 +192,7 @@ cdef class PageIndex:
         cdef uint64_t i = 0
         if self.values != NULL:
             raise RuntimeError("the index is filled already")
+        refuse_mask(indices)
         if PyObject_CheckBuffer(indices) and self.copy_buffer(indices):
             self.find_bounds()
             return

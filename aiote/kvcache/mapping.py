@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.masked_arrays import require_unmasked
 from ..errors import UsageError
 from .tensors import CacheSpec, CacheTensor
 
@@ -42,6 +43,7 @@ class PageRow:
     __slots__ = ("pages", "start")
 
     def __init__(self, pages: Sequence[int] | NDArray[np.integer], start: int = 0) -> None:
+        require_unmasked("pages", pages)
         given = np.asarray(pages)
         if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu") or start < 0:
             raise UsageError(f"pages are a row of integers from a place on, got {pages!r} from {start}")

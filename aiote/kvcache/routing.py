@@ -41,6 +41,7 @@ from numpy.typing import NDArray
 
 import aiote
 
+from ..core.masked_arrays import require_unmasked
 from ..core.paging import integer
 from ..discovery import Member
 
@@ -59,6 +60,7 @@ class NoMember(aiote.AioteError):
 def block_hashes(tokens: Sequence[int] | Numbers, page_tokens: int) -> list[bytes]:
     """Return a hash for each whole page of a prompt, which covers that page's tokens and all before them."""
     size = integer("page_tokens", page_tokens, 1) * 4
+    require_unmasked("block_hashes: tokens", tokens)
     data = np.ascontiguousarray(tokens, dtype="<u4").tobytes()
     chain = hashlib.blake2b(digest_size=HASH_BYTES)
     out = []

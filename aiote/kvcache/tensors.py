@@ -21,6 +21,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from ..core.gpu_arrays import gpu_array
+from ..core.masked_arrays import require_unmasked
 from ..errors import UsageError
 
 __all__ = ["Cache", "CacheSpec", "CacheTensor"]
@@ -177,6 +178,7 @@ class Cache:
         its memory. dtype: a name for the type, where the array's is not it (integers that stand for bfloat16). Raises
         UsageError for axes that are not the array's, and for items with gaps.
         """
+        require_unmasked(self.name, array)
         array, named, storage = gpu_array(array) or _viewed(array)
         dtype = dtype or named
         shape, strides, item_bytes = _axes(array, axes)
@@ -208,6 +210,7 @@ class Cache:
 
         For storages of which an engine has many arrays that are no views of one array. Raises UsageError.
         """
+        require_unmasked(self.name, memory)
         if memory.dtype.hasobject:
             raise UsageError(f"{self.name}: an array of {memory.dtype}: Python objects stay in their process")
         if not memory.flags.c_contiguous:

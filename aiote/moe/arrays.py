@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 import aiote
 
+from ..core.masked_arrays import require_unmasked
 from .config import ITEMSIZES
 
 __all__ = ["Bytes", "elements", "lines", "plain", "same_memory", "zeros"]
@@ -39,6 +40,7 @@ def _described(what: str, array: Any) -> tuple[int, tuple[int, ...], tuple[int, 
         size = array.element_size()
         strides = tuple(size * stride for stride in array.stride())
         return array.data_ptr(), tuple(array.shape), strides, str(array.dtype).removeprefix("torch.")
+    require_unmasked(what, array)
     if not isinstance(array, np.ndarray):
         raise aiote.UsageError(f"{what}: a NumPy array or a torch tensor is expected, got {type(array).__name__}")
     return array.ctypes.data, array.shape, array.strides, array.dtype.name

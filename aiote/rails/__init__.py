@@ -8,7 +8,7 @@ from aiote_native.buffers import Buffer, acquire, section
 from aiote_native.clocks import Alarm as NativeAlarm
 from aiote_native.core import Core
 from aiote_native.cuda.events import EventPool
-from aiote_native.elements import refuse_pointers
+from aiote_native.elements import check_elements
 from aiote_native.flights import Flight
 from aiote_native.forks import ForkError, after_fork
 from aiote_native.heartbeats import Pulse, look_over
@@ -76,6 +76,7 @@ __all__ = [
     "acquire",
     "after_fork",
     "arm",
+    "check_elements",
     "deliver",
     "device_name",
     "error_text",
@@ -89,7 +90,6 @@ __all__ = [
     "quick_pages",
     "quick_send",
     "read_value",
-    "refuse_pointers",
     "run",
     "scatter",
     "section",

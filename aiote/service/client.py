@@ -16,7 +16,7 @@ import aiote
 
 from ..transfers import SharedRegistration
 from .background import to_the_end
-from .codec import describe_array
+from .codec import check_dtype, describe_array
 from .definition import Method, Service, methods_of
 from .endpoint import Endpoint, Limits
 from .errors import CallError, CallLostError, NotServedError, RemoteError
@@ -117,7 +117,7 @@ class Caller:
     async def _once(self, link: Link, method: Method, bound: Any) -> Any:
         if not method.outs:
             return await self._exchange(link, method, bound)
-        outs = [_check_out(method, name, getattr(bound, name)) for name in method.outs]
+        outs = [_checked_out(method, name, getattr(bound, name)) for name in method.outs]
         leases: list[tuple[SharedRegistration, aiote.Lease]] = []
         try:
             specs = [self._lend(link, array, leases) for array in outs]
@@ -204,9 +204,14 @@ def _bound(method: Method, arguments: tuple[Any, ...], named: dict[str, Any]) ->
         raise TypeError(f"{method.name}: {error}") from None
 
 
-def _check_out(method: Method, name: str, array: object) -> NDArray[Any]:
+def _checked_out(method: Method, name: str, array: object) -> NDArray[Any]:
     if not isinstance(array, numpy.ndarray) or not array.flags.c_contiguous or not array.flags.writeable:
         raise aiote.UsageError(f"{method.name}: {name} must be a numpy array, contiguous and writable: it is filled")
+    try:
+        check_dtype(method.outs[name], array.dtype)
+        describe_array(array)
+    except ValueError as error:
+        raise aiote.UsageError(f"{method.name}: {name}: {error}") from error
     return array
 
 

@@ -16,9 +16,10 @@ import msgspec
 import numpy
 from numpy.typing import NDArray
 
+from ..core.masked_arrays import require_unmasked
 from ..errors import UsageError
 
-__all__ = ["INLINE_BYTES", "array_of", "decode", "decoder", "describe_array", "encode"]
+__all__ = ["INLINE_BYTES", "array_of", "check_dtype", "decode", "decoder", "describe_array", "encode"]
 
 INLINE_BYTES = 8192
 """Arrays of up to so many bytes lie in the message itself: below, one message is quicker than a write and one."""
@@ -40,7 +41,8 @@ _arrays = _Arrays()
 
 
 def describe_array(array: NDArray[Any]) -> str:
-    """Return the text that stands for a dtype. Raises UsageError for one that cannot travel."""
+    """Return the text that stands for an array's dtype. Raises UsageError for one that cannot travel, and for a mask."""
+    require_unmasked(f"an array of {array.dtype}", array)
     text = array.dtype.str
     if text not in DTYPES:
         raise UsageError(
@@ -85,7 +87,7 @@ def _decode_array(kind: type, value: object) -> object:
     if origin is not numpy.ndarray or not isinstance(value, list) or len(value) != 3:
         raise ValueError("an array is expected")
     dtype, shape, nbytes = array_of(value[0], value[1])
-    _check_dtype(kind, dtype)
+    check_dtype(kind, dtype)
     where = value[2]
     if isinstance(where, bytes):
         if len(where) != nbytes:
@@ -99,8 +101,8 @@ def _decode_array(kind: type, value: object) -> object:
     return numpy.frombuffer(memory, dtype).reshape(shape).copy()
 
 
-def _check_dtype(kind: type, dtype: numpy.dtype[Any]) -> None:
-    """Compare with what the annotation says: `NDArray[numpy.float32]`."""
+def check_dtype(kind: Any, dtype: numpy.dtype[Any]) -> None:
+    """Raise ValueError where a dtype is not the one of an annotation, `NDArray[numpy.float32]`."""
     arguments = get_args(kind)
     wanted = get_args(arguments[1]) if len(arguments) == 2 else ()
     scalar = wanted[0] if wanted and isinstance(wanted[0], type) else numpy.generic

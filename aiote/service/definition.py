@@ -25,8 +25,8 @@ _OUT = "aiote.Out"
 _MARK = "_aiote_method"
 
 Out: TypeAlias = Annotated[numpy.ndarray[Any, numpy.dtype[T]], _OUT]
-"""An array of the caller's that the method fills, `Out[numpy.float32]`: contiguous and writable. The method gets zeros
-of the same shape and type, and what it has written there is in the caller's when the call returns. A call that fails or
+"""An array of the caller's that the method fills, `Out[numpy.float32]`: contiguous, writable and of that type. The
+method gets zeros of the same shape and type, and what it has written there is in the caller's when the call returns. A call that fails or
 is cancelled leaves the caller's array as it was, or written in part; nothing of it lands once the await has ended.
 """
 
@@ -107,24 +107,24 @@ class Method:
 
     def _arguments(
         self, function: Callable[..., Any], hints: dict[str, Any]
-    ) -> tuple[type[msgspec.Struct], tuple[str, ...]]:
-        """Return a struct of the parameters, and the names of those that are the caller's arrays."""
+    ) -> tuple[type[msgspec.Struct], dict[str, Any]]:
+        """Return a struct of the parameters, and the annotations of those that are the caller's arrays."""
         fields: list[Any] = []
-        outs = []
+        outs: dict[str, Any] = {}
         for parameter in list(inspect.signature(function).parameters.values())[1:]:
             name = parameter.name
             if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
                 raise UsageError(f"{self.name}: {parameter} is not an ordinary parameter, which may be given by name")
             hint = self._hint(hints, name, f"parameter {name}")
             if get_origin(hint) is Annotated and _OUT in get_args(hint):
-                outs.append(name)
+                outs[name] = get_args(hint)[0]
                 fields.append((name, OutSpec))
             elif parameter.default is parameter.empty:
                 fields.append((name, hint))
             else:
                 fields.append((name, hint, parameter.default))
         try:
-            return msgspec.defstruct(self.attribute, fields, array_like=True), tuple(outs)
+            return msgspec.defstruct(self.attribute, fields, array_like=True), outs
         except TypeError as error:
             raise UsageError(f"{self.name}: {error}") from error
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 import aiote
 
 from ..aio import LoopTask, Signal
-from .codec import array_of, encode
+from .codec import array_of, check_dtype, encode
 from .definition import Method
 from .frames import CallFrame, End, Items, OutSpec, Status
 from .interceptors import CallInfo, intercepted
@@ -220,7 +220,7 @@ class Running:
 
     async def _fill(self, bound: Any, arguments: list[Any]) -> Parcel:
         fields = bound.__struct_fields__
-        outs = [_Filled(self.link, arguments[fields.index(name)]) for name in self._method.outs]
+        outs = [_Filled(self.link, arguments[fields.index(name)], kind) for name, kind in self._method.outs.items()]
         for name, out in zip(self._method.outs, outs, strict=True):
             arguments[fields.index(name)] = out.open()
         result = await self._function(*arguments)
@@ -255,11 +255,12 @@ def _described(error: Exception, room: int) -> bytes:
 class _Filled:
     """An array of the caller's that the method fills: in memory of ours, from where it is written."""
 
-    def __init__(self, link: Link, spec: OutSpec) -> None:
+    def __init__(self, link: Link, spec: OutSpec, kind: Any) -> None:
         self._link = link
         self.remote: aiote.RemoteRegion | None = None
         try:
             self._dtype, self._shape, self._nbytes = array_of(spec.dtype, spec.shape)
+            check_dtype(kind, self._dtype)
             if spec.descriptor:
                 self.remote = link.endpoint.engine.attach(spec.descriptor)
                 check_lent(self.remote, link.peer.address)

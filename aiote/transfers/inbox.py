@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..aio import EventLoop, Signal, wake
 from ..errors import ClosedError, PeerError, UsageError
-from ..rails import deliver, refuse_pointers
+from ..rails import check_elements, deliver
 
 if TYPE_CHECKING:
     from ..aio import Waiter
@@ -45,7 +45,7 @@ def writable(buffer: object) -> memoryview:
     except (TypeError, ValueError, BufferError) as error:
         raise UsageError(f"recv_into: {type(buffer).__name__} gives no buffer: {error}") from None
     try:
-        refuse_pointers(buffer, view.format)
+        check_elements(buffer, view.format)
         if view.readonly or not view.c_contiguous:
             raise ValueError("expected a buffer that is writable and contiguous")
     except ValueError as error:

@@ -28,7 +28,7 @@ class Pages(PageSet):
             raise UsageError(f"Pages: region must be a Region or a RemoteRegion, got {type(region).__name__}")
         try:
             index = PageIndex(indices)
-        except (TypeError, AttributeError, OverflowError) as error:
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise UsageError(
                 f"page indices must be integers that fit in 64 bits, got {type(indices).__name__}: {error}"
             ) from error

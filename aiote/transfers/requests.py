@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.address import Address
 from ..core.striping import check_immediate
 from ..errors import UsageError
-from ..rails import refuse_pointers
+from ..rails import check_elements
 from .pages import Pages
 from .peer import Peer
 from .regions import Region, RemoteRegion
@@ -74,7 +74,7 @@ def _bytes_of(payload: object) -> bytes:
     """Copy a payload. Raises UsageError for what has no bytes, or not its own."""
     try:
         with memoryview(payload) as view:  # type: ignore[arg-type]
-            refuse_pointers(payload, view.format)
+            check_elements(payload, view.format)
             return bytes(view)
     except (TypeError, ValueError, BufferError) as error:
         raise UsageError(

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core.masked_arrays import require_unmasked
 from ..errors import UsageError
 
 __all__ = [
@@ -129,6 +130,7 @@ class Mesh:
     @classmethod
     def of(cls, ranks: Any) -> Mesh:
         """Make a mesh of anything that numpy takes as an array of integers; a range or a list is one axis."""
+        require_unmasked("the ranks of a mesh", ranks)
         array = np.asarray(ranks)
         return cls(tuple(array.ravel().tolist()), array.shape)
 

@@ -21,6 +21,7 @@ import aiote
 
 from .. import gpu
 from ..core.gpu_arrays import GpuArray, gpu_array, part_of
+from ..core.masked_arrays import require_unmasked
 from ..service.background import to_the_end
 from ..transfers.regions import Access
 from .dtypes import ITEMSIZE, dtype_name
@@ -100,6 +101,7 @@ def found_in(array: Any) -> Found:
         if array.device.type != "cpu":
             raise aiote.UsageError(f"it is on {array.device}; give a copy on the CPU, which may be pinned")
         return Found(array.data_ptr(), tuple(array.shape), tuple(array.stride()), dtype_name(array.dtype))
+    require_unmasked("the array", array)
     if not isinstance(array, np.ndarray):
         raise aiote.UsageError(f"a numpy array or a torch tensor is expected, got {type(array).__name__}")
     name = dtype_name(array.dtype)

@@ -288,6 +288,7 @@ WRONG_SCATTERS = {
     "write 1: local range 8[+]18446744073709551612": (np.array([0, 2**64 - 4], np.uint64), np.array([0, 8])),
     "to.1. is 2, and there are 2": (np.ones(2, np.int64), None, None, None, np.array([0, 2])),
     "to.0. is -1, and there are 2": (np.ones(1, np.int64), None, None, None, np.array([-1])),
+    "lengths: MaskedArray has a mask": (np.ma.ones(2, np.int64),),
     "the immediate is 268435456": (np.ones(2, np.int64), None, None, 1 << 28),
 }
 WRONG_PAGES = {

@@ -143,6 +143,7 @@ async def test_what_is_no_memory_to_write_to_is_refused_at_once():
             (8, "int gives no buffer"),
             (None, "NoneType gives no buffer"),
             (np.zeros(2, object), "ndarray of object: its elements are pointers"),
+            (np.ma.zeros(2), "MaskedArray has a mask"),
         ):
             with pytest.raises(aiote.UsageError, match=f"recv_into: .*{why}"):
                 await right.recv_into(unfit)

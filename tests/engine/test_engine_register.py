@@ -122,6 +122,7 @@ async def test_torch_tensors_are_sent_and_filled():
         ),
         pytest.param(lambda: memoryview(bytearray(8))[::2], r"register: .*not contiguous", id="strided-view"),
         pytest.param(lambda: np.array([1, "a"], object), r"register: ndarray of object: .*pointers", id="objects"),
+        pytest.param(lambda: np.ma.zeros(2), r"register: MaskedArray has a mask", id="masked"),
         pytest.param(lambda: OnlyDLPack(np.zeros((8, 8))[::2]), r"register: .*not contiguous", id="strided-dlpack"),
         pytest.param(
             lambda: OnCuda(np.zeros(4)),

@@ -221,6 +221,8 @@ async def test_a_peer_of_another_engine_is_refused():
         (lambda e, r, m: e.submit_send("there", b""), r"'there': no port number behind the host"),
         (lambda e, r, m: e.submit_send(m.owner, "text"), "the payload must be bytes or a buffer, got str"),
         (lambda e, r, m: e.submit_send(m.owner, np.array([None])), "ndarray of object: its elements are pointers"),
+        (lambda e, r, m: e.submit_send(m.owner, np.ma.zeros(2)), "MaskedArray has a mask"),
+        (lambda e, r, m: aiote.Pages(r, np.ma.array([0, 1], mask=[0, 1]), 8), "MaskedArray has a mask"),
         (lambda e, r, m: e.submit_send(m.owner, np.zeros(2, "M8[s]")), "ndarray: .*cannot include dtype 'M'"),
         (lambda e, r, m: e.submit_send(e.address, b""), "engine's own address: an engine has no connection to itself"),
         (lambda e, r, m: e.submit_write_pages(r, m), r"src and dst must be Pages\(region, indices, page_bytes\)"),

@@ -8,6 +8,7 @@ import pytest
 from aiote.errors import UsageError
 from aiote.kvcache import Cache, CacheMap, MappingError, PageRow, assign
 from aiote.kvcache.moving import check_rows
+from aiote.kvcache.routing import block_hashes
 from aiote.kvcache.tensors import CacheTensor
 from mapped_caches import expected, same, value
 
@@ -96,6 +97,18 @@ def test_arrays_of_python_objects_are_refused(dtype):
     for add in (lambda: Cache("one").add(array, "page item"), lambda: Cache("one").hold(array)):
         with pytest.raises(UsageError, match="one: an array of .*: Python objects stay in their process"):
             add()
+
+
+def test_arrays_with_a_mask_are_refused():
+    array = np.ma.zeros((4, 2))
+    for use in (
+        lambda: Cache("one").add(array, "page item"),
+        lambda: Cache("one").hold(array),
+        lambda: PageRow(np.ma.array([0, 1], mask=[0, 1])),
+        lambda: block_hashes(np.ma.arange(8), 4),
+    ):
+        with pytest.raises(UsageError, match=r"it has a mask, .*array\.filled"):
+            use()
 
 
 def test_what_is_no_array_of_the_cpu_is_refused():

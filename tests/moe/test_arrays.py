@@ -10,6 +10,7 @@ import pytest
 
 import aiote
 from aiote.moe import MoeConfig
+from aiote.moe.arrays import lines, plain
 from engines import opened
 from moe_ranks import all_of, ranks
 
@@ -38,6 +39,13 @@ async def test_arrays_of_ml_dtypes_come_back_as_such():
             assert (out.astype(np.float32) == x.astype(np.float32)).all()
 
         await all_of(*[lambda g=g: one(g) for g in groups])
+
+
+def test_arrays_with_a_mask_are_refused():
+    with pytest.raises(aiote.UsageError, match="x: it has a mask"):
+        lines("x", np.ma.zeros((6, 16), np.float32), (None, 16), "float32")
+    with pytest.raises(aiote.UsageError, match="ids: it has a mask"):
+        plain("ids", np.ma.zeros((6, 2), np.int32), (6, 2), ("int32",))
 
 
 @pytest.mark.needs_torch

@@ -203,6 +203,12 @@ def test_an_array_of_pointers_is_refused_with_its_type(lender: Any, said: str) -
         acquire(lender)
 
 
+@pytest.mark.parametrize("mask", [[0, 1], False, np.ma.nomask])
+def test_an_array_with_a_mask_is_refused(mask: Any) -> None:
+    with pytest.raises(ValueError, match=r"MaskedArray has a mask, .*array\.filled"):
+        acquire(np.ma.array([1.0, 2.0], mask=mask))
+
+
 @pytest.mark.skipif(not hasattr(np.dtypes, "StringDType"), reason="it came with NumPy 2.0")
 def test_strings_of_any_length_are_refused() -> None:
     with pytest.raises(ValueError, match=r"StringDType.*: its elements are pointers"):

@@ -149,6 +149,9 @@ async def test_an_exception_arrives_as_its_name_and_text():
         assert (out == 7).all()
 
 
+MASKED = numpy.ma.array([1.0, 2.0, 3.0], mask=[0, 1, 0])
+
+
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
@@ -161,6 +164,11 @@ async def test_an_exception_arrives_as_its_name_and_text():
         (lambda client: client.add(numpy.array(["a"]), 1), aiote.UsageError, "an array of <U1: booleans"),
         (lambda client: client.embed(["a"], [0.0]), aiote.UsageError, "out must be a numpy array, contiguous and"),
         (lambda client: client.embed(["a"], numpy.zeros((4, 4), "f4").T), aiote.UsageError, "contiguous"),
+        (lambda client: client.embed(["a"], numpy.zeros(4)), aiote.UsageError, "out: an array of float32 is expected, got"),
+        (lambda client: client.embed(["a"], numpy.zeros(200_000, "i1")), aiote.UsageError, "out: an array of float32 is"),
+        (lambda client: client.embed(["a"], numpy.zeros(4, ">f4")), aiote.UsageError, "out: an array of >f4: booleans"),
+        (lambda client: client.embed(["a"], MASKED.astype("f4")), aiote.UsageError, "out: .* float32: it has a mask"),
+        (lambda client: client.add(MASKED, numpy.arange(3, dtype="i4")), aiote.UsageError, "float64: it has a mask"),
     ],
 )
 async def test_wrong_arguments_are_explained_and_nothing_runs(call, error, text):

@@ -158,6 +158,7 @@ async def test_what_is_left_of_a_message_is_read_before_its_lost_peer_is_forgott
         ("Plain/1.add", msgspec.msgpack.encode(((",i4", (1,), b"1" * 8), 1)), [], "no dtype that travels"),
         ("Plain/1.add", msgspec.msgpack.encode(((">i4", (1,), b"1234"), 1)), [], "no dtype that travels"),
         ("Plain/1.fill", msgspec.msgpack.encode((("|u1", (1 << 40,), b""),)), [], "is to be filled, and not lent"),
+        ("Plain/1.fill", msgspec.msgpack.encode((("<f4", (2,), b""),)), [], "an array of uint8 is expected"),
         ("Plain/1.fill", msgspec.msgpack.encode((("|u1", (1 << 21,), b"x" * 90),)), [], "descriptor"),
     ],
 )

@@ -133,6 +133,11 @@ def test_impossible_buffers_are_refused_by_name(buffer, words):
         Layout.of_buffers(0, {"x": buffer})
 
 
+def test_ranks_with_a_mask_are_refused():
+    with pytest.raises(UsageError, match="the ranks of a mesh: it has a mask"):
+        Mesh.of(np.ma.arange(4))
+
+
 def test_descriptions_that_disagree_are_refused():
     one = Layout.of_buffers(0, {"x": Buffer((4,), "F32")})
     for other in (Buffer((5,), "F32"), Buffer((4,), "F16")):

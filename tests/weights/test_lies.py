@@ -160,3 +160,7 @@ async def test_arrays_that_cannot_be_written_are_refused_by_a_target():
                 pass
         async with serve_source(engine, LAYOUT, 0, {"a": fixed}):
             pass
+        for serve in serve_source, serve_target:
+            with pytest.raises(aiote.UsageError, match="a: the array: it has a mask"):
+                async with serve(engine, LAYOUT, 0, {"a": np.ma.zeros(64, np.float32)}):
+                    pass
