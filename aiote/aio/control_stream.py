@@ -27,7 +27,8 @@ __all__ = ["ControlConnection", "ControlListener", "PendingConnection", "dial"]
 BACKLOG = 1024
 MAX_UNSENT = 1 << 20
 READ_BYTES = 65536
-ACCEPT_PAUSE_S = 0.1
+ACCEPT_PAUSES_S = 0.05, 1.0
+"""After a connection that could not be accepted: the first pause, which doubles from one to the next, and the longest."""
 MAX_UNAUTHENTICATED = 256
 """Connections that have not proven themselves yet; one more ends the oldest, so silent ones cannot fill the process."""
 TOO_MANY = "too many connections that have not proven themselves"
@@ -303,14 +304,20 @@ class ControlListener:
                     await anyio.aclose_forcefully(stream)
 
     async def _accept(self, listener: SocketListener, group: TaskGroup) -> None:
+        pause, said = ACCEPT_PAUSES_S[0], ""
         while True:
             try:
                 stream = await listener.accept()
             except Exception as error:
                 # Whatever it is (descriptors that ran out, a client or a network that is gone): the port stays open.
-                self._on_failure(f"its connection could not be accepted: {describe(error)}")
-                await anyio.sleep(ACCEPT_PAUSE_S)
+                # A connection that waits for a descriptor fails again each time, which is told once.
+                if describe(error) != said:
+                    said = describe(error)
+                    self._on_failure(f"its connection could not be accepted: {said}")
+                await anyio.sleep(pause)
+                pause = min(2 * pause, ACCEPT_PAUSES_S[1])
                 continue
+            pause, said = ACCEPT_PAUSES_S[0], ""
             self._fresh.add(stream)
             group.start_soon(self._handle, stream)
 

@@ -5,7 +5,7 @@ that its key opens, which is looked up again whenever a registration has ended s
 dropped, so that what follows it is served. What is no frame breaks the stream.
 """
 
-from libc.errno cimport EACCES, EIO, EMSGSIZE, ENOMEM, EPROTO
+from libc.errno cimport EACCES, EIO, EMFILE, EMSGSIZE, ENFILE, ENOBUFS, ENOMEM, EPROTO
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 
 from aiote_native.cuda.copies cimport GpuQueues, queue_state
@@ -458,6 +458,7 @@ cdef int receive(Stream* self, Completion* out, int capacity) noexcept nogil:
     cdef uint64_t moved = 0
     cdef int got = 0
     cdef int code = 1
+    cdef bint told
     move_imports(self)
     withdraw_ended(self)
     if not self.eager:
@@ -473,11 +474,12 @@ cdef int receive(Stream* self, Completion* out, int capacity) noexcept nogil:
     if self.eager:
         push(self)
     # Of a wire that ends, or never came about, with nothing under way the control connection tells, and why: the peer
-    # has closed, or has given way to another connection of ours.
+    # has closed, or has given way to another connection of ours. It cannot tell of a lie, nor of what we lack.
     if got or self.broken == 0:
         return got
     self.reported_broken = True
-    return self.broken if self.broken == -EPROTO or self.outstanding else 0
+    told = self.broken in (-EPROTO, -EMFILE, -ENFILE, -ENOBUFS, -ENOMEM)
+    return self.broken if told or self.outstanding else 0
 
 
 cdef int stream_poll(void* impl, Completion* out, int capacity) noexcept nogil:

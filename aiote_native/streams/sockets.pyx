@@ -7,7 +7,8 @@ who would get the keys of memory with the frames. The iov of several frames is h
 are received into place, together with the header that follows them.
 """
 
-from libc.errno cimport EAGAIN, ECONNRESET, EINPROGRESS, EINTR, EPROTO, errno
+from libc.errno cimport (
+    EAGAIN, ECONNRESET, EINPROGRESS, EINTR, EMFILE, ENFILE, ENOBUFS, ENOMEM, EPROTO, errno)
 from libc.stdint cimport uint64_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memcpy, memset
@@ -164,12 +165,18 @@ cdef int continue_connect(SocketStream* self) noexcept nogil:
     return min(code, 0)
 
 
-cdef void accept_candidates(SocketStream* self) noexcept nogil:
-    """Accept whoever comes, a few at a time: one who says nothing gives way to later ones."""
+cdef int accept_candidates(SocketStream* self) noexcept nogil:
+    """Accept whoever comes, a few at a time: one who says nothing gives way to later ones. Returns -errno, and
+    listens no longer, where the system lacks what that takes: it would be woken for good.
+    """
     cdef int code, fd, i
     for _turn in range(CANDIDATES):
         fd = accept4(self.listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)
         if fd < 0:
+            code = errno
+            if code in (EMFILE, ENFILE, ENOBUFS, ENOMEM):
+                shut_fd(self, &self.listener)
+                return -code
             break
         i = self.next_candidate
         self.next_candidate = (i + 1) % CANDIDATES
@@ -185,16 +192,17 @@ cdef void accept_candidates(SocketStream* self) noexcept nogil:
                 adopt(self, self.candidates[i])
             elif code < 0:
                 shut_fd(self, &self.candidates[i])
+    return 0
 
 
 cdef int handshake(SocketStream* self) noexcept nogil:
-    cdef int code
+    cdef int code = 0
     if self.fd >= 0:
         return continue_connect(self)
     if self.listener >= 0:
-        accept_candidates(self)
+        code = accept_candidates(self)
     if self.fd < 0:
-        return 0
+        return code
     code = send_token(self)
     self.stream.connected = code == 0
     return code

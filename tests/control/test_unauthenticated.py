@@ -163,6 +163,35 @@ async def test_an_accept_that_fails_once_refuses_nobody_later(trouble, monkeypat
             assert "could not be accepted" in reasons[0]
 
 
+async def test_a_trouble_that_lasts_is_told_once_and_again_when_it_changes(monkeypatch):
+    """As one connection that waits for a descriptor: it could not be accepted for as long as there is none."""
+    none_here, none_at_all = (OSError(number, os.strerror(number)) for number in (errno.EMFILE, errno.ENFILE))
+    monkeypatch.setattr("aiote.aio.control_stream.ACCEPT_PAUSES_S", (1e-3, 2e-3))
+    with anyio.fail_after(PATIENCE_S):
+        async with opened("socket") as engine, opened("socket") as early, opened("socket") as late:
+            reasons = refusals(engine)
+            (listener,) = engine._links._listener._listeners
+            accept, troubles = listener.accept, [none_here] * 9 + [none_at_all] * 9 + [none_here]
+
+            async def fails() -> object:
+                if troubles:
+                    raise troubles.pop(0)
+                return await accept()
+
+            monkeypatch.setattr(listener, "accept", fails)
+            await early.connect(engine.address)
+            await until(lambda: not troubles)
+            await late.connect(engine.address)
+            assert [reason.partition("[Errno ")[2][:2] for reason in reasons] == ["24", "23", "24"]
+            # One that was accepted ends it: the next trouble is another one.
+            troubles = [none_here] * 3
+            async with opened("socket") as third, opened("socket") as fourth:
+                await third.connect(engine.address)
+                await until(lambda: not troubles)
+                await fourth.connect(engine.address)
+            assert len(reasons) == 4
+
+
 def listening_ports() -> set[int]:
     """Return the TCP ports at which this process listens, the libraries' own among them."""
     ports = set()

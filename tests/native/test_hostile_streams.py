@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import resource
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from aiote_native.counters import ImmCounters
+from aiote_native.streams.sockets import parse
 from compiled import preloaded, shared
 from engines import run_script
 from rail_pair import Kind, Pair, Rails, Side, filled, opened
@@ -92,6 +96,41 @@ def test_a_peer_that_ends_after_a_fork_wakes_nobody_for_good():
             os.close(right)
             os.waitpid(child, 0)
             os.close(left)
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """Have no descriptor be opened here for a while."""
+    lowest = os.dup(0)
+    os.close(lowest)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_who_lacks_descriptors_for_a_connection_says_so_and_is_not_woken_for_good():
+    with opened(Kind("socket")) as rails:
+        side = rails.side()
+        pending, link = side.rail_set.open_channel(0, 0), side.core.add_peer(side)
+        host, port, _ = parse(pending.address)
+        # Of the greater address: it connects.
+        peer = f"aiote-tcp://{host}:{port}/{'ff' * 16}".encode()
+        side.rail_set.join(link, pending, peer, *side.rail_set.scratch.keys[0])
+        side.awake = True
+        side.write(link, imm=IMM)
+        rails.rest()
+        assert not link.failed
+        with socket.socket() as one:
+            one.setblocking(False)
+            with no_descriptors():
+                one.connect_ex((host, port))
+                rails.drive(lambda: link.failed)
+                rails.rest()
+        assert link.failed == errno.EMFILE
+        side.close_link(link)
 
 
 FAILING = r"""
