@@ -28,7 +28,7 @@ BACKLOG = 1024
 MAX_UNSENT = 1 << 20
 READ_BYTES = 65536
 ACCEPT_PAUSES_S = 0.05, 1.0
-"""After a connection that could not be accepted: the first pause, which doubles from one to the next, and the longest."""
+"""After a connection that could not be accepted: the first pause, and the longest; each is twice the one before."""
 MAX_UNAUTHENTICATED = 256
 """Connections that have not proven themselves yet; one more ends the oldest, so silent ones cannot fill the process."""
 TOO_MANY = "too many connections that have not proven themselves"

@@ -14,5 +14,6 @@ def require_unmasked(what: str, array: object) -> None:
     masked = sys.modules.get("numpy.ma")  # what is not imported has made no array
     if masked is not None and isinstance(array, masked.MaskedArray):
         raise UsageError(
-            f"{what}: it has a mask, which lies beside its elements; give what array.filled(value) returns, or array.data"
+            f"{what}: it has a mask, which lies beside its elements; give what array.filled(value) returns, or "
+            "array.data"
         )

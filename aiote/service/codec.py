@@ -41,7 +41,7 @@ _arrays = _Arrays()
 
 
 def describe_array(array: NDArray[Any]) -> str:
-    """Return the text that stands for an array's dtype. Raises UsageError for one that cannot travel, and for a mask."""
+    """Return the text for an array's dtype. Raises UsageError for one that cannot travel, and for a mask."""
     require_unmasked(f"an array of {array.dtype}", array)
     text = array.dtype.str
     if text not in DTYPES:

@@ -26,8 +26,9 @@ _MARK = "_aiote_method"
 
 Out: TypeAlias = Annotated[numpy.ndarray[Any, numpy.dtype[T]], _OUT]
 """An array of the caller's that the method fills, `Out[numpy.float32]`: contiguous, writable and of that type. The
-method gets zeros of the same shape and type, and what it has written there is in the caller's when the call returns. A call that fails or
-is cancelled leaves the caller's array as it was, or written in part; nothing of it lands once the await has ended.
+method gets zeros of the same shape and type, and what it has written there is in the caller's when the call returns. A
+call that fails or is cancelled leaves the caller's array as it was, or written in part; nothing of it lands once the
+await has ended.
 """
 
 
