@@ -29,20 +29,23 @@ import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar, cast
+from typing import Annotated, TypeAlias, TypeVar, cast
 
 import anyio
 import msgspec
+from msgspec import Meta
 
 import aiote
 
 from .. import service
 from ..service.background import Bell, to_the_end
-from .buckets import Bucket, Ended
+from .buckets import Bucket, Ended, Size
 
 __all__ = ["Begun", "Exchange", "Feed", "Incoming", "Offer", "Outgoing", "UpdateError"]
 
 T = TypeVar("T")
+Immediate: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 28)]
+Name: TypeAlias = Annotated[str, Meta(max_length=1024)]
 STAGED = 2
 """Buckets that a sender fills and writes by turns."""
 DECLINED = "it ended the update before it had all of it"
@@ -57,15 +60,15 @@ class UpdateError(aiote.AioteError):
 class Offer(msgspec.Struct, frozen=True):
     """A receiver's slots: memory of as many times `bucket_bytes` as there are immediates."""
 
-    descriptor: bytes
-    bucket_bytes: int
-    immediates: list[int]
+    descriptor: Annotated[bytes, Meta(max_length=4096)]
+    bucket_bytes: Size
+    immediates: Annotated[list[Immediate], Meta(min_length=1, max_length=1 << 16)]
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True):
     """The immediate by which the receiver tells that a slot is free."""
 
-    credits: int
+    credits: Immediate
 
 
 class Feed(service.Service):
@@ -74,12 +77,12 @@ class Feed(service.Service):
     name = "aiote.connectors.Feed"
 
     @service.method(raises=[UpdateError])
-    def take(self, update: str, offer: Offer) -> AsyncIterator[Begun | Bucket | Ended]:
+    def take(self, update: Name, offer: Offer) -> AsyncIterator[Begun | Bucket | Ended]:
         """Have this sender's buckets of an update written into slots, each described when it has been written."""
         raise NotImplementedError
 
     @service.method(idempotent=True)
-    async def decline(self, update: str, reason: str = DECLINED) -> None:
+    async def decline(self, update: Name, reason: str = DECLINED) -> None:
         """Tell this sender, which waits for all its receivers, that the caller will not take an update, and why."""
         raise NotImplementedError
 
@@ -93,13 +96,13 @@ class Exchange(Feed):
         self.outgoing: dict[str, Outgoing] = {}
 
     @service.method(raises=[UpdateError])
-    def take(self, update: str, offer: Offer) -> AsyncIterator[Begun | Bucket | Ended]:
+    def take(self, update: Name, offer: Offer) -> AsyncIterator[Begun | Bucket | Ended]:
         if update not in self.outgoing:
             raise UpdateError(f"no update {update} is under way here: it has ended, or was never begun")
         return self.outgoing[update].feed(offer, str(service.current_call().peer.address))
 
     @service.method(idempotent=True)
-    async def decline(self, update: str, reason: str = DECLINED) -> None:
+    async def decline(self, update: Name, reason: str = DECLINED) -> None:
         if update in self.outgoing:
             self.outgoing[update].fail(f"receiver {service.current_call().peer.address}: {reason[:MOST_TEXT]}")
 

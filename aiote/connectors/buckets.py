@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
-__all__ = ["Bucket", "Bytes", "Ended", "Joiner", "Piece", "Splitter", "slots_of"]
+__all__ = ["Bucket", "Bytes", "Ended", "Joiner", "Piece", "Size", "Splitter", "slots_of"]
 
 Bytes: TypeAlias = NDArray[np.uint8]
+Size: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 47)]
+Text: TypeAlias = Annotated[str, Meta(max_length=4096)]
 
 ALIGNMENT = 64
 """Pieces begin at multiples of a cache line, which is enough for every dtype."""
@@ -40,29 +43,29 @@ def slots_of(bucket_bytes: int, senders: int) -> tuple[int, int]:
 class Piece(msgspec.Struct, frozen=True, array_like=True):
     """Bytes of a tensor in a bucket: `length` from its byte `start` on, at the bucket's byte `offset`."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-    start: int
-    length: int
-    offset: int
+    name: Text
+    dtype: Text
+    shape: Annotated[tuple[Size, ...], Meta(max_length=64)]
+    nbytes: Size
+    start: Size
+    length: Size
+    offset: Size
 
 
 class Bucket(msgspec.Struct, frozen=True, tag=True):
     """What lies in a bucket, of which `nbytes` are written. Numbers count all buckets of an update, from 0."""
 
-    number: int
-    nbytes: int
-    pieces: list[Piece]
+    number: Size
+    nbytes: Size
+    pieces: Annotated[list[Piece], Meta(max_length=MOST_PIECES)]
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
     """There are no more: what an update was in all. The digest is of the names, dtypes and shapes in their order."""
 
-    buckets: int
-    tensors: int
-    digest: bytes
+    buckets: Size
+    tensors: Size
+    digest: Annotated[bytes, Meta(max_length=64)]
 
 
 class Splitter:

@@ -24,7 +24,7 @@ from .. import service
 from ..service.background import Bell, beside
 from .lease_table import LeaseTable
 from .membership import Attribute, Member, RegistryError, Roster, Watch
-from .wire import LeaseSeconds, MemberRecord, RosterUpdate
+from .wire import LeaseSeconds, MemberRecord, Number, RosterUpdate
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -52,7 +52,7 @@ class Keeping(service.Service):
         self._keep = keep
 
     @service.method(idempotent=True)
-    async def keep(self, session: int, number: int, lease_s: LeaseSeconds, records: Records) -> dict[str, str]:
+    async def keep(self, session: Number, number: Number, lease_s: LeaseSeconds, records: Records) -> dict[str, str]:
         """Have these members and no others of this client, for so long; return who is refused, and why.
 
         `session` is the client's among those of its engine. `number` grows with each call of a session: what comes

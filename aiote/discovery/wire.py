@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, TypeAlias
 
 import msgspec
 
-from .membership import LEASE_S, Attribute, Member
+from .membership import ADDRESS_BYTES, ATTRIBUTES, KEY_BYTES, LEASE_S, NAME_BYTES, ROLE_BYTES, VALUE_BYTES, Member
 
-__all__ = ["LeaseSeconds", "MemberRecord", "RosterUpdate", "decode_member", "encode_member"]
+__all__ = ["LeaseSeconds", "MemberRecord", "Name", "Number", "RosterUpdate", "decode_member", "encode_member"]
 
 LeaseSeconds: TypeAlias = Annotated[float, msgspec.Meta(ge=LEASE_S[0], le=LEASE_S[1])]
+Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_BYTES)]
+Key: TypeAlias = Annotated[str, msgspec.Meta(max_length=KEY_BYTES)]
+Value: TypeAlias = (
+    Annotated[str, msgspec.Meta(max_length=VALUE_BYTES)]
+    | Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+    | Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+    | bool
+)
 
 
 class MemberRecord(msgspec.Struct, frozen=True):
     """A member as it travels; one that would be malformed is not decoded."""
 
-    name: str
-    role: str
-    address: bytes
-    incarnation: int
-    attributes: dict[str, Attribute]
+    name: Name
+    role: Annotated[str, msgspec.Meta(min_length=1, max_length=ROLE_BYTES)]
+    address: Annotated[bytes, msgspec.Meta(max_length=ADDRESS_BYTES)]
+    incarnation: Annotated[int, msgspec.Meta(ge=0)]
+    attributes: Annotated[dict[Key, Value], msgspec.Meta(max_length=ATTRIBUTES)]
 
     def __post_init__(self) -> None:
         self.member()
@@ -42,9 +52,9 @@ class RosterUpdate(msgspec.Struct, frozen=True):
     is known by now has been told.
     """
 
-    run: int
+    run: Number
     complete: bool
-    gone: list[str]
+    gone: list[Name]
     present: list[tuple[LeaseSeconds, MemberRecord]]
 
 

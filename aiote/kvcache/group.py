@@ -30,6 +30,7 @@ from .consumer import Consumer
 from .mapping import MappingError
 from .moving import Rows, token_count
 from .producers import Place
+from .protocol import Group as GroupNumber
 from .protocol import Name, Number, Row, TransferRefused, rows_of, rows_to
 
 __all__ = ["Group", "Worker"]
@@ -41,7 +42,7 @@ class Receive(msgspec.Struct, array_like=True, frozen=True, eq=False):
     producers: Annotated[list[str], msgspec.Meta(max_length=1024)]
     request: Name
     tokens: Number
-    rows: dict[int, Row]
+    rows: dict[GroupNumber, Row]
     reads: bool
 
 

@@ -39,6 +39,7 @@ __all__ = ["Fetch", "NoSessionError", "Opened", "Pinned", "TransferRefused", "Tr
 
 Name: TypeAlias = Annotated[str, Meta(max_length=256)]
 Number: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 40)]
+Group: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 20)]
 Interval: TypeAlias = Annotated[float, Meta(ge=0.01, le=3600)]
 Descriptor: TypeAlias = Annotated[bytes, Meta(max_length=4096)]
 MOST_RENEWED = 4096
@@ -74,14 +75,14 @@ class Fetch(msgspec.Struct, array_like=True, frozen=True, eq=False):
     request: Name
     tokens: Number
     imm: Annotated[int, Meta(ge=0, lt=1 << 28)]
-    rows: dict[int, Row]
+    rows: dict[Group, Row]
 
 
 class Pinned(msgspec.Struct, array_like=True, frozen=True, eq=False):
     """Where a request's pages are at the prefill rank, until `finish`."""
 
     tokens: Number
-    rows: dict[int, Row]
+    rows: dict[Group, Row]
 
 
 class Rank(Protocol):

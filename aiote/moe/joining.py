@@ -7,9 +7,10 @@ lent it has its counters open.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Annotated, Protocol, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 import aiote
 
@@ -17,6 +18,11 @@ from .. import service
 
 __all__ = ["AGAIN_S", "COMES_LATER", "ELSEWHERE", "Meeting", "MoeService", "RankHost", "service_of"]
 
+Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
+Epoch: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
+RoundNumber: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Digest: TypeAlias = Annotated[bytes, Meta(max_length=64)]
+Reason: TypeAlias = Annotated[str, Meta(max_length=1024)]
 AGAIN_S = 0.01, 0.5
 """So long a rank waits, at first and at most, before it asks again one that does not serve the group yet."""
 COMES_LATER = service.BusyError, service.DrainingError, service.CallLostError
@@ -26,8 +32,8 @@ COMES_LATER = service.BusyError, service.DrainingError, service.CallLostError
 class Meeting(msgspec.Struct, frozen=True):
     """What a rank answers: the epoch that it is in, and the descriptor of its inbox for the one that asked."""
 
-    epoch: int
-    inbox: bytes
+    epoch: Epoch
+    inbox: Annotated[bytes, Meta(max_length=4096)]
 
 
 ELSEWHERE = Meeting(0, b"")
@@ -54,17 +60,17 @@ class MoeService(service.Service):
         self._host = host
 
     @service.method(idempotent=True, raises=[aiote.UsageError])
-    async def meet(self, rank: int, epoch: int, digest: bytes) -> Meeting:
+    async def meet(self, rank: Rank, epoch: Epoch, digest: Digest) -> Meeting:
         """Return this rank's inbox, once it is in that epoch or a later one. Raises UsageError for another config."""
         return await self._host.meet(rank, epoch, digest, service.current_call().peer)
 
     @service.method(idempotent=True)
-    async def broke(self, rank: int, epoch: int, reason: str) -> None:
+    async def broke(self, rank: Rank, epoch: Epoch, reason: Reason) -> None:
         """Hear that a rank broke an epoch."""
         self._host.told(rank, epoch, reason, service.current_call().peer)
 
     @service.method(idempotent=True)
-    async def left(self, rank: int, epoch: int, rounds: list[int]) -> None:
+    async def left(self, rank: Rank, epoch: Epoch, rounds: Annotated[list[RoundNumber], Meta(max_length=1024)]) -> None:
         """Hear that a rank takes part in no more rounds; return once nothing is being written to it."""
         await self._host.left(rank, epoch, rounds, service.current_call().peer)
 

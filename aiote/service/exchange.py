@@ -14,7 +14,7 @@ from ..observe.context import CONTEXT_BYTES, call_context
 from .codec import encode
 from .definition import Method
 from .errors import BusyError, CallError, CallLostError, DrainingError, NotServedError, RemoteError
-from .frames import CallFrame, End, Items, Piece, Status
+from .frames import MAX_LEFT_S, CallFrame, End, Items, Piece, Status
 from .link import FRAME_BYTES, PIECE_BYTES, Link
 
 __all__ = ["Pending", "UnderWay", "begin", "failure", "result_of"]
@@ -111,7 +111,7 @@ async def begin(pending: UnderWay, method: Method, bound: Any, *, wait: bool) ->
     pending.slot, pending.pieces = slot, parcel.pieces
     left = 0.0
     if not method.stream and (deadline := link.endpoint.deadline()) < math.inf:
-        left, pending.deadline = max(deadline - link.endpoint.loop.time(), 1e-6), deadline
+        left, pending.deadline = min(max(deadline - link.endpoint.loop.time(), 1e-6), MAX_LEFT_S), deadline
     size = FRAME_BYTES + fixed + len(parcel.body) + PIECE_BYTES * len(parcel.pieces)
     frame = CallFrame(slot, pending.generation, method.name, left, parcel.body, parcel.pieces, parcel.outside, context)
     # A call that is alone does not wait for others that could travel with it, and a stream is one of a few.

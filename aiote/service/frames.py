@@ -17,6 +17,7 @@ from ..observe.context import CONTEXT_BYTES
 
 __all__ = [
     "MAGIC",
+    "MAX_LEFT_S",
     "VERSION",
     "Ask",
     "CallFrame",
@@ -28,6 +29,7 @@ __all__ = [
     "Grant",
     "HelloFrame",
     "Items",
+    "Number",
     "OutSpec",
     "Piece",
     "Return",
@@ -38,11 +40,14 @@ __all__ = [
 
 MAGIC = b"\xc1"  # the one byte that MessagePack never uses
 VERSION = 1
+MAX_LEFT_S = float(1 << 31)
+"""A deadline that is further away, 68 years, is none. NaN is within no bounds: a timer of NaN stops an event loop's."""
 
 Slot: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
 Generation: TypeAlias = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=MAX_LEFT_S)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024)]
 Context: TypeAlias = Annotated[str, msgspec.Meta(max_length=CONTEXT_BYTES)]
 Piece: TypeAlias = tuple[Number, Count, Count]
@@ -80,7 +85,7 @@ class CallFrame(msgspec.Struct, array_like=True, tag=1, frozen=True):
     slot: Slot
     generation: Generation
     method: Text
-    left: float
+    left: Seconds
     body: bytes
     pieces: Pieces
     outside: bool = False

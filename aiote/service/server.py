@@ -16,7 +16,7 @@ from ..aio import Signal
 from .background import to_the_end
 from .definition import Method, Service, method, methods_of
 from .endpoint import Endpoint, Limits
-from .frames import CallFrame, Status
+from .frames import CallFrame, Number, Status
 from .interceptors import Interceptor
 from .link import Link
 from .running import Running
@@ -28,8 +28,8 @@ class HealthStatus(msgspec.Struct, frozen=True):
     """How an engine's servers do: whether all take new calls, how many run, and how many wait."""
 
     serving: bool
-    running: int
-    queued: int
+    running: Number
+    queued: Number
 
 
 class Health(Service):

@@ -20,10 +20,11 @@ import hashlib
 import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 import aiote
@@ -53,6 +54,12 @@ __all__ = [
 ]
 
 Numbers = NDArray[np.uint64]
+Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+RankNumber: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Immediate: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 28)]
+Text: TypeAlias = Annotated[str, Meta(max_length=1024)]
+Digest: TypeAlias = Annotated[bytes, Meta(max_length=64)]
+Reason: TypeAlias = Annotated[str, Meta(max_length=8192)]
 Mode = Literal["inplace", "gated", "shadow"]
 State = Literal["empty", "ready", "updating", "torn"]
 
@@ -68,8 +75,8 @@ class PlanMismatchError(aiote.AioteError):
 class Update(msgspec.Struct, frozen=True, order=True):
     """Which update: the controller's epoch, which grows with each controller, and the version of the weights."""
 
-    epoch: int
-    version: int
+    epoch: Number
+    version: Number
 
 
 class Descriptors(msgspec.Struct, frozen=True):
@@ -107,8 +114,8 @@ class TargetState(msgspec.Struct, frozen=True):
     With it come its layout as JSON, and where its tensors lie.
     """
 
-    rank: int
-    replica: str
+    rank: RankNumber
+    replica: Annotated[str, Meta(max_length=1024)]
     mode: Mode
     state: State
     update: Update | None
@@ -119,18 +126,18 @@ class TargetState(msgspec.Struct, frozen=True):
 class SourceState(msgspec.Struct, frozen=True):
     """What a source is: its rank, its layout as JSON, and for sources that gather where its tensors lie."""
 
-    rank: int
+    rank: RankNumber
     layout: Bytes
     places: Numbers
     regions: Descriptors
-    address: str
+    address: Text
 
 
 class UpdateOrder(msgspec.Struct, frozen=True):
     """Take an update from these sources (addresses), each of which writes to these tensors and commits once."""
 
     update: Update
-    sources: list[str]
+    sources: list[Text]
     written: list[Numbers]
 
 
@@ -142,7 +149,7 @@ class Step(msgspec.Struct, frozen=True):
     """
 
     kind: Literal["lent", "counted", "committed"]
-    imm: int = 0
+    imm: Immediate = 0
     lent: Descriptors | None = None
     places: Numbers | None = None
 
@@ -153,11 +160,11 @@ class WriteTarget(msgspec.Struct, frozen=True):
     `places` are those of such a digest that came with a plan; they come again where they are others now.
     """
 
-    rank: int
-    address: str
-    imm: int
+    rank: RankNumber
+    address: Text
+    imm: Immediate
     regions: Descriptors
-    known: bytes
+    known: Digest
     places: Numbers | None
 
 
@@ -167,11 +174,11 @@ class Sent(msgspec.Struct, frozen=True):
     Where sources were `lost` from which it gathers, it has committed nowhere.
     """
 
-    written: int
-    gathered: int
-    peak: int
-    failed: dict[int, str]
-    lost: dict[int, str] = {}
+    written: Number
+    gathered: Number
+    peak: Number
+    failed: dict[RankNumber, Reason]
+    lost: dict[RankNumber, Reason] = {}
 
 
 class TargetService(service.Service):
@@ -212,7 +219,7 @@ class SourceService(service.Service):
         raise NotImplementedError
 
     @service.method(raises=[StaleUpdateError, PlanMismatchError])
-    async def send(self, update: Update, digest: bytes, destinations: list[WriteTarget]) -> Sent:
+    async def send(self, update: Update, digest: Digest, destinations: list[WriteTarget]) -> Sent:
         """Write this source's part to every target, and commit there."""
         raise NotImplementedError
 

@@ -21,6 +21,7 @@ from engines import opened, pair
 from registries import client, member, until_told
 
 WORDS = st.integers(0, (1 << 64) - 1)
+RUNS = st.integers(0, (1 << 63) - 1)
 
 
 def texts(limit: int, least: int = 0) -> st.SearchStrategy[str]:
@@ -41,9 +42,9 @@ MEMBERS = st.builds(
 )
 UPDATES = st.builds(
     RosterUpdate,
-    WORDS,
+    RUNS,
     st.booleans(),
-    st.lists(texts(128), max_size=2),
+    st.lists(texts(128, least=1), max_size=2),
     st.lists(st.tuples(st.floats(0.1, 600), MEMBERS.map(MemberRecord.of)), max_size=2),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -83,6 +84,9 @@ LIES: dict[str, list[Any]] = {
     "a return of what is not lent": [HELLO, Return(0)],
     "pieces that nobody gave": [HELLO, Free([(0, 0, 64)])],
     "a cancellation in no slot": [HELLO, Cancel(50_000, 1)],
+    "a deadline of NaN": [HELLO, CallFrame(0, 1, "Plain/1.wait", math.nan, b"\x90", [])],
+    "an endless deadline": [HELLO, CallFrame(0, 1, "Plain/1.wait", math.inf, b"\x90", [])],
+    "a deadline before now": [HELLO, CallFrame(0, 1, "Plain/1.wait", -1.0, b"\x90", [])],
     "credit for what was not sent": [HELLO, CallFrame(1, 1, "Plain/1.wait", 0.0, b"\x90", []), Credit(1, 1, 1 << 40)],
 }
 

@@ -71,7 +71,7 @@ LIES: dict[str, tuple[Callable[[Any], list[Step]], str]] = {
     "a place nowhere": (lambda lent: [Step("lent", 1, lent, PLACES + np.uint64(7))], "it lends"),
     "a place beyond": (lambda lent: [Step("lent", 1, lent, PLACES + np.array([0, 9999], np.uint64))], "begins at byte"),
     "too few places": (lambda lent: [Step("lent", 1, lent, PLACES[:0])], "places of 1 tensors"),
-    "a large immediate": (lambda lent: [Step("lent", 1 << 40, lent, PLACES)], "does not say what it lends"),
+    "a large immediate": (lambda lent: [Step("lent", 1 << 40, lent, PLACES)], "Expected `int` <= 268435455"),
     "ends that go back": (
         lambda lent: [Step("lent", 1, Descriptors(lent.data, np.array([9, 2**64 - 1], np.uint64)), PLACES)],
         "are expected",

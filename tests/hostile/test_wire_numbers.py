@@ -1,0 +1,95 @@
+"""Every number that another process may say has bounds in the type that decodes it: none is NaN or infinite where it is
+used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec import inspect
+
+from aiote import service
+from aiote.connectors.broadcast import Feed
+from aiote.connectors.vllm.requests import Remote
+from aiote.discovery.registry_server import Keeping, Watching
+from aiote.discovery.wire import MemberRecord
+from aiote.kvcache.group import Worker
+from aiote.kvcache.protocol import Transfers
+from aiote.moe.joining import MoeService
+from aiote.service.definition import methods_of
+from aiote.service.frames import MAX_LEFT_S, CallFrame, Frame, pack, unpack
+from aiote.service.server import Health
+from aiote.weights.protocol import SourceService, TargetService
+
+SERVICES = (Feed, Health, Keeping, MoeService, SourceService, TargetService, Transfers, Watching, Worker)
+UNSIGNED_64 = "MemberRecord.incarnation"
+"""MessagePack has no larger integer, and msgspec no bound so large; `Member` checks it after JSON."""
+
+
+def unbounded(kind: Any, where: str = "") -> Iterator[str]:
+    """Yield the places of numbers without bounds in a type as msgspec describes it."""
+    match kind:
+        case inspect.IntType() | inspect.FloatType():
+            low, high = (kind.ge, kind.gt), (kind.le, kind.lt)
+            if low == (None, None) or (high == (None, None) and where != UNSIGNED_64):
+                yield where
+        case inspect.StructType():
+            for field in kind.fields:
+                yield from unbounded(field.type, f"{kind.cls.__name__}.{field.name}")
+        case inspect.UnionType():
+            for one in kind.types:
+                yield from unbounded(one, where)
+        case inspect.DictType():
+            yield from unbounded(kind.key_type, f"{where} (key)")
+            yield from unbounded(kind.value_type, where)
+        case inspect.TupleType():
+            for one in kind.item_types:
+                yield from unbounded(one, where)
+        case inspect.CollectionType():
+            yield from unbounded(kind.item_type, where)
+        case inspect.Metadata():
+            yield from unbounded(kind.type, where)
+
+
+def found_in(*kinds: Any) -> list[str]:
+    return [place for kind in kinds for place in unbounded(inspect.type_info(kind))]
+
+
+@pytest.mark.parametrize("served", SERVICES, ids=lambda one: one.__name__)
+def test_every_number_of_a_service_has_bounds(served):
+    for method in methods_of(served):
+        assert not found_in(method.arguments, method.read_result.type), method
+
+
+def test_every_number_of_frames_and_records_has_bounds():
+    assert not found_in(Frame, MemberRecord, Remote)
+
+
+def test_a_number_without_bounds_is_found():
+    class Loose(service.Service):
+        @service.method
+        async def take(self, number: int, several: dict[str, list[float]]) -> tuple[int, ...]:
+            raise NotImplementedError
+
+    (method,) = methods_of(Loose)
+    assert found_in(method.arguments) == ["take.number", "take.several"]
+    assert found_in(method.read_result.type) == [""]
+
+
+@pytest.mark.parametrize("left", [math.nan, math.inf, -math.inf, -0.1, 2 * MAX_LEFT_S])
+def test_a_deadline_that_no_timer_takes_is_no_frame(left):
+    with pytest.raises(ValueError, match="no frames: Expected `float`"):
+        unpack(pack([CallFrame(0, 1, "X/1.x", left, b"\x90", [])]))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1 << 63])
+def test_an_attribute_out_of_range_is_no_member(value):
+    body = msgspec.msgpack.encode(
+        {"name": "a", "role": "r", "address": b"", "incarnation": 1, "attributes": {"k": value}}
+    )
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(body, type=MemberRecord)
