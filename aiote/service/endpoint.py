@@ -52,9 +52,11 @@ class Limits:
     """What one engine spends on calls.
 
     slots: calls of one peer that are under way, running or waiting; a caller with more waits. calls: calls that run
-    here at a time. queue: how many more wait for one of these to end; beyond, callers get BusyError. message_bytes: the
-    largest message, arrays not counted; its objects take 24 times as much at most. peer_bytes, total_bytes: memory for
-    arrays under way, for one peer in one direction, and in all; and for the objects of calls that run. stream_items,
+    here at a time; of one peer 64, or as many as are left for others. queue: how many more wait for one of these to
+    end; beyond, callers get BusyError, those with the most first. message_bytes: the largest message, arrays not
+    counted; its objects take 24 times as much at most. peer_bytes, total_bytes: memory for arrays under way, for one
+    peer in one direction, and in all; for the objects of calls that run; and for calls that wait and answers that were
+    not taken, of one engine's identity whatever its connections, of which the greediest is disconnected. stream_items,
     stream_bytes: what a stream is ahead of its reader. kept_bytes: arrays of callers that stay registered for their
     next call.
     """
@@ -298,20 +300,17 @@ class Endpoint:
                 link.on_return(frame)
             case HelloFrame():
                 link.greeted(frame)
-                parked, link.parked = link.parked, []
-                for call in parked:
+                for call in link.unpark():
                     self._call(link, call)
 
     def _call(self, link: Link, frame: CallFrame) -> None:
         if link.ending:
             return
         if link.hello is None:
-            if len(link.parked) >= self.limits.slots:
-                raise ValueError("more calls than there are slots, and no greeting")
             # The greeting was overtaken.
-            link.parked.append(frame)
+            link.park(frame)
             return
-        if frame.slot >= self.limits.slots or frame.slot in link.running:
+        if frame.slot >= self.limits.slots or frame.slot in link.running or frame.slot in link.unsent.ends:
             raise ValueError(f"a call in slot {frame.slot}, which it may not use now")
         if frame.generation <= link.arrived.get(frame.slot, 0):
             raise ValueError(f"call {frame.generation} in slot {frame.slot} once more")
@@ -329,6 +328,7 @@ class Endpoint:
         """End a call that did not run."""
         link.release(frame.pieces)
         body = text.encode()[:500]
+        link.unsent.ends.add(frame.slot)
         link.post(End(frame.slot, frame.generation, status, body, []), FRAME_BYTES + len(body))
 
     def _cancel(self, link: Link, frame: Cancel) -> None:

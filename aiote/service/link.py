@@ -16,8 +16,9 @@ from ..aio import Signal
 from ..rails import unfolded_bytes
 from .background import report
 from .codec import decode
-from .frames import VERSION, Ask, CallFrame, Cancel, End, Frame, Free, Grant, HelloFrame, Items, Piece, Return, pack
+from .frames import VERSION, Ask, CallFrame, Cancel, End, Frame, Free, Grant, HelloFrame, Items, Piece, Return
 from .memory import Borrowed, Lent, Staging
+from .unsent import Unsent
 
 if TYPE_CHECKING:
     from .endpoint import Endpoint
@@ -96,6 +97,9 @@ class Link:
             ask=lambda nbytes: self.post(Ask(nbytes), FRAME_BYTES),
             give_back=lambda number: self.post(Return(number), FRAME_BYTES),
         )
+        self.identity = peer.address.identity
+        self.share = endpoint.budget.share_of(self.identity)
+        self.share.refuse = lambda: peer.disconnect("more waits for it than for anybody else, and there is no room")
         self.hello: HelloFrame | None = None
         self.calls: dict[int, OutgoingCall] = {}
         self.running: dict[int, Served] = {}
@@ -108,8 +112,7 @@ class Link:
         self._free: deque[int] = deque()
         self._changed = Signal(loop)
         self._greeted = False
-        self._frames: list[Frame] = []
-        self._sizes: list[int] = []
+        self.unsent = Unsent(loop, endpoint.budget, self.share)
         self._sending: deque[aiote.Transfer] = deque()
         self._scheduled = self._waiting = self._flushing = False
         self._held_bytes = self.unfolded_bytes = 0
@@ -143,8 +146,10 @@ class Link:
             raise ValueError(f"it takes messages of {hello.message_bytes} bytes and {hello.slots} calls")
         if self.hello is None:
             self.hello = hello
-            # What it truly takes the engine knows; a peer that says more is disconnected by the first frame.
-            self.room = min(hello.message_bytes, 1 << 20) - 2 * FRAME_BYTES
+            # What it truly takes the engine knows; a peer that says more is disconnected by the first frame. What waits
+            # for it is made of no larger ones than this side takes.
+            own = self.endpoint.engine.config.message_bytes
+            self.room = min(hello.message_bytes, own, 1 << 20) - 2 * FRAME_BYTES
             self._generations = [0] * hello.slots
             self._free.extend(range(hello.slots))
             self._changed.set()
@@ -334,6 +339,13 @@ class Link:
         """Return the value of a body; its arrays are its own. Raises ValueError, and what `charge` does, which is told
         about how many bytes its objects will take; those of short bodies do not count.
         """
+        body, take = self.opened(frame, body, charge)
+        return decode(decoder, body, take)
+
+    def opened(
+        self, frame: CallFrame | End | Items, body: bytes, charge: Callable[[int], object] | None = None
+    ) -> tuple[bytes, Callable[[int, int], memoryview]]:
+        """Return a body that is bounded, and what finds its arrays: what `decode` takes. See `read`."""
         unread = dict(enumerate(frame.pieces))
 
         def take(number: int, nbytes: int) -> memoryview:
@@ -355,23 +367,47 @@ class Link:
                 raise ValueError(f"values that take about {nbytes} bytes as objects; put them in arrays")
             if charge is not None:
                 charge(nbytes)
-        return decode(decoder, body, take)
+        return body, take
+
+    # Calls that have come.
+
+    def park(self, frame: CallFrame) -> None:
+        """Keep a call that has overtaken the greeting. Raises ValueError for more than may be."""
+        if len(self.parked) >= self.endpoint.limits.slots:
+            raise ValueError("more calls than there are slots, and no greeting")
+        try:
+            self.endpoint.budget.wait(self.share, len(frame.body))
+        except BlockingIOError as error:
+            raise ValueError(f"calls without a greeting: {error}") from error
+        self.parked.append(frame)
+
+    def unpark(self) -> list[CallFrame]:
+        """Return the calls that have overtaken the greeting, and keep them no more."""
+        parked, self.parked = self.parked, []
+        self.endpoint.budget.over(self.share, sum(len(frame.body) for frame in parked))
+        return parked
 
     # Frames.
 
     def post(self, frame: Frame, nbytes: int, *, now: bool = False) -> None:
-        """Send a frame of at most so many bytes: with others of this turn of the loop, or `now`."""
+        """Send a frame of at most so many bytes: with others of this turn of the loop, or `now`.
+
+        A peer is lost that does not take what waits for it.
+        """
         if self.lost:
             return
-        self._frames.append(frame)
-        self._sizes.append(nbytes)
-        if ((now and not self.endpoint.reading) or len(self._frames) >= BATCH_FRAMES) and not self._waiting:
+        try:
+            self.unsent.put(frame, nbytes)
+        except BlockingIOError as error:
+            self.peer.disconnect(f"it does not take the answers to its calls: {error}"[:200])
+            return
+        if ((now and not self.endpoint.reading) or len(self.unsent) >= BATCH_FRAMES) and not self._waiting:
             self.flush()
         elif not self._scheduled:
             self._scheduled = True
             self.endpoint.flush_later(self)
-        slots = max(self.endpoint.limits.slots, self.hello.slots if self.hello is not None else 0)
-        if len(self._frames) > MAX_UNSENT * (slots + 64):
+        # Its own calls' slots and ours of it; of what it says, no more than this engine would use itself.
+        if len(self.unsent) > MAX_UNSENT * (self.endpoint.limits.slots + len(self.calls) + 64):
             self.peer.disconnect("it does not take the answers to its calls")
 
     def flush(self) -> None:
@@ -381,7 +417,7 @@ class Link:
             return
         self._flushing = True
         try:
-            while self._frames and not self._waiting and not self.lost:
+            while self.unsent and not self._waiting and not self.lost:
                 self._send_some()
         except aiote.AioteError as error:
             self._give_up(error)
@@ -389,12 +425,7 @@ class Link:
             self._flushing = False
 
     def _send_some(self) -> None:
-        limit = self.room or LEAST_MESSAGE - 2 * FRAME_BYTES
-        count, total = 1, self._sizes[0]
-        while count < len(self._frames) and total + self._sizes[count] <= limit:
-            total += self._sizes[count]
-            count += 1
-        data = pack(self._frames[:count])
+        data, count = self.unsent.batch(self.room or LEAST_MESSAGE - 2 * FRAME_BYTES)
         while self._sending and self._sending[0].done():
             # A message that did not arrive takes the ends of calls with it: who waits for those has to hear.
             self._sending.popleft().raise_failure()
@@ -408,7 +439,7 @@ class Link:
             return
         self.endpoint.messages += 1
         self.endpoint.message_bytes += len(data)
-        del self._frames[:count], self._sizes[:count]
+        self.unsent.sent(count)
 
     async def _wait_for_room(self) -> None:
         try:
@@ -441,8 +472,8 @@ class Link:
         if self.lost:
             return
         self.lost = reason or "it was lost"
-        self._frames.clear()
-        self._sizes.clear()
+        self.unsent.close()
+        self.unpark()
         self.borrowed.close(aiote.PeerLostError(str(self.peer.address), self.lost))
         calls, self.calls = tuple(self.calls.values()), {}
         for caller in calls:

@@ -23,7 +23,7 @@ import aiote
 from ..aio import EventLoop, Signal, Waiter
 from .frames import Piece
 
-__all__ = ["LEND_BYTES", "Allocator", "Borrowed", "Budget", "Lent", "Staging"]
+__all__ = ["LEND_BYTES", "Allocator", "Borrowed", "Budget", "Lent", "Share", "Staging"]
 
 ALIGNMENT = 64
 FIRST_BYTES = 1 << 20
@@ -93,13 +93,53 @@ def _aligned(nbytes: int) -> int:
     return -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
 
 
+class Share:
+    """What waits for one identity, in bytes: its calls that have not ended, and answers that it has not taken.
+
+    `refuse` is called where all have taken what there is, and this one the most of it.
+    """
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.refuse: Callable[[], object] | None = None
+
+
 class Budget:
-    """How much memory an engine spends on values under way, in all and for one peer: lent, staged, unfolded."""
+    """How much memory an engine spends on values under way, in all and for one peer: lent, staged, unfolded, waiting.
+
+    What waits is charged to an identity, so that a peer that connects anew has what is left of its share.
+    """
 
     def __init__(self, total: int, peer: int) -> None:
         self.total = total
         self.peer = peer
-        self.used = 0
+        self.used = self.waiting = 0
+        self._shares: weakref.WeakValueDictionary[bytes, Share] = weakref.WeakValueDictionary()
+
+    def share_of(self, identity: bytes) -> Share:
+        """Return the share of an identity, which lasts as long as somebody has it."""
+        return self._shares.setdefault(identity, Share())
+
+    def wait(self, share: Share, nbytes: int, most: int | None = None) -> None:
+        """Charge bytes that wait for a peer, `peer` at most by default. Raises BlockingIOError for more.
+
+        Where all is used, the greediest is refused first, and this one if there is no greedier.
+        """
+        most = self.peer if most is None else most
+        if share.waiting + nbytes > most:
+            raise BlockingIOError(f"{share.waiting} bytes wait for this peer, and {nbytes} more, of {most} that may")
+        if self.waiting + nbytes > self.total:
+            greediest = max(self._shares.values(), key=lambda one: one.waiting)
+            if greediest.waiting <= share.waiting + nbytes or greediest.refuse is None:
+                raise BlockingIOError(f"{self.waiting} bytes wait for peers, at most {self.total} may (total_bytes)")
+            greediest.refuse()
+        share.waiting += nbytes
+        self.waiting += nbytes
+
+    def over(self, share: Share, nbytes: int) -> None:
+        """Charge bytes no more that have waited."""
+        share.waiting -= nbytes
+        self.waiting -= nbytes
 
     def take(self, nbytes: int, held: int, segments: int) -> int:
         """Take a segment's bytes, for `nbytes` in one piece, for a peer that has `held` bytes in so many segments.

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import anyio.to_thread
 import msgspec
 import numpy
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 import aiote
 
 from ..aio import LoopTask, Signal
-from .codec import array_of, check_dtype, encode
+from .codec import array_of, check_dtype, decode, encode
 from .definition import Method
 from .frames import CallFrame, End, Items, OutSpec, Status
 from .interceptors import CallInfo, intercepted
@@ -31,6 +32,8 @@ __all__ = ["Running", "current_call"]
 
 MAX_TEXT = 4096
 BATCH_ITEMS = 64
+LONG_BYTES = 1 << 20
+"""Longer arguments are decoded in a thread: they would hold the event loop for tens of milliseconds."""
 RESULT_S = 60.0
 """So long a result waits for a place in its caller's memory."""
 
@@ -60,6 +63,9 @@ class Running:
     def __init__(
         self, server: Server, link: Link, frame: CallFrame, method: Method, function: Callable[..., Any]
     ) -> None:
+        """Raise BlockingIOError where as much waits for its caller as may."""
+        self._waiting_bytes = FRAME_BYTES + len(frame.body)
+        link.endpoint.budget.wait(link.share, self._waiting_bytes)
         self.link, self.frame = link, frame
         self.generation = frame.generation
         self._server, self._method, self._function = server, method, function
@@ -119,6 +125,8 @@ class Running:
         link.release(self.frame.pieces)
         link.unfolded_bytes -= self._unfolded_bytes
         link.endpoint.budget.used -= self._unfolded_bytes
+        link.endpoint.budget.over(link.share, self._waiting_bytes)
+        link.unsent.ends.add(self.frame.slot)
         for other in self._parcels:
             if other is not parcel:
                 link.take_back(other.pieces)
@@ -181,7 +189,11 @@ class Running:
     async def _proceed(self) -> Parcel:
         method, frame, link = self._method, self.frame, self.link
         try:
-            bound = link.read(method.read_arguments, frame, frame.body, self._charge)
+            body, take = link.opened(frame, frame.body, self._charge)
+            if len(body) < LONG_BYTES:
+                bound = decode(method.read_arguments, body, take)
+            else:
+                bound = await anyio.to_thread.run_sync(decode, method.read_arguments, body, take)
         except ValueError as error:
             raise _Invalid(str(error)) from error
         arguments = [getattr(bound, name) for name in bound.__struct_fields__]
@@ -210,8 +222,15 @@ class Running:
         parcel = self.link.inline(body, arrays)
         if parcel is not None:
             return parcel
-        with anyio.move_on_after(RESULT_S) as scope:
-            return await self.link.bring(body, arrays)
+        # Results exist before anybody knows how long they are. While they are more than a peer's share, no call of it
+        # begins.
+        budget, nbytes = self.link.endpoint.budget, len(body) + sum(array.nbytes for array in arrays)
+        budget.wait(self.link.share, nbytes, max(budget.peer, budget.total // 2))
+        try:
+            with anyio.move_on_after(RESULT_S) as scope:
+                return await self.link.bring(body, arrays)
+        finally:
+            budget.over(self.link.share, nbytes)
         if scope.cancelled_caught:
             self.link.peer.disconnect(f"it took no results for {RESULT_S:.0f} s")
         raise RuntimeError("the result could not be brought to the caller")
@@ -317,6 +336,9 @@ class _Outgoing:
         while self._sizes and (len(self._sizes) >= self._most_items or self._unread_bytes >= self._most_bytes):
             self.flush()
             await self._credit.wait()
+        if link.unsent.crowded:
+            self.flush()
+            await link.unsent.uncrowded()
         parcel = await self._running.place(item)
         size = len(parcel.body) + sum(piece[2] for piece in parcel.pieces)
         if parcel.pieces or self._batch_bytes + size + 8 > link.room:

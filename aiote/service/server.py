@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -22,6 +22,9 @@ from .link import Link
 from .running import Running
 
 __all__ = ["Health", "HealthStatus", "Server", "serve"]
+
+EACH = 64
+"""So many calls of one engine run, however many others have; of more it leaves as many places free as it takes."""
 
 
 class HealthStatus(msgspec.Struct, frozen=True):
@@ -70,7 +73,8 @@ class Server:
                     raise aiote.UsageError(f"{one.name} is served twice: give one of the services another name")
                 self._methods[one.name] = (one, getattr(service, one.attribute))
         self._running: set[Running] = set()
-        self._queue: deque[Running] = deque()
+        self._held = Counter[bytes]()
+        self._queues: dict[bytes, deque[Running]] = {}
         self._changed = Signal(endpoint.loop)
         # Calls see what is set around `serve`, not what the first caller of this engine's clients had set.
         self.context = contextvars.copy_context()
@@ -88,7 +92,7 @@ class Server:
     @property
     def queued(self) -> int:
         """How many calls wait for others to end."""
-        return len(self._queue)
+        return sum(map(len, self._queues.values()))
 
     def call(self, link: Link, frame: CallFrame) -> None:
         """Start a call, queue it or refuse it."""
@@ -96,15 +100,43 @@ class Server:
         known = self._methods[frame.method]
         if self.draining and not isinstance(known[1].__self__, _Health):  # type: ignore[attr-defined]
             self._refuse(link, frame, Status.DRAINING)
-        elif len(self._running) < limits.calls:
-            self._start(Running(self, link, frame, *known))
-        elif len(self._queue) < limits.queue:
-            running = Running(self, link, frame, *known)
-            link.running[frame.slot] = running
-            running.queued = True
-            self._queue.append(running)
+        elif self._may_start(link):
+            self._admit(link, frame, known, self._start)
+        elif self.queued < limits.queue or self._make_room(link):
+            self._admit(link, frame, known, self._enqueue)
         else:
             self._refuse(link, frame, Status.BUSY, f"{limits.calls} calls run, {limits.queue} wait")
+
+    def _admit(
+        self, link: Link, frame: CallFrame, known: tuple[Method, Callable[..., Any]], take: Callable[[Running], None]
+    ) -> None:
+        try:
+            running = Running(self, link, frame, *known)
+        except BlockingIOError as error:
+            self._refuse(link, frame, Status.BUSY, str(error))
+            return
+        take(running)
+
+    def _may_start(self, link: Link) -> bool:
+        """Whether a call of a peer may run now: some places stay free for those who have fewer."""
+        budget, free = self.endpoint.budget, self.endpoint.limits.calls - len(self._running)
+        held = self._held[link.identity]
+        return free > 0 and held < max(EACH, free) and link.share.waiting <= budget.peer
+
+    def _enqueue(self, running: Running) -> None:
+        running.queued = True
+        running.link.running[running.frame.slot] = running
+        self._queues.setdefault(running.link.identity, deque()).append(running)
+
+    def _make_room(self, link: Link) -> bool:
+        """Refuse the last call of whoever has the most in the queue; return False where that is this peer."""
+        own = len(self._queues.get(link.identity, ()))
+        greediest = max(self._queues.values(), key=len, default=None)
+        if greediest is None or len(greediest) <= own + 1:
+            return False
+        self.refused += 1
+        greediest[-1].stop(Status.BUSY)
+        return True
 
     def _refuse(self, link: Link, frame: CallFrame, status: int, text: str = "") -> None:
         self.refused += 1
@@ -114,18 +146,38 @@ class Server:
         self.calls += 1
         running.queued = False
         self._running.add(running)
+        self._held[running.link.identity] += 1
         running.link.running[running.frame.slot] = running
         running.start()
 
     def over(self, running: Running) -> None:
         """Take note that a call has ended, and start the next; called once for each."""
+        identity = running.link.identity
         if running.queued:
-            self._queue.remove(running)
-        self._running.discard(running)
-        while self._queue and len(self._running) < self.endpoint.limits.calls and not self._closed:
-            self._start(self._queue.popleft())
+            self._dequeue(identity, running)
+        elif running in self._running:
+            self._running.remove(running)
+            self._held[identity] -= 1
+            if not self._held[identity]:
+                del self._held[identity]
+        while not self._closed and (after := self._next()) is not None:
+            self._dequeue(after.link.identity, after)
+            self._start(after)
         if not self._running:
             self._changed.set()
+
+    def _dequeue(self, identity: bytes, running: Running) -> None:
+        queue = self._queues[identity]
+        queue.remove(running)
+        if not queue:
+            del self._queues[identity]
+
+    def _next(self) -> Running | None:
+        """Return the first call in the queue of whoever has the fewest that run."""
+        if not self._queues or len(self._running) >= self.endpoint.limits.calls:
+            return None
+        ready = [queue[0] for queue in self._queues.values() if self._may_start(queue[0].link)]
+        return min(ready, key=lambda running: self._held[running.link.identity], default=None)
 
     async def drain(self) -> None:
         """Take no new calls, and wait until those that run or wait have ended; the caller's scope bounds it.
@@ -133,13 +185,13 @@ class Server:
         Callers of new ones get DrainingError; those of a registry's members go elsewhere.
         """
         self.draining = True
-        while self._running or self._queue:
+        while self._running or self._queues:
             await self._changed.wait()
 
     async def close(self) -> None:
         """Cancel every call and wait until all have ended; their callers get CallLostError."""
         self.draining = self._closed = True
-        for running in tuple(self._queue):
+        for running in [one for queue in self._queues.values() for one in queue]:
             running.stop(Status.DRAINING)
         for running in tuple(self._running):
             running.stop(Status.STOPPED)

@@ -20,7 +20,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import msgspec
 import numpy as np
@@ -62,6 +62,24 @@ Digest: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 Reason: TypeAlias = Annotated[str, Meta(max_length=8192)]
 Mode = Literal["inplace", "gated", "shadow"]
 State = Literal["empty", "ready", "updating", "torn"]
+
+
+LAYOUT_BYTES = 16 << 20
+"""Of one rank's layout, 60 to 120 bytes for each tensor: more than 140,000 tensors."""
+Extent: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 48)]
+Extents: TypeAlias = Annotated[list[Extent], Meta(max_length=32)]
+Held: TypeAlias = tuple[list[tuple[Extents, Extents, Extents]], Extents, Extents]
+
+
+class LayoutDescription(msgspec.Struct, frozen=True):
+    """A layout as `Layout.describe` has it."""
+
+    shardings: list[tuple[Extents, list[Held]]]
+    ranks: list[list[list[RankNumber]]]
+    tensors: dict[str, tuple[Text, RankNumber, RankNumber]]
+
+
+_layouts = msgspec.json.Decoder(LayoutDescription)
 
 
 class StaleUpdateError(aiote.AioteError):
@@ -235,12 +253,16 @@ def packed_layout(layout: Layout) -> Bytes:
 
 
 def layout_of(packed: Bytes) -> Layout:
-    """Return the layout of such bytes. Raises UsageError for anything else."""
+    """Return the layout of such bytes. Raises UsageError for anything else, and for more than `LAYOUT_BYTES`."""
+    if packed.nbytes > LAYOUT_BYTES:
+        raise aiote.UsageError(
+            f"a layout of {packed.nbytes} bytes of JSON: a rank describes its own part, in {LAYOUT_BYTES} at most"
+        )
     try:
-        plain: dict[str, Any] = json.loads(packed.tobytes())
-    except (ValueError, RecursionError) as error:
+        found = _layouts.decode(packed.tobytes())
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise aiote.UsageError(f"this is no description of a layout: {error}") from None
-    return Layout.from_description(plain)
+    return Layout.from_description({"shardings": found.shardings, "ranks": found.ranks, "tensors": found.tensors})
 
 
 def places_of(memory: RankMemory) -> Numbers:

@@ -14,6 +14,7 @@ import aiote
 from aiote import service
 from aiote.weights import Controller, Layout, Replicate, serve_source, serve_target
 from aiote.weights.protocol import (
+    LAYOUT_BYTES,
     Descriptors,
     Step,
     TargetService,
@@ -122,6 +123,20 @@ async def test_a_target_that_falls_silent_fails_alone_and_by_the_limit():
 )
 def test_a_layout_that_is_none_is_refused(text):
     with pytest.raises(aiote.UsageError, match="no description of a layout"):
+        layout_of(np.frombuffer(text.encode(), np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"shardings":[' + "[]," * (LAYOUT_BYTES // 3) + "[]]}", "of JSON: a rank describes its own part"),
+        ('{"shardings":[' + "[]," * 1000 + "[]]}", "no description of a layout"),
+        ('{"shardings":[[[' + "1," * 40 + "1],[]]],...", "length <= 32"),
+    ],
+    ids=["long", "empty", "many dimensions"],
+)
+def test_a_layout_does_not_become_many_objects(text, says):
+    with pytest.raises(aiote.UsageError, match=says):
         layout_of(np.frombuffer(text.encode(), np.uint8))
 
 
