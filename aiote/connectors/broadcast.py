@@ -46,6 +46,8 @@ __all__ = ["Begun", "Exchange", "Feed", "Incoming", "Offer", "Outgoing", "Update
 T = TypeVar("T")
 Immediate: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 28)]
 Name: TypeAlias = Annotated[str, Meta(max_length=1024)]
+PROGRESS_S = 600.0
+"""A receiver that lives, and frees no slot for so long, is given up, and the update with it."""
 STAGED = 2
 """Buckets that a sender fills and writes by turns."""
 DECLINED = "it ended the update before it had all of it"
@@ -97,14 +99,16 @@ class Exchange(Feed):
 
     @service.method(raises=[UpdateError])
     def take(self, update: Name, offer: Offer) -> AsyncIterator[Begun | Bucket | Ended]:
-        if update not in self.outgoing:
-            raise UpdateError(f"no update {update} is under way here: it has ended, or was never begun")
-        return self.outgoing[update].feed(offer, str(service.current_call().peer.address))
+        caller = service.current_call().peer.address
+        if update not in self.outgoing or not self.outgoing[update].is_for(caller):
+            raise UpdateError(f"no update {update} is under way here: it has ended, was never begun, or is for others")
+        return self.outgoing[update].feed(offer, str(caller))
 
     @service.method(idempotent=True)
     async def decline(self, update: Name, reason: str = DECLINED) -> None:
-        if update in self.outgoing:
-            self.outgoing[update].fail(f"receiver {service.current_call().peer.address}: {reason[:MOST_TEXT]}")
+        address = service.current_call().peer.address
+        if update in self.outgoing and self.outgoing[update].is_for(address):
+            self.outgoing[update].fail(f"receiver {address}: {reason[:MOST_TEXT]}")
 
 
 class Outgoing:
@@ -131,13 +135,14 @@ class Outgoing:
         """Announce it.
 
         staging: two buckets of registered memory. addresses: receivers that are watched from the beginning on, not
-        only when they have asked for the update.
+        only when they have asked for the update; then nobody else can take it, or end it.
         """
         self.engine, self.update, self.receivers = engine, update, receivers
         self.index, self.senders = index, senders
         self.bucket_bytes = staging.nbytes // STAGED
         self.error: str | None = None
         self._exchange, self._staging, self._addresses = exchange, staging, tuple(addresses)
+        self._identities = {aiote.Address.parse(one).identity for one in addresses}
         self._buckets: dict[int, Bucket] = {}
         self._written: dict[int, int] = {}
         self._ended: Ended | None = None
@@ -148,6 +153,10 @@ class Outgoing:
         self._scopes: set[anyio.CancelScope] = set()
         self._changed = Bell()
         exchange.outgoing[update] = self
+
+    def is_for(self, address: aiote.Address) -> bool:
+        """Whether an engine is one of its receivers, as far as they are known."""
+        return not self._identities or address.identity in self._identities
 
     def place(self, number: int) -> int:
         """Return the byte of the staging memory at which a bucket begins."""
@@ -266,8 +275,8 @@ class Outgoing:
                     if bucket is None:
                         break
                     if bucket.number >= len(offer.immediates):
-                        await self._unless_failed(credits.wait)
-                    await self._unless_failed(partial(self._write, bucket, offer, remote))
+                        await self._in_time(credits.wait)
+                    await self._in_time(partial(self._write, bucket, offer, remote))
                     self._written[turn] += 1
                     self._changed.ring()
                     yield bucket
@@ -275,7 +284,7 @@ class Outgoing:
                 yield self._ended
                 # One for each slot that is still to be freed, and one for the end.
                 due = min(turn, len(offer.immediates) // self.senders) + 1
-                await self._unless_failed(partial(credits.wait, due))
+                await self._in_time(partial(credits.wait, due))
                 self._complete.append(address)
                 complete = True
         except (aiote.AioteError, ValueError) as error:
@@ -297,6 +306,13 @@ class Outgoing:
             slot, start = bucket.number % len(offer.immediates), self.place(bucket.number)
             target = remote[slot * offer.bucket_bytes : slot * offer.bucket_bytes + bucket.nbytes]
             await self.engine.write_imm(self._staging[start : start + bucket.nbytes], target, offer.immediates[slot])
+
+    async def _in_time(self, step: Callable[[], Awaitable[object]]) -> None:
+        """Do what waits for a receiver's progress. Raises UpdateError where there is none for `PROGRESS_S`."""
+        with anyio.move_on_after(PROGRESS_S) as late:
+            await self._unless_failed(step)
+        if late.cancelled_caught:
+            raise UpdateError(f"it has freed no slot for {PROGRESS_S:.0f} s")
 
     async def _unless_failed(self, step: Callable[[], Awaitable[T]]) -> T:
         """Do what may take as long as a peer; a failure interrupts it."""

@@ -75,7 +75,8 @@ class Link:
 
     async def listen(self, interval: float) -> None:
         """Pass on which requests the rank says are not stuck: one message every so many seconds, for all of them."""
-        with suppress(service.CallError, TransferRefused):
+        # Whatever the rank says or does: it ends what is heard of it, and nobody else's requests.
+        with suppress(aiote.AioteError):
             async for requests in self.client.moving(self.session, interval):
                 named = set(requests)
                 for reader in [reader for reader in self.readers if reader.request in named]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncIterator, Callable, Container, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
@@ -20,34 +19,16 @@ from .batch import Batch
 from .config import MoeConfig, Sizes
 from .device import Launcher, open_launcher
 from .device_round import DeviceLane
-from .joining import AGAIN_S, COMES_LATER, ELSEWHERE, Meeting, MoeService, service_of
+from .joining import AGAIN_S, COMES_LATER, ELSEWHERE, Meeting, MoeService, inbox_of, service_of
 from .lane import Lane
 from .memory import RankMemory
 from .posting import Posting, groups_alone
 from .round import Round
 from .states import GroupBrokenError, Membership
+from .statistics import MoeStatistics
 from .wire import MAX_GROUPS
 
 __all__ = ["MoeGroup", "MoeStatistics", "open_group"]
-
-
-@dataclass(slots=True)
-class MoeStatistics:
-    """What one rank has counted: rounds that ended, rows that it sent and got, by its own expert and by source rank,
-    bytes that it wrote to others, and seconds that it waited for routes, rows and answers.
-
-    `waited_for` (ranks,) are seconds that it waited for a rank's route alone, when those of all others had come; with
-    on_loss="mask", those of the ranks before it. The slowest rank has the most there, on every other.
-    """
-
-    rounds: int = 0
-    sent_rows: int = 0
-    sent_bytes: int = 0
-    dropped_rows: int = 0
-    expert_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    rank_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    waited_for: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
-    waited: dict[str, float] = field(default_factory=lambda: {"routes": 0.0, "rows": 0.0, "answers": 0.0})
 
 
 class MoeGroup:
@@ -336,9 +317,15 @@ class MoeGroup:
         inboxes = {}
         for rank in self.membership.active:
             if rank in found:
-                inbox = inboxes[rank] = self.engine.attach(found[rank].inbox)
-                if inbox.owner.identity != self.members[rank].identity or inbox.nbytes != self.memory.inbox.nbytes:
-                    raise aiote.UsageError(f"rank {rank} lends {inbox}, which is not its inbox")
+                try:
+                    inboxes[rank] = inbox_of(
+                        self.engine, self.members[rank], self.memory.inbox.nbytes, found[rank].inbox
+                    )
+                except aiote.UsageError as error:
+                    if self.config.on_loss == "raise":
+                        raise
+                    self.lose(rank, str(error))
+                    continue
                 # So that all together load the NICs of each alike.
                 self._peers[rank].rotate_rails(self.rank + rank)
         connected = {rank: self._peers[rank] for rank in inboxes}  # One that may be masked may be lost already.
@@ -351,10 +338,20 @@ class MoeGroup:
         found: dict[int, Meeting] = {}
         self._found = found
         failed: list[Exception] = []
+        refused: dict[int, aiote.UsageError] = {}
+        asked = len(self.membership.active)
 
         async def one(rank: int) -> None:
             try:
                 met = await self._meet(rank, epoch, first=rank in late)
+            except aiote.UsageError as error:
+                refused[rank] = error
+                # One that refuses this rank is masked; where all do, it is this rank that is wrong.
+                if self.config.on_loss == "raise" or len(refused) == asked:
+                    failed.append(error)
+                    tasks.cancel_scope.cancel()
+                else:
+                    self.lose(rank, str(error))
             except Exception as error:
                 failed.append(error)
                 tasks.cancel_scope.cancel()

@@ -16,7 +16,7 @@ import aiote
 
 from .. import service
 
-__all__ = ["AGAIN_S", "COMES_LATER", "ELSEWHERE", "Meeting", "MoeService", "RankHost", "service_of"]
+__all__ = ["AGAIN_S", "COMES_LATER", "ELSEWHERE", "Meeting", "MoeService", "RankHost", "inbox_of", "service_of"]
 
 Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
 Epoch: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -78,3 +78,11 @@ class MoeService(service.Service):
 def service_of(group: int) -> type[MoeService]:
     """Return the service of a group, by whose number an engine may be in several."""
     return type("MoeService", (MoeService,), {"name": f"MoeService.{group}"})
+
+
+def inbox_of(engine: aiote.Engine, member: aiote.Address, nbytes: int, descriptor: bytes) -> aiote.RemoteRegion:
+    """Return the inbox that a member lends, of so many bytes. Raises UsageError for what is none of its own."""
+    inbox = engine.attach(descriptor)
+    if inbox.owner.identity != member.identity or inbox.nbytes != nbytes:
+        raise aiote.UsageError(f"{member} lends {inbox}, which is not its inbox")
+    return inbox

@@ -6,7 +6,15 @@ See docs/services.md.
 from .client import client
 from .definition import Out, Service, method
 from .endpoint import Limits
-from .errors import BusyError, CallError, CallLostError, DrainingError, NotServedError, RemoteError
+from .errors import (
+    BusyError,
+    CallError,
+    CallLostError,
+    DrainingError,
+    InvalidCallError,
+    NotServedError,
+    RemoteError,
+)
 from .interceptors import CallInfo, Interceptor
 from .members import Members
 from .running import current_call
@@ -22,6 +30,7 @@ __all__ = [
     "Health",
     "HealthStatus",
     "Interceptor",
+    "InvalidCallError",
     "Limits",
     "Members",
     "NotServedError",

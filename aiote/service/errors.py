@@ -5,6 +5,7 @@ Each type says whether the method ran; `CallError.ran` says it to a program: "no
 * `BusyError`: the server has no room for one more call. It did not run.
 * `DrainingError`: the server takes no new calls, for it is about to end. It did not run.
 * `NotServedError`: nobody at that address serves this method. It did not run.
+* `InvalidCallError`: the server says that the arguments do not fit the method. It did not run.
 * `CallLostError`: the peer was lost before it had answered. It did not run where no request had left, else perhaps.
 * `RemoteError`: the method raised. It ran, and ended with this.
 """
@@ -20,6 +21,7 @@ __all__ = [
     "CallError",
     "CallLostError",
     "DrainingError",
+    "InvalidCallError",
     "NotServedError",
     "Ran",
     "RemoteError",
@@ -49,6 +51,10 @@ class DrainingError(CallError):
 
 class NotServedError(CallError):
     """The peer serves no such method, or serves nothing."""
+
+
+class InvalidCallError(CallError):
+    """The server says that the arguments do not fit the method as it has it."""
 
 
 class CallLostError(CallError):

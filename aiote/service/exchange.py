@@ -13,7 +13,15 @@ import aiote
 from ..observe.context import CONTEXT_BYTES, call_context
 from .codec import encode
 from .definition import Method
-from .errors import BusyError, CallError, CallLostError, DrainingError, NotServedError, RemoteError
+from .errors import (
+    BusyError,
+    CallError,
+    CallLostError,
+    DrainingError,
+    InvalidCallError,
+    NotServedError,
+    RemoteError,
+)
 from .frames import MAX_LEFT_S, CallFrame, End, Items, Piece, Status
 from .link import FRAME_BYTES, PIECE_BYTES, Link
 
@@ -23,6 +31,7 @@ REFUSALS: dict[int, tuple[type[CallError], str]] = {
     Status.BUSY: (BusyError, "the server has no room for it"),
     Status.DRAINING: (DrainingError, "the server is draining, it takes no new calls"),
     Status.NOT_SERVED: (NotServedError, "the peer serves no such method"),
+    Status.INVALID: (InvalidCallError, "the arguments do not fit the method"),
 }
 _failure = msgspec.msgpack.Decoder(tuple[list[str], str])
 
@@ -127,7 +136,7 @@ def _explain(method: Method, error: BaseException) -> NoReturn:
 
 
 def result_of(pending: Pending, method: Method) -> Any:
-    """Return the result of a call that has ended. Raises CallError, TimeoutError, UsageError, what the method says."""
+    """Return the result of a call that has ended. Raises CallError, TimeoutError, what the method says."""
     end, link = pending.end, pending.link
     if end is None:
         raise CallLostError(method.name, pending.reason, "perhaps")
@@ -150,8 +159,6 @@ def failure(method: Method, end: End, *, timed: bool) -> Exception:
         return kind(method.name, end.body.decode(errors="replace") or reason)
     if end.status == Status.CANCELLED:
         return TimeoutError(f"{method.name}: its time is up") if timed else RemoteError(method.name, "Cancelled", "")
-    if end.status == Status.INVALID:
-        return aiote.UsageError(f"{method.name}: {end.body.decode(errors='replace')}")
     if end.status == Status.STOPPED:
         return CallLostError(method.name, "its server was stopped", "perhaps")
     try:

@@ -161,10 +161,14 @@ class Controller:
             # It says for how long sources may send; of a large model that takes long, too.
             await in_thread(size, lambda plan=plan: plan.traffic)
             failed: dict[str, str] = {}
+            refused: list[aiote.UsageError] = []
             chosen = {address: client for address, client in self._sources.items() if address in self._states}
-            digests = await self._ask(chosen, "prepare", failed, sources, targets, self.gather)
+            digests = await self._ask(chosen, "prepare", failed, sources, targets, self.gather, refused=refused)
             if not failed:
                 break
+            if len(refused) == len(chosen):
+                # What all of them say is of what they were given, and not one rank's word.
+                raise refused[0]
             # They were lost since they described themselves: the others hold what they had, or the next plan says what.
             self.absent.update(failed)
             self._states = {address: one for address, one in self._states.items() if address not in failed}
@@ -248,16 +252,23 @@ class Controller:
         return {address: (state.rank, self._sources[address]) for address, state in self._states.items()}
 
     async def _ask(
-        self, clients: dict[str, Any], method: str, failed: dict[str, str], *arguments: Any
+        self,
+        clients: dict[str, Any],
+        method: str,
+        failed: dict[str, str],
+        *arguments: Any,
+        refused: list[aiote.UsageError] | None = None,
     ) -> dict[str, Any]:
-        """Call a method of several ranks at once; what fails stands in `failed` then."""
+        """Call a method of several ranks at once; what fails stands in `failed` then, and UsageErrors in `refused`."""
         answers: dict[str, Any] = {}
 
         async def ask(address: str, client: Any) -> None:
             try:
                 with anyio.fail_after(self.limit):
                     answers[address] = await getattr(client, method)(*arguments)
-            except (service.CallError, TimeoutError) as error:
+            except (aiote.AioteError, TimeoutError) as error:
+                if isinstance(error, aiote.UsageError) and refused is not None:
+                    refused.append(error)
                 failed[address] = str(error) or f"{method} took longer than {self.limit} s"
 
         with plain_errors():

@@ -155,12 +155,16 @@ MASKED = numpy.ma.array([1.0, 2.0, 3.0], mask=[0, 1, 0])
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda client: client.echo(5), aiote.UsageError, "Expected `str`, got `int`"),
+        (lambda client: client.echo(5), service.InvalidCallError, "Expected `str`, got `int`"),
         (lambda client: client.echo(), TypeError, "Missing required argument 'text'"),
         (lambda client: client.echo("a", many=2), TypeError, "Unexpected keyword argument 'many'"),
         (lambda client: client.echo(object()), aiote.UsageError, "object cannot travel"),
         (lambda client: client.echo("x" * (5 << 20)), aiote.UsageError, "a message of 52428.. bytes"),
-        (lambda client: client.add(numpy.arange(3), numpy.arange(3)), aiote.UsageError, "an array of float64 is expe"),
+        (
+            lambda client: client.add(numpy.arange(3), numpy.arange(3)),
+            service.InvalidCallError,
+            "an array of float64 is expe",
+        ),
         (lambda client: client.add(numpy.array(["a"]), 1), aiote.UsageError, "an array of <U1: booleans"),
         (lambda client: client.embed(["a"], [0.0]), aiote.UsageError, "out must be a numpy array, contiguous and"),
         (lambda client: client.embed(["a"], numpy.zeros((4, 4), "f4").T), aiote.UsageError, "contiguous"),

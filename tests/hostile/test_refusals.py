@@ -1,0 +1,186 @@
+"""One peer's answer is that peer's: a refusal, a lie or silence ends what was asked of it, and nothing of others."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import anyio
+import numpy as np
+import pytest
+
+import aiote
+from aiote import service
+from aiote.connectors import broadcast
+from aiote.connectors.broadcast import Feed, Offer, UpdateError
+from aiote.kvcache import Cache, Consumer, PageRow, Producer
+from aiote.kvcache.protocol import Descriptor, Number, Opened
+from aiote.kvcache.tensors import CacheSpec
+from aiote.moe import MoeConfig, open_group
+from aiote.moe.joining import Digest, Epoch, Meeting, Rank
+from aiote.service.exchange import REFUSALS
+from aiote.service.frames import Status
+from aiote.weights import Controller, Layout, Replicate, serve_source, serve_target
+from aiote.weights.protocol import Descriptors, SourceService, SourceState, TargetState, packed_layout
+from broadcasts import Rollout, Trainer, assert_same, tensors_of
+from engines import opened
+
+# What is tried is the same on every loop.
+ROWS = {0: PageRow([1, 2])}
+
+
+def cache(name: str) -> Cache:
+    out = Cache(name)
+    out.add(np.zeros((2, 2, 16, 4, 2, 8), np.float16), "layer field page token head item", fields=("k", "v"))
+    return out
+
+
+def test_each_refusal_is_a_call_error_that_says_that_nothing_ran():
+    wanted = {Status.BUSY, Status.DRAINING, Status.NOT_SERVED, Status.INVALID}
+    assert REFUSALS.keys() == wanted
+    assert {kind.ran for kind, _ in REFUSALS.values()} == {"no"}
+
+
+class Refusing(service.Service):
+    """A prefill rank to whom arguments do not fit."""
+
+    name = "kvcache.Transfers"
+
+    def __init__(self, spec: CacheSpec) -> None:
+        self.spec = spec
+
+    @service.method
+    async def describe(self) -> CacheSpec:
+        return self.spec
+
+    @service.method
+    async def open(self, part: CacheSpec, immediates: list[Number], memories: list[Descriptor]) -> Opened:
+        return Opened(1, [])
+
+    @service.method
+    async def push(self, session: str) -> AsyncIterator[None]:
+        yield None
+
+    @service.method
+    async def moving(self, session: str, interval: str) -> AsyncIterator[list[str]]:
+        yield []
+
+
+async def test_a_prefill_rank_that_refuses_ends_no_other_request():
+    async with opened("sim") as decode, opened("sim") as prefill, opened("sim") as liar:
+        async with (
+            Producer(prefill, cache("prefill")) as producer,
+            service.serve(liar, Refusing(cache("liar").spec)),
+            Consumer(decode, cache("decode"), stall_timeout=600.0) as consumer,
+        ):
+            with pytest.raises(aiote.AioteError, match="Expected `str`"):
+                async with consumer.receive([liar.address], "other", tokens=8, rows=ROWS) as reception:
+                    await reception.arrived()
+            async with producer.offer("mine", tokens=8, rows=ROWS, computed=True):
+                async with consumer.receive([prefill.address], "mine", tokens=8, rows=ROWS) as reception:
+                    await reception.arrived()
+
+
+class RefusingSource(SourceService):
+    name = SourceService.name
+
+    def __init__(self, engine: aiote.Engine, layout: Layout) -> None:
+        self.state = SourceState(
+            1, packed_layout(layout), np.zeros((1, 2), np.uint64), Descriptors.of([]), str(engine.address)
+        )
+
+    @service.method(idempotent=True)
+    async def describe(self) -> SourceState:
+        return self.state
+
+    @service.method(idempotent=True, raises=[aiote.UsageError])
+    async def prepare(self, sources: list[SourceState], targets: list[TargetState], gather: str) -> bytes:
+        raise aiote.UsageError("nothing suits me")
+
+
+async def test_a_source_that_refuses_to_plan_is_left_out_alone():
+    layout, theirs = (Layout.over([rank], {"a": ((64,), "F32", Replicate())}) for rank in (0, 1))
+    values, memory = np.arange(64, dtype=np.float32), np.zeros(64, np.float32)
+    async with opened("sim") as one, opened("sim") as liar, opened("sim") as there, opened("sim") as mine:
+        async with (
+            serve_source(one, layout, 0, {"a": values}),
+            service.serve(liar, RefusingSource(liar, theirs)),
+            serve_target(there, layout, 0, {"a": memory}),
+        ):
+            controller = Controller(mine, [one.address, liar.address], [there.address])
+            assert (await controller.update(1)).committed == [""]
+            assert "nothing suits me" in controller.absent[str(liar.address)]
+            np.testing.assert_array_equal(memory, values)
+
+
+class RefusingRank(service.Service):
+    name = "MoeService.0"
+
+    @service.method(idempotent=True, raises=[aiote.UsageError])
+    async def meet(self, rank: Rank, epoch: Epoch, digest: Digest) -> Meeting:
+        raise aiote.UsageError("nothing suits me")
+
+
+class LyingRank(RefusingRank):
+    @service.method(idempotent=True, raises=[aiote.UsageError])
+    async def meet(self, rank: Rank, epoch: Epoch, digest: Digest) -> Meeting:
+        return Meeting(epoch, b"no descriptor")
+
+
+@pytest.mark.parametrize("kind", [RefusingRank, LyingRank])
+async def test_a_rank_that_refuses_is_masked_and_the_others_open_their_group(kind):
+    config = MoeConfig(experts=3, top_k=1, hidden=64, tokens=4, dtype="float32", out_dtype="float32", on_loss="mask")
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(opened("sim")) for _ in range(3)]
+        await stack.enter_async_context(service.serve(engines[2], kind()))
+        members = [engine.address for engine in engines]
+        active = []
+
+        async def live(rank: int) -> None:
+            async with open_group(engines[rank], members, rank, config) as group:
+                active.append(group.active.tolist())
+
+        async with anyio.create_task_group() as tasks:
+            for rank in (0, 1):
+                tasks.start_soon(live, rank)
+        assert active == [[True, True, False]] * 2
+
+
+async def test_a_receiver_that_takes_nothing_is_given_up(monkeypatch):
+    monkeypatch.setattr(broadcast, "PROGRESS_S", 0.5)
+    tensors = tensors_of(1, [(4096,)])
+    async with opened("sim") as engine, opened("sim") as other, anyio.create_task_group() as group:
+        trainer = Trainer(engine, 4096)
+        group.start_soon(trainer.serve)
+        await trainer.served.wait()
+        outgoing = trainer.announce("update", 1)
+        slots = other.register(np.zeros(8192, np.uint8), "write")
+
+        async def take() -> None:
+            offer = Offer(slots.descriptor, 4096, [1, 2])
+            with pytest.raises(UpdateError, match="it has freed no slot for"):
+                async for _ in service.client(other, engine.address, Feed).take("update", offer):
+                    pass
+
+        group.start_soon(take)
+        with pytest.raises(UpdateError, match="it has freed no slot for"):
+            await trainer.send(outgoing, tensors)
+        group.cancel_scope.cancel()
+
+
+async def test_whoever_knows_an_update_s_name_neither_takes_nor_ends_it():
+    tensors = tensors_of(1, [(100,), (3000,)])
+    async with opened("sim") as engine, opened("sim") as other, opened("sim") as liar:
+        async with anyio.create_task_group() as group:
+            trainer, rollout = Trainer(engine, 4096), Rollout(other, 2, 4096)
+            group.start_soon(trainer.serve)
+            await trainer.served.wait()
+            outgoing = trainer.announce("update", 1, addresses=[str(other.address)])
+            feed = service.client(liar, engine.address, Feed)
+            await feed.decline("update")
+            with pytest.raises(UpdateError, match="is for others"):
+                await anext(feed.take("update", Offer(b"", 4096, [1, 2])))
+            assert outgoing.error is None
+            group.start_soon(trainer.send, outgoing, tensors)
+            assert_same(await rollout.receive("update", [str(engine.address)]), tensors)
+            group.cancel_scope.cancel()
