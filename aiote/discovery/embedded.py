@@ -47,6 +47,8 @@ __all__ = ["EmbeddedRegistry"]
 
 LEAVE_S = 0.5
 """How long leaving waits at most for a server that does not answer: nobody who is cancelled waits for its lease."""
+MOST_KNOWN = 1 << 16
+"""Members that a server may tell of."""
 RENEWALS = 3
 """How often a lease is renewed in its own time."""
 
@@ -248,9 +250,11 @@ class EmbeddedRegistry:
 
     def _apply(self, update: RosterUpdate) -> None:
         for name in update.gone:
-            self._hear_of(name)
+            self._doubtful.pop(name, None)
             self._drop(name)
         for lease_s, record in update.present:
+            if record.name not in self._roster.known and len(self._roster.known) >= MOST_KNOWN:
+                raise RegistryError(f"the registry tells of more than {MOST_KNOWN} members")
             self._hear_of(record.name)
             self._leases[record.name] = lease_s
             self._roster.put(record.member())

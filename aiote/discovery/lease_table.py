@@ -4,6 +4,10 @@ Pure: time is an argument, in seconds of whatever clock the caller has. A *sessi
 again which members it has, all of them, and how long that holds. A member is withdrawn when its session says no more of
 it, when the session's lease runs out, or when a greater incarnation takes the name.
 
+A name is its *owner's*, the engine that has registered it, as long as that is connected: nobody else takes it, whatever
+incarnation it says. An owner has so many members and sessions, whatever its sessions are; where all is full the owner
+with the most loses its last.
+
 Calls overtake each other, so a session numbers what it says, and what comes behind a greater number is ignored: it
 would register a ghost. The number is kept until the lease runs out, also of a session that has no members any more.
 """
@@ -11,7 +15,8 @@ would register a ghost. The number is kept until the lease runs out, also of a s
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from .membership import Member, Roster
@@ -20,6 +25,9 @@ __all__ = ["LeaseTable"]
 
 LOCAL_LEASE_S = 10.0
 """What is told of a member that has no lease, because it is in the server's own process."""
+SESSIONS_EACH = 64
+POSTPONED = 3
+"""So often a lease is lengthened until it is renewed: whoever keeps the server busy keeps no dead member."""
 
 
 @dataclass(slots=True)
@@ -27,32 +35,56 @@ class _Session:
     number: int
     lease_s: float
     deadline: float
-    names: set[str] = field(default_factory=set)
+    owner: Hashable
+    names: dict[str, None] = field(default_factory=dict)
+    postponed: int = 0
 
 
 class LeaseTable:
-    """The members of all sessions, of which there are `limit` at most; what they amount to is kept in `roster`."""
+    """The members of all sessions, of which there are `limit` at most; what they amount to is kept in `roster`.
 
-    def __init__(self, roster: Roster, limit: int) -> None:
+    `each`: members of one owner. `connected` tells whether an owner is.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        limit: int,
+        each: int = 1 << 62,
+        connected: Callable[[Hashable], bool] = lambda _: True,
+    ) -> None:
         self._roster = roster
-        self._limit = limit
+        self._limit, self._each, self._connected = limit, each, connected
+        self._owned = Counter[Hashable]()
         self._sessions: dict[Hashable, _Session] = {}
         self._holders: dict[str, Hashable] = {}
 
     def __len__(self) -> int:
         return len(self._holders)
 
-    def keep(self, key: Hashable, number: int, lease_s: float, members: Sequence[Member], now: float) -> dict[str, str]:
-        """Have these members of a session, and no others, for so long; return who was refused, and why."""
+    def keep(
+        self,
+        key: Hashable,
+        number: int,
+        lease_s: float,
+        members: Sequence[Member],
+        now: float,
+        owner: Hashable = None,
+    ) -> dict[str, str]:
+        """Have these members of a session, and no others, for so long; return who was refused, and why.
+
+        `owner` is whose session it is, by default its own.
+        """
         session = self._sessions.get(key)
         if session is None:
-            if len(self._sessions) >= self._limit and not self._forget_an_empty_one():
+            owner = key if owner is None else owner
+            if not self._has_room_for_a_session(owner):
                 return {member.name: self._full() for member in members}
-            session = self._sessions[key] = _Session(number, lease_s, now + lease_s)
+            session = self._sessions[key] = _Session(number, lease_s, now + lease_s, owner)
         elif number < session.number:
             return {}
-        session.number, session.lease_s, session.deadline = number, lease_s, now + lease_s
-        for name in session.names - {member.name for member in members}:
+        session.number, session.lease_s, session.deadline, session.postponed = number, lease_s, now + lease_s, 0
+        for name in session.names.keys() - {member.name for member in members}:
             self._drop(name)
         refusals = {member.name: self._enter(key, session, member) for member in members}
         return {name: reason for name, reason in refusals.items() if reason}
@@ -60,26 +92,56 @@ class LeaseTable:
     def _enter(self, key: Hashable, session: _Session, member: Member) -> str:
         """Register a member, or keep it; return why not."""
         name = member.name
-        if name not in self._holders:
-            if len(self._holders) >= self._limit:
-                return self._full()
-        elif (holder := self._holders[name]) != key:
-            incarnation = self._roster.known[name].incarnation
-            if member.incarnation <= incarnation:
-                return f"incarnation {incarnation} of another engine holds the name, not {member.incarnation}"
-            self._sessions[holder].names.remove(name)
+        holder = self._holders.get(name)
+        if holder != key and (refusal := self._refusal(session.owner, member)):
+            return refusal
+        if holder != key:
+            if holder is not None:
+                self._release(name)
+            self._owned[session.owner] += 1
         self._holders[name] = key
-        session.names.add(name)
+        session.names[name] = None
         self._roster.put(member)
         return ""
+
+    def _refusal(self, owner: Hashable, member: Member) -> str:
+        """Return why a name that another session has, or none, does not become this owner's."""
+        holder = self._sessions.get(self._holders.get(member.name))
+        if holder is not None:
+            if holder.owner != owner and self._connected(holder.owner):
+                return "another engine, which is connected, holds the name"
+            incarnation = self._roster.known[member.name].incarnation
+            if member.incarnation <= incarnation:
+                return f"incarnation {incarnation} of another engine holds the name, not {member.incarnation}"
+            return ""
+        if self._owned[owner] >= self._each:
+            return f"this engine has its {self._each} members"
+        if len(self._holders) >= self._limit and not self._refuse_greediest(owner):
+            return self._full()
+        return ""
+
+    def _refuse_greediest(self, owner: Hashable) -> bool:
+        """Withdraw the last member of the owner with the most; return False where that is this one."""
+        leased = [session for session in self._sessions.values() if session.names and session.lease_s < math.inf]
+        largest = max(leased, key=lambda session: (self._owned[session.owner], len(session.names)), default=None)
+        if largest is None or self._owned[largest.owner] <= self._owned[owner] + 1:
+            return False
+        self._drop(next(reversed(largest.names)))
+        return True
+
+    def _has_room_for_a_session(self, owner: Hashable) -> bool:
+        own = sum(session.owner == owner for session in self._sessions.values())
+        if own >= SESSIONS_EACH:
+            return self._forget_an_empty_one(owner)
+        return len(self._sessions) < self._limit or self._forget_an_empty_one()
 
     def _full(self) -> str:
         return f"the registry has its {self._limit} members"
 
-    def _forget_an_empty_one(self) -> bool:
-        """Forget the session without members that was begun first, whose number matters least."""
+    def _forget_an_empty_one(self, owner: Hashable = None) -> bool:
+        """Forget the session without members that was begun first, of this owner if any; its number matters least."""
         for key, session in self._sessions.items():
-            if not session.names:
+            if not session.names and owner in (None, session.owner):
                 del self._sessions[key]
                 return True
         return False
@@ -95,10 +157,10 @@ class LeaseTable:
 
     def forget(self, key: Hashable) -> None:
         """Withdraw a session with all that it has, and whose number is not needed."""
-        session = self._sessions.pop(key, None)
-        for name in tuple(session.names) if session is not None else ():
-            self._holders.pop(name)
-            self._roster.remove(name)
+        if key in self._sessions:
+            for name in tuple(self._sessions[key].names):
+                self._drop(name)
+            del self._sessions[key]
 
     def expire(self, now: float) -> None:
         """Withdraw the sessions whose leases have run out."""
@@ -106,14 +168,24 @@ class LeaseTable:
             self.forget(key)
 
     def postpone(self, seconds: float) -> None:
-        """Lengthen every lease, because nobody was listening for so long."""
+        """Lengthen every lease, because nobody was listening for so long; each so often until it is renewed."""
         for session in self._sessions.values():
-            session.deadline += seconds
+            if session.postponed < POSTPONED:
+                session.postponed += 1
+                session.deadline += seconds
 
     def next_deadline(self) -> float:
         """Return when the first lease runs out; infinite where there is none."""
         return min((session.deadline for session in self._sessions.values()), default=math.inf)
 
     def _drop(self, name: str) -> None:
-        self._sessions[self._holders.pop(name)].names.remove(name)
+        self._release(name)
         self._roster.remove(name)
+
+    def _release(self, name: str) -> None:
+        """Have nobody hold a name."""
+        session = self._sessions[self._holders.pop(name)]
+        del session.names[name]
+        self._owned[session.owner] -= 1
+        if not self._owned[session.owner]:
+            del self._owned[session.owner]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -33,7 +34,11 @@ __all__ = ["MEMBERS_EACH", "Keeping", "RegistryServer", "Watching"]
 
 MEMBERS = 4096
 MEMBERS_EACH = 1024
-"""Members of one client: it says all of them in one message, of `Limits.message_bytes` at most."""
+"""Members of one engine, and of one client: it says all of them in one message, of `Limits.message_bytes` at most."""
+WATCHES_EACH = 16
+"""Clients of one engine that are told."""
+TELL_S = 0.05
+"""What changes within so long is told together: a change costs a client's turn, not one for each member."""
 TOLD_AT_ONCE = 16
 LATE_S = 0.2
 """A sweep that comes so much later than it was due means that the process was stopped, and heard nobody."""
@@ -48,7 +53,7 @@ class Keeping(service.Service):
 
     name = "aiote.Registry"
 
-    def __init__(self, keep: Callable[[object, int, float, list[Member]], dict[str, str]]) -> None:
+    def __init__(self, keep: Callable[[bytes, object, int, float, list[Member]], dict[str, str]]) -> None:
         self._keep = keep
 
     @service.method(idempotent=True)
@@ -60,7 +65,7 @@ class Keeping(service.Service):
         """
         address = service.current_call().peer.address
         key = (address.identity, address.incarnation, session)
-        return self._keep(key, number, lease_s, [record.member() for record in records])
+        return self._keep(address.identity, key, number, lease_s, [record.member() for record in records])
 
 
 class Watching(service.Service):
@@ -68,20 +73,20 @@ class Watching(service.Service):
 
     name = "aiote.RegistryWatch"
 
-    def __init__(self, tell: Callable[[], AsyncIterator[RosterUpdate]]) -> None:
+    def __init__(self, tell: Callable[[bytes], AsyncIterator[RosterUpdate]]) -> None:
         self._tell = tell
 
     @service.method(raises=[RegistryError])
     def watch(self) -> AsyncIterator[RosterUpdate]:
         """Tell of the members there are, and of changes from then on; a slow reader is told the latest of each."""
-        return self._tell()
+        return self._tell(service.current_call().peer.address.identity)
 
 
 class _LocalRegistration:
     """A registration by the server's own process."""
 
-    def __init__(self, leases: LeaseTable, member: Member) -> None:
-        self.member = member
+    def __init__(self, leases: LeaseTable, member: Member, owner: bytes) -> None:
+        self.member, self._owner = member, owner
         self._leases = leases
 
     @property
@@ -91,7 +96,7 @@ class _LocalRegistration:
 
     def announce(self) -> None:
         """Register the member as it is. Raises RegistryError."""
-        refusals = self._leases.keep(self, 0, math.inf, [self.member], anyio.current_time())
+        refusals = self._leases.keep(self, 0, math.inf, [self.member], anyio.current_time(), self._owner)
         if refusals:
             self._leases.forget(self)
             raise RegistryError(f"member {self.member.name}: {refusals[self.member.name]}")
@@ -121,7 +126,8 @@ class RegistryServer:
         self._limit = limit
         self._run = secrets.randbits(63)
         self._roster = Roster()
-        self._leases = LeaseTable(self._roster, limit)
+        self._leases = LeaseTable(self._roster, limit, MEMBERS_EACH, self._is_connected)
+        self._watchers_of = Counter[bytes]()
         self._sooner = Bell()
         self._next_sweep = math.inf
         self._stack: AsyncExitStack | None = None
@@ -147,7 +153,7 @@ class RegistryServer:
     async def join(self, member: Member) -> AsyncIterator[_LocalRegistration]:
         """Register a member of this process, which needs no lease. See `Registry.join`."""
         self._require_open()
-        registration = _LocalRegistration(self._leases, member)
+        registration = _LocalRegistration(self._leases, member, self._engine.address.identity)
         registration.announce()
         try:
             yield registration
@@ -178,19 +184,25 @@ class RegistryServer:
 
     # What clients say, and are told.
 
-    def _keep(self, key: object, number: int, lease_s: float, members: list[Member]) -> dict[str, str]:
+    def _is_connected(self, owner: object) -> bool:
+        """Whether an engine has a connection to this one, or is it."""
+        others = (peer.address.identity for peer in self._engine.peers)
+        return owner == self._engine.address.identity or owner in others
+
+    def _keep(self, owner: bytes, key: object, number: int, lease_s: float, members: list[Member]) -> dict[str, str]:
         """Have these members of a client; see `Keeping.keep`."""
         now = anyio.current_time()
         if now + lease_s < self._next_sweep:
             self._sooner.ring()
-        return self._leases.keep(key, number, lease_s, members, now)
+        return self._leases.keep(key, number, lease_s, members, now, owner)
 
-    async def _tell(self) -> AsyncIterator[RosterUpdate]:
+    async def _tell(self, owner: bytes) -> AsyncIterator[RosterUpdate]:
         """Tell one client. Raises RegistryError for one too many."""
-        if self.watchers >= self._limit:
+        if self.watchers >= self._limit or self._watchers_of[owner] >= WATCHES_EACH:
             self.turned_away += 1
-            raise RegistryError(f"the registry has its {self._limit} clients")
+            raise RegistryError(f"the registry has its {self._limit} clients, or {WATCHES_EACH} of this engine")
         self.watchers += 1
+        self._watchers_of[owner] += 1
         try:
             # What a slow client has not taken is kept as states, in its watch.
             watch = self._roster.watch()
@@ -200,9 +212,14 @@ class RegistryServer:
                 if update.gone or update.present:
                     yield update
                 else:
+                    # Not at once for each change, of which there may be thousands a second.
+                    await anyio.sleep(TELL_S)
                     await watch.wait()
         finally:
             self.watchers -= 1
+            self._watchers_of[owner] -= 1
+            if not self._watchers_of[owner]:
+                del self._watchers_of[owner]
 
     def _update(self, watch: Watch) -> RosterUpdate:
         gone: list[str] = []

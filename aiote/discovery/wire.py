@@ -11,6 +11,8 @@ from .membership import ADDRESS_BYTES, ATTRIBUTES, KEY_BYTES, LEASE_S, NAME_BYTE
 
 __all__ = ["LeaseSeconds", "MemberRecord", "Name", "Number", "RosterUpdate", "decode_member", "encode_member"]
 
+MOST_TOLD = 1024
+"""Names, and members, in one update."""
 LeaseSeconds: TypeAlias = Annotated[float, msgspec.Meta(ge=LEASE_S[0], le=LEASE_S[1])]
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_BYTES)]
@@ -54,8 +56,8 @@ class RosterUpdate(msgspec.Struct, frozen=True):
 
     run: Number
     complete: bool
-    gone: list[Name]
-    present: list[tuple[LeaseSeconds, MemberRecord]]
+    gone: Annotated[list[Name], msgspec.Meta(max_length=MOST_TOLD)]
+    present: Annotated[list[tuple[LeaseSeconds, MemberRecord]], msgspec.Meta(max_length=MOST_TOLD)]
 
 
 _decoder = msgspec.json.Decoder(MemberRecord)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
@@ -18,7 +19,14 @@ from .link import Link
 __all__ = ["Chooser", "Members"]
 
 AGAIN_S = 5.0
-"""So long a member that could not be reached, or takes no calls, is left alone."""
+"""So long a member that could not be reached, or takes no calls, is left alone, then twice as long."""
+MOST_AGAIN_S = 320.0
+CONNECTING = 16
+"""So many members are connected at a time, and one of those at the same host and port: thousands of addresses that
+nobody answers take neither this engine's descriptors nor the turn of members elsewhere.
+"""
+CONNECTED = 512
+"""A client has no more members than these; the calls of many clients spread over all."""
 LOOK_S = 0.25
 """How often a call that waits for a connection looks whether there are other members by now."""
 COMPARED = 8
@@ -47,6 +55,8 @@ class Chooser:
         self._choices: list[Link] = []
         self._connecting: set[aiote.Address] = set()
         self._again_at: dict[aiote.Address, float] = {}
+        self._pauses: dict[aiote.Address, float] = {}
+        self._waiting: list[aiote.Address] = []
         self._look_at = math.inf
         self._failure: Exception | None = None
         self._changed = Signal(endpoint.loop)
@@ -81,10 +91,10 @@ class Chooser:
         if isinstance(error, DrainingError | NotServedError):
             for address, known in self._links.items():
                 if known is link:
-                    self._leave_alone(address)
+                    self._leave_alone(address, AGAIN_S)
 
-    def _leave_alone(self, address: aiote.Address) -> None:
-        self._again_at[address] = anyio.current_time() + AGAIN_S
+    def _leave_alone(self, address: aiote.Address, pause: float) -> None:
+        self._again_at[address] = anyio.current_time() + pause
         self._seen = None
 
     def _least(self) -> Link | None:
@@ -104,20 +114,41 @@ class Chooser:
         self._look_at = min(self._again_at.values(), default=math.inf)
         self._links = {one: link for one, link in self._links.items() if one in wanted and not link.lost}
         self._choices = [link for address, link in self._links.items() if address not in self._again_at]
-        for address in wanted - self._links.keys() - self._connecting - self._again_at.keys():
+        self._pauses = {address: pause for address, pause in self._pauses.items() if address in wanted}
+        self._waiting = list(wanted - self._links.keys() - self._connecting - self._again_at.keys())
+        # Nobody registers an address in time to be the next of every client.
+        random.shuffle(self._waiting)
+        self._connect_some(method)
+
+    def _connect_some(self, method: str) -> None:
+        """Connect those that wait for it, as many as may be at a time."""
+        places = {(address.host, address.port) for address in self._connecting}
+        left = []
+        for address in self._waiting:
+            room = len(self._connecting) < CONNECTING and len(self._links) + len(self._connecting) < CONNECTED
+            if not room or (address.host, address.port) in places:
+                left.append(address)
+                continue
+            places.add((address.host, address.port))
             self._connecting.add(address)
             self._endpoint.spawn(self._connect, address, method, name="aiote service: connect a member")
+        self._waiting = left
 
     async def _connect(self, address: aiote.Address, method: str) -> None:
         try:
             self._links[address] = await self._reach(address, method)
             self._seen = None
+            self._pauses.pop(address, None)
         except (CallError, aiote.ClosedError, aiote.UsageError) as error:
             self._failure = error
-            self._leave_alone(address)
+            pause = self._pauses.get(address, AGAIN_S)
+            self._pauses[address] = min(2 * pause, MOST_AGAIN_S)
+            self._leave_alone(address, pause)
         finally:
             self._connecting.discard(address)
             self._changed.set()
+        if not self._endpoint.engine.closed:
+            self._connect_some(method)
 
 
 def _calls(link: Link) -> int:

@@ -402,7 +402,7 @@ def test_a_name_is_registered_once_also_while_the_old_one_leaves():
 
 
 def test_the_lease_table_ignores_what_is_older_than_it_has():
-    table = LeaseTable(roster := Roster(), limit=2)
+    table = LeaseTable(roster := Roster(), limit=2, connected=lambda _: False)
 
     def keep(session: int, number: int, *members, now: float = 0.0) -> dict[str, str]:
         return table.keep(session, number, 1.0, members, now)

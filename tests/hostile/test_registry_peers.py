@@ -1,0 +1,191 @@
+"""A registry, and its clients, with a peer that registers, watches and tells whatever it likes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import anyio
+import pytest
+
+import aiote
+from aiote import service
+from aiote.discovery import embedded
+from aiote.discovery.lease_table import POSTPONED, SESSIONS_EACH, LeaseTable
+from aiote.discovery.membership import Roster
+from aiote.discovery.registry_server import MEMBERS_EACH, WATCHES_EACH, Keeping, RegistryServer, Watching
+from aiote.discovery.wire import MemberRecord, RosterUpdate
+from aiote.service.endpoint import Endpoint
+from aiote.service.errors import CallLostError
+from aiote.service.link import Link
+from aiote.service.members import AGAIN_S, CONNECTING, MOST_AGAIN_S, Chooser
+from engines import opened, until
+from registries import client, member, until_told
+
+METHOD = "X/1.x"
+
+
+def test_members_are_their_engine_s_whatever_its_sessions_are():
+    table = LeaseTable(roster := Roster(), limit=100, each=5)
+
+    def keep(owner: str, session: int, *names: str) -> dict[str, str]:
+        return table.keep((owner, session), 1, 1.0, [member(name) for name in names], 0.0, owner)
+
+    assert keep("liar", 1, "a", "b", "c") == {}
+    assert "has its 5 members" in keep("liar", 2, "d", "e", "f")["f"]
+    assert len(roster.known) == 5
+    for session in range(3, 2 * SESSIONS_EACH):
+        keep("liar", session)
+    assert sum(owner == "liar" for owner, _ in table._sessions) <= SESSIONS_EACH
+    assert keep("honest", 1, "mine") == {}
+    table.expire(1.0)
+    assert not table._owned
+
+
+def test_where_all_is_full_the_greediest_engine_loses_its_last():
+    table = LeaseTable(roster := Roster(), limit=4)
+    table.keep(1, 1, 1.0, [member(name) for name in "abc"], 0.0, "greedy")
+    table.keep(2, 1, 1.0, [member("d")], 0.0, "one")
+    assert table.keep(3, 1, 1.0, [member("e")], 0.0, "other") == {}
+    assert list(roster.known) == ["a", "b", "d", "e"]
+    # All have about as many then: the next is refused.
+    assert table.keep(4, 1, 1.0, [member("f"), member("g")], 0.0, "third").keys() == {"g"}
+    assert len(roster.known) == 4
+
+
+def test_a_name_is_its_engine_s_as_long_as_that_is_connected():
+    there = {"honest"}
+    table = LeaseTable(roster := Roster(), limit=9, connected=lambda owner: owner in there)
+    assert table.keep(1, 1, 1.0, [member("a", 5)], 0.0, "honest") == {}
+    largest = member("a", (1 << 64) - 1)
+    assert "which is connected, holds the name" in table.keep(2, 1, 1.0, [largest], 0.0, "liar")["a"]
+    # Its own next run takes it, and another's once it is gone.
+    assert table.keep(3, 1, 1.0, [member("a", 6)], 0.0, "honest") == {}
+    assert "incarnation 6 of another engine" in table.keep(4, 1, 1.0, [member("a", 6)], 0.0, "honest")["a"]
+    there.clear()
+    assert table.keep(2, 2, 1.0, [member("a", 7)], 0.0, "successor") == {}
+    assert roster.known["a"].incarnation == 7
+
+
+def test_leases_are_postponed_a_few_times_until_they_are_renewed():
+    table = LeaseTable(roster := Roster(), limit=9)
+    table.keep(1, 1, 1.0, [member("dead")], 0.0)
+    for _ in range(100):
+        table.postpone(1.0)
+    assert table.next_deadline() == 1.0 + POSTPONED
+    table.keep(1, 2, 1.0, [member("dead")], 2.0)
+    table.postpone(1.0)
+    assert table.next_deadline() == 4.0
+    table.expire(4.0)
+    assert not roster.known
+
+
+@pytest.mark.anyio
+async def test_one_engine_has_a_few_watches_and_members_and_others_are_served():
+    async with (
+        opened("sim") as liar,
+        opened("sim") as there,
+        RegistryServer(there) as server,
+        AsyncExitStack() as stack,
+    ):
+        watching = service.client(liar, server.address, Watching)
+        streams = [watching.watch() for _ in range(3 * WATCHES_EACH)]
+        for stream in streams[:WATCHES_EACH]:
+            await anext(stream)
+        with pytest.raises(aiote.AioteError, match=f"or {WATCHES_EACH} of this engine"):
+            await anext(streams[-1])
+        keeping = service.client(liar, server.address, Keeping)
+        for session in range(4):
+            records = [MemberRecord(f"{session}.{number}", "x", b"", 1, {}) for number in range(MEMBERS_EACH // 2)]
+            await keeping.keep(session, 1, 600.0, records)
+        assert len(server.members()) == MEMBERS_EACH
+        honest = await stack.enter_async_context(client(server.address))
+        events = honest.watch()
+        async with honest.join(member("honest")):
+            await until_told(events, ("joined", "honest"))
+
+
+class Talkative(service.Service):
+    """A registry's server that tells of ever more members."""
+
+    name = Watching.name
+
+    @service.method
+    async def watch(self) -> AsyncIterator[RosterUpdate]:
+        for number in range(1 << 30):
+            yield RosterUpdate(1, False, [], [(1.0, MemberRecord(f"m{number}", "x", b"", 1, {}))])
+
+
+class Polite(service.Service):
+    name = Keeping.name
+
+    @service.method
+    async def keep(self, session: int, number: int, lease_s: float, records: list[MemberRecord]) -> dict[str, str]:
+        return {}
+
+
+@pytest.mark.anyio
+async def test_a_client_takes_no_more_members_than_may_be(monkeypatch):
+    monkeypatch.setattr(embedded, "MOST_KNOWN", 40)
+    async with opened("sim") as there, service.serve(there, Talkative(), Polite()), client(there.address) as registry:
+        await until(lambda: "tells of more than 40 members" in registry.failure)
+        assert len(registry.members()) == 40
+        assert not registry.in_touch
+
+
+class Given:
+    """Members that are where a test says."""
+
+    def __init__(self, *addresses: aiote.Address) -> None:
+        self.found = addresses
+
+    async def addresses(self) -> tuple[aiote.Address, ...]:
+        return self.found
+
+
+def address(port: int, number: int) -> aiote.Address:
+    return aiote.Address("127.0.0.1", port, number.to_bytes(16, "big"), 1)
+
+
+@pytest.mark.anyio
+async def test_a_few_members_are_connected_at_a_time():
+    under_way: list[aiote.Address] = []
+    over = anyio.Event()
+
+    async def reach(where: aiote.Address, method: str) -> Link:
+        under_way.append(where)
+        await over.wait()
+        raise CallLostError(method, "nobody is there", "no")
+
+    async with opened("sim") as engine, anyio.create_task_group() as group:
+        silent = [address(7, number) for number in range(1, 2000)]
+        chooser = Chooser(Given(*silent, address(8, 1)), Endpoint.of(engine), reach)  # type: ignore[arg-type]
+        group.start_soon(chooser.choose, METHOD, ())
+        await until(lambda: len(under_way) == 2)
+        assert {one.port for one in under_way} == {7, 8}
+        many = [address(port, port) for port in range(100, 200)]
+        other = Chooser(Given(*many), Endpoint.of(engine), reach)  # type: ignore[arg-type]
+        under_way.clear()
+        group.start_soon(other.choose, METHOD, ())
+        await until(lambda: len(under_way) == CONNECTING)
+        for _ in range(20):
+            await anyio.lowlevel.checkpoint()
+        assert len(under_way) == CONNECTING
+        group.cancel_scope.cancel()
+        over.set()
+
+
+@pytest.mark.anyio
+async def test_a_member_that_cannot_be_reached_is_left_alone_for_ever_longer():
+    async def reach(where: aiote.Address, method: str) -> Link:
+        raise CallLostError(method, "nobody is there", "no")
+
+    async with opened("sim") as engine:
+        chooser = Chooser(Given(), Endpoint.of(engine), reach)  # type: ignore[arg-type]
+        pauses = []
+        for _ in range(9):
+            before = anyio.current_time()
+            await chooser._connect(address(7, 1), METHOD)
+            pauses.append(chooser._again_at[address(7, 1)] - before)
+        assert [round(pause / AGAIN_S) for pause in pauses] == [1, 2, 4, 8, 16, 32, 64, 64, 64]
+        assert max(pauses) < MOST_AGAIN_S + AGAIN_S
