@@ -114,16 +114,20 @@ class RegistryServer:
     """The list of members, kept by one engine for all; itself a `Registry`: `async with RegistryServer(engine):`.
 
     It serves calls of `aiote.service` on the engine, beside others. At most `limit` members and `limit` clients;
-    `turned_away` counts clients beyond, `watchers` is how many there are.
+    `turned_away` counts clients beyond, `watchers` is how many there are. `admits` tells of a peer whether it may
+    register members and watch; by default whoever has the cluster key may.
     """
 
     in_touch = True
 
-    def __init__(self, engine: aiote.Engine, *, limit: int = MEMBERS) -> None:
+    def __init__(
+        self, engine: aiote.Engine, *, limit: int = MEMBERS, admits: Callable[[aiote.Peer], bool] = lambda _: True
+    ) -> None:
         self.turned_away = 0
         self.watchers = 0
         self._engine = engine
         self._limit = limit
+        self._callers = service.Callers(admits, "registry's client")
         self._run = secrets.randbits(63)
         self._roster = Roster()
         self._leases = LeaseTable(self._roster, limit, MEMBERS_EACH, self._is_connected)
@@ -191,6 +195,7 @@ class RegistryServer:
 
     def _keep(self, owner: bytes, key: object, number: int, lease_s: float, members: list[Member]) -> dict[str, str]:
         """Have these members of a client; see `Keeping.keep`."""
+        self._callers.require()
         now = anyio.current_time()
         if now + lease_s < self._next_sweep:
             self._sooner.ring()
@@ -198,6 +203,7 @@ class RegistryServer:
 
     async def _tell(self, owner: bytes) -> AsyncIterator[RosterUpdate]:
         """Tell one client. Raises RegistryError for one too many."""
+        self._callers.require()
         if self.watchers >= self._limit or self._watchers_of[owner] >= WATCHES_EACH:
             self.turned_away += 1
             raise RegistryError(f"the registry has its {self._limit} clients, or {WATCHES_EACH} of this engine")

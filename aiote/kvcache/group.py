@@ -47,16 +47,22 @@ class Receive(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 
 class Worker(service.Service):
-    """What a rank of a decode group serves to its leader: `service.serve(engine, Worker(consumer))`."""
+    """What a rank of a decode group serves to its leader: `service.serve(engine, Worker(consumer, leaders=[address]))`.
+
+    `leaders` are the engines that may have it receive, by their addresses or by a predicate of the peer; by default
+    the first that calls, as long as it is connected.
+    """
 
     name = "kvcache.Worker"
 
-    def __init__(self, consumer: Consumer) -> None:
+    def __init__(self, consumer: Consumer, leaders: service.CallersLike = None) -> None:
         self._consumer = consumer
+        self._leaders = service.Callers(leaders, "leader")
 
     @service.method(raises=[aiote.UsageError, MappingError, TransferRefused])
     async def receive(self, order: Receive) -> AsyncIterator[None]:
         """Receive a request; the stream ends when all has arrived, or when nothing is written for it any more."""
+        self._leaders.require()
         try:
             async with self._consumer.receive(
                 order.producers, order.request, tokens=order.tokens, rows=rows_of(order.rows), reads=order.reads

@@ -19,7 +19,7 @@ from .batch import Batch
 from .config import MoeConfig, Sizes
 from .device import Launcher, open_launcher
 from .device_round import DeviceLane
-from .joining import AGAIN_S, COMES_LATER, ELSEWHERE, Meeting, MoeService, inbox_of, service_of
+from .joining import AGAIN_S, COMES_LATER, ELSEWHERE, Meeting, MoeService, inbox_of, service_of, within_reach
 from .lane import Lane
 from .memory import RankMemory
 from .posting import Posting, groups_alone
@@ -378,7 +378,7 @@ class MoeGroup:
                 await self._connect(rank)
                 met = await self._client(rank).meet(self.rank, epoch, self._digest)
                 if met != ELSEWHERE:
-                    return met
+                    return within_reach(met, epoch, first=first)
             except service.NotServedError as error:
                 # It has not come so far; or, later, it has gone.
                 if not first:

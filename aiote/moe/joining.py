@@ -16,13 +16,25 @@ import aiote
 
 from .. import service
 
-__all__ = ["AGAIN_S", "COMES_LATER", "ELSEWHERE", "Meeting", "MoeService", "RankHost", "inbox_of", "service_of"]
+__all__ = [
+    "AGAIN_S",
+    "COMES_LATER",
+    "ELSEWHERE",
+    "Meeting",
+    "MoeService",
+    "RankHost",
+    "inbox_of",
+    "service_of",
+    "within_reach",
+]
 
 Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
-Epoch: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Epoch: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 RoundNumber: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Digest: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 Reason: TypeAlias = Annotated[str, Meta(max_length=1024)]
+MOST_AHEAD = 1 << 16
+"""Epochs by which another rank may be ahead of one that is in the group already."""
 AGAIN_S = 0.01, 0.5
 """So long a rank waits, at first and at most, before it asks again one that does not serve the group yet."""
 COMES_LATER = service.BusyError, service.DrainingError, service.CallLostError
@@ -78,6 +90,13 @@ class MoeService(service.Service):
 def service_of(group: int) -> type[MoeService]:
     """Return the service of a group, by whose number an engine may be in several."""
     return type("MoeService", (MoeService,), {"name": f"MoeService.{group}"})
+
+
+def within_reach(met: Meeting, epoch: int, *, first: bool) -> Meeting:
+    """Return what a rank has answered. Raises UsageError for an epoch that it cannot have come to."""
+    if not first and met.epoch > epoch + MOST_AHEAD:
+        raise aiote.UsageError(f"it says that it is in epoch {met.epoch}, this rank is in {epoch}")
+    return met
 
 
 def inbox_of(engine: aiote.Engine, member: aiote.Address, nbytes: int, descriptor: bytes) -> aiote.RemoteRegion:

@@ -3,6 +3,7 @@
 See docs/services.md.
 """
 
+from .callers import Callers, CallersLike, ForeignCallerError
 from .client import client
 from .definition import Out, Service, method
 from .endpoint import Limits
@@ -26,7 +27,10 @@ __all__ = [
     "CallError",
     "CallInfo",
     "CallLostError",
+    "Callers",
+    "CallersLike",
     "DrainingError",
+    "ForeignCallerError",
     "Health",
     "HealthStatus",
     "Interceptor",

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Literal, TypeAlias
 
@@ -47,6 +48,7 @@ __all__ = [
     "Update",
     "UpdateOrder",
     "WriteTarget",
+    "check_epoch",
     "digest_of",
     "layout_of",
     "packed_layout",
@@ -64,6 +66,8 @@ Mode = Literal["inplace", "gated", "shadow"]
 State = Literal["empty", "ready", "updating", "torn"]
 
 
+EPOCHS_AHEAD = 24 * 3600 * 10**9
+"""Nanoseconds, as epochs are by default."""
 LAYOUT_BYTES = 16 << 20
 """Of one rank's layout, 60 to 120 bytes for each tensor: more than 140,000 tensors."""
 Extent: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 48)]
@@ -240,6 +244,13 @@ class SourceService(service.Service):
     async def send(self, update: Update, digest: Digest, destinations: list[WriteTarget]) -> Sent:
         """Write this source's part to every target, and commit there."""
         raise NotImplementedError
+
+
+def check_epoch(update: Update, latest: int) -> None:
+    """Raise StaleUpdateError for an epoch further ahead than clocks differ: no later controller would have one."""
+    most = max(latest, time.time_ns()) + EPOCHS_AHEAD
+    if update.epoch > most:
+        raise StaleUpdateError(f"{update} is of an epoch after {most}, a day ahead of this rank's clock")
 
 
 def digest_of(places: Numbers) -> bytes:

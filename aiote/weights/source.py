@@ -37,6 +37,7 @@ from .protocol import (
     TargetState,
     Update,
     WriteTarget,
+    check_epoch,
     digest_of,
     layout_of,
     packed_layout,
@@ -430,27 +431,39 @@ def _convert(task: Task, sizes: Sizes, staged: Bytes, out: Bytes) -> None:
 class _ServedSource(SourceService):
     name = SourceService.name
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, controllers: service.CallersLike) -> None:
         self._source = source
+        self._controllers = service.Callers(controllers, "controller")
 
     @service.method(idempotent=True)
     async def describe(self) -> SourceState:
+        # It says where the weights can be read.
+        self._controllers.require()
         return self._source.described()
 
     @service.method(idempotent=True, raises=[aiote.UsageError])
     async def prepare(self, sources: list[SourceState], targets: list[TargetState], gather: str) -> bytes:
+        self._controllers.require()
         return await self._source.prepare(sources, targets, gather)
 
     @service.method(raises=[StaleUpdateError, PlanMismatchError])
     async def send(self, update: Update, digest: bytes, destinations: list[WriteTarget]) -> Sent:
-        source = self._source
+        self._controllers.require()
+        source, before = self._source, self._source.latest
+        check_epoch(update, 0 if before is None else before.epoch)
         if source.latest is not None and update <= source.latest:
             raise StaleUpdateError(f"{update} is no later than what rank {source.rank} has sent, {source.latest}")
         if source.plan is None or source.digest != digest:
             raise PlanMismatchError(f"rank {source.rank} has not the plan {digest.hex()[:16]}: prepare it once more")
         source.latest = update
-        with plain_errors():
-            return await _Sending(source, source.plan, destinations).run()
+        try:
+            with plain_errors():
+                return await _Sending(source, source.plan, destinations).run()
+        except BaseException:
+            # What has failed keeps nobody else's update out.
+            if source.latest == update:
+                source.latest = before
+            raise
 
 
 @asynccontextmanager
@@ -462,13 +475,15 @@ async def serve_source(
     recipe: Recipe | None = None,
     *,
     staging_bytes: int = 256 << 20,
+    controllers: service.CallersLike = None,
 ) -> AsyncIterator[Source]:
     """Send a training rank's weights when a controller asks, for the length of an `async with`.
 
     `arrays` are the rank's parts by name, as `layout` describes them for `rank`: numpy arrays, or torch tensors on the
     CPU; they stay in place meanwhile, and do not change while an update is sent. All ranks and the controller have the
     same `recipe`. `staging_bytes` bounds what an update holds besides: larger units are sent in pieces, down to single
-    quantization blocks.
+    quantization blocks. `controllers` are the engines that may have this done, by their addresses or by a predicate of
+    the peer; by default the first that calls, as long as it is connected.
 
     Raises UsageError, which names the tensor, for an array that is not as the layout says; a controller's `prepare`
     raises it where one block takes more than `staging_bytes`.
@@ -479,7 +494,7 @@ async def serve_source(
     source = await in_thread(len(layout.tensors) * TENSOR_BYTES, make)
     await source.weights.register(engine, "read")
     try:
-        async with service.serve(engine, _ServedSource(source)):
+        async with service.serve(engine, _ServedSource(source, controllers)):
             yield source
     finally:
         await to_the_end(source.staging.close)

@@ -41,6 +41,7 @@ from .protocol import (
     TargetState,
     Update,
     UpdateOrder,
+    check_epoch,
     packed_layout,
     places_of,
 )
@@ -191,7 +192,8 @@ class Target:
                 copy = functools.partial(self.written.copy_to, self.weights, names)
                 await in_thread(self.weights.nbytes, copy)
                 self.stale = False
-            self.update = update
+            # Only a commit moves the epoch on: who begins an update and goes keeps nobody else out.
+            self.update, self.epoch = update, update.epoch
             self.change("ready")
 
         try:
@@ -251,8 +253,9 @@ class _Incoming:
 class _ServedTarget(TargetService):
     name = TargetService.name
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, controllers: service.CallersLike) -> None:
         self._target = target
+        self._controllers = service.Callers(controllers, "controller")
 
     @service.method(idempotent=True)
     async def describe(self) -> TargetState:
@@ -260,7 +263,9 @@ class _ServedTarget(TargetService):
 
     @service.method(raises=[StaleUpdateError])
     async def update(self, order: UpdateOrder) -> AsyncIterator[Step]:
+        self._controllers.require()
         target, mine = self._target, _Incoming(order.update)
+        check_epoch(order.update, target.epoch)
         if len(order.written) != len(order.sources):
             raise aiote.UsageError(f"{len(order.sources)} sources write to tensors, got those of {len(order.written)}")
         written = [target.named(numbers) for numbers in order.written]
@@ -315,7 +320,6 @@ class _ServedTarget(TargetService):
                 raise StaleUpdateError(f"{update} is no later than what rank {target.rank} has, {target.update}")
             if update.epoch < target.epoch:
                 raise StaleUpdateError(f"{update} is of a controller before that of epoch {target.epoch}")
-            target.epoch = update.epoch
             if (current := target.current) is None:
                 return
             if update.epoch <= current.update.epoch:
@@ -325,6 +329,7 @@ class _ServedTarget(TargetService):
 
     @service.method(idempotent=True, raises=[StaleUpdateError])
     async def commit(self, update: Update) -> None:
+        self._controllers.require()
         target = self._target
         if target.update == update and target.state == "ready":
             return
@@ -373,6 +378,7 @@ async def serve_target(
     versions: Literal["inplace", "gated", "shadow"] = "shadow",
     on_commit: Callable[[int], Awaitable[None] | None] | None = None,
     limit: float = 60.0,
+    controllers: service.CallersLike = None,
 ) -> AsyncIterator[Target]:
     """Take updates of an inference rank's weights for the length of an `async with`.
 
@@ -380,7 +386,9 @@ async def serve_target(
     CPU; they stay in place meanwhile. Ranks of one `replica` get a version together. `versions` says what sources write
     to, see the module; `shadow` takes the weights' memory once more. `on_commit` is called with each version when the
     weights are of it, before the controller hears of the commit: to forget a prefix cache, for one. It has `limit`
-    seconds; what it raises makes the replica fail in the controller's report, though the weights are new.
+    seconds; what it raises makes the replica fail in the controller's report, though the weights are new. `controllers`
+    are the engines that may update it, by their addresses or by a predicate of the peer; by default the first that
+    begins an update, as long as it is connected.
 
     Raises UsageError, which names the tensor, for an array that is not as the layout says, or is read-only.
     """
@@ -389,7 +397,7 @@ async def serve_target(
     target: Target = await in_thread(work, make)
     await target.written.register(engine, "write")
     try:
-        async with service.serve(engine, _ServedTarget(target)), beside(target.follow):
+        async with service.serve(engine, _ServedTarget(target, controllers)), beside(target.follow):
             yield target
     finally:
         target.end()

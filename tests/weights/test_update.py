@@ -228,7 +228,8 @@ async def test_two_controllers_of_the_same_sources_write_to_the_targets_of_each(
     arrays = [{"a": memory[0][0], "b": memory[0][1]}, {"a": memory[1][1], "b": memory[1][0]}]
     async with AsyncExitStack() as stack:
         source_engine, *engines = [await stack.enter_async_context(opened("sim")) for _ in range(5)]
-        await stack.enter_async_context(serve_source(source_engine, layout, 0, values))
+        named = [engine.address for engine in engines[2:]]
+        await stack.enter_async_context(serve_source(source_engine, layout, 0, values, controllers=named))
         for engine, held in zip(engines[:2], arrays, strict=True):
             await stack.enter_async_context(serve_target(engine, layout, 0, held, versions="inplace"))
         controllers = [Controller(engines[2 + n], [source_engine.address], [engines[n].address]) for n in range(2)]

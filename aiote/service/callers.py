@@ -1,0 +1,50 @@
+"""Who may give a service its orders: the key of a cluster says that an engine belongs to it, and not what it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+import aiote
+
+from .running import current_call
+
+__all__ = ["Callers", "CallersLike", "ForeignCallerError"]
+
+CallersLike: TypeAlias = Iterable[aiote.Address | str] | Callable[[aiote.Peer], bool] | None
+"""Addresses of the engines that may call, of which the identities count; or what tells of a peer whether it may. None
+is the first that calls, as long as it is connected; then the next.
+"""
+
+
+class ForeignCallerError(aiote.AioteError):
+    """The caller has not the role that a method is for; nothing has happened."""
+
+
+class Callers:
+    """The engines that have a role. `role` is its name, for errors."""
+
+    def __init__(self, allowed: CallersLike, role: str) -> None:
+        self._role = role
+        self._first: aiote.Peer | None = None
+        self._predicate: Callable[[aiote.Peer], bool] = self._is_first
+        if callable(allowed):
+            self._predicate = allowed
+        elif allowed is not None:
+            places = [allowed] if isinstance(allowed, aiote.Address | str) else allowed
+            known = [aiote.Address.parse(one) if isinstance(one, str) else one for one in places]
+            if not known or any(one.identity == bytes(16) for one in known):
+                raise aiote.UsageError(f"{role}: addresses with an identity expected, got {known}")
+            identities = {one.identity for one in known}
+            self._predicate = lambda peer: peer.address.identity in identities
+
+    def _is_first(self, peer: aiote.Peer) -> bool:
+        if self._first is None or (self._first.lost and self._first is not peer):
+            self._first = peer
+        return self._first.address.identity == peer.address.identity
+
+    def require(self) -> None:
+        """Raise ForeignCallerError unless the engine that calls has the role."""
+        peer = current_call().peer
+        if not self._predicate(peer):
+            raise ForeignCallerError(f"{peer.address} is not the {self._role} here, who alone may call this")
