@@ -40,8 +40,10 @@ class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a request asks for."""
 
     tokens: Annotated[tuple[Annotated[int, Meta(ge=0, lt=tokens.VOCABULARY)], ...], Meta(min_length=1)]
-    max_tokens: Annotated[int, Meta(ge=0)]
-    prefillers: Annotated[tuple[str, ...], Meta(min_length=1, max_length=MOST_PREFILLERS)]
+    max_tokens: Annotated[int, Meta(ge=0, lt=1 << 32)]
+    prefillers: Annotated[
+        tuple[Annotated[str, Meta(max_length=1024)], ...], Meta(min_length=1, max_length=MOST_PREFILLERS)
+    ]
     sampling: Sampling = Sampling()
     echo: bool = False
 
@@ -142,7 +144,7 @@ async def main(args: argparse.Namespace, orders: Orders) -> None:
         endpoint = Endpoint(server, args.context)
         app = application(endpoint, engine, calls)
         async with server.serving(), web.http(app, args, engine, token, calls) as url:
-            member = serving.member(args, "decode", engine, url, weights.fingerprint(model))
+            member = serving.member(args, "decode", engine, url, weights.fingerprint(model), token)
             if not await orders.while_wanted(registry.ready):
                 return
             async with registry.join(member) as registration:

@@ -6,19 +6,20 @@ prompt and what was generated already, and go on from there.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Annotated
 
 import anyio
 import httpx
 import msgspec
+from msgspec import Meta
 
 import aiote
+import serving
 import web
 from aiote.demo import tokens as vocabulary
 from aiote.discovery import Member, RegistryServer
@@ -30,6 +31,10 @@ from web import Refused
 TRIES = 6  # at least, before a request is given up that gets no further
 PATIENCE_S = 15.0  # and how long it waits at least for a member that could take it
 FIRST_TOKENS = 512  # how many of them are remembered for the page
+
+LINE_BYTES = 4 << 20  # of an answer's line: a whole prompt with its log-probabilities is one
+ANSWER_BYTES = 256 << 20
+REFUSAL_BYTES = 64 << 10
 
 Take = Callable[[Token], Awaitable[bool]]
 """Takes a token, and says whether that is enough."""
@@ -49,6 +54,55 @@ class Completion:
     echo: bool = False
 
 
+class Said(msgspec.Struct):
+    """A line of a decode server's answer."""
+
+    token: Token | None = None
+    prompt: list[Token] | None = None
+    round: Annotated[int, Meta(ge=1, lt=1 << 20)] | None = None
+    finish: Annotated[str, Meta(max_length=64)] | None = None
+
+
+class Reason(msgspec.Struct):
+    """Why a decode server refuses."""
+
+    message: Annotated[str, Meta(max_length=4096)]
+    param: Annotated[str, Meta(max_length=256)] | None = None
+    code: Annotated[str, Meta(max_length=256)] | None = None
+
+
+class Refusal(msgspec.Struct):
+    """A decode server's refusal, in OpenAI's form."""
+
+    error: Reason
+
+
+async def bounded(response: httpx.Response, most: int) -> bytes:
+    """Return an answer as a whole. Raises ValueError for one of more bytes."""
+    data = bytearray()
+    async for part in response.aiter_raw():
+        data += part
+        if len(data) > most:
+            raise ValueError(f"an answer of more than {most} bytes")
+    return bytes(data)
+
+
+async def lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Yield an answer's lines. Raises ValueError for one, or an answer, of more bytes than there may be."""
+    data, total = bytearray(), 0
+    async for part in response.aiter_raw():
+        total += len(part)
+        *whole, rest = part.split(b"\n")
+        for piece in whole:
+            yield bytes(data + piece)
+            data.clear()
+        data += rest
+        if len(data) > LINE_BYTES or total > ANSWER_BYTES:
+            raise ValueError(f"a line of more than {LINE_BYTES} bytes, or an answer of more than {ANSWER_BYTES}")
+    if data:
+        yield bytes(data)
+
+
 @dataclass(slots=True)
 class Progress:
     """What there is of an answer: its tokens so far, and its prompt's, with their log-probabilities, if wanted."""
@@ -60,8 +114,11 @@ class Progress:
 class Front:
     """The members, and the requests that are with them."""
 
-    def __init__(self, registry: RegistryServer, client: httpx.AsyncClient, page_tokens: int) -> None:
+    def __init__(
+        self, registry: RegistryServer, client: httpx.AsyncClient, page_tokens: int, token: str, model: str = ""
+    ) -> None:
         self.client = client
+        self._token = token
         self.prefill = Router(page_tokens)
         # Decoders have no prefixes: load alone decides.
         self.decode = Router(page_tokens, role="decode", credit=0, prefixes=1)
@@ -70,7 +127,7 @@ class Front:
         self.first_tokens: deque[tuple[float, float]] = deque(maxlen=FIRST_TOKENS)  # when, and after how long
         self.latencies = Latencies()
         self.tries: set[Try] = set()
-        self._model = ""
+        self._model = model
         self._registry = registry
         self._changed = anyio.Event()
 
@@ -82,9 +139,10 @@ class Front:
     async def follow(self) -> None:
         """Take note of who comes and goes."""
         async for event in self._registry.watch():
-            # Tokens of one model are nonsense to another: the first that comes says which it is here.
-            self._model = self._model or str(event.member.attributes.get("model", ""))
-            alike = [member for member in self._registry.members() if member.attributes.get("model") == self._model]
+            # Tokens of one model are nonsense to another. Which it is here is configured, or the first server says it.
+            if not self._model and serving.is_proven(self._token, event.member):
+                self._model = str(event.member.attributes["model"])
+            alike = [member for member in self.proven() if member.attributes["model"] == self._model]
             self.prefill.see(alike)
             self.decode.see(alike)
             if event.kind == "left":
@@ -92,6 +150,14 @@ class Front:
                     one.left(event.member)
             self._changed.set()
             self._changed = anyio.Event()
+
+    def proven(self) -> list[Member]:
+        """Return the members that have shown that they have the token; nothing is sent to others."""
+        return [member for member in self._registry.members() if serving.is_proven(self._token, member)]
+
+    def authorization(self, member: Member) -> dict[str, str]:
+        """Return the header by which a member knows this router: the secret of its URL, and not the token."""
+        return {"authorization": f"Bearer {web.url_secret(self._token, str(member.attributes['url']))}"}
 
     async def complete(self, asked: Completion, take: Take, echo: Callable[[list[Token]], None]) -> str:
         """Have a request served, hand out its tokens, and return why there are no more. Raises Refused."""
@@ -215,33 +281,41 @@ class Try:
             "echo": asked.echo,
         }
         url = f"{self._server.attributes['url']}/generate"
-        async with front.client.stream("POST", url, json=body) as response:
+        headers = front.authorization(self._server)
+        async with front.client.stream("POST", url, json=body, headers=headers) as response:
             if response.status_code != 200:
-                self._refused(response.status_code, json.loads(await response.aread()), response.headers)
-            async for text in response.aiter_lines():
-                said = json.loads(text)
-                if "token" in said:
-                    if await take(msgspec.convert(said["token"], Token)):
+                whole = await bounded(response, REFUSAL_BYTES)
+                self._refused(response.status_code, msgspec.json.decode(whole, type=Refusal), response.headers)
+            async for text in lines(response):
+                said = msgspec.json.decode(text, type=Said)
+                if said.token is not None:
+                    if await take(said.token):
                         return "stop"
-                elif "prompt" in said:
-                    progress.prompt = msgspec.convert(said["prompt"], list[Token])
-                elif "round" in said:
-                    by = self._prefill.members[said["round"] - 1]
-                    front.prefill.delivered(self._prefill, by, time.monotonic())
-                else:
+                elif said.prompt is not None:
+                    progress.prompt = said.prompt
+                elif said.round is not None:
+                    by = self._prefill.members[said.round - 1 : said.round]
+                    if not by:
+                        raise ValueError(f"it names prefill server {said.round} of {len(self._prefill.members)}")
+                    front.prefill.delivered(self._prefill, by[0], time.monotonic())
+                elif said.finish is not None:
                     front.decode.delivered(self._decode, self._server, time.monotonic())
-                    return str(said["finish"])
+                    return said.finish
+                else:
+                    raise ValueError("a line of its answer says nothing")
         raise httpx.RemoteProtocolError("the answer has no end")
 
-    def _refused(self, status: int, body: dict[str, Any], headers: httpx.Headers) -> None:
+    def _refused(self, status: int, body: Refusal, headers: httpx.Headers) -> None:
         """Take note of whose fault it is, and raise Refused."""
         now, whose = time.monotonic(), headers.get(web.RETRY, "")
         if whose == "prefill":
             self._front.prefill.delivered(self._prefill, None, now)
         elif whose:
             self._front.decode.failed(self._decode, self._server, now)
-        error = body["error"]
-        raise Refused(status, error["message"], param=error["param"], code=error["code"], retry=whose)
+        if not 400 <= status < 600:
+            raise ValueError(f"it answers with status {status}")
+        error = body.error
+        raise Refused(status, error.message, param=error.param, code=error.code, retry=whose)
 
 
 async def all_of(front: Front, wanted: Sequence[Completion], take: TakeOf, echo: EchoOf) -> list[str]:

@@ -15,14 +15,13 @@ from msgspec import UNSET, Meta, UnsetType
 
 from aiote.demo import tokens as vocabulary
 from front import Completion
-from sampling import Sampling
+from sampling import SEEDS, Sampling
 from web import Refused
 
 MODEL = "aiote-demo"
 MOST_CHOICES = 128
 MOST_STOPS = 4
 DEFAULT_TOKENS = 16
-SEEDS = 1 << 64
 
 # Of what is not done: the values that ask for nothing. null is always one.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -153,10 +152,10 @@ class CompletionBody(Body, kw_only=True):
             raise Refused(400, message, param="max_tokens", code="invalid_value")
         most = DEFAULT_TOKENS if self.max_tokens is UNSET else self.max_tokens
         scored = bool(self.echo) and self.logprobs is not None
-        out = [one for prompt in self.prompts() for one in self.choices(prompt, most, self.logprobs, context, scored)]
-        if len(out) > MOST_CHOICES:
-            raise Refused(400, f"prompt: {len(out)} answers wanted, at most {MOST_CHOICES} are given", param="prompt")
-        return out
+        prompts = self.prompts()
+        if (count := len(prompts) * (self.n or 1)) > MOST_CHOICES:
+            raise Refused(400, f"prompt: {count} answers wanted, at most {MOST_CHOICES} are given", param="prompt")
+        return [one for prompt in prompts for one in self.choices(prompt, most, self.logprobs, context, scored)]
 
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True):

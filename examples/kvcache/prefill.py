@@ -71,7 +71,7 @@ async def main(args: argparse.Namespace, orders: Orders) -> None:
         app = application(server, engine, orders)
         # Left early, it stops what is still there, and its decode servers are told.
         async with server.serving() as prompts, web.http(app, args, engine, token) as url:
-            member = serving.member(args, "prefill", engine, url, weights.fingerprint(model))
+            member = serving.member(args, "prefill", engine, url, weights.fingerprint(model), token)
             if await orders.while_wanted(registry.ready):
                 async with registry.join(member) as registration:
                     tell(ready=url, name=member.name)

@@ -125,14 +125,15 @@ async def main(args: argparse.Namespace, orders: Orders) -> None:
     token = os.environ.get(serving.TOKEN) or secrets.token_urlsafe(16)
     client = httpx.AsyncClient(
         timeout=httpx.Timeout(None, connect=2.0),
-        headers={"authorization": f"Bearer {token}"},
+        # What is compressed could become any number of bytes.
+        headers={"accept-encoding": "identity"},
         limits=httpx.Limits(),
         trust_env=False,
     )
     async with client, aiote.open_engine(args.provider) as engine:
         async with RegistryServer(engine) as registry, anyio.create_task_group() as group:
-            front = Front(registry, client, args.page_tokens)
-            watcher = Watcher(front, registry, client)
+            front = Front(registry, client, args.page_tokens, token, args.model)
+            watcher = Watcher(front, client)
             group.start_soon(front.follow)
             desk = Desk(front, watcher, viewers, orders, args.scalable)
             app = web.application([*Api(front, calls, args.context).routes(), *desk.routes()])
@@ -147,6 +148,7 @@ async def main(args: argparse.Namespace, orders: Orders) -> None:
 
 if __name__ == "__main__":
     parser = serving.parser("Take completions, and choose who works on them.")
+    parser.add_argument("--model", default="", help="its fingerprint; by default that of the first server")
     parser.add_argument("--scalable", action="store_true", help="print what POST /scale asks for, for the parent to do")
     arguments = parser.parse_args()
     sys.exit(serving.start("router.py", partial(main, arguments), with_parent=arguments.with_parent))

@@ -7,13 +7,15 @@ is continued by another server, from where the first one failed, goes on as it w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 Logits = NDArray[Any]
+SEEDS = 1 << 63
 
 
 class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -21,10 +23,10 @@ class Sampling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     probability together. `logprobs`: how many alternatives to name; None: no log-probabilities at all.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int = 0
-    logprobs: int | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] = 0.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    seed: Annotated[int, Meta(ge=0, le=SEEDS - 1)] = 0
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ All of a cluster have one token, in the environment as `KVCACHE_TOKEN`; `web` sa
 from __future__ import annotations
 
 import argparse
+import hmac
 import logging
 import math
 import os
@@ -18,6 +19,7 @@ from typing import Any
 import anyio
 
 import aiote
+import web
 from aiote.demo import DemoError, Orders, Settings, leave_with_parent, live
 from aiote.discovery import EmbeddedRegistry, Member, Registration, Registry
 
@@ -111,9 +113,23 @@ def name_of(args: argparse.Namespace, role: str) -> str:
     return args.name or f"{role}-{os.getpid()}"
 
 
-def member(args: argparse.Namespace, role: str, engine: aiote.Engine, url: str, model: str) -> Member:
-    """Return a server as the registry is to know it."""
-    return Member(name_of(args, role), role, bytes(engine.address), time.time_ns(), {"url": url, "model": model})
+def member(args: argparse.Namespace, role: str, engine: aiote.Engine, url: str, model: str, token: str) -> Member:
+    """Return a server as the registry is to know it, with the proof that it has the token."""
+    name, address = name_of(args, role), bytes(engine.address)
+    attributes = {"url": url, "model": model, "proof": proof_of(token, name, role, address, url, model)}
+    return Member(name, role, address, time.time_ns(), attributes)
+
+
+def proof_of(token: str, name: str, role: str, address: bytes, url: str, model: str) -> str:
+    """Return what shows that a server with these parts has the token."""
+    return web.secret_of(token, "member", name, role, address.hex(), url, model)
+
+
+def is_proven(token: str, member: Member) -> bool:
+    """Tell whether a member has shown that it has the token."""
+    url, model, proof = (str(member.attributes.get(name, "")) for name in ("url", "model", "proof"))
+    expected = proof_of(token, member.name, member.role, member.address, url, model)
+    return hmac.compare_digest(proof.encode(), expected.encode())
 
 
 async def announce_draining(registry: Registry, registration: Registration) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from typing import TYPE_CHECKING, Any
@@ -9,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 import anyio
 import httpx
 
-from aiote.discovery import Member, RegistryServer
+from aiote.discovery import Member
+from front import bounded
 
 if TYPE_CHECKING:
     from front import Front
 
 GIB = 1 << 30
 LATELY_S = 5.0  # over which the time to the first token is a median
+STATS_BYTES = 1 << 20
 LOOK_S = 1.0  # how long one member may take to answer
 
 
@@ -24,8 +27,8 @@ class Watcher:
 
     period = 0.5
 
-    def __init__(self, front: Front, registry: RegistryServer, client: httpx.AsyncClient) -> None:
-        self._front, self._registry, self._client = front, registry, client
+    def __init__(self, front: Front, client: httpx.AsyncClient) -> None:
+        self._front, self._client = front, client
         self._turn = anyio.Lock()
         self._seen: dict[str, Any] = {}
         self._at = float("-inf")
@@ -41,7 +44,7 @@ class Watcher:
             return self._seen
 
     async def _ask(self) -> dict[str, Any]:
-        members = sorted(self._registry.members(), key=lambda member: (member.role != "prefill", member.name))
+        members = sorted(self._front.proven(), key=lambda member: (member.role != "prefill", member.name))
         stats: dict[str, dict[str, Any] | None] = {}
         async with anyio.create_task_group() as group:
             for member in members:
@@ -59,8 +62,9 @@ class Watcher:
     async def _ask_one(self, member: Member, stats: dict[str, dict[str, Any] | None]) -> None:
         stats[member.name] = None
         try:
-            answer = await self._client.get(f"{member.attributes['url']}/stats", timeout=LOOK_S)
-            stats[member.name] = answer.json()
+            url, headers = f"{member.attributes['url']}/stats", self._front.authorization(member)
+            async with self._client.stream("GET", url, timeout=LOOK_S, headers=headers) as answer:
+                stats[member.name] = json.loads(await bounded(answer, STATS_BYTES))
         except (httpx.HTTPError, ValueError):
             # It is starting, ending or lost, which is what the page shows of it then.
             return

@@ -4,6 +4,10 @@ All of a cluster have one *token*, and answer only who knows it: as `Authorizati
 `?token=TOKEN`. `/health` alone needs none. A refusal has OpenAI's form; where another server may take the request,
 the header `x-kvcache-retry` says whose fault it was.
 
+The router sends the token to nobody: the URLs of servers come out of the registry, where whoever has the cluster key
+may write. A server gives a *proof* with its name and its URL, which takes the token to make; the router asks no other.
+It shows each a secret that is made of the token and of that URL, and good for nothing else.
+
 | a client that                                  | is limited by                                        |
 |------------------------------------------------|------------------------------------------------------|
 | sends a long head                              | `HEAD_BYTES`: status 400                             |
@@ -173,7 +177,9 @@ def _decoded(data: bytes, kind: type[Body]) -> Body:
         if "missing required field" in text:
             param = text.split("`")[1]
         raise Refused(400, f"{param or 'the body'}: {text}", param=param, code="invalid_value") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise Refused(400, "the body is nested too deeply", code="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeError) as error:
         raise Refused(400, f"the body is no JSON: {error}", code="invalid_json") from None
 
 
@@ -232,16 +238,27 @@ async def _until_left(receive: Receive, scope: anyio.CancelScope) -> None:
 # Who is answered.
 
 
+def secret_of(token: str, *parts: str) -> str:
+    """Return what only those can make of these parts who have the token."""
+    text = "\0".join(f"{len(part)} {part}" for part in parts)
+    return hmac.digest(token.encode(), text.encode(), "sha256").hex()
+
+
+def url_secret(token: str, url: str) -> str:
+    """Return what the server at a URL takes instead of the token."""
+    return secret_of(token, "url", url)
+
+
 class Guard:
-    """An application for those who know the token, under a name that is this server's.
+    """An application for those who know the token, or this server's own secret, under a name that is this server's.
 
     A browser sends what any page asks of it, also of this host: such a page has no token, and where it had its own name
     resolved to this address, the `Host` is that name. An address is no such name.
     """
 
-    def __init__(self, app: ASGIApp, token: str, names: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, token: str, names: Sequence[str], url: str) -> None:
         self._app = app
-        self._token = token.encode()
+        self._taken = token.encode(), url_secret(token, url).encode()
         self._names = {"localhost", *names}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -250,7 +267,7 @@ class Guard:
         if not self._ours(request.headers.get("host", "")):
             refused = Refused(403, "Host is no name of this server", code="unknown_host")
             await refused.response()(scope, receive, send)
-        elif scope["path"] not in OPEN and not hmac.compare_digest(self._given(request), self._token):
+        elif scope["path"] not in OPEN and not self._knows(self._given(request)):
             refused = Refused(401, "the token (API key) is missing or wrong", code="invalid_api_key")
             await refused.response()(scope, receive, send)
         else:
@@ -262,6 +279,9 @@ class Guard:
             return name in self._names or bool(ipaddress.ip_address(name))
         except ValueError:
             return False
+
+    def _knows(self, given: bytes) -> bool:
+        return any(hmac.compare_digest(given, one) for one in self._taken)
 
     @staticmethod
     def _given(request: Request) -> bytes:
@@ -329,8 +349,9 @@ async def http(
     name = reachable(args, engine)
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
     listener = socket.create_server((args.host, args.port), family=family, backlog=512)
+    url = f"http://{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}"
     config = uvicorn.Config(
-        Guard(app, token, (name, args.host)),
+        Guard(app, token, (name, args.host), url),
         http=Connection,
         log_config=None,
         log_level="error",
@@ -345,7 +366,7 @@ async def http(
         # Not cancelled but told to end, also when all else is cancelled: it would leave connections behind.
         group.start_soon(_shielded, server, listener)
         try:
-            yield f"http://{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}"
+            yield url
         finally:
             for kind in calls:
                 kind.end()
