@@ -45,7 +45,8 @@ class Ranks:
 
     async def source(self, rank: int, ready: asyncio.Event) -> None:
         self.arrays = whole(0)
-        async with serve_source(self.engine, LAYOUT, rank, self.arrays):
+        # Controllers are killed here, and the next one does not wait until all have noticed.
+        async with serve_source(self.engine, LAYOUT, rank, self.arrays, controllers=lambda _: True):
             ready.set()
             await asyncio.Event().wait()
 
@@ -55,7 +56,15 @@ class Ranks:
 
     async def serve(self, rank: int, versions: Any, ready: asyncio.Event) -> None:
         self.arrays = {name: np.full(SHAPE, -1, np.int32) for name in LAYOUT.tensors}
-        serving = serve_target(self.engine, LAYOUT, rank, self.arrays, replica=f"r{rank}", versions=versions)
+        serving = serve_target(
+            self.engine,
+            LAYOUT,
+            rank,
+            self.arrays,
+            replica=f"r{rank}",
+            versions=versions,
+            controllers=lambda _: True,
+        )
         async with serving as self.target:
             ready.set()
             await asyncio.Event().wait()
