@@ -190,7 +190,7 @@ class RegistryServer:
 
     def _is_connected(self, owner: object) -> bool:
         """Whether an engine has a connection to this one, or is it."""
-        others = (peer.address.identity for peer in self._engine.peers)
+        others = {peer.address.identity for peer in self._engine.peers}
         return owner == self._engine.address.identity or owner in others
 
     def _keep(self, owner: bytes, key: object, number: int, lease_s: float, members: list[Member]) -> dict[str, str]:

@@ -154,7 +154,7 @@ class Controller:
                 ranks = [one.rank for one in side]
                 if len(set(ranks)) != len(ranks):
                     raise aiote.UsageError(f"two ranks have the same number: {sorted(ranks)}")
-            size = sum(one.layout.nbytes for one in (*sources, *targets))
+            size = sum(one.layout.nbytes for one in sources) + sum(one.layout.nbytes for one in targets)
             make = functools.partial(planned, sources, targets, self.recipe, self.gather)
             plan: UpdatePlan
             plan, names = await in_thread(size, make)

@@ -65,8 +65,6 @@ CONVERTED = 5
 """To convert bytes takes so many times as long as to copy them."""
 AT_ONCE = 32
 """After so many steps others have a turn of the event loop: to compute as many takes some milliseconds."""
-SHIFT = np.uint64(1 << 48)
-"""Makes one number of a region's and a place in it; that two places share one only costs time."""
 UNTRUE = (aiote.AioteError, ValueError, IndexError, KeyError)
 """What is raised where a target fails. What it says of its memory may be wrong, too: that is nobody else's failure."""
 
@@ -102,7 +100,8 @@ class Source:
         """Plan with these ranks, and return the plan's digest."""
         self.plan, self._steps = None, []
         make = functools.partial(planned, sources, targets, self.recipe, gather)
-        plan, names = await in_thread(sum(one.layout.nbytes for one in (*sources, *targets)), make)
+        nbytes = sum(one.layout.nbytes for one in sources) + sum(one.layout.nbytes for one in targets)
+        plan, names = await in_thread(nbytes, make)
         check_limit(plan, self.rank, self.staging.limit)
         self.digest = plan.digest
         # Also those of other controllers' targets, whose plan may be the same.
@@ -177,7 +176,7 @@ def planned(
 def _check_tied(plan: UpdatePlan, target: TargetState, names: Names) -> None:
     """Raise UsageError where two tensors of a rank that are the same memory are made of different sources."""
     places = target.places
-    if len(places) != len(names) or len(np.unique(places[:, 0] * SHIFT + places[:, 1])) == len(places):
+    if len(places) != len(names) or len(np.unique(places, axis=0)) == len(places):
         return
     several: dict[tuple[int, ...], list[str]] = {}
     for name, place in zip(names, places.tolist(), strict=True):
