@@ -142,7 +142,8 @@ cpdef Buffer acquire(object obj):
 
     The Buffer owns what the protocol hands out and gives it back on release. Memory that can be had writable is.
     Raises TypeError for an object that lends no memory, ValueError for an array that cannot be used as it is (empty,
-    not contiguous, elements of odd bits or that are pointers, a mask), BufferError for a lender that refuses or contradicts itself.
+    not contiguous, elements of odd bits or that are pointers, a mask), BufferError for a lender that refuses or
+    contradicts itself.
     """
     cdef list refusals = []
     cdef Buffer buffer = _from_cuda(obj, refusals)

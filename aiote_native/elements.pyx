@@ -15,7 +15,7 @@ cdef object POINTER = re.compile(r"[O&Xz]|Z(?![fdg])")
 
 
 cdef int get_view(object obj, Py_buffer* view) except -1:
-    """Get a view, writable where it can be, with a format where it has one: NumPy cannot name datetime64 or bfloat16."""
+    """Get a view, writable where it can be, with a format where it has one: NumPy cannot name datetime64, bfloat16."""
     for access in (PyBUF_STRIDED, PyBUF_STRIDED_RO):
         for format in (PyBUF_FORMAT, 0):
             try:
@@ -32,14 +32,14 @@ cdef int refuse_mask(object obj) except -1:
     masked = sys.modules.get("numpy.ma")  # what is not imported has made no array
     if masked is not None and isinstance(obj, masked.MaskedArray):
         raise ValueError(
-            f"{type(obj).__qualname__} has a mask, which lies beside its elements; use what array.filled(value) returns, or "
-            "array.data"
+            f"{type(obj).__qualname__} has a mask, which lies beside its elements; use what array.filled(value) "
+            "returns, or array.data"
         )
     return 0
 
 
 cpdef int check_elements(object obj, str format) except -1:
-    """Raise ValueError for an array of pointers, or with a mask; format: what its buffer says, None where it has none."""
+    """Raise ValueError for an array of pointers, or with a mask; format: what its buffer says, None without one."""
     refuse_mask(obj)
     if format is None:
         # NumPy has types without one: its strings of any length, and dates beside objects.
@@ -49,7 +49,7 @@ cpdef int check_elements(object obj, str format) except -1:
         found = format == "O" if len(format) == 1 else POINTER.search(FIELD_NAME.sub("", format)) is not None
     if found:
         raise ValueError(
-            f"{type(obj).__qualname__} of {getattr(obj, 'dtype', format)}: its elements are pointers, to Python objects or "
-            "to other memory, whose places a peer's bytes would take; use an array of numbers or bytes"
+            f"{type(obj).__qualname__} of {getattr(obj, 'dtype', format)}: its elements are pointers, to Python "
+            "objects or to other memory, whose places a peer's bytes would take; use an array of numbers or bytes"
         )
     return 0
