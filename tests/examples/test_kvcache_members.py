@@ -101,6 +101,16 @@ def test_a_server_takes_the_secret_of_its_own_url(modules):
     assert anyio.run(main) == [404, 404, 401, 401]
 
 
+class Whole(httpx.AsyncByteStream):
+    """An answer that is not read before it is asked for."""
+
+    def __init__(self, data):
+        self.data = data
+
+    async def __aiter__(self):
+        yield self.data
+
+
 class Endless(httpx.AsyncByteStream):
     """A line without end."""
 
@@ -133,7 +143,7 @@ def test_whatever_a_decode_server_answers_is_that_server_s(modules, answer, stat
 
     def reply(request):
         if answer in ANSWERS:
-            return httpx.Response(status, content=ANSWERS[answer])
+            return httpx.Response(status, stream=Whole(ANSWERS[answer]))
         return httpx.Response(status, stream=endless)
 
     async def main():
