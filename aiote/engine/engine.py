@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.address import Address
 from ..links import ConnectionTable, NicEvents
 from ..observe import EngineStatistics, Event
-from ..rails import RailInfo, quick, quick_pages, quick_send
+from ..rails import RailInfo, quick, quick_pages
 from ..runtime import Runtime
 from ..transfers import (
     Changes,
@@ -34,7 +34,6 @@ from ..transfers import (
     make_group,
     submit_scatter,
     watch,
-    writable,
 )
 from .lifetime import Lifetime
 
@@ -361,22 +360,14 @@ class Engine:
 
     def submit_send(self, to: Peer | Address | str, payload: Any) -> Transfer:
         """Start a message of at most the receiver's `message_bytes`; the payload is copied before this returns."""
-        return self._quick_send(to, payload) or self._requests.send(to, payload)
+        return self._requests.send(to, payload)
 
     async def send(self, to: Peer | Address | str, payload: Any) -> None:
         """Send a message; the payload may be reused at once. A sender that outruns the receiver's pool waits here.
 
         Returning means that the message is on its way into the receiver's pool, not that anyone took it.
         """
-        await (self._quick_send(to, payload) or self._requests.send(to, payload, waits=True))
-
-    def _quick_send(self, to: Peer | Address | str, payload: Any) -> Transfer | None:
-        if type(to) is Peer:
-            link = to._connection.link
-        else:
-            connection = self._links.known(to) if type(to) is Address else None
-            link = None if connection is None else connection.link
-        return None if link is None else quick_send(self._core, Transfer, link, payload)
+        await self._requests.send(to, payload, waits=True)
 
     async def recv(self) -> Message:
         """Return the next message of any peer; waiting costs nothing, cancelling loses nothing."""
@@ -391,15 +382,7 @@ class Engine:
         A buffer of `message_bytes` has room for any. Cancelling loses nothing, and writes nothing to the buffer. Raises
         UsageError for a buffer that is read-only, not contiguous or shorter than the message, which stays; ClosedError.
         """
-        inbox = self._links.inbox
-        with writable(buffer) as view:
-            while True:
-                self._runtime.require_open()
-                found = inbox.take_into(view)
-                self._runtime.kick()
-                if found is not None:
-                    return found
-                await inbox.wait()
+        return await self._links.inbox.receive_into(self._runtime, buffer)
 
     def recv_nowait(self) -> Message | None:
         """Return the next message of any peer, None where there is none. Raises ClosedError."""

@@ -14,6 +14,7 @@ from ..rails import check_elements, deliver
 if TYPE_CHECKING:
     from ..aio import Waiter
     from ..rails import Core, PeerLink
+    from ..runtime import Runtime
     from .owner import Destination
     from .peer import Peer
 
@@ -128,6 +129,17 @@ class Inbox:
         """Copy one message into a buffer; return its length and who sent it. Raises UsageError if it is too long."""
         found = self._take(buffer)
         return None if found is None else (found[1], found[0])
+
+    async def receive_into(self, runtime: Runtime, buffer: object) -> tuple[int, Peer]:
+        """Copy the next message into a buffer; see `Engine.recv_into`."""
+        with writable(buffer) as view:
+            while True:
+                runtime.require_open()
+                found = self.take_into(view)
+                runtime.kick()
+                if found is not None:
+                    return found
+                await self.wait()
 
     def _take(self, buffer: memoryview | None) -> tuple[Peer, Any] | None:
         if not (self._core.inbox or self._departed):

@@ -89,6 +89,9 @@ class PeerFinder(Protocol):
     def find(self, target: Peer | Address | str, operation: str = "") -> Destination:
         """Return the connection to a peer, begun if there is none. Raises UsageError, and PeerError for a lost Peer."""
 
+    def known(self, target: Address) -> Destination | None:
+        """Return the connection to an address, if there is one."""
+
 
 async def drain(runtime: Runtime, transfer: Operation, owners: Callable[[], list[Destination]]) -> None:
     """Wait, shielded, until a cancelled transfer is over, whose unfinished parts belong to `owners`.
