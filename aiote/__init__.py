@@ -31,6 +31,7 @@ from .observe import EngineStatistics, Event
 from .transfers import (
     Counter,
     CounterRow,
+    ImmediateBlock,
     Lease,
     Message,
     Pages,
@@ -71,6 +72,7 @@ __all__ = [
     "Event",
     "FabricError",
     "Flight",
+    "ImmediateBlock",
     "Lease",
     "LeaseRevokedError",
     "Message",

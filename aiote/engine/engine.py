@@ -16,6 +16,7 @@ from ..transfers import (
     Counter,
     CounterRow,
     Counters,
+    ImmediateBlock,
     Message,
     Messages,
     Pages,
@@ -408,9 +409,9 @@ class Engine:
     # Counts and values.
 
     def counter(self, imm: int | None = None) -> Counter:
-        """Return the counter of an immediate, or of one that nobody uses. Raises UsageError at `max_counters`.
+        """Return the counter of an immediate that you number, below 2**27, or of one that the engine grants.
 
-        Immediates from 2**27 on are picked from for those; use lower ones for numbers of your own.
+        Raises UsageError at `max_counters`.
         """
         return self._counters.open(imm)
 
@@ -419,6 +420,12 @@ class Engine:
         others have counters of theirs. Raises as `counter`.
         """
         return self._counters.open_row(first, needs)
+
+    def reserve_immediates(self, count: int) -> ImmediateBlock:
+        """Reserve 1 to 2**16 immediates in a row, from `block.first` on, that nobody else is granted until long after
+        the block is closed. Raises UsageError beyond 2**26 in all blocks, ClosedError.
+        """
+        return self._counters.reserve(count)
 
     def watch(self, value: Any) -> Changes:
         """Iterate over the changes of a value of 1, 2, 4 or 8 bytes in memory, as (old, new); what it was in between

@@ -5,6 +5,7 @@ Nothing here knows how peers are found or kept; what is needed of them is said i
 
 from .barrier import barrier
 from .counter import Counter, CounterRow, Counters
+from .immediates import ImmediateBlock
 from .inbox import Inbox, Message, Messages, writable
 from .lease import Lease
 from .owner import Destination, PeerFinder, TransferOwner, drain
@@ -25,6 +26,7 @@ __all__ = [
     "CounterRow",
     "Counters",
     "Destination",
+    "ImmediateBlock",
     "Inbox",
     "Launch",
     "Lease",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Self
 
@@ -10,6 +9,7 @@ from ..aio import wake
 from ..core.striping import check_immediate
 from ..errors import ClosedError, UsageError
 from ..rails import CounterHandle, CounterWait, CountRow
+from .immediates import ImmediateBlock, ImmediateGrants
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from ..runtime import Runtime
 
 __all__ = ["Counter", "CounterRow", "Counters"]
-
-FIRST_AUTOMATIC = 1 << 27  # immediates below are left to users who number their own
-LAST_AUTOMATIC = (1 << 28) - 1
 
 
 class Counted:
@@ -218,12 +215,12 @@ class Counters:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self._next = FIRST_AUTOMATIC + secrets.randbelow(LAST_AUTOMATIC - FIRST_AUTOMATIC)
+        self._grants = ImmediateGrants(runtime)
 
     def open(self, imm: int | None = None) -> Counter:
         """Open the counter of an immediate, or of one that nobody uses; see `Engine.counter`."""
         self.runtime.require_open()
-        value = self._free() if imm is None else check_immediate(imm)
+        value = self._grants.single() if imm is None else check_immediate(imm)
         try:
             return Counter(self.runtime, self.runtime.core.counter(value))
         except OverflowError as error:
@@ -245,14 +242,10 @@ class Counters:
         except ValueError as error:
             raise UsageError(f"counters: {error}") from None
 
-    def _free(self) -> int:
-        # In turn, so that one that was freed is not soon another's, while a late write may still count on it.
-        for _ in range(LAST_AUTOMATIC - FIRST_AUTOMATIC + 1):
-            value = self._next
-            self._next = FIRST_AUTOMATIC if value == LAST_AUTOMATIC else value + 1
-            if not self.runtime.core.counted(value):
-                return value
-        raise UsageError("counter: no immediate is free")
+    def reserve(self, count: int) -> ImmediateBlock:
+        """Reserve immediates in a row; see `Engine.reserve_immediates`."""
+        self.runtime.require_open()
+        return self._grants.block(count)
 
 
 def _too_many(error: OverflowError) -> UsageError:

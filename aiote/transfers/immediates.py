@@ -1,0 +1,145 @@
+"""Who has which immediate of an engine.
+
+The lower half of the 2**28 values is the user's. The upper half is granted by the engine that counts them: single ones
+to `Engine.counter()`, rows in blocks. No other part of the library takes a value there, so no two owners share one.
+
+Grants proceed through the half and begin again at its end, so a freed value is granted again only after all others. A
+write to its last owner has ended long before. A block begins up to `GAP` values behind the last grant, at random:
+whoever was told one block cannot tell where the next one begins.
+"""
+
+from __future__ import annotations
+
+import bisect
+import secrets
+from collections import deque
+from typing import TYPE_CHECKING, Self
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from ..runtime import Runtime
+
+__all__ = ["ImmediateBlock", "ImmediateGrants"]
+
+FIRST = 1 << 27
+END = 1 << 28
+MOST = 1 << 26
+"""Values that all blocks may have together: half of what is granted, so that one that is given back can rest."""
+LONGEST = 1 << 16
+"""Of a block: each of its values is looked up before they are granted."""
+GAP = 1 << 16
+
+
+class ImmediateBlock:
+    """Consecutive immediates that nobody else has until it is closed. Made by `Engine.reserve_immediates`.
+
+    A context manager that closes it. It counts nothing by itself: open `engine.counter(block[i])`, or
+    `engine.counters(block.first, needs)`, and close these before the block.
+    """
+
+    __slots__ = ("__weakref__", "_closed", "_grants", "count", "first")
+
+    def __init__(self, grants: ImmediateGrants, first: int, count: int) -> None:
+        self.first = first
+        self.count = count
+        self._grants = grants
+        self._closed = False
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> int:
+        """Return the value of one of them, by its position from 0 on. Raises IndexError."""
+        if not 0 <= number < self.count:
+            raise IndexError(f"immediate {number} of a block of {self.count}")
+        return self.first + number
+
+    def close(self) -> None:
+        """Give the values back. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._grants.give_back(self.first)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<ImmediateBlock {self.first:#x} to {self.first + self.count - 1:#x}{', closed' * self._closed}>"
+
+
+class ImmediateGrants:
+    """The upper half of an engine's immediates, and the blocks of it that somebody has."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._next = FIRST + secrets.randbelow(END - FIRST)
+        # Where the blocks begin, in order; how long each is; and how many values all of them have.
+        self._firsts: list[int] = []
+        self._counts: dict[int, int] = {}
+        self._held = 0
+        # A block may be dropped by a garbage collection at any place: it only leaves word here.
+        self._returned: deque[int] = deque()
+
+    def single(self) -> int:
+        """Return an immediate that nobody uses; it is somebody's once its counter is open. Raises UsageError."""
+        self._take_back()
+        return self._find(self._next, 1)
+
+    def block(self, count: int) -> ImmediateBlock:
+        """Reserve immediates; see `Engine.reserve_immediates`."""
+        if not isinstance(count, int) or not 1 <= count <= LONGEST:
+            raise UsageError(f"reserve_immediates({count!r}): expected how many, an integer from 1 to 2**16")
+        self._take_back()
+        if self._held + count > MOST:
+            raise UsageError(
+                f"reserve_immediates: {self._held} immediates are reserved, of 2**26 at most; close blocks first"
+            )
+        first = self._find(self._next + secrets.randbelow(GAP), count)
+        bisect.insort(self._firsts, first)
+        self._counts[first] = count
+        self._held += count
+        return ImmediateBlock(self, first, count)
+
+    def give_back(self, first: int) -> None:
+        """Record that a block is closed; callable from any thread."""
+        self._returned.append(first)
+
+    def _take_back(self) -> None:
+        while self._returned:
+            first = self._returned.popleft()
+            del self._firsts[bisect.bisect_left(self._firsts, first)]
+            self._held -= self._counts.pop(first)
+
+    def _find(self, first: int, count: int) -> int:
+        """Return where so many free values begin, the first such place from `first` on, and go on behind them."""
+        passed = 0
+        while passed <= END - FIRST:
+            if first + count > END:
+                passed, first = passed + max(END - first, 1), FIRST
+                continue
+            after = self._after_owner(first, count)
+            if after == first:
+                self._next = first + count
+                return first
+            passed, first = passed + after - first, after
+        raise UsageError(f"counter: no {count} immediates in a row are free; close counters that are not needed")
+
+    def _after_owner(self, first: int, count: int) -> int:
+        """Return `first` where so many values from there on are free, else where to look next."""
+        behind = bisect.bisect_left(self._firsts, first + count)
+        if behind:
+            owner = self._firsts[behind - 1]
+            if owner + self._counts[owner] > first:
+                return owner + self._counts[owner]
+        return first + count if any(map(self._runtime.core.counted, range(first, first + count))) else first
