@@ -438,6 +438,10 @@ class Engine:
 
     # The end.
 
+    async def wait_closed(self) -> None:
+        """Wait until the engine is closed, by whomever; it raises nothing. Cancelling this wait does nothing else."""
+        await self._lifetime.wait_closed()
+
     async def aclose(self) -> None:
         """Say goodbye to every peer, end every await with an error, and let go of all memory. Idempotent.
 

@@ -44,7 +44,7 @@ class Lifetime:
         self.page = StatusPage(engine) if seen else None
         self._opened = False
         self._closed = False
-        self._waiters: list[Waiter] = []
+        self._waiters: set[Waiter] = set()
         # Where it was made, for whoever forgets to close it; only in development mode, for it costs a millisecond.
         self._made_at = "".join(traceback.format_stack()[:-3]) if sys.flags.dev_mode else ""
 
@@ -70,11 +70,14 @@ class Lifetime:
             self.page.remove()
 
     async def wait_closed(self) -> None:
-        """Wait until whoever closes it is done."""
+        """Wait until everything is closed."""
         while not self._closed:
             waiter = self._runtime.loop.waiter()
-            self._waiters.append(waiter)
-            await waiter
+            self._waiters.add(waiter)
+            try:
+                await waiter
+            finally:
+                self._waiters.discard(waiter)
 
     def closed_now(self) -> None:
         """Say that everything is closed."""
@@ -82,9 +85,8 @@ class Lifetime:
             self._runtime.events.emit("engine.closed", address=str(self._runtime.address))
         self._closed = True
         self._runtime.owner = None
-        for waiter in self._waiters:
+        for waiter in tuple(self._waiters):
             wake(waiter)
-        self._waiters.clear()
 
     def dropped(self, engine: Engine) -> None:
         """Close an engine that nobody closed, and say so; in a child of a fork it is the parent's, and left alone."""

@@ -149,6 +149,36 @@ async def test_a_cancelled_open_leaves_nothing():
         await engine.aclose()
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("way", ["aclose", "abort"])
+async def test_whoever_waits_for_the_end_of_an_engine_hears_of_it(way):
+    async with opened("sim") as engine:
+        told: list[str] = []
+
+        async def wait(name: str) -> None:
+            await engine.wait_closed()
+            assert engine.closed
+            told.append(name)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(wait, "one")
+            group.start_soon(wait, "another")
+            with anyio.CancelScope() as scope:
+                async with anyio.create_task_group() as given_up:
+                    given_up.start_soon(wait, "who gives up")
+                    await go_round()
+                    scope.cancel()
+            assert not told
+            assert len(engine._lifetime._waiters) == 2
+            if way == "abort":
+                engine.abort()
+            else:
+                await engine.aclose()
+        assert sorted(told) == ["another", "one"]
+        assert not engine._lifetime._waiters
+        await engine.wait_closed()
+
+
 async def test_a_cancelled_aclose_leaves_nothing_half_closed():
     async with linked("tcp") as (left, right):
         task = asyncio.create_task(left.aclose())
