@@ -17,9 +17,8 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Literal
 
 import anyio
@@ -48,8 +47,6 @@ from .protocol import (
 from .rank_memory import TENSOR_BYTES, RankMemory, in_thread
 
 __all__ = ["Target", "serve_target"]
-
-IMMEDIATES = 1 << 28
 
 
 class Target:
@@ -141,8 +138,7 @@ class Target:
 
     async def follow(self) -> None:
         """Return when the engine is closed."""
-        with suppress(aiote.ClosedError):
-            await _counter(self.engine).wait(1)
+        await self.engine.wait_closed()
         self.end()
 
     @asynccontextmanager
@@ -277,7 +273,8 @@ class _ServedTarget(TargetService):
         try:
             with mine.step():
                 await target.opened()
-            counter = _counter(target.engine)
+            # Of an immediate that no earlier update had: a late commit of one must not count.
+            counter = target.engine.counter()
             await target.refresh()
             lent = _lent(target, order.sources, written, leases)
             if target.versions != "shadow":
@@ -336,11 +333,6 @@ class _ServedTarget(TargetService):
         if target.current is None or target.current.update != update:
             raise StaleUpdateError(f"rank {target.rank} has no update {update} under way; it has {target.update}")
         target.current.asked.set()
-
-
-def _counter(engine: aiote.Engine) -> aiote.Counter:
-    """Return the counter of an immediate drawn at random: a late commit of an earlier update must not count."""
-    return engine.counter(secrets.randbelow(IMMEDIATES))
 
 
 def _lent(
