@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -36,9 +36,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 __all__ = ["Consumer", "Reception"]
-
-IMMEDIATE_BASE = 5 << 24
-IMMEDIATES = 1 << 24
 
 
 class Reception:
@@ -232,16 +229,8 @@ class Reception:
             link.readers.discard(self)
             link.quarantine.pop(self, None)
         if self._block is not None:
-            self._drop_counts(self._block)
+            self._block.close(complete=not self.failed)
             self._block = None
-
-    def _drop_counts(self, block: Block) -> None:
-        """Free the immediates, and what has come on them since the row was closed."""
-        if self.failed:
-            # Else each stays in use until its block comes up again. An engine that is closed has none.
-            with suppress(aiote.AioteError):
-                self._consumer.engine.counters(block.first, [0] * len(self._consumer.layers)).close()
-        block.__exit__()
 
     async def _confirmed(self) -> None:
         """Return when each rank that was asked has ended its stream, or can write no more."""
@@ -271,8 +260,7 @@ class Consumer:
     A rank that has not confirmed within `confirm_timeout` that it has stopped, or for more than `quarantine_pages`, is
     disconnected. A request fails when for `stall_timeout` none of its layers has come and no rank has said that it
     waits in a queue that moves (`Producer.queued`), or is computed; without the limit it waits while its ranks live.
-    Immediates are taken from `imm_base` on, 2**24 of them. The cache's memories stay registered until
-    the block is left. An engine may have several consumers, whose immediates differ.
+    The cache's memories stay registered until the block is left. An engine may have several consumers.
     """
 
     def __init__(
@@ -284,7 +272,6 @@ class Consumer:
         confirm_timeout: float = 2.0,
         quarantine_pages: int = 1 << 20,
         stall_timeout: float = math.inf,
-        imm_base: int = IMMEDIATE_BASE,
     ) -> None:
         self.engine = engine
         self.spec = cache.spec
@@ -295,7 +282,7 @@ class Consumer:
         self._stall_timeout = stall_timeout
         self._receptions: set[Reception] = set()
         self.regions: list[aiote.Region] = []
-        self.immediates = Immediates(engine, imm_base, len(self.layers), IMMEDIATES // len(self.layers))
+        self.immediates = Immediates(engine)
         self._arrays, self._turn = cache.memories, turn
         self._stack = AsyncExitStack()
 

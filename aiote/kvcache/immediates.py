@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import aiote
@@ -11,47 +12,47 @@ __all__ = ["Block", "Immediates"]
 
 
 class Immediates:
-    """Blocks of `size` immediates in a row, from `base` on, used in rotation.
+    """The blocks of immediates that requests have now; the engine grants them."""
 
-    Whoever fails leaves counts behind, and a NIC's queue may hold one more that nobody has looked at yet. So a block
-    comes up again after all the others, and begins with empty counters.
-    """
-
-    def __init__(self, engine: aiote.Engine, base: int, size: int, blocks: int) -> None:
+    def __init__(self, engine: aiote.Engine) -> None:
         self._engine = engine
-        self._base = base
-        self._size = size
-        self._blocks = blocks
-        self._next = 0
         self._used: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._used)
 
     def open(self, needs: Sequence[int]) -> Block:
-        """Take a block, and wait for so many counts of each. Raises UsageError at the engine's limit of counters,
-        ClosedError.
-        """
-        while self._next in self._used:
-            self._next = (self._next + 1) % self._blocks
-        number, self._next = self._next, (self._next + 1) % self._blocks
-        first = self._base + number * self._size
-        row = self._engine.counters(first, needs)
-        self._used.add(number)
-        return Block(first, row, lambda: self._used.discard(number))
+        """Take a block, and wait for so many counts of each. Raises UsageError at the engine's limits, ClosedError."""
+        granted = self._engine.reserve_immediates(len(needs))
+        try:
+            row = self._engine.counters(granted.first, needs)
+        except BaseException:
+            granted.close()
+            raise
+        self._used.add(granted.first)
+        return Block(self._engine, granted, row, lambda: self._used.discard(granted.first))
 
 
 @dataclass(slots=True)
 class Block:
     """The immediates of one attempt: of every layer, then of the tail."""
 
-    first: int
+    engine: aiote.Engine
+    granted: aiote.ImmediateBlock
     row: aiote.CounterRow
-    give_back: Callable[[], None]
+    over: Callable[[], None]
 
-    def __enter__(self) -> Block:
-        return self
+    @property
+    def first(self) -> int:
+        """The immediate of the first layer."""
+        return self.granted.first
 
-    def __exit__(self, *_: object) -> None:
+    def close(self, *, complete: bool) -> None:
+        """Free the immediates, and what has come on them since the row was closed, where it was not `complete`."""
         self.row.close()
-        self.give_back()
+        if not complete:
+            # Else each stays in use until its value is granted again. An engine that is closed has none.
+            with suppress(aiote.AioteError):
+                self.engine.counters(self.first, [0] * len(self.granted)).close()
+        self.granted.close()
+        self.over()
