@@ -6,9 +6,10 @@ See docs/moe.md.
 
 from .batch import Batch
 from .config import MoeConfig
-from .group import MoeGroup, MoeStatistics, open_group
+from .group import MoeGroup, open_group
 from .round import Round
 from .states import GroupBrokenError, MoeOverflowError
+from .statistics import MoeStatistics
 
 __all__ = [
     "Batch",

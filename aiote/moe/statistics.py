@@ -1,4 +1,4 @@
-"""What a rank of a group has counted."""
+"""What a rank counts of its rounds."""
 
 from __future__ import annotations
 
