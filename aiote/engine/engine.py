@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.address import Address
 from ..links import ConnectionTable, NicEvents
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from ..transfers import Access, Lease
 
     RailChoice = str | int | None
+    Descriptor = bytes | bytearray | memoryview
+    Use = Literal["read", "write"] | None
     Target = RemoteRegion | Peer | Address | str
 
 __all__ = ["Engine"]
@@ -158,12 +160,15 @@ class Engine:
         """
         return await self._regions.register_async(array, access)
 
-    def attach(self, descriptor: bytes | bytearray | memoryview) -> RemoteRegion:
+    def attach(
+        self, descriptor: Descriptor, *, owner: Peer | Address | None = None, access: Use = None, nbytes: int = 0
+    ) -> RemoteRegion:
         """Make another engine's memory usable from its descriptor. Raises UsageError for bytes that are none.
 
-        Nothing is connected before the first use.
+        With `owner` also for memory of any other engine, or of another life of that one, and for a lease that this Peer
+        has revoked; also for memory that `access` is not allowed to, or of fewer than `nbytes`. Connects nothing.
         """
-        return self._regions.attach(descriptor)
+        return self._regions.attach(descriptor, owner, access, nbytes)
 
     def lease(self, slices: Iterable[Region], to: Peer | Address | str) -> Lease:
         """Lend slices of regions to one peer until they are revoked, all at once: `lease.descriptors` has one of each.

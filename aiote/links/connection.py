@@ -235,6 +235,10 @@ class Connection:
         """Return what is under way through a lease of the peer's; None where it is void."""
         return self.leases.flight(lease)
 
+    def has_revoked(self, lease: int) -> bool:
+        """Tell whether a lease of the peer's is void."""
+        return self.leases.is_void(lease)
+
     def transfer_refused(self, transfer: Transfer) -> None:
         """Take note that a transfer has ended without the native core."""
         self._queue.remove(transfer)

@@ -32,6 +32,10 @@ class HeldLeases:
             found = self._flights[lease] = Flight()
         return found
 
+    def is_void(self, lease: int) -> bool:
+        """Whether the peer has revoked it."""
+        return lease in self._void
+
     def revoke(self, low: int, high: int, lease: int, answer: Callable[[], object]) -> None:
         """Void a range of leases and cancel what is under way through them; answer when `lease` has nothing left."""
         self._void.add(low, high)

@@ -60,6 +60,10 @@ class Peer:
             raise UsageError(f"disconnect: the reason must be text, got {type(reason).__name__}")
         self._connection.disconnect(reason)
 
+    def has_revoked(self, lease: int) -> bool:
+        """Whether it has lent memory to this engine by a lease of that number (`RemoteRegion.lease`) and revoked it."""
+        return self._connection.has_revoked(lease)
+
     async def recv(self) -> Message:
         """Return the next message of this peer; waiting costs nothing, cancelling loses nothing.
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias
 
 from ..aio import Signal, ThreadCall, poll_until
+from ..core.address import Address
 from ..core.descriptor import RailKey, RegionDescriptor
 from ..errors import ClosedError, FabricError, UsageError
 from ..rails import (
@@ -30,7 +31,6 @@ from ..rails import (
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from ..core.address import Address
     from ..rails import Buffer, Reach
     from ..runtime import Runtime
     from .lease import Lease
@@ -66,6 +66,20 @@ def as_integer(what: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise UsageError(f"{what} is {value!r}, expected an integer") from None
+
+
+def _check_owner(remote: RemoteRegion, owner: Peer | Address) -> None:
+    """Raise UsageError unless memory is of that engine, in its present life, and still lent if it was lent."""
+    theirs, address = remote.owner, owner if isinstance(owner, Address) else owner.address
+    if theirs.identity != address.identity:
+        raise UsageError(f"attach: {remote}, which is another engine than {address}: expected memory of its own")
+    if theirs.incarnation != address.incarnation:
+        raise UsageError(
+            f"attach: {remote}, in its life {theirs.incarnation:#x}: expected {address.incarnation:#x}, the life of "
+            f"{address}; ask for a new descriptor"
+        )
+    if remote.lease and not isinstance(owner, Address) and owner.has_revoked(remote.lease):
+        raise UsageError(f"attach: {remote} was lent by lease {remote.lease}, which its owner has revoked")
 
 
 class LeaseGranter(Protocol):
@@ -366,10 +380,25 @@ class Regions:
             "registrations": self._registered,
         }
 
-    def attach(self, descriptor: bytes | bytearray | memoryview) -> RemoteRegion:
+    def attach(
+        self,
+        descriptor: bytes | bytearray | memoryview,
+        owner: Peer | Address | None = None,
+        access: str | None = None,
+        nbytes: int = 0,
+    ) -> RemoteRegion:
         """Make another engine's memory usable; see `Engine.attach`."""
         self._runtime.require_open()
-        return RemoteRegion.attached(RegionDescriptor.from_bytes(descriptor), self.address.identity)
+        remote = RemoteRegion.attached(RegionDescriptor.from_bytes(descriptor), self.address.identity)
+        if owner is not None:
+            _check_owner(remote, owner)
+        if access is not None and not (remote.writable if access == "write" else remote.readable):
+            raise UsageError(
+                f"attach: {remote} may not be {'written' if access == 'write' else 'read'}: its owner registered it so"
+            )
+        if remote.nbytes < nbytes:
+            raise UsageError(f"attach: {remote} is too short, expected at least {nbytes} bytes")
+        return remote
 
     def register_part(self, whole: LocalMemory, start: int, stop: int, access: int) -> LocalMemory:
         """Register a slice of registered memory once more. Raises FabricError."""
