@@ -14,10 +14,9 @@ import aiote
 
 from ..service.background import Bell
 from .mapping import CacheMap, PageRow, Pattern
-from .protocol import TransferRefused
 from .tensors import CacheSpec
 
-__all__ = ["Batch", "PagedMoves", "Rows", "Traffic", "Written", "check_rows", "check_target", "lent", "token_count"]
+__all__ = ["Batch", "PagedMoves", "Rows", "Traffic", "Written", "check_rows", "check_target", "token_count"]
 
 Rows = dict[int, PageRow]
 
@@ -56,23 +55,6 @@ def token_count(tokens: int) -> int:
     if count < 0:
         raise aiote.UsageError(f"tokens are counted by an integer from 0 on, got {tokens!r}")
     return count
-
-
-def lent(
-    engine: aiote.Engine, peer: aiote.Peer, descriptor: bytes, nbytes: int, *, written: bool
-) -> aiote.RemoteRegion:
-    """Return memory of a peer's own, of so many bytes, to be written or read: it may not send us to another's.
-
-    Raises TransferRefused, and UsageError for what is no descriptor.
-    """
-    remote = engine.attach(descriptor)
-    own = (remote.owner.identity, remote.owner.incarnation) == (peer.address.identity, peer.address.incarnation)
-    if not (own and (remote.writable if written else remote.readable) and remote.nbytes >= nbytes):
-        raise TransferRefused(
-            f"{peer.address.identity.hex()[:8]} gives {remote.nbytes} bytes of {remote.owner.identity.hex()[:8]}: "
-            f"expected {nbytes} of its own, to be {'written' if written else 'read'}"
-        )
-    return remote
 
 
 class PagedMoves:

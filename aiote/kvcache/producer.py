@@ -17,7 +17,7 @@ from .. import service
 from ..aio import current_loop
 from ..service.background import to_the_end
 from .mapping import CacheMap
-from .moving import Batch, PagedMoves, Rows, Traffic, Written, check_rows, check_target, lent, token_count
+from .moving import Batch, PagedMoves, Rows, Traffic, Written, check_rows, check_target, token_count
 from .offers import Offer, Offers, Push
 from .protocol import Fetch, NoSessionError, Opened, Pinned, TransferRefused, Transfers, rows_of, rows_to
 from .tensors import Cache, CacheSpec
@@ -152,10 +152,14 @@ class Producer:
         cache_map = CacheMap(self.spec, part)
         if len(immediates) != len(part.layers) or len(memories) not in (0, len(part.memories)):
             raise TransferRefused("an immediate is expected for each layer, and a descriptor for each memory")
-        targets = [
-            lent(self.engine, peer, descriptor, nbytes, written=True) if descriptor else None
-            for descriptor, nbytes in zip(memories, part.memories, strict=False)
-        ]
+        try:
+            # It may not send us to another's.
+            targets = [
+                self.engine.attach(descriptor, owner=peer, access="write", nbytes=nbytes) if descriptor else None
+                for descriptor, nbytes in zip(memories, part.memories, strict=False)
+            ]
+        except aiote.UsageError as error:
+            raise TransferRefused(f"{part.name} gives no memory of its cache to write to: {error}") from None
         self._forget(peer)
         number = next(self._numbers)
         counted = dict(zip(part.layers, immediates, strict=True))

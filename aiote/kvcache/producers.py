@@ -24,7 +24,6 @@ from .. import service
 from ..service.background import TaskScope
 from ..service.endpoint import Endpoint
 from .mapping import CacheMap, assign
-from .moving import lent
 from .protocol import MOST_RENEWED, TransferRefused, Transfers
 from .tensors import CacheSpec
 
@@ -173,8 +172,8 @@ class Links:
             raise TransferRefused(f"{spec.name} gives {len(descriptors)} memories of its cache to read")
         try:
             return [
-                lent(self._engine, peer, descriptor, nbytes, written=False)
+                self._engine.attach(descriptor, owner=peer, access="read", nbytes=nbytes)
                 for descriptor, nbytes in zip(descriptors, spec.memories, strict=True)
             ]
-        except (aiote.UsageError, TransferRefused) as error:
+        except aiote.UsageError as error:
             raise TransferRefused(f"{spec.name} gives no memory of its cache to read: {error}") from None

@@ -14,6 +14,7 @@ from aiote import service
 from aiote.kvcache.mapping import PageRow
 from aiote.kvcache.protocol import Fetch, Opened, Pinned, TransferRefused, Transfers, rows_to
 from aiote.kvcache.tensors import CacheSpec
+from claims import WRONG, claimed
 from engines import opened
 from kv_worlds import BEFORE, served, world
 from mapped_caches import Model, Side, built, fill
@@ -65,19 +66,28 @@ class SilentAtTheEnd(Transfers):
         return True
 
 
+async def revoked(engine: aiote.Engine, regions: list[aiote.Region], reader: aiote.Engine) -> list[bytes]:
+    """Return descriptors of leases that are revoked again, of which the reader has heard."""
+    peer = await engine.connect(reader.address)
+    async with engine.lease(regions, peer) as lease:
+        found = list(lease.descriptors)
+    return found
+
+
 @asynccontextmanager
-async def lying(how: str, rows: dict[int, PageRow]) -> AsyncIterator[aiote.Engine]:
+async def lying(how: str, rows: dict[int, PageRow], reader: aiote.Engine) -> AsyncIterator[aiote.Engine]:
     """Serve a rank that gives memories that are none of its own, says nothing of pages, or does not answer a call."""
     cache = built(MODEL, Side(), "liar").caches[0]
     spec = cache.spec
     async with opened("sim") as engine, opened("sim") as other:
-        owner = other if how == "another's memory" else engine
-        regions = [owner.register(memory, "write" if how == "shut" else "read") for memory in cache.memories]
+        regions = [engine.register(memory, "read") for memory in cache.memories]
         memories = [region.descriptor for region in regions]
+        if how in WRONG:
+            memories = [claimed(how, one, engine.address, other.address) for one in memories]
+        if how == "revoked":
+            memories = await revoked(engine, regions, reader)
         if how in ("no memory", "garbage"):
             memories = [b"?"] * len(memories) if how == "garbage" else []
-        if how == "short":
-            spec = msgspec.structs.replace(spec, memories=tuple(2 * nbytes for nbytes in spec.memories))
         if how == "no cache":
             spec = msgspec.structs.replace(spec, memories=(1,) * len(spec.memories))
         pins = [] if how == "no page" else [Pinned(TOKENS, rows_to(rows))]
@@ -89,9 +99,8 @@ async def lying(how: str, rows: dict[int, PageRow]) -> AsyncIterator[aiote.Engin
 LIES = {
     "no memory": "gives 0 memories",
     "no page": "does not say where",
-    "another's memory": r"liar 0\.0 gives no memory of its cache .* of its own, to be read",
-    "shut": "of its own, to be read",
-    "short": "of its own, to be read",
+    **{how: rf"liar 0\.0 gives no memory of its cache to read: .*{text}" for how, text in WRONG.items()},
+    "revoked": "which its owner has revoked",
     "garbage": r"liar 0\.0 gives no memory of its cache",
     "no cache": "describes a cache that cannot be: liar",
 }
@@ -102,7 +111,7 @@ async def test_a_rank_that_lies_fails_its_own_request_alone(how):
     async with world("sim", Side(), Side(), MODEL) as w, anyio.create_task_group() as group:
         here, there = w.rows(TOKENS)
         fill(w.left, here, 20)
-        async with lying(how, here) as liar:
+        async with lying(how, here, w.consumers[0].engine) as liar:
             with pytest.raises(TransferRefused, match=LIES[how]):
                 async with w.consumers[0].receive(
                     [liar.address], "lie", tokens=TOKENS, rows=there, reads=True
@@ -132,7 +141,7 @@ async def test_a_rank_that_does_not_answer_is_waited_for_so_long(call):
                     await reception.arrived()
             ended.append(anyio.current_time() - begun)
 
-        async with lying(call, here) as liar, anyio.create_task_group() as asking:
+        async with lying(call, here, w.consumers[0].engine) as liar, anyio.create_task_group() as asking:
             for number in range(3):
                 asking.start_soon(ask, liar, f"lie {number}")
         # The confirmation of a push that is left is waited for, too.

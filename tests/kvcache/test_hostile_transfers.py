@@ -19,6 +19,7 @@ from aiote.kvcache.moving import Batch
 from aiote.kvcache.producer import MOST_SESSIONS
 from aiote.kvcache.protocol import Fetch, Row, TransferRefused, Transfers
 from aiote.kvcache.tensors import CacheSpec
+from claims import WRONG, claimed
 from engines import opened, until
 from kv_worlds import BEFORE, World, decode, world
 from mapped_caches import Model, Side, expected, fill, same
@@ -169,11 +170,20 @@ async def test_sessions_are_bounded_and_each_is_its_openers():
 
 
 @pytest.mark.virtual_time
-async def test_memory_that_is_shorter_than_said_is_refused():
-    async with lying() as liar:
-        short = liar.region[0 : liar.region.nbytes // 2].descriptor
-        with pytest.raises(TransferRefused, match="expected .* of its own, to be written"):
-            await liar.open(memories=[short] * len(liar.part.memories))
+@pytest.mark.parametrize("how", [*WRONG, "revoked"])
+async def test_memory_that_is_not_as_claimed_is_refused(how):
+    async with lying() as liar, opened("sim") as third:
+        producer = liar.world.producers[0].engine
+        nbytes = max(liar.part.memories)
+        if how == "revoked":
+            async with liar.region.lease(slice(0, nbytes), producer.address) as lease:
+                wrong = lease.descriptor
+        else:
+            own = liar.region[0:nbytes].descriptor
+            wrong = claimed(how, own, liar.engine.address, third.address)
+        text = WRONG.get(how, "which its owner has revoked")
+        with pytest.raises(TransferRefused, match=f"gives no memory of its cache to write to: .*{text}"):
+            await liar.open(memories=[wrong] * len(liar.part.memories))
         await honest(liar.world)
 
 
