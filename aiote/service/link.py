@@ -93,7 +93,7 @@ class Link:
         self.borrowed = Borrowed(
             engine,
             loop,
-            peer.address,
+            peer,
             ask=lambda nbytes: self.post(Ask(nbytes), FRAME_BYTES),
             give_back=lambda number: self.post(Return(number), FRAME_BYTES),
         )

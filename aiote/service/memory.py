@@ -271,7 +271,7 @@ class Borrowed:
         self,
         engine: aiote.Engine,
         loop: EventLoop,
-        owner: aiote.Address,
+        owner: aiote.Peer,
         ask: Callable[[int], object],
         give_back: Callable[[int], object],
     ) -> None:
@@ -344,10 +344,9 @@ class Borrowed:
         if not descriptor:
             self._refused = reason or "it lends no memory"
         else:
-            remote = self._engine.attach(descriptor)
+            remote = self._engine.attach(descriptor, owner=self._owner, access="write", nbytes=nbytes)
             if number in self.segments or remote.nbytes != nbytes or nbytes < self._asked:
                 raise ValueError("the memory that is lent is not what was asked for")
-            check_lent(remote, self._owner)
             self.segments[number] = (Allocator(nbytes), remote)
             self._asked = 0
         self._wake()
@@ -383,14 +382,6 @@ class Borrowed:
         """End every wait with an error."""
         self._end = error
         self._wake()
-
-
-def check_lent(remote: aiote.RemoteRegion, owner: aiote.Address) -> None:
-    """Raise ValueError unless the memory is lent by this very engine: nobody may send us to another's."""
-    its = remote.owner
-    same = (its.identity, its.incarnation) == (owner.identity, owner.incarnation)
-    if not (same and remote.lease and remote.writable):
-        raise ValueError("memory that is to be written must be lent by the peer itself")
 
 
 class Staging:

@@ -23,7 +23,7 @@ from .definition import Method
 from .frames import CallFrame, End, Items, OutSpec, Status
 from .interceptors import CallInfo, intercepted
 from .link import FRAME_BYTES, PIECE_BYTES, Link, Parcel
-from .memory import LEND_BYTES, check_lent
+from .memory import LEND_BYTES
 
 if TYPE_CHECKING:
     from .server import Server
@@ -281,10 +281,9 @@ class _Filled:
             self._dtype, self._shape, self._nbytes = array_of(spec.dtype, spec.shape)
             check_dtype(kind, self._dtype)
             if spec.descriptor:
-                self.remote = link.endpoint.engine.attach(spec.descriptor)
-                check_lent(self.remote, link.peer.address)
-                if self.remote.nbytes != self._nbytes:
-                    raise ValueError(f"{self.remote.nbytes} bytes are lent for an array of {self._nbytes}")
+                engine = link.endpoint.engine
+                found = engine.attach(spec.descriptor, owner=link.peer, access="write", nbytes=self._nbytes)
+                self.remote = found[0 : self._nbytes]
         except ValueError as error:
             raise _Invalid(str(error)) from error
         self.array: NDArray[Any]

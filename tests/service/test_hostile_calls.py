@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -36,6 +37,7 @@ from aiote.service.frames import (
     unpack,
 )
 from aiote.service.memory import MAX_SEGMENTS
+from claims import WRONG, claimed
 from engines import opened, pair, until
 
 HELLO = HelloFrame(1, True, 16384, 8, 16, 1000)
@@ -187,7 +189,27 @@ async def test_memory_of_a_third_engine_is_not_filled():
         body = msgspec.msgpack.encode((("|u1", (1 << 20,), lease.descriptor),))
         await say(liar, peer, HELLO, CallFrame(0, 1, "Plain/1.fill", 0.0, body, []))
         (end,) = await answers(liar, 1)
-        assert (end.status, end.body) == (6, b"memory that is to be written must be lent by the peer itself")
+        assert end.status == 6
+        assert WRONG["another engine's"] in end.body.decode()
+        assert not memory.any()
+        await lease.revoke()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("how", [*WRONG, "revoked"])
+async def test_memory_that_is_not_as_claimed_is_not_filled(how):
+    async with pair("sim") as (liar, there), opened("sim") as third, service.serve(there, Plain()):
+        peer = await liar.connect(there.address)
+        memory = numpy.zeros(1 << 20, numpy.uint8)
+        lease = liar.register(memory, access="local").lease(slice(0, 1 << 20), there.address)
+        wrong = lease.descriptor if how == "revoked" else claimed(how, lease.descriptor, liar.address, third.address)
+        if how == "revoked":
+            await lease.revoke()
+        body = msgspec.msgpack.encode((("|u1", (1 << 20,), wrong),))
+        await say(liar, peer, HELLO, CallFrame(0, 1, "Plain/1.fill", 0.0, body, []))
+        (end,) = await answers(liar, 1)
+        assert end.status == 6
+        assert re.search(WRONG.get(how, "which its owner has revoked"), end.body.decode())
         assert not memory.any()
         await lease.revoke()
 

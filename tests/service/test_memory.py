@@ -24,6 +24,7 @@ from aiote.service.memory import (
     Lent,
     Staging,
 )
+from claims import WRONG, claimed
 from engines import go_round, linked, opened, until
 
 actions = st.lists(st.one_of(st.integers(1, 5000), st.integers(-50, -1)), max_size=200)
@@ -82,7 +83,8 @@ async def test_places_are_given_in_order_and_a_cancelled_wait_passes_its_turn_on
         lent = Lent(owner, current_loop(), next(iter(owner.peers)), budget)
         asked: list[int] = []
         returned: list[int] = []
-        borrowed = Borrowed(user, current_loop(), owner.address, asked.append, returned.append)
+        peer = await user.connect(owner.address)
+        borrowed = Borrowed(user, current_loop(), peer, asked.append, returned.append)
         served: list[int] = []
         places = {}
 
@@ -127,7 +129,8 @@ async def test_grants_of_memory_that_was_not_asked_for_are_refused():
     async with linked("sim") as (user, owner), opened("sim") as third:
         lent = Lent(owner, current_loop(), next(iter(owner.peers)), Budget(1 << 30, 1 << 30))
         number, nbytes, descriptor = await lent.lend(100)
-        borrowed = Borrowed(user, current_loop(), owner.address, lambda nbytes: None, lambda number: None)
+        peer = await user.connect(owner.address)
+        borrowed = Borrowed(user, current_loop(), peer, lambda nbytes: None, lambda number: None)
         with pytest.raises(ValueError, match="nobody has asked"):
             borrowed.granted(number, nbytes, descriptor, "")
         foreign = third.register(numpy.zeros(nbytes + 64, numpy.uint8))
@@ -139,8 +142,11 @@ async def test_grants_of_memory_that_was_not_asked_for_are_refused():
             with pytest.raises(ValueError, match="not what was asked for"):
                 borrowed.granted(number, nbytes - 1, descriptor, "")
             for elsewhere in (foreign.descriptor, foreign.lease(slice(0, nbytes + 64), user.address).descriptor):
-                with pytest.raises(ValueError, match="lent by the peer itself"):
+                with pytest.raises(ValueError, match="which is another engine than"):
                     borrowed.granted(number, nbytes + 64, elsewhere, "")
+            for how, text in WRONG.items():
+                with pytest.raises(ValueError, match=text):
+                    borrowed.granted(number, nbytes, claimed(how, descriptor, owner.address, third.address), "")
             group.cancel_scope.cancel()
         for piece in ((1, 0, 1), (0, nbytes, 1), (0, 1 << 61, 1 << 61), (0, 0, nbytes + 1)):
             with pytest.raises(ValueError, match="lent memory"):
