@@ -6,6 +6,7 @@ What it says may be wrong: then that reaches nobody's memory but its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import aiote
 
@@ -18,12 +19,20 @@ Names = Mapping[str, int]
 
 
 class RemoteMemory:
-    """The tensors of the rank at an address, in regions that it has described."""
+    """The tensors of the rank at an address, in regions that it has described, to be read or written."""
 
-    def __init__(self, engine: aiote.Engine, address: str, regions: Descriptors, places: Numbers, names: Names) -> None:
+    def __init__(
+        self,
+        engine: aiote.Engine,
+        address: str,
+        regions: Descriptors,
+        places: Numbers,
+        names: Names,
+        access: Literal["read", "write"],
+    ) -> None:
         self._engine, self._names, self._places = engine, names, places
         self.owner = aiote.Address.parse(address)
-        self._regions = regions
+        self._regions, self._access = regions, access
         self._found: list[list[int]] | None = None
         self._descriptors: list[bytes] | None = None
         self._attached: dict[int, aiote.RemoteRegion] = {}
@@ -57,9 +66,7 @@ class RemoteMemory:
             self._descriptors = self._regions.unpacked(self._regions.ends.size)
         if number >= len(self._descriptors):
             raise aiote.UsageError(f"there is no region {number} of {len(self._descriptors)}")
-        remote = self._engine.attach(self._descriptors[number])
-        theirs = remote.owner
-        if (theirs.identity, theirs.incarnation) != (self.owner.identity, self.owner.incarnation):
-            raise aiote.UsageError(f"the memory is of {theirs}, not of {self.owner}")
+        owner = self._engine.find_peer(self.owner) or self.owner
+        remote = self._engine.attach(self._descriptors[number], owner=owner, access=self._access)
         self._attached[number] = remote
         return remote

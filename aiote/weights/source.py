@@ -110,7 +110,7 @@ class Source:
             del self.places[known]
         self.names = names[1]
         self.sources = {
-            one.rank: RemoteMemory(self.engine, one.address, one.regions, one.places, names[0][one.rank])
+            one.rank: RemoteMemory(self.engine, one.address, one.regions, one.places, names[0][one.rank], "read")
             for one in sources
         }
         self.plan = plan
@@ -211,7 +211,7 @@ class _Sending:
         places = self.source.places.get(to.known) if to.places is None else to.places
         if places is None:
             raise PlanMismatchError(f"rank {self.source.rank} has forgotten where tensors lie: prepare it once more")
-        return RemoteMemory(self.engine, to.address, to.regions, places, self.source.names[to.rank])
+        return RemoteMemory(self.engine, to.address, to.regions, places, self.source.names[to.rank], "write")
 
     async def run(self) -> Sent:
         """Write everything, then commit to every target that has all of it."""

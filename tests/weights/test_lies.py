@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -24,6 +25,7 @@ from aiote.weights.protocol import (
     layout_of,
     packed_layout,
 )
+from claims import WRONG, claimed
 from engines import opened
 from machine import LONG
 
@@ -40,8 +42,8 @@ class Lying(TargetService):
 
     name = TargetService.name
 
-    def __init__(self, steps: Callable[[Any], list[Step]], layout: Layout, *regions: aiote.Region) -> None:
-        self.steps, self.layout, self.regions = steps, layout, regions
+    def __init__(self, steps: Callable[[Any], list[Step]], layout: Layout, *descriptors: bytes) -> None:
+        self.steps, self.layout, self.descriptors = steps, layout, descriptors
 
     @service.method(idempotent=True)
     async def describe(self) -> TargetState:
@@ -49,7 +51,7 @@ class Lying(TargetService):
 
     @service.method
     async def update(self, order: UpdateOrder) -> AsyncIterator[Step]:
-        for step in self.steps(Descriptors.of([region.descriptor for region in self.regions])):
+        for step in self.steps(Descriptors.of(self.descriptors)):
             yield step
         if self.steps(NOTHING):
             await anyio.sleep_forever()
@@ -98,7 +100,20 @@ async def test_a_target_that_lies_fails_alone(lie):
 async def test_nobody_is_made_to_write_to_another_s_memory():
     """The region is a third engine's, which has given it to somebody else."""
     report, memory, foreign = await told(lambda lent: [Step("lent", 1, lent, PLACES)], own=False)
-    assert "the memory is of" in report.failed["liar"]
+    assert WRONG["another engine's"] in report.failed["liar"]
+    assert not foreign.any()
+    np.testing.assert_array_equal(memory, np.arange(64))
+
+
+CLAIMS = WRONG | {"too short": "leaves its", "revoked": "revoked"}
+"""What is said of memory that is not as claimed; a tensor has to end within it, however long that is."""
+
+
+@pytest.mark.parametrize("how", CLAIMS)
+async def test_memory_that_is_not_as_claimed_fails_its_target_alone(how):
+    report, memory, foreign = await told(lambda lent: [Step("lent", 1, lent, PLACES)], own=True, how=how)
+    assert report.committed == [""]
+    assert re.search(CLAIMS[how], report.failed["liar"]), report.failed
     assert not foreign.any()
     np.testing.assert_array_equal(memory, np.arange(64))
 
@@ -140,7 +155,7 @@ def test_a_layout_does_not_become_many_objects(text, says):
         layout_of(np.frombuffer(text.encode(), np.uint8))
 
 
-async def told(steps: Callable[[Any], list[Step]], *, own: bool, limit: float = 60.0) -> Any:
+async def told(steps: Callable[[Any], list[Step]], *, own: bool, limit: float = 60.0, how: str = "") -> Any:
     """Update an honest replica and one that lies."""
     values, memory, foreign = np.arange(64, dtype=np.float32), np.zeros(64, np.float32), np.zeros(64, np.float32)
     theirs = Layout.over([1], {"a": ((64,), "F32", Replicate())})
@@ -149,7 +164,13 @@ async def told(steps: Callable[[Any], list[Step]], *, own: bool, limit: float = 
         await stack.enter_async_context(serve_source(one, LAYOUT, 0, {"a": values}))
         await stack.enter_async_context(serve_target(honest, LAYOUT, 0, {"a": memory}))
         region = (liar if own else third).register(foreign)
-        await stack.enter_async_context(service.serve(liar, Lying(steps, theirs, region)))
+        descriptor = region.descriptor
+        if how == "revoked":
+            async with region.lease(slice(None), one.address) as lease:
+                descriptor = lease.descriptor
+        elif how:
+            descriptor = claimed(how, descriptor, liar.address, third.address)
+        await stack.enter_async_context(service.serve(liar, Lying(steps, theirs, descriptor)))
         controller = Controller(mine, [one.address], [honest.address, liar.address], limit=limit)
         report = await controller.update(1)
     return report, memory, foreign
