@@ -318,9 +318,7 @@ class MoeGroup:
         for rank in self.membership.active:
             if rank in found:
                 try:
-                    inboxes[rank] = inbox_of(
-                        self.engine, self.members[rank], self.memory.inbox.nbytes, found[rank].inbox
-                    )
+                    inboxes[rank] = self._inbox(rank, found[rank].inbox)
                 except aiote.UsageError as error:
                     if self.config.on_loss == "raise":
                         raise
@@ -332,6 +330,13 @@ class MoeGroup:
         peers = None if self.config.on_loss == "mask" else await self.engine.peer_group(connected.values())
         alone = {} if self.launcher is None else await groups_alone(self.engine, connected, self.lose)
         self.posting = Posting(self.engine, self.memory.outbox, inboxes, peers, self.lose, alone)
+
+    def _inbox(self, rank: int, descriptor: bytes) -> aiote.RemoteRegion:
+        nbytes = self.memory.inbox.nbytes
+        try:
+            return self.engine.attach(descriptor, owner=self._peers[rank], access="write", nbytes=nbytes)
+        except aiote.UsageError as error:
+            raise aiote.UsageError(f"rank {rank} lends no inbox of its own: {error}") from None
 
     async def _meet_all(self, epoch: int, late: Container[int]) -> dict[int, Meeting]:
         """Ask all that take part at once, and until the group breaks; those in `late` may come later than this rank."""

@@ -12,9 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import aiote
-from aiote.moe import GroupBrokenError, MoeConfig
+from aiote import service
+from aiote.moe import GroupBrokenError, MoeConfig, open_group
 from aiote.moe.config import Sizes
+from aiote.moe.joining import Meeting, service_of
+from aiote.moe.memory import LaneMap
 from aiote.moe.wire import Route, route_bytes
+from claims import WRONG, claimed
 from engines import opened
 from moe_ranks import Tokens, all_of, check_rows, compute, ranks, reference, whole_round
 
@@ -215,3 +219,47 @@ def test_routes_are_checked_before_they_are_believed(experts, tokens, data):
 def test_what_does_not_go_together_is_refused(wrong, why):
     with pytest.raises(aiote.UsageError, match=why):
         config(**wrong)
+
+
+class Stranger:
+    """A rank that meets every other with what it was given."""
+
+    def __init__(self, inbox: bytes) -> None:
+        self.inbox = inbox
+
+    async def meet(self, rank: int, epoch: int, digest: bytes, caller: aiote.Peer) -> Meeting:
+        return Meeting(epoch, self.inbox)
+
+    def told(self, rank: int, epoch: int, reason: str, caller: aiote.Peer) -> None:
+        pass
+
+    async def left(self, rank: int, epoch: int, rounds: list[int], caller: aiote.Peer) -> None:
+        pass
+
+
+MEETINGS = {
+    **{how: f"rank 1 lends no inbox of its own: .*{text}" for how, text in WRONG.items()},
+    "revoked": "rank 1 lends no inbox of its own: .*which its owner has revoked",
+}
+
+
+@pytest.mark.parametrize("on_loss", ["raise", "mask"])
+@pytest.mark.parametrize("how", MEETINGS)
+async def test_an_inbox_that_is_not_as_claimed_is_not_written_to(how, on_loss):
+    one = config(on_loss=on_loss, lanes=2, **{"rows": None} if on_loss == "mask" else {})
+    inbox = np.zeros(2 * LaneMap(Sizes(one, 2)).inbox, np.uint8)
+    async with local() as honest, local() as liar, local() as third:
+        region = liar.register(inbox)
+        descriptor = region.descriptor
+        if how in WRONG:
+            descriptor = claimed(how, descriptor, liar.address, third.address)
+        elif how == "revoked":
+            await liar.connect(honest.address)
+            async with region.lease(slice(None), honest.address) as lease:
+                descriptor = lease.descriptor
+        stranger = Stranger(descriptor)
+        async with service.serve(liar, service_of(0)(stranger)):
+            with pytest.raises(aiote.UsageError, match=MEETINGS[how]):
+                async with open_group(honest, [honest.address, liar.address], 0, one):
+                    pass
+        assert not inbox.any()
