@@ -39,7 +39,8 @@ cdef class PreparedTargets:
     cdef list kept
     cdef readonly uint64_t page_bytes
     cdef public object peers
-    cdef object write_fault(self, Integers length, Integers here, Integers there, Integers to, uint64_t i)
+    cdef object write_fault(self, Integers length, Integers here, Integers there, Integers to, Integers imms,
+                            uint64_t i)
     cdef object page_fault(self, Integers here, Integers there, Integers shares, uint64_t i)
 
 cdef class TargetRun(TargetOps):
@@ -47,11 +48,14 @@ cdef class TargetRun(TargetOps):
     cdef uint32_t* chosen
     cdef int64_t* pages
     cdef bint started
+    cdef bint numbered   # each target has an immediate of its own
     cdef Hold* hold      # what it waits for; NULL: nothing
     cdef int allocate(self, PreparedTargets prepared, uint64_t count, uint64_t pages) except -1
     cdef bint is_open(self, bint admitted) except -1
     cdef int retain(self, Request request) except -1
     cdef void begin(self, State* state, Op* parent, int64_t imm, uint64_t smallest) noexcept nogil
+    cdef void count_on(self, Op* op, int64_t imm) noexcept nogil
     cdef int begun(self) except -1
 
+cdef bint number(Op* op, Integers imms, uint64_t i) noexcept nogil
 cdef void start_child(State* state, Op* op, uint64_t smallest) noexcept nogil

@@ -32,7 +32,14 @@ class PreparedTargets:
         remote_stride: int = 0,
         flight: Flight | None = None,
     ) -> None: ...
-    def scatter(self, lengths: object, local_offsets: object, remote_offsets: object, to: object) -> TargetRun: ...
+    def scatter(
+        self,
+        lengths: object,
+        local_offsets: object,
+        remote_offsets: object,
+        to: object,
+        immediates: object = None,
+    ) -> TargetRun: ...
     def write_pages(self, local_pages: object, remote_pages: object, counts: object) -> TargetRun: ...
 
 class TargetRun(TargetOps):

@@ -16,6 +16,7 @@ from libc.string cimport memcpy
 
 from aiote_native.channelset cimport largest_of, widest_of
 from aiote_native.core cimport Core
+from aiote_native.counters cimport IMMEDIATE_BITS
 from aiote_native.elements cimport refuse_mask
 from aiote_native.flights cimport Flight
 from aiote_native.held cimport Order, hold_of, start_targets_behind
@@ -125,34 +126,40 @@ cdef class PreparedTargets:
         self.kept.append((link, local, remote, flight))
         self.count += 1
 
-    def scatter(self, lengths, local_offsets, remote_offsets, to) -> TargetRun:
-        """Make a run of one write to each target, or to those whose positions `to` lists.
+    def scatter(self, lengths, local_offsets, remote_offsets, to, immediates=None) -> TargetRun:
+        """Make a run of one write to each target, or to those whose positions `to` lists; with `immediates` write i
+        counts on number i of them.
 
         Raises TypeError for what is no array of 64-bit integers, ValueError for arrays of different lengths, a position
-        that is none, and a range that leaves the target's.
+        that is none, a range that leaves the target's, and an immediate of over 28 bits.
         """
         cdef Integers length = Integers("lengths", lengths)
         cdef Integers here = Integers("local_offsets", local_offsets)
         cdef Integers there = Integers("remote_offsets", remote_offsets)
         cdef Integers rows = Integers("to", to)
+        cdef Integers imms = Integers("imm", immediates)
         cdef uint64_t count = rows.count if rows.held else self.count
         cdef TargetRun run = TargetRun.__new__(TargetRun)
         cdef int64_t bad
         cdef Integers given
-        for given in (length, here, there):
+        for given in (length, here, there, imms):
             if (given.held or given is length) and given.count != count:
                 raise ValueError(f"{given.name} has {given.count} numbers for {count} targets")
         run.allocate(self, count, 0)
-        bad = fill_writes(self, run, length, here, there, rows)
+        run.numbered = imms.held
+        bad = fill_writes(self, run, length, here, there, rows, imms)
         if bad >= 0:
-            raise ValueError(self.write_fault(length, here, there, rows, bad))
+            raise ValueError(self.write_fault(length, here, there, rows, imms, bad))
         return run
 
-    cdef object write_fault(self, Integers length, Integers here, Integers there, Integers to, uint64_t i):
+    cdef object write_fault(self, Integers length, Integers here, Integers there, Integers to, Integers imms,
+                            uint64_t i):
         """Say what is wrong with write `i`."""
         cdef uint64_t at = to.at(i) if to.held else i
         if at >= self.count:
             return f"to[{i}] is {to.value(i)}, and there are {self.count} targets"
+        if imms.held and imms.at(i) >> IMMEDIATE_BITS:
+            return f"imm[{i}] is {imms.value(i)}, expected from 0 to 2**{IMMEDIATE_BITS} - 1"
         sides = (("local", here, self.rows[at].local_bytes), ("remote", there, self.rows[at].remote_bytes))
         for side, offset, limit in sides:
             start, size = (<Integers> offset).value(i), length.value(i)
@@ -215,8 +222,16 @@ cdef uint64_t shared(uint64_t total, uint64_t count) noexcept nogil:
     return total + count if total < ANY_PAGE and count < ANY_PAGE else ANY_PAGE
 
 
+cdef bint number(Op* op, Integers imms, uint64_t i) noexcept nogil:
+    """Have a write count on number `i`, if there are numbers; False for what is no immediate."""
+    cdef uint64_t imm = imms.at(i)
+    op.counted = imms.held
+    op.imm = <uint32_t> imm
+    return not imm >> IMMEDIATE_BITS
+
+
 cdef int64_t fill_writes(PreparedTargets prepared, TargetRun run, Integers length, Integers here, Integers there,
-                         Integers to) noexcept nogil:
+                         Integers to, Integers imms) noexcept nogil:
     """Copy the checked targets, with a request's own numbers. Returns the position of the first bad one, or -1."""
     cdef uint64_t i, at, size, near, far
     cdef const Row* row
@@ -237,6 +252,8 @@ cdef int64_t fill_writes(PreparedTargets prepared, TargetRun run, Integers lengt
         op.part_bytes = size
         op.parts = 1
         run.chosen[i] = <uint32_t> at
+        if not number(op, imms, i):
+            return i
     return -1
 
 
@@ -343,9 +360,9 @@ cdef class TargetRun(TargetOps):
     def start(self, type kind, owner, int64_t imm, bint admitted=False, Order order=None) -> Request | None:
         """Post all of it as one request of `kind`, made without its `__init__`, whose peer is `owner`.
 
-        None: something has changed that needs a closer look, and nothing was posted. `imm` below 0 means none;
-        `admitted`: the caller has looked for room; `order`: what it is behind. Raises RuntimeError for a run that was
-        started before.
+        None: something has changed that needs a closer look, and nothing was posted. `imm` is the immediate of every
+        write, below 0 none; it is ignored where each has its own. `admitted`: the caller has looked for room; `order`:
+        what it is behind. Raises RuntimeError for a run that was started before.
         """
         cdef Core core = self.prepared.core
         cdef Request request
@@ -355,7 +372,7 @@ cdef class TargetRun(TargetOps):
             return None
         request = fresh(kind, owner)
         request.op.opcode = OP_WRITE
-        request.op.counted = imm >= 0
+        request.op.counted = imm >= 0 or self.numbered
         request.op.children = self.ops
         request.op.child_count = self.count
         request.targets = self
@@ -385,9 +402,8 @@ cdef class TargetRun(TargetOps):
         for i in range(parent.child_count):
             op = &parent.children[i]
             op.parent = parent
-            op.counted = imm >= 0
-            op.imm = <uint32_t> imm if imm >= 0 else 0
-            if op.part_bytes == 0 and imm < 0:
+            self.count_on(op, imm)
+            if op.part_bytes == 0 and not op.counted:
                 # Neither bytes nor a count: there is nothing to post.
                 op.parts = 0
             if self.hold == NULL:
@@ -396,6 +412,12 @@ cdef class TargetRun(TargetOps):
                 split_child(op, smallest)
         if self.hold != NULL:
             start_targets_behind(state, parent, self.hold)
+
+    cdef void count_on(self, Op* op, int64_t imm) noexcept nogil:
+        """Have a write count on the immediate of all, unless each has its own."""
+        if not self.numbered:
+            op.counted = imm >= 0
+            op.imm = <uint32_t> imm if imm >= 0 else 0
 
     cdef int begun(self) except -1:
         """Go on without the lock once it was begun."""

@@ -23,4 +23,5 @@ def arm(
     remote_offsets: object,
     to: object,
     skips: bool,
+    immediates: object = None,
 ) -> ArmedRun: ...

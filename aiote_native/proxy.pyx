@@ -21,9 +21,10 @@ from posix.time cimport timespec
 from aiote_native.channelset cimport widest_of
 from aiote_native.clocks cimport clock_ns
 from aiote_native.core cimport Core
+from aiote_native.counters cimport IMMEDIATE_BITS
 from aiote_native.gates cimport batch_flush
 from aiote_native.posting cimport State, link_tail, op_cancel, op_end, op_fail, unlink
-from aiote_native.prepared cimport Integers, PreparedTargets, Row, TargetRun, start_child
+from aiote_native.prepared cimport Integers, PreparedTargets, Row, TargetRun, number, start_child
 from aiote_native.progress cimport (
     alive, kick, lock, pthread_join, pthread_mutex_destroy, pthread_mutex_init, pthread_mutex_lock,
     pthread_mutex_unlock, pthread_t, signal_wake, unlock, usable)
@@ -105,8 +106,7 @@ cdef class ArmedRun(TargetRun):
         for i in range(parent.child_count):
             op = &parent.children[i]
             op.parent = parent
-            op.counted = imm >= 0
-            op.imm = <uint32_t> imm if imm >= 0 else 0
+            self.count_on(op, imm)
             op.armed = True
             if op.peer.failed:
                 op_fail(state, op, op.peer.error, op.peer.error_rail)
@@ -130,32 +130,36 @@ cdef Numbers numbers_of(Integers values):
 
 
 def arm(PreparedTargets prepared not None, flag, uint32_t value, lengths, local_offsets, remote_offsets, to,
-        bint skips) -> ArmedRun:
+        bint skips, immediates=None) -> ArmedRun:
     """Make a run of one write to each target, or to those that `to` lists, which is posted when the flag is `value`.
 
-    The other arrays are read then, and not before; a length of 0 posts nothing where it `skips`. Raises TypeError,
-    ValueError as `PreparedTargets.scatter`, and OSError where no thread can be started.
+    With `immediates` write i counts on number i of them. Lengths and offsets are read when the flag is raised, and not
+    before; a length of 0 posts nothing where it `skips`. Raises TypeError, ValueError as `PreparedTargets.scatter`, and
+    OSError where no thread can be started.
     """
     cdef ArmedRun run = ArmedRun.__new__(ArmedRun)
     cdef Integers rows = Integers("to", to)
+    cdef Integers imms = Integers("imm", immediates)
     cdef uint64_t i, at, count = rows.count if rows.held else prepared.count
     cdef FlagWord word = FlagWord(flag)
     run.lengths = Integers("lengths", lengths)
     run.here = Integers("local_offsets", local_offsets)
     run.there = Integers("remote_offsets", remote_offsets)
     cdef Integers given
-    for given in (run.lengths, run.here, run.there):
+    for given in (run.lengths, run.here, run.there, imms):
         if (given.held or given is run.lengths) and given.count != count:
             raise ValueError(f"{given.name} has {given.count} numbers for {count} targets")
-        if given.held and (<uint64_t> given.view.buf | <uint64_t> given.step) % 8:
+        if given.held and given is not imms and (<uint64_t> given.view.buf | <uint64_t> given.step) % 8:
             raise ValueError(f"{given.name}: numbers that another thread writes must lie at multiples of 8")
     run.allocate(prepared, count, 0)
+    run.numbered = imms.held
     for i in range(count):
         at = rows.at(i) if rows.held else i
-        if at >= prepared.count:
-            raise ValueError(f"to[{i}] is {rows.value(i)}, and there are {prepared.count} targets")
+        if at >= prepared.count or imms.at(i) >> IMMEDIATE_BITS:
+            raise ValueError(prepared.write_fault(run.lengths, run.here, run.there, rows, imms, i))
         memcpy(&run.ops[i], &prepared.rows[at].op, sizeof(Op))
         run.ops[i].parts = 1
+        number(&run.ops[i], imms, i)
         run.chosen[i] = <uint32_t> at
     if prepared.core.proxy is None:
         prepared.core.proxy = Proxy(prepared.core)

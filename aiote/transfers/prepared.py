@@ -179,7 +179,7 @@ class PreparedScatter(Prepared):
         lengths: Any,
         local_offsets: Any = None,
         remote_offsets: Any = None,
-        imm: int | None = None,
+        imm: Any = None,
         *,
         to: Any = None,
         stream: Any = None,
@@ -187,12 +187,14 @@ class PreparedScatter(Prepared):
         """Start a write of `lengths[i]` bytes to target i, between these offsets (bytes) within its two regions.
 
         Each is an array of int64 or uint64 (NumPy, `array.array`, any buffer), read before this returns; offsets that
-        are None are 0. With `imm` each write counts 1 at its receiver, one of length 0 as well; without, a length of 0
-        posts nothing. `to` lists the targets that are meant, by position, in any order and as often as needed; the
-        others get nothing. `stream` is as of `Engine.write`. Raises UsageError for numbers that do not fit,
-        ClosedError, PeerError, QueueFull, and TransferError for a void lease: nothing was posted then.
+        are None are 0. With `imm`, one immediate for all or an array of one for each, each write counts 1 at its
+        receiver, one of length 0 as well; without, a length of 0 posts nothing. `to` lists the targets that are meant,
+        by position, in any order and as often as needed; the others get nothing. `stream` is as of `Engine.write`.
+        Raises UsageError for numbers that do not fit, ClosedError, PeerError, QueueFull, and TransferError for a void
+        lease: nothing was posted then.
         """
-        return self._start(self._run(lengths, local_offsets, remote_offsets, to), checked(imm), stream)
+        number, numbers = one_or_each(imm)
+        return self._start(self._run(lengths, local_offsets, remote_offsets, to, numbers), number, stream)
 
     def submit_when(
         self,
@@ -201,34 +203,36 @@ class PreparedScatter(Prepared):
         lengths: Any,
         local_offsets: Any = None,
         remote_offsets: Any = None,
-        imm: int | None = None,
+        imm: Any = None,
         *,
         to: Any = None,
         skip_empty: bool = False,
     ) -> Transfer:
         """Start a write that a native thread posts when `flag`, a uint32 in memory, becomes `value`.
 
-        Whoever raises the flag, a GPU or another thread, has written the numbers before; they are read then, once, and
-        `to` now. They lie at multiples of 8; all of it is kept until the transfer is over. With `skip_empty` a length
-        of 0 posts nothing, counted or not. A flag only grows, and wraps: one that is beyond `value`, or goes back, and
-        numbers that leave a target end the transfer with TransferError, and nothing was posted. It is under way until
-        the flag is raised: it can be cancelled, and ends with its peers and the engine. Raises as `submit`.
+        Whoever raises the flag, a GPU or another thread, has written lengths and offsets before; they are read then,
+        once, and `to` and `imm` now. They lie at multiples of 8; all of it is kept until the transfer is over. With
+        `skip_empty` a length of 0 posts nothing, counted or not. A flag only grows, and wraps: one that is beyond
+        `value`, or goes back, and numbers that leave a target end the transfer with TransferError, and nothing was
+        posted. It is under way until the flag is raised: it can be cancelled, and ends with its peers and the engine.
+        Raises as `submit`.
         """
         if not 0 <= value < 1 << 32:
             raise UsageError(f"value={value!r}: expected from 0 to 2**32 - 1")
+        number, numbers = one_or_each(imm)
         try:
-            run = arm(self._targets, flag, value, lengths, local_offsets, remote_offsets, to, skip_empty)
+            run = arm(self._targets, flag, value, lengths, local_offsets, remote_offsets, to, skip_empty, numbers)
         except (BufferError, TypeError, ValueError) as error:
             raise UsageError(f"scatter: {error}") from None
         # Whoever raises the flag does so behind what fills the sources.
-        return self._start(run, checked(imm), -1)
+        return self._start(run, number, -1)
 
     async def write(
         self,
         lengths: Any,
         local_offsets: Any = None,
         remote_offsets: Any = None,
-        imm: int | None = None,
+        imm: Any = None,
         *,
         to: Any = None,
         stream: Any = None,
@@ -237,11 +241,12 @@ class PreparedScatter(Prepared):
 
         Cancelling is as of `Engine.scatter`. The arrays are read at once.
         """
-        await self._write(self._run(lengths, local_offsets, remote_offsets, to), checked(imm), stream)
+        number, numbers = one_or_each(imm)
+        await self._write(self._run(lengths, local_offsets, remote_offsets, to, numbers), number, stream)
 
-    def _run(self, lengths: Any, local_offsets: Any, remote_offsets: Any, to: Any) -> TargetRun:
+    def _run(self, lengths: Any, local_offsets: Any, remote_offsets: Any, to: Any, numbers: Any) -> TargetRun:
         try:
-            return self._targets.scatter(lengths, local_offsets, remote_offsets, to)
+            return self._targets.scatter(lengths, local_offsets, remote_offsets, to, numbers)
         except (BufferError, TypeError, ValueError) as error:
             raise UsageError(f"scatter: {error}") from None
 
@@ -305,3 +310,10 @@ class PreparedPages(Prepared):
 def checked(imm: int | None) -> int:
     """Return an immediate for the native core. Raises UsageError."""
     return NO_IMMEDIATE if imm is None else check_immediate(imm)
+
+
+def one_or_each(imm: Any) -> tuple[int, Any]:
+    """Return the immediate of all writes for the native core, and an array of one for each. Raises UsageError."""
+    if imm is None or (hasattr(imm, "__index__") and not getattr(imm, "shape", ())):
+        return checked(imm), None
+    return NO_IMMEDIATE, imm

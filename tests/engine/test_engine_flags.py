@@ -30,7 +30,7 @@ class Device:
     def flag(self) -> np.ndarray:
         return self.words[1:2]
 
-    def arm(self, here: Star, value: int = 1, imm: int | None = 5, **more) -> aiote.Transfer:
+    def arm(self, here: Star, value: int = 1, imm: object = 5, **more) -> aiote.Transfer:
         prepared = here.hub.prepare_scatter(here.group, here.targets)
         return prepared.submit_when(self.flag, value, *self.numbers, imm, **more)
 
@@ -67,6 +67,23 @@ async def test_what_was_written_before_the_flag_is_posted(provider, progress):
             await other.counter(5).wait(5)
             assert other.counter(5).value == 0
             assert np.array_equal(memory, wanted)
+
+
+@each_provider
+async def test_each_write_counts_on_an_immediate_of_its_own(provider):
+    async with star(provider, 3) as here:
+        device = Device(3)
+        imms = np.array([5, 6, 7])
+        transfer = device.arm(here, imm=imms)
+        # They are read when it is armed, unlike the lengths.
+        imms[:] = 9
+        device.play([8, 0, 8])
+        await transfer
+        for other, imm in zip(here.others, (5, 6, 7), strict=True):
+            await other.counter(imm).wait(1)
+            assert other.statistics().immediates == 1
+        with pytest.raises(aiote.UsageError, match="imm.2. is 268435456, expected from 0"):
+            device.arm(here, imm=np.array([0, 0, 1 << 28]))
 
 
 @each_provider

@@ -59,6 +59,18 @@ async def test_some_of_the_targets_in_any_order_and_several_times(provider):
 
 
 @each_provider
+async def test_each_write_counts_on_an_immediate_of_its_own(provider):
+    async with star(provider, 3) as here:
+        prepared = here.hub.prepare_scatter(here.group, here.targets)
+        await prepared.write(np.array([8, 0, 8]), imm=np.array([5, 6, (1 << 28) - 1]))
+        await prepared.write(np.array([8, 8]), imm=array.array("Q", [7, 5]), to=np.array([2, 0]))
+        for other, imms in zip(here.others, ({5: 2}, {6: 1}, {(1 << 28) - 1: 1, 7: 1}), strict=True):
+            for imm, count in imms.items():
+                await other.counter(imm).wait(count)
+            assert other.statistics().immediates == sum(imms.values())
+
+
+@each_provider
 async def test_without_an_immediate_a_length_of_nothing_posts_nothing(provider):
     async with star(provider, 2) as here:
         prepared = here.hub.prepare_scatter(here.group, here.targets)
@@ -290,6 +302,11 @@ WRONG_SCATTERS = {
     "to.0. is -1, and there are 2": (np.ones(1, np.int64), None, None, None, np.array([-1])),
     "lengths: MaskedArray has a mask": (np.ma.ones(2, np.int64),),
     "the immediate is 268435456": (np.ones(2, np.int64), None, None, 1 << 28),
+    "imm.1. is 268435456, expected from 0": (np.ones(2, np.int64), None, None, np.array([0, 1 << 28])),
+    "imm.0. is -1, expected from 0": (np.ones(2, np.int64), None, None, np.array([-1, 3])),
+    "imm has 1 numbers for 2 targets": (np.ones(2, np.int64), None, None, np.array([3])),
+    "imm: .* of format 'i'": (np.ones(2, np.int64), None, None, np.ones(2, np.int32)),
+    "imm: .* got str": (np.ones(2, np.int64), None, None, "7"),
 }
 WRONG_PAGES = {
     "local_pages: .*got list": ([0], np.zeros(1, np.int64), None),
