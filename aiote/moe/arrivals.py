@@ -11,38 +11,48 @@ from contextlib import ExitStack
 
 import aiote
 
-from .wire import ANSWER, PAYLOAD, ROUTE, immediate
+from .wire import ANSWER, PAYLOAD, ROUTE, SLOTS, slot_of
 
-__all__ = ["Arrivals"]
+__all__ = ["Arrivals", "Immediates"]
 
+ALL = -1
+"""In place of a rank: the count of all ranks together."""
 Lost = Callable[[int | None], BaseException | None]
 Near = Callable[[int | None], None]
+
+
+class Immediates:
+    """The immediates of a rank in one epoch, which others write with; closed with it, after the counters."""
+
+    def __init__(self, engine: aiote.Engine, lanes: int, sources: int) -> None:
+        """Reserve them. `sources`: how many ranks count by themselves; 0 for one count of all of them."""
+        each = lanes * SLOTS
+        self._block = engine.reserve_immediates(each * max(1, sources))
+        self.firsts = {rank if sources else ALL: self._block[each * rank] for rank in range(max(1, sources))}
+
+    def first_of(self, rank: int) -> int:
+        """Return the first of the immediates that a rank writes with."""
+        return self.firsts.get(rank, self.firsts.get(ALL, -1))
+
+    def close(self) -> None:
+        """Give them back. Idempotent."""
+        self._block.close()
 
 
 class Arrivals:
     """The counters of one lane in one epoch; closed with it."""
 
-    def __init__(self, engine: aiote.Engine, group: int, epoch: int, lane: int, sources: list[int]) -> None:
-        """Open them; `sources` are the ranks that count by themselves, none for one count over all."""
-        self._base = group, epoch, lane
-        self._separate = bool(sources)
+    def __init__(self, engine: aiote.Engine, lane: int, firsts: Mapping[int, int]) -> None:
+        """Open them; `firsts` are the ranks' first immediates (`Immediates.firsts`)."""
+        self._separate = ALL not in firsts
         self._counters: dict[tuple[int, int, int], aiote.Counter] = {}
         with ExitStack() as opened:
             for kind, parities in ((ROUTE, 2), (PAYLOAD, 2), (ANSWER, 1)):
                 for parity in range(parities):
-                    for source in [rank + 1 for rank in sources] or [0]:
-                        counter = opened.enter_context(engine.counter(immediate(*self._base, kind, parity, source)))
+                    for source, first in firsts.items():
+                        counter = opened.enter_context(engine.counter(first + slot_of(lane, kind, parity)))
                         self._counters[kind, parity, source] = counter
             self._opened = opened.pop_all()
-
-    async def drop_old(self) -> None:
-        """Consume what an epoch long ago that had the same immediates has left; nobody writes in this one yet."""
-        for counter in self._counters.values():
-            await counter.wait(counter.value)
-
-    def number(self, kind: int, parity: int, me: int) -> int:
-        """Return the immediate of this rank's own writes."""
-        return immediate(*self._base, kind, parity if kind != ANSWER else 0, me + 1 if self._separate else 0)
 
     async def wait(
         self, kind: int, parity: int, needs: Mapping[int, int], lost: Lost, near: Near | None = None
@@ -55,7 +65,7 @@ class Arrivals:
         """
         parity = parity if kind != ANSWER else 0
         if not self._separate:
-            counter, need = self._counters[kind, parity, 0], sum(needs.values())
+            counter, need = self._counters[kind, parity, ALL], sum(needs.values())
             if near is not None and counter.value < need:
                 # Who is late is asked only where somebody is: it costs one more turn of the loop.
                 await counter.wait_unless(need - 1, lambda: lost(None))
@@ -68,7 +78,7 @@ class Arrivals:
             if near is not None:
                 near(rank)
             try:
-                await self._counters[kind, parity, rank + 1].wait_unless(need, lambda rank=rank: lost(rank))  # type: ignore[misc]
+                await self._counters[kind, parity, rank].wait_unless(need, lambda rank=rank: lost(rank))  # type: ignore[misc]
             except aiote.PeerLostError:
                 if lost(None) is not None:
                     raise

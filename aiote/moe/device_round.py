@@ -353,7 +353,7 @@ class DeviceRound(Round):
         # Of those that have nothing to write nobody knows yet; such a rank may leave before the others are written to.
         submit = posting.when_alone if numbers[0] is lane.lengths else posting.when
         try:
-            made = submit(lane.flag(flag), lane.turn, ranks, numbers, self._imm(kind))
+            made = submit(lane.flag(flag), lane.turn, ranks, numbers, self._slot(kind))
         except aiote.PeerError as error:
             raise lane.named(error) from error
         lane.post(made)

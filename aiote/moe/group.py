@@ -15,11 +15,12 @@ import aiote
 
 from .. import service
 from ..service.background import Bell, TaskScope, beside, to_the_end
+from .arrivals import Immediates
 from .batch import Batch
 from .config import MoeConfig, Sizes
 from .device import Launcher, open_launcher
 from .device_round import DeviceLane
-from .joining import AGAIN_S, COMES_LATER, ELSEWHERE, Meeting, MoeService, inbox_of, service_of, within_reach
+from .joining import AGAIN_S, COMES_LATER, ELSEWHERE, Meeting, MoeService, service_of, within_reach
 from .lane import Lane
 from .memory import RankMemory
 from .posting import Posting, groups_alone
@@ -59,6 +60,7 @@ class MoeGroup:
         self.membership = Membership(len(members), rank, masks=config.on_loss == "mask")
         self.memory = RankMemory(self.sizes, self.launcher)
         self.posting: Posting | None = None
+        self._immediates: Immediates | None = None
         self.service: type[MoeService] = service_of(group)
         self.counted = MoeStatistics(
             expert_rows=np.zeros(self.sizes.held(rank), np.int64),
@@ -237,7 +239,8 @@ class MoeGroup:
             raise aiote.UsageError(f"rank {rank} of {self.sizes.ranks} asks rank {self.rank}")
         while not (self._ready >= epoch and self.membership.failure is None and self._is_member(rank, caller)):
             await self._changed.wait()
-        return Meeting(self._ready, self.memory.lend(rank, caller.address))
+        assert self._immediates is not None
+        return Meeting(self._ready, self.memory.lend(rank, caller.address), self._immediates.first_of(rank))
 
     def _is_over(self, rank: int, digest: bytes) -> bool:
         """Whether this group is one that a rank has left, or may have left: it has opened another one then."""
@@ -300,8 +303,7 @@ class MoeGroup:
         self.membership.reset(epoch, back)
         while True:
             epoch = self.membership.epoch
-            for lane in self._lanes:
-                await lane.open(epoch)
+            self._open_counters()
             self._ready = epoch
             self._changed.ring()
             found = await self._meet_all(epoch, range(self.sizes.ranks) if first else back)
@@ -312,6 +314,15 @@ class MoeGroup:
             await self._take_back()
             self.membership.reset(latest)
         await self._reach(found)
+
+    def _open_counters(self) -> None:
+        """Open new counters on new immediates: what is still on its way in an earlier epoch counts nowhere."""
+        if self._immediates is not None:
+            self._immediates.close()
+        separate = self.sizes.ranks if self.config.on_loss == "mask" else 0
+        self._immediates = Immediates(self.engine, len(self._lanes), separate)
+        for lane in self._lanes:
+            lane.open(self._immediates.firsts)
 
     async def _reach(self, found: dict[int, Meeting]) -> None:
         inboxes = {}
@@ -329,7 +340,8 @@ class MoeGroup:
         connected = {rank: self._peers[rank] for rank in inboxes}  # One that may be masked may be lost already.
         peers = None if self.config.on_loss == "mask" else await self.engine.peer_group(connected.values())
         alone = {} if self.launcher is None else await groups_alone(self.engine, connected, self.lose)
-        self.posting = Posting(self.engine, self.memory.outbox, inboxes, peers, self.lose, alone)
+        firsts = {rank: found[rank].first(len(self._lanes)) for rank in inboxes}
+        self.posting = Posting(self.engine, self.memory.outbox, inboxes, firsts, peers, self.lose, alone)
 
     def _inbox(self, rank: int, descriptor: bytes) -> aiote.RemoteRegion:
         nbytes = self.memory.inbox.nbytes
@@ -453,6 +465,8 @@ class MoeGroup:
             except GroupBrokenError as error:
                 late.append(error)
             lane.close()
+        if self._immediates is not None:
+            self._immediates.close()
         if not self.engine.closed:
             await self.memory.take_all_back()
         await self.memory.close()

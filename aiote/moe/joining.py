@@ -15,6 +15,7 @@ from msgspec import Meta
 import aiote
 
 from .. import service
+from .wire import SLOTS
 
 __all__ = [
     "AGAIN_S",
@@ -23,7 +24,6 @@ __all__ = [
     "Meeting",
     "MoeService",
     "RankHost",
-    "inbox_of",
     "service_of",
     "within_reach",
 ]
@@ -42,13 +42,22 @@ COMES_LATER = service.BusyError, service.DrainingError, service.CallLostError
 
 
 class Meeting(msgspec.Struct, frozen=True):
-    """What a rank answers: the epoch that it is in, and the descriptor of its inbox for the one that asked."""
+    """What a rank answers: the epoch that it is in, the descriptor of its inbox for the one that asked, and the first
+    of the immediates that this one writes with.
+    """
 
     epoch: Epoch
     inbox: Annotated[bytes, Meta(max_length=4096)]
+    imm: Annotated[int, Meta(ge=0)]
+
+    def first(self, lanes: int) -> int:
+        """Return the first of the immediates. Raises UsageError where those of so many lanes have over 28 bits."""
+        if self.imm + lanes * SLOTS > 1 << 28:
+            raise aiote.UsageError(f"immediates from {self.imm:#x} on, {SLOTS} for each of {lanes} lanes, pass 28 bits")
+        return self.imm
 
 
-ELSEWHERE = Meeting(0, b"")
+ELSEWHERE = Meeting(0, b"", 0)
 """The answer of a rank that is still in an earlier group of the same number: it is to be asked again."""
 
 
@@ -97,11 +106,3 @@ def within_reach(met: Meeting, epoch: int, *, first: bool) -> Meeting:
     if not first and met.epoch > epoch + MOST_AHEAD:
         raise aiote.UsageError(f"it says that it is in epoch {met.epoch}, this rank is in {epoch}")
     return met
-
-
-def inbox_of(engine: aiote.Engine, member: aiote.Address, nbytes: int, descriptor: bytes) -> aiote.RemoteRegion:
-    """Return the inbox that a member lends, of so many bytes. Raises UsageError for what is none of its own."""
-    inbox = engine.attach(descriptor)
-    if inbox.owner.identity != member.identity or inbox.nbytes != nbytes:
-        raise aiote.UsageError(f"{member} lends {inbox}, which is not its inbox")
-    return inbox

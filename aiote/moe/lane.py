@@ -5,7 +5,7 @@ What goes wrong in a step breaks the group, but for an overflow, which every ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -51,13 +51,10 @@ class Lane:
         assert self._arrivals is not None
         return self._arrivals
 
-    async def open(self, epoch: int) -> None:
-        """Begin an epoch: no round is under way, and the counters are new."""
+    def open(self, firsts: Mapping[int, int]) -> None:
+        """Begin an epoch, in which others write with these immediates (`Immediates.firsts`): no round is under way."""
         self.close()
-        group = self.group
-        separate = list(range(self.sizes.ranks)) if group.config.on_loss == "mask" else []
-        self._arrivals = Arrivals(group.engine, group.number, epoch, self.number, separate)
-        await self._arrivals.drop_old()
+        self._arrivals = Arrivals(self.group.engine, self.number, firsts)
         self.state = RoundState()
 
     def close(self) -> None:

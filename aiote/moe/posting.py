@@ -36,13 +36,17 @@ class Posting:
         engine: aiote.Engine,
         outbox: aiote.Region,
         inboxes: Mapping[int, aiote.RemoteRegion],
+        firsts: Mapping[int, int],
         peers: aiote.PeerGroup | None,
         lost: Callable[[int, str], None],
         alone: Mapping[int, aiote.PeerGroup],
     ) -> None:
-        """`peers` are the inboxes' ranks; None where each may be masked. `lost` is told of one that cannot be written
-        to by itself. What flags release may go to each of those `alone`, which are as `groups_alone` has made them.
+        """`firsts` are the first immediates of each rank, `peers` the inboxes' ranks; None where each may be masked.
+
+        `lost` is told of one that cannot be written to by itself. What flags release may go to each of those `alone`,
+        which are as `groups_alone` has made them.
         """
+        self._firsts = firsts
         self._engine, self._outbox, self._inboxes, self._lost = engine, outbox, inboxes, lost
         self._places = {rank: place for place, rank in enumerate(inboxes)}
         targets = {rank: aiote.ScatterTarget(outbox, inbox) for rank, inbox in inboxes.items()}
@@ -54,21 +58,27 @@ class Posting:
             except aiote.PeerError as error:
                 lost(rank, str(error))
 
-    def write(self, writes: list[Write], imm: int) -> list[tuple[int, aiote.Transfer]]:
-        """Start writes that count 1 each; return the transfers with the rank that each is to, -1 for several.
+    def write(self, writes: list[Write], slot: int) -> list[tuple[int, aiote.Transfer]]:
+        """Start writes that count 1 each, on that one of their rank's immediates (`wire.slot_of`); return the transfers
+        with the rank that each is to, -1 for several.
 
         Raises as `PreparedScatter.submit`.
         """
         if not writes:
             return []
         if self._scatter is None:
-            return [made for one in writes for made in self._one(one, imm)]
+            return [made for one in writes for made in self._one(one, slot)]
         rows = np.array([(one.nbytes, one.at, one.to, self._places[one.rank]) for one in writes], np.int64).T
         lengths, local, remote, places = rows
-        return [(-1, self._scatter.submit(lengths, local, remote, imm, to=places))]
+        imms = self._numbers([one.rank for one in writes], slot)
+        return [(-1, self._scatter.submit(lengths, local, remote, imms, to=places))]
+
+    def _numbers(self, ranks: Sequence[int], slot: int) -> Ints:
+        """Return the immediate with which each rank is written to."""
+        return np.array([self._firsts[rank] + slot for rank in ranks], np.int64)
 
     def when(
-        self, flag: NDArray[np.uint32], value: int, ranks: Sequence[int], numbers: Sequence[Ints], imm: int
+        self, flag: NDArray[np.uint32], value: int, ranks: Sequence[int], numbers: Sequence[Ints], slot: int
     ) -> list[tuple[int, aiote.Transfer]]:
         """Start writes that are posted when a flag is raised: lengths, places here and there, which are read then.
 
@@ -76,13 +86,14 @@ class Posting:
         the group. Else as `write`.
         """
         if self._scatter is None:
-            return self.when_alone(flag, value, ranks, numbers, imm)
+            return self.when_alone(flag, value, ranks, numbers, slot)
         places, (lengths, at, there) = np.array([self._places[rank] for rank in ranks], np.int64), numbers
-        made = self._scatter.submit_when(flag, value, lengths, at, there, imm, to=places, skip_empty=True)
+        imms = self._numbers(ranks, slot)
+        made = self._scatter.submit_when(flag, value, lengths, at, there, imms, to=places, skip_empty=True)
         return [(-1, made)]
 
     def when_alone(
-        self, flag: NDArray[np.uint32], value: int, ranks: Sequence[int], numbers: Sequence[Ints], imm: int
+        self, flag: NDArray[np.uint32], value: int, ranks: Sequence[int], numbers: Sequence[Ints], slot: int
     ) -> list[tuple[int, aiote.Transfer]]:
         """Start the same, each a transfer of its own: one that fails, or whose rank leaves, stops no other."""
         made = []
@@ -90,6 +101,7 @@ class Posting:
             # It may have been lost before the group was whole.
             if rank in self._alone:
                 length, at, there = (one[place : place + 1] for one in numbers)
+                imm = self._firsts[rank] + slot
                 try:
                     one = self._alone[rank].submit_when(flag, value, length, at, there, imm, skip_empty=True)
                     made.append((rank, one))
@@ -102,7 +114,8 @@ class Posting:
         nothing = np.zeros(0, np.int64)
         return self._alone[-1].submit_when(flag, value, nothing, to=nothing)
 
-    def _one(self, one: Write, imm: int) -> list[tuple[int, aiote.Transfer]]:
+    def _one(self, one: Write, slot: int) -> list[tuple[int, aiote.Transfer]]:
+        imm = self._firsts[one.rank] + slot
         try:
             return [(one.rank, self._engine.submit_write_imm(*self._sides(one), imm))]
         except aiote.PeerError as error:
@@ -113,14 +126,14 @@ class Posting:
         return self._outbox[one.at : one.at + one.nbytes], self._inboxes[one.rank][one.to : one.to + one.nbytes]
 
     def pages(
-        self, rank: int, to: tuple[int, Ints], at: tuple[int, Ints], nbytes: int, imm: int
+        self, rank: int, to: tuple[int, Ints], at: tuple[int, Ints], nbytes: int, slot: int
     ) -> list[tuple[int, aiote.Transfer]]:
         """Start to write rows, each of which counts 1: from where the rows begin there and here, and their numbers."""
         if not len(to[1]):
             return []
         source = aiote.Pages(self._outbox, at[1], nbytes, offset=at[0])
         target = aiote.Pages(self._inboxes[rank], to[1], nbytes, offset=to[0])
-        return [(rank, self._engine.submit_write_pages(source, target, imm))]
+        return [(rank, self._engine.submit_write_pages(source, target, self._firsts[rank] + slot))]
 
 
 async def groups_alone(

@@ -21,7 +21,7 @@ from .plan import Counts, Plan
 from .posting import Write
 from .runs import merged, spread, unfold
 from .states import MoeOverflowError, NotBegunError
-from .wire import ANSWER, PAYLOAD, ROUTE, OtherRoundError, Route
+from .wire import ANSWER, PAYLOAD, ROUTE, OtherRoundError, Route, slot_of
 
 if TYPE_CHECKING:
     from .lane import Lane
@@ -57,15 +57,15 @@ class Round:
         self._y_like: Any = given.like
         self.answered: NDArray[np.bool_] | None = None
 
-    def _imm(self, kind: int) -> int:
-        return self._lane.arrivals.number(kind, self._parity, self._group.rank)
+    def _slot(self, kind: int) -> int:
+        return slot_of(self._lane.number, kind, self._parity)
 
     def _write(self, writes: list[Write], kind: int) -> None:
         posting = self._group.posting
         assert posting is not None
         if writes:
             try:
-                self._lane.post(posting.write(writes, self._imm(kind)))
+                self._lane.post(posting.write(writes, self._slot(kind)))
             except aiote.PeerError as error:
                 raise self._lane.named(error) from error
             self._group.counted.sent_bytes += sum(one.nbytes for one in writes)
@@ -237,7 +237,7 @@ class Round:
     def _pages(self, rank: int, to: tuple[int, Any], at: tuple[int, Any], nbytes: int, kind: int) -> None:
         posting = self._group.posting
         assert posting is not None
-        self._lane.post(posting.pages(rank, to, at, nbytes, self._imm(kind)))
+        self._lane.post(posting.pages(rank, to, at, nbytes, self._slot(kind)))
         self._group.counted.sent_bytes += nbytes * len(to[1])
 
     def _tokens_in_order(self) -> NDArray[np.int64]:

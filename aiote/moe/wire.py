@@ -6,13 +6,14 @@ A route is what a rank sends to every other in each round, with rows or without:
 
 It is data of a peer: nothing of it becomes an offset before it was checked against itself and the config.
 
-An immediate says which write it counts, in the 27 bits that users number by themselves:
+Each rank reserves a block of immediates for an epoch, and tells every other where its own begin (`joining.Meeting`): of
+each lane SLOTS in a row,
 
-    group 5 | epoch 6 | lane 3 | kind 2 | parity 1 | source 9
+    route, even rounds | route, odd rounds | rows, even rounds | rows, odd rounds | answers
 
 The route and the dispatch of a round count on the parity of the round, so that a rank may be a round ahead of another;
-answers need one value alone. With a source in it, which is its rank + 1, the immediates of each rank count by
-themselves; 0 counts those of all ranks together.
+answers need one value alone. Where one count for all ranks is enough they are told the same values; else each rank has
+values of its own.
 """
 
 from __future__ import annotations
@@ -24,19 +25,30 @@ from numpy.typing import NDArray
 
 from .config import Sizes, round_up
 
-__all__ = ["ANSWER", "MAX_GROUPS", "PAYLOAD", "ROUTE", "OtherRoundError", "Route", "immediate", "is_of", "route_bytes"]
+__all__ = [
+    "ANSWER",
+    "MAX_GROUPS",
+    "PAYLOAD",
+    "ROUTE",
+    "SLOTS",
+    "OtherRoundError",
+    "Route",
+    "is_of",
+    "route_bytes",
+    "slot_of",
+]
 
 MAGIC = 0x4D6F4501
 HEADER = 6
 ROUTE, PAYLOAD, ANSWER = range(3)
+SLOTS = 5
 MAX_GROUPS = 32
-EPOCHS = 64
 Words = NDArray[np.uint32]
 
 
-def immediate(group: int, epoch: int, lane: int, kind: int, parity: int, source: int) -> int:
-    """Return the immediate of what a source writes in a round."""
-    return ((((group * EPOCHS + epoch % EPOCHS) * 8 + lane) * 4 + kind) * 2 + parity) * 512 + source
+def slot_of(lane: int, kind: int, parity: int) -> int:
+    """Return which of a rank's immediates counts what is written to it in a round."""
+    return lane * SLOTS + 2 * kind + (parity if kind != ANSWER else 0)
 
 
 def route_bytes(sizes: Sizes) -> int:

@@ -224,11 +224,11 @@ def test_what_does_not_go_together_is_refused(wrong, why):
 class Stranger:
     """A rank that meets every other with what it was given."""
 
-    def __init__(self, inbox: bytes) -> None:
-        self.inbox = inbox
+    def __init__(self, inbox: bytes, imm: int) -> None:
+        self.inbox, self.imm = inbox, imm
 
     async def meet(self, rank: int, epoch: int, digest: bytes, caller: aiote.Peer) -> Meeting:
-        return Meeting(epoch, self.inbox)
+        return Meeting(epoch, self.inbox, self.imm)
 
     def told(self, rank: int, epoch: int, reason: str, caller: aiote.Peer) -> None:
         pass
@@ -240,6 +240,7 @@ class Stranger:
 MEETINGS = {
     **{how: f"rank 1 lends no inbox of its own: .*{text}" for how, text in WRONG.items()},
     "revoked": "rank 1 lends no inbox of its own: .*which its owner has revoked",
+    "beyond 28 bits": "immediates from 0xffffff8 on, 5 for each of 2 lanes, pass 28 bits",
 }
 
 
@@ -257,7 +258,7 @@ async def test_an_inbox_that_is_not_as_claimed_is_not_written_to(how, on_loss):
             await liar.connect(honest.address)
             async with region.lease(slice(None), honest.address) as lease:
                 descriptor = lease.descriptor
-        stranger = Stranger(descriptor)
+        stranger = Stranger(descriptor, (1 << 28) - 8 if how == "beyond 28 bits" else 1 << 27)
         async with service.serve(liar, service_of(0)(stranger)):
             with pytest.raises(aiote.UsageError, match=MEETINGS[how]):
                 async with open_group(honest, [honest.address, liar.address], 0, one):
