@@ -57,14 +57,15 @@ class EmbeddedRegistry:
     """The registry that one of the engines serves: a `Registry`; `async with EmbeddedRegistry(engine, address):`.
 
     Entering does not wait for the server; `ready` does. Several addresses are tried in turn: of servers of which one at
-    a time is running. `lease_s` is how long members stay known that were not heard of (0.1 to 600). It has at most 1024
-    members of its own. `failure` says why it was last out of touch.
+    a time is running; each may be given as text. `lease_s` is how long members stay known that were not heard of (0.1
+    to 600). It has at most 1024 members of its own. `failure` says why it was last out of touch. Raises UsageError for
+    what is no address.
     """
 
     def __init__(
         self,
         engine: aiote.Engine,
-        addresses: aiote.Address | Iterable[aiote.Address],
+        addresses: aiote.Address | str | Iterable[aiote.Address | str],
         *,
         lease_s: float = DEFAULT_LEASE_S,
     ) -> None:
@@ -134,8 +135,10 @@ class EmbeddedRegistry:
             finally:
                 give_up(self._registrations, registration)
 
-    def redirect(self, addresses: aiote.Address | Iterable[aiote.Address]) -> None:
-        """Have these addresses from now on; the server that answers now is left only when it is lost."""
+    def redirect(self, addresses: aiote.Address | str | Iterable[aiote.Address | str]) -> None:
+        """Have these addresses from now on; the server that answers now is left only when it is lost. Raises UsageError
+        for what is no address.
+        """
         self._addresses = _checked(addresses)
         self._redirected.ring()
 
@@ -295,8 +298,10 @@ class EmbeddedRegistry:
         self._progress.ring()
 
 
-def _checked(addresses: aiote.Address | Iterable[aiote.Address]) -> tuple[aiote.Address, ...]:
-    chosen = (addresses,) if isinstance(addresses, aiote.Address) else tuple(addresses)
+def _checked(addresses: aiote.Address | str | Iterable[aiote.Address | str]) -> tuple[aiote.Address, ...]:
+    one = isinstance(addresses, aiote.Address | str) or not isinstance(addresses, Iterable)
+    given = [addresses] if one else addresses
+    chosen = [aiote.Address.parse(place) if isinstance(place, str) else place for place in given]
     if not chosen or not all(isinstance(address, aiote.Address) for address in chosen):
-        raise aiote.UsageError("addresses: one aiote.Address at least expected")
-    return chosen
+        raise aiote.UsageError(f"addresses: an aiote.Address or its text, or several, are expected, got {addresses!r}")
+    return tuple(chosen)

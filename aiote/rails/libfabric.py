@@ -15,6 +15,7 @@ from ..errors import AioteError, FabricError, UsageError
 from .contract import RailInfo, Traits, traits_of
 from .host_addresses import nearest, node_of, unknown
 from .library import FoundLibrary, load
+from .shortage import require_descriptors, require_memory, require_shared_memory
 from .stale_files import mark
 
 if TYPE_CHECKING:
@@ -98,8 +99,16 @@ class LibfabricRail:
         return source_host(self._attributes)
 
     def open_endpoint(self) -> Endpoint:
+        own = mark()
         try:
-            return Endpoint(self.device, self.traits.waits, mark=mark())
+            require_descriptors()
+            require_memory()
+            if self.traits.host_only:
+                require_shared_memory(own)
+        except OSError as error:
+            raise fabric_error(error, "open endpoint", self.name) from error
+        try:
+            return Endpoint(self.device, self.traits.waits, mark=own)
         except StatusError as error:
             if error.errno == errno.ENOMEM and error.operation == "fi_enable":
                 raise self._no_room() from error

@@ -20,6 +20,7 @@ from aiote.discovery.lease_table import LOCAL_LEASE_S, LeaseTable
 from aiote.discovery.membership import RegistryError, Roster
 from aiote.discovery.registry_server import RegistryServer, Watching
 from aiote.testing import Fabric, run
+from engines import opened
 from registries import member, until_told
 
 LEASE_S = 3.0
@@ -106,6 +107,21 @@ def test_a_member_whose_engine_dies_is_told_as_left_within_its_lease(how, seed):
                 await joining.update({"load": 1})
 
     in_town(story, seed)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [str, lambda address: [str(address)], lambda address: (address, str(address)), lambda at: f"{at.host}:{at.port}"],
+    ids=["text", "texts", "both", "place"],
+)
+async def test_addresses_may_be_text(given):
+    async with opened("sim") as there, opened("sim") as here, RegistryServer(there) as server:
+        async with EmbeddedRegistry(here, given(server.address)) as registry:
+            await registry.ready()
+            registry.redirect(given(server.address))
+            for wrong in ([], 5, None, [5], "nobody", b"1"):
+                with pytest.raises(aiote.UsageError, match="address|no port number"):
+                    registry.redirect(wrong)
 
 
 @pytest.mark.parametrize("known", ["address", "addresses", "redirect"])

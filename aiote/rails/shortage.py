@@ -1,0 +1,67 @@
+"""What libfabric takes of the system for an endpoint, looked at before it is called.
+
+Its providers crash where something is missing: `shm` of 2.5 in fi_enable without a descriptor, address space or a
+place in /dev/shm, `tcp` of 1.17 with six descriptors left or little address space. Whoever takes the last of it between
+the look and the call is not seen.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+
+from .stale_files import SHARED_MEMORY
+
+__all__ = ["require_descriptors", "require_memory", "require_shared_memory"]
+
+DESCRIPTORS = 16
+"""More than an endpoint takes: 7 of 1.17's tcp, 4 of 2.5's, 1 of shm's for a moment."""
+SHARED_BYTES = 16 << 20
+"""The file of an endpoint of shm: 16 MiB with 1.17, 12.8 with 2.5. Pages of it that are missing later kill."""
+
+MEMORY_BYTES = 32 << 20
+"""Address space: shm maps its file, and no more than a few MiB come to it."""
+
+
+def require_memory() -> None:
+    """Raise OSError unless an endpoint's memory can be mapped."""
+    try:
+        mmap.mmap(-1, MEMORY_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except OSError as error:
+        reason = f"an endpoint takes up to {MEMORY_BYTES >> 20} MiB of address space: {error.strerror}"
+        raise OSError(error.errno, f"{reason}; raise the limit (ulimit -v)") from error
+
+
+def require_descriptors() -> None:
+    """Raise OSError unless as many descriptors are free as an endpoint may take."""
+    opened: list[int] = []
+    try:
+        for _ in range(DESCRIPTORS):
+            opened.append(os.open("/", os.O_PATH | os.O_CLOEXEC))
+    except OSError as error:
+        reason = f"an endpoint takes up to {DESCRIPTORS} descriptors, and {len(opened)} are free: {error.strerror}"
+        raise OSError(error.errno, f"{reason}; raise the limit (ulimit -n), or close some") from error
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def require_shared_memory(mark: str) -> None:
+    """Raise OSError unless an endpoint of `shm` can make its file in /dev/shm, and fill it. `mark` begins its name."""
+    path = os.path.join(SHARED_MEMORY, mark + secrets.token_hex(8))
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(descriptor, SHARED_BYTES)
+            found = os.fstatvfs(descriptor)
+            if found.f_bavail * found.f_frsize < SHARED_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(descriptor)
+            os.unlink(path)
+    except OSError as error:
+        reason = f"each peer takes a file of {SHARED_BYTES >> 20} MiB in {SHARED_MEMORY}: {error.strerror}"
+        advice = "mount a tmpfs there that is writable and large enough (docker: --shm-size), or use provider='local'"
+        raise OSError(error.errno, f"{reason}; {advice}") from error
