@@ -8,18 +8,20 @@ BIN := $(VENV)/bin
 # Where tools start others by name (ninja, cython, pycodestyle), the environment's come first.
 WITH := PATH="$(abspath $(BIN)):$$PATH"
 READY := "$(PYTHON)" tools/environment.py "$(VENV)"
+# torch lies beside the environment: what lint and tests say does not depend on it.
+WITH_TORCH := PYTHONPATH="$(abspath $(VENV))/torch$${PYTHONPATH:+:$$PYTHONPATH}"
 
 .DEFAULT_GOAL := help
-.PHONY: docs demo demo-weights demo-moe check test test-all durations land soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel test-arm64 mutants idle bench bench-guard bench-peers bench-kvcache bench-service bench-weights bench-moe bench-rails paper test-guest test-connectors lint format wheel wheels release-check venv develop system test-system clean distclean peers help
+.PHONY: docs demo demo-weights demo-moe check test test-all durations land soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel test-arm64 mutants idle bench bench-guard bench-peers bench-kvcache bench-service bench-weights bench-moe bench-rails paper test-guest test-connectors lint format wheel wheels release-check venv develop system test-system clean distclean peers test-versions test-order pins help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
 	@$(READY) run --install
 	$(BIN)/aiote demo kvcache $(ARGS)
 
-demo-weights: system  ## see trainers' weights go into inference ranks, step by step; installs torch (0.2 GB)
+demo-weights: system  ## see trainers' weights go into inference ranks, step by step; fetches torch (0.2 GB) into $(VENV)/torch
 	@$(READY) torch --install
-	$(BIN)/python examples/weights/moe/run.py $(ARGS)
+	$(WITH_TORCH) $(BIN)/python examples/weights/moe/run.py $(ARGS)
 
 demo-moe: system  ## see experts in four processes generate while one is killed and replaced; ARGS="--help" lists what it takes
 	@$(READY) run --install
@@ -132,7 +134,7 @@ bench-service: system  ## measure calls beside grpc.aio, pyzmq, sockets, FastAPI
 bench-weights: system  ## measure weight updates beside torch.distributed (gloo) and Ray, which it installs
 	@$(READY) weights --install
 	$(BIN)/python tools/bench_peers.py install ray
-	$(BIN)/python tools/bench_weights.py $(ARGS)
+	$(WITH_TORCH) $(BIN)/python tools/bench_weights.py $(ARGS)
 
 bench-moe: system  ## measure dispatch and combine beside gloo's and MPICH's collectives, which it installs (1 GB)
 	@$(READY) bench --install
@@ -147,6 +149,17 @@ docs: test-system  ## build the docs as a site into docs/_build/html, and check 
 	@$(READY) docs --install
 	$(BIN)/python -P -m sphinx -W --keep-going -b html docs docs/_build/html $(ARGS)
 	$(BIN)/python -P tools/check_site.py
+
+test-versions: test-system  ## lint and tests on each Python here, then with the lowest and newest packages; ARGS="3.13 lowest"
+	@$(READY) dev
+	$(BIN)/python tools/test_versions.py $(ARGS)
+
+test-order: test-system  ## run demo-weights, docs and check in a fresh clone: none changes what another says
+	@$(READY) dev
+	$(BIN)/python tools/test_order.py
+
+pins:  ## raise the versions in tools/constraints.txt, on each Python here (minutes); commit them by themselves
+	"$(PYTHON)" tools/pins.py
 
 lint: system  ## ruff, mypy --strict and cython-lint
 	@$(READY) dev

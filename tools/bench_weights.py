@@ -53,7 +53,7 @@ def contestants(folder: str) -> list[Contestant]:
     if importlib.util.find_spec("torch"):
         found += [worker(name, sys.executable, "weights_gloo.py", variant) for name, variant in GLOO.items()]
     else:
-        print("not installed: torch (python tools/environment.py .venv torch)", file=sys.stderr)
+        print("not installed: torch (make bench-weights installs it)", file=sys.stderr)
     tool = [sys.executable, str(ROOT / "tools" / "bench_peers.py"), "list", "--job", "weights"]
     tool += ["--folder", folder] if folder else []
     for line in subprocess.run(tool, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines():

@@ -1,8 +1,12 @@
 """Prepare the virtual environment: make it, install what pyproject.toml asks for, build and install this checkout.
 
 Each of the three steps leaves a stamp of what it was done for and is skipped while that is unchanged; so a second run
-starts neither pip nor a compiler. Only the second step uses the network. The project is installed, not linked: what
-runs is what a user gets. Its build folder stays, so a changed file costs its own compilation alone.
+starts neither pip nor a compiler. Only the second step uses the network, and takes exactly the versions that
+tools/constraints.txt pins (`make pins` writes it). The project is installed, not linked: what runs is what a user gets.
+Its build folder stays, so a changed file costs its own compilation alone.
+
+torch lies beside the environment, in its folder `torch`. Only commands that have this folder in PYTHONPATH see it, so
+lint and tests say the same whether or not `make demo-weights` has run.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,14 +26,16 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = Path("build") / str(sys.implementation.cache_tag)
 RUN = ["cli", "libfabric", "safetensors"]
 EXTRAS = {"run": RUN, "dev": [*RUN, "trio", "uvloop", "dev"], "fuzz": [*RUN, "fuzz"], "bench": [*RUN, "uvloop", "plot"]}
-EXTRAS["torch"] = [*RUN, "torch"]
+EXTRAS["torch"] = RUN
 EXTRAS["release"] = [*RUN, "dev", "release"]
 EXTRAS["docs"] = [*RUN, "docs"]
-EXTRAS["weights"] = [*EXTRAS["torch"], "weights"]
+EXTRAS["weights"] = [*RUN, "weights"]
+WITH_TORCH = ("torch", "weights")
+PINS = ROOT / "tools" / "constraints.txt"
 EDITABLE = "editable\n"
 NEVER_BUILT = "atheris"  # its source wants a clang of its own making
 # torch for the CPU alone is a tenth of what PyPI has for Linux, which brings CUDA along.
-TORCH_CPU = ["--extra-index-url=https://download.pytorch.org/whl/cpu", "--retries=0", "torch==2.13.0+cpu"]
+TORCH_CPU = ("--extra-index-url=https://download.pytorch.org/whl/cpu", "--retries=0")
 
 
 def say(text: str) -> None:
@@ -43,19 +50,19 @@ def exact() -> dict[str, str]:
     return {**os.environ, "PIP_CONSTRAINT": os.devnull}
 
 
-def run(venv: Path, *command: str, environment: dict[str, str] | None = None) -> None:
+def run(venv: Path, *command: str) -> None:
     """Run a command with the environment's own tools first on the path; end with its status if it fails."""
     path = f"{venv / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     # Meson keeps this name of Cython: an editable install compiles in processes that have another path.
-    named = {"PATH": path, "CYTHON": str((venv / "bin" / "cython").absolute())}
-    done = subprocess.run(command, cwd=ROOT, env={**(environment or os.environ), **named}, check=False)
+    environment = {**exact(), "PATH": path, "CYTHON": str((venv / "bin" / "cython").absolute())}
+    done = subprocess.run(command, cwd=ROOT, env=environment, check=False)
     if done.returncode:
         raise SystemExit(f"error: {' '.join(command)} ended with status {done.returncode}")
 
 
-def pip_install(venv: Path, *arguments: str, environment: dict[str, str] | None = None) -> None:
-    pip = (str(venv / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet")
-    run(venv, *pip, "install", *arguments, environment=environment)
+def pip_install(venv: Path, *arguments: str) -> None:
+    python = str(venv / "bin" / "python")
+    run(venv, python, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet", "install", *arguments)
 
 
 def usable(venv: Path) -> bool:
@@ -108,25 +115,48 @@ def without_atheris() -> str:
     )
 
 
-def install_torch(venv: Path) -> None:
-    """Install torch without CUDA where there is such a wheel; else what PyPI has comes with the other requirements."""
+def pinned(name: str, pins: Path = PINS) -> str:
+    """Return the version of a package that the constraints pin on every Python."""
+    found = re.search(rf"^{re.escape(name)}==(\S+)$", pins.read_text(), re.MULTILINE)
+    if found is None:
+        raise SystemExit(f"error: {pins} has no line {name}==VERSION without a marker")
+    return found[1]
+
+
+def install_torch(venv: Path, pins: Path) -> None:
+    """Install torch beside the environment, without CUDA where there is such a wheel."""
+    folder = venv / "torch"
+    stamp, wanted = folder / ".installed", digest(pins)
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    say(f"installing torch into {folder}, once")
+    options = ("--target", str(folder), "--constraint", str(pins), *TORCH_CPU)
+    shutil.rmtree(folder, ignore_errors=True)
+    version = pinned("torch", pins)
     try:
-        pip_install(venv, *TORCH_CPU, environment=exact())
+        pip_install(venv, *options, f"torch=={version}+cpu")
     except SystemExit:
         say("there is no torch for the CPU alone, so the one with CUDA is installed")
+        pip_install(venv, *options, f"torch=={version}")
+    stamp.write_text(wanted)
 
 
-def install_requirements(venv: Path, group: str) -> None:
+def digest(pins: Path) -> str:
+    return f"constraints {hashlib.sha256(pins.read_bytes()).hexdigest()}"
+
+
+def install_requirements(venv: Path, group: str, pins: Path) -> None:
+    """Install what a group needs, unless the stamp says that it is there in the versions that are pinned now."""
     stamp = venv / ".installed-requirements"
     have = set(stamp.read_text().splitlines()) if stamp.exists() else set()
+    if digest(pins) not in have:
+        have = {digest(pins)}  # after a change of the pins, each group is installed again when it is next asked for
     wanted = requirements(group)
     if have.issuperset(wanted):
         return
     say(f"installing {len(wanted)} requirements into {venv}, once")
-    if "torch" in EXTRAS[group]:
-        install_torch(venv)
     try:
-        pip_install(venv, f"--only-binary={NEVER_BUILT}", *wanted)
+        pip_install(venv, f"--only-binary={NEVER_BUILT}", "--constraint", str(pins), *wanted)
     except SystemExit as error:
         if group == "fuzz":
             error.code = f"{error.code}\n{without_atheris()}"
@@ -136,14 +166,14 @@ def install_requirements(venv: Path, group: str) -> None:
 
 def fingerprint() -> str:
     """Return a digest of every file that the installed package is made of."""
-    digest = hashlib.sha256()
+    taken = hashlib.sha256()
     folders = (ROOT / "aiote", ROOT / "aiote_native", ROOT / "bench" / "raw")
     found = (path for folder in folders for path in folder.rglob("*"))
     files = (path for path in found if path.is_file() and path.suffix not in (".pyc", ".so"))
     for path in sorted([*files, ROOT / "meson.build", ROOT / "pyproject.toml"]):
         content = path.read_bytes()
-        digest.update(f"{path.relative_to(ROOT)}\n{len(content)}\n".encode() + content)
-    return digest.hexdigest()
+        taken.update(f"{path.relative_to(ROOT)}\n{len(content)}\n".encode() + content)
+    return taken.hexdigest()
 
 
 def install_project(venv: Path, editable: bool) -> None:
@@ -166,10 +196,13 @@ def main() -> None:
     parser.add_argument("group", choices=EXTRAS, help="what to install: enough to run aiote, or to work on it")
     parser.add_argument("--install", action="store_true", help="build and install aiote itself as well")
     parser.add_argument("--editable", action="store_true", help="the same, so that a changed source needs no install")
+    parser.add_argument("--constraints", type=Path, default=PINS, help="the versions (tools/constraints.txt)")
     arguments = parser.parse_args()
-    venv = arguments.venv.absolute()
+    venv, pins = arguments.venv.absolute(), arguments.constraints.absolute()
     make(venv)
-    install_requirements(venv, arguments.group)
+    install_requirements(venv, arguments.group, pins)
+    if arguments.group in WITH_TORCH:
+        install_torch(venv, pins)
     if arguments.install or arguments.editable:
         install_project(venv, arguments.editable)
 

@@ -63,6 +63,8 @@ LONG = {
     "sanitize": "",
     "test-wheel": "",
     "test-connectors": "",
+    "test-versions": "",
+    "test-order": "",
     "mutants": "",
 }
 # A long test may take as long as it needs: pytest ends what takes five minutes, and the whole run with it.

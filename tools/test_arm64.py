@@ -19,6 +19,7 @@ from pathlib import Path
 
 import debian_root
 import ziglang
+from environment import PINS, exact
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "build" / "arm64"
@@ -74,7 +75,8 @@ def installed(system: Path, built: Path) -> Path:
     shutil.rmtree(site, ignore_errors=True)
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--only-binary=:all:")
     platforms = [f"--platform={each}" for each in PLATFORMS]
-    run(*pip, "--target", site, "--python-version=3.11", "--implementation=cp", *platforms, built, *NEEDS)
+    there = ("--target", site, "--python-version=3.11", "--implementation=cp", *platforms, "--constraint", PINS)
+    run(*pip, *there, built, *NEEDS, **exact())
     return site
 
 

@@ -1,4 +1,4 @@
-"""What lint says and targets install does not depend on what else is installed, or on the machine's pip settings."""
+"""What targets put into the environment: the pinned versions, whatever pip is set to, and nothing that changes lint."""
 
 from __future__ import annotations
 
@@ -17,6 +17,54 @@ import connectors
 import environment
 import torch_transports
 from environment import ROOT, exact
+
+
+@pytest.fixture
+def installs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """What pip is asked to install."""
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(environment, "pip_install", lambda _venv, *arguments: asked.append(arguments))
+    return asked
+
+
+def test_changed_pins_are_installed(installs, tmp_path):
+    """Every group that is asked for then, and each once."""
+    pins = tmp_path / "constraints.txt"
+    for text in ("numpy==2.0\n", "numpy==2.1\n"):
+        pins.write_text(text)
+        for group in ("dev", "docs", "dev", "docs"):
+            environment.install_requirements(tmp_path, group, pins)
+        first, second = installs
+        assert ("--constraint", str(pins)) == first[1:3] == second[1:3]
+        assert any(line.startswith("pytest>=") for line in first)
+        assert any(line.startswith("sphinx>=") for line in second)
+        installs.clear()
+
+
+def test_torch_lies_beside_the_environment(installs, tmp_path):
+    """In the pinned version, and once; a group that has it brings no other than `run` into the environment itself."""
+    pins = tmp_path / "constraints.txt"
+    pins.write_text("torch==2.9\n")
+    folder = tmp_path / "torch"
+    folder.mkdir()
+    (folder / "old").touch()
+    with pytest.raises(FileNotFoundError):  # pip, which makes the folder, is not real here
+        environment.install_torch(tmp_path, pins)
+    (asked,) = installs
+    assert asked[:4] == ("--target", str(folder), "--constraint", str(pins))
+    assert asked[-1] == "torch==2.9+cpu"
+    assert not folder.exists()
+    folder.mkdir()
+    (folder / ".installed").write_text(environment.digest(pins))
+    environment.install_torch(tmp_path, pins)
+    assert len(installs) == 1
+    assert environment.requirements("torch") == environment.requirements("run")
+
+
+@pytest.mark.parametrize(("target", "sees"), [("demo-weights", True), ("bench-weights", True), ("lint", False)])
+def test_only_what_needs_torch_sees_it(target, sees):
+    said = subprocess.run(["make", "-n", target, "VENV=some"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (f'PYTHONPATH="{ROOT}/some/torch' in said.stdout) is sees
 
 
 def test_what_mypy_says_does_not_depend_on_hosts_that_are_installed(tmp_path):
@@ -54,7 +102,7 @@ def test_an_exact_version_comes_although_the_machine_has_a_constraint(tmp_path, 
 
 
 def fetch_with_environment(folder: Path) -> None:
-    environment.install_torch(folder)
+    environment.pip_install(folder, "torch==2.13.0+cpu")
 
 
 def fetch_for_a_host(folder: Path) -> None:

@@ -31,7 +31,7 @@ def _etcd() -> str:
 
 
 def _torch() -> str:
-    return "" if importlib.util.find_spec("torch") else "no torch (the extra torch; make demo-weights installs it)"
+    return "" if importlib.util.find_spec("torch") else "no torch (make test-connectors installs it)"
 
 
 def _ray() -> str:
