@@ -6,7 +6,8 @@ See docs/moe.md.
 
 from .batch import Batch
 from .config import MoeConfig
-from .group import MoeGroup, open_group
+from .group import MoeGroup
+from .opening import open_group
 from .round import Round
 from .states import GroupBrokenError, MoeOverflowError
 from .statistics import MoeStatistics

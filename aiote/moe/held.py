@@ -14,7 +14,8 @@ import aiote
 
 from ..bridge import Bridge, Call, Promise
 from .config import MoeConfig
-from .group import MoeGroup, open_group
+from .group import MoeGroup
+from .opening import open_group
 
 __all__ = ["HeldGroup", "Pending"]
 
