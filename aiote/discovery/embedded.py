@@ -299,8 +299,11 @@ class EmbeddedRegistry:
 
 
 def _checked(addresses: aiote.Address | str | Iterable[aiote.Address | str]) -> tuple[aiote.Address, ...]:
-    one = isinstance(addresses, aiote.Address | str) or not isinstance(addresses, Iterable)
-    given = [addresses] if one else addresses
+    given: Iterable[aiote.Address | str] = ()
+    if isinstance(addresses, aiote.Address | str):
+        given = [addresses]
+    elif isinstance(addresses, Iterable):
+        given = addresses
     chosen = [aiote.Address.parse(place) if isinstance(place, str) else place for place in given]
     if not chosen or not all(isinstance(address, aiote.Address) for address in chosen):
         raise aiote.UsageError(f"addresses: an aiote.Address or its text, or several, are expected, got {addresses!r}")
