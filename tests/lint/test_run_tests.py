@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -149,6 +151,30 @@ def test_a_machine_without_a_guest_says_so_and_passes(machine, monkeypatch, caps
     said = capsys.readouterr().out
     assert "VERBS AND NETEM NOT RUN" in said
     assert said.splitlines()[-1] == "total: 2 passed, 0 failed, 0 skipped"
+
+
+def test_an_interrupted_run_begins_nothing_more(machine, tmp_path, monkeypatch):
+    """Ctrl-C comes while the first entry runs, which ends only when the waiting ones have been given up."""
+    for number in range(100):
+        (tmp_path / "tests" / "lint" / f"test_{number}.py").touch()
+    begun, dropped, run, drop = itertools.count(1), threading.Event(), run_tests.run, Queue.drop
+
+    def interrupted(command: list[str], log: Path, **environment: str) -> tuple[int, float]:
+        if any(one.startswith("--junit-xml=") for one in command):
+            if next(begun) == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+            dropped.wait(3)  # without the drop the lane goes on after it, and begins more
+        return run(command, log, **environment)
+
+    def told(queue: Queue, *kinds: str) -> None:
+        drop(queue, *kinds)
+        dropped.set()
+
+    monkeypatch.setattr(run_tests, "run", interrupted)
+    monkeypatch.setattr(Queue, "drop", told)
+    with pytest.raises(KeyboardInterrupt):
+        run_main(monkeypatch, "--lanes", "1")
+    assert next(begun) == 2
 
 
 @pytest.mark.parametrize(
