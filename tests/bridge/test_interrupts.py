@@ -22,7 +22,6 @@ import pytest
 
 import aiote
 from aiote import bridge as bridges
-from aiote.bridge import promise
 from bridges import Stubborn, aside, bridge_to, value
 from engines import PATIENCE_S
 from interrupts import Interrupts, thrown_at
@@ -69,7 +68,7 @@ def bridge(request, monkeypatch) -> Iterator[bridges.Bridge]:
         yield bridge
 
 
-def quiet(bridge: bridges.Bridge) -> None:
+def settled(bridge: bridges.Bridge) -> None:
     """Fail unless nothing stays under way, and others' calls work."""
     for _ in range(100):
         assert bridge.call(value(1)) == 1
@@ -104,7 +103,7 @@ def test_a_call_that_is_interrupted_at_any_step_is_over(bridge, wait):
         except KeyboardInterrupt:
             pass
         at_once = work.begun, work.ended
-        quiet(bridge)
+        settled(bridge)
         assert at_once in ((False, False), (True, True)), f"at step {at} it goes on"
         assert (work.begun, work.ended) == at_once, f"at step {at} it begins later"
         return steps.happened
@@ -127,7 +126,7 @@ def test_a_future_that_is_interrupted_at_any_step_can_be_waited_for_again(bridge
         assert aside(future.result, PATIENCE_S) == 7
         assert future.done()
         assert future.exception() is None
-        quiet(bridge)
+        settled(bridge)
         return steps.happened
 
     assert next(at for at in itertools.count() if not aside(tried, at)) > 5
@@ -143,7 +142,7 @@ def test_memory_whose_registration_is_interrupted_is_not_registered(bridge):
                 made = bridge.register(memory, "read")
         except KeyboardInterrupt:
             pass
-        quiet(bridge)
+        settled(bridge)
         if made is not None:
             made.close()
         assert registered(bridge) == 0, f"step {at}"
@@ -164,7 +163,7 @@ def test_what_is_interrupted_when_it_ends_can_be_ended_again(bridge, how):
                 end()
         except KeyboardInterrupt:
             pass
-        quiet(bridge)
+        settled(bridge)
         end()
         made.close()
         assert registered(bridge) == 0
@@ -188,7 +187,7 @@ def test_a_bridge_whose_acquisition_or_end_is_interrupted_leaves_no_share():
                 made.close()
             # One that was interrupted before it was returned is dropped, which closes it.
             for _ in range(1000):
-                quiet(first)
+                settled(first)
                 if first._thread.users == 1:
                     break
             assert first._thread.users == 1, f"step {at}"
@@ -231,7 +230,7 @@ WAITS = [run, join, register, acquire]
 def over(bridge: bridges.Bridge, work: Work, at: int) -> None:
     at_once = work.begun, work.ended
     assert at_once in ((False, False), (True, True)), f"at step {at} it goes on"
-    aside(quiet, bridge)
+    aside(settled, bridge)
     assert (work.begun, work.ended) == at_once, f"at step {at} it begins later"
 
 
@@ -319,9 +318,8 @@ def test_any_exception_of_a_signal_handler_cancels_an_await(bridge, kind):
     aside(asyncio.run, main())
 
 
-def test_a_wait_of_the_standard_library_that_has_kept_a_lock_stops_nobody(bridge, monkeypatch):
+def test_a_wait_of_the_standard_library_that_has_kept_a_lock_stops_nobody(bridge):
     """`concurrent.futures.wait`, interrupted between two of its own steps, loses the lock of a future."""
-    monkeypatch.setattr(promise, "LOOK_S", 0.01)
     work = Work(endless=True)
     lost, others = bridge.submit(work.run()), bridge.submit(value(3, turns=50))
     aside(lost._condition.acquire)
@@ -329,7 +327,7 @@ def test_a_wait_of_the_standard_library_that_has_kept_a_lock_stops_nobody(bridge
     assert others.result(PATIENCE_S) == 3
     with pytest.raises(futures.CancelledError):
         lost.result(PATIENCE_S)
-    quiet(bridge)
+    settled(bridge)
 
 
 @pytest.mark.parametrize(

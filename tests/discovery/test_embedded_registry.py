@@ -446,7 +446,11 @@ def test_the_lease_table_is_bounded():
         assert table.keep(session, 1, 1.0, (), 0.0) == {}
     assert len(table._sessions) == 2
     assert table.keep("x", 1, 1.0, [member("a"), member("b"), member("c")], 0.0).keys() == {"c"}
-    assert table.keep("y", 1, 1.0, [member("d")], 0.0).keys() == {"d"}
+    # The owner with the most gives one up, and takes it back from nobody who has as few.
+    assert table.keep("y", 1, 1.0, [member("d")], 0.0) == {}
+    assert table.keep("x", 2, 1.0, [member("a"), member("b")], 0.0).keys() == {"b"}
+    assert list(roster.known) == ["a", "d"]
+    assert table.keep("z", 1, 1.0, [member("e")], 0.0).keys() == {"e"}
     assert len(table) == len(table._sessions) == 2
     table.expire(1.0)
     assert (len(table), len(table._sessions), len(roster.known)) == (0, 0, 0)

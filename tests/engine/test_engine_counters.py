@@ -297,7 +297,7 @@ async def test_automatic_counters_are_unused_ones():
 
 async def test_automatic_counters_go_round_at_the_end():
     async with opened("tcp") as engine:
-        engine._counters._next = (1 << 28) - 2
+        engine._counters._grants._next = (1 << 28) - 2
         taken = engine.counter(1 << 27)
         assert [engine.counter().imm - (1 << 28) for _ in range(2)] == [-2, -1]
         assert engine.counter().imm == (1 << 27) + 1

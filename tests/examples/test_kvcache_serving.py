@@ -47,7 +47,7 @@ ASKED = [
 @pytest.mark.anyio
 @pytest.mark.parametrize(("method", "path", "headers", "host", "status"), ASKED)
 async def test_only_requests_with_the_token_and_a_known_host_are_answered(web, method, path, headers, host, status):
-    app = web.Guard(PlainTextResponse("well"), TOKEN, ("router.example",))
+    app = web.Guard(PlainTextResponse("well"), TOKEN, ("router.example",), "http://here")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
         answer = await client.request(method, path, headers={**headers, "host": host})
         assert answer.status_code == status

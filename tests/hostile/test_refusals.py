@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import aiote
+import aiote.testing
 from aiote import service
-from aiote.connectors import broadcast
 from aiote.connectors.broadcast import Feed, Offer, UpdateError
 from aiote.kvcache import Cache, Consumer, PageRow, Producer
 from aiote.kvcache.protocol import Descriptor, Number, Opened
@@ -20,6 +20,7 @@ from aiote.moe import MoeConfig, open_group
 from aiote.moe.joining import Digest, Epoch, Meeting, Rank
 from aiote.service.exchange import REFUSALS
 from aiote.service.frames import Status
+from aiote.testing import Fabric
 from aiote.weights import Controller, Layout, Replicate, serve_source, serve_target
 from aiote.weights.protocol import Descriptors, SourceService, SourceState, TargetState, packed_layout
 from broadcasts import Rollout, Trainer, assert_same, tensors_of
@@ -146,26 +147,30 @@ async def test_a_rank_that_refuses_is_masked_and_the_others_open_their_group(kin
         assert active == [[True, True, False]] * 2
 
 
-async def test_a_receiver_that_takes_nothing_is_given_up(monkeypatch):
-    monkeypatch.setattr(broadcast, "PROGRESS_S", 0.5)
-    tensors = tensors_of(1, [(4096,)])
-    async with opened("sim") as engine, opened("sim") as other, anyio.create_task_group() as group:
-        trainer = Trainer(engine, 4096)
-        group.start_soon(trainer.serve)
-        await trainer.served.wait()
-        outgoing = trainer.announce("update", 1)
-        slots = other.register(np.zeros(8192, np.uint8), "write")
+def test_a_receiver_that_takes_nothing_is_given_up():
+    """After ten minutes, which are virtual."""
 
-        async def take() -> None:
-            offer = Offer(slots.descriptor, 4096, [1, 2])
+    async def main(fabric: Fabric) -> None:
+        tensors = tensors_of(1, [(4096,)])
+        async with fabric.open_engine() as engine, fabric.open_engine() as other, anyio.create_task_group() as group:
+            trainer = Trainer(engine, 4096)
+            group.start_soon(trainer.serve)
+            await trainer.served.wait()
+            outgoing = trainer.announce("update", 1)
+            slots = other.register(np.zeros(8192, np.uint8), "write")
+
+            async def take() -> None:
+                offer = Offer(slots.descriptor, 4096, [1, 2])
+                with pytest.raises(UpdateError, match="it has freed no slot for"):
+                    async for _ in service.client(other, engine.address, Feed).take("update", offer):
+                        pass
+
+            group.start_soon(take)
             with pytest.raises(UpdateError, match="it has freed no slot for"):
-                async for _ in service.client(other, engine.address, Feed).take("update", offer):
-                    pass
+                await trainer.send(outgoing, tensors)
+            group.cancel_scope.cancel()
 
-        group.start_soon(take)
-        with pytest.raises(UpdateError, match="it has freed no slot for"):
-            await trainer.send(outgoing, tensors)
-        group.cancel_scope.cancel()
+    aiote.testing.run(main)
 
 
 async def test_whoever_knows_an_update_s_name_neither_takes_nor_ends_it():

@@ -23,6 +23,7 @@ from aiote.service.codec import array_of, decode, decoder
 from aiote.service.endpoint import TURN, Endpoint
 from aiote.service.frames import (
     MAGIC,
+    MAX_LEFT_S,
     Ask,
     CallFrame,
     Cancel,
@@ -239,8 +240,8 @@ async def test_a_peer_that_takes_no_answers_is_disconnected():
     limits = service.Limits(slots=8)
     async with pair("sim", message_pool=4, max_transfers=4) as (liar, there):
         async with service.serve(there, Plain(), limits=limits) as server:
-            reasons: list[object] = []
-            there.listen_events(lambda event: reasons.append(event.details.get("reason")))
+            reasons: list[str] = []
+            there.listen_events(lambda event: reasons.append(str(event.details.get("reason"))))
             peer = await liar.connect(there.address)
             await say(liar, peer, HELLO)
             generation = 0
@@ -248,15 +249,16 @@ async def test_a_peer_that_takes_no_answers_is_disconnected():
                 while True:
                     generation += 1
                     await say(liar, peer, *[CallFrame(0, generation, "no", 0.0, b"", [])])
-            await until(lambda: "it does not take the answers to its calls" in reasons)
+            await until(lambda: any(each.startswith("it does not take the answers") for each in reasons))
             assert generation < 1000
             assert not server.running
 
 
 slots, generations, few, none = st.integers(0, 3), st.integers(1, 4), st.integers(0, 9), st.just([])
+left = st.floats(0, MAX_LEFT_S)
 frames = st.one_of(
     st.builds(HelloFrame, few, st.booleans(), st.integers(0, 1 << 31), few, few, few),
-    st.builds(CallFrame, slots, generations, st.just("Plain/1.add"), st.floats(), st.binary(), none),
+    st.builds(CallFrame, slots, generations, st.just("Plain/1.add"), left, st.binary(), none),
     st.builds(End, slots, generations, few, st.binary(), st.just([(0, 0, 1)])),
     st.builds(Items, slots, generations, few, st.lists(st.binary()), none),
     st.builds(Credit, slots, generations, st.integers(0, 1 << 40)),
