@@ -183,7 +183,8 @@ class Channels:
         return self._pairs.index(pair)
 
     def _on_joined(self, number: int, generation: int, now: float) -> None:
-        if number >= len(self._pairs) or generation != self._states.generation(number):
+        # A peer that was lost meanwhile has no channels any more.
+        if number >= len(self._pairs) or not self._current(number, generation):
             return
         self._do(self._states.joined(number, now))
         self._resume(number)
