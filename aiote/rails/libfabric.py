@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 import socket
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aiote_native.libfabric.device import Device, discover
@@ -100,13 +101,10 @@ class LibfabricRail:
 
     def open_endpoint(self) -> Endpoint:
         own = mark()
-        try:
-            require_descriptors()
-            require_memory()
-            if self.traits.host_only:
-                require_shared_memory(own)
-        except OSError as error:
-            raise fabric_error(error, "open endpoint", self.name) from error
+        _require(require_descriptors, rail=self.name)
+        _require(require_memory, rail=self.name)
+        if self.traits.host_only:
+            _require(require_shared_memory, own, rail=self.name)
         try:
             return Endpoint(self.device, self.traits.waits, mark=own)
         except StatusError as error:
@@ -136,6 +134,14 @@ def fabric_error(error: Exception, operation: str, rail: str) -> FabricError:
     return FabricError(61, str(error), operation=operation, rail=rail)
 
 
+def _require(look: Callable[..., None], *arguments: str, rail: str) -> None:
+    """Raise FabricError where something is missing that an endpoint takes."""
+    try:
+        look(*arguments)
+    except OSError as error:
+        raise fabric_error(error, "open endpoint", rail) from error
+
+
 def source_host(attributes: dict[str, Any]) -> str:
     """Return the IPv4 address in a sockaddr_in, or an empty string."""
     source = attributes["source"]
@@ -158,6 +164,9 @@ def choose(
     if provider == "cxi":
         raise FabricError(95, CXI_LACKS, operation="open rail")
     if not offers:
+        if provider == "shm":
+            # 1.17 does not offer it where it finds no room.
+            _require(require_shared_memory, mark(), rail=provider)
         raise UsageError(
             f"provider={provider!r}: libfabric {library.version[0]}.{library.version[1]} at {library.path} offers none "
             "of that name on this machine; fi_info -l lists those that it has"

@@ -87,11 +87,11 @@ OPENS = """
     async def main():
         async with aiote.open_engine("local") as one, aiote.open_engine("local") as two:
             await one.connect(two.address)
-        async with aiote.open_engine("shm") as one, aiote.open_engine("shm") as two:
-            try:
+        try:
+            async with aiote.open_engine("shm") as one, aiote.open_engine("shm") as two:
                 await one.connect(two.address)
-            except aiote.AioteError as error:
-                print(error)
+        except aiote.AioteError as error:
+            print(error)
 
     asyncio.run(main())
 """
