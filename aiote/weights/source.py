@@ -100,8 +100,7 @@ class Source:
         """Plan with these ranks, and return the plan's digest."""
         self.plan, self._steps = None, []
         make = functools.partial(planned, sources, targets, self.recipe, gather)
-        nbytes = sum(one.layout.nbytes for one in sources) + sum(one.layout.nbytes for one in targets)
-        plan, names = await in_thread(nbytes, make)
+        plan, names = await in_thread(sum(one.layout.nbytes for one in (*sources, *targets)), make)
         check_limit(plan, self.rank, self.staging.limit)
         self.digest = plan.digest
         # Also those of other controllers' targets, whose plan may be the same.
