@@ -99,8 +99,8 @@ class Source:
     async def prepare(self, sources: Sequence[SourceState], targets: Sequence[TargetState], gather: str) -> bytes:
         """Plan with these ranks, and return the plan's digest."""
         self.plan, self._steps = None, []
-        make = functools.partial(planned, sources, targets, self.recipe, gather)
-        plan, names = await in_thread(sum(one.layout.nbytes for one in (*sources, *targets)), make)
+        nbytes = sum(one.layout.nbytes for one in sources) + sum(one.layout.nbytes for one in targets)
+        plan, names = await in_thread(nbytes, functools.partial(planned, sources, targets, self.recipe, gather))
         check_limit(plan, self.rank, self.staging.limit)
         self.digest = plan.digest
         # Also those of other controllers' targets, whose plan may be the same.
