@@ -333,9 +333,13 @@ class Bridge:
 
     def __del__(self) -> None:
         # One whose making was interrupted has nothing.
-        if "_closing" not in vars(self) or self.closed or self._thread.inherited:
+        if "_closing" not in vars(self) or self._thread.inherited:
             return
-        warnings.warn(f"{self!r} was dropped and not closed", ResourceWarning, stacklevel=2, source=self)
+        if self._closing is None and not self._thread.stopping:
+            warnings.warn(f"{self!r} was dropped and not closed", ResourceWarning, stacklevel=2, source=self)
+        elif not isinstance(self._closing, Call) or self._closing.done():
+            return
+        # Else a close was interrupted before it had begun.
         # Any thread may collect it, also one that holds a lock of ours or that is the bridge's: only the loop is told.
         with suppress(RuntimeError):
             self._thread.loop.call_soon_threadsafe(lambda: self._closing_call().start())

@@ -5,6 +5,7 @@ A signal handler runs between two steps of the main thread. Here the step is cho
 
 from __future__ import annotations
 
+import gc
 import inspect
 import itertools
 import sys
@@ -37,12 +38,14 @@ class Interrupts:
 
     @contextmanager
     def armed(self) -> Generator[None]:
-        """Count steps for the length of a `with`."""
+        """Count steps for the length of a `with`, without those of what a collection calls, whose errors are lost."""
+        gc.disable()
         sys.setprofile(self._step)
         try:
             yield
         finally:
             sys.setprofile(None)
+            gc.enable()
 
     def _step(self, frame: types.FrameType, event: str, argument: object) -> None:
         # Of a coroutine that is also where it awaits, and of what was called the caller's step.
