@@ -223,4 +223,4 @@ def test_the_names_in_the_pages_exist():
             assert re.search(rf"\b{name}\b", text) or name in KNOWN, f"{page.name}: {name}"
 
 
-KNOWN = {"TransferNotify", "fi_trywait", "fi_writemsg", "epoll_wait", "write_pages", "call_soon"}
+KNOWN = {"TransferNotify", "fi_trywait", "fi_writemsg", "epoll_wait", "write_pages", "call_soon", "max_restarts"}
