@@ -22,7 +22,7 @@ from .rails import RailSet, after_fork
 if TYPE_CHECKING:
     from .aio import LoopTask, Waiter
     from .config import EngineConfig
-    from .rails import Core, PeerLink
+    from .rails import Core, PeerLink, SourceRange
 
 __all__ = ["Runtime"]
 
@@ -59,6 +59,8 @@ class Runtime:
         """Tasks that the end of the engine wakes, whatever they wait for."""
         self.owner: object = None
         """What has to live for as long as the event loop watches the core."""
+        self.source_ranges: dict[tuple[bytes, int], dict[SourceRange, None]] = {}
+        """Immediates on which one life of an engine may count, over the connections that it makes later, too."""
         self._tasks: dict[LoopTask, None] = {}
         self._enough_tasks = 0
         self._driver: Driver | None = None
@@ -73,6 +75,7 @@ class Runtime:
         self.rail_set = RailSet(provider, rails, host=host, spare=True, **config.of_rail_set)
         assert self.rail_set.core is not None
         self.core: Core = self.rail_set.core
+        self.core.own_loop = self.loop.own
 
     def start(self, on_round: Callable[[list[PeerLink]], list[Waiter]]) -> None:
         """Have the event loop make progress; `on_round` hears of the peers that failed, after each collection."""
@@ -91,10 +94,15 @@ class Runtime:
         """Whether the engine is closed or being closed."""
         return self._closing
 
-    def require_open(self) -> None:
-        """Raise ClosedError when the engine is closed, UsageError in a child of a fork."""
+    def require_here(self) -> None:
+        """Raise UsageError outside of the engine's own event loop, and in a child of a fork."""
         if self.inherited:
             raise UsageError("this engine belongs to the parent process: open one of the child's own after a fork")
+        self.loop.require_here()
+
+    def require_open(self) -> None:
+        """Raise ClosedError when the engine is closed, UsageError outside of its own event loop and process."""
+        self.require_here()
         if self._closing:
             raise ClosedError("the engine is closed")
 
@@ -114,6 +122,11 @@ class Runtime:
             self._tasks = {task: None for task in self._tasks if not task.ended}
             self._enough_tasks = 2 * len(self._tasks) + 1
         self._tasks[self.loop.spawn(function, *args, name=name)] = None  # type: ignore[arg-type]
+
+    def admit_source(self, key: tuple[bytes, int], link: PeerLink) -> None:
+        """Let a life of an engine count over a link where it may; before anything comes over that."""
+        for source_range in self.source_ranges.get(key, ()):
+            source_range.allow(link)
 
     def rail_name(self, rail: int) -> str:
         """Name a rail by its index; an empty string when there is none."""

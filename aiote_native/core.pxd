@@ -1,6 +1,7 @@
 from libc.stdint cimport int64_t, uint64_t
 
 from aiote_native.clocks cimport Clock
+from aiote_native.loops cimport OwnLoop
 from aiote_native.peers cimport PeerLink
 from aiote_native.progress cimport Progress
 from aiote_native.workrequests cimport LocalMemory, Operation, PageIndex, RemoteMemory
@@ -12,6 +13,7 @@ cdef class Core:
     cdef Clock clock
     cdef readonly dict peers
     cdef uint64_t smallest
+    cdef public OwnLoop own_loop
     cdef public object on_submit
     cdef public object on_messages
     cdef public bint awake
@@ -26,5 +28,6 @@ cdef class Core:
                               PageIndex source, uint64_t source_stride, RemoteMemory remote, uint64_t remote_offset,
                               PageIndex target, uint64_t target_stride, uint64_t page_bytes, int64_t imm,
                               bint reads=*)
+    cdef bint is_at_home(self) except -1
     cdef int begin(self, PeerLink peer, Operation operation, bint reads, int64_t imm) except -1
     cdef int launch(self, PeerLink peer, Operation operation) except -1

@@ -2,14 +2,17 @@ from collections.abc import Callable
 from typing import Any
 
 from aiote_native.clocks import Clock
+from aiote_native.loops import OwnLoop
 from aiote_native.peer_wakeups import WakeupEvent
 from aiote_native.peers import PeerLink
+from aiote_native.sources import SourceRange
 from aiote_native.waits import CounterHandle, Watch
 from aiote_native.workrequests import LocalMemory, Operation, PageIndex, RemoteMemory
 
 class Core:
     wakeup_event: WakeupEvent | None
     proxy: object
+    own_loop: OwnLoop | None
     peers: dict[PeerLink, None]
     on_submit: Callable[[], object] | None
     on_messages: Callable[[], object] | None
@@ -78,6 +81,7 @@ class Core:
     def submit_send(self, peer: PeerLink, operation: Operation, payload: bytes) -> None: ...
     def cancel(self, operation: Operation) -> None: ...
     def counter(self, imm: int) -> CounterHandle: ...
+    def source_range(self, first: int, count: int) -> SourceRange: ...
     def counted(self, imm: int) -> bool: ...
     def watch(self, watch: Watch, old: int) -> None: ...
     def expect_messages(self, change: int) -> None: ...

@@ -2,8 +2,7 @@
 
 `Core.progress` does a round without the GIL; `Core.reap` calls `on_over` once for each transfer, wait or watch that
 is over. Both are called on the event loop's thread; with `threaded`, a native thread makes the progress and only
-`reap` is left to the loop. Objects that are under way are kept alive by the core (one reference, taken at submission,
-dropped at reap).
+`reap` is left to the loop. The core keeps objects that are under way alive (by one reference, from submission to reap).
 """
 
 from cpython.ref cimport Py_INCREF
@@ -26,6 +25,7 @@ from aiote_native.posting cimport split_op, op_cancel
 from aiote_native.progress cimport (
     ROUNDS, Watched, alive, kick, lock, new_epoch, progress_once, progress_until, pthread_join,
     pthread_mutex_init, signal_wake, slice_end, start_thread, unlock, usable, watch_descriptor, watch_unlink)
+from aiote_native.sources cimport SourceRange, open_range
 from aiote_native.statistics cimport counted
 from aiote_native.status cimport check
 from aiote_native.structs cimport Done, OP_READ, OP_SEND, OP_WRITE, Op
@@ -320,6 +320,9 @@ cdef class Core:
         operation.op.parts = source.count
         self.begin(peer, operation, reads, imm)
 
+    cdef bint is_at_home(self) except -1:  # whether the engine's event loop, if it has one, runs the caller
+        return self.own_loop is None or self.own_loop.is_running()
+
     cdef int begin(self, PeerLink peer, Operation operation, bint reads, int64_t imm) except -1:
         cdef Op* op = &operation.op
         if peer.closed:
@@ -391,6 +394,10 @@ cdef class Core:
     def counter(self, uint32_t imm) -> CounterHandle:
         """Return a handle of the count of one immediate. Raises OverflowError at the limit of live ones."""
         return open_counter(self, &self.engine, imm)
+
+    def source_range(self, uint32_t first, uint32_t count) -> SourceRange:
+        """Have nobody count on immediates in a row but the peers that are allowed to; they overlap no other range."""
+        return open_range(self, &self.engine, first, count)
 
     def watch(self, Watch watch, object old) -> None:
         """Look at a value until it differs from `old`."""

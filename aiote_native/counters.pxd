@@ -30,11 +30,23 @@ cdef struct Wait:
     uint64_t need
     int state
 
+# Immediates in a row that only some peers count on (ranges.pyx); owned by a SourceRange.
+cdef struct Range:
+    uint32_t first
+    uint32_t end
+    PeerState** peers    # in the order of their addresses
+    uint64_t count
+    uint64_t room
+
 cdef struct Table:
     Counter** buckets
     uint64_t size
     uint64_t used
     uint64_t limit
+    Range** ranges       # in the order of their values
+    uint64_t range_count
+    uint64_t range_room
+    uint64_t uninvited   # immediates that were not counted, because their peer is no source of their values
 
 cdef int table_init(Table* table, uint64_t limit) except -1
 cdef void table_free(Table* table) noexcept nogil

@@ -14,6 +14,7 @@ from libc.errno cimport ENOSPC, EOVERFLOW
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
 
+from aiote_native.ranges cimport may_count
 from aiote_native.structs cimport PeerState
 
 
@@ -43,6 +44,8 @@ cdef int table_init(Table* table, uint64_t limit) except -1:
     table.size = 0
     table.used = 0
     table.limit = limit
+    table.ranges = NULL
+    table.range_count = table.range_room = table.uninvited = 0
     table.buckets = <Counter**> calloc(FIRST_BUCKETS, sizeof(Counter*))
     if table.buckets == NULL:
         raise MemoryError
@@ -64,6 +67,9 @@ cdef void table_free(Table* table) noexcept nogil:
             counter = following
     free(table.buckets)
     table.buckets = NULL
+    free(table.ranges)
+    table.ranges = NULL
+    table.range_count = 0
 
 
 cdef Counter* table_find(Table* table, uint32_t imm) noexcept nogil:
@@ -143,12 +149,17 @@ cdef void commit(Counter* counter, DoneList* done) noexcept nogil:
 
 
 cdef int arrive(Table* table, uint32_t imm_data, uint32_t times, PeerState* maker, DoneList* done) noexcept nogil:
-    """Count an immediate as it came over the wire from a peer, for so many of its kind; -ENOSPC when the table is full,
-    -EOVERFLOW for more than can be counted: a count never begins anew.
+    """Count an immediate as it came over the wire from a peer, for so many of its kind, where the peer may count on its
+    value; -ENOSPC when the table is full, -EOVERFLOW for more than can be counted: a count never begins anew.
     """
     cdef uint64_t units = <uint64_t> times * (UNITS // ((imm_data >> IMMEDIATE_BITS) + 1))
     cdef uint64_t before = table.used
-    cdef Counter* counter = table_get(table, imm_data & ((1 << IMMEDIATE_BITS) - 1))
+    cdef Counter* counter
+    if maker != NULL and not may_count(table, imm_data, maker):
+        table.uninvited += times
+        maker.uninvited += times
+        return 0
+    counter = table_get(table, imm_data & ((1 << IMMEDIATE_BITS) - 1))
     if counter == NULL:
         return -ENOSPC
     if table.used != before and maker != NULL:

@@ -15,6 +15,7 @@ from aiote_native.peer_wakeups cimport WAKEUP_SLOTS, PeerWakeup
 from aiote_native.posting cimport peer_fail
 from aiote_native.progress cimport alive, kick, lock, unlock, unwatch_descriptor, usable, watch_descriptor
 from aiote_native.provider cimport NativeEndpoint
+from aiote_native.ranges cimport ranges_orphan
 from aiote_native.resting cimport announce
 from aiote_native.schedule cimport cost_of
 from aiote_native.structs cimport Channel, MAX_CHANNELS, MAX_RAILS, Mailbox, Slot
@@ -319,6 +320,11 @@ cdef class PeerLink(ChannelSet):
             unlock(self.engine)
 
     @property
+    def uninvited(self) -> int:
+        """How many immediates it has written on values that others alone count on."""
+        return self.state.uninvited
+
+    @property
     def quiet(self) -> bool:
         """Whether the peer is known to carry out nothing more of ours: the link is closed, and every channel has a gate
         that the peer is not behind, whose GPUs copied nothing when it was shut. Others are never known to be quiet."""
@@ -344,6 +350,7 @@ cdef class PeerLink(ChannelSet):
 
     cdef void leave(self) noexcept nogil:
         table_orphan(&self.engine.state.counters, &self.state)
+        ranges_orphan(&self.engine.state.counters, &self.state)
         if self.state.failed and not self.state.reported:
             self.state.reported = True
             self.engine.state.failures -= 1

@@ -370,6 +370,8 @@ cdef class TargetRun(TargetOps):
             raise RuntimeError("a run is started once")
         if core.closing or core.on_submit is None or not alive(&core.engine) or not self.is_open(admitted):
             return None
+        if not admitted and not core.is_at_home():
+            return None
         request = fresh(kind, owner)
         request.op.opcode = OP_WRITE
         request.op.counted = imm >= 0 or self.numbered

@@ -109,11 +109,16 @@ cdef class Request(Operation):
     """A transfer that coroutines await. `refused`: it ended without having been submitted; `lease`: what it goes
     through, if anything.
 
-    A subclass says what to cancel, what it failed with, and how an await goes on that an exception has interrupted.
+    A subclass says who may await it, what to cancel, what it failed with, and how an await goes on that an exception
+    has interrupted.
     """
 
-    def cancel(self) -> None:
-        """Ask it to end."""
+    def require_here(self) -> None:
+        """Raise UsageError where another event loop than its engine's runs the caller."""
+        raise NotImplementedError
+
+    def give_up(self) -> None:
+        """Ask it to end, from wherever an await of it ends."""
         raise NotImplementedError
 
     def raise_failure(self) -> None:
@@ -203,6 +208,9 @@ cdef class Request(Operation):
 
 cdef object enlist(Request request):
     """Have a coroutine wait for the request, and return what its event loop is to be given, or an iterator of that."""
+    cdef PeerLink link = request.link
+    if link is None or not (<Core> link.core).is_at_home():
+        request.require_here()
     waiter = request.peer.waiter()
     if request.waiter is None:
         request.waiter = waiter
@@ -273,7 +281,7 @@ cdef class Awaiting:
             if type(self.inner) is not Waiter:
                 self.inner.close()
             if not self.interrupted:
-                self.request.cancel()
+                self.request.give_up()
 
     cdef object interrupt(self, error):
         """Hand an exception over to the request's own way of ending, once."""
@@ -298,7 +306,7 @@ cdef Request fresh(type kind, object peer):
 
 cdef bint open_to(Core core, LocalSlice here, RemoteSlice there):
     """Whether one more request may start between two slices, with nobody asked: its link is that of the remote one."""
-    if there.memory.link is None or core.closing or core.on_submit is None:
+    if there.memory.link is None or core.closing or core.on_submit is None or not core.is_at_home():
         return False
     link = <PeerLink?> there.memory.link
     if not open_for(core, link) or there.memory.rails <= (<PeerLink> link).widest():
@@ -398,6 +406,8 @@ def quick_send(Core core, type kind, PeerLink link, payload):
     """Start one message, as `quick` does; None as there."""
     cdef Request request
     if type(payload) is not bytes or core.closing or core.on_submit is None or not open_for(core, link):
+        return None
+    if not core.is_at_home():
         return None
     if link.state.mailbox == NULL or len(<bytes> payload) > link.message_limit or not alive(&core.engine):
         return None

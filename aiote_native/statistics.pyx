@@ -50,7 +50,8 @@ cdef dict counted(Progress* engine):
     return {
         "posted": state.posted, "completed": state.completed,
         "refused": sum([state.refused[rail] for rail in range(MAX_RAILS)]),
-        "immediates": state.immediates, "outstanding": state.outstanding, "queued": state.queued,
+        "immediates": state.immediates, "uninvited": state.counters.uninvited,
+        "outstanding": state.outstanding, "queued": state.queued,
         "peer_wakeups": state.wakeups, "sleeps": counts.sleeps, "rounds": counts.rounds, "inbox": state.inbox,
         "counters": state.counters.used, "waits": counts.waits,
         "times": times_of(counts.times) if counts.timed else [],

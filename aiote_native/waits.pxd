@@ -1,11 +1,13 @@
 from libc.stdint cimport uint32_t
 
 from aiote_native.counters cimport Counter, Wait
+from aiote_native.loops cimport OwnLoop
 from aiote_native.progress cimport Progress, Watched
 from aiote_native.workrequests cimport Waitable
 
 cdef class CounterHandle:
     cdef object core
+    cdef OwnLoop own_loop
     cdef Progress* engine
     cdef Counter* counter
     cdef readonly uint32_t imm

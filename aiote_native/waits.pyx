@@ -34,6 +34,7 @@ cdef CounterHandle open_counter(object core, Progress* engine, uint32_t imm):
     if handle.counter == NULL:
         raise OverflowError(f"{engine.state.counters.limit} immediates are in use, which is the limit")
     handle.core = core
+    handle.own_loop = core.own_loop
     handle.engine = engine
     handle.imm = imm
     return handle
@@ -75,12 +76,17 @@ cdef class CounterHandle:
             kick(self.engine)
             unlock(self.engine)
 
-    def begin(self, n) -> CounterWait | None:
-        """Make and queue a wait in one step. None: something needs a closer look, and nothing was done."""
+    def begin(self, n, bint checked=False) -> CounterWait | None:
+        """Make and queue a wait in one step. None: something needs a closer look, and nothing was done.
+
+        `checked`: the caller has looked whether this is the engine's own event loop.
+        """
         cdef CounterWait waiting
         if type(n) is not int or not 0 <= n <= MAX_COUNTS or self.counter == NULL or self.core.closing:
             return None
         if not alive(self.engine):
+            return None
+        if not checked and self.own_loop is not None and not self.own_loop.is_running():
             return None
         waiting = CounterWait.__new__(CounterWait)
         self.wait(waiting, n)

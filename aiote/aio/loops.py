@@ -11,11 +11,12 @@ import asyncio
 import contextvars
 import functools
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import UsageError
-from ..rails import NativeAlarm, NativeWaiter
+from ..rails import NativeAlarm, NativeWaiter, OwnLoop
 
 if TYPE_CHECKING:
     import trio
@@ -64,6 +65,11 @@ class EventLoop(Protocol):
     """What the floors above need of an event loop."""
 
     name: str
+    own: OwnLoop
+    """Whether it runs the caller, for native code."""
+
+    def require_here(self) -> None:
+        """Raise UsageError where it does not run the caller; outside of any loop its own thread may call, too."""
 
     def waiter(self) -> Waiter: ...
     def spawn(
@@ -91,6 +97,19 @@ def current_loop() -> EventLoop:
     if trio is not None and trio.lowlevel.in_trio_task():
         return TrioLoop()
     raise UsageError("no event loop is running: an engine is opened in a coroutine of asyncio or trio")
+
+
+def require(expected: object, running: object, thread: int) -> None:
+    """Raise UsageError where another event loop runs the caller than the expected one of a thread."""
+    if running is expected or (running is None and threading.get_ident() == thread):
+        return
+    where = "outside of an event loop" if running is None else "from another event loop"
+    if threading.get_ident() != thread:
+        where += f", on thread {threading.current_thread().name}"
+    raise UsageError(
+        f"the engine belongs to one event loop, and was called {where}: call it there, or share one engine between "
+        "threads and loops by aiote.bridge"
+    )
 
 
 def report(error: BaseException) -> None:
@@ -146,9 +165,15 @@ class AsyncioLoop:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.waiter: Callable[[], Waiter] = functools.partial(NativeWaiter, loop, asyncio.CancelledError)
+        self.own = OwnLoop(asyncio._get_running_loop, loop)
+        self._thread = threading.get_ident()
         self.time = loop.time
         # The loop holds tasks weakly; an engine's own must live until they are over.
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def require_here(self) -> None:
+        """Raise UsageError where another loop, or another thread, calls."""
+        require(self.loop, asyncio._get_running_loop(), self._thread)
 
     def call_soon(self, function: Callable[[], object]) -> None:
         self.loop.call_soon(function)
@@ -190,6 +215,8 @@ class AsyncioLoop:
     ) -> LoopTask:
         """Run a coroutine beside the caller; `after` is called when it has ended, even if it never began."""
         task = self.loop.create_task(function(*args), name=name)
+        # An engine that was never closed says so itself, once; asyncio would of each of its tasks.
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         if after is not None:
@@ -264,6 +291,18 @@ class TrioLoop:
 
         self._trio: Any = trio
         self._token: trio.lowlevel.TrioToken = trio.lowlevel.current_trio_token()
+        self.own = OwnLoop(self._running, self._token)
+        self._thread = threading.get_ident()
+
+    def _running(self) -> object:
+        try:
+            return self._trio.lowlevel.current_trio_token()
+        except RuntimeError:
+            return None
+
+    def require_here(self) -> None:
+        """Raise UsageError where another run, or another thread, calls."""
+        require(self._token, self._running(), self._thread)
 
     def waiter(self) -> Waiter:
         return TrioWaiter(self._trio)

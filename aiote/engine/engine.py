@@ -53,7 +53,10 @@ __all__ = ["Engine"]
 
 
 class Engine:
-    """A transfer engine. Made by `open_engine`; belongs to one event loop and is not to be used from another thread.
+    """A transfer engine. Made by `open_engine`; belongs to the event loop that it was opened in.
+
+    Called from another loop or thread, all its methods but `statistics` and `listen_events`, and those of what it
+    makes, raise UsageError before they do anything. `aiote.bridge` shares an engine between threads and loops.
 
     Every verb has two forms: `await engine.write(...)`, which ends when the transfer is over and cancels it when
     it is cancelled, and `engine.submit_write(...)`, which returns a `Transfer` at once. Toward one peer at most
@@ -68,14 +71,15 @@ class Engine:
             undo.callback(links.heartbeats.abandon)
             runtime.start(links.on_round)
             undo.callback(runtime.detach)
-            self._nic_events = NicEvents(runtime)
+            nic_events = NicEvents(runtime)
             undo.pop_all()
         self._runtime, self._links, self._core = runtime, links, runtime.core
         self._regions = Regions(runtime, links.leases)
         self._requests = Requests(runtime, links)
         self._counters = Counters(runtime)
         # Last: what could not be made has nothing to close, and is not reported as left open.
-        self._lifetime = Lifetime(runtime, self, seen=config.status_page and provider != "sim")
+        self._lifetime = Lifetime(runtime, links, self._regions, nic_events)
+        self._lifetime.show(self, config.status_page and provider != "sim")
 
     async def _open(self) -> None:
         """Begin to listen; called once, by `open_engine`."""
@@ -107,6 +111,7 @@ class Engine:
 
     def find_peer(self, address: Address | str) -> Peer | None:
         """Return the peer that is connected at an address, None where there is none. Raises UsageError."""
+        self._runtime.require_here()
         known = self._links.known(Address.parse(address) if isinstance(address, str) else address)
         return known.peer if known is not None and known.connected else None
 
@@ -116,7 +121,7 @@ class Engine:
         return self._runtime.closed
 
     def statistics(self) -> EngineStatistics:
-        """Return what was counted since the engine was opened."""
+        """Return what was counted since the engine was opened; from any thread."""
         return EngineStatistics.of(
             self._links.inbox.counted(self._core.statistics()),
             tuple(rail.device.served for rail in self._runtime.rail_set.rails),
@@ -133,7 +138,10 @@ class Engine:
         self._runtime.time_rails(every)
 
     def listen_events(self, listener: Callable[[Event], object]) -> Callable[[], None]:
-        """Call `listener` for each event (a peer connected or lost, a rail failed); what is returned stops that."""
+        """Call `listener` for each event (a peer connected or lost, a rail failed); what is returned stops that.
+
+        From any thread; the listener is called in the engine's own.
+        """
         return self._runtime.events.listen(listener)
 
     # Memory.
@@ -426,11 +434,14 @@ class Engine:
         """
         return self._counters.open_row(first, needs)
 
-    def reserve_immediates(self, count: int) -> ImmediateBlock:
+    def reserve_immediates(self, count: int, sources: Iterable[Peer | Address] | None = None) -> ImmediateBlock:
         """Reserve 1 to 2**16 immediates in a row, from `block.first` on, that nobody else is granted until long after
         the block is closed. Raises UsageError beyond 2**26 in all blocks, ClosedError.
+
+        With `sources`, also empty ones, writes of these engines alone are counted, and of those that `block.allow`
+        names later. What others write there is in `statistics().uninvited`.
         """
-        return self._counters.reserve(count)
+        return self._counters.reserve(count, sources)
 
     def watch(self, value: Any) -> Changes:
         """Iterate over the changes of a value of 1, 2, 4 or 8 bytes in memory, as (old, new); what it was in between
@@ -452,34 +463,16 @@ class Engine:
 
         Transfers under way are not waited for: await them first. Cancelling leaves nothing half-closed.
         """
-        if self._runtime.inherited:
-            return
-        if not self._runtime.begin_close():
-            return await self._lifetime.wait_closed()
-        try:
-            await self._links.close("its engine was closed")
-            await self._regions.finish()
-            await self._runtime.stop()
-        finally:
-            self.abort()
+        await self._lifetime.close()
 
     def abort(self) -> None:
         """Close at once and tell the peers nothing: they notice by themselves. Idempotent.
 
         In a child of a fork neither this nor `aclose` does anything: the engine is the parent's.
         """
-        if self._runtime.inherited:
-            return
-        self._runtime.begin_close()
-        self._runtime.detach()
-        self._nic_events.close()
-        self._lifetime.hide()
-        self._links.abandon("the engine was aborted")
-        self._links.close_links()
-        self._regions.close()
-        self._runtime.close()
-        self._links.inbox.end()
-        self._lifetime.closed_now()
+        if not self._runtime.inherited:
+            self._runtime.require_here()
+            self._lifetime.end()
 
     async def __aenter__(self) -> Engine:
         return self

@@ -15,7 +15,9 @@ from ..observe import StatusPage
 
 if TYPE_CHECKING:
     from ..aio import Waiter
+    from ..links import ConnectionTable, NicEvents
     from ..runtime import Runtime
+    from ..transfers import Regions
     from .engine import Engine
 
 __all__ = ["Lifetime"]
@@ -36,17 +38,22 @@ def _at_exit() -> None:
 
 
 class Lifetime:
-    """Whether an engine was opened and closed, and who waits for the latter."""
+    """Whether an engine was opened and closed, how its parts are closed, and who waits for that."""
 
-    def __init__(self, runtime: Runtime, engine: Engine, *, seen: bool) -> None:
-        """`seen`: whether `aiote top` shows the engine, while it is open."""
-        self._runtime = runtime
-        self.page = StatusPage(engine) if seen else None
+    page: StatusPage | None = None
+
+    def __init__(self, runtime: Runtime, links: ConnectionTable, regions: Regions, nic_events: NicEvents) -> None:
+        self._runtime, self._links, self._regions, self._nic_events = runtime, links, regions, nic_events
         self._opened = False
         self._closed = False
         self._waiters: set[Waiter] = set()
         # Where it was made, for whoever forgets to close it; only in development mode, for it costs a millisecond.
         self._made_at = "".join(traceback.format_stack()[:-3]) if sys.flags.dev_mode else ""
+
+    def show(self, engine: Engine, seen: bool) -> None:
+        """Have `aiote top` show the engine, while it is open, if it is to be seen."""
+        if seen:
+            self.page = StatusPage(engine)
 
     def opened(self, engine: Engine) -> None:
         """Take note that the engine has to be closed, and have the interpreter's exit do it."""
@@ -64,13 +71,9 @@ class Lifetime:
         if self.page is not None:
             self.page.beat(now)
 
-    def hide(self) -> None:
-        """Have the engine no longer be seen."""
-        if self.page is not None:
-            self.page.remove()
-
     async def wait_closed(self) -> None:
         """Wait until everything is closed."""
+        self._runtime.loop.require_here()
         while not self._closed:
             waiter = self._runtime.loop.waiter()
             self._waiters.add(waiter)
@@ -79,7 +82,35 @@ class Lifetime:
             finally:
                 self._waiters.discard(waiter)
 
-    def closed_now(self) -> None:
+    async def close(self) -> None:
+        """Close everything, or wait for whoever does; see `Engine.aclose`."""
+        if self._runtime.inherited:
+            return
+        self._runtime.require_here()
+        if not self._runtime.begin_close():
+            return await self.wait_closed()
+        try:
+            await self._links.close("its engine was closed")
+            await self._regions.finish()
+            await self._runtime.stop()
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Close everything at once, and tell the peers nothing that they were not told. Idempotent."""
+        self._runtime.begin_close()
+        self._runtime.detach()
+        self._nic_events.close()
+        if self.page is not None:
+            self.page.remove()
+        self._links.abandon("the engine was aborted")
+        self._links.close_links()
+        self._regions.close()
+        self._runtime.close()
+        self._links.inbox.end()
+        self._tell()
+
+    def _tell(self) -> None:
         """Say that everything is closed."""
         if self._opened and not self._closed:
             self._runtime.events.emit("engine.closed", address=str(self._runtime.address))
@@ -89,7 +120,7 @@ class Lifetime:
             wake(waiter)
 
     def dropped(self, engine: Engine) -> None:
-        """Close an engine that nobody closed, and say so; in a child of a fork it is the parent's, and left alone."""
+        """Close an engine that nobody closed, from any thread, and say so; a forked child leaves it to its parent."""
         if self._closed or self._runtime.inherited:
             return
         if self._opened:
@@ -99,4 +130,4 @@ class Lifetime:
                 else " (python -X dev tells where it was opened)"
             )
             warnings.warn(f"{engine!r} was never closed{made}", ResourceWarning, source=engine, stacklevel=2)
-        engine.abort()
+        self.end()

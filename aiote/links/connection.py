@@ -77,6 +77,7 @@ class Connection:
         self._host = host
         self.waiter = runtime.loop.waiter
         self.rail_name = runtime.rail_name
+        self.require_here = runtime.loop.require_here
         # Transfers that wait for the connection or for room; the link counts what the native core has.
         self._queue = AdmissionQueue(runtime.loop, runtime.config.max_transfers, self.start)
         self._changed = Signal(runtime.loop)

@@ -353,6 +353,7 @@ class Session:
             self._joining.offer(mine, remote)
         self._joining.release_reserved()
         link = self._link = runtime.core.add_peer(self)
+        runtime.admit_source(connection.key, link)
         # Of several the loss of one is not the peer's, nor where it takes no more than a request that failed. But what
         # is mapped is never made anew: shared memory fails with its process, or for a lie.
         traits = [runtime.rail_set.rails[mine].traits for mine, _ in pairs]

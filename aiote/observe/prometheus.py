@@ -64,6 +64,7 @@ DESCRIBED = (
     _Described("aiote_work_requests_outstanding", "gauge", "Work requests under way.", "", _plain("outstanding")),
     _Described("aiote_transfers_queued", "gauge", "Transfers with something to post.", "", _plain("queued")),
     _Described("aiote_immediates", "counter", "Immediates that arrived.", "", _plain("immediates")),
+    _Described("aiote_immediates_uninvited", "counter", "Immediates of others than sources.", "", _plain("uninvited")),
     _Described("aiote_counters", "gauge", "Counters in use.", "", _plain("counters")),
     _Described("aiote_counter_waits", "gauge", "Awaits of counters and values.", "", _plain("waits")),
     _Described("aiote_inbox_messages", "gauge", "Messages that nobody took yet.", "", _plain("inbox")),

@@ -23,7 +23,7 @@ class EngineStatistics:
     """Counts since an engine was opened, and what there is now.
 
     `posted`, `completed`: work requests; `refused`: posts that were not taken at once, and tried again;
-    `immediates` that arrived;
+    `immediates` that arrived, `uninvited` ones of them, of engines that were not to count there;
     `outstanding` work requests and `queued` transfers now; `peer_wakeups` sent; `sleeps` and `rounds` of
     the progress loop; live `counters`, and `waits` on them now; messages in the `inbox`, and those of
     lost peers that were `dropped` there for want of room.
@@ -44,6 +44,7 @@ class EngineStatistics:
     completed: int
     refused: int
     immediates: int
+    uninvited: int
     outstanding: int
     queued: int
     peer_wakeups: int

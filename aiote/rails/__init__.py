@@ -13,6 +13,7 @@ from aiote_native.flights import Flight
 from aiote_native.forks import ForkError, after_fork
 from aiote_native.heartbeats import Pulse, look_over
 from aiote_native.held import Order
+from aiote_native.loops import OwnLoop
 from aiote_native.peer_wakeups import guarded_socket, parse_address
 from aiote_native.peers import PeerLink, deliver
 from aiote_native.prepared import PreparedTargets, TargetRun
@@ -21,6 +22,7 @@ from aiote_native.proxy import ArmedRun, arm
 from aiote_native.requests import LocalSlice, PageSet, RemoteSlice, Request, quick, quick_pages, quick_send
 from aiote_native.rows import CountRow
 from aiote_native.scatter import ScatterTargets, scatter
+from aiote_native.sources import SourceRange
 from aiote_native.status import StatusError, error_text
 from aiote_native.unfolding import unfolded_bytes
 from aiote_native.waiters import Waiter as NativeWaiter
@@ -55,6 +57,7 @@ __all__ = [
     "NativeWaiter",
     "Operation",
     "Order",
+    "OwnLoop",
     "PageIndex",
     "PageSet",
     "PeerLink",
@@ -69,6 +72,7 @@ __all__ = [
     "RemoteSlice",
     "Request",
     "ScatterTargets",
+    "SourceRange",
     "StatusError",
     "TargetRun",
     "Waitable",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Self
 
 from ..aio import wake
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ..aio import Waiter
+    from ..core.address import Address
     from ..runtime import Runtime
+    from .peer import Peer
 
 __all__ = ["Counter", "CounterRow", "Counters"]
 
@@ -30,6 +32,7 @@ class Counted:
 
     def close(self) -> None:
         """Free what is counted: waits end with ClosedError, what was not consumed is dropped. Idempotent."""
+        self._runtime.loop.require_here()
         if self._closed:
             return
         self._closed = True
@@ -85,7 +88,7 @@ class Counter(Counted):
 
     async def wait_unless(self, n: int, lost: Callable[[], BaseException | None] | None) -> None:
         """Wait as `wait` does, or until `wake_waits` is called and `lost` returns an error, which is raised then."""
-        waiting = self._handle.begin(n) or self._handle.begin(self._checked(n))
+        waiting = self._handle.begin(n) or self._handle.begin(self._checked(n), True)
         if waiting is None:
             raise UsageError(f"wait({n!r}): the counter of immediate {self.imm:#x} takes no waits")
         while not waiting.satisfied:
@@ -177,6 +180,7 @@ class CounterRow(Counted):
         Several tasks may wait. Cancelling loses nothing. Raises ClosedError when the row or the engine is closed
         before or meanwhile, UsageError for more than there are.
         """
+        self._runtime.loop.require_here()
         if not 0 <= count <= len(self._row):
             raise UsageError(f"wait({count!r}): the row has {len(self._row)} immediates")
         while (reached := self._row.advance()) < count:
@@ -242,10 +246,10 @@ class Counters:
         except ValueError as error:
             raise UsageError(f"counters: {error}") from None
 
-    def reserve(self, count: int) -> ImmediateBlock:
+    def reserve(self, count: int, sources: Iterable[Peer | Address] | None) -> ImmediateBlock:
         """Reserve immediates in a row; see `Engine.reserve_immediates`."""
         self.runtime.require_open()
-        return self._grants.block(count)
+        return self._grants.block(count, sources)
 
 
 def _too_many(error: OverflowError) -> UsageError:

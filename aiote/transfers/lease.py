@@ -111,6 +111,7 @@ class Lease:
 
     def begin_revoking(self) -> None:
         """Start the revocation without waiting for its end. Idempotent."""
+        self._grantor.loop.require_here()
         if not self._revoking:
             self._revoking = True
             self._grantor.ask_back(self)

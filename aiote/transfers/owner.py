@@ -39,6 +39,9 @@ class TransferOwner(Protocol):
     def confirmed(self) -> bool:
         """Whether it is certain that a lost peer carries out nothing more of ours."""
 
+    def require_here(self) -> None:
+        """Raise UsageError where another event loop than its engine's runs the caller."""
+
     def waiter(self) -> Waiter: ...
     def rail_name(self, rail: int, /) -> str: ...
     def error(self, operation: str = "") -> PeerError: ...

@@ -48,6 +48,7 @@ class Peer:
 
     async def wait_closed(self) -> str:
         """Wait until the peer is lost and return the reason. Cancelling this wait does nothing else."""
+        self._connection.require_here()
         return await self._connection.wait_closed()
 
     def disconnect(self, reason: str = "it was disconnected") -> None:
@@ -58,6 +59,7 @@ class Peer:
         """
         if not isinstance(reason, str):
             raise UsageError(f"disconnect: the reason must be text, got {type(reason).__name__}")
+        self._connection.require_here()
         self._connection.disconnect(reason)
 
     def has_revoked(self, lease: int) -> bool:
@@ -89,6 +91,7 @@ class Peer:
         Ranks that each give the sum of their own number and the peer's load all NICs of every rank alike. Does nothing
         for a peer that is not connected.
         """
+        self._connection.require_here()
         if self._connection.link is not None:
             self._connection.link.rotate(turn & 0xFFFFFFFF)
 
@@ -97,6 +100,7 @@ class Peer:
 
         Raises PeerError when the peer is lost.
         """
+        self._connection.require_here()
         await self._connection.room()
 
     @property

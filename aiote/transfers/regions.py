@@ -221,6 +221,7 @@ class Region(LocalSlice):
         Idempotent. Closing a slice closes nothing. A cancelled close leaves the region closed for new transfers; call
         it again.
         """
+        self._state.table.require_here()
         if self._is_slice:
             return
         self.memory.closing = True
@@ -313,6 +314,10 @@ class Regions:
     def address(self) -> Address:
         """Where the memory's owner is reached."""
         return self._runtime.address
+
+    def require_here(self) -> None:
+        """Raise UsageError where another event loop than the engine's runs the caller."""
+        self._runtime.loop.require_here()
 
     def register(self, array: Any, access: Access = "read-write") -> Region:
         """Register memory with every rail; see `Engine.register`."""

@@ -45,6 +45,7 @@ async def group_room(group: PeerGroup) -> None:
 
     It is the caller's until its next await. Raises PeerError for a member that is lost.
     """
+    group.require_here()
     peers = group.connections
     if all(peer.has_room and not peer.lost for peer in peers):
         return
@@ -92,6 +93,7 @@ class PeerGroup:
         # A transfer of the group ends, waits and explains itself through these, as any does through its peer.
         self.waiter: Callable[[], Waiter] = runtime.loop.waiter
         self.rail_name = runtime.rail_name
+        self.require_here = runtime.loop.require_here
 
     def __len__(self) -> int:
         return len(self.connections)

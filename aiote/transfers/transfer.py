@@ -110,8 +110,17 @@ class Transfer(Request):
         self.refuse()
         self.peer.transfer_refused(self)
 
+    def require_here(self) -> None:
+        """Raise UsageError where another event loop than its engine's runs the caller."""
+        self.peer.require_here()
+
     def cancel(self) -> None:
         """Ask it to end: nothing more is posted, and what was posted drains. It is not over yet when this returns."""
+        self.require_here()
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Ask it to end, from wherever an await of it ends."""
         if self._launch is not None:
             self.fail(TransferError(self, None, f"{self.description}: cancelled before anything was posted"))
         elif not self.done():
@@ -174,6 +183,7 @@ class Transfer(Request):
 
         It must not block. What it raises is reported and reaches nobody else.
         """
+        self.require_here()
         ending = _Ending(self, callback)
         if self.done():
             ending.set_result(None)
@@ -190,7 +200,7 @@ class Transfer(Request):
 
     def interrupted(self, error: BaseException) -> Generator[Any, Any, None]:
         """Go on where an exception interrupted an await: cancel, drain, and raise it."""
-        self.cancel()
+        self.give_up()
         if not self.done():
             yield from self.peer.drain(self).__await__()
         raise error

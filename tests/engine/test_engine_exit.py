@@ -31,7 +31,7 @@ def said(script: str, *arguments: str, warnings: int, **environment: str) -> str
     assert done.stdout == "the end\n"
     assert done.stderr.count("ResourceWarning: <Engine aiote://") == warnings, done.stderr
     assert done.stderr.count("was never closed") == warnings
-    for word in ("Traceback", "Exception ignored", "Segmentation", "Fatal"):
+    for word in ("Traceback", "Exception ignored", "Segmentation", "Fatal", "was destroyed"):
         assert word not in done.stderr, done.stderr
     return done.stderr
 
@@ -41,6 +41,21 @@ def test_an_engine_left_open_in_a_variable_warns_at_exit(provider, progress):
     said(
         """
     engines = asyncio.run(connected())
+    print("the end")
+    """,
+        provider,
+        progress,
+        warnings=2,
+    )
+
+
+@two_kinds
+def test_an_engine_whose_loop_was_left_warns_once_and_not_for_each_of_its_tasks(provider, progress):
+    """`asyncio.run` cancels what is left of tasks; a loop that is dropped as it is says that each was destroyed."""
+    said(
+        """
+    loop = asyncio.new_event_loop()
+    engines = loop.run_until_complete(connected())
     print("the end")
     """,
         provider,

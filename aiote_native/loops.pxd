@@ -1,0 +1,4 @@
+cdef class OwnLoop:
+    cdef object running
+    cdef object loop
+    cdef bint is_running(self) except -1

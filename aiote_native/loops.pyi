@@ -1,0 +1,4 @@
+from collections.abc import Callable
+
+class OwnLoop:
+    def __init__(self, running: Callable[[], object], loop: object) -> None: ...

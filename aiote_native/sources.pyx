@@ -1,0 +1,60 @@
+"""Blocks of immediates that have named the peers who count on them (`ranges.pyx`)."""
+
+from libc.stdint cimport uint32_t
+from libc.stdlib cimport free
+
+from aiote_native.peers cimport PeerLink
+from aiote_native.progress cimport Progress, alive, lock, unlock, usable
+from aiote_native.ranges cimport add_peer, add_range, remove_range
+
+
+cdef SourceRange open_range(object core, Progress* engine, uint32_t first, uint32_t count):
+    cdef SourceRange made = SourceRange.__new__(SourceRange)
+    cdef bint added
+    usable(engine)
+    made.range.first, made.range.end = first, first + count
+    with nogil:
+        lock(engine)
+        added = add_range(&engine.state.counters, &made.range)
+        unlock(engine)
+    if not added:
+        raise MemoryError
+    made.core, made.engine = core, engine
+    return made
+
+
+cdef class SourceRange:
+    """Immediates in a row on which only the peers that are allowed to count; none is at first."""
+
+    def allow(self, PeerLink link not None) -> None:
+        """Count what comes from a peer from now on, until it is lost. Nothing for one that is."""
+        cdef bint added = True
+        if self.engine == NULL or link.closed or not alive(self.engine):
+            return
+        if link.engine != self.engine:
+            raise ValueError("a peer of another engine")
+        with nogil:
+            lock(self.engine)
+            added = add_peer(&self.range, &link.state)
+            unlock(self.engine)
+        if not added:
+            raise MemoryError
+
+    def close(self) -> None:
+        """Count on these values whatever comes, from whomever. Idempotent."""
+        cdef Progress* engine = self.engine
+        self.engine = NULL
+        if engine != NULL and alive(engine):
+            with nogil:
+                lock(engine)
+                remove_range(&engine.state.counters, &self.range)
+                unlock(engine)
+
+    def __dealloc__(self):
+        # The table has a pointer to it, and an engine that is closed no table.
+        if self.engine != NULL and alive(self.engine):
+            with nogil:
+                lock(self.engine)
+                remove_range(&self.engine.state.counters, &self.range)
+                unlock(self.engine)
+        free(self.range.peers)
