@@ -122,7 +122,7 @@ class Reception:
         for link in self._links:
             for layer, count in zip(link.map.layers, link.map.counts(self.rows, self.tokens), strict=True):
                 counts[layer] += count
-        self._block = block = self._consumer.immediates.open(list(counts.values()))
+        self._block = block = self._consumer.immediates.open(list(counts.values()), [link.peer for link in self._links])
         for link in self._links:
             rows = rows_to({group: row for group, row in self.rows.items() if group in link.map.units})
             fetch = Fetch(link.session, self.request, self.tokens, block.first, rows)

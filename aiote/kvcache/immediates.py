@@ -21,9 +21,12 @@ class Immediates:
     def __len__(self) -> int:
         return len(self._used)
 
-    def open(self, needs: Sequence[int]) -> Block:
-        """Take a block, and wait for so many counts of each. Raises UsageError at the engine's limits, ClosedError."""
-        granted = self._engine.reserve_immediates(len(needs))
+    def open(self, needs: Sequence[int], sources: Sequence[aiote.Peer]) -> Block:
+        """Take a block, and wait for so many counts of each, by these peers alone.
+
+        Raises UsageError at the engine's limits, ClosedError.
+        """
+        granted = self._engine.reserve_immediates(len(needs), sources)
         try:
             row = self._engine.counters(granted.first, needs)
         except BaseException:

@@ -26,17 +26,27 @@ class Immediates:
 
     def __init__(self, engine: aiote.Engine, lanes: int, sources: int) -> None:
         """Reserve them. `sources`: how many ranks count by themselves; 0 for one count of all of them."""
-        each = lanes * SLOTS
-        self._block = engine.reserve_immediates(each * max(1, sources))
-        self.firsts = {rank if sources else ALL: self._block[each * rank] for rank in range(max(1, sources))}
+        self._blocks: dict[int, aiote.ImmediateBlock] = {}
+        try:
+            for rank in range(sources) if sources else (ALL,):
+                self._blocks[rank] = engine.reserve_immediates(lanes * SLOTS, sources=())
+        except BaseException:
+            self.close()
+            raise
+        self.firsts = {rank: block.first for rank, block in self._blocks.items()}
 
     def first_of(self, rank: int) -> int:
         """Return the first of the immediates that a rank writes with."""
         return self.firsts.get(rank, self.firsts.get(ALL, -1))
 
+    def allow(self, rank: int, peer: aiote.Peer) -> None:
+        """Count what a rank writes with its own."""
+        self._blocks[rank if rank in self._blocks else ALL].allow(peer)
+
     def close(self) -> None:
         """Give them back. Idempotent."""
-        self._block.close()
+        for block in self._blocks.values():
+            block.close()
 
 
 class Arrivals:

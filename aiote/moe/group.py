@@ -240,6 +240,7 @@ class MoeGroup:
         while not (self._ready >= epoch and self.membership.failure is None and self._is_member(rank, caller)):
             await self._changed.wait()
         assert self._immediates is not None
+        self._immediates.allow(rank, caller)
         return Meeting(self._ready, self.memory.lend(rank, caller.address), self._immediates.first_of(rank))
 
     def _is_over(self, rank: int, digest: bytes) -> bool:

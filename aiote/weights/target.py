@@ -18,7 +18,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any, Literal
 
 import anyio
@@ -269,12 +269,14 @@ class _ServedTarget(TargetService):
         await self._displace(order.update)
         target.current = mine
         leases: list[aiote.Lease] = []
-        counter: aiote.Counter | None = None
+        counted = ExitStack()
         try:
             with mine.step():
                 await target.opened()
-            # Of an immediate that no earlier update had: a late commit of one must not count.
-            counter = target.engine.counter()
+            # Of an immediate that no earlier update had: a late commit of one must not count, nor one of no source.
+            sources = [aiote.Address.parse(source) for source in order.sources]
+            block = counted.enter_context(target.engine.reserve_immediates(1, sources))
+            counter = counted.enter_context(target.engine.counter(block.first))
             await target.refresh()
             lent = _lent(target, order.sources, written, leases)
             if target.versions != "shadow":
@@ -291,9 +293,9 @@ class _ServedTarget(TargetService):
             await target.install(order.update, dict.fromkeys(itertools.chain(*written)))
             yield Step("committed")
         finally:
-            await self._over(mine, leases, counter)
+            await self._over(mine, leases, counted)
 
-    async def _over(self, mine: _Incoming, leases: list[aiote.Lease], counter: aiote.Counter | None) -> None:
+    async def _over(self, mine: _Incoming, leases: list[aiote.Lease], counted: ExitStack) -> None:
         async def revoke() -> None:
             await _revoke(leases)
 
@@ -301,8 +303,7 @@ class _ServedTarget(TargetService):
             await to_the_end(revoke)
         finally:
             # Also where the revocation was interrupted once more: the next update must not wait for this one.
-            if counter is not None:
-                counter.close()
+            counted.close()
             target = self._target
             target.current = None
             target.change("torn" if target.state == "updating" else target.state)

@@ -1,0 +1,105 @@
+"""Counts that only their owners make: whoever else writes with a service's immediates ends no wait of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+import aiote
+from aiote import service
+from aiote.kvcache import Cache, Consumer, PageRow, Producer
+from aiote.moe import MoeConfig
+from aiote.moe.wire import SLOTS
+from aiote.weights import Layout, Replicate, serve_target
+from aiote.weights.protocol import TargetService, Update, UpdateOrder
+from engines import opened, until
+from moe_ranks import Tokens, ranks, whole_round
+
+CONFIG = {"experts": 6, "top_k": 2, "hidden": 8, "tokens": 6, "dtype": "float32", "out_dtype": "float32"}
+ROWS = {0: PageRow([1, 2])}
+
+
+def open_sim() -> Any:
+    return opened("sim")
+
+
+async def write(engine: aiote.Engine, to: aiote.Engine, imms: range) -> None:
+    for imm in imms:
+        await engine.write_imm(None, to.address, imm)
+
+
+@pytest.mark.parametrize("on_loss", ["raise", "mask"])
+async def test_rounds_wait_for_their_ranks_whoever_counts(on_loss):
+    """Neither a stranger nor, where each rank has immediates of its own, one rank in another's place."""
+    config = MoeConfig(**CONFIG, on_loss=on_loss)
+    async with ranks(open_sim, 3, config) as groups, opened("sim") as stranger:
+        victim = groups[0]
+        for turn in range(3):
+            before = victim.engine.statistics().uninvited
+            for rank, first in victim._immediates.firsts.items():
+                await write(stranger, victim.engine, range(first, first + SLOTS))
+                if on_loss == "mask" and rank != 1:
+                    await write(groups[1].engine, victim.engine, range(first, first + SLOTS))
+            sent = SLOTS * (1 if on_loss == "raise" else 3 + 2)
+            await until(lambda before=before, sent=sent: victim.engine.statistics().uninvited == before + sent)
+            await whole_round(groups, [Tokens(np.random.default_rng(turn), config, 5) for _ in groups])
+
+
+def cache(name: str, value: int) -> tuple[Cache, np.ndarray]:
+    array, out = np.full((2, 2, 16, 4, 2, 8), value, np.float16), Cache(name)
+    out.add(array, "layer field page token head item", fields=("k", "v"))
+    return out, array
+
+
+async def test_a_request_arrives_when_its_producer_wrote_it():
+    async with opened("sim") as decode, opened("sim") as prefill, opened("sim") as stranger:
+        (here, written), (there, _) = cache("decode", -1), cache("prefill", 7)
+        async with Producer(prefill, there) as producer, Consumer(decode, here) as consumer:
+            computed = anyio.Event()
+
+            async def produce() -> None:
+                async with producer.offer("request", tokens=8, rows=ROWS) as offer:
+                    await computed.wait()
+                    for layer in (0, 1):
+                        offer.computed(layer)
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(produce)
+                async with consumer.receive([prefill.address], "request", tokens=8, rows=ROWS) as reception:
+                    await until(lambda: reception._block is not None)
+                    first = reception._block.first
+                    for _ in range(4):
+                        await write(stranger, decode, range(first, first + 2))
+                    await until(lambda: decode.statistics().uninvited == 8)
+                    assert not reception.complete
+                    assert (written == -1).all()
+                    computed.set()
+                    await reception.arrived()
+                    assert (written[:, :, 1:3] == 7).all()
+
+
+async def test_an_update_is_written_when_its_sources_wrote_it():
+    layout, array = Layout.over([0], {"a": ((64,), "F32", Replicate())}), np.ones(64, np.float32)
+    async with opened("sim") as hub, opened("sim") as source, opened("sim") as stranger:
+        async with serve_target(hub, layout, 0, {"a": array}) as target:
+            client = service.client(source, hub.address, TargetService)
+            steps = client.update(UpdateOrder(Update(1, 1), [str(source.address)], [np.zeros(1, np.uint64)]))
+            lent = await anext(steps)
+            await write(stranger, hub, range(lent.imm, lent.imm + 1))
+            await until(lambda: hub.statistics().uninvited == 1)
+            counted = []
+
+            async def count() -> None:
+                counted.append(await anext(steps))
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(count)
+                await client.describe()
+                assert not counted
+                await write(source, hub, range(lent.imm, lent.imm + 1))
+                await until(lambda: counted)
+            assert counted[0].kind == "counted"
+            assert target.version is None
