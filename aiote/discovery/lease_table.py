@@ -5,7 +5,9 @@ again which members it has, all of them, and how long that holds. A member is wi
 it, when the session's lease runs out, or when a greater incarnation takes the name.
 
 A name is its *owner's*, the engine that has registered it, as long as that is connected: nobody else takes it, whatever
-incarnation it says. An owner has so many members and sessions, whatever its sessions are; where all is full the owner
+incarnation it says. Once it is gone another engine takes the name, whose incarnation may be smaller: it is a time, and
+the clock of its host may be behind. Of one that had the name before the incarnation has to be greater than it was. An
+owner has so many members and sessions, whatever its sessions are; where all is full the owner
 with the most loses its last.
 
 Calls overtake each other, so a session numbers what it says, and what comes behind a greater number is ignored: it
@@ -26,6 +28,8 @@ __all__ = ["LeaseTable"]
 LOCAL_LEASE_S = 10.0
 """What is told of a member that has no lease, because it is in the server's own process."""
 SESSIONS_EACH = 64
+FORMER = 8
+"""So many engines that had a name are told from a new one."""
 POSTPONED = 3
 """So often a lease is lengthened until it is renewed: whoever keeps the server busy keeps no dead member."""
 
@@ -58,6 +62,7 @@ class LeaseTable:
         self._owned = Counter[Hashable]()
         self._sessions: dict[Hashable, _Session] = {}
         self._holders: dict[str, Hashable] = {}
+        self._former: dict[str, dict[Hashable, int]] = {}
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -97,6 +102,7 @@ class LeaseTable:
             return refusal
         if holder != key:
             if holder is not None:
+                self._hand_over(name, self._sessions[holder].owner)
                 self._release(name)
             self._owned[session.owner] += 1
         self._holders[name] = key
@@ -110,15 +116,28 @@ class LeaseTable:
         if holder is not None:
             if holder.owner != owner and self._connected(holder.owner):
                 return "another engine, which is connected, holds the name"
-            incarnation = self._roster.known[member.name].incarnation
-            if member.incarnation <= incarnation:
-                return f"incarnation {incarnation} of another engine holds the name, not {member.incarnation}"
+            if member.incarnation <= (had := self._had(owner, holder.owner, member.name)):
+                return f"incarnation {had} of another engine holds the name, or has lost it, not {member.incarnation}"
             return ""
         if self._owned[owner] >= self._each:
             return f"this engine has its {self._each} members"
         if len(self._holders) >= self._limit and not self._refuse_greediest(owner):
             return self._full()
         return ""
+
+    def _had(self, owner: Hashable, holder: Hashable, name: str) -> int:
+        """Return with which incarnation an owner has a name, or had it; -1 where it never did."""
+        if owner == holder:
+            return self._roster.known[name].incarnation
+        return self._former.get(name, {}).get(owner, -1)
+
+    def _hand_over(self, name: str, owner: Hashable) -> None:
+        """Remember who had a name, and with which incarnation."""
+        former = self._former.setdefault(name, {})
+        former.pop(owner, None)
+        former[owner] = self._roster.known[name].incarnation
+        if len(former) > FORMER:
+            del former[next(iter(former))]
 
     def _refuse_greediest(self, owner: Hashable) -> bool:
         """Withdraw the last member of the owner with the most; return False where that is this one."""
@@ -179,6 +198,7 @@ class LeaseTable:
         return min((session.deadline for session in self._sessions.values()), default=math.inf)
 
     def _drop(self, name: str) -> None:
+        self._former.pop(name, None)
         self._release(name)
         self._roster.remove(name)
 

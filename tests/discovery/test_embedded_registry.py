@@ -421,7 +421,7 @@ def test_the_lease_table_ignores_what_is_older_than_it_has():
     table = LeaseTable(roster := Roster(), limit=2, connected=lambda _: False)
 
     def keep(session: int, number: int, *members, now: float = 0.0) -> dict[str, str]:
-        return table.keep(session, number, 1.0, members, now)
+        return table.keep(session, number, 1.0, members, now, "owner")
 
     assert keep(1, 5, member("a", 2, load=5)) == {}
     assert keep(1, 4, member("a", 2, load=4), member("b")) == {}

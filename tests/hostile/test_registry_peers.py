@@ -11,7 +11,7 @@ import pytest
 import aiote
 from aiote import service
 from aiote.discovery import embedded
-from aiote.discovery.lease_table import POSTPONED, SESSIONS_EACH, LeaseTable
+from aiote.discovery.lease_table import FORMER, POSTPONED, SESSIONS_EACH, LeaseTable
 from aiote.discovery.membership import Roster
 from aiote.discovery.registry_server import MEMBERS_EACH, WATCHES_EACH, Keeping, RegistryServer, Watching
 from aiote.discovery.wire import MemberRecord, RosterUpdate
@@ -65,6 +65,26 @@ def test_a_name_is_its_engine_s_as_long_as_that_is_connected():
     there.clear()
     assert table.keep(2, 2, 1.0, [member("a", 7)], 0.0, "successor") == {}
     assert roster.known["a"].incarnation == 7
+
+
+def test_a_name_goes_to_an_engine_whose_clock_is_behind_and_not_back_to_an_earlier_one():
+    table = LeaseTable(roster := Roster(), limit=9, connected=lambda _: False)
+
+    def keep(session: int, owner: str, incarnation: int) -> dict[str, str]:
+        return table.keep(session, 1, 1.0, [member("a", incarnation)], 0.0, owner)
+
+    assert keep(1, "killed", 900) == {}
+    assert keep(2, "behind", 5) == {}
+    assert "incarnation 900 of another engine holds the name, or has lost it" in keep(3, "killed", 900)["a"]
+    assert keep(4, "behind again", 3) == {}
+    assert keep(5, "behind", 5).keys() == {"a"}
+    assert keep(6, "killed", 901) == {}  # its next life
+    assert roster.known["a"].incarnation == 901
+    for number in range(20):
+        assert keep(10 + number, f"engine {number}", 0) == {}
+    assert len(table._former["a"]) == FORMER
+    table.expire(1.0)
+    assert not table._former
 
 
 def test_leases_are_postponed_a_few_times_until_they_are_renewed():
