@@ -11,23 +11,41 @@ from .config import LOOPBACK, EngineConfig
 __all__ = ["bind_host", "host_identity"]
 
 
+EXAMPLES = (socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")
+"""Addresses outside that nobody has (RFC 5737, RFC 3849)."""
+
+
 def bind_host(config: EngineConfig) -> str:
     """Return the address that the control connection listens on.
 
-    The configured one; without a key loopback; otherwise the address that the host's own name resolves to, or loopback.
+    The configured one; without a key loopback; otherwise the one that this host sends from to others, IPv4 where it
+    has both, or loopback.
     """
     if config.host is not None:
-        return LOOPBACK if config.host == "localhost" else config.host
+        return _loopback() if config.host == "localhost" else config.host
     if config.cluster_key is None:
-        return LOOPBACK
-    # Connecting a datagram socket sends nothing; it asks the routing table which address would be used (RFC
-    # 5737's example net).
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return _loopback()
+    for family, example in EXAMPLES:
+        # Connecting a datagram socket sends nothing; it asks the routing table which address would be used.
         try:
-            probe.connect(("192.0.2.1", 9))
-            return str(probe.getsockname()[0])
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((example, 9))
+                return str(probe.getsockname()[0])
         except OSError:
-            return LOOPBACK
+            continue
+    return _loopback()
+
+
+def _loopback() -> str:
+    """Return 127.0.0.1, or ::1 on a host that has no other."""
+    for family, host in ((socket.AF_INET, LOOPBACK), (socket.AF_INET6, "::1")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.bind((host, 0))
+                return host
+        except OSError:
+            continue
+    return LOOPBACK
 
 
 def host_identity() -> bytes:

@@ -228,6 +228,10 @@ def bound(addresses: Sequence[tuple[int, tuple[Any, ...]]]) -> list[socket.socke
     sockets: list[socket.socket] = []
     try:
         for family, (host, port, *rest) in addresses:
+            bare, _, zone = host.partition("%")
+            if zone:
+                # anyio writes the interface's number there, and bind takes it apart from the host alone.
+                host, rest = bare, [0, int(zone) if zone.isdigit() else socket.if_nametoindex(zone)]
             sockets.append(one := socket.socket(family, socket.SOCK_STREAM))
             one.setblocking(False)
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

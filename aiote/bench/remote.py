@@ -39,8 +39,16 @@ Command = Callable[[str, dict[str, Any], str], list[str]]
 
 
 def parse_place(text: str, *, default_host: str) -> tuple[str, int]:
-    """Read HOST, HOST:PORT or :PORT. Raises ValueError."""
-    host, _, port = text.rpartition(":") if ":" in text else (text, "", "")
+    """Read HOST, HOST:PORT or :PORT, IPv6 hosts in brackets. Raises ValueError."""
+    if text.startswith("["):
+        host, bracket, rest = text[1:].partition("]")
+        port = rest.removeprefix(":")
+        if not bracket or (rest and rest == port):
+            raise ValueError(f"{text!r}: expected [IPv6 address] or [IPv6 address]:PORT")
+    else:
+        host, _, port = text.rpartition(":") if ":" in text else (text, "", "")
+        if ":" in host:
+            raise ValueError(f"{text!r}: an IPv6 address needs brackets")
     number = int(port) if port else PORT
     if not 0 <= number <= 65535:
         raise ValueError(f"{number} is no port")
@@ -183,6 +191,7 @@ class Listener(socketserver.ThreadingTCPServer):
     def __init__(self, host: str, port: int, command: Command, report: Callable[[str], object]) -> None:
         self.command = command
         self.report = report
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
 
 

@@ -1,4 +1,4 @@
-"""Which of this machine's IPv4 addresses a rail is bound to."""
+"""Which of this machine's addresses a rail is bound to."""
 
 from __future__ import annotations
 
@@ -7,18 +7,48 @@ import fcntl
 import ipaddress
 import socket
 import struct
+from pathlib import Path
 
 from ..errors import UsageError
 
-__all__ = ["addresses", "nearest", "node_of", "unknown"]
+__all__ = ["addresses", "in_order", "nearest", "node_of", "unknown"]
 
 SIOCGIFCONF = 0x8912
 IFREQ_BYTES = 40
 """netdevice(7): a name of 16 bytes, then a union of 24, of which a sockaddr_in is the first 16."""
 
 
+IF_INET6 = Path("/proc/net/if_inet6")
+"""A line for each IPv6 address: 32 digits, then index, prefix, scope and flags in hexadecimal, and the interface."""
+UNUSABLE = 0x40 | 0x08  # IFA_F_TENTATIVE, IFA_F_DADFAILED: nobody may send from it, or not yet
+FLEETING = 0x20 | 0x01  # IFA_F_DEPRECATED, IFA_F_TEMPORARY: it goes away by itself
+
+
 def addresses() -> dict[str, str]:
-    """Return the IPv4 addresses of this machine, each with its interface's name."""
+    """Return the addresses of this machine, each with its interface's name; IPv4 first.
+
+    IPv6 ones that last stand before those that go away by themselves, link-local ones last and with their interface
+    ("fe80::1%eth0"), without which they lead nowhere.
+    """
+    return {**_of_version_4(), **_of_version_6()}
+
+
+def _of_version_6() -> dict[str, str]:
+    try:
+        lines = IF_INET6.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return {}  # the kernel has no IPv6
+    found = []
+    for digits, _, _, _, flags, name in (line.split(maxsplit=5) for line in lines):
+        if not int(flags, 16) & UNUSABLE:
+            address = ipaddress.IPv6Address(bytes.fromhex(digits))
+            text = f"{address}%{name}" if address.is_link_local else str(address)
+            found.append((address.is_link_local, bool(int(flags, 16) & FLEETING), text, name))
+    # A stable sort: within a kind they stay as the kernel has them.
+    return {text: name for _, _, text, name in sorted(found, key=lambda one: one[:2])}
+
+
+def _of_version_4() -> dict[str, str]:
     for count in (64, 1024, 16384):
         room = array.array("B", bytes(count * IFREQ_BYTES))
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
@@ -33,22 +63,41 @@ def addresses() -> dict[str, str]:
     return found
 
 
+def in_order(host: str, hosts: dict[str, str]) -> dict[str, str]:
+    """Return the addresses, those of the same version of IP as an engine's host first.
+
+    For loopback and for names that is version 4: two engines of one host, or of one name, meet in one version.
+    """
+    first = 4 if _is_loopback(host) else _version(host)
+    return dict(sorted(hosts.items(), key=lambda item: _version(item[0]) != first))
+
+
 def nearest(host: str, hosts: list[str]) -> str:
-    """Return the rail for a host that need not be one that the provider lists, as 127.0.0.2, ::1 or a name.
+    """Return the rail for a host that need not be one that the provider lists, as 127.0.0.2 or a name; "" for none.
 
     A loopback address gets a loopback rail where there is one: no NIC that others reach. Raises UsageError where the
-    host is an address for others, and loopback is all that there is: who connected would write to itself.
+    host is an address for others, and no rail leads anywhere: who connected would write to itself.
     """
-    if host in hosts:
+    if host in hosts and host != "::1":
         return host
     inside = [other for other in hosts if _is_loopback(other)]
     outside = [other for other in hosts if other not in inside]
-    if hosts and not outside and _is_outside(host):
-        raise UsageError(
-            f"host={host!r}: no rail leads there; this machine has none but loopback ({', '.join(inside)}). Is the NIC "
-            "up, and has it an IPv4 address? Or name the rail: rails=[...]"
-        )
+    if _is_outside(host):
+        # The network may translate addresses, but it does not route those of a link.
+        outside = [other for other in outside if _version(other) == _version(host)] or [
+            other for other in outside if "%" not in other
+        ]
+        if hosts and not outside:
+            raise UsageError(
+                f"host={host!r}: no rail leads there; this machine has none but loopback ({', '.join(inside)}). Is the "
+                "NIC up, and has it an address? Or name the rail: rails=[...]"
+            )
     return next(iter(inside + outside if _is_loopback(host) else outside + inside), "")
+
+
+def _version(host: str) -> int:
+    """Return the version of IP of an address; of a name 4."""
+    return 6 if ":" in host else 4
 
 
 def _is_loopback(host: str) -> bool:

@@ -11,7 +11,7 @@ from aiote_native.streams.sockets import SocketEndpoint
 
 from ..errors import FabricError, UsageError
 from .contract import RailInfo, Traits, traits_of
-from .host_addresses import addresses, nearest, node_of
+from .host_addresses import addresses, in_order, nearest, node_of
 
 if TYPE_CHECKING:
     from .topology import Nic, Place
@@ -26,7 +26,7 @@ VERSION = 2  # since 2 who was connected to answers with a token
 
 
 class SocketRail:
-    """A network interface with an IPv4 address."""
+    """A network interface with an IP address of either version."""
 
     def __init__(self, index: int, host: str, name: str) -> None:
         self.index = index
@@ -80,10 +80,11 @@ class SocketRail:
 def choose_sockets(names: tuple[str, ...] | None, host: str) -> list[tuple[str, str]]:
     """Return (address, interface) of the rails to open: those named by either, or the one that leads to `host`.
 
-    Raises UsageError for names that are not there.
+    An interface that is named has an IPv4 and an IPv6 address as a rule: the host says which one is meant. Raises
+    UsageError for names that are not there.
     """
-    hosts = addresses()
+    hosts = in_order(host, addresses())
     if not hosts:
-        raise UsageError("provider='socket': no interface of this machine has an IPv4 address; is any of them up?")
+        raise UsageError("provider='socket': no interface of this machine has an IP address; is any of them up?")
     nodes = [nearest(host, list(hosts))] if names is None else [node_of(name, hosts, names) for name in names]
     return [(node, hosts[node]) for node in nodes]

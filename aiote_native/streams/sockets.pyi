@@ -2,6 +2,7 @@ from aiote_native.streams.memory import StreamDevice, StreamEndpoint
 
 SCHEME: bytes
 
+def place(host: str, interface: str = "") -> tuple[int, tuple[str | int, ...]]: ...
 def parse(address: bytes) -> tuple[str, int, bytes]: ...
 
 class SocketEndpoint(StreamEndpoint):

@@ -344,21 +344,39 @@ wire.send = socket_send
 wire.receive = socket_receive
 
 
+def place(host: str, interface: str = "") -> tuple[int, tuple]:
+    """Return the family of an IP address, and what precedes and follows a port in a socket's address.
+
+    A link-local address is reached through an interface: the one behind its `%`, or the given one, for what stands
+    there in a peer's address is the name of the peer's. Raises OSError for no address, and for no such interface.
+    """
+    bare, _, zone = host.partition("%")
+    family = socket.AF_INET6 if ":" in bare else socket.AF_INET
+    socket.inet_pton(family, bare)
+    zone = (interface or zone) if zone else ""
+    return family, (bare, *((0, socket.if_nametoindex(zone)) if zone else ()))
+
+
 def parse(bytes address) -> tuple[str, int, bytes]:
-    """Return host, port and token of an endpoint's address. Raises ValueError for what is none."""
+    """Return host, port and token of an endpoint's address, IPv6 in brackets. Raises ValueError for what is none."""
     text, _, token = address.removeprefix(SCHEME).partition(b"/")
     host, _, port = text.rpartition(b":")
     try:
         if not address.startswith(SCHEME) or len(token) != 2 * TOKEN_BYTES or not 0 < int(port) < 1 << 16:
             raise ValueError
-        socket.inet_pton(socket.AF_INET, host.decode("ascii"))
-        return host.decode("ascii"), int(port), bytes.fromhex(token.decode("ascii"))
+        name = host.decode("ascii")
+        if name.startswith("[") != (":" in name) or name.startswith("[") != name.endswith("]"):
+            raise ValueError
+        name = name[1:-1] if name.startswith("[") else name
+        bare = name.partition("%")[0]
+        socket.inet_pton(socket.AF_INET6 if ":" in bare else socket.AF_INET, bare)
+        return name, int(port), bytes.fromhex(token.decode("ascii"))
     except (ValueError, OSError):
         raise ValueError(f"{address!r} is no address of a TCP endpoint") from None
 
 
 cdef class SocketEndpoint(StreamEndpoint):
-    """An endpoint that listens at an IPv4 address of this host; `connect` begins the connection, or waits for it."""
+    """An endpoint that listens at an IP address of this host; `connect` begins the connection, or waits for it."""
 
     def __cinit__(self):
         self.impl = self.lent = NULL
@@ -386,14 +404,16 @@ cdef class SocketEndpoint(StreamEndpoint):
         self.impl.epoll_fd = epoll_create1(EPOLL_CLOEXEC)
         check(-errno if self.impl.epoll_fd < 0 else 0, "epoll_create1")
         self.wait_fd = self.impl.epoll_fd
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as listener:
-            listener.bind((self.host, 0))
+        family, (host, *scope) = place(self.host)
+        with socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as listener:
+            listener.bind((host, 0, *scope))
             listener.listen(CANDIDATES)
             port = listener.getsockname()[1]
             self.impl.listener = listener.detach()
         check(watch(self.impl, EPOLL_CTL_ADD, self.impl.listener, EPOLLIN), "epoll_ctl")
         memcpy(self.impl.own_token, <const char*> token, TOKEN_BYTES)
-        self.address = SCHEME + f"{self.host}:{port}/{token.hex()}".encode()
+        shown = f"[{self.host}]" if ":" in self.host else self.host
+        self.address = SCHEME + f"{shown}:{port}/{token.hex()}".encode()
         return 0
 
     def connect(self, bytes address) -> None:
@@ -403,13 +423,18 @@ cdef class SocketEndpoint(StreamEndpoint):
         check_process(self.device.epoch)
         host, port, token = parse(address)
         memcpy(self.impl.peer_token, <const char*> (<bytes> token), TOKEN_BYTES)
+        if (":" in host) != (":" in self.host):
+            raise ValueError(f"one rail is at {self.host}, the other at {host}, which is another version of IP: name "
+                             "rails or hosts of one version at both engines")
         if self.address <= address:
             return
         shut_fd(self.impl, &self.impl.listener)
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as connection:
+        _, (own_host, *own_scope) = place(self.host)
+        family, (host, *scope) = place(host, self.host.partition("%")[2])
+        with socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as connection:
             # From the rail's own address, so that it is this NIC that carries it.
-            connection.bind((self.host, 0))
-            code = connection.connect_ex((host, port))
+            connection.bind((own_host, 0, *own_scope))
+            code = connection.connect_ex((host, port, *scope))
             check(-code if code not in (0, EINPROGRESS) else 0, "connect")
             self.impl.fd = connection.detach()
         self.impl.watched = EPOLLIN | EPOLLOUT

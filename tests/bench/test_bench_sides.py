@@ -174,13 +174,15 @@ def test_an_arena_holds_every_kind_of_work_in_whole_huge_pages():
         ("far:7", ("far", 7)),
         (":7", ("h", 7)),
         ("1.2.3.4:0", ("1.2.3.4", 0)),
+        ("[::1]:7", ("::1", 7)),
+        ("[fe80::1%eth0]", ("fe80::1%eth0", 18515)),
     ],
 )
 def test_a_place_without_host_or_port_has_the_defaults(text, place):
     assert parse_place(text, default_host="h") == place
 
 
-@pytest.mark.parametrize("text", ["far:x", "far:70000", "far:-1"])
+@pytest.mark.parametrize("text", ["far:x", "far:70000", "far:-1", "::1", "::1:7", "[::1", "[::1]7"])
 def test_a_place_with_no_port_number_is_refused(text):
     with pytest.raises(ValueError):
         parse_place(text, default_host="h")
