@@ -118,7 +118,7 @@ class ImmediateGrants:
         self._take_back()
         return self._find(self._next, 1)
 
-    def block(self, count: int, sources: Iterable[Peer | Address] | None) -> ImmediateBlock:
+    def block(self, count: int, sources: Iterable[Peer | Address] | None = None) -> ImmediateBlock:
         """Reserve immediates; see `Engine.reserve_immediates`."""
         if not isinstance(count, int) or not 1 <= count <= LONGEST:
             raise UsageError(f"reserve_immediates({count!r}): expected how many, an integer from 1 to 2**16")

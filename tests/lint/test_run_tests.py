@@ -163,7 +163,7 @@ def test_an_interrupted_run_begins_nothing_more(machine, tmp_path, monkeypatch):
         if any(one.startswith("--junit-xml=") for one in command):
             if next(begun) == 1:
                 os.kill(os.getpid(), signal.SIGINT)
-            dropped.wait(3)  # without the drop the lane goes on after it, and begins more
+            dropped.wait(30)  # without the drop the lane goes on after it, and begins more
         return run(command, log, **environment)
 
     def told(queue: Queue, *kinds: str) -> None:
