@@ -193,9 +193,9 @@ class Run:
         self._number = len(entries)
         queue = Queue(entries, unready="guest", most={"guest": GUESTS})
         with ThreadPoolExecutor(lanes + 2) as pool:
-            preparing, lint = pool.submit(self._prepare_guest, queue), pool.submit(linted)
-            running = [pool.submit(self._lane, queue) for _ in range(lanes)]
             try:
+                preparing, lint = pool.submit(self._prepare_guest, queue), pool.submit(linted)
+                running = [pool.submit(self._lane, queue) for _ in range(lanes)]
                 found = [one for lane in running for one in lane.result()]
             except BaseException:
                 # Ctrl-C ends the runs of pytest that there are; the lanes must not begin others.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import subprocess
 from collections.abc import Iterator
@@ -54,6 +55,12 @@ def device(request, tmp_path, monkeypatch):
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
     monkeypatch.setattr(dmabuf, f"{request.param.upper()}_LIBRARY", str(library))
     return request.param
+
+
+@pytest.fixture(autouse=True)
+def collected() -> None:
+    """Collect what earlier tests left: a collection within this one would close descriptors of theirs."""
+    gc.collect()
 
 
 @pytest.mark.parametrize(
