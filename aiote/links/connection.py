@@ -92,6 +92,10 @@ class Connection:
         """Whether this is a later life of that engine."""
         return self.address.identity == identity and self.address.incarnation > incarnation
 
+    def older_than(self, identity: bytes, incarnation: int) -> bool:
+        """Whether this is an earlier life of that engine."""
+        return self.address.identity == identity and self.address.incarnation < incarnation
+
     @property
     def name(self) -> str:
         """Its address as text, for errors."""
@@ -294,6 +298,7 @@ class Connection:
     def disconnect(self, reason: str) -> None:
         """Lose the peer because the program wants so; in a child of a fork it is the parent's, and left alone."""
         if not self._runtime.inherited:
+            self.require_here()
             self.lose(reason)
 
     def lose(self, reason: str, kind: type[PeerError] = PeerError) -> None:

@@ -13,17 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from ..core.address import Address, name_of
+from ..core.address import name_of
 from ..core.lease_numbers import Grants
 from ..errors import UsageError
 from ..rails import MAY_ALL, section
-from ..transfers import Lease, Peer
+from ..transfers import Lease, one_engine
 
 if TYPE_CHECKING:
     from ..aio import EventLoop
+    from ..core.address import Address
     from ..rails import LocalMemory
     from ..runtime import Runtime
-    from ..transfers import Region
+    from ..transfers import Peer, Region
 
 __all__ = ["GrantedLeases"]
 
@@ -75,11 +76,7 @@ class GrantedLeases:
         return lease
 
     def _holder(self, to: Peer | Address | str) -> Address:
-        holder = to.address if isinstance(to, Peer) else Address.parse(to) if isinstance(to, str) else to
-        if not isinstance(holder, Address):
-            raise UsageError(f"lease: a Peer or an Address is expected, got {type(to).__name__}")
-        if holder.is_anyone:
-            raise UsageError("lease: the address must name one engine, by its identity; connect first")
+        holder = one_engine(to, "lease")
         if holder.identity == self._runtime.address.identity:
             raise UsageError("lease: this is the engine's own address; a lease is another engine's")
         return holder

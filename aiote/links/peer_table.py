@@ -15,7 +15,7 @@ from ..transfers import Inbox, Peer
 from .connection import Connection, ServingSession
 from .granted_leases import GrantedLeases
 from .heartbeat_timer import HeartbeatTimer
-from .session import Session, SessionOver
+from .session import ALIVE, BUSY, Session, SessionOver
 
 if TYPE_CHECKING:
     from ..aio import Waiter
@@ -64,12 +64,12 @@ class ConnectionTable:
     @property
     def peers(self) -> tuple[Peer, ...]:
         """The engines that are connected now."""
-        return tuple(one.peer for one in self._connections.values() if one.connected)
+        return tuple(one.peer for one in tuple(self._connections.values()) if one.connected)
 
     @property
     def connected(self) -> int:
         """How many engines are connected now."""
-        return sum(one.connected for one in self._connections.values())
+        return sum(one.connected for one in tuple(self._connections.values()))
 
     def control_streams(self) -> tuple[ByteStream, ...]:
         """Return the control connections as they are now; `aiote.testing` holds up what they carry."""
@@ -139,12 +139,17 @@ class ConnectionTable:
                     await self._dial_once(connection, address)
                     return
                 except SessionOver as over:
-                    reason, busy, kind = str(over), over.busy, over.kind
-                    if not busy or self._runtime.loop.time() >= connection.deadline:
+                    kind = over.kind
+                    if not (busy and kind is ConnectTimeoutError):
+                        # Else the last attempt had no time left, and why the others failed says more.
+                        reason, busy = str(over), over.busy
+                    if not over.busy or self._runtime.loop.time() >= connection.deadline:
                         return
                 await sleep(random.uniform(0.005, 0.02))
         except PeerError as error:
-            reason, kind = error.reason, type(error)
+            kind = type(error)
+            if not (busy and kind is ConnectTimeoutError):
+                reason = error.reason
         except FabricError as error:
             reason = str(error)
         finally:
@@ -233,22 +238,27 @@ class ConnectionTable:
         identity: bytes,
         incarnation: int,
         role: Role,
-    ) -> Connection | None:
-        """Let an authenticated connection be the one of its pair; None when another is.
+    ) -> Connection:
+        """Let an authenticated connection be the one of its pair. Raises SessionOver, busy, when another is.
 
         Of two that are being made at once, the one that the engine with the lower identity made wins, on both sides.
+        A later life waits until the earlier one is lost: the key does not prove which of its holders somebody is, and
+        of an engine that has died the kernel closes the connection, or its silence ends it.
         """
         pending = self._pending.pop(session, None)
         if pending is not None:
             self._listener.proven(pending)
         address = Address(claimed.host, claimed.port, identity, incarnation)
         initiator = self._runtime.address.identity if role is Role.INITIATOR else identity
-        if any(other.connected and other.newer_than(identity, incarnation) for other in self._connections.values()):
-            raise PeerRefusedError(str(address), "it was restarted: a newer incarnation of it is connected")
+        for other in self._connections.values():
+            if other.connected and other.newer_than(identity, incarnation):
+                raise PeerRefusedError(str(address), "it was restarted: a newer incarnation of it is connected")
+            if other.connected and other.older_than(identity, incarnation):
+                raise SessionOver(ALIVE, busy=True)
         existing = self._connections.get((identity, incarnation))
         if existing is not None and (existing is not connection or existing.session is not None):
             if existing.connected or not self._wins(existing, initiator):
-                return None
+                raise SessionOver(BUSY, busy=True)
             if existing.session is not None:
                 existing.session.supersede()
         chosen = existing or connection or Connection(self._runtime, self, address)
@@ -275,7 +285,7 @@ class ConnectionTable:
         return (existing.session is None and rival == initiator) or initiator < rival
 
     def _forget_incarnations(self, connection: Connection) -> None:
-        """What was addressed to an earlier life of this engine fails, at once."""
+        """What waits for an earlier life of this engine fails, at once."""
         for other in tuple(self._connections.values()):
             if connection.newer_than(*other.key):
                 other.lose("it was restarted: a new incarnation of it has connected")

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from .connection import Connection
     from .heartbeat_timer import HeartbeatTimer
 
-__all__ = ["Session"]
+__all__ = ["ALIVE", "BUSY", "Session", "SessionOver"]
 
 T = TypeVar("T")
 
@@ -95,8 +95,8 @@ class SessionHost(Protocol):
         identity: bytes,
         incarnation: int,
         role: Role,
-    ) -> Connection | None:
-        """Let an authenticated conversation be the one of its pair; None when another is."""
+    ) -> Connection:
+        """Let an authenticated conversation be the one of its pair. Raises SessionOver, busy, when another is."""
 
 
 class Session:
@@ -252,7 +252,7 @@ class Session:
                 self._revoking.discard(lease)
                 self._given_back.set()
             case Bye():
-                raise SessionOver(f"it said goodbye: {item.reason}", busy=item.reason == BUSY)
+                raise SessionOver(f"it said goodbye: {item.reason}", busy=item.reason in (BUSY, ALIVE))
             case Failed():
                 raise SessionOver(f"it gave up: {item.text}", kind=PeerRefusedError)
             case _:
@@ -296,10 +296,13 @@ class Session:
         who = await self._expect(Authenticated)
         self.who = who.identity, who.incarnation
         offer = await self._exchange_offers()
-        connection = self._host.admit(self, self.connection, offer.address, who.identity, who.incarnation, self._role)
-        if connection is None:
-            self._control.send(Bye(BUSY))
-            raise SessionOver("another connection to it serves", busy=True)
+        try:
+            connection = self._host.admit(
+                self, self.connection, offer.address, who.identity, who.incarnation, self._role
+            )
+        except SessionOver as over:
+            self._control.send(Bye(str(over)))
+            raise
         self.connection = connection
         self.admitted = True
         connection.control = self._control
@@ -481,5 +484,6 @@ class Session:
 
 KEY_CODES = {RefusalCode.KEY_REQUIRED, RefusalCode.KEY_UNEXPECTED, RefusalCode.WRONG_KEY}
 BUSY = "another connection between these two engines serves"
+ALIVE = "an earlier life of this engine is connected, and has not fallen silent"
 GAVE_UP = 2  # the code of a Failed that says why no connection was made
 HINT = "; check that both sides are engines, with TLS on both or on neither"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 
 import anyio
 import pytest
 
 import aiote
-from engines import PATIENCE_S, each_provider, opened, served_by_process, served_on, until
+from engines import LOST_SOON, PATIENCE_S, each_provider, opened, served_by_process, served_on, until
 
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
@@ -75,29 +76,63 @@ async def test_a_restarted_peer_connects_anew(provider):
 
 @served_by_process
 @pytest.mark.parametrize("dialled_by", ["the restarted one", "the other one"])
-async def test_a_new_incarnation_ends_what_the_old_one_left(provider, dialled_by, child):
-    """The old life is stopped, so that nothing but the new one tells of its end."""
+async def test_a_new_incarnation_comes_when_the_old_one_is_silent(provider, dialled_by, child):
+    """The old life is stopped as by a host that died: nothing tells of its end."""
     old = child()
     with anyio.fail_after(PATIENCE_S):
         await old.open(provider, size=8 << 20, identity=NAME, heartbeat_timeout=NEVER_S)
-        async with opened(provider, heartbeat_timeout=NEVER_S) as left:
+        async with opened(provider, connect_timeout=PATIENCE_S, **LOST_SOON) as left:
             before = await left.connect(old.address)
             await old.stop()
             memory = left.register(bytearray(8 << 20))
             stuck = [left.submit_write(memory, left.attach(old.descriptor)) for _ in range(2)]
-            async with named(provider) as new:
-                assert not any(transfer.done() for transfer in stuck)
+            async with opened(provider, identity=NAME, heartbeat_timeout=NEVER_S, connect_timeout=PATIENCE_S) as new:
                 if dialled_by == "the restarted one":
                     await new.connect(left.address)
                 else:
                     await left.connect(new.address)
                 for transfer in stuck:
-                    with pytest.raises(aiote.TransferError, match="of 8388608 bytes.*a new incarnation of it"):
+                    with pytest.raises(aiote.TransferError, match="of 8388608 bytes.*"):
                         await transfer
-                assert "restarted" in await before.wait_closed()
+                assert before.lost
                 await until(lambda: [peer.address for peer in left.peers] == [new.address])
                 await left.send(new.address, b"to the new one")
                 assert (await new.recv()).data == b"to the new one"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("dialled_by", ["the impostor", "the other one"])
+async def test_nobody_displaces_an_engine_that_lives(dialled_by):
+    """Another holder of the key says that it is a later life of an engine, which is connected."""
+    with anyio.fail_after(PATIENCE_S):
+        async with opened("socket", connect_timeout=2.0) as left, named("socket") as honest:
+            peer = await left.connect(honest.address)
+            async with opened("socket", identity=NAME, connect_timeout=2.0) as impostor:
+                assert impostor.address.incarnation > honest.address.incarnation
+                with pytest.raises(aiote.PeerError, match="an earlier life of this engine is connected"):
+                    await (
+                        impostor.connect(left.address)
+                        if dialled_by == "the impostor"
+                        else left.connect(impostor.address)
+                    )
+            assert left.peers == (peer,)
+            await served_on(left, honest)
+
+
+@pytest.mark.anyio
+async def test_a_new_incarnation_ends_the_wait_for_the_old_one():
+    """The old life's port takes connections and says nothing, as a process that hangs."""
+    with anyio.fail_after(PATIENCE_S), socket.create_server(("127.0.0.1", 0)) as hanging:
+        async with opened("socket", connect_timeout=NEVER_S) as left, anyio.create_task_group() as tasks:
+            old = aiote.Address("127.0.0.1", hanging.getsockname()[1], NAME, 1)
+
+            async def wait_for_the_old_one() -> None:
+                with pytest.raises(aiote.PeerError, match="a new incarnation of it has connected"):
+                    await left.connect(old)
+
+            tasks.start_soon(wait_for_the_old_one)
+            async with named("socket") as new:
+                await new.connect(left.address)
 
 
 @pytest.mark.anyio
