@@ -282,7 +282,13 @@ class ControlListener:
         """Bind and begin to accept, at each address of the host. Raises OSError."""
         # Not anyio.create_tcp_listener: it resolves with AI_ADDRCONFIG, which refuses 127.0.0.1 on a machine whose
         # NICs have no IPv4 address at that moment.
-        found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found: Sequence[Any]
+        try:
+            # An address is read at once; a name takes a thread, for the system may ask others for it.
+            at_once = socket.AI_PASSIVE | socket.AI_NUMERICHOST
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=at_once)
+        except socket.gaierror:
+            found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         sockets = bound(sorted({(int(family), address) for family, _, _, _, address in found}))
         try:
             while sockets:

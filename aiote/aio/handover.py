@@ -64,7 +64,11 @@ def _close_aside(descriptors: Sequence[int]) -> None:
         for descriptor in descriptors:
             os.close(descriptor)
 
-    threading.Thread(target=close, name="aiote close", daemon=True).start()
+    try:
+        threading.Thread(target=close, name="aiote close", daemon=True).start()
+    except RuntimeError:
+        # The system has no thread left, and descriptors that are kept would be the next that it lacks.
+        close()
 
 
 class Handover:

@@ -93,7 +93,13 @@ class ThreadCall(Generic[T]):
 
 
 async def in_thread(function: Callable[[], T]) -> T:
-    """Call a function in a thread; a cancellation is raised when it has returned, also a bare `Task.cancel`."""
-    call = ThreadCall(current_loop(), function, lambda _: None, name="aiote in_thread")
+    """Call a function in a thread; a cancellation is raised when it has returned, also a bare `Task.cancel`.
+
+    Where the system has no thread left it is called here, and the loop stands still meanwhile.
+    """
+    try:
+        call = ThreadCall(current_loop(), function, lambda _: None, name="aiote in_thread")
+    except RuntimeError:
+        return function()
     await call.join()
     return call.result()

@@ -16,7 +16,7 @@ from ..errors import AioteError, FabricError, UsageError
 from .contract import RailInfo, Traits, traits_of
 from .host_addresses import nearest, node_of, unknown
 from .library import FoundLibrary, load
-from .shortage import require_descriptors, require_memory, require_shared_memory
+from .shortage import locked_limit, require_descriptors, require_memory, require_shared_memory
 from .stale_files import mark
 
 if TYPE_CHECKING:
@@ -128,7 +128,9 @@ class LibfabricRail:
 def fabric_error(error: Exception, operation: str, rail: str) -> FabricError:
     """Make a FabricError of what the native floor raised."""
     if isinstance(error, StatusError):
-        return FabricError(error.errno or 0, f"{error.operation}: {error.strerror}", operation=operation, rail=rail)
+        limit = locked_limit() if (error.errno, operation) == (errno.ENOMEM, "register memory") else ""
+        text = f"{error.operation}: {error.strerror}{limit}"
+        return FabricError(error.errno or 0, text, operation=operation, rail=rail)
     if isinstance(error, OSError):
         return FabricError(error.errno or 0, error.strerror or str(error), operation=operation, rail=rail)
     return FabricError(61, str(error), operation=operation, rail=rail)

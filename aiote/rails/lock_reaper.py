@@ -103,8 +103,14 @@ class LockReaper:
             if self._thread is None:
                 self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
                 self._thread = threading.Thread(target=self._watch, name="aiote lock reaper", daemon=True)
-                self._thread.start()
-        os.eventfd_write(self._wake, 1)
+                try:
+                    self._thread.start()
+                except RuntimeError:
+                    # The system has no thread left: the next peer tries again, and watches this one, too.
+                    self._thread = None
+                    os.close(self._wake)
+                    return
+            os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
         """Stop watching. Idempotent."""
@@ -155,4 +161,8 @@ class LockReaper:
             watched.release()
         for watched in standing:
             # In a thread each: the engine's lock is perhaps held by a call that spins for another of these peers.
-            threading.Thread(target=watched.link.fail, args=(errno.ETIMEDOUT,), daemon=True).start()
+            try:
+                threading.Thread(target=watched.link.fail, args=(errno.ETIMEDOUT,), daemon=True).start()
+            except RuntimeError:
+                # The system has no thread left: this one looks again, and the others' calls end meanwhile.
+                continue

@@ -1,4 +1,4 @@
-"""What libfabric takes of the system for an endpoint, looked at before it is called.
+"""What is taken of the system: for an endpoint of libfabric looked at before it is called, for memory said afterwards.
 
 Its providers crash where something is missing: `shm` of 2.5 in fi_enable without a descriptor, address space or a
 place in /dev/shm, `tcp` of 1.17 with six descriptors left or little address space. Whoever takes the last of it between
@@ -10,11 +10,12 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
 import secrets
 
 from .stale_files import SHARED_MEMORY
 
-__all__ = ["require_descriptors", "require_memory", "require_shared_memory"]
+__all__ = ["locked_limit", "require_descriptors", "require_memory", "require_shared_memory"]
 
 DESCRIPTORS = 16
 """More than an endpoint takes: 7 of 1.17's tcp, 4 of 2.5's, 1 of shm's for a moment."""
@@ -23,6 +24,14 @@ SHARED_BYTES = 16 << 20
 
 MEMORY_BYTES = 32 << 20
 """Address space: shm maps its file, and no more than a few MiB come to it."""
+
+
+def locked_limit() -> str:
+    """Say how much memory this process may lock, for NICs lock what is registered; nothing where that has no limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY:
+        return ""
+    return f"; a NIC locks what is registered, and this process may lock {limit >> 10} KiB: raise the limit (ulimit -l)"
 
 
 def require_memory() -> None:

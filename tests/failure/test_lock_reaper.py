@@ -93,6 +93,28 @@ def lock_reaper(stands: float = 1000.0, rounds: Callable[[], int] = lambda: 0) -
         one.close()
 
 
+def test_without_a_thread_left_the_next_peer_begins_the_watch(monkeypatch):
+    """As where the limit of processes is reached: the peer is connected, and watched as soon as that can be."""
+    peer = SimpleNamespace(closed=False)
+
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with ExitStack() as stack:
+        watch = stack.enter_context(lock_reaper())
+        own, ours = stack.enter_context(endpoint(os.getpid()))
+        process = subprocess.Popen(["sleep", "1000"])
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        addresses = [stack.enter_context(endpoint(process.pid)) for _ in range(2)]
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            watch.add(peer, own, addresses[0][0])  # type: ignore[arg-type]
+        watch.add(peer, own, addresses[1][0])  # type: ignore[arg-type]
+        process.kill()
+        assert all(lock.freed() for lock in (ours, addresses[0][1], addresses[1][1]))
+
+
 @pytest.mark.parametrize("later", [False, True], ids=["first", "later"])
 def test_both_locks_are_freed_when_the_peer_is_killed(later):
     with ExitStack() as stack:

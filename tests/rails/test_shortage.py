@@ -97,6 +97,39 @@ OPENS = """
 """
 
 
+THREADLESS = """
+    import asyncio, sys, threading, aiote
+    from aiote import bridge
+    from aiote.aio import in_thread
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    async def main(provider):
+        begin, threading.Thread.start = threading.Thread.start, refuse
+        try:
+            bridge.acquire(provider)
+        except RuntimeError as error:
+            print("bridge:", error)
+        assert await in_thread(lambda: threading.current_thread() is threading.main_thread())
+        async with aiote.open_engine(provider) as one, aiote.open_engine(provider) as two:
+            memory = bytearray(1 << 20)
+            await one.write(await one.register_async(b"x" * len(memory)), one.attach(two.register(memory).descriptor))
+            assert set(memory) == {ord("x")}
+        print("written")
+        threading.Thread.start = begin
+
+    asyncio.run(main(sys.argv[1]))
+"""
+
+
+@each_library
+def test_a_process_that_may_have_no_more_threads_goes_on(provider):
+    """As under the limit of processes (ulimit -u), which does not count root's."""
+    done = run_script(THREADLESS, provider)
+    assert (done.returncode, done.stdout) == (0, "bridge: can't start new thread\nwritten\n"), done.stderr
+
+
 @pytest.mark.needs_namespaces
 @pytest.mark.parametrize(
     ("made", "says"),
