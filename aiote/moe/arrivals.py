@@ -6,15 +6,16 @@ themselves: a count over all would not tell whose write is missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 
 import aiote
 
 from .wire import ANSWER, PAYLOAD, ROUTE, SLOTS, slot_of
 
-__all__ = ["Arrivals", "Immediates"]
+__all__ = ["ALL", "KINDS", "Arrivals", "Immediates"]
 
+KINDS = (ROUTE, PAYLOAD, ANSWER)
 ALL = -1
 """In place of a rank: the count of all ranks together."""
 Lost = Callable[[int | None], BaseException | None]
@@ -95,6 +96,15 @@ class Arrivals:
             else:
                 came.append(rank)
         return came
+
+    def surplus(self, parity: int, kinds: Iterable[int]) -> list[int]:
+        """Return the ranks, or ALL, of which counts are left when those of a round have been waited for.
+
+        No rank is two rounds ahead, and none answers a round that this one has not begun: so nothing of these counters
+        can have come for a later round.
+        """
+        slots = {(kind, parity if kind != ANSWER else 0) for kind in kinds}
+        return [key[2] for key, counter in self._counters.items() if key[:2] in slots and counter.value]
 
     def wake(self) -> None:
         """Have all waits look again whether they are lost."""

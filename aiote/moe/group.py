@@ -318,6 +318,8 @@ class MoeGroup:
 
     def _open_counters(self) -> None:
         """Open new counters on new immediates: what is still on its way in an earlier epoch counts nowhere."""
+        for lane in self._lanes:
+            lane.close()
         if self._immediates is not None:
             self._immediates.close()
         separate = self.sizes.ranks if self.config.on_loss == "mask" else 0
@@ -326,10 +328,11 @@ class MoeGroup:
             lane.open(self._immediates.firsts)
 
     async def _reach(self, found: dict[int, Meeting]) -> None:
-        inboxes = {}
+        inboxes, firsts = {}, {}
         for rank in self.membership.active:
             if rank in found:
                 try:
+                    firsts[rank] = found[rank].first(len(self._lanes))
                     inboxes[rank] = self._inbox(rank, found[rank].inbox)
                 except aiote.UsageError as error:
                     if self.config.on_loss == "raise":
@@ -341,7 +344,6 @@ class MoeGroup:
         connected = {rank: self._peers[rank] for rank in inboxes}  # One that may be masked may be lost already.
         peers = None if self.config.on_loss == "mask" else await self.engine.peer_group(connected.values())
         alone = {} if self.launcher is None else await groups_alone(self.engine, connected, self.lose)
-        firsts = {rank: found[rank].first(len(self._lanes)) for rank in inboxes}
         self.posting = Posting(self.engine, self.memory.outbox, inboxes, firsts, peers, self.lose, alone)
 
     def _inbox(self, rank: int, descriptor: bytes) -> aiote.RemoteRegion:

@@ -29,12 +29,14 @@ __all__ = [
 ]
 
 Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 16)]
-Epoch: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Epoch: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
 RoundNumber: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Digest: TypeAlias = Annotated[bytes, Meta(max_length=64)]
 Reason: TypeAlias = Annotated[str, Meta(max_length=1024)]
 MOST_AHEAD = 1 << 16
 """Epochs by which another rank may be ahead of one that is in the group already."""
+MOST_FIRST = 1 << 61
+"""The last epoch that a rank joins: as many are left for resets."""
 AGAIN_S = 0.01, 0.5
 """So long a rank waits, at first and at most, before it asks again one that does not serve the group yet."""
 COMES_LATER = service.BusyError, service.DrainingError, service.CallLostError
@@ -48,7 +50,7 @@ class Meeting(msgspec.Struct, frozen=True):
 
     epoch: Epoch
     inbox: Annotated[bytes, Meta(max_length=4096)]
-    imm: Annotated[int, Meta(ge=0)]
+    imm: Annotated[int, Meta(ge=0, lt=1 << 28)]
 
     def first(self, lanes: int) -> int:
         """Return the first of the immediates. Raises UsageError where those of so many lanes have over 28 bits."""
@@ -103,6 +105,6 @@ def service_of(group: int) -> type[MoeService]:
 
 def within_reach(met: Meeting, epoch: int, *, first: bool) -> Meeting:
     """Return what a rank has answered. Raises UsageError for an epoch that it cannot have come to."""
-    if not first and met.epoch > epoch + MOST_AHEAD:
+    if met.epoch > (MOST_FIRST if first else epoch + MOST_AHEAD):
         raise aiote.UsageError(f"it says that it is in epoch {met.epoch}, this rank is in {epoch}")
     return met

@@ -16,7 +16,7 @@ import aiote
 
 from ..service.background import Bell, to_the_end
 from .arrays import elements, lines, plain
-from .arrivals import Arrivals
+from .arrivals import ALL, KINDS, Arrivals
 from .round import Given, Round
 from .states import GroupBrokenError, MoeOverflowError, NotBegunError, RoundState
 from .wire import ROUTE, is_of
@@ -161,7 +161,20 @@ class Lane:
         if late is not None:
             near(late)
         counted.waited[what] += anyio.current_time() - started
-        return came
+        return self.exact(came, kind)
+
+    def exact(self, came: list[int], *kinds: int) -> list[int]:
+        """Return those of the ranks that have counted what they owe in the round under way, of these kinds or of all.
+
+        Who counts more ends somebody's wait for what has not been written. Raises GroupBrokenError where ranks are
+        counted together, for nobody knows whose it was.
+        """
+        surplus = self.arrivals.surplus(self.state.parity, kinds or KINDS)
+        if ALL in surplus:
+            raise GroupBrokenError("more writes were counted than the ranks owe: rows of this round may be wrong")
+        for rank in set(came).intersection(surplus):
+            self.group.lose(rank, "it has counted more writes than it owes")
+        return [rank for rank in came if rank not in surplus]
 
     def _late(self, parity: int, number: int) -> int | None:
         """Return the rank whose route is not there, if it is one."""

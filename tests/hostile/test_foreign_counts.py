@@ -11,12 +11,12 @@ import pytest
 import aiote
 from aiote import service
 from aiote.kvcache import Cache, Consumer, PageRow, Producer
-from aiote.moe import MoeConfig
-from aiote.moe.wire import SLOTS
+from aiote.moe import MoeConfig, MoeGroup
+from aiote.moe.wire import ANSWER, PAYLOAD, ROUTE, SLOTS, slot_of
 from aiote.weights import Layout, Replicate, serve_target
 from aiote.weights.protocol import TargetService, Update, UpdateOrder
 from engines import opened, until
-from moe_ranks import Tokens, ranks, whole_round
+from moe_ranks import Tokens, all_of, compute, ranks, whole_round
 
 CONFIG = {"experts": 6, "top_k": 2, "hidden": 8, "tokens": 6, "dtype": "float32", "out_dtype": "float32"}
 ROWS = {0: PageRow([1, 2])}
@@ -46,6 +46,38 @@ async def test_rounds_wait_for_their_ranks_whoever_counts(on_loss):
             sent = SLOTS * (1 if on_loss == "raise" else 3 + 2)
             await until(lambda before=before, sent=sent: victim.engine.statistics().uninvited == before + sent)
             await whole_round(groups, [Tokens(np.random.default_rng(turn), config, 5) for _ in groups])
+
+
+@pytest.mark.parametrize("kind", [ROUTE, PAYLOAD, ANSWER])
+@pytest.mark.parametrize(("on_loss", "placement"), [("raise", "packed"), ("raise", "direct"), ("mask", "packed")])
+async def test_a_member_that_counts_too_often_breaks_its_round(on_loss, kind, placement):
+    """What it has counted is taken for another's write, or for its own next one: rounds may be wrong, and say so."""
+    config = MoeConfig(**CONFIG, on_loss=on_loss, placement=placement)
+    async with ranks(open_sim, 3, config) as groups:
+        await whole_round(groups, [Tokens(np.random.default_rng(0), config, 5) for _ in groups])
+        victim, member = groups[0], groups[1].engine
+        before = victim.engine.statistics().uninvited
+        imm = victim._immediates.first_of(1) + slot_of(0, kind, 1)
+        await write(member, victim.engine, range(imm, imm + 1))
+        failed: list[aiote.AioteError] = []
+
+        async def rounds(group: MoeGroup) -> None:
+            rng = np.random.default_rng(group.rank)
+            try:
+                for _ in range(3):
+                    one = Tokens(rng, config, 5)
+                    batch = await group.dispatch(one.x, one.ids, one.weights)
+                    await group.combine(batch, compute(group, batch))
+            except aiote.AioteError as error:
+                failed.append(error)
+
+        await all_of(*[lambda group=group: rounds(group) for group in groups])
+        assert victim.engine.statistics().uninvited == before, "it is invited, and counts"
+        if on_loss == "raise":
+            assert len(failed) == len(groups), failed
+        else:
+            assert "counted more writes than it owes" in victim.membership.masked[1]
+            assert victim.membership.takes_part(2)
 
 
 def cache(name: str, value: int) -> tuple[Cache, np.ndarray]:
