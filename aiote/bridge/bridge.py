@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import itertools
 import os
 import threading
 import warnings
@@ -25,7 +26,7 @@ from .thread import EngineThread, closed
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from ..transfers import Access
+    from ..transfers import Access, SharedRegistration
 
 __all__ = ["Bridge", "acquire"]
 
@@ -51,6 +52,12 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
+def _let_go_dropped(thread: EngineThread, held: SharedRegistration) -> None:
+    # The end of the engine ends it otherwise.
+    if not thread.stopping:
+        Call(thread, None, thread.memory.let_go(held), firm=True).start()
+
+
 @atexit.register
 def _at_exit() -> None:
     """End the engine while threads still run, and before `aiote.engine` complains of one that was left open."""
@@ -71,8 +78,8 @@ def acquire(
     provider, rails, config, settings: as of `aiote.open_engine`. kept_bytes: how many bytes of memory may stay
     registered, and alive, that nobody holds any more (256 MiB). What is not given is as the engine has it. Waits until
     the engine is open: some 10 ms, up to a second where libfabric is loaded. After a fork the child acquires one of its
-    own. Raises UsageError for what differs from how the engine was opened, and on the thread of a bridge that is
-    closed, which has to end first; raises what `open_engine` does.
+    own. Raises UsageError where a setting differs from the open engine's, and on the thread of a closed bridge, which
+    has to end first. Raises as `open_engine`.
     """
     global _shared
     with _lock:
@@ -133,13 +140,14 @@ class Bridge:
 
     def __init__(self, thread: EngineThread) -> None:
         self._thread = thread
-        self._held: set[Registration] = set()
+        self._held: dict[int, SharedRegistration] = {}
+        self._numbers = itertools.count()
         self._closing: Promise[None] | None = None
         with _lock:
             thread.users += 1
 
     def _abandon(self) -> None:
-        """Give the share of a bridge back that nobody has had."""
+        """Give back the share of a bridge that no caller was given."""
         self._closing = Promise()
         _release(self._thread)
 
@@ -243,44 +251,57 @@ class Bridge:
 
     async def _register(self, source: MemorySource) -> Registration:
         held = await self._thread.memory.hold(source)
+        number = next(self._numbers)
+        self._held[number] = held
         try:
-            registration = Registration(self, held, held.region[source.bytes])
+            return Registration(self, number, held, held.region[source.bytes])
         except BaseException:
-            await self._thread.memory.let_go(held)
+            await self._let_go(number)
             raise
-        self._held.add(registration)
-        return registration
 
     def _take_back(self, call: Call[Registration]) -> None:
         """Close what was registered for one who has not waited for it."""
         if call.done() and not call.cancelled() and call.exception() is None:
-            Call(self._thread, self, self._let_go(call.result())).start()
+            Call(self._thread, self, self._let_go(call.result().number)).start()
 
-    async def _let_go(self, registration: Registration) -> None:
-        if registration in self._held:
-            self._held.discard(registration)
-            await self._thread.memory.let_go(registration.held)
+    async def _let_go(self, number: int) -> None:
+        held = self._held.pop(number, None)
+        if held is not None:
+            await self._thread.memory.let_go(held)
 
-    def require_held(self, registration: Registration) -> None:
+    def require_held(self, number: int) -> None:
         """Raise ClosedError where a registration is closed, UsageError in the child of a fork."""
         self._thread.require_parent()
-        if registration not in self._held:
+        if number not in self._held:
             raise ClosedError("the registration is closed")
 
-    def _holds(self, registration: Registration) -> bool:
-        return registration in self._held and not (self.closed or self._thread.inherited)
+    def holds(self, number: int) -> bool:
+        """Tell whether a registration is open."""
+        return number in self._held and not (self.closed or self._thread.inherited)
 
-    def close_registration(self, registration: Registration) -> None:
+    def close_registration(self, number: int) -> None:
         """Close a registration and wait for it."""
-        if self._holds(registration):
+        if self.holds(number):
             with suppress(ClosedError):
-                self._call(self._let_go(registration), waits=True).wait()
+                self._call(self._let_go(number), waits=True).wait()
 
-    async def aclose_registration(self, registration: Registration) -> None:
+    async def aclose_registration(self, number: int) -> None:
         """Close a registration and await it."""
-        if self._holds(registration):
+        if self.holds(number):
             with suppress(ClosedError):
-                await self._call(self._let_go(registration)).join()
+                await self._call(self._let_go(number)).join()
+
+    def drop_registration(self, number: int) -> None:
+        """Close a registration that was dropped, in any thread, which is not held up; with a warning."""
+        if not self.holds(number):
+            return
+        held = self._held.pop(number, None)
+        # A collection may run anywhere, also where the bridge's locks are held: only the loop is told, and not by us,
+        # who may be dropped as well.
+        if held is not None:
+            with suppress(RuntimeError):
+                self._thread.loop.call_soon_threadsafe(_let_go_dropped, self._thread, held)
+            warnings.warn(f"a registration of {held.key[1]} bytes was dropped and not closed", ResourceWarning, 3)
 
     def trim(self, nbytes: int = 0) -> None:
         """End the registrations that nobody holds any more until they are of at most so many bytes.
@@ -346,8 +367,8 @@ class Bridge:
 
     async def _close(self) -> None:
         await self._thread.end_calls(self)
-        for registration in tuple(self._held):
-            await self._let_go(registration)
+        for number in tuple(self._held):
+            await self._let_go(number)
         _release(self._thread)
 
     def __enter__(self) -> Self:

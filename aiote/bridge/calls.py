@@ -74,7 +74,7 @@ class Call(Promise[T]):
     def start(self) -> None:
         """Have it run; once more does nothing."""
         if not self._started:
-            # In this order: interrupted, it is done again.
+            # In this order: a start that is interrupted is repeated.
             self._host.admit(self)
             self._started = True
 

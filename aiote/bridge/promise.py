@@ -2,8 +2,8 @@
 
 A signal handler may raise at any step of the main thread. The locks of a `concurrent.futures.Future` are made in
 Python: an interruption between two of their steps leaves one locked for ever, and the next thread that needs it hangs,
-which is the one that ends everybody's transfers. So a `Promise` is waited for with locks of the system's alone, and
-what the base class knows is written for `concurrent.futures.wait` and `as_completed` only.
+which is the one that ends everybody's transfers. So a `Promise` is waited for with locks of the system's alone. It
+writes the base class's state for `concurrent.futures.wait` and `as_completed` only.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Promise(futures.Future[T]):
         self._ending.acquire()
 
     def settle(self, error: BaseException | None, result: T | None = None) -> None:
-        """Make it done, with an error or a result; what is done stays as it is."""
+        """Make it done, with an error or a result. Once more does nothing."""
         with self._guard:
             if self._outcome is not None:
                 return
@@ -156,14 +156,14 @@ async def until_done(
 ) -> None:
     """Call `begin`, and wait on the running loop until a promise is done; whatever interrupts that is raised then.
 
-    That is a cancellation, or what a signal handler raises: trio raises KeyboardInterrupt where the main task waits.
+    A cancellation interrupts it, or a signal handler: trio raises KeyboardInterrupt where the main task waits.
     `on_interrupt` is told of it, and must not wait.
     """
     loop = current_loop()
     over = Signal(loop)
 
     def tell(_: object) -> None:
-        # Nobody waits on a loop that has ended.
+        # A loop that has ended runs no task that waits.
         with suppress(RuntimeError):
             loop.call_from_thread(over.set)
 
@@ -180,7 +180,7 @@ async def until_done(
         try:
             on_interrupt()
             if isinstance(interruption, GeneratorExit):
-                # The loop has ended under us: nothing can be awaited any more.
+                # The loop has ended: an await would never return.
                 break
             with anyio.CancelScope(shield=True):
                 await over.wait()

@@ -148,18 +148,18 @@ class Registration:
     """Memory that stays registered while this is held; a context manager, and an asynchronous one, that closes it.
 
     Made by `Bridge.register`. `region` are its bytes, for coroutines on the bridge; `descriptor` is what a peer
-    attaches. The memory must not be resized, moved or unmapped meanwhile.
+    attaches. The memory must not be resized, moved or unmapped meanwhile. One that is dropped is closed, and warned of.
     """
 
-    def __init__(self, bridge: Bridge, held: SharedRegistration, region: aiote.Region) -> None:
-        self._bridge, self.held = bridge, held
+    def __init__(self, bridge: Bridge, number: int, held: SharedRegistration, region: aiote.Region) -> None:
+        self._bridge, self.number, self.held = bridge, number, held
         self._region = region
         self._descriptor = region.descriptor if held.key[3] != "local" else b""
 
     @property
     def region(self) -> aiote.Region:
         """The bytes of the memory, for transfers on the bridge's engine. Raises ClosedError."""
-        self._bridge.require_held(self)
+        self._bridge.require_held(self.number)
         return self._region
 
     @property
@@ -173,11 +173,11 @@ class Registration:
         One with access "local", which no peer has keys of, may be kept for the next who registers that memory. From any
         thread but the bridge's. Idempotent.
         """
-        self._bridge.close_registration(self)
+        self._bridge.close_registration(self.number)
 
     async def aclose(self) -> None:
         """Let go of it as `close` does, on any event loop. A cancelled close goes on by itself."""
-        await self._bridge.aclose_registration(self)
+        await self._bridge.aclose_registration(self.number)
 
     def __enter__(self) -> Self:
         return self
@@ -194,3 +194,8 @@ class Registration:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
+
+    def __del__(self) -> None:
+        # One whose making was interrupted has nothing.
+        if "number" in vars(self):
+            self._bridge.drop_registration(self.number)

@@ -138,14 +138,15 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
                 if tensor.numel():
                     held.append(self.bridge.register(tensor, "read"))
                     descriptors[-1] = held[-1].descriptor
+            meta = [(tensor.shape, tensor.dtype) for tensor in rdt_object]
+            metadata = AioteMetadata(meta, "cpu" if rdt_object else None, descriptors)
+            with self._lock:
+                self._sources[obj_id] = metadata, held
         except BaseException:
+            self._sources.pop(obj_id, None)
             for registration in held:
                 registration.close()
             raise
-        meta = [(tensor.shape, tensor.dtype) for tensor in rdt_object]
-        metadata = AioteMetadata(meta, "cpu" if rdt_object else None, descriptors)
-        with self._lock:
-            self._sources[obj_id] = metadata, held
         return metadata
 
     def garbage_collect(self, obj_id: str, tensor_transport_meta: Any, tensors: list[torch.Tensor]) -> None:

@@ -352,9 +352,11 @@ def test_memory_that_takes_long_to_pin_is_pinned_once_and_holds_up_nobody(bridge
         assert device.begun.wait(PATIENCE_S)
         assert bridge.call(value(1)) == 1
         device.end()
-        found = {each.result(PATIENCE_S).held for each in registering}
-    assert len(found) == 1
-    assert found.pop().holders == 4
+        found = [each.result(PATIENCE_S) for each in registering]
+    assert len({one.held for one in found}) == 1
+    assert found[0].held.holders == 4
+    for one in found:
+        one.close()
 
 
 def test_a_pinning_that_fails_leaves_nothing_behind(bridge):

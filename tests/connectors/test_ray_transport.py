@@ -5,9 +5,13 @@ Stand-ins have what the connector uses of the two; the real ones are in tests/ho
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import importlib
+import itertools
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -15,8 +19,9 @@ from typing import Any
 import pytest
 
 import aiote
-from bridges import aside, bridge_to
+from bridges import aside, bridge_to, value
 from engines import PATIENCE_S
+from interrupts import Interrupts
 from tensors import Tensor, tensor
 
 
@@ -160,9 +165,12 @@ def test_a_fetch_that_is_given_up_ends(transport, ray, monkeypatch, how):
 def test_a_callback_that_would_wait_for_a_fetch_is_refused(transport, ray, monkeypatch):
     never = ray.AioteMetadata([((10,), "uint8")], "cpu", [b"x"])
     nothing = ray.AioteMetadata([((10,), "uint8")], "cpu", [b""])
-    reading = transport._read
+    reading, may_read = transport._read, threading.Event()
 
     async def read(bridge: Any, tensors: Any, descriptors: list[bytes], again: bool) -> None:
+        # The callback is added before this ends: one of what has ended runs on its caller's thread.
+        while descriptors != [b"x"] and not may_read.is_set():
+            await ray.anyio.sleep(0.001)
         await (ray.anyio.sleep_forever() if descriptors == [b"x"] else reading(bridge, tensors, descriptors, again))
 
     monkeypatch.setattr(transport, "_read", read)
@@ -175,6 +183,7 @@ def test_a_callback_that_would_wait_for_a_fetch_is_refused(transport, ray, monke
             told.set_exception(error)
 
     aside(transport.fetch_multiple_tensors, "a", nothing, None).call.add_done_callback(callback)
+    may_read.set()
     with pytest.raises(aiote.UsageError, match="the bridge's own thread"):
         told.result(PATIENCE_S)
     aside(transport.abort_transport, "other", None)
@@ -189,3 +198,140 @@ def test_a_refused_tensor_is_named_with_what_to_do(transport):
     elsewhere.device = SimpleNamespace(type="cuda")
     with pytest.raises(ValueError, match=r"tensor 0 is on .*: return \.cpu\(\)"):
         aside(transport.extract_tensor_transport_metadata, "a", [elsewhere])
+
+
+class Moving:
+    """What a fetch runs: once it has begun it takes turns of the loop, and its drain one more."""
+
+    def __init__(self) -> None:
+        self.begun = self.ended = False
+
+    async def run(self, *_: Any, **__: Any) -> None:
+        self.begun = True
+        try:
+            await asyncio.sleep(0)
+        finally:
+            try:
+                await asyncio.sleep(0)
+            finally:
+                # A cancellation may come as late as here.
+                self.ended = True
+
+
+def interrupted_everywhere(function: Callable[[], object], after: Callable[[int], None]) -> int:
+    """Interrupt a call at each of its steps, as a signal handler can, and check each time; return how many it has."""
+
+    def tried(at: int) -> bool:
+        steps = Interrupts(at)
+        try:
+            with steps.armed():
+                function()
+        except KeyboardInterrupt:
+            pass
+        after(at)
+        return steps.happened
+
+    return next(at for at in itertools.count() if not aside(tried, at))
+
+
+def nothing_left(transport: Any) -> None:
+    """Check that every fetch has ended, and that another one comes."""
+    for _ in range(100):
+        # What was interrupted may be garbage by now, and is ended by that.
+        gc.collect()
+        transport.bridge.call(value(1))
+        if not transport._calls and not transport.bridge._thread.calls_of(transport.bridge):
+            return
+    raise AssertionError(transport._calls)
+
+
+@pytest.mark.parametrize("how", ["recv", "fetch and wait"])
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+def test_a_fetch_that_is_interrupted_at_any_step_is_over(transport, ray, monkeypatch, how):
+    metadata = ray.AioteMetadata([((10,), "uint8")], "cpu", [b""])
+    moving: list[Moving] = []
+
+    def fetch() -> None:
+        moving.append(Moving())
+        monkeypatch.setattr(transport, "_read", moving[-1].run)
+        if how == "recv":
+            transport.recv_multiple_tensors("a", metadata, None)
+        else:
+            transport.wait_fetch_complete(transport.fetch_multiple_tensors("a", metadata, None))
+
+    def after(at: int) -> None:
+        at_once = moving[-1].begun, moving[-1].ended
+        nothing_left(transport)
+        if how == "recv":
+            assert at_once in ((False, False), (True, True)), f"at step {at} it goes on"
+            assert (moving[-1].begun, moving[-1].ended) == at_once, f"at step {at} it begins later"
+        else:
+            # What was begun and not waited for ends when its request is dropped, which the interruption did.
+            assert moving[-1].ended or not moving[-1].begun, f"at step {at} it goes on"
+
+    assert interrupted_everywhere(fetch, after) > 20
+
+
+@pytest.mark.filterwarnings("ignore:.*was dropped and not closed:ResourceWarning")
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+def test_an_object_whose_registration_is_interrupted_is_registered_whole_or_not(transport):
+    before = registered(transport)
+
+    def register() -> None:
+        transport.extract_tensor_transport_metadata("a", [tensor(100), tensor(0), tensor(200)])
+
+    def after(at: int) -> None:
+        assert transport.registrations in (0, 2), f"at step {at}"
+        transport.garbage_collect("a", None, [])
+        for _ in range(100):
+            # One that was interrupted before it was returned is dropped, and ended on the bridge's thread.
+            nothing_left(transport)
+            if registered(transport) == before:
+                return
+        raise AssertionError(f"at step {at}: {registered(transport)} registrations, expected {before}")
+
+    assert interrupted_everywhere(register, after) > 20
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+def test_what_is_interrupted_when_it_ends_can_be_ended_again(transport, ray, monkeypatch):
+    before = registered(transport)
+
+    def prepare() -> None:
+        transport.extract_tensor_transport_metadata("a", [tensor(100), tensor(200)])
+
+    def collect() -> None:
+        transport.garbage_collect("a", None, [])
+
+    def after(at: int) -> None:
+        collect()
+        assert (transport.registrations, registered(transport)) == (0, before), f"at step {at}"
+        prepare()
+
+    aside(prepare)
+    assert interrupted_everywhere(collect, after) > 5
+    aside(collect)
+
+
+def test_an_abort_that_is_interrupted_can_be_made_again(transport, ray, monkeypatch):
+    async def never(*_: Any, **__: Any) -> None:
+        await ray.anyio.sleep_forever()
+
+    monkeypatch.setattr(transport, "_read", never)
+    metadata = ray.AioteMetadata([((10,), "uint8")], "cpu", [b""])
+    fetches = [aside(transport.fetch_multiple_tensors, "a", metadata, None)]
+
+    def abort() -> None:
+        transport.abort_transport("a", None)
+
+    def after(at: int) -> None:
+        # The first may have ended it.
+        abort()
+        with pytest.raises(TransportError, match="was aborted"):
+            transport.wait_fetch_complete(fetches[-1], PATIENCE_S)
+        nothing_left(transport)
+        transport._aborted.clear()
+        fetches.append(transport.fetch_multiple_tensors("a", metadata, None))
+
+    assert interrupted_everywhere(abort, after) > 5
+    aside(abort)

@@ -48,7 +48,7 @@ class Interrupts:
             gc.enable()
 
     def _step(self, frame: types.FrameType, event: str, argument: object) -> None:
-        # Of a coroutine that is also where it awaits, and of what was called the caller's step.
+        # A coroutine's return is told where it awaits, too; a return from what we called is our own next step.
         ended = event == "return" and (frame.f_code.co_flags & inspect.CO_COROUTINE or not self._is_ours(frame.f_back))
         if event in ("call", "return", "c_return") and not ended and self._is_ours(frame):
             self.left -= 1
@@ -58,16 +58,18 @@ class Interrupts:
                 raise KeyboardInterrupt
 
     def _is_ours(self, frame: types.FrameType | None) -> bool:
+        ours = False
         for _ in range(DEEP):
             if frame is None:
-                return False
+                break
             code = frame.f_code
             if code.co_filename.endswith(FINALIZERS) or code.co_name == "__del__":
                 return False
-            if code.co_filename.startswith(OURS) and (not self._awaited or code.co_flags & inspect.CO_COROUTINE):
-                return True
+            ours |= code.co_filename.startswith(OURS) and bool(
+                not self._awaited or code.co_flags & inspect.CO_COROUTINE
+            )
             frame = frame.f_back
-        return False
+        return ours
 
 
 @types.coroutine
