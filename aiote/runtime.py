@@ -59,8 +59,8 @@ class Runtime:
         """Tasks that the end of the engine wakes, whatever they wait for."""
         self.owner: object = None
         """What has to live for as long as the event loop watches the core."""
-        self.source_ranges: dict[tuple[bytes, int], dict[SourceRange, None]] = {}
-        """Immediates on which one life of an engine may count, over the connections that it makes later, too."""
+        self.sources: dict[SourceRange, set[tuple[bytes, int]]] = {}
+        """Which lives of which engines count on immediates in a row, over connections that they make later, too."""
         self._tasks: dict[LoopTask, None] = {}
         self._enough_tasks = 0
         self._driver: Driver | None = None
@@ -123,10 +123,19 @@ class Runtime:
             self._enough_tasks = 2 * len(self._tasks) + 1
         self._tasks[self.loop.spawn(function, *args, name=name)] = None  # type: ignore[arg-type]
 
+    def add_source(self, source_range: SourceRange, key: tuple[bytes, int]) -> None:
+        """Let one life of an engine count on immediates, over the links that it has and will have."""
+        self.sources.setdefault(source_range, set()).add(key)
+        for link in self.core.peers:
+            # Its session, and not its connection: a link that is being joined has none yet.
+            if getattr(link.tag, "who", None) == key:
+                source_range.allow(link)
+
     def admit_source(self, key: tuple[bytes, int], link: PeerLink) -> None:
-        """Let a life of an engine count over a link where it may; before anything comes over that."""
-        for source_range in self.source_ranges.get(key, ()):
-            source_range.allow(link)
+        """Let one life of an engine count over a new link where it may; before anything comes over that."""
+        for source_range, keys in self.sources.items():
+            if key in keys:
+                source_range.allow(link)
 
     def rail_name(self, rail: int) -> str:
         """Name a rail by its index; an empty string when there is none."""

@@ -157,7 +157,6 @@ cdef int arrive(Table* table, uint32_t imm_data, uint32_t times, PeerState* make
     cdef Counter* counter
     if maker != NULL and not may_count(table, imm_data, maker):
         table.uninvited += times
-        maker.uninvited += times
         return 0
     counter = table_get(table, imm_data & ((1 << IMMEDIATE_BITS) - 1))
     if counter == NULL:

@@ -320,11 +320,6 @@ cdef class PeerLink(ChannelSet):
             unlock(self.engine)
 
     @property
-    def uninvited(self) -> int:
-        """How many immediates it has written on values that others alone count on."""
-        return self.state.uninvited
-
-    @property
     def quiet(self) -> bool:
         """Whether the peer is known to carry out nothing more of ours: the link is closed, and every channel has a gate
         that the peer is not behind, whose GPUs copied nothing when it was shut. Others are never known to be quiet."""

@@ -1,4 +1,4 @@
-"""Immediates in a row on which only some peers count: what others write with them is ignored, and tallied to them.
+"""Immediates in a row on which only some peers count: what others write with them is only tallied.
 
 An engine grants immediates in blocks, which never overlap, so those that have named their peers are an array in the
 order of their first values. An arrival costs a binary search there, which ends at once where there is none, and one for

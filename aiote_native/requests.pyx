@@ -292,8 +292,8 @@ cdef class Awaiting:
         return next(self)
 
 cdef bint open_for(Core core, PeerLink link):
-    """Whether one more request may start over a link, with nobody asked."""
-    return (link.ready and link.core is core and not link.closed and not link.state.failed
+    """Whether one more request may start over a link, with nobody asked, in the engine's own event loop."""
+    return (core.is_at_home() and link.ready and link.core is core and not link.closed and not link.state.failed
             and link.unfinished < link.limit)
 
 
@@ -306,7 +306,7 @@ cdef Request fresh(type kind, object peer):
 
 cdef bint open_to(Core core, LocalSlice here, RemoteSlice there):
     """Whether one more request may start between two slices, with nobody asked: its link is that of the remote one."""
-    if there.memory.link is None or core.closing or core.on_submit is None or not core.is_at_home():
+    if there.memory.link is None or core.closing or core.on_submit is None:
         return False
     link = <PeerLink?> there.memory.link
     if not open_for(core, link) or there.memory.rails <= (<PeerLink> link).widest():
@@ -406,8 +406,6 @@ def quick_send(Core core, type kind, PeerLink link, payload):
     """Start one message, as `quick` does; None as there."""
     cdef Request request
     if type(payload) is not bytes or core.closing or core.on_submit is None or not open_for(core, link):
-        return None
-    if not core.is_at_home():
         return None
     if link.state.mailbox == NULL or len(<bytes> payload) > link.message_limit or not alive(&core.engine):
         return None

@@ -7,5 +7,6 @@ cdef class SourceRange:
     cdef object core
     cdef Progress* engine
     cdef Range range
+    cdef void leave(self) noexcept
 
 cdef SourceRange open_range(object core, Progress* engine, uint32_t first, uint32_t count)

@@ -1,5 +1,6 @@
 """Blocks of immediates that have named the peers who count on them (`ranges.pyx`)."""
 
+cimport cython
 from libc.stdint cimport uint32_t
 from libc.stdlib cimport free
 
@@ -23,6 +24,7 @@ cdef SourceRange open_range(object core, Progress* engine, uint32_t first, uint3
     return made
 
 
+@cython.no_gc_clear  # a cleared range would have lost the core whose table has a pointer to it
 cdef class SourceRange:
     """Immediates in a row on which only the peers that are allowed to count; none is at first."""
 
@@ -42,6 +44,14 @@ cdef class SourceRange:
 
     def close(self) -> None:
         """Count on these values whatever comes, from whomever. Idempotent."""
+        self.leave()
+
+    def __dealloc__(self):
+        self.leave()
+        free(self.range.peers)
+
+    cdef void leave(self) noexcept:
+        """Take it out of the engine's table; an engine that is closed has none."""
         cdef Progress* engine = self.engine
         self.engine = NULL
         if engine != NULL and alive(engine):
@@ -49,12 +59,3 @@ cdef class SourceRange:
                 lock(engine)
                 remove_range(&engine.state.counters, &self.range)
                 unlock(engine)
-
-    def __dealloc__(self):
-        # The table has a pointer to it, and an engine that is closed no table.
-        if self.engine != NULL and alive(self.engine):
-            with nogil:
-                lock(self.engine)
-                remove_range(&self.engine.state.counters, &self.range)
-                unlock(self.engine)
-        free(self.range.peers)

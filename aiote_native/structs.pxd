@@ -223,7 +223,6 @@ cdef struct PeerState:
     bint reported
     bint counted  # counters were made for what it wrote
     uint64_t unasked  # how many of those nobody asked for, when the table was last full
-    uint64_t uninvited  # immediates that it wrote on values of others
     bint survivable  # there are several channels, and what one has lost is done again on the others
     const Op* streak_of  # the transfer that the last posts were of, without another between
     uint32_t streak      # how many there were in a row on the channel that was chosen for it

@@ -99,7 +99,7 @@ def current_loop() -> EventLoop:
     raise UsageError("no event loop is running: an engine is opened in a coroutine of asyncio or trio")
 
 
-def require(expected: object, running: object, thread: int) -> None:
+def require_loop(expected: object, running: object, thread: int) -> None:
     """Raise UsageError where another event loop runs the caller than the expected one of a thread."""
     if running is expected or (running is None and threading.get_ident() == thread):
         return
@@ -173,7 +173,7 @@ class AsyncioLoop:
 
     def require_here(self) -> None:
         """Raise UsageError where another loop, or another thread, calls."""
-        require(self.loop, asyncio._get_running_loop(), self._thread)
+        require_loop(self.loop, asyncio._get_running_loop(), self._thread)
 
     def call_soon(self, function: Callable[[], object]) -> None:
         self.loop.call_soon(function)
@@ -302,7 +302,7 @@ class TrioLoop:
 
     def require_here(self) -> None:
         """Raise UsageError where another run, or another thread, calls."""
-        require(self._token, self._running(), self._thread)
+        require_loop(self._token, self._running(), self._thread)
 
     def waiter(self) -> Waiter:
         return TrioWaiter(self._trio)

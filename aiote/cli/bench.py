@@ -295,7 +295,8 @@ def _listen(place: str) -> None:
     try:
         host, port = parse_place(place, default_host="127.0.0.1")
         with Listener(host, port, command, typer.echo) as listener:
-            typer.echo(f"listening at {host}:{listener.server_address[1]}; on the other machine: --connect")
+            shown = f"[{host}]" if ":" in host else host
+            typer.echo(f"listening at {shown}:{listener.server_address[1]}; on the other machine: --connect")
             listener.serve_forever()
     except (OSError, ValueError) as error:
         _fail(f"cannot listen at {place or 'the default place'}: {error}")

@@ -79,7 +79,8 @@ class Engine:
         self._counters = Counters(runtime)
         # Last: what could not be made has nothing to close, and is not reported as left open.
         self._lifetime = Lifetime(runtime, links, self._regions, nic_events)
-        self._lifetime.show(self, config.status_page and provider != "sim")
+        if config.status_page and provider != "sim":
+            self._lifetime.show(self)
 
     async def _open(self) -> None:
         """Begin to listen; called once, by `open_engine`."""
@@ -434,12 +435,12 @@ class Engine:
         """
         return self._counters.open_row(first, needs)
 
-    def reserve_immediates(self, count: int, sources: Iterable[Peer | Address] | None = None) -> ImmediateBlock:
+    def reserve_immediates(self, count: int, sources: Iterable[Peer | Address | str] | None = None) -> ImmediateBlock:
         """Reserve 1 to 2**16 immediates in a row, from `block.first` on, that nobody else is granted until long after
         the block is closed. Raises UsageError beyond 2**26 in all blocks, ClosedError.
 
-        With `sources`, also empty ones, writes of these engines alone are counted, and of those that `block.allow`
-        names later. What others write there is in `statistics().uninvited`.
+        With `sources`, also empty ones, the writes of these engines alone are counted, and of those that `block.allow`
+        names later; `statistics().uninvited` says how many writes of others were not.
         """
         return self._counters.reserve(count, sources)
 

@@ -50,10 +50,9 @@ class Lifetime:
         # Where it was made, for whoever forgets to close it; only in development mode, for it costs a millisecond.
         self._made_at = "".join(traceback.format_stack()[:-3]) if sys.flags.dev_mode else ""
 
-    def show(self, engine: Engine, seen: bool) -> None:
-        """Have `aiote top` show the engine, while it is open, if it is to be seen."""
-        if seen:
-            self.page = StatusPage(engine)
+    def show(self, engine: Engine) -> None:
+        """Have `aiote top` show the engine while it is open."""
+        self.page = StatusPage(engine)
 
     def opened(self, engine: Engine) -> None:
         """Take note that the engine has to be closed, and have the interpreter's exit do it."""

@@ -10,7 +10,7 @@ from .inbox import Inbox, Message, Messages, writable
 from .lease import Lease
 from .owner import Destination, PeerFinder, TransferOwner, drain
 from .pages import Pages
-from .peer import Peer
+from .peer import Peer, one_engine
 from .prepared import PreparedPages, PreparedScatter
 from .regions import Access, LeaseGranter, Region, Regions, RemoteRegion
 from .registrations import Registrations, SharedRegistration
@@ -52,6 +52,7 @@ __all__ = [
     "drain",
     "group_room",
     "make_group",
+    "one_engine",
     "submit_scatter",
     "watch",
     "writable",

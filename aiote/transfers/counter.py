@@ -32,7 +32,8 @@ class Counted:
 
     def close(self) -> None:
         """Free what is counted: waits end with ClosedError, what was not consumed is dropped. Idempotent."""
-        self._runtime.loop.require_here()
+        if not self._runtime.inherited:
+            self._runtime.loop.require_here()
         if self._closed:
             return
         self._closed = True
@@ -246,7 +247,7 @@ class Counters:
         except ValueError as error:
             raise UsageError(f"counters: {error}") from None
 
-    def reserve(self, count: int, sources: Iterable[Peer | Address] | None) -> ImmediateBlock:
+    def reserve(self, count: int, sources: Iterable[Peer | Address | str] | None) -> ImmediateBlock:
         """Reserve immediates in a row; see `Engine.reserve_immediates`."""
         self.runtime.require_open()
         return self._grants.block(count, sources)

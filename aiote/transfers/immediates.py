@@ -4,9 +4,9 @@ The lower half of the 2**28 values is the user's. The upper half is granted by t
 to `Engine.counter()`, rows in blocks. No other part of the library takes a value there, so no two owners share one.
 
 Grants proceed through the half and begin again at its end, so a freed value is granted again only after all others. A
-write to its last owner has ended long before. A block that has named its sources counts what they write, and nothing
-of others. A block begins up to `GAP` values behind the last grant, at random:
-whoever was told one block cannot tell where the next one begins.
+write to its last owner has ended long before. A block begins up to `GAP` values behind the last grant, at random:
+whoever was told one block cannot tell where the next one begins. A block that has named its sources counts what they
+write, and nothing of others.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import secrets
 from collections import deque
 from typing import TYPE_CHECKING, Self
 
-from ..core.address import Address
 from ..errors import ClosedError, UsageError
+from .peer import one_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
 
+    from ..core.address import Address
     from ..rails import SourceRange
     from ..runtime import Runtime
     from .peer import Peer
@@ -63,17 +64,17 @@ class ImmediateBlock:
             raise IndexError(f"immediate {number} of a block of {self.count}")
         return self.first + number
 
-    def allow(self, source: Peer | Address) -> None:
+    def allow(self, source: Peer | Address | str) -> None:
         """Count what an engine writes from now on, connected or not; of others' writes only the bytes arrive.
 
-        Another life of that engine is another engine. Raises UsageError for a block that was reserved without sources,
-        ClosedError.
+        Another life of that engine is another engine. Raises UsageError for a block that was reserved without sources
+        and for an address without an identity, ClosedError.
         """
         if self._range is None:
             raise UsageError("allow: whoever writes with these immediates is counted; reserve them with sources=()")
         if self._closed:
             raise ClosedError("the block of immediates is closed")
-        self._grants.allow(self.first, self._range, source)
+        self._grants.allow(self._range, source)
 
     def close(self) -> None:
         """Give the values back, from any thread. Idempotent."""
@@ -81,7 +82,7 @@ class ImmediateBlock:
             self._closed = True
             if self._range is not None:
                 self._range.close()
-            self._grants.give_back(self.first)
+            self._grants.give_back(self.first, self._range)
 
     def __enter__(self) -> Self:
         return self
@@ -108,17 +109,15 @@ class ImmediateGrants:
         self._firsts: list[int] = []
         self._counts: dict[int, int] = {}
         self._held = 0
-        # The engines that a block has named, by its first value.
-        self._sources: dict[int, tuple[SourceRange, set[tuple[bytes, int]]]] = {}
         # A block may be dropped by a garbage collection at any place: it only leaves word here.
-        self._returned: deque[int] = deque()
+        self._returned: deque[tuple[int, SourceRange | None]] = deque()
 
     def single(self) -> int:
         """Return an immediate that nobody uses; it is somebody's once its counter is open. Raises UsageError."""
         self._take_back()
         return self._find(self._next, 1)
 
-    def block(self, count: int, sources: Iterable[Peer | Address] | None = None) -> ImmediateBlock:
+    def block(self, count: int, sources: Iterable[Peer | Address | str] | None = None) -> ImmediateBlock:
         """Reserve immediates; see `Engine.reserve_immediates`."""
         if not isinstance(count, int) or not 1 <= count <= LONGEST:
             raise UsageError(f"reserve_immediates({count!r}): expected how many, an integer from 1 to 2**16")
@@ -138,35 +137,23 @@ class ImmediateGrants:
             block.allow(source)
         return block
 
-    def allow(self, first: int, source_range: SourceRange, source: Peer | Address) -> None:
+    def allow(self, source_range: SourceRange, source: Peer | Address | str) -> None:
         """Have one life of an engine count on the values of a block."""
         self._runtime.require_open()
-        address = source if isinstance(source, Address) else source.address
-        key = (address.identity, address.incarnation)
-        self._sources.setdefault(first, (source_range, set()))[1].add(key)
-        self._runtime.source_ranges.setdefault(key, {})[source_range] = None
-        for link in self._runtime.core.peers:
-            if getattr(link.tag, "who", None) == key:
-                source_range.allow(link)
+        address = one_engine(source, "allow")
+        self._runtime.add_source(source_range, (address.identity, address.incarnation))
 
-    def give_back(self, first: int) -> None:
+    def give_back(self, first: int, source_range: SourceRange | None) -> None:
         """Record that a block is closed; callable from any thread."""
-        self._returned.append(first)
+        self._returned.append((first, source_range))
 
     def _take_back(self) -> None:
         while self._returned:
-            first = self._returned.popleft()
+            first, source_range = self._returned.popleft()
             del self._firsts[bisect.bisect_left(self._firsts, first)]
             self._held -= self._counts.pop(first)
-            if first in self._sources:
-                self._forget(*self._sources.pop(first))
-
-    def _forget(self, source_range: SourceRange, keys: Iterable[tuple[bytes, int]]) -> None:
-        for key in keys:
-            ranges = self._runtime.source_ranges[key]
-            del ranges[source_range]
-            if not ranges:
-                del self._runtime.source_ranges[key]
+            if source_range is not None:
+                self._runtime.sources.pop(source_range, None)
 
     def _find(self, first: int, count: int) -> int:
         """Return where so many free values begin, the first such place from `first` on, and go on behind them."""

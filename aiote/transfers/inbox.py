@@ -118,7 +118,7 @@ class Inbox:
     @property
     def departed(self) -> int:
         """How many messages of lost peers are kept."""
-        return sum(map(len, self._departed))
+        return sum(map(len, tuple(self._departed)))
 
     def take(self) -> Message | None:
         """Take one message, peers in turn; None when there is none."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..core.address import Address
 from ..errors import UsageError
 from .inbox import Messages
 
 if TYPE_CHECKING:
-    from ..core.address import Address
     from .inbox import Message
     from .owner import Destination
 
-__all__ = ["Peer"]
+__all__ = ["Peer", "one_engine"]
 
 
 class Peer:
@@ -59,7 +59,6 @@ class Peer:
         """
         if not isinstance(reason, str):
             raise UsageError(f"disconnect: the reason must be text, got {type(reason).__name__}")
-        self._connection.require_here()
         self._connection.disconnect(reason)
 
     def has_revoked(self, lease: int) -> bool:
@@ -116,3 +115,13 @@ class Peer:
 
     def __repr__(self) -> str:
         return repr(self._connection)
+
+
+def one_engine(who: Peer | Address | str, verb: str) -> Address:
+    """Return the address of an engine that is named by its identity. Raises UsageError for anything else."""
+    address = who.address if isinstance(who, Peer) else Address.parse(who) if isinstance(who, str) else who
+    if not isinstance(address, Address):
+        raise UsageError(f"{verb}: a Peer or an Address is expected, got {type(who).__name__}")
+    if address.is_anyone:
+        raise UsageError(f"{verb}: the address must name one engine, by its identity; connect first")
+    return address

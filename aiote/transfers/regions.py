@@ -381,7 +381,7 @@ class Regions:
         """Return how many regions are open, their bytes, and how many there were ever."""
         return {
             "regions": len(self._regions),
-            "registered_bytes": sum(each.length for each in self._regions),
+            "registered_bytes": sum(each.length for each in tuple(self._regions)),
             "registrations": self._registered,
         }
 

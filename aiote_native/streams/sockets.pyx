@@ -344,17 +344,18 @@ wire.send = socket_send
 wire.receive = socket_receive
 
 
-def place(host: str, interface: str = "") -> tuple[int, tuple]:
-    """Return the family of an IP address, and what precedes and follows a port in a socket's address.
-
-    A link-local address is reached through an interface: the one behind its `%`, or the given one, for what stands
-    there in a peer's address is the name of the peer's. Raises OSError for no address, and for no such interface.
-    """
-    bare, _, zone = host.partition("%")
+def family_of(bare: str) -> int:
+    """Return the family of an IP address without an interface. Raises OSError for what is none."""
     family = socket.AF_INET6 if ":" in bare else socket.AF_INET
     socket.inet_pton(family, bare)
-    zone = (interface or zone) if zone else ""
-    return family, (bare, *((0, socket.if_nametoindex(zone)) if zone else ()))
+    return family
+
+
+def scope_of(interface: str) -> tuple:
+    """Return what follows the port in a socket's address; a link-local one is reached through an interface of this
+    host. Raises OSError where there is none of that name.
+    """
+    return (0, socket.if_nametoindex(interface)) if interface else ()
 
 
 def parse(bytes address) -> tuple[str, int, bytes]:
@@ -368,9 +369,10 @@ def parse(bytes address) -> tuple[str, int, bytes]:
         if name.startswith("[") != (":" in name) or name.startswith("[") != name.endswith("]"):
             raise ValueError
         name = name[1:-1] if name.startswith("[") else name
+        # Behind the % is the name that the interface has at the peer's host.
         bare = name.partition("%")[0]
-        socket.inet_pton(socket.AF_INET6 if ":" in bare else socket.AF_INET, bare)
-        return name, int(port), bytes.fromhex(token.decode("ascii"))
+        family_of(bare)
+        return bare, int(port), bytes.fromhex(token.decode("ascii"))
     except (ValueError, OSError):
         raise ValueError(f"{address!r} is no address of a TCP endpoint") from None
 
@@ -404,9 +406,9 @@ cdef class SocketEndpoint(StreamEndpoint):
         self.impl.epoll_fd = epoll_create1(EPOLL_CLOEXEC)
         check(-errno if self.impl.epoll_fd < 0 else 0, "epoll_create1")
         self.wait_fd = self.impl.epoll_fd
-        family, (host, *scope) = place(self.host)
-        with socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as listener:
-            listener.bind((host, 0, *scope))
+        bare, _, interface = self.host.partition("%")
+        with socket.socket(family_of(bare), socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as listener:
+            listener.bind((bare, 0, *scope_of(interface)))
             listener.listen(CANDIDATES)
             port = listener.getsockname()[1]
             self.impl.listener = listener.detach()
@@ -429,11 +431,11 @@ cdef class SocketEndpoint(StreamEndpoint):
         if self.address <= address:
             return
         shut_fd(self.impl, &self.impl.listener)
-        _, (own_host, *own_scope) = place(self.host)
-        family, (host, *scope) = place(host, self.host.partition("%")[2])
-        with socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as connection:
+        bare, _, interface = self.host.partition("%")
+        scope = scope_of(interface)
+        with socket.socket(family_of(bare), socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as connection:
             # From the rail's own address, so that it is this NIC that carries it.
-            connection.bind((own_host, 0, *own_scope))
+            connection.bind((bare, 0, *scope))
             code = connection.connect_ex((host, port, *scope))
             check(-code if code not in (0, EINPROGRESS) else 0, "connect")
             self.impl.fd = connection.detach()

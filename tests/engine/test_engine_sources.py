@@ -83,7 +83,7 @@ async def test_nobody_inherits_what_a_lost_source_might():
         counter.close()
         block.close()
         assert hub.reserve_immediates(1)
-        assert not hub._runtime.source_ranges
+        assert not hub._runtime.sources
 
 
 async def test_a_block_that_is_closed_or_has_no_sources_names_none():

@@ -103,6 +103,7 @@ class Home:
     def close(self) -> None:
         self._end.set()
         self._thread.join(60)
+        assert not self._thread.is_alive(), "the engine's own loop hangs"
         if self.failure is not None:
             raise self.failure
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import resource
 import socket
@@ -100,7 +101,9 @@ def test_a_peer_that_ends_after_a_fork_wakes_nobody_for_good():
 
 @contextlib.contextmanager
 def no_descriptors() -> Iterator[None]:
-    """Have no descriptor be opened here for a while."""
+    """Have no descriptor be opened here for a while, nor one of an earlier test's garbage be closed."""
+    gc.collect()
+    gc.disable()
     lowest = os.dup(0)
     os.close(lowest)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -109,6 +112,7 @@ def no_descriptors() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        gc.enable()
 
 
 def test_who_lacks_descriptors_for_a_connection_says_so_and_is_not_woken_for_good():
