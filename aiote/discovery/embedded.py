@@ -255,6 +255,8 @@ class EmbeddedRegistry:
         for name in update.gone:
             self._doubtful.pop(name, None)
             self._drop(name)
+            if self._listed is not None:
+                self._listed.discard(name)
         for lease_s, record in update.present:
             if record.name not in self._roster.known and len(self._roster.known) >= MOST_KNOWN:
                 raise RegistryError(f"the registry tells of more than {MOST_KNOWN} members")

@@ -2,13 +2,14 @@
 
 Pure: time is an argument, in seconds of whatever clock the caller has. A *session* is one client; it says again and
 again which members it has, all of them, and how long that holds. A member is withdrawn when its session says no more of
-it, when the session's lease runs out, or when a greater incarnation takes the name.
+it, when the session's lease runs out, or when another session takes the name.
 
 A name is its *owner's*, the engine that has registered it, as long as that is connected: nobody else takes it, whatever
 incarnation it says. Once it is gone another engine takes the name, whose incarnation may be smaller: it is a time, and
-the clock of its host may be behind. Of one that had the name before the incarnation has to be greater than it was. An
-owner has so many members and sessions, whatever its sessions are; where all is full the owner
-with the most loses its last.
+the clock of its host may be behind. An engine that had the name earlier needs a greater incarnation than it had then.
+
+An owner has so many members and sessions, however its sessions share them. Where all is full the owner with the most
+members loses its last.
 
 Calls overtake each other, so a session numbers what it says, and what comes behind a greater number is ignored: it
 would register a ghost. The number is kept until the lease runs out, also of a session that has no members any more.
@@ -113,14 +114,14 @@ class LeaseTable:
     def _refusal(self, owner: Hashable, member: Member) -> str:
         """Return why a name that another session has, or none, does not become this owner's."""
         holder = self._sessions.get(self._holders.get(member.name))
+        if self._owned[owner] >= self._each and (holder is None or holder.owner != owner):
+            return f"this engine has its {self._each} members"
         if holder is not None:
             if holder.owner != owner and self._connected(holder.owner):
                 return "another engine, which is connected, holds the name"
             if member.incarnation <= (had := self._had(owner, holder.owner, member.name)):
                 return f"incarnation {had} of another engine holds the name, or has lost it, not {member.incarnation}"
             return ""
-        if self._owned[owner] >= self._each:
-            return f"this engine has its {self._each} members"
         if len(self._holders) >= self._limit and not self._refuse_greediest(owner):
             return self._full()
         return ""

@@ -190,8 +190,8 @@ class RegistryServer:
 
     def _is_connected(self, owner: object) -> bool:
         """Whether an engine has a connection to this one, or is it."""
-        others = {peer.address.identity for peer in self._engine.peers}
-        return owner == self._engine.address.identity or owner in others
+        own = owner == self._engine.address.identity
+        return own or any(peer.address.identity == owner for peer in self._engine.peers)
 
     def _keep(self, owner: bytes, key: object, number: int, lease_s: float, members: list[Member]) -> dict[str, str]:
         """Have these members of a client; see `Keeping.keep`."""
@@ -215,12 +215,14 @@ class RegistryServer:
             yield self._update(watch)
             while not self._roster.closed:
                 update = self._update(watch)
-                if update.gone or update.present:
-                    yield update
-                else:
+                told = len(update.gone) + len(update.present)
+                if not told:
+                    await watch.wait()
+                    continue
+                yield update
+                if told < TOLD_AT_ONCE:
                     # Not at once for each change, of which there may be thousands a second.
                     await anyio.sleep(TELL_S)
-                    await watch.wait()
         finally:
             self.watchers -= 1
             self._watchers_of[owner] -= 1

@@ -12,8 +12,8 @@ from .running import current_call
 __all__ = ["Callers", "CallersLike", "ForeignCallerError"]
 
 CallersLike: TypeAlias = Iterable[aiote.Address | str] | Callable[[aiote.Peer], bool] | None
-"""Addresses of the engines that may call, of which the identities count; or what tells of a peer whether it may. None
-is the first that calls, as long as it is connected; then the next.
+"""Addresses of the engines that may call, which are told by their identities; or a predicate of a peer. None: the first
+engine that calls, as long as it is connected; then the next one.
 """
 
 

@@ -23,11 +23,13 @@ from .unsent import Unsent
 if TYPE_CHECKING:
     from .endpoint import Endpoint
 
-__all__ = ["Link", "OutgoingCall", "Parcel"]
+__all__ = ["Link", "OutgoingCall", "Parcel", "kept_bytes"]
 
 FRAME_BYTES = 96
 """More than a frame takes beside its body, its pieces and the name of its method."""
 PIECE_BYTES = 27
+PIECE_OBJECT_BYTES = 160
+"""A piece as it is kept: a tuple of three integers."""
 MAX_PIECES = 256
 LEAST_MESSAGE = 4096
 """What `config.message_bytes` has to be for calls: a lease's descriptor and a method's name fit in it."""
@@ -40,6 +42,11 @@ UNCOUNTED_BYTES = 512
 """The objects of bodies up to this length take 112 KiB at most, and are not counted."""
 UNFOLDING = 24
 """The objects of a message take at most so many times `message_bytes`: those of numbers and words take less."""
+
+
+def kept_bytes(frame: CallFrame) -> int:
+    """Return how many bytes a call takes at most while it is kept."""
+    return FRAME_BYTES + len(frame.method) + len(frame.body) + PIECE_OBJECT_BYTES * len(frame.pieces)
 
 
 class Parcel:
@@ -376,7 +383,7 @@ class Link:
         if len(self.parked) >= self.endpoint.limits.slots:
             raise ValueError("more calls than there are slots, and no greeting")
         try:
-            self.endpoint.budget.wait(self.share, len(frame.body))
+            self.endpoint.budget.wait(self.share, kept_bytes(frame))
         except BlockingIOError as error:
             raise ValueError(f"calls without a greeting: {error}") from error
         self.parked.append(frame)
@@ -384,7 +391,7 @@ class Link:
     def unpark(self) -> list[CallFrame]:
         """Return the calls that have overtaken the greeting, and keep them no more."""
         parked, self.parked = self.parked, []
-        self.endpoint.budget.over(self.share, sum(len(frame.body) for frame in parked))
+        self.endpoint.budget.over(self.share, sum(map(kept_bytes, parked)))
         return parked
 
     # Frames.

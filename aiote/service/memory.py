@@ -96,11 +96,13 @@ def _aligned(nbytes: int) -> int:
 class Share:
     """What waits for one identity, in bytes: its calls that have not ended, and answers that it has not taken.
 
-    `refuse` is called where all have taken what there is, and this one the most of it.
+    `refuse` is called where all have taken what there is, and this one the most of it; until its bytes are given back
+    it has no more.
     """
 
     def __init__(self) -> None:
         self.waiting = 0
+        self.refused = False
         self.refuse: Callable[[], object] | None = None
 
 
@@ -114,6 +116,8 @@ class Budget:
         self.total = total
         self.peer = peer
         self.used = self.waiting = 0
+        # What waits of those that were refused: it is about to be given back.
+        self._returning = 0
         self._shares: weakref.WeakValueDictionary[bytes, Share] = weakref.WeakValueDictionary()
 
     def share_of(self, identity: bytes) -> Share:
@@ -128,18 +132,29 @@ class Budget:
         most = self.peer if most is None else most
         if share.waiting + nbytes > most:
             raise BlockingIOError(f"{share.waiting} bytes wait for this peer, and {nbytes} more, of {most} that may")
-        if self.waiting + nbytes > self.total:
-            greediest = max(self._shares.values(), key=lambda one: one.waiting)
-            if greediest.waiting <= share.waiting + nbytes or greediest.refuse is None:
-                raise BlockingIOError(f"{self.waiting} bytes wait for peers, at most {self.total} may (total_bytes)")
-            greediest.refuse()
+        if share.refused:
+            raise BlockingIOError(f"this peer was refused, and {share.waiting} bytes of it are not given back yet")
+        while self.waiting - self._returning + nbytes > self.total:
+            self._refuse_greediest(share.waiting + nbytes)
         share.waiting += nbytes
         self.waiting += nbytes
+
+    def _refuse_greediest(self, least: int) -> None:
+        """Refuse whoever has the most. Raises BlockingIOError where nobody has more than so many bytes."""
+        greediest = max((one for one in self._shares.values() if not one.refused), key=lambda one: one.waiting)
+        if greediest.waiting <= least or greediest.refuse is None:
+            raise BlockingIOError(f"{self.waiting} bytes wait for peers, at most {self.total} may (total_bytes)")
+        greediest.refused = True
+        self._returning += greediest.waiting
+        greediest.refuse()
 
     def over(self, share: Share, nbytes: int) -> None:
         """Charge bytes no more that have waited."""
         share.waiting -= nbytes
         self.waiting -= nbytes
+        if share.refused:
+            self._returning -= nbytes
+            share.refused = share.waiting > 0
 
     def take(self, nbytes: int, held: int, segments: int) -> int:
         """Take a segment's bytes, for `nbytes` in one piece, for a peer that has `held` bytes in so many segments.

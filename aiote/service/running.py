@@ -22,7 +22,7 @@ from .codec import array_of, check_dtype, decode, encode
 from .definition import Method
 from .frames import CallFrame, End, Items, OutSpec, Status
 from .interceptors import CallInfo, intercepted
-from .link import FRAME_BYTES, PIECE_BYTES, Link, Parcel
+from .link import FRAME_BYTES, PIECE_BYTES, Link, Parcel, kept_bytes
 from .memory import LEND_BYTES
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Running:
         self, server: Server, link: Link, frame: CallFrame, method: Method, function: Callable[..., Any]
     ) -> None:
         """Raise BlockingIOError where as much waits for its caller as may."""
-        self._waiting_bytes = FRAME_BYTES + len(frame.body)
+        self._waiting_bytes = kept_bytes(frame)
         link.endpoint.budget.wait(link.share, self._waiting_bytes)
         self.link, self.frame = link, frame
         self.generation = frame.generation
@@ -190,7 +190,8 @@ class Running:
         method, frame, link = self._method, self.frame, self.link
         try:
             body, take = link.opened(frame, frame.body, self._charge)
-            if len(body) < LONG_BYTES:
+            # With the arrays, which are copied here; one C call under the GIL decodes what is no array.
+            if len(body) + sum(length for _, _, length in frame.pieces) < LONG_BYTES:
                 bound = decode(method.read_arguments, body, take)
             else:
                 bound = await anyio.to_thread.run_sync(decode, method.read_arguments, body, take)
@@ -222,8 +223,8 @@ class Running:
         parcel = self.link.inline(body, arrays)
         if parcel is not None:
             return parcel
-        # Results exist before anybody knows how long they are. While they are more than a peer's share, no call of it
-        # begins.
+        # A result's length is known once it exists. While the results of a peer's calls exceed its share, none of its
+        # calls starts.
         budget, nbytes = self.link.endpoint.budget, len(body) + sum(array.nbytes for array in arrays)
         budget.wait(self.link.share, nbytes, max(budget.peer, budget.total // 2))
         try:
@@ -231,6 +232,7 @@ class Running:
                 return await self.link.bring(body, arrays)
         finally:
             budget.over(self.link.share, nbytes)
+            self._server.start_waiting()
         if scope.cancelled_caught:
             self.link.peer.disconnect(f"it took no results for {RESULT_S:.0f} s")
         raise RuntimeError("the result could not be brought to the caller")

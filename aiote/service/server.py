@@ -18,13 +18,13 @@ from .definition import Method, Service, method, methods_of
 from .endpoint import Endpoint, Limits
 from .frames import CallFrame, Number, Status
 from .interceptors import Interceptor
-from .link import Link
+from .link import Link, kept_bytes
 from .running import Running
 
 __all__ = ["Health", "HealthStatus", "Server", "serve"]
 
 EACH = 64
-"""So many calls of one engine run, however many others have; of more it leaves as many places free as it takes."""
+"""So many calls of one engine may run in any case; beyond, it has no more places than it leaves free."""
 
 
 class HealthStatus(msgspec.Struct, frozen=True):
@@ -102,7 +102,7 @@ class Server:
             self._refuse(link, frame, Status.DRAINING)
         elif self._may_start(link):
             self._admit(link, frame, known, self._start)
-        elif self.queued < limits.queue or self._make_room(link):
+        elif self.queued < limits.queue or self._make_room(link, kept_bytes(frame)):
             self._admit(link, frame, known, self._enqueue)
         else:
             self._refuse(link, frame, Status.BUSY, f"{limits.calls} calls run, {limits.queue} wait")
@@ -128,8 +128,12 @@ class Server:
         running.link.running[running.frame.slot] = running
         self._queues.setdefault(running.link.identity, deque()).append(running)
 
-    def _make_room(self, link: Link) -> bool:
-        """Refuse the last call of whoever has the most in the queue; return False where that is this peer."""
+    def _make_room(self, link: Link, nbytes: int) -> bool:
+        """Refuse the last call of whoever has the most in the queue; return False where that is this peer, or where
+        its own share has no room for so many bytes.
+        """
+        if link.share.waiting + nbytes > self.endpoint.budget.peer:
+            return False
         own = len(self._queues.get(link.identity, ()))
         greediest = max(self._queues.values(), key=len, default=None)
         if greediest is None or len(greediest) <= own + 1:
@@ -160,11 +164,15 @@ class Server:
             self._held[identity] -= 1
             if not self._held[identity]:
                 del self._held[identity]
+        self.start_waiting()
+        if not self._running:
+            self._changed.set()
+
+    def start_waiting(self) -> None:
+        """Start the calls of the queue that may run now."""
         while not self._closed and (after := self._next()) is not None:
             self._dequeue(after.link.identity, after)
             self._start(after)
-        if not self._running:
-            self._changed.set()
 
     def _dequeue(self, identity: bytes, running: Running) -> None:
         queue = self._queues[identity]

@@ -45,7 +45,7 @@ class Unsent:
         return pack(self._frames[:count]), count
 
     def sent(self, count: int) -> None:
-        """Take note that the first frames wait no more."""
+        """Record that the first frames were sent."""
         nbytes = sum(self._sizes[:count])
         self._nbytes -= nbytes
         self._budget.over(self._share, nbytes)

@@ -61,7 +61,8 @@ async def test_the_greater_incarnation_has_the_name(registry):
         async with old.join(member("a", 5)) as registration:
             await until_told(events, ("joined", "a"))
             for incarnation in (4, 5):
-                with pytest.raises(RegistryError, match=r"incarnation 5|another engine, which is connected"):
+                why = "incarnation 5" if isinstance(new, EtcdRegistry) else "another engine, which is connected"
+                with pytest.raises(RegistryError, match=why):
                     async with new.join(member("a", incarnation)):
                         pass
             if not isinstance(new, EtcdRegistry):

@@ -12,7 +12,7 @@ import pytest
 import aiote
 import aiote.testing
 from aiote import service
-from aiote.connectors.broadcast import Feed, Offer, UpdateError
+from aiote.connectors.broadcast import PROGRESS_S, Feed, Offer, UpdateError
 from aiote.kvcache import Cache, Consumer, PageRow, Producer
 from aiote.kvcache.protocol import Descriptor, Number, Opened
 from aiote.kvcache.tensors import CacheSpec
@@ -26,7 +26,6 @@ from aiote.weights.protocol import Descriptors, SourceService, SourceState, Targ
 from broadcasts import Rollout, Trainer, assert_same, tensors_of
 from engines import opened
 
-# What is tried is the same on every loop.
 ROWS = {0: PageRow([1, 2])}
 
 
@@ -125,10 +124,18 @@ class RefusingRank(service.Service):
 class LyingRank(RefusingRank):
     @service.method(idempotent=True, raises=[aiote.UsageError])
     async def meet(self, rank: Rank, epoch: Epoch, digest: Digest) -> Meeting:
-        return Meeting(epoch, b"no descriptor")
+        return Meeting(epoch, b"no descriptor", 1 << 27)
 
 
-@pytest.mark.parametrize("kind", [RefusingRank, LyingRank])
+class BeyondAll(RefusingRank):
+    """Its immediates would pass 28 bits."""
+
+    @service.method(idempotent=True, raises=[aiote.UsageError])
+    async def meet(self, rank: Rank, epoch: Epoch, digest: Digest) -> Meeting:
+        return Meeting(epoch, b"", (1 << 28) - 1)
+
+
+@pytest.mark.parametrize("kind", [RefusingRank, LyingRank, BeyondAll])
 async def test_a_rank_that_refuses_is_masked_and_the_others_open_their_group(kind):
     config = MoeConfig(experts=3, top_k=1, hidden=64, tokens=4, dtype="float32", out_dtype="float32", on_loss="mask")
     async with AsyncExitStack() as stack:
@@ -152,6 +159,7 @@ def test_a_receiver_that_takes_nothing_is_given_up():
 
     async def main(fabric: Fabric) -> None:
         tensors = tensors_of(1, [(4096,)])
+        begun, refused = fabric.now, anyio.Event()
         async with fabric.open_engine() as engine, fabric.open_engine() as other, anyio.create_task_group() as group:
             trainer = Trainer(engine, 4096)
             group.start_soon(trainer.serve)
@@ -161,13 +169,16 @@ def test_a_receiver_that_takes_nothing_is_given_up():
 
             async def take() -> None:
                 offer = Offer(slots.descriptor, 4096, [1, 2])
-                with pytest.raises(UpdateError, match="it has freed no slot for"):
+                with pytest.raises(UpdateError, match="it has made no progress for"):
                     async for _ in service.client(other, engine.address, Feed).take("update", offer):
                         pass
+                refused.set()
 
             group.start_soon(take)
-            with pytest.raises(UpdateError, match="it has freed no slot for"):
+            with pytest.raises(UpdateError, match="it has made no progress for"):
                 await trainer.send(outgoing, tensors)
+            await refused.wait()
+            assert fabric.now - begun >= PROGRESS_S
             group.cancel_scope.cancel()
 
     aiote.testing.run(main)

@@ -15,7 +15,6 @@ from aiote.weights import Controller, Layout, Replicate, UpdateError, serve_sour
 from aiote.weights.protocol import EPOCHS_AHEAD, SourceService, StaleUpdateError, TargetService, Update, UpdateOrder
 from engines import opened, until
 
-# What is tried is the same on every loop.
 LAYOUT = Layout.over([0], {"a": ((64,), "F32", Replicate())})
 FOREIGN = "ForeignCallerError: .*is not the (leader|controller) here"
 
