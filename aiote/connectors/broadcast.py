@@ -99,10 +99,10 @@ class Exchange(Feed):
 
     @service.method(raises=[UpdateError])
     def take(self, update: Name, offer: Offer) -> AsyncIterator[Begun | Bucket | Ended]:
-        caller = service.current_call().peer.address
-        if update not in self.outgoing or not self.outgoing[update].is_for(caller):
+        caller = service.current_call().peer
+        if update not in self.outgoing or not self.outgoing[update].is_for(caller.address):
             raise UpdateError(f"no update {update} is under way here: it has ended, was never begun, or is for others")
-        return self.outgoing[update].feed(offer, str(caller))
+        return self.outgoing[update].feed(offer, caller)
 
     @service.method(idempotent=True)
     async def decline(self, update: Name, reason: str = DECLINED) -> None:
@@ -134,8 +134,8 @@ class Outgoing:
     ) -> None:
         """Announce it.
 
-        staging: two buckets of registered memory. addresses: receivers that are watched from the beginning on, not
-        only when they have asked for the update; then nobody else can take it, or end it.
+        staging: two buckets of registered memory. addresses: the only receivers that can take the update, or end it.
+        They are watched from the beginning on; others from when they ask for it.
         """
         self.engine, self.update, self.receivers = engine, update, receivers
         self.index, self.senders = index, senders
@@ -256,8 +256,9 @@ class Outgoing:
 
     # One receiver.
 
-    async def feed(self, offer: Offer, address: str) -> AsyncIterator[Begun | Bucket | Ended]:
+    async def feed(self, offer: Offer, peer: aiote.Peer) -> AsyncIterator[Begun | Bucket | Ended]:
         """Write all buckets into a receiver's slots; the items are its call's."""
+        address = str(peer.address)
         if len(self._came) == self.receivers:
             raise UpdateError(
                 f"update {self.update} has its {self.receivers} receivers already: {', '.join(self._came)}"
@@ -267,8 +268,9 @@ class Outgoing:
         self._changed.ring()
         complete, reason = False, DECLINED
         try:
-            remote = self.engine.attach(offer.descriptor)
-            with self.engine.counter() as credits:
+            nbytes = len(offer.immediates) * offer.bucket_bytes
+            remote = self.engine.attach(offer.descriptor, owner=peer, access="write", nbytes=nbytes)
+            with self.engine.reserve_immediates(1, [peer]) as block, self.engine.counter(block.first) as credits:
                 yield Begun(credits.imm)
                 for turn in itertools.count():
                     bucket = await self._unless_failed(partial(self._due, turn))
@@ -312,7 +314,7 @@ class Outgoing:
         with anyio.move_on_after(PROGRESS_S) as late:
             await self._unless_failed(step)
         if late.cancelled_caught:
-            raise UpdateError(f"it has freed no slot for {PROGRESS_S:.0f} s")
+            raise UpdateError(f"it has made no progress for {PROGRESS_S:.0f} s")
 
     async def _unless_failed(self, step: Callable[[], Awaitable[T]]) -> T:
         """Do what may take as long as a peer; a failure interrupts it."""
@@ -339,7 +341,11 @@ class Incoming:
         """Prepare it. senders: their addresses, in the order of their numbers."""
         self.engine, self.update, self.senders = engine, update, tuple(senders)
         self.bucket_bytes = bucket_bytes
-        self._counters = [engine.counter() for _ in range(slots.nbytes // bucket_bytes)]
+        count = slots.nbytes // bucket_bytes
+        named = all(not aiote.Address.parse(address).is_anyone for address in self.senders)
+        # Of senders that are named by host and port alone nobody knows yet which engines they are.
+        self._block = engine.reserve_immediates(count, self.senders if named else None)
+        self._counters = [engine.counter(self._block[number]) for number in range(count)]
         offer = Offer(slots.descriptor, bucket_bytes, [counter.imm for counter in self._counters])
         self._feeds = [service.client(engine, address, Feed) for address in self.senders]
         self._streams = [cast("service.Stream", feed.take(update, offer)) for feed in self._feeds]
@@ -388,7 +394,7 @@ class Incoming:
     async def aclose(self, reason: str = "") -> None:
         """End it, and return when no sender writes into the slots any more. Idempotent.
 
-        reason: what this receiver failed with, if it did, which all senders are told where the update is not over.
+        reason: the failure of this receiver, if there is one; senders whose update is not over are told it.
         Senders that have not heard of this receiver are told in any case. That takes up to `heartbeat_timeout` for dead
         ones.
         """
@@ -404,6 +410,7 @@ class Incoming:
             await to_the_end(stream.aclose)
         for counter in self._counters:
             counter.close()
+        self._block.close()
         if not self._declined:
             await to_the_end(self._decline)
 

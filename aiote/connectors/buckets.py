@@ -121,7 +121,10 @@ class Joiner:
         before = self._piece
         if before is None:
             begun = not piece.start
-            self._bytes = np.empty(piece.nbytes, np.uint8)
+            try:
+                self._bytes = np.empty(piece.nbytes, np.uint8)
+            except MemoryError:
+                raise ValueError(f"{piece.name} has {piece.nbytes} bytes, for which there is no memory") from None
         else:
             begun = piece.start == before.start + before.length and same(piece, before)
         if not begun or self._bytes is None:

@@ -244,7 +244,7 @@ class Receiving:
     async def close(self, reason: str = "") -> None:
         """End it, and give its memory back: no tensor of its buckets is used any more. Idempotent.
 
-        reason: what the host failed with, if it did, which the senders are told.
+        reason: the failure of the host, if there is one; the senders are told it.
         """
         await self._incoming.aclose(reason)
         if not self._closed:

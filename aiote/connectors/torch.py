@@ -98,7 +98,7 @@ class AioteWork(Work):  # type: ignore[misc]
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until it has ended. Raises its error, and TimeoutError where it is still under way: wait again then.
 
-        timeout: zero for the transfer's own, without one for ever. What interrupts the wait (Ctrl-C) cancels the
+        timeout: zero for the transfer's own, without one for ever. An interruption of the wait (Ctrl-C) cancels the
         transfer, and is raised once it has ended. Raises UsageError on the bridge's own thread.
         """
         seconds: float | None = timeout.total_seconds()
@@ -305,14 +305,19 @@ class AioteTransport(Transport):  # type: ignore[misc]
             await in_thread(partial(theirs.exchange, registration.bytes[local.range], read=mutable))
             return
         engine = self._bridge.engine
-        here, there = registration.held.region[local.range], engine.attach(remote.descriptor)[:count]
+        lent = engine.attach(remote.descriptor, owner=self._peer[2], access="read" if mutable else "write")
+        here, there = registration.held.region[local.range], lent[:count]
         await (engine.read(there, here) if mutable else engine.write(here, there))
 
     def _run(self, local: Any, remote: Any, *, mutable: bool, async_op: bool, timeout: float | None) -> int | AioteWork:
         timeout = self._limit(timeout)
         if async_op:
             call, begin = self._prepare(local, remote, mutable=mutable)
-            begin()
+            try:
+                begin()
+            except BaseException:
+                call.cancel()
+                raise
             return AioteWork(call, timeout)
         self._bridge.require_elsewhere()
         call, begin = self._prepare(local, remote, mutable=mutable, limit=timeout)

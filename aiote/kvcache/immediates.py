@@ -38,7 +38,7 @@ class Immediates:
 
 @dataclass(slots=True)
 class Block:
-    """The immediates of one attempt: of every layer, then of the tail."""
+    """The immediates of one attempt, one for each layer."""
 
     engine: aiote.Engine
     granted: aiote.ImmediateBlock

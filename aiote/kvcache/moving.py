@@ -35,7 +35,8 @@ def check_target(spec: CacheSpec, rows: Rows, tokens: int) -> None:
     """
     check_rows(spec, rows)
     for group, row in rows.items():
-        if len(set(row.pages.tolist())) < len(row.pages):
+        # More than there are come twice; no more than there are, are sorted.
+        if len(row.pages) > spec.groups.get(group, 0) or len(np.unique(row.pages)) < len(row.pages):
             raise aiote.UsageError(f"{spec.name}: a page comes twice in group {group}: {row.pages}")
         in_page = spec.page_tokens.get(group, 0)
         room = (row.start + len(row.pages)) * in_page

@@ -134,10 +134,16 @@ class Links:
             raise TransferRefused(f"a prefill rank describes a cache that cannot be: {error}") from None
         # Also to those that have nothing for this rank: an offer ends when all of the decode group have come.
         parts = assign(specs, self._spec, self._turn)
-        return [
+        links = [
             await self._link(peer, client, CacheMap(spec, part), reads)
             for peer, client, spec, part in zip(peers, clients, specs, parts, strict=True)
         ]
+        # Not before: of a group that one rank refuses nobody ends them.
+        for link in links:
+            self._scope.start(link.follow)
+            if self._limit < math.inf:
+                self._scope.start(link.listen, self._limit / 4)
+        return links
 
     async def renew(self, place: Place, requests: Sequence[str]) -> None:
         """Tell a rank that requests are still wanted. Raises PeerError, CallError."""
@@ -161,9 +167,6 @@ class Links:
         link = Link(peer, client, cache_map, max(1, Endpoint.of(self._engine).limits.slots // 2))
         link.session = opened.session
         link.memories = self._to_read(peer, cache_map.source, opened.memories) if reads else []
-        self._scope.start(link.follow)
-        if self._limit < math.inf:
-            self._scope.start(link.listen, self._limit / 4)
         return link
 
     def _to_read(self, peer: aiote.Peer, spec: CacheSpec, descriptors: list[bytes]) -> list[aiote.RemoteRegion]:

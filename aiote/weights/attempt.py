@@ -88,7 +88,7 @@ class Receiver:
         self.steps.append(step.kind)
         if step.kind != "lent":
             return
-        if step.lent is None or step.places is None or step.places.shape[1:] != (2,) or not 0 <= step.imm < 1 << 32:
+        if step.lent is None or step.places is None or step.places.shape[1:] != (2,):
             raise aiote.UsageError("it does not say what it lends")
         regions, rest = divmod(step.lent.ends.size, max(1, len(sources)))
         descriptors = step.lent.unpacked(regions * len(sources) + rest)

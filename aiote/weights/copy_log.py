@@ -152,21 +152,24 @@ class CopyLog:
         if self.dtypes.setdefault(name, casts[0]) != casts[0]:
             raise RecordError(f"{name}: the loader makes it of {self.dtypes[name]} and {casts[0]}; make them one type")
 
-    def loaded_in(self, tensor: Any) -> str | None:
-        """Return the parameter of which a tensor has elements that were copied before, if any."""
-        view = memory_of(tensor)
-        names = () if view.is_empty else self._in_storage.get(view.storage, ())
-        for name in names:
+    def loaded_in(self, values: Any) -> str | None:
+        """Return the parameter of which values have elements that were copied before, if they are of any."""
+        try:
+            view = memory_of(values)
+        except (UsageError, RuntimeError, NotImplementedError):
+            return self._loaded_beside(values)
+        for name in () if view.is_empty else self._in_storage.get(view.storage, ()):
             if self.parts[name] and self._meets(view, self.memory[name], self.parts[name]):
                 return name
-            if self._begins_in(view, self.memory[name]):
-                break
         return None
 
-    @staticmethod
-    def _begins_in(view: Memory, memory: Memory) -> bool:
-        offset, rest = divmod(view.first - memory.first, ITEMSIZE[memory.dtype])
-        return not rest and offset >= 0 and Array(memory.shape, memory.strides).has(offset)
+    def _loaded_beside(self, values: Any) -> str | None:
+        """Return a loaded parameter that lies in the same storage as values of a type without a name."""
+        try:
+            names = self._in_storage.get(values.untyped_storage()._cdata, ())
+        except (AttributeError, RuntimeError, NotImplementedError):
+            return None  # no memory that a parameter could lie in
+        return next((name for name in names if self.parts[name]), None)
 
     def _meets(self, view: Memory, memory: Memory, parts: Mapping[Box, Part]) -> bool:
         if view.first >= memory.end or memory.first >= view.end:

@@ -247,7 +247,7 @@ class SourceService(service.Service):
 
 
 def check_epoch(update: Update, latest: int) -> None:
-    """Raise StaleUpdateError for an epoch further ahead than clocks differ: no later controller would have one."""
+    """Raise StaleUpdateError for an epoch more than a day ahead of clocks: it would shut out every later controller."""
     most = max(latest, time.time_ns()) + EPOCHS_AHEAD
     if update.epoch > most:
         raise StaleUpdateError(f"{update} is of an epoch after {most}, a day ahead of this rank's clock")

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 import aiote
 
-from .. import gpu
+from .. import aio, gpu
 from ..core.gpu_arrays import GpuArray, gpu_array, part_of
 from ..core.masked_arrays import require_unmasked
 from ..service.background import to_the_end
@@ -50,8 +50,8 @@ SHARED_WORK = 1 << 16
 
 
 async def in_thread(nbytes: int, function: Any) -> Any:
-    """Call a function that works on so many bytes, in a thread where that takes long."""
-    return await anyio.to_thread.run_sync(function) if nbytes >= LARGE else function()
+    """Call a function that works on so many bytes, in a thread where that takes long; a cancellation waits for it."""
+    return await aio.in_thread(function) if nbytes >= LARGE else function()
 
 
 @contextmanager
@@ -258,7 +258,7 @@ class RankMemory:
 
 
 def _share(*both: tuple[int, Held, str]) -> bool:
-    """Tell whether two arrays share elements; where that takes long to find out they count as apart."""
+    """Tell whether two arrays share elements; where that takes long to find out they may."""
     one, other = (
         np.lib.stride_tricks.as_strided(
             _bytes_at(address, ITEMSIZE[dtype]).view(f"V{ITEMSIZE[dtype]}"),
@@ -270,7 +270,7 @@ def _share(*both: tuple[int, Held, str]) -> bool:
     try:
         return bool(np.shares_memory(one, other, SHARED_WORK))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
-        return False
+        return True
 
 
 def _checked(name: str, held: Held, dtype: str, arrays: Mapping[str, Any]) -> tuple[int, GpuArray | None]:

@@ -175,7 +175,7 @@ def planned(
 def _check_tied(plan: UpdatePlan, target: TargetState, names: Names) -> None:
     """Raise UsageError where two tensors of a rank that are the same memory are made of different sources."""
     places = target.places
-    if len(places) != len(names) or len(np.unique(places, axis=0)) == len(places):
+    if places.shape != (len(names), 2) or len(np.unique(places, axis=0)) == len(places):
         return
     several: dict[tuple[int, ...], list[str]] = {}
     for name, place in zip(names, places.tolist(), strict=True):

@@ -273,9 +273,8 @@ class _ServedTarget(TargetService):
         try:
             with mine.step():
                 await target.opened()
-            # Of an immediate that no earlier update had: a late commit of one must not count, nor one of no source.
-            sources = [aiote.Address.parse(source) for source in order.sources]
-            block = counted.enter_context(target.engine.reserve_immediates(1, sources))
+            # A new immediate that counts these sources alone: a late commit of an earlier update must not count.
+            block = counted.enter_context(target.engine.reserve_immediates(1, order.sources))
             counter = counted.enter_context(target.engine.counter(block.first))
             await target.refresh()
             lent = _lent(target, order.sources, written, leases)

@@ -45,6 +45,9 @@ class Log(Protocol):
     def refused(self, error: RecordError) -> RecordError:
         """Note a refusal, so that it is told even if the loader catches it; return it."""
 
+    def loaded_in(self, values: Any) -> str | None:
+        """Return the parameter of which values have elements that were copied before, if they are of any."""
+
 
 class Elements:
     """See the module. `casts` are the types that the elements had so far, by name; `name` is a source's, for errors."""
@@ -84,8 +87,8 @@ class Elements:
 
     def pieces(self) -> tuple[Piece, ...]:
         """Return where each element comes from. Raises RecordError where that takes too many boxes."""
-        if len(self._storage) == 1 and self._storage[0][1::3] == (self._whole, dense(self._whole)):
-            piece = self._storage[0]
+        piece = self._storage[0] if len(self._storage) == 1 else None
+        if piece is not None and (piece.extent, piece.strides) == (self._whole, dense(self._whole)):
             return (Piece((0,) * len(self.shape), self.shape, piece.source, piece.offset + self.offset, self.strides),)
         here = Array(self._whole), self.offset, self.strides
         there = Array(self.shape), 0, dense(self.shape)
@@ -151,9 +154,9 @@ def flat(*values: Any) -> Iterator[Any]:
 
 
 def whole_numbers(values: Any) -> list[int] | None:
-    """Return integers that are given as a list, a tuple or an array of one dimension; None for anything else."""
+    """Return integers of a list, a tuple, a range or an array of one dimension; None for anything else."""
     several = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(several, (list, tuple)) or not all(type(one) is int for one in several):
+    if not isinstance(several, (list, tuple, range)) or not all(type(one) is int for one in several):
         return None
     return list(several)
 

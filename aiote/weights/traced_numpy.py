@@ -27,6 +27,8 @@ VIEWS += " array_split hsplit vsplit dsplit flip fliplr flipud rot90 atleast_1d 
 PLAIN = (np.ndarray, np.memmap)
 """Arrays whose copies are NumPy's own. Others, such as masked ones, copy in ways of theirs."""
 
+PLAIN_INDEX = (slice, int, np.integer)
+
 
 class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
     """See the module. It counts as an instance of `numpy.ndarray`, since a loader may ask."""
@@ -205,7 +207,7 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
         """Convert to a type that NumPy knows, where `casting` allows it."""
         name = _named(self, dtype)
         _check_cast(self, "astype", dtype_of(name), casting)
-        return _laid(self, "astype", order)._with(self._elements.cast(name))
+        return _laid(self, "astype", order)._with(self._elements.cast(name), self._scalar)
 
     def take(self, indices: Any, axis: Any = None, out: Any = None, mode: Any = "raise") -> TracedArray:
         """Take these indices of a dimension, or of all elements."""
@@ -230,19 +232,20 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __getitem__(self, index: Any) -> Any:
         several = list(index) if isinstance(index, tuple) else [index]
-        lists = [one for one in several if isinstance(one, (list, np.ndarray))]
         for one in flat(several):
             if isinstance(one, TracedArray):
                 self._read()
             if isinstance(one, (bool, np.bool_)):
                 self._refuse("an index of bool", "and a mask names no elements before it has values")
+        # Whatever else it is, NumPy takes it for a list of indices: it would read bytes beyond the stand-in.
+        lists = [one for one in several if not (one is None or one is Ellipsis or isinstance(one, PLAIN_INDEX))]
         if not lists:
             whole = any(one is Ellipsis for one in several)
             found = self._viewed(
                 f"an index of {index!r}", lambda array: array[tuple(several if whole else [*several, ...])]
             )
             ints = sum(hasattr(one, "__index__") for one in several)
-            return found._with(found._elements, scalar=not whole and ints == len(several) == self.ndim and ints > 0)
+            return found._with(found._elements, scalar=not whole and ints == len(several) == self.ndim)
         if len(lists) > 1 or any(hasattr(one, "__index__") for one in several if one is not lists[0]):
             self._refuse("several indices with a list", "which numpy combines; take one after the other")
         return self._with_list(several, lists[0])
@@ -287,8 +290,8 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
             self._refuse(name)
         try:
             return (COMBINING.get(function) or KNOWN[function])(*args, **kwargs)
-        except RecordError:
-            raise
+        except RecordError as error:
+            raise self._log.refused(error) from None
         except (TypeError, ValueError, LookupError) as error:
             self._refuse(name, f"which fails, or is not recorded with these arguments: {error}")
 
@@ -300,9 +303,9 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def _first(args: Any, kwargs: Any) -> tuple[TracedArray | None, list[Any]]:
-    """Return the array that a function works on, if it is one of its arguments itself, and the other arguments."""
+    """Return the array that a function works on, if it is its first argument or a keyword's, and the others."""
     several = [*args, *kwargs.values()]
-    mine = next((one for one in several if isinstance(one, TracedArray)), None)
+    mine = next((one for one in (args[:1] or several) if isinstance(one, TracedArray)), None)
     return mine, [one for one in several if one is not mine]
 
 
@@ -365,6 +368,8 @@ def _check_cast(mine: TracedArray, call: str, to: Any, casting: Any) -> None:
 
 
 def _gathered(mine: TracedArray, call: str, at: int, indices: Any) -> TracedArray:
+    if isinstance(indices, np.ndarray) and mine._log.loaded_in(indices) is not None:
+        mine._refuse(call, "with indices out of a parameter, which has other values once it is loaded")
     chosen = whole_numbers(indices)
     extent = mine.shape[at]
     if chosen is None or any(not -extent <= one < extent for one in chosen):
@@ -391,10 +396,7 @@ def _join(name: str, several: Any, at: Callable[[int], int], dtype: Any = None, 
     mine = next(one for one in flat(several) if isinstance(one, TracedArray))
     if not isinstance(several, (list, tuple)) or not all(isinstance(one, TracedArray) for one in several):
         mine._refuse(name, "with arrays that are none of the checkpoint's")
-    try:
-        found = mine._with(put_together([one._elements for one in several], at(several[0].ndim)))
-    except RecordError as error:
-        raise mine._log.refused(error) from None
+    found = mine._with(put_together([one._elements for one in several], at(several[0].ndim)))
     return found if dtype is None else found.astype(dtype, casting=casting)
 
 

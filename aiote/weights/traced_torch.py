@@ -139,8 +139,8 @@ def _called(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     try:
         with torch._C.DisableTorchFunctionSubclass():
             return call(function, mine, args, {key: value for key, value in kwargs.items() if key != "out"})
-    except RecordError:
-        raise
+    except RecordError as error:
+        raise mine.log.refused(error) from None
     except (TypeError, ValueError, LookupError, RuntimeError, NotImplementedError) as error:
         line = str(error).splitlines()[0] if str(error) else type(error).__name__
         mine.refuse(name, f"which fails, or is not recorded with these arguments: {line}")
@@ -190,6 +190,8 @@ def _twins(mine: _Traced, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[
 def _view(name: str, function: Any, mine: _Traced, args: Any, kwargs: dict[str, Any]) -> Any:
     swapped, named = _twins(mine, args, kwargs)
     found = function(*swapped, **named)
+    if not isinstance(next(iter((*args, *kwargs.values()))), _tensor_class()):
+        return found  # a view of another tensor, which asks for the shape of this one alone
     if name == "__iter__":
         return iter([_of(mine, name, one) for one in found])
     if isinstance(found, (list, tuple)):
@@ -214,7 +216,7 @@ def _ask(function: Any, mine: _Traced, args: Any, kwargs: dict[str, Any]) -> Any
 
 def _same(function: Any, mine: _Traced, args: Any, kwargs: dict[str, Any]) -> Any:
     if not kwargs.keys() <= HARMLESS or _holds_traced(args[1:], kwargs):
-        mine.refuse(f"a call with {', '.join(kwargs.keys() - HARMLESS)}")
+        mine.refuse(f"{function.__name__} with {', '.join(kwargs.keys() - HARMLESS)}")
     return _made(mine.log, mine.elements, mine.twin)
 
 
@@ -251,6 +253,8 @@ def _gathered(mine: _Traced, dim: int, indices: Any) -> Any:
     torch: Any = sys.modules["torch"]
     if isinstance(indices, torch.Tensor) and (indices.dtype not in (torch.int64, torch.int32) or indices.is_meta):
         mine.refuse(f"an index of {indices.dtype} on {indices.device}")
+    if mine.log.loaded_in(indices) is not None:
+        mine.refuse("an index out of a parameter", "which has other values once it is loaded")
     chosen, at = whole_numbers(indices), _dim(mine, dim)
     extent = mine.elements.shape[at]
     if chosen is None or any(not -extent <= one < extent for one in chosen):
@@ -293,6 +297,8 @@ def _set_item(function: Any, mine: _Traced, args: Any, kwargs: dict[str, Any]) -
 
 
 def _others(call: Callable[..., Any], function: Any, mine: _Traced, args: Any, kwargs: dict[str, Any]) -> Any:
+    if not _holds_traced(next(iter((*args, *kwargs.values())))):
+        mine.refuse(function.__name__, "of a tensor that is none of the checkpoint's")
     return call(*args, **kwargs)
 
 
@@ -315,11 +321,7 @@ def _all(tensors: Any) -> list[Any]:
 
 def _cat(tensors: Any, dim: Any = 0) -> Any:
     several = [one._traced for one in _all(tensors)]
-    at = _dim(several[0], dim)
-    try:
-        return several[0].made(put_together([one.elements for one in several], at))
-    except RecordError as error:
-        raise several[0].log.refused(error) from None
+    return several[0].made(put_together([one.elements for one in several], _dim(several[0], dim)))
 
 
 def _stack(tensors: Any, dim: Any = 0) -> Any:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UsageError
 from .copy_log import CopyLog
 from .traced import RecordError, flat
 from .traced_torch import is_traced
@@ -59,11 +58,7 @@ def _check_use(log: CopyLog, function: Any, args: Any, kwargs: dict[str, Any]) -
     for one in flat(*args, kwargs):
         if not isinstance(one, torch.Tensor) or is_traced(one):
             continue
-        try:
-            name = log.loaded_in(one)
-        except (UsageError, RuntimeError, NotImplementedError):
-            continue  # no memory that a parameter could lie in
-        if name is not None:
+        if (name := log.loaded_in(one)) is not None:
             raise log.refused(
                 RecordError(
                     f"{name}: the loader calls {function} on what it has copied there before; a recorded loader copies "

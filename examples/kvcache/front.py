@@ -129,6 +129,7 @@ class Front:
         self.tries: set[Try] = set()
         self._model = model
         self._registry = registry
+        self._proofs: dict[str, tuple[Member, bool]] = {}
         self._changed = anyio.Event()
 
     @property
@@ -140,12 +141,13 @@ class Front:
         """Take note of who comes and goes."""
         async for event in self._registry.watch():
             # Tokens of one model are nonsense to another. Which it is here is configured, or the first server says it.
-            if not self._model and serving.is_proven(self._token, event.member):
+            if not self._model and self._is_proven(event.member):
                 self._model = str(event.member.attributes["model"])
             alike = [member for member in self.proven() if member.attributes["model"] == self._model]
             self.prefill.see(alike)
             self.decode.see(alike)
             if event.kind == "left":
+                self._proofs.pop(event.member.name, None)
                 for one in self.tries:
                     one.left(event.member)
             self._changed.set()
@@ -153,7 +155,14 @@ class Front:
 
     def proven(self) -> list[Member]:
         """Return the members that have shown that they have the token; nothing is sent to others."""
-        return [member for member in self._registry.members() if serving.is_proven(self._token, member)]
+        return [member for member in self._registry.members() if self._is_proven(member)]
+
+    def _is_proven(self, member: Member) -> bool:
+        known = self._proofs.get(member.name)
+        if known is None or known[0] is not member:
+            # Once for each change of a member, and not for all members at each change of one.
+            known = self._proofs[member.name] = member, serving.is_proven(self._token, member)
+        return known[1]
 
     def authorization(self, member: Member) -> dict[str, str]:
         """Return the header by which a member knows this router: the secret of its URL, and not the token."""

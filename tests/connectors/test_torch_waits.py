@@ -149,15 +149,29 @@ WAITS: dict[str, Callable[[Pair, Any], object]] = {
 }
 
 
+def gated(monkeypatch: pytest.MonkeyPatch, transport: Any) -> threading.Event:
+    """Hold up the transfers that begin from now on until an event: their callbacks are added before they end."""
+    may_move, move = threading.Event(), transport._move
+
+    async def later(*arguments: Any) -> None:
+        while not may_move.is_set():
+            await asyncio.sleep(0.001)
+        await move(*arguments)
+
+    monkeypatch.setattr(transport, "_move", later)
+    return may_move
+
+
 @pytest.mark.parametrize("name", WAITS)
 def test_a_callback_of_a_work_that_would_wait_is_refused(pair, monkeypatch, name):
     """It runs on the thread that ends all transfers of the process."""
-    transport, view, move = pair.transport, pair.memory.to_view(), pair.transport._move
+    transport, view = pair.transport, pair.memory.to_view()
     stubborn, told = Stubborn(), futures.Future[object]()
-    monkeypatch.setattr(transport, "_move", lambda *_: stubborn.run())
-    other = transport.write(view, pair.remote, async_op=True)
-    stubborn.until(stubborn.begun)
-    monkeypatch.setattr(transport, "_move", move)
+    with monkeypatch.context() as patched:
+        patched.setattr(transport, "_move", lambda *_: stubborn.run())
+        other = transport.write(view, pair.remote, async_op=True)
+        stubborn.until(stubborn.begun)
+    may_move = gated(monkeypatch, transport)
 
     def callback(_: object) -> None:
         try:
@@ -167,6 +181,7 @@ def test_a_callback_of_a_work_that_would_wait_is_refused(pair, monkeypatch, name
 
     work = transport.write(view, pair.remote, async_op=True)
     work.get_future().add_done_callback(callback)
+    may_move.set()
     with pytest.raises(aiote.UsageError, match="the bridge's own thread, which would wait for itself"):
         told.result(PATIENCE_S)
     other._call.cancel()
@@ -192,8 +207,10 @@ def test_a_callback_may_begin_a_transfer_while_another_thread_registers(pair, mo
     registering = threading.Thread(target=transport.register_memory, args=(tensor(10),))
     registering.start()
     assert began.wait(PATIENCE_S)
+    may_move = gated(monkeypatch, transport)
     work = transport.write(view, pair.remote, async_op=True)
     work.get_future().add_done_callback(lambda _: second.set_result(transport.write(view, pair.remote, async_op=True)))
+    may_move.set()
     assert aside(second.result(PATIENCE_S).wait)
     may_register.set()
     registering.join(PATIENCE_S)

@@ -69,11 +69,6 @@ def numbers(rng: random.Random, extent: int) -> list[int]:
     return [rng.randrange(-extent, extent) for _ in range(rng.randint(1, 4))]
 
 
-def pick(rng: random.Random, several: Callable[[Any], Any], x: Any) -> Callable[[Any], Any]:
-    at = rng.randrange(len(several(x)))
-    return lambda y: several(y)[at]
-
-
 def moves(rng: random.Random, x: Any) -> list[Step]:
     """Return steps that views are made by."""
     a, b = (axis(rng, x), axis(rng, x)) if x.ndim else (0, 0)

@@ -112,7 +112,7 @@ class AioteWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             self._put_back()
             raise
         finally:
-            # Not by the iterator: whoever has the error keeps that.
+            # Here and not in the generator, which the traceback of an error keeps alive.
             bridge.call(receiving.close(reason))
 
     def _tensors(self, bridge: Bridge, receiving: Receiving) -> Iterator[tuple[str, torch.Tensor]]:
