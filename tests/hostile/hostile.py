@@ -4,10 +4,14 @@
     python tests/hostile/hostile.py --what local --seed 7 --case 123
 
 A case is one connection: it comes to some stage, does things drawn at random (frames with any fields in any order over
-the control connection and the data connection; lies in rings, gates and wake-up pages; messages to a KV cache's
-decoder, prefiller and registry), and ends somehow. After each the honest peer is served, memory that was not granted is
-as it was, and memory and descriptors are bounded; now and then all is quiet once the hostile ones are gone. What breaks
-a promise is printed with what repeats it. Exit status: 0, or 1 after a promise was broken.
+the control connection and the data connection; lies in rings, gates and wake-up pages), and ends somehow. After each
+the honest peer is served, memory that was not granted is as it was, and memory and descriptors are bounded; now and
+then all is quiet once the hostile ones are gone.
+
+Of a service it is an engine that calls the members (of a KV cache's cluster and its registry, of weight updates, of a
+MoE group) with arguments that are right or not, and counts on what they wait for. After each case, and during one, they
+do their work, with the right bytes. What breaks a promise is printed with what repeats it. Exit status: 0, or 1 after a
+promise was broken.
 """
 
 from __future__ import annotations
@@ -24,11 +28,13 @@ import anyio
 
 sys.path.append(str(Path(__file__).parents[1] / "support"))
 
+from groups import moe_group, update_ranks
 from kvpeer import cluster
 from peer import HostilePeer
 from victim import Broken, Victim, victim
 
-WHAT = ("socket", "local", "kvcache")
+SERVICES = {"kvcache": cluster, "weights": update_ranks, "moe": moe_group}
+WHAT = ("socket", "local", *SERVICES)
 CASE_S = 20
 IDLE_EVERY = 40
 STANDING = 8
@@ -53,7 +59,7 @@ class Run:
         sys.excepthook = self._unexpected
         sys.unraisablehook = lambda told: self._mishaps.append(f"unraisable: {told.exc_value!r} in {told.object!r}")
         try:
-            await (self._attack_cluster(seconds) if self.what == "kvcache" else self._attack_engine(seconds))
+            await (self._attack_service(seconds) if self.what in SERVICES else self._attack_engine(seconds))
         except Broken as error:
             again = f"tests/hostile/hostile.py --what {self.what} --seed {self.seed} --case {self._case}"
             raise Broken(f"{error}\n  in: {', '.join(self._log)}\n  again: python {again}") from error
@@ -101,13 +107,13 @@ class Run:
             standing.pop().close()
         await attacked.check(idle=idle)
 
-    async def _attack_cluster(self, seconds: float) -> None:
-        async with cluster("socket") as attacked:
+    async def _attack_service(self, seconds: float) -> None:
+        async with SERVICES[self.what]("socket") as attacked:
             for rng in self._cases(seconds):
                 self._log = []
                 await attacked.attack(rng, self._log)
+                await attacked.check(rng, self._log)
                 self.tally.update(entry.rpartition(" ")[0] for entry in self._log)
-                await attacked.check()
             await attacked.at_rest()
 
 

@@ -31,12 +31,22 @@ def hostile(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("what", "loop"), [("socket", "asyncio"), ("local", "uvloop"), ("local", "trio"), ("kvcache", "asyncio")]
+    ("what", "loop"),
+    [
+        ("socket", "asyncio"),
+        ("local", "uvloop"),
+        ("local", "trio"),
+        ("kvcache", "asyncio"),
+        ("weights", "asyncio"),
+        ("moe", "uvloop"),
+    ],
 )
 def test_an_honest_peer_is_served_all_the_while(what, loop):
     said = hostile("--what", what, "--loop", loop, "--seconds", SECONDS)
     assert "cases" in said
-    if what != "kvcache":
+    if what not in ("socket", "local"):
+        assert " count" in said
+    if what in ("socket", "local"):
         # It has come as far as to say frames.
         assert "joined" in said
         assert "frame" in said

@@ -29,6 +29,23 @@ class Broken(AssertionError):
     """A promise was broken."""
 
 
+class Bounds:
+    """What the first look saw of this process's memory and descriptors, and how much it may grow."""
+
+    def __init__(self) -> None:
+        self._resident = self._descriptors = 0
+
+    def check(self) -> None:
+        """Look. Raises Broken for more than may be."""
+        resident, count = resident_bytes(), len(descriptors())
+        self._resident = self._resident or resident
+        self._descriptors = self._descriptors or count
+        if resident > self._resident + GROWTH_BYTES:
+            raise Broken(f"resident memory has grown from {self._resident} to {resident}")
+        if count > self._descriptors + MAX_DESCRIPTORS:
+            raise Broken(f"from {self._descriptors} descriptors to {count}")
+
+
 class Victim:
     """Its memory is in three parts: what the hostile peer was granted lies between what it was not."""
 
@@ -45,7 +62,7 @@ class Victim:
         self._target = engine.register(bytearray(4096))
         self._remote = honest.attach(self._target.descriptor)
         self._turn = 0
-        self._resident = self._descriptors = 0
+        self._bounds = Bounds()
 
     @property
     def address(self) -> aiote.Address:
@@ -74,7 +91,7 @@ class Victim:
         if idle:
             await self.alone()
             await assert_idle(self.engine, self.honest)
-        self._bounded()
+        self._bounds.check()
 
     async def _serve(self) -> None:
         """Move bytes, a count and a message from the honest peer; take what others have sent."""
@@ -94,15 +111,6 @@ class Victim:
                 await anyio.sleep(0.01)
         if scope.cancelled_caught:
             raise Broken(f"still a peer after {PATIENCE_S} s: {self.engine.peers}")
-
-    def _bounded(self) -> None:
-        resident, count = resident_bytes(), len(descriptors())
-        self._resident = self._resident or resident
-        self._descriptors = self._descriptors or count
-        if resident > self._resident + GROWTH_BYTES:
-            raise Broken(f"resident memory has grown from {self._resident} to {resident}")
-        if count > self._descriptors + MAX_DESCRIPTORS:
-            raise Broken(f"from {self._descriptors} descriptors to {count}")
 
 
 @asynccontextmanager

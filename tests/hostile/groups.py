@@ -1,0 +1,127 @@
+"""The members of a weight update, and of a MoE group: a whole update, and a whole round, after each attack on them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import numpy as np
+from attacked import Attacked, Caller, Seed, seed
+from victim import KEY, LIMITS, Broken
+
+import aiote
+from aiote.moe import MoeConfig
+from aiote.moe.joining import service_of
+from aiote.service.definition import methods_of
+from aiote.weights import Controller, Layout, Replicate, serve_source, serve_target
+from aiote.weights.protocol import (
+    Descriptors,
+    SourceService,
+    TargetService,
+    Update,
+    UpdateOrder,
+    WriteTarget,
+)
+from engines import opened
+from moe_ranks import Ranks, Tokens, ranks, whole_round
+
+SETTINGS = {"cluster_key": KEY, "host": "127.0.0.1", **LIMITS}
+LAYOUT = Layout.over([0, 1], {"a": ((256, 16), "F32", Replicate()), "b": ((64,), "F16", Replicate())})
+CONFIG = MoeConfig(experts=6, top_k=2, hidden=8, tokens=6, dtype="float32", out_dtype="float32")
+RANKS = 3
+Arrays = dict[str, "np.ndarray"]
+
+
+class UpdateRanks(Attacked):
+    """Two sources and two targets of weights, which take orders of their controller."""
+
+    def __init__(
+        self,
+        members: list[aiote.Engine],
+        caller: Caller,
+        controller: Controller,
+        trained: list[Arrays],
+        served: list[Arrays],
+    ) -> None:
+        super().__init__(members, caller)
+        self._controller, self._trained, self._served = controller, trained, served
+
+    def seeds(self) -> list[Seed]:
+        at = Update(time.time_ns(), self.turn + 1)
+        target = {one.attribute: one for one in methods_of(TargetService)}
+        source = {one.attribute: one for one in methods_of(SourceService)}
+        nothing, address = np.zeros(1, np.uint64), str(self.caller.engine.address)
+        order = UpdateOrder(at, [address], [nothing])
+        destination = WriteTarget(0, str(self.members[-1].address), 5 << 24, Descriptors.of([]), b"", None)
+        return [
+            seed(target["describe"]),
+            seed(target["update"], order),
+            seed(target["commit"], at),
+            seed(source["describe"]),
+            seed(source["prepare"], [], [], "auto"),
+            seed(source["send"], at, b"d" * 16, [destination]),
+        ]
+
+    async def work(self) -> None:
+        for rank in self._trained:
+            rank["a"][...] = self.turn
+            rank["b"][...] = self.turn % 2048
+        report = await self._controller.update(self.turn)
+        if report.committed != [""]:
+            raise Broken(f"an update was not committed: {report}")
+        for rank in self._served:
+            if not (rank["a"] == self.turn).all() or not (rank["b"] == self.turn % 2048).all():
+                raise Broken("a target has other weights than its sources")
+
+
+class MoeRanks(Attacked):
+    """The ranks of a group."""
+
+    def __init__(self, groups: Ranks, caller: Caller) -> None:
+        super().__init__([group.engine for group in groups], caller)
+        self._groups = groups
+
+    def seeds(self) -> list[Seed]:
+        methods = {one.attribute: one for one in methods_of(service_of(0))}
+        rank, epoch = self.turn % (RANKS + 1), self._groups[0].epoch
+        return [
+            seed(methods["meet"], rank, epoch, self._groups[0]._digest),
+            seed(methods["meet"], rank, epoch + 1, b"another config"),
+            seed(methods["broke"], rank, epoch, "so says somebody"),
+            seed(methods["left"], rank, epoch, [0]),
+        ]
+
+    async def work(self) -> None:
+        try:
+            await whole_round(self._groups, [Tokens(np.random.default_rng(self.turn), CONFIG, 5) for _ in self._groups])
+        except* AssertionError as errors:
+            raise Broken(f"a rank has other sums: {errors.exceptions[0]}") from errors
+
+
+def weights_of(value: int) -> dict[str, np.ndarray]:
+    return {"a": np.full((256, 16), value, np.float32), "b": np.full(64, value, np.float16)}
+
+
+@asynccontextmanager
+async def update_ranks(provider: str) -> AsyncIterator[UpdateRanks]:
+    trained, served = [weights_of(0), weights_of(0)], [weights_of(1), weights_of(1)]
+    async with AsyncExitStack() as stack:
+        hub, hostile, *members = [await stack.enter_async_context(opened(provider, **SETTINGS)) for _ in range(6)]
+        named = [hub.address]
+        for rank in range(2):
+            source = serve_source(members[rank], LAYOUT, rank, trained[rank], controllers=named)
+            target = serve_target(members[2 + rank], LAYOUT, rank, served[rank], controllers=named)
+            await stack.enter_async_context(source)
+            await stack.enter_async_context(target)
+        addresses = [one.address for one in members]
+        yield UpdateRanks(members, Caller(hostile), Controller(hub, addresses[:2], addresses[2:]), trained, served)
+
+
+@asynccontextmanager
+async def moe_group(provider: str) -> AsyncIterator[MoeRanks]:
+    async with (
+        opened(provider, **SETTINGS) as hostile,
+        ranks(lambda: opened(provider, **SETTINGS), RANKS, CONFIG) as groups,
+    ):
+        yield MoeRanks(groups, Caller(hostile))
