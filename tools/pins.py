@@ -108,6 +108,8 @@ def merged(found: dict[str, Pins]) -> list[str]:
 
 def main() -> int:
     here = pythons.found()
+    if not here:
+        raise SystemExit("error: none of the Pythons that the README names is here; nothing was written")
     missing = [version for version in pythons.named() if version not in here]
     found = {version: resolve(version, path) for version, path in here.items()}
     said = f" Not here, and so as on the one next to it: {', '.join(missing)}." if missing else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 
 from environment import ROOT
 
@@ -15,8 +16,9 @@ def named() -> list[str]:
 
 
 def found() -> dict[str, str]:
-    """Return the interpreters that are here, by version."""
-    return {version: path for version in named() if (path := interpreter(version))}
+    """Return the interpreters that are here, by version: of the running one itself, of the others by their command."""
+    running = {"{}.{}".format(*sys.version_info): os.path.realpath(sys.executable)}
+    return {version: path for version in named() if (path := running.get(version) or interpreter(version))}
 
 
 def interpreter(version: str) -> str:

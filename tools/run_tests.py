@@ -49,7 +49,7 @@ NO_SYSTEM = f"none in {', '.join(SYSTEM)}; run: make system"
 NO_GUEST = "VERBS AND NETEM NOT RUN: THERE IS NO GUEST HERE, why is said above; `make test-guest` tries again"
 # Which combinations each run tries; with another turn it tries others.
 CHOICES = {
-    "newest": ("--combinations", "tests", "--turn", "0"),
+    "newest": ("--combinations", "values", "--turn", "0"),
     "system": ("--combinations", "tests", "--turn", "1"),
     "guest": ("--combinations", "tests", "--turn", "2"),
 }
@@ -181,6 +181,7 @@ class Run:
         self._given = [argument for argument in given if argument not in named]
         self._named = [(paths[argument], argument.partition("::")[2]) for argument in named]
         self._ended = self._number = 0
+        self._given_up = False
         self._one_at_a_time = threading.Lock()
 
     def outcomes(self, files: Sequence[str], lanes: int) -> list[Outcome]:
@@ -199,6 +200,7 @@ class Run:
                 found = [one for lane in running for one in lane.result()]
             except BaseException:
                 # Ctrl-C ends the runs of pytest that there are; the lanes must not begin others.
+                self._given_up = True
                 queue.drop(*self._kinds)
                 raise
         kinds = list(self._kinds)
@@ -229,7 +231,8 @@ class Run:
         started, log, boots = time.monotonic(), REPORTS / "guest.log", guest("--", "true")
         build = [sys.executable, "tools/guest", "--build-uml"]
         try:
-            if run(boots, log)[0] and (run(build, log)[0] or run(boots, log)[0]):
+            # After Ctrl-C the guest has not booted, either, and is not to be built.
+            if run(boots, log)[0] and not self._given_up and (run(build, log)[0] or run(boots, log)[0]):
                 queue.drop("guest")
                 print(log.read_text(errors="replace"), flush=True)
                 return [Outcome("guest", True, NO_GUEST, time.monotonic() - started)]

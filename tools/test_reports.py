@@ -132,8 +132,13 @@ def _tell_skipped(reports: Sequence[Report]) -> None:
         print()
 
 
-def concluded(outcomes: Sequence[Outcome], load: Load | None = None, verdict: Verdict | None = None) -> int:
-    """Tell what became of all steps, of every test that failed, and return the exit status."""
+def concluded(
+    outcomes: Sequence[Outcome], load: Load | None = None, verdict: Verdict | None = None, on: str = ""
+) -> int:
+    """Tell what became of all steps, of every test that failed, and return the exit status.
+
+    on: what they ran on, unless that is this interpreter.
+    """
     reports = [outcome.report for outcome in outcomes]
     total = [sum(numbers) for numbers in zip(*(report.counts for report in reports), strict=True)]
     run, there_are = (sum(numbers) for numbers in zip(*(report.combinations for report in reports), strict=True))
@@ -157,7 +162,7 @@ def concluded(outcomes: Sequence[Outcome], load: Load | None = None, verdict: Ve
     if not any(total):
         print("NOT ONE TEST WAS RUN: the arguments leave none in any of the runs")
     count = f", {len(verdict.unsteady)} unsteady" if verdict.unsteady else ""
-    print(f"  {running_on()}")
+    print(f"  {on or running_on()}")
     print("total: {} passed, {} failed{}, {} skipped".format(*total[:2], count, total[2]), flush=True)
     return 0 if passed else 1
 

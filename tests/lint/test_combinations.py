@@ -47,7 +47,7 @@ def is_environment(pair: tuple) -> bool:
     return pair[0] in NAMES[:3] and pair[2] in NAMES[:3]
 
 
-@given(files(), st.sampled_from(["pairs", "tests"]), st.integers(0, 5))
+@given(files(), st.sampled_from(["pairs", "values", "tests"]), st.integers(0, 5))
 def test_every_promised_value_and_pair_is_met(tests, choice, turn):
     """Against a plain reading of the promise: what the chosen cases have is what all cases have."""
     needs = [wanted(parameters, len(parameters[0].values), choice) for parameters in tests]
@@ -58,7 +58,7 @@ def test_every_promised_value_and_pair_is_met(tests, choice, turn):
         assert cases
         assert len(set(cases)) == len(cases)
         for one in parameters:
-            if choice == "pairs":
+            if choice == "pairs" or (choice == "values" and not one.environment):
                 assert {one.values[case] for case in cases} == set(one.values), one.name
         before, after = met(parameters, everything), met(parameters, cases)
         if choice == "pairs":
@@ -104,7 +104,9 @@ def test_of_none():
 """
 
 
-@pytest.mark.parametrize(("choice", "of_three", "of_one"), [("all", 18, 5), ("pairs", 9, 5), ("tests", 1, 1)])
+@pytest.mark.parametrize(
+    ("choice", "of_three", "of_one"), [("all", 18, 5), ("pairs", 9, 5), ("values", 3, 5), ("tests", 1, 1)]
+)
 def test_a_run_has_its_choice_and_says_so(
     choice, of_three, of_one, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ):

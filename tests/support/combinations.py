@@ -1,11 +1,12 @@
 """A pytest plugin: which combinations of its parameters a test is tried with.
 
 A test of two providers, three loops and five verbs is thirty cases, and most of what they find is found where two of
-the values meet. So there are three choices (`--combinations`):
+the values meet. So there are four choices (`--combinations`):
 
 | all    | the full product: `make test-all`, and pytest without this option                                         |
 | pairs  | each two values of two parameters of a test meet in one of its cases                                      |
-| tests  | each test has a case: `make check` and `make test`                                                        |
+| values | each value of a test's own parameters, so each row of a table, comes: `make test`, on the newest library  |
+| tests  | each test has a case: `make check`, and the system's library and the guest in `make test`                 |
 
 Provider, loop and the way of progress are parameters of nearly every test: they are the environment. Of them each value
 comes in every test (with `pairs`), and each two values meet in one of the tests of each file (with any choice).
@@ -51,8 +52,9 @@ def wanted(parameters: Sequence[Parameter], cases: int, choice: str) -> Wanted:
     shared: list[set[Pair]] = []
     for case in range(cases):
         here, there = set[Pair](), set[Pair]()
-        if choice == "pairs":
-            here |= {(one.name, one.values[case]) for one in parameters}
+        if choice in ("pairs", "values"):
+            asked = [one for one in parameters if choice == "pairs" or not one.environment]
+            here |= {(one.name, one.values[case]) for one in asked}
         for one, two in itertools.combinations(sorted(parameters, key=lambda item: item.name), 2):
             pair = one.name, one.values[case], two.name, two.values[case]
             if one.environment and two.environment:
@@ -145,7 +147,7 @@ def reduced(items: Iterable[pytest.Item], choice: str, turn: int) -> set[pytest.
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--combinations", choices=["all", "pairs", "tests"], default="all", help="of parameters")
+    parser.addoption("--combinations", choices=["all", "pairs", "values", "tests"], default="all", help="of parameters")
     parser.addoption("--turn", type=int, default=0, help="choose other combinations than another run")
 
 
