@@ -11,8 +11,9 @@ __all__ = ["require_unmasked"]
 
 def require_unmasked(what: str, array: object) -> None:
     """Raise UsageError for an array with a mask."""
-    masked = sys.modules.get("numpy.ma")  # what is not imported has made no array
-    if masked is not None and isinstance(array, masked.MaskedArray):
+    # What is not imported, or not yet by the thread that imports it now, has made no array.
+    masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
+    if masked is not None and isinstance(array, masked):
         raise UsageError(
             f"{what}: it has a mask, which lies beside its elements; give what array.filled(value) returns, or "
             "array.data"
