@@ -17,12 +17,13 @@ from aiote_native.gathering cimport gather
 from aiote_native.peer_wakeups cimport wake_peer
 from aiote_native.recovery cimport channel_fault, is_abandoned, is_disconnect, redone
 from aiote_native.schedule cimport STREAK_BYTES, begin_measure, is_cut_off, next_channel, posted, usable
-from aiote_native.structs cimport BROKEN, ECANCELED, MAX_STRIPES, MAX_PARTS, PIECE, PLAIN, Queue, RESENT
+from aiote_native.structs cimport BROKEN, ECANCELED, MAX_STRIPES, MAX_PARTS, OP_READ, PIECE, PLAIN, Queue, RESENT
 
 cdef enum:
     # Parts or stripes of one transfer before the next one's turn: more lower EFA's packet rate (TransferEngine).
     TURN = 32
     PACE = 1 << 20  # bytes posted within one call of the peer into its library (gates.pyx): it copies them meanwhile
+    EARLY = 1 << 18  # bytes that take longer to copy than a sleeper to wake
     STRIPES_A_LANE = 4
     GATHER_BYTES = 1 << 18  # of parts in one message: what that costs beside its bytes is a tenth of them then
     GRAIN = 1 << 19  # bytes of a stripe that is split beyond one for each rail
@@ -129,6 +130,10 @@ cdef int post_on(State* state, Channel* channel, const Post* args, void* owner) 
     wr.imm_data = args.imm
     wr.lost = False
     wr.busy = True
+    if (args.payload >= EARLY and args.opcode != OP_READ and channel.peer_page != NULL
+            and channel.ops.moved != NULL):
+        # What a post copies itself a peer can take meanwhile, on another processor.
+        state.wakeups += wake_peer(channel, False)
     code = gate_post(channel, args, wr)
     if code != 0:
         give_back(channel, wr)

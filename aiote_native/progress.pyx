@@ -23,7 +23,7 @@ from aiote_native.messages cimport mailbox_fail, mailbox_pump, mailbox_received,
 from aiote_native.peer_wakeups cimport drain_wakeups, wake_peer
 from aiote_native.posting cimport give_back, op_completed, peer_fail, pump_peer
 from aiote_native.recovery cimport channel_fault, confirm, count_arrival, lose_request, queue_failed
-from aiote_native.resting cimport arm, look_for_stirred, rests
+from aiote_native.resting cimport arm, goes_on, look_for_stirred, rests
 from aiote_native.schedule cimport measure
 from aiote_native.status cimport check
 from aiote_native.structs cimport (
@@ -243,6 +243,7 @@ cdef int drain(State* state, Channel* channel) noexcept nogil:
         state.events += total
         if channel.rate_bytes and channel.peer.timed:
             measure(channel)
+    state.events += goes_on(channel)  # what keeps the loop busy keeps it awake, as an end does
     if channel.peer_page != NULL:
         state.wakeups += wake_peer(channel, total == 0)
     return total

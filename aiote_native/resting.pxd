@@ -4,3 +4,4 @@ cdef int announce(int epoll_fd, Channel* channel) noexcept nogil
 cdef void look_for_stirred(int epoll_fd) noexcept nogil
 cdef bint rests(Channel* channel) noexcept nogil
 cdef int arm(Channel* channel, bint many) noexcept nogil
+cdef bint goes_on(Channel* channel) noexcept nogil

@@ -7,9 +7,10 @@ peer's gate does, without passing the gate or taking a lock. Until then it is ne
 of other kinds, whose libraries have to be called, and those of engines with few channels never rest.
 """
 
-from libc.stdint cimport uint32_t
+from libc.stdint cimport uint32_t, uint64_t
 
 from aiote_native.gates cimport channel_arm
+from aiote_native.structs cimport RailOps
 
 cdef extern from *:
     """
@@ -73,3 +74,13 @@ cdef int arm(Channel* channel, bint many) noexcept nogil:
             and (not channel.ops.announced or channel.wait_fd >= 0)):
         channel.resting = not channel.ops.stirred(channel.impl)
     return code
+
+
+cdef bint goes_on(Channel* channel) noexcept nogil:
+    """Tell whether bytes of a request that is under way have moved since the last look."""
+    cdef const RailOps* ops = channel.ops if channel.endpoint_ops == NULL else channel.endpoint_ops
+    cdef uint64_t before = channel.moved
+    cdef bint within = False
+    if ops.moved != NULL and channel.impl != NULL:
+        channel.moved = ops.moved(channel.impl if channel.endpoint_ops == NULL else channel.endpoint, &within)
+    return within and channel.moved != before

@@ -90,7 +90,8 @@ cdef struct Completion:
 # `poll` reports what comes of it. poll: number of completions, or -errno. arm: 0 when it is safe to sleep on the
 # descriptor, 1 when there is more to drain, ARM_LATER where no descriptor tells of what is under way. stirred (or NULL,
 # then channels never rest, see resting.pyx): whether there is something to poll for or to send; `announced`: from the
-# peer's side only what its descriptor tells of. disconnect: ends
+# peer's side only what its descriptor tells of. moved (or NULL): how many bytes it has taken from the peer and handed
+# to it, of kinds that copy them in post and poll themselves, and whether it is within a request. disconnect: ends
 # the endpoint's connection where that has to come before the close, so that what is under way ends by itself; whether
 # it did. reached (or NULL): whether the peer still copies out of memory of ours what it took before we shut the gate:
 # its GPU does so outside of any call. shut: closes the endpoint; when it returns no byte moves through it any more.
@@ -102,6 +103,7 @@ cdef struct RailOps:
     int (*arm)(void* impl) noexcept nogil
     bint (*stirred)(void* impl) noexcept nogil
     bint announced
+    uint64_t (*moved)(void* impl, bint* within) noexcept nogil
     bint (*disconnect)(void* impl) noexcept nogil
     bint (*reached)(void* impl) noexcept nogil
     void (*shut)(void* impl) noexcept nogil
@@ -163,6 +165,7 @@ cdef struct Channel:
     const char* peer_wakeup_secret
     uint32_t peer_slot
     uint32_t woken_epoch
+    uint64_t moved       # bytes that its endpoint had taken and handed over when it was looked at last
     uint32_t* waiting
     # the gates of both sides in the same pages (gates.pyx); NULL where there are none
     uint32_t* own_gate

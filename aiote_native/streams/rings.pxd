@@ -26,6 +26,9 @@ cdef struct RingStream:
     uint64_t own_tail
     uint64_t peer_head
     uint64_t peer_tail   # as it was when it was last looked at
+    uint64_t seen_tail   # where both were when it was last asked whether to sleep, and since when
+    uint64_t seen_head
+    uint64_t since
 
 cdef class RingEndpoint(StreamEndpoint):
     cdef RingStream* impl

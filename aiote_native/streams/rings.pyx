@@ -26,6 +26,7 @@ import fcntl
 import os
 
 from aiote_native.peer_wakeups import check_sealed
+from aiote_native.clocks cimport clock_ns
 from aiote_native.forks cimport check_process, fork_epoch
 from aiote_native.status cimport check
 from aiote_native.streams.copying cimport aiote_copy_in, aiote_copy_out
@@ -63,6 +64,8 @@ cdef enum:
     # After so many the other side may have them: it copies them while this one goes on.
     STEP = 16 * 1024
     STREAMED = 4096
+    # So long after the last byte of a frame under way nobody sleeps: some times what it takes to copy STEP bytes.
+    WITHIN_NS = 50_000
     # Bytes whose pages are asked for at once, as many as are there until it is so many: a call for each page would cost
     # as much as the copy, one for all would give a ring that carried a few messages the memory of one in full use.
     POPULATED = 64 * 1024
@@ -164,10 +167,25 @@ cdef long ring_receive(void* stream, const iovec* vectors, int count) noexcept n
     return <long> done
 
 
+cdef inline bint is_within(const Stream* self) noexcept nogil:
+    """Whether a frame is under way, in either direction."""
+    return (self.opened and self.left != 0) or self.begun.head != NULL
+
+
 cdef int ring_arm(void* impl) noexcept nogil:
-    """Wake-ups tell of what comes and of room; nothing tells of what was only put off, or broke a push."""
-    cdef Stream* stream = &(<RingStream*> impl).stream
-    return armed(stream, stream.paused or (stream.broken and not stream.reported_broken))
+    """Wake-ups tell of what comes and of room; nothing tells of what was only put off, or broke a push.
+
+    While a frame is under way its next bytes come sooner than a wake-up would: they are waited for where they are.
+    """
+    cdef RingStream* self = <RingStream*> impl
+    cdef Stream* stream = &self.stream
+    cdef bint again = stream.paused or (stream.broken and not stream.reported_broken)
+    if not again and is_within(stream):
+        if self.seen_tail != self.own_tail or self.seen_head != self.peer_head:
+            self.seen_tail, self.seen_head = self.own_tail, self.peer_head
+            self.since = clock_ns()
+        again = clock_ns() - self.since < WITHIN_NS
+    return armed(stream, again)
 
 
 cdef void unmap(Ring** ring, uint64_t nbytes) noexcept nogil:
@@ -207,10 +225,18 @@ cdef bint ring_stirred(void* impl) noexcept nogil:
             or is_copying(&self.stream))
 
 
+cdef uint64_t ring_moved(void* impl, bint* within) noexcept nogil:
+    """Return how many bytes were taken out of the own ring and put into the peer's; whether a frame is under way."""
+    cdef RingStream* self = <RingStream*> impl
+    within[0] = is_within(&self.stream)
+    return self.own_tail + self.peer_head
+
+
 cdef RailOps operations
 share_operations(&operations)
 operations.arm = ring_arm
 operations.stirred = ring_stirred
+operations.moved = ring_moved
 operations.reached = ring_reached
 operations.shut = ring_shut
 operations.release = ring_release

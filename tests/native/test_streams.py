@@ -474,3 +474,22 @@ def test_a_child_of_a_fork_leaves_the_ring_to_its_parent(ends):
             os._exit(1)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_frame_under_way_is_waited_for_awake_and_one_that_has_stopped_is_not():
+    with opened(Kind("local")) as rails:
+        side = rails.side()
+        memory = side.register(64)
+        whole = write(memory, (0, 64), data=bytes(range(64)), imm=IMM, times=1).encode()
+        handle = side.count(IMM)
+        with raw_ring(side) as ring:
+            while side.core.progress():
+                pass
+            ring.say(whole[:-10])
+            assert side.core.progress(), "its next bytes come sooner than a wake-up would"
+            # The peer has stopped: some time after its last byte it is safe to sleep.
+            rails.drive(lambda: not side.core.progress())
+            assert handle.value == 0
+            ring.say(whole[-10:])
+            rails.drive(lambda: handle.value == 1)
+            assert bytes(memory.array) == bytes(range(64))
