@@ -12,7 +12,7 @@ READY := "$(PYTHON)" tools/environment.py "$(VENV)"
 WITH_TORCH := PYTHONPATH="$(abspath $(VENV))/torch$${PYTHONPATH:+:$$PYTHONPATH}"
 
 .DEFAULT_GOAL := help
-.PHONY: docs demo demo-weights demo-moe check test test-all durations land soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel test-arm64 mutants idle bench bench-guard bench-peers bench-kvcache bench-service bench-weights bench-moe bench-rails paper test-guest test-connectors lint format wheel wheels release-check venv develop system test-system clean distclean peers test-versions test-order pins help
+.PHONY: docs demo demo-weights demo-moe check test test-all durations land soak soak-kvcache soak-rails hostile sanitize fuzz test-wheel test-arm64 mutants idle bench bench-guard bench-peers bench-kvcache bench-service bench-weights bench-moe bench-rails bench-lone paper test-guest test-connectors lint format wheel wheels release-check venv develop system test-system clean distclean peers test-versions test-order pins help
 .NOTPARALLEL:
 
 demo: system  ## show a KV cache going from one process to another; ARGS="--help" lists what it takes
@@ -69,6 +69,10 @@ test-guest: test-system  ## run what needs RDMA devices or netem, in a guest who
 test-connectors: test-system  ## test the connectors in verl, vLLM, torch and Ray, which it installs (6 GB), and what needs torch or Ray; ARGS="verl -- -k killed"
 	@$(READY) dev --install
 	$(BIN)/python tools/connectors.py $(ARGS)
+
+bench-lone: system  ## measure one transfer at a time, hot and cold, beside plain C; ARGS="--provider local --only write"
+	@$(READY) bench --install
+	$(BIN)/python tools/bench_lone.py $(ARGS)
 
 bench-rails: test-system  ## measure several rails with a rate limit each, and the loss of one
 	@$(READY) dev --install
