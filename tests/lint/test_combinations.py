@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from combinations import Parameter, Wanted, choose, wanted
+from combinations import DEAR, TESTS, Parameter, Wanted, choose, is_dear, wanted
 
 SUPPORT = Path(__file__).parents[1] / "support"
 NAMES = ["provider", "progress", "anyio_backend", "verb", "size"]
@@ -84,6 +84,13 @@ def test_pairs_are_far_fewer_than_the_product(sizes, most):
 def test_another_turn_chooses_others():
     needs = [product(4, 4, 4)]
     assert {tuple(sorted(choose(needs, turn)[0])) for turn in range(3)} != {tuple(sorted(choose(needs, 0)[0]))}
+
+
+def test_dear_files_are_there_and_others_are_not():
+    files = [path for path in TESTS.rglob("test_*.py") if is_dear(path)]
+    assert all(any(path.relative_to(TESTS).as_posix().startswith(name) for path in files) for name in DEAR)
+    assert not is_dear(TESTS / "lint" / "test_mutants.py")
+    assert not is_dear(Path("/elsewhere/failure/test_a.py"))
 
 
 SOURCE = """

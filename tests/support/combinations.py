@@ -5,7 +5,8 @@ the values meet. So there are four choices (`--combinations`):
 
 | all    | the full product: `make test-all`, and pytest without this option                                         |
 | pairs  | each two values of two parameters of a test meet in one of its cases                                      |
-| values | each value of a test's own parameters, so each row of a table, comes: `make test`, on the newest library  |
+| values | each value of a test's own parameters, so each row of a table, comes: `make test`, on the newest library; |
+|        | of files whose cases are processes, or seconds (DEAR), as with `tests`                                    |
 | tests  | each test has a case: `make check`, and the system's library and the guest in `make test`                 |
 
 Provider, loop and the way of progress are parameters of nearly every test: they are the environment. Of them each value
@@ -21,12 +22,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 ENVIRONMENT = {"provider", "kind", "anyio_backend", "progress", "threaded"}
 Pair = tuple[Hashable, ...]
+TESTS = Path(__file__).parents[1]
+DEAR = (
+    "bench",
+    "demo",
+    "examples",
+    "failure",
+    "moe/test_storm",
+    "rails/test_efa",
+    "rails/test_prove",
+    "soak",
+    "testing",
+)
 
 
 @dataclass(frozen=True)
@@ -127,6 +141,11 @@ def _varies(item: pytest.Item) -> bool:
     return isinstance(item, pytest.Function) and hasattr(item, "callspec")
 
 
+def is_dear(path: Path) -> bool:
+    """Tell whether a file of tests has one case of each with `values`, too."""
+    return path.is_relative_to(TESTS) and path.relative_to(TESTS).as_posix().startswith(DEAR)
+
+
 def reduced(items: Iterable[pytest.Item], choice: str, turn: int) -> set[pytest.Item]:
     """Return the cases to be tried; what has no parameters is among them."""
     kept: set[pytest.Item] = set()
@@ -140,7 +159,8 @@ def reduced(items: Iterable[pytest.Item], choice: str, turn: int) -> set[pytest.
             kept.add(item)
     for tests in files.values():
         cases = list(tests.values())
-        needs = [wanted(_parameters(items), len(items), choice) for items in cases]
+        here = "tests" if choice == "values" and is_dear(cases[0][0].path) else choice
+        needs = [wanted(_parameters(items), len(items), here) for items in cases]
         for items, numbers in zip(cases, choose(needs, turn), strict=True):
             kept.update(items[number] for number in numbers)
     return kept
