@@ -23,7 +23,7 @@ cdef enum:
     # Parts or stripes of one transfer before the next one's turn: more lower EFA's packet rate (TransferEngine).
     TURN = 32
     PACE = 1 << 20  # bytes posted within one call of the peer into its library (gates.pyx): it copies them meanwhile
-    EARLY = 1 << 18  # bytes that take longer to copy than a sleeper to wake
+    EARLY = 1 << 18  # bytes of the least post that wakes its peer before it copies: at 64 KiB that took longer
     STRIPES_A_LANE = 4
     GATHER_BYTES = 1 << 18  # of parts in one message: what that costs beside its bytes is a tenth of them then
     GRAIN = 1 << 19  # bytes of a stripe that is split beyond one for each rail

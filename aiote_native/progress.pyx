@@ -243,7 +243,7 @@ cdef int drain(State* state, Channel* channel) noexcept nogil:
         state.events += total
         if channel.rate_bytes and channel.peer.timed:
             measure(channel)
-    state.events += goes_on(channel)  # what keeps the loop busy keeps it awake, as an end does
+    state.events += goes_on(channel)  # bytes under way keep the loop awake, as completions do
     if channel.peer_page != NULL:
         state.wakeups += wake_peer(channel, total == 0)
     return total

@@ -5,7 +5,7 @@ usage: bench_lone.py [--provider local socket] [--only TEXT] [--runs 5] [--json 
 Each row is measured in turns with its floor (bench/lone/lone.c: a ring in shared memory for `local`, TCP for `socket`),
 both as they come: no pinning, asyncio, default settings. A figure is the median of the runs' medians; the ratio is that
 of the runs, so that what the machine does meanwhile is in both. Asleep: 2 ms lie between two transfers. Cold: other
-memory each time. Records go to build/bench-lone.json.
+memory each time. The floor of a read is the same write. Records go to build/bench-lone.json.
 """
 
 from __future__ import annotations

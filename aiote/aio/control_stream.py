@@ -284,7 +284,7 @@ class ControlListener:
         # NICs have no IPv4 address at that moment.
         found: Sequence[Any]
         try:
-            # An address is read at once; a name takes a thread, for the system may ask others for it.
+            # An address is parsed here. A name takes a thread, because the system may ask a server for it.
             at_once = socket.AI_PASSIVE | socket.AI_NUMERICHOST
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=at_once)
         except socket.gaierror:

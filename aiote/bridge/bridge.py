@@ -53,7 +53,7 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def _let_go_dropped(thread: EngineThread, held: SharedRegistration) -> None:
-    # The end of the engine ends it otherwise.
+    # An engine that is stopping closes all its memory.
     if not thread.stopping:
         Call(thread, None, thread.memory.let_go(held), firm=True).start()
 
@@ -292,12 +292,12 @@ class Bridge:
                 await self._call(self._let_go(number)).join()
 
     def drop_registration(self, number: int) -> None:
-        """Close a registration that was dropped, in any thread, which is not held up; with a warning."""
+        """Begin to close a registration that was dropped, from any thread, and warn."""
         if not self.holds(number):
             return
         held = self._held.pop(number, None)
-        # A collection may run anywhere, also where the bridge's locks are held: only the loop is told, and not by us,
-        # who may be dropped as well.
+        # A collection may run anywhere, also where the bridge's locks are held, so the loop lets go of it. The callback
+        # has no reference to the bridge, which may be dropped as well.
         if held is not None:
             with suppress(RuntimeError):
                 self._thread.loop.call_soon_threadsafe(_let_go_dropped, self._thread, held)

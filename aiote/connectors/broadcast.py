@@ -343,7 +343,7 @@ class Incoming:
         self.bucket_bytes = bucket_bytes
         count = slots.nbytes // bucket_bytes
         named = all(not aiote.Address.parse(address).is_anyone for address in self.senders)
-        # Of senders that are named by host and port alone nobody knows yet which engines they are.
+        # A host and a port do not say yet which engine the sender is.
         self._block = engine.reserve_immediates(count, self.senders if named else None)
         self._counters = [engine.counter(self._block[number]) for number in range(count)]
         offer = Offer(slots.descriptor, bucket_bytes, [counter.imm for counter in self._counters])

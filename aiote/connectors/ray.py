@@ -143,7 +143,10 @@ class AioteTensorTransport(TensorTransportManager):  # type: ignore[misc]
             with self._lock:
                 self._sources[obj_id] = metadata, held
         except BaseException:
-            self._sources.pop(obj_id, None)
+            with self._lock:
+                # Not those of another thread.
+                if obj_id in self._sources and self._sources[obj_id][1] is held:
+                    del self._sources[obj_id]
             for registration in held:
                 registration.close()
             raise

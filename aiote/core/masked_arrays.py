@@ -11,7 +11,7 @@ __all__ = ["require_unmasked"]
 
 def require_unmasked(what: str, array: object) -> None:
     """Raise UsageError for an array with a mask."""
-    # What is not imported, or not yet by the thread that imports it now, has made no array.
+    # Without the class there is no such array. Another thread may be importing the module.
     masked = getattr(sys.modules.get("numpy.ma"), "MaskedArray", None)
     if masked is not None and isinstance(array, masked):
         raise UsageError(

@@ -138,7 +138,7 @@ class Links:
             await self._link(peer, client, CacheMap(spec, part), reads)
             for peer, client, spec, part in zip(peers, clients, specs, parts, strict=True)
         ]
-        # Not before: of a group that one rank refuses nobody ends them.
+        # Only when all ranks have agreed: a refusal by one leaves no task to end.
         for link in links:
             self._scope.start(link.follow)
             if self._limit < math.inf:

@@ -242,8 +242,8 @@ class ConnectionTable:
         """Let an authenticated connection be the one of its pair. Raises SessionOver, busy, when another is.
 
         Of two that are being made at once, the one that the engine with the lower identity made wins, on both sides.
-        A later life waits until the earlier one is lost: the key does not prove which of its holders somebody is, and
-        of an engine that has died the kernel closes the connection, or its silence ends it.
+        A later life waits until the earlier one is lost: the key does not prove which of its holders connects. The
+        kernel closes the connections of an engine that has died, or its silence ends them.
         """
         pending = self._pending.pop(session, None)
         if pending is not None:
@@ -285,7 +285,7 @@ class ConnectionTable:
         return (existing.session is None and rival == initiator) or initiator < rival
 
     def _forget_incarnations(self, connection: Connection) -> None:
-        """What waits for an earlier life of this engine fails, at once."""
+        """Lose the connections that are being made to an earlier life of this engine."""
         for other in tuple(self._connections.values()):
             if connection.newer_than(*other.key):
                 other.lose("it was restarted: a new incarnation of it has connected")

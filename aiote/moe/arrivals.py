@@ -56,6 +56,7 @@ class Arrivals:
     def __init__(self, engine: aiote.Engine, lane: int, firsts: Mapping[int, int]) -> None:
         """Open them; `firsts` are the ranks' first immediates (`Immediates.firsts`)."""
         self._separate = ALL not in firsts
+        self._sources = tuple(firsts)
         self._counters: dict[tuple[int, int, int], aiote.Counter] = {}
         with ExitStack() as opened:
             for kind, parities in ((ROUTE, 2), (PAYLOAD, 2), (ANSWER, 1)):
@@ -97,14 +98,14 @@ class Arrivals:
                 came.append(rank)
         return came
 
-    def surplus(self, parity: int, kinds: Iterable[int]) -> list[int]:
-        """Return the ranks, or ALL, of which counts are left when those of a round have been waited for.
+    def surplus(self, parity: int, kinds: Iterable[int]) -> set[int]:
+        """Return the ranks, or ALL, whose counters are not at zero after the waits of a round.
 
-        No rank is two rounds ahead, and none answers a round that this one has not begun: so nothing of these counters
-        can have come for a later round.
+        A rank is one round ahead at most, and answers a round only after this one has begun it: so these counts cannot
+        be of a later round.
         """
-        slots = {(kind, parity if kind != ANSWER else 0) for kind in kinds}
-        return [key[2] for key, counter in self._counters.items() if key[:2] in slots and counter.value]
+        slots = [(kind, parity if kind != ANSWER else 0) for kind in kinds]
+        return {source for source in self._sources for slot in slots if self._counters[*slot, source].value}
 
     def wake(self) -> None:
         """Have all waits look again whether they are lost."""

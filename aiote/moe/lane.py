@@ -161,13 +161,13 @@ class Lane:
         if late is not None:
             near(late)
         counted.waited[what] += anyio.current_time() - started
-        return self.exact(came, kind)
+        return self.without_surplus(came, kind)
 
-    def exact(self, came: list[int], *kinds: int) -> list[int]:
-        """Return those of the ranks that have counted what they owe in the round under way, of these kinds or of all.
+    def without_surplus(self, came: list[int], *kinds: int) -> list[int]:
+        """Lose the ranks that have counted more writes than they owe in this round, and return the others.
 
-        Who counts more ends somebody's wait for what has not been written. Raises GroupBrokenError where ranks are
-        counted together, for nobody knows whose it was.
+        kinds: of writes, by default all. A surplus count ends a wait for a write that has not come. Raises
+        GroupBrokenError where one counter is for all ranks, which does not say whose count it was.
         """
         surplus = self.arrivals.surplus(self.state.parity, kinds or KINDS)
         if ALL in surplus:

@@ -453,7 +453,7 @@ class Round:
         needs = {rank: plan.replies(rank) for rank in self._came}
         came = await self._wait("answers", ANSWER, needs)
         await self._lane.sent()
-        came = self._lane.exact(came)
+        came = self._lane.without_surplus(came)
         by_copy = config.reduce == "expert"
         places = (self._copy if by_copy else self._position).copy()
         if self._dropped is not None and not by_copy:

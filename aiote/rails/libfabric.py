@@ -16,7 +16,7 @@ from ..errors import AioteError, FabricError, UsageError
 from .contract import RailInfo, Traits, traits_of
 from .host_addresses import nearest, node_of, unknown
 from .library import FoundLibrary, load
-from .shortage import locked_limit, require_descriptors, require_memory, require_shared_memory
+from .shortage import require_descriptors, require_memory, require_shared_memory
 from .stale_files import mark
 
 if TYPE_CHECKING:
@@ -125,11 +125,10 @@ class LibfabricRail:
         self.device.close()
 
 
-def fabric_error(error: Exception, operation: str, rail: str) -> FabricError:
-    """Make a FabricError of what the native floor raised."""
+def fabric_error(error: Exception, operation: str, rail: str, advice: str = "") -> FabricError:
+    """Make a FabricError of what the native floor raised; `advice` follows the reason."""
     if isinstance(error, StatusError):
-        limit = locked_limit() if (error.errno, operation) == (errno.ENOMEM, "register memory") else ""
-        text = f"{error.operation}: {error.strerror}{limit}"
+        text = f"{error.operation}: {error.strerror}{advice}"
         return FabricError(error.errno or 0, text, operation=operation, rail=rail)
     if isinstance(error, OSError):
         return FabricError(error.errno or 0, error.strerror or str(error), operation=operation, rail=rail)

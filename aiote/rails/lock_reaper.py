@@ -164,5 +164,5 @@ class LockReaper:
             try:
                 threading.Thread(target=watched.link.fail, args=(errno.ETIMEDOUT,), daemon=True).start()
             except RuntimeError:
-                # The system has no thread left: this one looks again, and the others' calls end meanwhile.
+                # The system has no thread left. The locks are free, and the peer's silence ends the link.
                 continue

@@ -27,6 +27,7 @@ from .libfabric import fabric_error
 from .lock_reaper import LockReaper
 from .reach import HOST, HOST_REACH, Reach, open_driver, stages
 from .selection import RailRequest, open_rails
+from .shortage import locked_limit
 from .stale_files import remove_stale_files
 
 __all__ = ["PendingChannel", "RailSet"]
@@ -188,9 +189,11 @@ class RailSet:
         try:
             memory = self._registered(buffer, access)
         except BaseException as error:
+            advice = locked_limit() if getattr(error, "errno", 0) == errno.ENOMEM and self.pins(buffer) else ""
             buffer.release()
             if _is_raw(error):
-                raise fabric_error(error, "register memory", ", ".join(rail.name for rail in self.rails)) from error
+                names = ", ".join(rail.name for rail in self.rails)
+                raise fabric_error(error, "register memory", names, advice) from error
             raise
         if len(self.rails) > 1 and access and buffer.device in HOST:
             self._rank(memory)

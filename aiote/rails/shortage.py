@@ -1,4 +1,4 @@
-"""What is taken of the system: for an endpoint of libfabric looked at before it is called, for memory said afterwards.
+"""Resources of the system that libfabric needs for an endpoint, checked before it is called; and the limit of memory.
 
 Its providers crash where something is missing: `shm` of 2.5 in fi_enable without a descriptor, address space or a
 place in /dev/shm, `tcp` of 1.17 with six descriptors left or little address space. Whoever takes the last of it between
@@ -27,7 +27,7 @@ MEMORY_BYTES = 32 << 20
 
 
 def locked_limit() -> str:
-    """Say how much memory this process may lock, for NICs lock what is registered; nothing where that has no limit."""
+    """Return the end of an error: how much memory this process may lock. Empty without a limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if limit == resource.RLIM_INFINITY:
         return ""

@@ -64,7 +64,7 @@ cdef enum:
     # After so many the other side may have them: it copies them while this one goes on.
     STEP = 16 * 1024
     STREAMED = 4096
-    # So long after the last byte of a frame under way nobody sleeps: some times what it takes to copy STEP bytes.
+    # How long a side stays awake for the next bytes of a frame under way, which a wake-up would bring later.
     WITHIN_NS = 50_000
     # Bytes whose pages are asked for at once, as many as are there until it is so many: a call for each page would cost
     # as much as the copy, one for all would give a ring that carried a few messages the memory of one in full use.

@@ -5,7 +5,7 @@
  * ring: a header and the bytes go through a ring in shared memory, copied in and out in pieces, by both processes at
  * once; whoever has nothing to do sleeps on an eventfd. tcp: the same over a connection on loopback. Each transfer ends
  * when the other side has said that all is in its memory. hot: the same memory each time; cold: the next of REGION bytes.
- * Prints the times in microseconds, and what both processes have spent, as a line of JSON. */
+ * Prints the times in microseconds, and what the source has spent, as a line of JSON. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -31,7 +31,7 @@ enum { REGION = 256 << 20, RING = 2 << 20, PIECE = 64 << 10, WARM = 5 };
 
 struct header {
     uint64_t length, offset;
-    char rest[96]; /* as long as a header of aiote's streams */
+    char rest[88]; /* 104 bytes in all, as a header of aiote's streams (aiote_native/streams/stream.pxd) */
 };
 
 struct line {
@@ -163,7 +163,7 @@ static void transfer(int over_tcp, uint64_t number, uint64_t offset, uint64_t by
     }
 }
 
-/* Both ends have the options that aiote's `socket` rails set. */
+/* Both ends have the option that aiote's `socket` rails set, and the system's congestion control. */
 static void connect_tcp(int *ends) {
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t length = sizeof(address);
@@ -174,10 +174,8 @@ static void connect_tcp(int *ends) {
     if (connect(ends[0], (void *)&address, length)) die("connect");
     ends[1] = accept(listener, NULL, NULL);
     close(listener);
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 2; i++)
         if (setsockopt(ends[i], IPPROTO_TCP, TCP_NODELAY, &yes, sizeof(yes))) die("TCP_NODELAY");
-        setsockopt(ends[i], IPPROTO_TCP, TCP_CONGESTION, "bbr", 3); /* as aiote does where the kernel has it */
-    }
 }
 
 static double seconds(struct timeval time) {
@@ -208,7 +206,7 @@ int main(int argc, char **argv) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         target(over_tcp);
     }
-    struct rusage before, after, theirs;
+    struct rusage before, after;
     printf("{\"us\": [");
     for (long i = 0; i < WARM + repeats; i++) {
         if (i == WARM) getrusage(RUSAGE_SELF, &before);
@@ -219,8 +217,7 @@ int main(int argc, char **argv) {
     }
     getrusage(RUSAGE_SELF, &after);
     transfer(over_tcp, 0, 0, 0);
-    if (wait4(child, NULL, 0, &theirs) != child) die("wait4");
-    /* The child's memset is among its seconds, so its user time is not told. */
+    if (waitpid(child, NULL, 0) != child) die("waitpid");
     printf("], \"source_s\": %.6f, \"switches\": %ld}\n",
            seconds(after.ru_utime) + seconds(after.ru_stime) - seconds(before.ru_utime) - seconds(before.ru_stime),
            after.ru_nvcsw - before.ru_nvcsw);

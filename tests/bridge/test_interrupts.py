@@ -22,7 +22,7 @@ import pytest
 
 import aiote
 from aiote import bridge as bridges
-from bridges import Stubborn, aside, bridge_to, value
+from bridges import Stubborn, Work, aside, bridge_to, value
 from engines import PATIENCE_S
 from interrupts import Interrupts, thrown_at
 
@@ -34,27 +34,6 @@ pytestmark = [
     # What is interrupted before its caller has it.
     pytest.mark.filterwarnings("ignore:a registration of .* was dropped and not closed:ResourceWarning"),
 ]
-
-
-class Work:
-    """A transfer: once it has begun it takes turns of the loop, and its drain one more."""
-
-    def __init__(self, endless: bool = False) -> None:
-        self.begun = self.ended = False
-        self._endless = endless
-
-    async def run(self) -> int:
-        self.begun = True
-        try:
-            await asyncio.sleep(1e6 if self._endless else 0)
-            return 7
-        finally:
-            try:
-                with anyio.CancelScope(shield=True):
-                    await asyncio.sleep(0)
-            finally:
-                # No shield keeps a task's own cancellation out, which may come as late as here.
-                self.ended = True
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ Stand-ins have what the connector uses of the two; the real ones are in tests/ho
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import importlib
 import itertools
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 
 import aiote
-from bridges import aside, bridge_to, value
+from bridges import Work, aside, bridge_to, value
 from engines import PATIENCE_S
 from interrupts import Interrupts
 from tensors import Tensor, tensor
@@ -200,24 +199,6 @@ def test_a_refused_tensor_is_named_with_what_to_do(transport):
         aside(transport.extract_tensor_transport_metadata, "a", [elsewhere])
 
 
-class Moving:
-    """What a fetch runs: once it has begun it takes turns of the loop, and its drain one more."""
-
-    def __init__(self) -> None:
-        self.begun = self.ended = False
-
-    async def run(self, *_: Any, **__: Any) -> None:
-        self.begun = True
-        try:
-            await asyncio.sleep(0)
-        finally:
-            try:
-                await asyncio.sleep(0)
-            finally:
-                # A cancellation may come as late as here.
-                self.ended = True
-
-
 def interrupted_everywhere(function: Callable[[], object], after: Callable[[int], None]) -> int:
     """Interrupt a call at each of its steps, as a signal handler can, and check each time; return how many it has."""
 
@@ -249,25 +230,25 @@ def nothing_left(transport: Any) -> None:
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 def test_a_fetch_that_is_interrupted_at_any_step_is_over(transport, ray, monkeypatch, how):
     metadata = ray.AioteMetadata([((10,), "uint8")], "cpu", [b""])
-    moving: list[Moving] = []
+    works: list[Work] = []
 
     def fetch() -> None:
-        moving.append(Moving())
-        monkeypatch.setattr(transport, "_read", moving[-1].run)
+        works.append(work := Work())
+        monkeypatch.setattr(transport, "_read", lambda *_, **__: work.run())
         if how == "recv":
             transport.recv_multiple_tensors("a", metadata, None)
         else:
             transport.wait_fetch_complete(transport.fetch_multiple_tensors("a", metadata, None))
 
     def after(at: int) -> None:
-        at_once = moving[-1].begun, moving[-1].ended
+        at_once = works[-1].begun, works[-1].ended
         nothing_left(transport)
         if how == "recv":
             assert at_once in ((False, False), (True, True)), f"at step {at} it goes on"
-            assert (moving[-1].begun, moving[-1].ended) == at_once, f"at step {at} it begins later"
+            assert (works[-1].begun, works[-1].ended) == at_once, f"at step {at} it begins later"
         else:
             # What was begun and not waited for ends when its request is dropped, which the interruption did.
-            assert moving[-1].ended or not moving[-1].begun, f"at step {at} it goes on"
+            assert works[-1].ended or not works[-1].begun, f"at step {at} it goes on"
 
     assert interrupted_everywhere(fetch, after) > 20
 

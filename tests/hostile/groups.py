@@ -30,7 +30,7 @@ SETTINGS = {"cluster_key": KEY, "host": "127.0.0.1", **LIMITS}
 LAYOUT = Layout.over([0, 1], {"a": ((256, 16), "F32", Replicate()), "b": ((64,), "F16", Replicate())})
 CONFIG = MoeConfig(experts=6, top_k=2, hidden=8, tokens=6, dtype="float32", out_dtype="float32")
 RANKS = 3
-Arrays = dict[str, "np.ndarray"]
+Arrays = dict[str, np.ndarray]
 
 
 class UpdateRanks(Attacked):

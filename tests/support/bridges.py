@@ -61,6 +61,27 @@ def _collected(held: list[Any]) -> None:
     gc.collect()
 
 
+class Work:
+    """A transfer: once it has begun it takes turns of the loop, and its drain one more."""
+
+    def __init__(self, endless: bool = False) -> None:
+        self.begun = self.ended = False
+        self._endless = endless
+
+    async def run(self) -> int:
+        self.begun = True
+        try:
+            await asyncio.sleep(1e6 if self._endless else 0)
+            return 7
+        finally:
+            try:
+                with anyio.CancelScope(shield=True):
+                    await asyncio.sleep(0)
+            finally:
+                # No shield keeps a task's own cancellation out, which may come as late as here.
+                self.ended = True
+
+
 class Stubborn:
     """A coroutine that takes its time when it is cancelled, as a transfer does that drains."""
 
