@@ -38,6 +38,11 @@ NEVER_BUILT = "atheris"  # its source wants a clang of its own making
 TORCH_CPU = ("--extra-index-url=https://download.pytorch.org/whl/cpu", "--retries=0")
 
 
+def usual_environment() -> dict[str, str]:
+    """Return the environment without the variables that `make test-all` sets for its own tests."""
+    return {name: value for name, value in os.environ.items() if name not in ("AIOTE_TEST_LONG", "PYTEST_ADDOPTS")}
+
+
 def say(text: str) -> None:
     print(f"--- {text}", flush=True)
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 
-from environment import ROOT
+from environment import ROOT, usual_environment
 
 STEPS = {"demo-weights": "--updates 2", "docs": "", "check": ""}
 """Targets and their ARGS; the last one must pass after all the others."""
@@ -26,8 +26,8 @@ def main() -> int:
             command = [os.environ.get("MAKE", "make"), "--no-print-directory", "-C", clone, target]
             settings = [f"PYTHON={python}", "VENV=.venv", f"ARGS={arguments}"]
             # As by hand: `make test-all` asks for its own tests at full length.
-            usual = {name: value for name, value in os.environ.items() if name != "AIOTE_TEST_LONG"}
-            if status := subprocess.run([*command, *settings], env=usual, stdin=subprocess.DEVNULL).returncode:
+            environment, nothing = usual_environment(), subprocess.DEVNULL
+            if status := subprocess.run([*command, *settings], env=environment, stdin=nothing).returncode:
                 print(f"FAILED: make {target} ended with status {status}; these ran in this order: {', '.join(STEPS)}")
                 return 1
     print(f"passed, one after the other: {', '.join(STEPS)}")

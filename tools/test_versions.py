@@ -23,13 +23,10 @@ from pathlib import Path
 
 import pythons
 from connectors import wheel
-from environment import PINS, ROOT, install_requirements, pip_install
+from environment import PINS, ROOT, install_requirements, pip_install, usual_environment
 from pins import canonical
 from run_tests import REPORTS, newest_library
 from test_reports import Outcome, banner, concluded, read
-
-LEFT_OUT_OF_ENVIRONMENT = ("AIOTE_TEST_LONG", "PYTEST_ADDOPTS")
-"""What `make test-all` sets for its own tests."""
 
 FOLDER = ROOT / "build" / "versions"
 KINDS = ("pinned", "lowest", "newest")
@@ -103,11 +100,6 @@ def suite(kind: str) -> Outcome:
     status = subprocess.run(pytest, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL).returncode
     found = read(report)
     return Outcome(name, status == 0, versions(python), time.monotonic() - started, found)
-
-
-def usual_environment() -> dict[str, str]:
-    """Return the environment without what makes tests long."""
-    return {name: value for name, value in os.environ.items() if name not in LEFT_OUT_OF_ENVIRONMENT}
 
 
 def versions(python: Path) -> str:

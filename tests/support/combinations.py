@@ -41,6 +41,7 @@ DEAR = (
     "soak",
     "testing",
 )
+"""Folders and files, by how their names begin, whose cases start processes or take seconds."""
 
 
 @dataclass(frozen=True)
