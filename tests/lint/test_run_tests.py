@@ -54,7 +54,8 @@ def test_a_long_run_ends_no_test_that_takes_ten_minutes(monkeypatch):
         return LINT
 
     monkeypatch.setattr(sys, "argv", ["run_tests.py", "--all"])
-    monkeypatch.setattr(os, "environ", dict(os.environ))
+    for name in ("AIOTE_TEST_LONG", "PYTEST_ADDOPTS"):
+        monkeypatch.setenv(name, "")
     monkeypatch.setattr(run_tests, "made", made)
     monkeypatch.setattr(Run, "outcomes", ran)
     main()
