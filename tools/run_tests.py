@@ -39,8 +39,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests"
 REPORTS = ROOT / "build" / "test-reports"
 NEEDS_GUEST = "needs_rdma or needs_netem"
-# Connecting over `verbs;ofi_rxm` alone can hold up a process there for seconds.
-GUEST_HEARTBEAT_LIMIT_S = 15
+# Connecting over `verbs;ofi_rxm` alone can hold up a process there for seconds, and with it all that others wait for.
+GUEST_LIMITS = ("AIOTE_HEARTBEAT_TIMEOUT=15", "AIOTE_CONNECT_TIMEOUT=30", "AIOTE_DRAIN_TIMEOUT=10")
 NOTHING_CHOSEN, TESTS_FAILED = 5, 1  # statuses of pytest
 LANES = 2 * (os.cpu_count() or 1) + 1  # half of a test and more is waiting
 GUESTS = max(1, (os.cpu_count() or 1) // 2)  # each takes a whole processor
@@ -101,7 +101,7 @@ class Kind:
         pytest = [sys.executable, "-P", "-m", "pytest", f"--junit-xml={report}", *arguments]
         if not self.guest:
             return pytest
-        return [*guest("--nics", "4"), "--", "env", f"AIOTE_HEARTBEAT_TIMEOUT={GUEST_HEARTBEAT_LIMIT_S}", *pytest]
+        return [*guest("--nics", "4"), "--", "env", *GUEST_LIMITS, *pytest]
 
 
 def version(library: Path) -> tuple[int, int]:

@@ -150,8 +150,9 @@ def test_the_run_sees_nothing_of_the_checkout(toy):
     """Not its environment, not what make hands on, not files that are ignored."""
     (toy.folder / ".venv" / "bin").mkdir(parents=True)
     (toy.folder / ".gitignore").write_text("/.venv/\n")
-    toy.commit('env; ls -a; case "$PATH" in *.venv*) exit 1;; esac; test -z "$ARGS$VENV$VIRTUAL_ENV$MAKEFLAGS"\n')
     venv = toy.folder / ".venv"
+    seen = f'case "$PATH" in *{venv}*) exit 1;; esac; test -z "$ARGS$VENV$VIRTUAL_ENV$MAKEFLAGS"'
+    toy.commit(f"env; ls -a; {seen}\n")
     settings = {"ARGS": "-k x", "VENV": ".venv", "VIRTUAL_ENV": str(venv), "MAKEFLAGS": "w"}
     status, said = toy.land(**settings, PATH=f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}")
     assert status == 0, said

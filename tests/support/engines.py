@@ -29,6 +29,8 @@ PATIENCE_S = 60 * SLOWER**0.25
 LOST_SOON = {"heartbeat_interval": 0.25 * SLOWER**0.5, "heartbeat_timeout": 2.0 * SLOWER**0.5}
 """For who waits until a silent peer is lost: soon, and yet longer than a busy machine keeps a live one from running."""
 
+UNHURRIED = {"heartbeat_timeout": 10.0, "drain_timeout": 10.0}
+
 each_provider = pytest.mark.parametrize("provider", ["tcp", "shm", "local", "socket", "sim", "verbs"])
 real_provider = pytest.mark.parametrize("provider", ["tcp", "shm", "local", "socket", "verbs"])
 """For what is about other processes or the system's own resources."""
@@ -79,11 +81,14 @@ def ports() -> Iterator[str]:
 
 
 def opened(provider: str, rails: list[str] | None = None, **settings: Any) -> Any:
-    """Open an engine whose config has these settings; a simulated one on the running test's network."""
+    """Open an engine whose config has these settings; a simulated one on the running test's network. The others wait
+    longer than by default for what a busy machine delays.
+    """
     if provider.endswith("+cuda"):
         return on_gpu(provider.removesuffix("+cuda"), rails, **settings)
     if provider == "sim":
         return fabric().open_engine(rails or ["sim0"], aiote.EngineConfig(**settings))
+    settings = UNHURRIED | settings
     if provider == "verbs":
         rails = rails or [next(ports())]
     return aiote.open_engine(provider, rails, aiote.EngineConfig(**settings))
