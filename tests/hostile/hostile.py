@@ -10,8 +10,8 @@ then all is quiet once the hostile ones are gone.
 
 Of a service it is an engine that calls the members (of a KV cache's cluster and its registry, of weight updates, of a
 MoE group) with arguments that are right or not, and counts on what they wait for. After each case, and during one, they
-do their work, with the right bytes. What breaks a promise is printed with what repeats it. Exit status: 0, or 1 after a
-promise was broken.
+do their work, with the right bytes. What breaks a promise is printed with what repeats it; with --pauses, how long the
+event loop, which a service's attackers share, let a timer wait. Exit status: 0, or 1 after a promise was broken.
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ from kvpeer import cluster
 from peer import HostilePeer
 from victim import Broken, Victim, victim
 
+from aiote.service.background import beside
+
 SERVICES = {"kvcache": cluster, "weights": update_ranks, "moe": moe_group}
 WHAT = ("socket", "local", *SERVICES)
 CASE_S = 20
 IDLE_EVERY = 40
+TICK_S = 0.001
 STANDING = 8
 """Hostile connections that are left as they are while others come; the oldest is closed for a new one."""
 
@@ -48,6 +51,7 @@ class Run:
         self.what = what
         self.seed = seed
         self.tally: Counter[str] = Counter()
+        self.pauses: list[float] = []
         self._only = only
         self._mishaps: list[str] = []
         self._log: list[str] = []
@@ -65,6 +69,13 @@ class Run:
             raise Broken(f"{error}\n  in: {', '.join(self._log)}\n  again: python {again}") from error
         finally:
             sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
+
+    async def _watch(self) -> None:
+        """Note how late a timer of `TICK_S` comes, which is how long the loop has served nobody."""
+        while True:
+            before = time.perf_counter()
+            await anyio.sleep(TICK_S)
+            self.pauses.append(time.perf_counter() - before - TICK_S)
 
     def _unexpected(self, kind: Any, error: BaseException, _trace: Any) -> None:
         self._mishaps.append(f"{kind.__name__}: {error}")
@@ -109,20 +120,21 @@ class Run:
 
     async def _attack_service(self, seconds: float) -> None:
         async with SERVICES[self.what]("socket") as attacked:
-            for rng in self._cases(seconds):
-                self._log = []
-                await attacked.attack(rng, self._log)
-                await attacked.check(rng, self._log)
-                self.tally.update(entry.rpartition(" ")[0] for entry in self._log)
+            async with beside(self._watch):
+                for rng in self._cases(seconds):
+                    self._log = []
+                    await attacked.attack(rng, self._log)
+                    await attacked.check(rng, self._log)
+                    self.tally.update(entry.rpartition(" ")[0] for entry in self._log)
             await attacked.at_rest()
 
 
-def run(what: str, seconds: float, seed: int, backend: str = "asyncio", only: int | None = None) -> Counter[str]:
+def run(what: str, seconds: float, seed: int, backend: str = "asyncio", only: int | None = None) -> Run:
     """Run cases of one kind on an event loop of its own. Raises Broken."""
     cases = Run(what, seed, only=only)
     options = {"use_uvloop": True} if backend == "uvloop" else {}
     anyio.run(cases.go, seconds, backend=backend.replace("uvloop", "asyncio"), backend_options=options)
-    return cases.tally
+    return cases
 
 
 def main() -> int:
@@ -132,15 +144,21 @@ def main() -> int:
     parser.add_argument("--what", choices=WHAT, default=None, help="all in turn by default")
     parser.add_argument("--loop", choices=("asyncio", "uvloop", "trio"), default="asyncio")
     parser.add_argument("--case", type=int, default=None, help="that one alone")
+    parser.add_argument("--pauses", action="store_true", help="tell how long the event loop stood still")
     given = parser.parse_args()
     for what in WHAT if given.what is None else (given.what,):
         print(f"{what}: seed {given.seed}", flush=True)
         try:
-            tally = run(what, given.seconds, given.seed, given.loop, given.case)
+            done = run(what, given.seconds, given.seed, given.loop, given.case)
         except Broken as error:
             print(f"BROKEN: {error}", flush=True)
             return 1
-        print("  " + ", ".join(f"{count} {name}" for name, count in tally.most_common()), flush=True)
+        print("  " + ", ".join(f"{count} {name}" for name, count in done.tally.most_common()), flush=True)
+        if given.pauses and done.pauses:
+            late = sorted(done.pauses)
+            half, most = late[len(late) // 2] * 1e3, late[-1] * 1e3
+            p99, beyond = late[len(late) * 99 // 100] * 1e3, sum(one > 0.05 for one in late)
+            print(f"  a timer was late by {half:.1f} ms, p99 {p99:.1f}, at most {most:.1f}; {beyond} times above 50 ms")
     print("no promise was broken")
     return 0
 

@@ -42,10 +42,11 @@ def hostile(*arguments: str) -> str:
     ],
 )
 def test_an_honest_peer_is_served_all_the_while(what, loop):
-    said = hostile("--what", what, "--loop", loop, "--seconds", SECONDS)
+    said = hostile("--what", what, "--loop", loop, "--seconds", SECONDS, "--pauses")
     assert "cases" in said
     if what not in ("socket", "local"):
         assert " count" in said
+        assert "a timer was late by" in said
     if what in ("socket", "local"):
         # It has come as far as to say frames.
         assert "joined" in said
