@@ -4,12 +4,15 @@ A request has its pages from the program, and gives them back when its block is 
 
 | it ends because               | who may still write        | which is over when                                      |
 |-------------------------------|----------------------------|---------------------------------------------------------|
-| all counts are there          | nobody                     | -                                                       |
+| all has arrived               | nobody                     | -                                                       |
 | it is left before, or failed  | prefill ranks that push    | each has ended its stream, or is disconnected           |
 | the same, and this rank reads | this rank's NIC            | its reads are drained                                   |
 
-Until then its pages are in *quarantine*. A rank that does not confirm within `confirm_timeout`, or has not for so many
-pages together, is disconnected, and the other requests to it fail.
+All has arrived when all counts are there and, where several ranks write, each of them has ended its stream well: the
+counts are one row for all, so one that counts too often could stand for another.
+
+Until the writing is over its pages are in *quarantine*. A rank that does not confirm within `confirm_timeout`, or has
+not for so many pages together, is disconnected, and the other requests to it fail.
 """
 
 from __future__ import annotations
@@ -54,6 +57,8 @@ class Reception:
         self._consumer = consumer
         self._links = links
         self._open: set[Link] = set()
+        # Ranks whose word is needed beside the counts.
+        self._unconfirmed: set[Link] = set()
         self._streams: dict[Link, service.Stream] = {}
         self._block: Block | None = None
         self._reading = anyio.CancelScope()
@@ -84,18 +89,24 @@ class Reception:
     @property
     def complete(self) -> bool:
         """Whether all has arrived."""
-        if not self.failed and self._block is not None and not self._consumer.engine.closed:
-            # A row that was closed, by a failure or with its engine, waits for nothing more, whatever has come.
+        if self.failed or self._unconfirmed:
+            return False
+        if self._block is not None and not self._consumer.engine.closed:
+            # A row that was closed with its engine waits for nothing more, whatever has come.
             return self._block.row.progress[0] == len(self._consumer.layers)
         return self.layers == len(self._consumer.layers)
 
     async def arrived(self, layers: int | None = None) -> None:
-        """Wait until the first so many layers of the cache have arrived, or all. Raises TransferRefused."""
-        wanted = len(self._consumer.layers) if layers is None else layers
-        while self.layers < wanted:
+        """Wait until the first so many layers of the cache have arrived, or all. Raises TransferRefused.
+
+        Fewer than all go by the counts of the prefill ranks; all, by what each of them says at its end, too.
+        """
+        most = len(self._consumer.layers)
+        wanted = most if layers is None else layers
+        while self.layers < wanted or (wanted == most and not self.complete):
             if self.failed:
                 raise TransferRefused(self.failed)
-            if self._block is None:
+            if self._block is None or self.layers == most:
                 await self._bell.wait()
                 continue
             try:
@@ -118,10 +129,15 @@ class Reception:
 
     async def ask(self) -> None:
         """Ask all ranks to write; the answers are counts."""
-        counts = dict.fromkeys(self._consumer.layers, 0)
+        counts, writers = dict.fromkeys(self._consumer.layers, 0), set[Link]()
         for link in self._links:
-            for layer, count in zip(link.map.layers, link.map.counts(self.rows, self.tokens), strict=True):
+            theirs = link.map.counts(self.rows, self.tokens)
+            if any(theirs):
+                writers.add(link)
+            for layer, count in zip(link.map.layers, theirs, strict=True):
                 counts[layer] += count
+        if len(writers) > 1:
+            self._unconfirmed = writers
         self._block = block = self._consumer.immediates.open(list(counts.values()), [link.peer for link in self._links])
         for link in self._links:
             rows = rows_to({group: row for group, row in self.rows.items() if group in link.map.units})
@@ -216,6 +232,7 @@ class Reception:
         if failure:
             self.fail(failure)
         self._open.discard(link)
+        self._unconfirmed.discard(link)
         self._bell.ring()
 
     async def leave(self) -> None:

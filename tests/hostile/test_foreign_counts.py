@@ -11,12 +11,16 @@ import pytest
 import aiote
 from aiote import service
 from aiote.kvcache import Cache, Consumer, PageRow, Producer
+from aiote.kvcache.protocol import TransferRefused
 from aiote.moe import MoeConfig, MoeGroup
 from aiote.moe.wire import ANSWER, PAYLOAD, ROUTE, SLOTS, slot_of
 from aiote.weights import Layout, Replicate, serve_target
 from aiote.weights.protocol import TargetService, Update, UpdateOrder
 from engines import opened, until
-from moe_ranks import Tokens, all_of, compute, ranks, whole_round
+from kv_worlds import BEFORE, compute, world
+from mapped_caches import Side, expected, fill, same
+from moe_ranks import Tokens, all_of, ranks, whole_round
+from moe_ranks import compute as expert
 
 CONFIG = {"experts": 6, "top_k": 2, "hidden": 8, "tokens": 6, "dtype": "float32", "out_dtype": "float32"}
 ROWS = {0: PageRow([1, 2])}
@@ -67,7 +71,7 @@ async def test_a_member_that_counts_too_often_breaks_its_round(on_loss, kind, pl
                 for _ in range(3):
                     one = Tokens(rng, config, 5)
                     batch = await group.dispatch(one.x, one.ids, one.weights)
-                    await group.combine(batch, compute(group, batch))
+                    await group.combine(batch, expert(group, batch))
             except aiote.AioteError as error:
                 failed.append(error)
 
@@ -111,6 +115,43 @@ async def test_a_request_arrives_when_its_producer_wrote_it():
                     computed.set()
                     await reception.arrived()
                     assert (written[:, :, 1:3] == 7).all()
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+async def test_a_request_arrives_when_each_of_its_producers_says_so(stopped):
+    """Of two that write, one may count in the other's place: it ends nothing."""
+    async with world("sim", Side(ranks=2), Side()) as w:
+        (consumer,), (first, second), tokens = w.consumers, w.producers, 8
+        here, there = w.rows(tokens)
+        fill(w.left, here, tokens)
+        late = anyio.Event()
+
+        async def compute_late() -> None:
+            async with second.offer("r", tokens=tokens, rows=here) as offer:
+                await late.wait()
+                if stopped:
+                    offer.stop("out of memory")
+                for layer in second.spec.layers:
+                    offer.computed(layer)
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(compute, first, "r", tokens, here)
+            group.start_soon(compute_late)
+            async with consumer.receive(w.places, "r", tokens=tokens, rows=there) as reception:
+                await until(lambda: len(reception._unconfirmed) == 1)
+                imm, layers = reception._block.first, len(consumer.layers)
+                while reception._block.row.progress[0] < layers:
+                    for _ in range(16):
+                        await write(first.engine, consumer.engine, range(imm, imm + layers))
+                await reception.arrived(layers - 1)
+                assert not reception.complete
+                late.set()
+                if stopped:
+                    with pytest.raises(TransferRefused, match="out of memory"):
+                        await reception.arrived()
+                else:
+                    await reception.arrived()
+                    assert same(w.right.caches[0], expected(w.right.caches[0], there, tokens, BEFORE))
 
 
 async def test_an_update_is_written_when_its_sources_wrote_it():
