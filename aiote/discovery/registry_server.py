@@ -127,7 +127,7 @@ class RegistryServer:
         self.watchers = 0
         self._engine = engine
         self._limit = limit
-        self._callers = service.Callers(admits, "registry's client")
+        self._callers = service.Callers(engine, admits, "registry's client")
         self._run = secrets.randbits(63)
         self._roster = Roster()
         self._leases = LeaseTable(self._roster, limit, MEMBERS_EACH, self._is_connected)

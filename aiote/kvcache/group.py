@@ -49,15 +49,15 @@ class Receive(msgspec.Struct, array_like=True, frozen=True, eq=False):
 class Worker(service.Service):
     """What a rank of a decode group serves to its leader: `service.serve(engine, Worker(consumer, leaders=[address]))`.
 
-    `leaders` are the engines that may have it receive, by their addresses or by a predicate of the peer; by default
-    the first that calls, as long as it is connected.
+    `leaders` are the engines that may have it receive: their addresses, a predicate of the peer, or "first", the first
+    that calls, as long as it is connected. Raises UsageError where the engine has a cluster key and nobody is named.
     """
 
     name = "kvcache.Worker"
 
     def __init__(self, consumer: Consumer, leaders: service.CallersLike = None) -> None:
         self._consumer = consumer
-        self._leaders = service.Callers(leaders, "leader")
+        self._leaders = service.Callers(consumer.engine, leaders, "leader")
 
     @service.method(raises=[aiote.UsageError, MappingError, TransferRefused])
     async def receive(self, order: Receive) -> AsyncIterator[None]:

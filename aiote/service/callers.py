@@ -12,9 +12,13 @@ from .running import current_call
 __all__ = ["Callers", "CallersLike", "ForeignCallerError"]
 
 CallersLike: TypeAlias = Iterable[aiote.Address | str] | Callable[[aiote.Peer], bool] | None
-"""Addresses of the engines that may call, which are told by their identities; or a predicate of a peer. None: the first
-engine that calls, as long as it is connected; then the next one.
+"""Addresses of the engines that may call, which are told by their identities; or a predicate of a peer. "first": the
+first engine that calls, as long as it is connected; then the next one. None is "first" for an engine without a cluster
+key, which is reached from its own host alone, and an error for others.
 """
+
+
+FIRST = "first"
 
 
 class ForeignCallerError(aiote.AioteError):
@@ -22,15 +26,20 @@ class ForeignCallerError(aiote.AioteError):
 
 
 class Callers:
-    """The engines that have a role. `role` is its name, for errors."""
+    """The engines that have a role on this one; `role` is its name, for errors. Raises UsageError if none is named."""
 
-    def __init__(self, allowed: CallersLike, role: str) -> None:
+    def __init__(self, engine: aiote.Engine, allowed: CallersLike, role: str) -> None:
         self._role = role
         self._first: aiote.Peer | None = None
         self._predicate: Callable[[aiote.Peer], bool] = self._is_first
+        if allowed is None and engine.config.cluster_key is not None:
+            raise aiote.UsageError(
+                f"{role}s: the engine has a cluster key, and who may call is not said: give the addresses of those "
+                f'engines, a predicate of a peer, or "first" for the first that calls, whoever of the cluster that is'
+            )
         if callable(allowed):
             self._predicate = allowed
-        elif allowed is not None:
+        elif allowed is not None and allowed != FIRST:
             places = [allowed] if isinstance(allowed, aiote.Address | str) else allowed
             known = [aiote.Address.parse(one) if isinstance(one, str) else one for one in places]
             if not known or any(one.identity == bytes(16) for one in known):

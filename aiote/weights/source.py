@@ -429,9 +429,9 @@ def _convert(task: Task, sizes: Sizes, staged: Bytes, out: Bytes) -> None:
 class _ServedSource(SourceService):
     name = SourceService.name
 
-    def __init__(self, source: Source, controllers: service.CallersLike) -> None:
+    def __init__(self, source: Source, controllers: service.Callers) -> None:
         self._source = source
-        self._controllers = service.Callers(controllers, "controller")
+        self._controllers = controllers
 
     @service.method(idempotent=True)
     async def describe(self) -> SourceState:
@@ -480,19 +480,19 @@ async def serve_source(
     `arrays` are the rank's parts by name, as `layout` describes them for `rank`: numpy arrays, or torch tensors on the
     CPU; they stay in place meanwhile, and do not change while an update is sent. All ranks and the controller have the
     same `recipe`. `staging_bytes` bounds what an update holds besides: larger units are sent in pieces, down to single
-    quantization blocks. `controllers` are the engines that may have this done, by their addresses or by a predicate of
-    the peer; by default the first that calls, as long as it is connected.
+    quantization blocks. `controllers` may have this done: addresses, a predicate of the peer, or "first", as `Callers`.
 
-    Raises UsageError, which names the tensor, for an array that is not as the layout says; a controller's `prepare`
-    raises it where one block takes more than `staging_bytes`.
+    Raises UsageError for an array that is not as the layout says, which it names, and for an engine with a cluster key
+    without controllers; `prepare` raises it at the controller where a block takes more than `staging_bytes`.
     """
     if staging_bytes < LEAST:
         raise aiote.UsageError(f"staging_bytes is {staging_bytes}, expected {LEAST} or more")
+    callers = service.Callers(engine, controllers, "controller")
     make = functools.partial(Source, engine, layout, rank, arrays, recipe or Recipe(), staging_bytes)
     source = await in_thread(len(layout.tensors) * TENSOR_BYTES, make)
     await source.weights.register(engine, "read")
     try:
-        async with service.serve(engine, _ServedSource(source, controllers)):
+        async with service.serve(engine, _ServedSource(source, callers)):
             yield source
     finally:
         await to_the_end(source.staging.close)

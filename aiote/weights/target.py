@@ -249,9 +249,9 @@ class _Incoming:
 class _ServedTarget(TargetService):
     name = TargetService.name
 
-    def __init__(self, target: Target, controllers: service.CallersLike) -> None:
+    def __init__(self, target: Target, controllers: service.Callers) -> None:
         self._target = target
-        self._controllers = service.Callers(controllers, "controller")
+        self._controllers = controllers
 
     @service.method(idempotent=True)
     async def describe(self) -> TargetState:
@@ -379,17 +379,19 @@ async def serve_target(
     to, see the module; `shadow` takes the weights' memory once more. `on_commit` is called with each version when the
     weights are of it, before the controller hears of the commit: to forget a prefix cache, for one. It has `limit`
     seconds; what it raises makes the replica fail in the controller's report, though the weights are new. `controllers`
-    are the engines that may update it, by their addresses or by a predicate of the peer; by default the first that
-    begins an update, as long as it is connected.
+    are the engines that may update it: their addresses, a predicate of the peer, or "first", the first that begins an
+    update, as long as it is connected.
 
-    Raises UsageError, which names the tensor, for an array that is not as the layout says, or is read-only.
+    Raises UsageError, which names the tensor, for an array that is not as the layout says, or is read-only; and where
+    the engine has a cluster key and no controller is named.
     """
+    callers = service.Callers(engine, controllers, "controller")
     make = functools.partial(Target, engine, layout, rank, arrays, replica, versions, on_commit, limit)
     work = sum(tensor.nbytes for tensor in layout.tensors.values()) + len(layout.tensors) * TENSOR_BYTES
     target: Target = await in_thread(work, make)
     await target.written.register(engine, "write")
     try:
-        async with service.serve(engine, _ServedTarget(target, controllers)), beside(target.follow):
+        async with service.serve(engine, _ServedTarget(target, callers)), beside(target.follow):
             yield target
     finally:
         target.end()

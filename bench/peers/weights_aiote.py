@@ -54,10 +54,14 @@ async def rank(arguments: Any, provider: str, versions: Any) -> None:
     layout, arrays = layout_of(made, arguments.side, arguments.rank), typed(memory)
     async with aiote.open_engine(provider) as engine:
         if arguments.side == "source":
-            serving: Any = weights.serve_source(engine, layout, arguments.rank, arrays, recipe_of(made))
+            serving: Any = weights.serve_source(
+                engine, layout, arguments.rank, arrays, recipe_of(made), controllers="first"
+            )
         else:
             replica = str(arguments.rank) if made.case.replicated else ""
-            serving = weights.serve_target(engine, layout, arguments.rank, arrays, replica=replica, versions=versions)
+            serving = weights.serve_target(
+                engine, layout, arguments.rank, arrays, replica=replica, versions=versions, controllers="first"
+            )
         async with serving:
             print(json.dumps(str(engine.address)), flush=True)
             while line := await asyncio.to_thread(sys.stdin.readline):

@@ -27,8 +27,8 @@ async def main() -> None:
         aiote.open_engine("local") as trainer,
         aiote.open_engine("local") as inference,
         aiote.open_engine("local") as own,
-        serve_source(trainer, LAYOUT, 0, trained),
-        serve_target(inference, LAYOUT, 0, used, versions="inplace"),
+        serve_source(trainer, LAYOUT, 0, trained, controllers=[own.address]),
+        serve_target(inference, LAYOUT, 0, used, versions="inplace", controllers=[own.address]),
     ):
         controller = Controller(own, [trainer.address], [inference.address])
         for step in (1, 2):

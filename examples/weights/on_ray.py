@@ -59,7 +59,8 @@ class Rank:
 @ray.remote
 class Trainer(Rank):
     def serving(self, engine: aiote.Engine) -> AbstractAsyncContextManager[Any]:
-        return weights.serve_source(engine, self.layout, self.rank, self.arrays, model.RECIPE)
+        # Only who runs this program has the key.
+        return weights.serve_source(engine, self.layout, self.rank, self.arrays, model.RECIPE, controllers="first")
 
     async def step(self) -> None:
         for array in self.arrays.values():
@@ -69,7 +70,7 @@ class Trainer(Rank):
 @ray.remote
 class Inference(Rank):
     def serving(self, engine: aiote.Engine) -> AbstractAsyncContextManager[Any]:
-        return weights.serve_target(engine, self.layout, self.rank, self.arrays, replica="a")
+        return weights.serve_target(engine, self.layout, self.rank, self.arrays, replica="a", controllers="first")
 
     async def answer(self) -> dict[str, float]:
         return {name: float(array.mean()) for name, array in self.arrays.items()}

@@ -22,7 +22,8 @@ async def main(args: argparse.Namespace) -> None:
         # One process each on a real cluster, as in infer.py; here they share one, each with an engine of its own.
         own, *engines = [await stack.enter_async_context(aiote.open_engine(args.provider)) for _ in (0, *ranks)]
         for rank, engine in enumerate(engines):
-            await stack.enter_async_context(weights.serve_source(engine, layout, rank, ranks[rank], model.RECIPE))
+            serving = weights.serve_source(engine, layout, rank, ranks[rank], model.RECIPE, controllers=[own.address])
+            await stack.enter_async_context(serving)
         sources = [engine.address for engine in engines]
         controller = weights.Controller(own, sources, args.targets, model.RECIPE)
         for version in range(1, args.steps + 1):

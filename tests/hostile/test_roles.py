@@ -20,8 +20,8 @@ FOREIGN = "ForeignCallerError: .*is not the (leader|controller) here"
 
 
 class Ordered(service.Service):
-    def __init__(self, allowed: service.CallersLike) -> None:
-        self.callers = service.Callers(allowed, "leader")
+    def __init__(self, engine: aiote.Engine, allowed: service.CallersLike) -> None:
+        self.callers = service.Callers(engine, allowed, "leader")
         self.orders = 0
 
     @service.method
@@ -31,8 +31,9 @@ class Ordered(service.Service):
         return self.orders
 
 
-async def test_the_first_that_calls_has_the_role_as_long_as_it_is_connected():
-    async with opened("sim") as there, opened("sim") as other, service.serve(there, Ordered(None)):
+@pytest.mark.parametrize("allowed", [None, "first"])
+async def test_the_first_that_calls_has_the_role_as_long_as_it_is_connected(allowed):
+    async with opened("sim") as there, opened("sim") as other, service.serve(there, Ordered(there, allowed)):
         async with opened("sim") as first:
             assert await service.client(first, there.address, Ordered).order() == 1
             with pytest.raises(service.RemoteError, match=FOREIGN):
@@ -44,18 +45,33 @@ async def test_the_first_that_calls_has_the_role_as_long_as_it_is_connected():
 
 async def test_named_engines_and_predicates():
     async with opened("sim") as there, opened("sim") as leader, opened("sim") as other:
-        named = Ordered([str(leader.address)])
+        named = Ordered(there, [str(leader.address)])
         async with service.serve(there, named):
             with pytest.raises(service.RemoteError, match=FOREIGN):
                 await service.client(other, there.address, Ordered).order()
             assert await service.client(leader, there.address, Ordered).order() == 1
-        async with service.serve(there, Ordered(lambda peer: peer.address.identity == other.address.identity)):
+        async with service.serve(there, Ordered(there, lambda peer: peer.address.identity == other.address.identity)):
             with pytest.raises(service.RemoteError, match=FOREIGN):
                 await service.client(leader, there.address, Ordered).order()
             assert await service.client(other, there.address, Ordered).order() == 1
         for nobody in ([], ["aiote://127.0.0.1:1"]):
             with pytest.raises(aiote.UsageError, match="addresses with an identity expected"):
-                service.Callers(nobody, "leader")
+                service.Callers(there, nobody, "leader")
+
+
+async def test_where_others_than_the_own_host_call_nobody_has_a_role_by_default():
+    here, _ = cache("decode", -1)
+    arrays = {"a": np.zeros(64, np.float32)}
+    async with opened("sim", cluster_key=bytes(16), host="127.0.0.1") as engine, Consumer(engine, here) as consumer:
+        with pytest.raises(aiote.UsageError, match="leaders: the engine has a cluster key"):
+            Worker(consumer)
+        for serving in (serve_source(engine, LAYOUT, 0, arrays), serve_target(engine, LAYOUT, 0, arrays)):
+            with pytest.raises(aiote.UsageError, match='controllers: .*give the addresses .*"first"'):
+                async with serving:
+                    pass
+        Worker(consumer, "first")
+        async with serve_source(engine, LAYOUT, 0, arrays, controllers="first"):
+            pass
 
 
 def cache(name: str, value: int) -> tuple[Cache, np.ndarray]:

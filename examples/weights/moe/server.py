@@ -28,7 +28,9 @@ async def main(rank: int, folder: str, provider: str, orders: Orders) -> None:
     )
     async with (
         aiote.open_engine(provider) as engine,
-        weights.serve_target(engine, layout, rank, served.parameters, replica="inference") as target,
+        weights.serve_target(
+            engine, layout, rank, served.parameters, replica="inference", controllers="first"
+        ) as target,
     ):
         tell(ready=str(engine.address))
 

@@ -28,7 +28,7 @@ async def main(rank: int, folder: str, provider: str, orders: Orders) -> None:
     )
     async with (
         aiote.open_engine(provider) as engine,
-        weights.serve_source(engine, layout, rank, training.model.state_dict(), recipe),
+        weights.serve_source(engine, layout, rank, training.model.state_dict(), recipe, controllers="first"),
     ):
         tell(ready=str(engine.address))
 
