@@ -267,8 +267,9 @@ def _share(*both: tuple[int, Held, str]) -> bool:
         )
         for address, held, dtype in both
     )
+    work: Any = SHARED_WORK  # the types of NumPy 2.4, and no later one's, allow 0 and -1 alone
     try:
-        return bool(np.shares_memory(one, other, SHARED_WORK))  # type: ignore[arg-type]
+        return bool(np.shares_memory(one, other, work))
     except np.exceptions.TooHardError:
         return True
 
