@@ -106,6 +106,8 @@ cdef class Core:
             watch_descriptor(self.engine.epoll_fd, self.engine.wakeup_fd)
         watch_descriptor(self.engine.epoll_fd, self.engine.wake_fd)
         watch_descriptor(self.engine.epoll_fd, self.engine.timer_fd)
+        if not self.engine.threaded:  # threads that wait tell of what they found over (direct.pyx)
+            watch_descriptor(self.engine.epoll_fd, self.engine.notify_fd)
 
     @property
     def fd(self) -> int:
@@ -144,12 +146,11 @@ cdef class Core:
         `shares`, as other cores are on the loop, it is one. `on_round(failed)` is for failed peers and messages.
         """
         # Who does not spin asks no clock either: reading it can be a system call, of which the round has few.
-        cdef bint spins = self.engine.spin_ns != 0
+        cdef bint spins = self.engine.spin_ns != 0, again = True
         # Who was woken within two turns has more to do as a rule: a task that was started, a queue that was filled.
         cdef bint kept = spins and not self.shares and self.lively == 0
         cdef uint64_t deadline = slice_end(&self.engine) if kept else 0
         cdef int rounds = 0, most = 1 if spins or self.shares else ROUNDS
-        cdef bint again = True
         # What the tasks that wake start is looked at here, so it needs nobody to be told.
         self.awake = True
         self.lively = max(self.lively - 1, 0)
@@ -191,8 +192,7 @@ cdef class Core:
         messages are there, `on_room` of the links), then tasks wake: they may do anything. `direct`: no task runs, so
         these may, and messages are `on_messages`' alone, if it is set. What interrupts any is raised in the end.
         """
-        cdef Done* item
-        cdef Done* following
+        cdef Done *item, *following
         cdef uint64_t value
         cdef bint failures
         cdef list woken = [], failed = []

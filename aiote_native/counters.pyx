@@ -13,6 +13,7 @@ from cpython.object cimport PyObject
 from libc.errno cimport ENOSPC, EOVERFLOW
 from libc.stdint cimport uint32_t, uint64_t
 from libc.stdlib cimport calloc, free
+from posix.unistd cimport write
 
 from aiote_native.ranges cimport may_count
 from aiote_native.structs cimport PeerState
@@ -23,12 +24,15 @@ cdef uint64_t MAX_UNITS = 1ULL << 63
 
 
 cdef void done_push(DoneList* done, Done* item) noexcept nogil:
+    cdef uint64_t one = 1
     item.next = NULL
     if done.tail == NULL:
         done.head = item
     else:
         done.tail.next = item
     done.tail = item
+    if item.bell:
+        write(item.bell - 1, &one, sizeof(one))
 
 
 cdef inline uint64_t bucket_of(uint32_t imm, uint64_t size) noexcept nogil:

@@ -80,6 +80,7 @@ cdef void lock(Progress* self) noexcept nogil
 cdef void unlock(Progress* self) noexcept nogil
 cdef int watch_descriptor(int epoll_fd, int fd) except -1
 cdef void unwatch_descriptor(int epoll_fd, int fd) noexcept nogil
+cdef void notify(Progress* self) noexcept nogil
 cdef void one_round(Progress* self, bint every) noexcept nogil
 cdef void signal_wake(Progress* self) noexcept nogil
 cdef void kick(Progress* self) noexcept nogil

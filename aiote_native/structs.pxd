@@ -197,6 +197,7 @@ cdef struct Channel:
 
 # Something that is over and has to be told to Python; the first member of what can be.
 cdef struct Done:
+    int bell  # the eventfd of a thread that waits for it (direct.pyx), counted from 1; 0: none
     Done* next
     PyObject* owner
 

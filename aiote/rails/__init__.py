@@ -8,6 +8,7 @@ from aiote_native.buffers import Buffer, acquire, section
 from aiote_native.clocks import Alarm as NativeAlarm
 from aiote_native.core import Core
 from aiote_native.cuda.events import EventPool
+from aiote_native.direct import Direct
 from aiote_native.elements import check_elements
 from aiote_native.flights import Flight
 from aiote_native.forks import ForkError, after_fork
@@ -47,6 +48,7 @@ __all__ = [
     "CountRow",
     "CounterHandle",
     "CounterWait",
+    "Direct",
     "EventPool",
     "Flight",
     "ForkError",

@@ -1,0 +1,225 @@
+"""Transfers of threads that are not the event loop's: posted where they are called, and waited for there.
+
+A coroutine on the engine's loop costs two hand-overs between threads, each a wake-up and a wait for the GIL, and a
+task: 400 us with two cores. A thread that waits for a transfer makes progress itself, under the engine's lock, as the
+loop does. Either may find that the transfer is over, and then makes the thread's eventfd, its bell, readable if it
+sleeps. Where a native thread makes progress it does nothing but sleep. Python's part of an end stays with the loop,
+which is notified.
+"""
+
+from cpython.ref cimport Py_DECREF, Py_INCREF
+from libc.errno cimport EINTR, errno
+from libc.stdint cimport uint32_t, uint64_t
+from posix.unistd cimport close, read
+
+from aiote_native.clocks cimport clock_ns
+from aiote_native.core cimport Core
+from aiote_native.counters cimport IMMEDIATE_BITS
+from aiote_native.gates cimport batch_flush
+from aiote_native.held cimport start_behind
+from aiote_native.peers cimport PeerLink
+from aiote_native.posting cimport split_op
+from aiote_native.progress cimport Progress, alive, kick, lock, notify, progress_once, signal_wake, unlock
+from aiote_native.requests cimport LocalSlice, RemoteSlice, Request, fresh
+from aiote_native.status cimport check
+from aiote_native.structs cimport OP_READ, OP_WRITE, Op
+
+cdef extern from "<sched.h>" nogil:
+    int sched_yield()
+
+cdef extern from "<poll.h>" nogil:
+    struct pollfd:
+        int fd
+        short events
+        short revents
+    int poll(pollfd*, unsigned long, int)
+    const short POLLIN
+
+cdef extern from "<sys/eventfd.h>" nogil:
+    int eventfd(unsigned int, int)
+    const int EFD_CLOEXEC, EFD_NONBLOCK
+
+cdef enum:
+    TOLD_MS = 1  # how long the loop, which was told to look, is left to make progress
+
+
+cdef class Bell:
+    """An eventfd that one thread sleeps on."""
+
+    cdef int fd
+
+    def __cinit__(self):
+        self.fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)
+
+    def __dealloc__(self):
+        if self.fd >= 0:
+            close(self.fd)
+
+
+cdef Bell take_bell(list spare):
+    """Return a bell that nobody else has."""
+    cdef Bell bell
+    if spare:
+        return <Bell?> spare.pop()
+    bell = Bell()
+    check(-errno if bell.fd < 0 else 0, "eventfd")
+    return bell
+
+
+cdef bint look(Progress* self, Op* op, int bell, int* again) noexcept nogil:
+    """Make a round, unless a thread does, and say whether the transfer is over; else the bell rings when it is."""
+    cdef bint over
+    again[0] = 0
+    if not alive(self):
+        return True  # a closed engine has ended everything
+    lock(self)
+    if not op.over and not self.threaded:
+        batch_flush(&self.state.batch)
+        again[0] = progress_once(self)
+        # What is over, this transfer too, is for the loop to collect.
+        notify(self)
+    over = op.over
+    op.done.bell = 0 if over or again[0] else bell + 1
+    unlock(self)
+    return over
+
+
+cdef bint wait_over(Progress* self, Op* op, int bell, uint64_t deadline) noexcept nogil:
+    """Wait until a transfer is over; False once the deadline has come, or a signal."""
+    cdef pollfd fds[2]
+    cdef uint64_t now, value
+    cdef int again, told, left
+    while not look(self, op, bell, &again):
+        now = clock_ns()
+        if now >= deadline:
+            if again:
+                signal_wake(self)  # peers have been told that somebody looks
+            return False
+        if again:
+            # A mutex is not fair: without this the loop could wait for as long as this thread spins.
+            while self.wanted > 0:
+                sched_yield()
+            continue
+        # While the loop has not come the engine's descriptor says nothing new.
+        told = self.notified or self.threaded
+        left = <int> min((deadline - now) // 1_000_000 + 1, 1000)
+        fds[0].fd = bell
+        fds[1].fd = self.epoll_fd
+        fds[0].events = fds[1].events = POLLIN
+        if poll(fds, 1 if told else 2, left if self.threaded or not told else TOLD_MS) < 0 and errno == EINTR:
+            return False
+        read(bell, &value, sizeof(value))
+    return True
+
+
+cdef void hush(Progress* self, Op* op) noexcept nogil:
+    """Have no bell rung for it any more."""
+    if not alive(self):
+        return
+    lock(self)
+    op.done.bell = 0
+    unlock(self)
+
+
+cdef class Direct:
+    """One write or read of a thread's own. `request` is the transfer once it was posted.
+
+    `bells` is a list that its owner empties: of what threads have slept on, for others.
+    """
+
+    cdef Core core
+    cdef list bells
+    cdef readonly Request request
+
+    def __init__(self, Core core not None, list bells not None):
+        self.core, self.bells = core, bells
+
+    def post(self, type kind, local, remote, bint reads, imm) -> bool:
+        """Start it, from any thread. False: something needs a closer look, on the loop, and nothing was done."""
+        cdef LocalSlice here
+        cdef RemoteSlice there
+        cdef PeerLink link
+        cdef Request request
+        cdef Core core = self.core
+        if self.request is not None:
+            raise RuntimeError("a transfer is posted once")
+        if not isinstance(local, LocalSlice) or not isinstance(remote, RemoteSlice):
+            return False
+        here = <LocalSlice> local
+        there = <RemoteSlice> remote
+        # What goes through a lease is entered there on the loop alone, and time that is not the system's goes on there.
+        if imm is not None and (type(imm) is not int or imm >> IMMEDIATE_BITS):
+            return False
+        if here.nbytes != there.nbytes or here.memory.events is not None or there.memory.lease:
+            return False
+        if there.memory.link is None or core.clock is not None or here.memory.owner is not core:
+            return False
+        link = <PeerLink?> there.memory.link
+        if link.core is not core or not (here.memory.writable and there.memory.readable if reads
+                                         else there.memory.writable):
+            return False
+        if there.memory.rails <= link.widest():
+            return False
+        request = fresh(kind, link.peer)
+        request.take(here.memory, here.start, there.memory, there.start, here.nbytes, here.nbytes, reads)
+        request.op.part_bytes = request.op.total = here.nbytes
+        request.op.parts = 1
+        request.op.opcode = OP_READ if reads else OP_WRITE
+        request.op.counted = imm is not None
+        request.op.imm = <uint32_t> (imm if imm is not None else 0)
+        return self.launch(link, request)
+
+    cdef bint launch(self, PeerLink link, Request request) except -1:
+        """Hand it over, unless the loop has closed something meanwhile. From here on nothing calls Python's code."""
+        cdef Core core = self.core
+        cdef Progress* engine = &core.engine
+        cdef bint shut
+        if core.closing or not alive(engine) or request.local.closing or not request.local.registrations:
+            return False
+        if link.closed or not link.ready or link.unfinished >= link.limit:
+            return False
+        split_op(&request.op, &link.state, link.largest(), core.smallest)
+        self.request = request
+        request.submitted = True
+        request.local.in_flight += 1
+        request.link = link
+        link.unfinished += 1
+        Py_INCREF(request)
+        with nogil:
+            lock(engine)
+            # Without the GIL the loop may have come between.
+            shut = link.closed or link.state.failed
+            if not shut:
+                start_behind(&engine.state, &link.state, &request.op, NULL)
+                kick(engine)
+            unlock(engine)
+        if not shut:
+            return True
+        self.request = None
+        request.submitted = False
+        request.local.leave()
+        request.leave()
+        Py_DECREF(request)
+        return False
+
+    def wait(self, double seconds) -> bool:
+        """Wait until no NIC uses its memory any more; False after so many seconds, or where a signal has come."""
+        cdef Bell bell = take_bell(self.bells)
+        cdef Request request = self.request
+        cdef uint64_t value, deadline
+        cdef bint over
+        if request is None:
+            raise RuntimeError("nothing was posted")
+        deadline = clock_ns() + <uint64_t> (max(seconds, 0.0) * 1e9)
+        with nogil:
+            over = wait_over(&self.core.engine, &request.op, bell.fd, deadline)
+            hush(&self.core.engine, &request.op)
+            read(bell.fd, &value, sizeof(value))
+        self.bells.append(bell)
+        return over
+
+    @property
+    def went_well(self) -> bool:
+        """Whether it is over and every byte is there."""
+        return self.request is not None and self.request.op.over and not (
+            self.request.op.status or self.request.op.cancelled)
