@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 import warnings
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
@@ -19,6 +19,7 @@ from ..config import EngineConfig
 from ..engine import Opening
 from ..errors import ClosedError, UsageError
 from .calls import Call, wait_refused
+from .moves import Move
 from .promise import Promise, outlast, until_done
 from .registered_memory import MemorySource, Registration
 from .thread import EngineThread, closed
@@ -157,7 +158,7 @@ class Bridge:
 
         A coroutine may be made anywhere: `bridge.call(bridge.engine.write(source, target))`.
         """
-        self._require_open()
+        self.require_open()
         return self._thread.engine
 
     @property
@@ -190,6 +191,44 @@ class Bridge:
         """Return the call of a coroutine that its `start`, `wait` or `join` begins."""
         return self._call(work)
 
+    def write(self, source: aiote.Region, target: aiote.RemoteRegion, timeout: float | None = None) -> None:
+        """Write all of `source` to all of `target` (same length) and wait, in any thread but the bridge's own.
+
+        It is posted here, and waited for here; the loop has no part in it where all goes well. `timeout`, interruptions
+        and errors are as of `call`; where it raises, no NIC uses `source` any more. source: of `Registration.region`.
+        """
+        self._move(source, target, None, timeout, lambda: self.engine.write(source, target))
+
+    def write_imm(self, source: aiote.Region | None, target: Any, imm: int, timeout: float | None = None) -> None:
+        """Write as `write` does and count 1 on immediate `imm` at the receiver; as `Engine.write_imm`."""
+        self._move(source, target, imm, timeout, lambda: self.engine.write_imm(source, target, imm))
+
+    def read(self, source: aiote.RemoteRegion, target: aiote.Region, timeout: float | None = None) -> None:
+        """Read all of `source` into all of `target` (same length), as `write` writes."""
+        self._move(target, source, None, timeout, lambda: self.engine.read(source, target), reads=True)
+
+    def _move(
+        self,
+        local: Any,
+        remote: Any,
+        imm: int | None,
+        timeout: float | None,
+        otherwise: Callable[[], Coroutine[Any, Any, None]],
+        *,
+        reads: bool = False,
+    ) -> None:
+        self.require_open()
+        self.require_elsewhere()
+        Move(self, self._thread, otherwise).run(local, remote, reads=reads, imm=imm, timeout=timeout)
+
+    def attach(self, descriptor: bytes, **claim: Any) -> aiote.RemoteRegion:
+        """Return the memory that a descriptor is of, as `Engine.attach` does, in any thread but the bridge's own."""
+
+        async def attached() -> aiote.RemoteRegion:
+            return self.engine.attach(descriptor, **claim)
+
+        return self.call(attached())
+
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine beside the engine and await its result, on any asyncio, uvloop or trio loop.
 
@@ -204,7 +243,7 @@ class Bridge:
         if not inspect.iscoroutine(work):
             raise UsageError(f"a coroutine is expected, as an async function returns it, got {type(work).__name__}")
         try:
-            self._require_open()
+            self.require_open()
             if waits:
                 self.require_elsewhere()
         except BaseException:
@@ -217,7 +256,7 @@ class Bridge:
         if self._thread.is_current:
             raise wait_refused()
 
-    def _require_open(self) -> None:
+    def require_open(self) -> None:
         self._thread.require_parent()
         if self.closed:
             raise closed()

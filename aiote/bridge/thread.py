@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import aiote
 
     from ..engine import Opening
+    from ..rails import Core
+    from .moves import Move
 
 __all__ = ["EngineThread", "closed"]
 
@@ -53,6 +55,9 @@ class EngineThread:
         self.stopping = self.inherited = False
         self.engine: aiote.Engine
         self.memory: Memory
+        self.core: Core
+        self.moves: set[Move] = set()
+        self.bells: list[Any] = []
         self.loop = new_loop()
         self._previous = previous
         # Reentrant: a signal handler may call us where we hold it.
@@ -109,6 +114,8 @@ class EngineThread:
 
     async def end_calls(self, owner: object | None = None) -> None:
         """Cancel the calls under way, all or those of one owner, and wait until they have ended."""
+        for move in [one for one in tuple(self.moves) if owner is None or one.owner is owner]:
+            await move.end()
         while calls := self.calls_of(owner):
             for call in calls:
                 call.stop(closed())
@@ -156,11 +163,13 @@ class EngineThread:
             self.stop()
             for call in self.calls_of():
                 call.end(closed())
+            self.bells.clear()
             self.ended.settle(None)
 
     async def _live(self) -> None:
         self.engine = await self.opening
         async with self.engine:
+            self.core = self.engine._runtime.core
             self.memory = Memory(self.engine, self.kept_bytes)
             self.opened.settle(None)
             await self._stopped.wait()

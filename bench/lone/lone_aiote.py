@@ -91,20 +91,13 @@ async def on_engine(row: Row, provider: str, descriptor: bytes, begin: Callable[
 def on_bridge(row: Row, provider: str, descriptor: bytes, begin: Callable[[], None]) -> None:
     """Transfer in this thread, with the engine on the bridge's."""
     with bridge.acquire(provider) as own, own.register(memory()) as registration:
-
-        async def move(span: slice) -> None:
-            # Regions belong to the bridge's loop, as the engine does.
-            here, there = registration.region, own.engine.attach(descriptor)
-            if row.op == "write":
-                await own.engine.write(here[span], there[span])
-            else:
-                await own.engine.read(there[span], here[span])
-
+        here, there = registration.region, own.attach(descriptor)
         for number in range(WARM + row.repeats):
             if number == WARM:
                 begin()
+            span = row.span(number)
             start = time.perf_counter()
-            own.call(move(row.span(number)))
+            own.write(here[span], there[span]) if row.op == "write" else own.read(there[span], here[span])
             row.took(number, start)
             if row.pause:
                 time.sleep(row.pause)

@@ -22,7 +22,7 @@ import pytest
 
 import aiote
 from aiote import bridge as bridges
-from bridges import Stubborn, Work, aside, bridge_to, value
+from bridges import Stubborn, Work, aside, bridge_to, memory_elsewhere, value
 from engines import PATIENCE_S
 from interrupts import Interrupts, thrown_at
 
@@ -93,6 +93,28 @@ def test_a_call_that_is_interrupted_at_any_step_is_over(bridge, wait):
         return steps.happened
 
     assert next(at for at in itertools.count() if not aside(tried, at)) > 20
+
+
+@pytest.mark.parametrize("verb", ["write", "read"])
+def test_a_move_that_is_interrupted_at_any_step_is_over(bridge, verb):
+    with memory_elsewhere("local", 64) as (descriptor, _, _), bridge.register(np.zeros(64, np.uint8)) as mine:
+        remote = bridge.attach(descriptor)
+
+        def tried(at: int) -> bool:
+            steps = Interrupts(at)
+            try:
+                with steps.armed():
+                    bridge.write(mine.region, remote) if verb == "write" else bridge.read(remote, mine.region)
+            except KeyboardInterrupt:
+                pass
+            assert not bridge._thread.moves
+            # It is over, and once the loop has taken note of it nothing is outstanding.
+            settled(bridge)
+            assert bridge.engine.statistics().outstanding == 0, f"step {at}"
+            return steps.happened
+
+        assert tried(1000) is False
+        assert next(at for at in itertools.count() if not aside(tried, at)) > 8
 
 
 def test_a_future_that_is_interrupted_at_any_step_can_be_waited_for_again(bridge):

@@ -16,7 +16,7 @@ import pytest
 
 import aiote
 from aiote import bridge as bridges
-from bridges import bridge_to, write_to
+from bridges import bridge_to, memory_elsewhere, write_to
 from children import Child
 from engines import LOST_SOON, PATIENCE_S, real_provider, served_by_process
 
@@ -38,23 +38,8 @@ def bridge(provider):
 
 @pytest.fixture
 def other(provider):
-    """A peer in a thread of its own, and memory of it."""
-    memory, told, over = np.zeros(SIZE, np.uint8), threading.Event(), threading.Event()
-    found = []
-
-    async def live() -> None:
-        async with aiote.open_engine(provider, config=aiote.EngineConfig(**LIMITS)) as engine:
-            found.append(engine.register(memory).descriptor)
-            told.set()
-            while not over.is_set():
-                await asyncio.sleep(0.005)
-
-    thread = threading.Thread(target=asyncio.run, args=(live(),))
-    thread.start()
-    assert told.wait(PATIENCE_S)
-    yield found[0], memory
-    over.set()
-    thread.join()
+    with memory_elsewhere(provider, SIZE, **LIMITS) as (descriptor, memory, _):
+        yield descriptor, memory
 
 
 def by_future(bridge: bridges.Bridge, turns: int, work: Callable[[], object]) -> None:

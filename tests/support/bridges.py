@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import queue
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import anyio
+import numpy as np
 import pytest
 
 import aiote
@@ -29,6 +31,44 @@ def bridge_to(provider: str = "local", **settings: Any) -> Iterator[bridges.Brid
             work.may_end.set()
         Stubborn.made.clear()
         aside(bridge.close)
+
+
+@contextmanager
+def memory_elsewhere(
+    provider: str, nbytes: int, imm: int | None = None, **settings: Any
+) -> Iterator[tuple[bytes, np.ndarray, queue.SimpleQueue[int]]]:
+    """Yield the descriptor of memory of an engine in a thread of its own, the memory, and a queue that has an item for
+    each count of an immediate.
+    """
+    memory, told, over = np.zeros(nbytes, np.uint8), threading.Event(), threading.Event()
+    found: list[bytes] = []
+    counts = queue.SimpleQueue[int]()
+
+    async def count(engine: aiote.Engine, imm: int) -> None:
+        with engine.counter(imm) as counter:
+            while True:
+                await counter.wait(1)
+                counts.put(1)
+
+    async def live() -> None:
+        async with aiote.open_engine(provider, config=aiote.EngineConfig(**settings)) as engine:
+            found.append(engine.register(memory).descriptor)
+            async with anyio.create_task_group() as group:
+                if imm is not None:
+                    group.start_soon(count, engine, imm)
+                told.set()
+                while not over.is_set():
+                    await asyncio.sleep(0.005)
+                group.cancel_scope.cancel()
+
+    thread = threading.Thread(target=asyncio.run, args=(live(),))
+    thread.start()
+    try:
+        assert told.wait(PATIENCE_S)
+        yield found[0], memory, counts
+    finally:
+        over.set()
+        thread.join()
 
 
 def aside(function: Any, *arguments: Any) -> Any:

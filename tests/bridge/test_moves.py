@@ -1,0 +1,289 @@
+"""Reads and writes that a thread waits for without the bridge's loop: right bytes, and none once they have ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import threading
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import aiote
+from aiote import bridge as bridges
+from bridges import aside, bridge_to, memory_elsewhere, value
+from children import Child
+from engines import LOST_SOON, PATIENCE_S, each_progress, real_provider, served_by_process
+
+pytestmark = pytest.mark.libfabric
+
+SIZE = 4 << 20
+LIMITS = {"largest_message": SIZE // 16}
+IMM = 7
+TIMES = 8
+"""How often each end is tried; the moment is another each time."""
+
+
+@real_provider
+@each_progress
+def test_bytes_and_counts_are_where_they_belong(provider, progress):
+    data = np.random.default_rng(1).integers(0, 256, SIZE, np.uint8)
+    back = np.zeros_like(data)
+    with memory_elsewhere(provider, SIZE, IMM) as (descriptor, there, counts):
+        with bridge_to(provider, progress=progress) as bridge:
+            with bridge.register(data, "local") as mine, bridge.register(back, "local") as read:
+                remote = bridge.attach(descriptor)
+                for start, stop in [(0, 8), (8, 70_000), (70_000, SIZE), (5, 5)]:
+                    bridge.write(mine.region[start:stop], remote[start:stop])
+                assert np.array_equal(there, data)
+                bridge.read(remote, read.region)
+                assert np.array_equal(back, data)
+                there[:] = 0
+                for start in range(0, 4096, 8):
+                    bridge.write_imm(mine.region[start : start + 8], remote[start : start + 8], IMM)
+                bridge.write_imm(None, remote.owner, IMM)
+                assert np.array_equal(there[:4096], data[:4096])
+                for _ in range(513):
+                    counts.get(timeout=PATIENCE_S)
+                assert counts.empty()
+                assert bridge.call(outstanding(bridge)) == 0
+
+
+async def outstanding(bridge: bridges.Bridge) -> int:
+    return bridge.engine.statistics().outstanding
+
+
+@real_provider
+@each_progress
+def test_many_threads_at_a_time_and_the_loop_beside_them(provider, progress):
+    part = SIZE // 64
+    data = np.random.default_rng(1).integers(0, 256, SIZE, np.uint8)
+    with memory_elsewhere(provider, SIZE) as (descriptor, there, _), bridge_to(provider, progress=progress) as bridge:
+        with bridge.register(data, "local") as mine:
+            remote = bridge.attach(descriptor)
+
+            def write(number: int) -> None:
+                span = slice(number * part, (number + 1) * part)
+                if number % 4:
+                    bridge.write(mine.region[span], remote[span])
+                else:
+                    bridge.call(bridge.engine.write(mine.region[span], remote[span]))
+
+            for _ in range(3):
+                there[:] = 0
+                with ThreadPoolExecutor(8) as pool:
+                    list(pool.map(write, range(64)))
+                assert np.array_equal(there, data)
+
+
+@pytest.mark.parametrize("provider", ["local", "socket", "tcp", "shm"])
+def test_a_loop_that_is_held_up_holds_up_nobody(provider):
+    """Nothing on the way of a transfer that goes well is the loop's."""
+    with memory_elsewhere(provider, SIZE) as (descriptor, there, _), bridge_to(provider) as bridge:
+        with bridge.register(np.full(SIZE, 3, np.uint8), "local") as mine:
+            remote, begun, over = bridge.attach(descriptor), threading.Event(), threading.Event()
+            # The first connects, and the next one learns of the connection.
+            for _ in range(2):
+                bridge.write(mine.region[:8], remote[:8])
+
+            async def hold() -> bool:
+                begun.set()
+                return over.wait(PATIENCE_S)
+
+            held = bridge.submit(hold())
+            assert begun.wait(PATIENCE_S)
+            try:
+                bridge.write(mine.region, remote)
+                assert (there == 3).all()
+            finally:
+                over.set()
+            assert held.result(PATIENCE_S)
+
+
+def by_timeout(bridge: bridges.Bridge, turns: int, move: Callable[..., None]) -> None:
+    with contextlib.suppress(TimeoutError):
+        move(bridge, timeout=turns * 1e-4)
+
+
+def by_interrupt(bridge: bridges.Bridge, turns: int, move: Callable[..., None]) -> None:
+    main, over = threading.main_thread().ident, threading.Event()
+
+    def interrupt() -> None:
+        pass_time(bridge, turns)
+        # Where it is over before, the interrupt is for this thread's wait.
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    with contextlib.suppress(KeyboardInterrupt):
+        thread.start()
+        move(bridge)
+        over.wait(PATIENCE_S)
+    thread.join()
+
+
+def by_close(bridge: bridges.Bridge, turns: int, move: Callable[..., None]) -> None:
+    """Close one of two bridges to the engine."""
+    with bridges.acquire() as second, ThreadPoolExecutor(1) as pool:
+        moving = pool.submit(move, second)
+        pass_time(bridge, turns)
+        second.close()
+        with contextlib.suppress(aiote.ClosedError):
+            moving.result(PATIENCE_S)
+
+
+def pass_time(bridge: bridges.Bridge, turns: int) -> None:
+    for _ in range(turns):
+        bridge.call(value(0))
+
+
+@real_provider
+@pytest.mark.parametrize("ending", [by_timeout, by_interrupt, by_close])
+@pytest.mark.parametrize("verb", ["write", "read"])
+def test_nothing_is_written_after_it_has_ended(provider, ending, verb):
+    with memory_elsewhere(provider, SIZE, **LIMITS) as (descriptor, there, _), bridge_to(provider, **LIMITS) as bridge:
+        here = np.zeros(SIZE, np.uint8)
+        source, target = (here, there) if verb == "write" else (there, here)
+        with bridge.register(here, "local") as mine:
+            remote = bridge.attach(descriptor)
+
+            def move(by: bridges.Bridge, timeout: float | None = None) -> None:
+                if verb == "write":
+                    by.write(mine.region, remote, timeout)
+                else:
+                    by.read(remote, mine.region, timeout)
+
+            move(bridge)
+            for number in range(TIMES):
+                source[:] = number + 1
+                ending(bridge, number * 3, move)
+                before = zlib.crc32(target)
+                source[:] = 0xFF
+                pass_time(bridge, 30)
+                assert bridge.call(outstanding(bridge)) == 0
+                assert zlib.crc32(target) == before
+                assert target.max() < 0xFF
+            move(bridge)
+            assert (target == 0xFF).all()
+            assert not bridge._thread.moves
+
+
+@pytest.fixture
+def child():
+    child = Child()
+    yield child
+    child.end()
+
+
+@served_by_process
+@each_progress
+@pytest.mark.parametrize("how", ["kill", "stop"])
+async def test_a_peer_that_is_lost_ends_the_transfers_to_it(provider, progress, child, how):
+    await child.open(provider, 1 << 20)
+    with bridge_to(provider, progress=progress, **LOST_SOON) as bridge:
+        begun = threading.Semaphore(0)
+        source = await bridge.register_async(bytearray(1 << 20), "local")
+        remote = await asyncio.to_thread(bridge.attach, child.descriptor)
+
+        def write_for_ever() -> None:
+            bridge.write(source.region, remote)
+            begun.release()
+            while True:
+                bridge.write(source.region, remote)
+
+        async with asyncio.timeout(PATIENCE_S):
+            waiting = [asyncio.ensure_future(asyncio.to_thread(write_for_ever)) for _ in range(2)]
+            for _ in waiting:
+                await asyncio.to_thread(begun.acquire)
+            child.kill() if how == "kill" else await child.stop()
+            for outcome in await asyncio.gather(*waiting, return_exceptions=True):
+                assert isinstance(outcome, aiote.PeerError | aiote.TransferError), outcome
+            assert await bridge.run(value(5)) == 5
+            child.kill()
+            await source.aclose()
+
+
+@served_by_process
+async def test_a_timeout_toward_a_stopped_peer_is_bounded_by_its_loss(provider, child):
+    await child.open(provider, 1 << 20)
+    with bridge_to(provider, **LOST_SOON) as bridge:
+        async with asyncio.timeout(PATIENCE_S):
+            source = await bridge.register_async(bytearray(1 << 20), "local")
+            remote = await asyncio.to_thread(bridge.attach, child.descriptor)
+            await asyncio.to_thread(bridge.write, source.region, remote)
+            await child.stop()
+            with pytest.raises((TimeoutError, aiote.AioteError)):
+                while True:
+                    await asyncio.to_thread(bridge.write, source.region, remote, 0.05)
+            assert await bridge.run(outstanding(bridge)) == 0
+            await source.aclose()
+
+
+@real_provider
+def test_a_connection_that_the_loop_closes_meanwhile_ends_them(provider):
+    """Between a thread's look and its post the loop may have closed what it posts to."""
+    with memory_elsewhere(provider, SIZE) as (descriptor, there, _), bridge_to(provider) as bridge:
+        with bridge.register(np.full(SIZE, 9, np.uint8), "local") as mine:
+            remote, over = bridge.attach(descriptor), threading.Event()
+            ends = itertools.count()
+            last = [0]
+
+            def write() -> None:
+                while not over.is_set():
+                    with contextlib.suppress(aiote.PeerError, aiote.TransferError):
+                        bridge.write(mine.region[:4096], remote[:4096], PATIENCE_S)
+                    last[0] = next(ends)
+
+            async def cut() -> None:
+                for _ in range(20):
+                    peer = await bridge.engine.connect(remote.owner)
+                    before = last[0]
+                    while last[0] < before + 5:
+                        await asyncio.sleep(0)
+                    peer.disconnect("cut by the test")
+
+            threads = [threading.Thread(target=write) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            bridge.call(cut())
+            over.set()
+            for thread in threads:
+                thread.join(PATIENCE_S)
+                assert not thread.is_alive()
+            bridge.write(mine.region, remote)
+            assert (there == 9).all()
+            assert bridge.call(outstanding(bridge)) == 0
+
+
+@pytest.mark.one_library
+@pytest.mark.parametrize("provider", ["local"])
+def test_what_cannot_be_is_refused(provider):
+    with memory_elsewhere(provider, 64) as (descriptor, _, __), bridge_to(provider) as bridge:
+        with bridge.register(bytearray(64), "local") as mine:
+            remote = bridge.attach(descriptor)
+            with pytest.raises(aiote.UsageError, match="64 bytes"):
+                bridge.write(mine.region, remote[:8])
+            for imm in (-1, 1 << 28, "7"):
+                with pytest.raises((aiote.UsageError, TypeError)):
+                    bridge.write_imm(mine.region, remote, imm)
+            with pytest.raises((aiote.UsageError, TypeError, AttributeError)):
+                bridge.write(bytearray(64), remote)
+            with pytest.raises(aiote.UsageError, match="descriptor"):
+                bridge.attach(b"none")
+
+            async def inside() -> None:
+                bridge.write(mine.region, remote)
+
+            with pytest.raises(aiote.UsageError, match="the bridge's own thread"):
+                bridge.call(inside())
+            closed = bridges.acquire()
+            closed.close()
+            with pytest.raises(aiote.ClosedError, match="the bridge is closed"):
+                closed.write(mine.region, remote)
+        with pytest.raises(aiote.ClosedError):
+            bridge.write(mine.region, remote)
+        assert aside(bridge.call, value(1)) == 1
