@@ -48,6 +48,8 @@ EXTRAS = (
 )
 # Where the lower bound has no wheel for a Python: the first release that has one.
 FIRST_WHEELS: dict[str, dict[str, str]] = {}
+# What tests have beside a user's package, and only fits the same version of it.
+COMPANIONS = {"opentelemetry-sdk": "opentelemetry-api", "opentelemetry-semantic-conventions": "opentelemetry-api"}
 # Lint and the tests of pages are about this checkout and its tools, which stay as pinned.
 LEFT_OUT = ("lint", "docs")
 
@@ -63,7 +65,8 @@ def bounds(python: str) -> dict[str, str]:
 def constraints(kind: str, python: str) -> str:
     """Return the pins with other versions of some packages, or with none."""
     other = bounds(python) if kind == "lowest" else dict.fromkeys(NEWEST)
-    kept = [line for line in PINS.read_text().splitlines() if line.partition("==")[0] not in other]
+    pairs = [(line.partition("==")[0], line) for line in PINS.read_text().splitlines()]
+    kept = [line for name, line in pairs if COMPANIONS.get(name, name) not in other]
     return "\n".join([*kept, *(f"{name}=={version}" for name, version in other.items() if version)]) + "\n"
 
 

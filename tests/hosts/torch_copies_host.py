@@ -12,6 +12,7 @@ import torch
 from torch.distributed._transport import new_transport
 
 from aiote.connectors import torch as connector
+from aiote.connectors import torch_memory
 from aiote.connectors.torch import AioteTransport
 
 SIZE = 64 << 20
@@ -52,7 +53,7 @@ def test_a_copy_that_has_begun_ends_before_its_target_is_its_owners(monkeypatch,
             pass
         copyto(to, what)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(connector.np, "copyto", copy)
+    monkeypatch.setattr(torch_memory.np, "copyto", copy)
     work = a.write(local.to_view(), remote, async_op=True)
     assert work.wait()
     ending.join(SOON_S)
