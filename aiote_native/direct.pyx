@@ -7,22 +7,23 @@ sleeps. Where a native thread makes progress it does nothing but sleep. Python's
 which is notified.
 """
 
-from cpython.ref cimport Py_DECREF, Py_INCREF
+from cpython.ref cimport Py_INCREF
 from libc.errno cimport EINTR, errno
 from libc.stdint cimport uint32_t, uint64_t
 from posix.unistd cimport close, read
 
+from aiote_native.channelset cimport largest_of, widest_of
 from aiote_native.clocks cimport clock_ns
 from aiote_native.core cimport Core
 from aiote_native.counters cimport IMMEDIATE_BITS
 from aiote_native.gates cimport batch_flush
 from aiote_native.held cimport start_behind
 from aiote_native.peers cimport PeerLink
-from aiote_native.posting cimport split_op
+from aiote_native.posting cimport op_fail, split_op
 from aiote_native.progress cimport Progress, alive, kick, lock, notify, progress_once, signal_wake, unlock
 from aiote_native.requests cimport LocalSlice, RemoteSlice, Request, fresh
 from aiote_native.status cimport check
-from aiote_native.structs cimport OP_READ, OP_WRITE, Op
+from aiote_native.structs cimport ECANCELED, OP_READ, OP_WRITE, Op
 
 cdef extern from "<sched.h>" nogil:
     int sched_yield()
@@ -66,19 +67,29 @@ cdef Bell take_bell(list spare):
     return bell
 
 
-cdef bint look(Progress* self, Op* op, int bell, int* again) noexcept nogil:
-    """Make a round, unless a thread does, and say whether the transfer is over; else the bell rings when it is."""
+cdef bint look(Progress* self, Op* op, int bell, bint last, int* again) noexcept nogil:
+    """Make a round, unless a thread does, and say whether the transfer is over; else the bell rings when it is.
+
+    `last`: the caller goes, whatever is said.
+    """
     cdef bint over
+    cdef uint64_t inbox
     again[0] = 0
     if not alive(self):
         return True  # a closed engine has ended everything
     lock(self)
     if not op.over and not self.threaded:
+        inbox = self.state.inbox
         batch_flush(&self.state.batch)
         again[0] = progress_once(self)
-        # What is over, this transfer too, is for the loop to collect.
-        notify(self)
+        # What woken tasks of the loop post is kept until they are done; what this round has posted is not.
+        batch_flush(&self.state.batch)
+        # What is over, this transfer too, is for the loop to collect, and so are messages; of old ones it knows.
+        if self.state.done.head != NULL or self.state.failures or self.state.inbox > inbox:
+            notify(self)
     over = op.over
+    if again[0] and (over or last):
+        signal_wake(self)  # peers take this engine for awake, so somebody has to look
     op.done.bell = 0 if over or again[0] else bell + 1
     unlock(self)
     return over
@@ -89,11 +100,11 @@ cdef bint wait_over(Progress* self, Op* op, int bell, uint64_t deadline) noexcep
     cdef pollfd fds[2]
     cdef uint64_t now, value
     cdef int again, told, left
-    while not look(self, op, bell, &again):
+    while True:
         now = clock_ns()
+        if look(self, op, bell, now >= deadline, &again):
+            return True
         if now >= deadline:
-            if again:
-                signal_wake(self)  # peers have been told that somebody looks
             return False
         if again:
             # A mutex is not fair: without this the loop could wait for as long as this thread spins.
@@ -109,7 +120,6 @@ cdef bint wait_over(Progress* self, Op* op, int bell, uint64_t deadline) noexcep
         if poll(fds, 1 if told else 2, left if self.threaded or not told else TOLD_MS) < 0 and errno == EINTR:
             return False
         read(bell, &value, sizeof(value))
-    return True
 
 
 cdef void hush(Progress* self, Op* op) noexcept nogil:
@@ -122,7 +132,8 @@ cdef void hush(Progress* self, Op* op) noexcept nogil:
 
 
 cdef class Direct:
-    """One write or read of a thread's own. `request` is the transfer once it was posted.
+    """One write or read of a thread's own. `request` is the transfer once it was handed over; `unposted`: it has ended
+    then and there, for the loop had closed the connection, or changed it.
 
     `bells` is a list that its owner empties: of what threads have slept on, for others.
     """
@@ -130,6 +141,7 @@ cdef class Direct:
     cdef Core core
     cdef list bells
     cdef readonly Request request
+    cdef readonly bint unposted
 
     def __init__(self, Core core not None, list bells not None):
         self.core, self.bells = core, bells
@@ -147,9 +159,9 @@ cdef class Direct:
             return False
         here = <LocalSlice> local
         there = <RemoteSlice> remote
-        # What goes through a lease is entered there on the loop alone, and time that is not the system's goes on there.
         if imm is not None and (type(imm) is not int or imm >> IMMEDIATE_BITS):
             return False
+        # What goes through a lease is entered there on the loop alone, and time that is not the system's goes on there.
         if here.nbytes != there.nbytes or here.memory.events is not None or there.memory.lease:
             return False
         if there.memory.link is None or core.clock is not None or here.memory.owner is not core:
@@ -157,8 +169,6 @@ cdef class Direct:
         link = <PeerLink?> there.memory.link
         if link.core is not core or not (here.memory.writable and there.memory.readable if reads
                                          else there.memory.writable):
-            return False
-        if there.memory.rails <= link.widest():
             return False
         request = fresh(kind, link.peer)
         request.take(here.memory, here.start, there.memory, there.start, here.nbytes, here.nbytes, reads)
@@ -170,46 +180,51 @@ cdef class Direct:
         return self.launch(link, request)
 
     cdef bint launch(self, PeerLink link, Request request) except -1:
-        """Hand it over, unless the loop has closed something meanwhile. From here on nothing calls Python's code."""
+        """Hand it over. From here on nothing calls Python's code; the loop may run while this waits for the lock."""
         cdef Core core = self.core
         cdef Progress* engine = &core.engine
-        cdef bint shut
+        cdef uint64_t smallest = core.smallest
+        cdef int rails = request.remote.rails
+        cdef bint fits
         if core.closing or not alive(engine) or request.local.closing or not request.local.registrations:
             return False
         if link.closed or not link.ready or link.unfinished >= link.limit:
             return False
-        split_op(&request.op, &link.state, link.largest(), core.smallest)
         self.request = request
-        request.submitted = True
         request.local.in_flight += 1
         request.link = link
         link.unfinished += 1
         Py_INCREF(request)
         with nogil:
             lock(engine)
-            # Without the GIL the loop may have come between.
-            shut = link.closed or link.state.failed
-            if not shut:
+            # Only now can it be cancelled, so not before it has begun.
+            request.submitted = True
+            # A closed link has no channels any more, and one that has got another rail may have outgrown the memory.
+            fits = not link.closed and not link.state.failed and rails > widest_of(&link.state)
+            if fits:
+                split_op(&request.op, &link.state, largest_of(&link.state), smallest)
                 start_behind(&engine.state, &link.state, &request.op, NULL)
-                kick(engine)
+            else:
+                request.op.peer = &link.state
+                op_fail(&engine.state, &request.op, -ECANCELED, -1)
+            kick(engine)
+            # It may be over already.
+            notify(engine)
             unlock(engine)
-        if not shut:
-            return True
-        self.request = None
-        request.submitted = False
-        request.local.leave()
-        request.leave()
-        Py_DECREF(request)
-        return False
+        self.unposted = not fits
+        return True
 
     def wait(self, double seconds) -> bool:
         """Wait until no NIC uses its memory any more; False after so many seconds, or where a signal has come."""
-        cdef Bell bell = take_bell(self.bells)
+        cdef Bell bell
         cdef Request request = self.request
         cdef uint64_t value, deadline
         cdef bint over
         if request is None:
             raise RuntimeError("nothing was posted")
+        if request.op.over:
+            return True
+        bell = take_bell(self.bells)
         deadline = clock_ns() + <uint64_t> (max(seconds, 0.0) * 1e9)
         with nogil:
             over = wait_over(&self.core.engine, &request.op, bell.fd, deadline)
@@ -217,6 +232,16 @@ cdef class Direct:
             read(bell.fd, &value, sizeof(value))
         self.bells.append(bell)
         return over
+
+    @property
+    def posted(self) -> bool:
+        """Whether it was handed over, and so can be cancelled."""
+        return self.request is not None and self.request.submitted
+
+    @property
+    def over(self) -> bool:
+        """Whether no NIC uses its memory any more."""
+        return self.request is not None and self.request.op.over
 
     @property
     def went_well(self) -> bool:

@@ -7,6 +7,7 @@ well, for it is the loop that cancels, drains and says what became of the bytes.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Callable, Coroutine
@@ -17,12 +18,16 @@ from ..rails import Direct
 from ..transfers import Transfer
 from .calls import Call
 from .promise import LOOK_S
+from .thread import closed
 
 if TYPE_CHECKING:
     from .bridge import Bridge
     from .thread import EngineThread
 
 __all__ = ["Move"]
+
+LEFT_S = 0.001
+"""How often it is looked whether a thread has left a transfer that is over."""
 
 
 class Move:
@@ -34,15 +39,20 @@ class Move:
         self.owner = bridge
         self._thread, self._otherwise = thread, otherwise
         self._direct = Direct(thread.core, thread.bells)
+        self._cancelled = False
 
     def run(self, local: Any, remote: Any, *, reads: bool, imm: int | None, timeout: float | None) -> None:
         """Do it. Raises what the transfer failed with, TimeoutError; whatever interrupts it, once it is over."""
         end = math.inf if timeout is None else time.monotonic() + timeout
         try:
             self._thread.moves.add(self)
-            if not self._direct.post(Transfer, local, remote, reads, imm):
+            # Whoever closes the bridge has seen this in `moves`, or is seen here.
+            self.owner.require_open()
+            if not self._direct.post(Transfer, local, remote, reads, imm) or self._direct.unposted:
                 self.owner.call(self._otherwise(), timeout)
                 return
+            if self._cancelled:
+                raise closed()
             while not self._direct.wait(min(LOOK_S, end - time.monotonic())):
                 if time.monotonic() >= end:
                     raise TimeoutError(f"it was not over within {timeout} s, and was cancelled")
@@ -57,7 +67,7 @@ class Move:
     def _drain(self) -> None:
         """Cancel it, and return when no NIC uses its memory any more, however often that is interrupted."""
         transfer = self._direct.request
-        over, interruption = transfer is None, None
+        over, interruption = transfer is None or self._direct.over, None
         while not over:
             try:
                 # A bridge that stops refuses calls, and ends the transfer itself.
@@ -78,10 +88,18 @@ class Move:
             self.owner.require_open()
             raise
 
+    def cancel(self) -> None:
+        """Have it end, for its bridge is being closed; on the loop."""
+        self._cancelled = True
+        if self._direct.posted and isinstance(self._direct.request, Transfer):
+            self._direct.request.give_up()
+
     async def end(self) -> None:
-        """Cancel it, on the loop, and return when it is over."""
-        if isinstance(self._direct.request, Transfer):
-            await drained(self._direct.request)
+        """Cancel it, and return when its thread has done with it; on the loop."""
+        while self in self._thread.moves:
+            if self._direct.posted:
+                await drained(self._direct.request)
+            await asyncio.sleep(LEFT_S)
 
 
 async def drained(transfer: Any) -> None:

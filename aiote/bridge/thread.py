@@ -114,13 +114,16 @@ class EngineThread:
 
     async def end_calls(self, owner: object | None = None) -> None:
         """Cancel the calls under way, all or those of one owner, and wait until they have ended."""
-        for move in [one for one in tuple(self.moves) if owner is None or one.owner is owner]:
-            await move.end()
+        moves = [one for one in tuple(self.moves) if owner is None or one.owner is owner]
+        for move in moves:
+            move.cancel()
         while calls := self.calls_of(owner):
             for call in calls:
                 call.stop(closed())
             for call in calls:
                 await until_done(call)
+        for move in moves:
+            await move.end()
 
     def stop(self) -> None:
         """Have it end; `ended` is done then. Idempotent."""
