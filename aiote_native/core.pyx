@@ -106,7 +106,7 @@ cdef class Core:
             watch_descriptor(self.engine.epoll_fd, self.engine.wakeup_fd)
         watch_descriptor(self.engine.epoll_fd, self.engine.wake_fd)
         watch_descriptor(self.engine.epoll_fd, self.engine.timer_fd)
-        if not self.engine.threaded:  # threads that wait tell of what they found over (direct.pyx)
+        if not self.engine.threaded:  # by it a thread that makes a round (direct.pyx) tells the loop
             watch_descriptor(self.engine.epoll_fd, self.engine.notify_fd)
 
     @property

@@ -1,9 +1,9 @@
 """Transfers of threads that are not the event loop's: posted where they are called, and waited for there.
 
 A coroutine on the engine's loop costs two hand-overs between threads, each a wake-up and a wait for the GIL, and a
-task: 400 us with two cores. A thread that waits for a transfer makes progress itself, under the engine's lock, as the
-loop does. Either may find that the transfer is over, and then makes the thread's eventfd, its bell, readable if it
-sleeps. Where a native thread makes progress it does nothing but sleep. Python's part of an end stays with the loop,
+task: 300 to 400 us with two cores. A thread that waits for a transfer makes progress itself, under the engine's lock,
+as the loop does. Either may find that the transfer is over, and then makes the thread's eventfd, its bell, readable if
+it sleeps. Where a native thread makes progress it does nothing but sleep. Python's part of an end stays with the loop,
 which is notified.
 """
 
@@ -58,7 +58,7 @@ cdef class Bell:
 
 
 cdef Bell take_bell(list spare):
-    """Return a bell that nobody else has."""
+    """Return an unused bell, or a new one."""
     cdef Bell bell
     if spare:
         return <Bell?> spare.pop()
@@ -82,14 +82,14 @@ cdef bint look(Progress* self, Op* op, int bell, bint last, int* again) noexcept
         inbox = self.state.inbox
         batch_flush(&self.state.batch)
         again[0] = progress_once(self)
-        # What woken tasks of the loop post is kept until they are done; what this round has posted is not.
+        # The loop keeps posts back while its woken tasks run; those of this round go now.
         batch_flush(&self.state.batch)
-        # What is over, this transfer too, is for the loop to collect, and so are messages; of old ones it knows.
+        # The loop collects transfers that are over, this one too, and new messages; it knows of older ones.
         if self.state.done.head != NULL or self.state.failures or self.state.inbox > inbox:
             notify(self)
     over = op.over
     if again[0] and (over or last):
-        signal_wake(self)  # peers take this engine for awake, so somebody has to look
+        signal_wake(self)  # this engine has told its peers that it is awake, so the loop has to look
     op.done.bell = 0 if over or again[0] else bell + 1
     unlock(self)
     return over
@@ -122,6 +122,17 @@ cdef bint wait_over(Progress* self, Op* op, int bell, uint64_t deadline) noexcep
         read(bell, &value, sizeof(value))
 
 
+cdef bint is_over(Progress* self, Op* op) noexcept nogil:
+    """Tell whether a transfer is over. By the lock its caller sees the bytes that another thread has written."""
+    cdef bint over
+    if not alive(self):
+        return op.over
+    lock(self)
+    over = op.over
+    unlock(self)
+    return over
+
+
 cdef void hush(Progress* self, Op* op) noexcept nogil:
     """Have no bell rung for it any more."""
     if not alive(self):
@@ -132,10 +143,10 @@ cdef void hush(Progress* self, Op* op) noexcept nogil:
 
 
 cdef class Direct:
-    """One write or read of a thread's own. `request` is the transfer once it was handed over; `unposted`: it has ended
-    then and there, for the loop had closed the connection, or changed it.
+    """One write or read of a thread's own. `request` is the transfer once it was handed over. `unposted`: it ended at
+    once, because the loop had closed the connection, or added a rail to it.
 
-    `bells` is a list that its owner empties: of what threads have slept on, for others.
+    `bells` are unused bells, which all transfers of an engine share; their owner drops them.
     """
 
     cdef Core core
@@ -147,7 +158,7 @@ cdef class Direct:
         self.core, self.bells = core, bells
 
     def post(self, type kind, local, remote, bint reads, imm) -> bool:
-        """Start it, from any thread. False: something needs a closer look, on the loop, and nothing was done."""
+        """Start it, from any thread. False: nothing was done, and the loop has to do it."""
         cdef LocalSlice here
         cdef RemoteSlice there
         cdef PeerLink link
@@ -222,7 +233,7 @@ cdef class Direct:
         cdef bint over
         if request is None:
             raise RuntimeError("nothing was posted")
-        if request.op.over:
+        if self.over:
             return True
         bell = take_bell(self.bells)
         deadline = clock_ns() + <uint64_t> (max(seconds, 0.0) * 1e9)
@@ -241,7 +252,12 @@ cdef class Direct:
     @property
     def over(self) -> bool:
         """Whether no NIC uses its memory any more."""
-        return self.request is not None and self.request.op.over
+        cdef bint over
+        if self.request is None:
+            return False
+        with nogil:
+            over = is_over(&self.core.engine, &self.request.op)
+        return over
 
     @property
     def went_well(self) -> bool:

@@ -257,6 +257,7 @@ class Bridge:
             raise wait_refused()
 
     def require_open(self) -> None:
+        """Raise ClosedError once this bridge is closed or being closed, UsageError in the child of a fork."""
         self._thread.require_parent()
         if self.closed:
             raise closed()

@@ -1,8 +1,7 @@
 """Reads and writes that a thread waits for without the bridge's event loop.
 
-They are posted by the thread that calls, which makes progress while it waits (`aiote_native.direct`). The loop has part
-in what is rare: a peer that is not connected yet or has no room, leases, memory of a GPU, and every end that is not
-well, for it is the loop that cancels, drains and says what became of the bytes.
+The thread that calls posts them, and makes progress while it waits (`aiote_native.direct`). The loop does what is rare:
+it connects, waits for room, uses leases and memory of GPUs; it cancels, drains, and explains failures.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Move"]
 
 LEFT_S = 0.001
-"""How often it is looked whether a thread has left a transfer that is over."""
+"""How often the loop looks whether a thread has left its transfer."""
 
 
 class Move:
@@ -42,7 +41,7 @@ class Move:
         self._cancelled = False
 
     def run(self, local: Any, remote: Any, *, reads: bool, imm: int | None, timeout: float | None) -> None:
-        """Do it. Raises what the transfer failed with, TimeoutError; whatever interrupts it, once it is over."""
+        """Transfer. Raises the transfer's error, TimeoutError, ClosedError, and an interruption once it is over."""
         end = math.inf if timeout is None else time.monotonic() + timeout
         try:
             self._thread.moves.add(self)
@@ -89,7 +88,7 @@ class Move:
             raise
 
     def cancel(self) -> None:
-        """Have it end, for its bridge is being closed; on the loop."""
+        """Cancel it because its bridge is being closed; on the loop. Waits for nothing."""
         self._cancelled = True
         if self._direct.posted and isinstance(self._direct.request, Transfer):
             self._direct.request.give_up()

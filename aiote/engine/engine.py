@@ -439,8 +439,8 @@ class Engine:
         """Reserve 1 to 2**16 immediates in a row, from `block.first` on, that nobody else is granted until long after
         the block is closed. Raises UsageError beyond 2**26 in all blocks, ClosedError.
 
-        With `sources`, which may be empty, the engine counts the writes of these engines and of those that
-        `block.allow` adds, and no others; `statistics().uninvited` is the number of writes that it did not count.
+        With `sources`, which may be empty, the engine counts writes of these engines alone, and of what `block.allow`
+        adds; `statistics().uninvited` is the number of writes that it did not count.
         """
         return self._counters.reserve(count, sources)
 

@@ -50,7 +50,7 @@ class Worker(service.Service):
     """What a rank of a decode group serves to its leader: `service.serve(engine, Worker(consumer, leaders=[address]))`.
 
     `leaders` are the engines that may have it receive: their addresses, a predicate of the peer, or "first", the first
-    that calls, as long as it is connected. Raises UsageError where the engine has a cluster key and nobody is named.
+    that calls, as long as it is connected. Raises UsageError for an engine with a cluster key without leaders.
     """
 
     name = "kvcache.Worker"

@@ -126,7 +126,7 @@ class LibfabricRail:
 
 
 def fabric_error(error: Exception, operation: str, rail: str, advice: str = "") -> FabricError:
-    """Make a FabricError of what the native floor raised; `advice` follows the reason."""
+    """Make a FabricError of an error of the native floor; `advice` follows the reason."""
     if isinstance(error, StatusError):
         text = f"{error.operation}: {error.strerror}{advice}"
         return FabricError(error.errno or 0, text, operation=operation, rail=rail)

@@ -17,7 +17,6 @@ first engine that calls, as long as it is connected; then the next one. None is 
 key, which is reached from its own host alone, and an error for others.
 """
 
-
 FIRST = "first"
 
 
@@ -26,7 +25,7 @@ class ForeignCallerError(aiote.AioteError):
 
 
 class Callers:
-    """The engines that have a role on this one; `role` is its name, for errors. Raises UsageError if none is named."""
+    """The engines that have a role on this one; `role` is its name, for errors. Raises UsageError for none."""
 
     def __init__(self, engine: aiote.Engine, allowed: CallersLike, role: str) -> None:
         self._role = role

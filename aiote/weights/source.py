@@ -480,7 +480,7 @@ async def serve_source(
     `arrays` are the rank's parts by name, as `layout` describes them for `rank`: numpy arrays, or torch tensors on the
     CPU; they stay in place meanwhile, and do not change while an update is sent. All ranks and the controller have the
     same `recipe`. `staging_bytes` bounds what an update holds besides: larger units are sent in pieces, down to single
-    quantization blocks. `controllers` may have this done: addresses, a predicate of the peer, or "first", as `Callers`.
+    quantization blocks. `controllers` may have this done: see `service.CallersLike`; "first" is the first that calls.
 
     Raises UsageError for an array that is not as the layout says, which it names, and for an engine with a cluster key
     without controllers; `prepare` raises it at the controller where a block takes more than `staging_bytes`.

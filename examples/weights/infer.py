@@ -18,14 +18,17 @@ from aiote import weights
 async def main(args: argparse.Namespace) -> None:
     layout = model.inference(args.ranks)
     arrays = model.arrays(layout, args.rank)
-
-    def committed(version: int) -> None:
-        answer(version, arrays)
-
     async with (
         aiote.open_engine(args.provider) as engine,
         # It starts before train.py has an address; where that is known, name it instead.
-        weights.serve_target(engine, layout, args.rank, arrays, on_commit=committed, controllers="first"),
+        weights.serve_target(
+            engine,
+            layout,
+            args.rank,
+            arrays,
+            on_commit=lambda version: answer(version, arrays),
+            controllers="first",
+        ),
     ):
         print(engine.address, flush=True)
         await asyncio.Event().wait()

@@ -27,7 +27,30 @@ LIMITS = {"largest_message": SIZE // 16}
 TIMES = 8
 """How often each is tried; the moment is another each time."""
 
-Ending = Callable[[bridges.Bridge, int, Callable[[], object]], None]
+
+class Way:
+    """One transfer: a coroutine, and how a thread waits for it, by a call of that or `plain`."""
+
+    def __init__(self, bridge: bridges.Bridge, mine: aiote.Region, descriptor: bytes, verb: str, plain: bool) -> None:
+        self._bridge, self._mine, self._verb, self._plain = bridge, mine, verb, plain
+        self._remote = bridge.attach(descriptor)
+
+    async def work(self) -> None:
+        engine = self._bridge.engine
+        await (
+            engine.write(self._mine, self._remote) if self._verb == "write" else engine.read(self._remote, self._mine)
+        )
+
+    def wait(self, by: bridges.Bridge, timeout: float | None = None) -> None:
+        if not self._plain:
+            by.call(self.work(), timeout)
+        elif self._verb == "write":
+            by.write(self._mine, self._remote, timeout)
+        else:
+            by.read(self._remote, self._mine, timeout)
+
+
+Ending = Callable[[bridges.Bridge, int, Way], None]
 
 
 @pytest.fixture
@@ -42,9 +65,9 @@ def other(provider):
         yield descriptor, memory
 
 
-def by_future(bridge: bridges.Bridge, turns: int, work: Callable[[], object]) -> None:
+def by_future(bridge: bridges.Bridge, turns: int, way: Way) -> None:
     """Cancel it from another thread."""
-    call = bridge.submit(work())
+    call = bridge.submit(way.work())
     cancelling = threading.Thread(target=lambda: (pass_time(bridge, turns), call.cancel()))
     cancelling.start()
     concurrent.futures.wait([call], PATIENCE_S)
@@ -52,12 +75,12 @@ def by_future(bridge: bridges.Bridge, turns: int, work: Callable[[], object]) ->
     cancelling.join()
 
 
-def by_timeout(bridge: bridges.Bridge, turns: int, work: Callable[[], object]) -> None:
+def by_timeout(bridge: bridges.Bridge, turns: int, way: Way) -> None:
     with contextlib.suppress(TimeoutError):
-        bridge.call(work(), timeout=turns * 1e-4)
+        way.wait(bridge, turns * 1e-4)
 
 
-def by_interrupt(bridge: bridges.Bridge, turns: int, work: Callable[[], object]) -> None:
+def by_interrupt(bridge: bridges.Bridge, turns: int, way: Way) -> None:
     main = threading.main_thread().ident
     over = threading.Event()
 
@@ -69,16 +92,16 @@ def by_interrupt(bridge: bridges.Bridge, turns: int, work: Callable[[], object])
     thread = threading.Thread(target=interrupt)
     with contextlib.suppress(KeyboardInterrupt):
         thread.start()
-        bridge.call(work())
+        way.wait(bridge)
         over.wait(PATIENCE_S)
     thread.join()
 
 
-def by_loop(bridge: bridges.Bridge, turns: int, work: Callable[[], object]) -> None:
+def by_loop(bridge: bridges.Bridge, turns: int, way: Way) -> None:
     """Cancel it on an event loop of the host's."""
 
     async def wait() -> None:
-        task = asyncio.ensure_future(bridge.run(work()))
+        task = asyncio.ensure_future(bridge.run(way.work()))
         await asyncio.sleep(0)
         for _ in range(turns):
             await bridge.run(asyncio.sleep(0))
@@ -89,14 +112,24 @@ def by_loop(bridge: bridges.Bridge, turns: int, work: Callable[[], object]) -> N
     asyncio.run(wait())
 
 
-def by_close(bridge: bridges.Bridge, turns: int, work: Callable[[], object]) -> None:
+def by_close(bridge: bridges.Bridge, turns: int, way: Way) -> None:
     """Close one of two bridges to the engine."""
     with bridges.acquire() as second:
-        call = second.submit(work())
+        call = second.submit(way.work())
         pass_time(bridge, turns)
     assert call.done()
     with contextlib.suppress(aiote.ClosedError):
         call.result()
+
+
+def by_close_meanwhile(bridge: bridges.Bridge, turns: int, way: Way) -> None:
+    """Close one of two bridges to the engine, in whose transfer another thread is."""
+    with bridges.acquire() as second, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(way.wait, second)
+        pass_time(bridge, turns)
+        second.close()
+        with contextlib.suppress(aiote.ClosedError):
+            waiting.result(PATIENCE_S)
 
 
 def pass_time(bridge: bridges.Bridge, turns: int) -> None:
@@ -104,33 +137,31 @@ def pass_time(bridge: bridges.Bridge, turns: int) -> None:
         bridge.call(asyncio.sleep(0))
 
 
+CALLED = [by_future, by_timeout, by_interrupt, by_loop, by_close, by_close_meanwhile]
+PLAIN = [by_timeout, by_interrupt, by_close_meanwhile]
+
+
 @real_provider
-@pytest.mark.parametrize("ending", [by_future, by_timeout, by_interrupt, by_loop, by_close])
+@pytest.mark.parametrize(("ending", "plain"), [*((one, False) for one in CALLED), *((one, True) for one in PLAIN)])
 @pytest.mark.parametrize("verb", ["write", "read"])
-def test_nothing_is_written_after_a_call_has_ended(provider, bridge, other, ending: Ending, verb):
+def test_nothing_is_written_after_a_call_has_ended(provider, bridge, other, ending: Ending, plain: bool, verb):
     descriptor, there = other
     here = np.zeros(SIZE, np.uint8)
     source, target = (here, there) if verb == "write" else (there, here)
     with bridge.register(here, "local") as mine:
-
-        async def work() -> None:
-            remote = bridge.engine.attach(descriptor)
-            if verb == "write":
-                await bridge.engine.write(mine.region, remote)
-            else:
-                await bridge.engine.read(remote, mine.region)
-
-        bridge.call(work())
+        way = Way(bridge, mine.region, descriptor, verb, plain)
+        way.wait(bridge)
         for number in range(TIMES):
             source[:] = number + 1
-            ending(bridge, number * 3, work)
+            ending(bridge, number * 3, way)
             before = zlib.crc32(target)
             source[:] = 0xFF
             pass_time(bridge, 30)
             assert bridge.engine.statistics().outstanding == 0
             assert zlib.crc32(target) == before
             assert target.max() < 0xFF
-        bridge.call(work())
+        assert not bridge._thread.moves
+        way.wait(bridge)
         assert (target == 0xFF).all()
 
 

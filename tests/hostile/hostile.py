@@ -52,6 +52,7 @@ class Run:
         self.seed = seed
         self.tally: Counter[str] = Counter()
         self.pauses: list[float] = []
+        self._ended = False
         self._only = only
         self._mishaps: list[str] = []
         self._log: list[str] = []
@@ -71,8 +72,8 @@ class Run:
             sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
 
     async def _watch(self) -> None:
-        """Note how late a timer of `TICK_S` comes, which is how long the loop has served nobody."""
-        while True:
+        """While there are cases, note how late a timer of `TICK_S` comes: for so long the loop served nobody."""
+        while not self._ended:
             before = time.perf_counter()
             await anyio.sleep(TICK_S)
             self.pauses.append(time.perf_counter() - before - TICK_S)
@@ -126,6 +127,7 @@ class Run:
                     await attacked.attack(rng, self._log)
                     await attacked.check(rng, self._log)
                     self.tally.update(entry.rpartition(" ")[0] for entry in self._log)
+                self._ended = True
             await attacked.at_rest()
 
 

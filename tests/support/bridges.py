@@ -6,7 +6,7 @@ import asyncio
 import gc
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -35,10 +35,14 @@ def bridge_to(provider: str = "local", **settings: Any) -> Iterator[bridges.Brid
 
 @contextmanager
 def memory_elsewhere(
-    provider: str, nbytes: int, imm: int | None = None, **settings: Any
+    provider: str,
+    nbytes: int,
+    imm: int | None = None,
+    on_count: Callable[[aiote.Engine], Awaitable[None]] | None = None,
+    **settings: Any,
 ) -> Iterator[tuple[bytes, np.ndarray, queue.SimpleQueue[int]]]:
     """Yield the descriptor of memory of an engine in a thread of its own, the memory, and a queue that has an item for
-    each count of an immediate.
+    each count of an immediate, once `on_count` has returned.
     """
     memory, told, over = np.zeros(nbytes, np.uint8), threading.Event(), threading.Event()
     found: list[bytes] = []
@@ -48,6 +52,8 @@ def memory_elsewhere(
         with engine.counter(imm) as counter:
             while True:
                 await counter.wait(1)
+                if on_count is not None:
+                    await on_count(engine)
                 counts.put(1)
 
     async def live() -> None:

@@ -30,6 +30,7 @@ LOST_SOON = {"heartbeat_interval": 0.25 * SLOWER**0.5, "heartbeat_timeout": 2.0 
 """For who waits until a silent peer is lost: soon, and yet longer than a busy machine keeps a live one from running."""
 
 UNHURRIED = {"heartbeat_timeout": 10.0, "drain_timeout": 10.0}
+"""Limits for who is not about them: a machine may stand still for longer than by default."""
 
 each_provider = pytest.mark.parametrize("provider", ["tcp", "shm", "local", "socket", "sim", "verbs"])
 real_provider = pytest.mark.parametrize("provider", ["tcp", "shm", "local", "socket", "verbs"])
