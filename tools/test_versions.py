@@ -48,6 +48,8 @@ EXTRAS = (
 )
 # Where the lower bound has no wheel for a Python: the first release that has one.
 FIRST_WHEELS: dict[str, dict[str, str]] = {}
+# What a lower bound was released beside: typer 0.12 uses names of click that later ones warn of.
+OF_THE_TIME = {"click": "8.1.7"}
 # What tests have beside a user's package, and only fits the same version of it.
 COMPANIONS = {"opentelemetry-sdk": "opentelemetry-api", "opentelemetry-semantic-conventions": "opentelemetry-api"}
 # Lint and the tests of pages are about this checkout and its tools, which stay as pinned.
@@ -59,7 +61,7 @@ def bounds(python: str) -> dict[str, str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *(line for e in EXTRAS for line in project["optional-dependencies"][e])]
     pairs = (re.match(r"([\w.-]+)>=([\d.]+)", line) for line in lines)
-    return {canonical(pair[1]): pair[2] for pair in pairs if pair} | FIRST_WHEELS.get(python, {})
+    return {canonical(pair[1]): pair[2] for pair in pairs if pair} | OF_THE_TIME | FIRST_WHEELS.get(python, {})
 
 
 def constraints(kind: str, python: str) -> str:

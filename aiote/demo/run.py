@@ -256,7 +256,7 @@ class _Parent:
         affected = asked if gone is not None and gone.role == "decode" else transferring
         held = self.reports.get("decode")
         return RunFailed(
-            _early(gone) or f"{_what(gone, affected, asked)}; {_pages(held)}",
+            _early(gone) or f"{_what(gone, affected, asked)}; {_pages(held, self._children['decode'])}",
             {
                 "process": gone and gone.name,
                 "pid": gone and gone.process.pid,
@@ -299,9 +299,11 @@ def _what(gone: Child | None, affected: Sequence[RequestTrace], asked: Sequence[
     return f"the {gone.name} (pid {gone.process.pid}) died {while_} ({how})"
 
 
-def _pages(held: Report | None) -> str:
+def _pages(held: Report | None, decoder: Child) -> str:
+    code = decoder.process.returncode
     if held is None:
-        return "the decoder could not be asked about its pages"
+        how = "it did not end" if code is None else f"{how_it_ended(code)}: {decoder.complaint}"
+        return f"the decoder could not be asked about its pages ({how})"
     if held.pages_held:
         return f"the decoder still holds {held.pages_held} of {held.pages_total} pages"
     return f"the decoder freed its pages (0 of {held.pages_total} held)"

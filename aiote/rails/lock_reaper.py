@@ -6,7 +6,7 @@ spin within the library meanwhile, event loop and all. Of 1000 stops under load 
 
 So a thread waits for the death of each peer's process (a pidfd), and then unlocks the two locks that this pair of
 endpoints has. From then on nobody but this process takes them; and where this process itself holds one just then,
-unlocking it twice does no harm.
+unlocking it twice does no harm. A write that the peer had posted by half is taken back before (`SpinLock.drop_half`).
 
 Nothing tells of a stop. So the thread looks at the locks now and then: one that was held at every look, while the
 peer's process used no processor and the engine did no round, is unlocked after `limit`, and the peer is given up.
@@ -32,6 +32,8 @@ __all__ = ["LockReaper"]
 SCHEME = "fi_shm://"
 LOOKS = 8
 """How often a lock must be found held within the limit. A process that works takes them often, and holds none long."""
+SETTLED_S = 0.01
+"""How long a lock of ours must be held, and nothing be read, before it is the dead peer that holds it."""
 
 
 @dataclass(eq=False)
@@ -58,7 +60,15 @@ class WatchedPeer:
         return self.looks >= LOOKS and now - self.since >= limit
 
     def release(self) -> None:
-        """Unlock both locks."""
+        """Unlock both locks, and take back what the peer had only half posted to this process."""
+        own = self.locks[0]
+        read, end = own.commands_read, time.monotonic() + SETTLED_S
+        # This process may hold it, too: it goes on soon, and then there is nothing that a peer has left half done.
+        while own.held and own.commands_read == read:
+            if time.monotonic() > end:
+                own.drop_half()
+                break
+            time.sleep(SETTLED_S / LOOKS)
         for lock in self.locks:
             lock.release()
 

@@ -1,11 +1,12 @@
-"""The spin lock in an endpoint's shared memory, for libfabric before 2.0.
+"""The spin lock in an endpoint's shared memory, and what its holder left half done, for libfabric before 2.0.
 
-Layout of `struct smr_region` in its version 4 (libfabric 1.17, util_shm.h): a byte of version, the owner's process
-number at 4, the lock at 24. Nothing else of it is touched.
+Layout of `struct smr_region` in its version 4 (libfabric 1.17, ofi_shm.h): a byte of version, the owner's process
+number at 4, the lock at 24, the offset of the command queue at 64. That queue (`ofi_rbuf.h`) is four words (size, mask,
+commands read, commands written) and a ring of commands of 256 bytes. Nothing else of it is touched.
 """
 
 from libc.errno cimport errno
-from libc.stdint cimport int32_t, uint8_t
+from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 from posix.fcntl cimport O_RDWR, open
 from posix.mman cimport MAP_FAILED, MAP_SHARED, PROT_READ, PROT_WRITE, mmap, munmap
 from posix.unistd cimport close
@@ -23,29 +24,62 @@ cdef enum:
     VERSION = 4
     PROCESS_AT = 4
     LOCK_AT = 24
+    QUEUE_AT = 64
+    QUEUE_HEAD = 32
+    COMMAND = 256
+    MOST_COMMANDS = 65536
+    # Of a command: its operation's place, and the operations of ofi_proto.h that a second command follows.
+    OPERATION_AT = 16
+    READ = 2
+    WRITE = 4
+    ATOMIC = 6
+    ATOMIC_COMPARE = 8
+
+cdef enum:  # the words of a queue
+    SIZE, MASK, COMMANDS_READ, COMMANDS_WRITTEN
 
 
 cdef class SpinLock:
     """The lock of one endpoint's memory, found by the file that it lies in; mapped, so that the file may go."""
 
     cdef uint8_t* memory
+    cdef size_t mapped
+    cdef uint64_t* commands  # the owner's queue; NULL where there is none of this layout
 
     def __cinit__(self):
         self.memory = NULL
+        self.commands = NULL
+        self.mapped = 0
 
     def __init__(self, str path, int process):
         """Map the file. Raises OSError, and ValueError for memory of another layout or another process."""
         if self.memory != NULL:
             raise RuntimeError("the lock is open already")
         cdef int fd = open(path.encode(), O_RDWR)
+        cdef uint64_t queue, size
         check(-errno if fd < 0 else 0, "open(spin lock)")
-        cdef void* memory = mmap(NULL, MAPPED, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)
-        close(fd)
+        try:
+            self.map(fd, MAPPED)
+            if self.memory[0] != VERSION or (<int32_t*> (self.memory + PROCESS_AT))[0] != process:
+                raise ValueError(f"{path} is not the memory of process {process} in layout {VERSION}")
+            queue = (<uint64_t*> (self.memory + QUEUE_AT))[0]
+            if 0 < queue <= MAPPED - QUEUE_HEAD and queue % 16 == 0:
+                size = (<uint64_t*> (self.memory + queue))[SIZE]
+                if 0 < size <= MOST_COMMANDS and (<uint64_t*> (self.memory + queue))[MASK] == size - 1:
+                    self.map(fd, queue + QUEUE_HEAD + size * COMMAND)
+                    self.commands = <uint64_t*> (self.memory + queue)
+        finally:
+            close(fd)
+
+    cdef int map(self, int fd, size_t length) except -1:
+        """Map so much of the file, and no longer what was mapped before."""
+        cdef void* memory = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)
         if memory == MAP_FAILED:
             check(-errno, "mmap(spin lock)")
+        self.unmap()
         self.memory = <uint8_t*> memory
-        if self.memory[0] != VERSION or (<int32_t*> (self.memory + PROCESS_AT))[0] != process:
-            raise ValueError(f"{path} is not the memory of process {process} in layout {VERSION}")
+        self.mapped = length
+        return 0
 
     @property
     def held(self) -> bool:
@@ -55,11 +89,47 @@ cdef class SpinLock:
         pthread_spin_init(&free, PTHREAD_PROCESS_SHARED)
         return self.memory != NULL and (<int32_t*> (self.memory + LOCK_AT))[0] != <int32_t> free
 
+    @property
+    def commands_read(self) -> int:
+        """How many commands its owner has taken out of its queue."""
+        return self.commands[COMMANDS_READ] if self.commands != NULL else 0
+
     def release(self) -> None:
         """Unlock it, whoever holds it: to be called once nobody but this process can want it."""
         if self.memory != NULL:
             pthread_spin_unlock(<pthread_spinlock_t*> (self.memory + LOCK_AT))
 
-    def __dealloc__(self):
+    def drop_half(self) -> bool:
+        """Take back the first of two commands whose holder ended between them, and say whether there was one.
+
+        A write is two commands, committed one after the other with the lock held. The owner reads both without
+        counting, runs past the end of its queue where the second is missing, and takes what lies there from the last
+        lap for commands: it crashes on a name that is none. To be called while whoever is gone holds the lock.
+        """
+        cdef uint64_t* queue = self.commands
+        cdef uint64_t at
+        if queue == NULL or not self.held:
+            return False
+        at = queue[COMMANDS_READ]
+        if queue[COMMANDS_WRITTEN] - at > queue[SIZE]:
+            return False
+        while at < queue[COMMANDS_WRITTEN]:
+            at += 1 + is_double((<uint8_t*> queue) + QUEUE_HEAD + (at & (queue[SIZE] - 1)) * COMMAND)
+        if at == queue[COMMANDS_WRITTEN]:
+            return False
+        queue[COMMANDS_WRITTEN] -= 1
+        return True
+
+    cdef void unmap(self) noexcept:
         if self.memory != NULL:
-            munmap(self.memory, MAPPED)
+            munmap(self.memory, self.mapped)
+            self.memory = NULL
+
+    def __dealloc__(self):
+        self.unmap()
+
+
+cdef bint is_double(uint8_t* command) noexcept nogil:
+    """Say whether a second command follows, which names the memory that is written or read."""
+    cdef uint32_t operation = (<uint32_t*> (command + OPERATION_AT))[0]
+    return operation == READ or operation == WRITE or ATOMIC <= operation <= ATOMIC_COMPARE

@@ -1,6 +1,7 @@
 """Locks in shared memory that a killed or stopped process held are freed, and only then.
 
-The memory is made here, laid out as libfabric 1.17 does, so that the library's own version does not matter.
+The memory is made here, laid out as libfabric 1.17 does, so that the library's own version does not matter. What that
+library makes of a write of which a dead peer had posted half is tried on its own memory.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import mmap
 import os
 import re
 import signal
+import struct
 import subprocess
 import threading
 import time
@@ -22,16 +24,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import aiote
 from aiote.rails.lock_reaper import LOOKS, SCHEME, LockReaper
 from aiote.rails.stale_files import SHARED_MEMORY, mark
+from aiote_native.libfabric.spinlocks import SpinLock
 from engines import LOST_SOON, opened, served_on
 
 pytestmark = pytest.mark.libfabric
 
 LIBC = ctypes.CDLL(None)
-VERSION, PROCESS_AT, LOCK_AT = 4, 4, 24
+VERSION, PROCESS_AT, LOCK_AT, SIGNAL_AT, QUEUE_AT = 4, 4, 24, 28, 64
+QUEUE, HEAD, COMMAND, OPERATION_AT = 128, 32, 256, 16
+SLOTS = 8
+MESSAGE, READ, WRITE, WRITTEN = 0, 2, 4, 5  # operations; a second command follows a read and a write
 PATIENCE_S = 60.0
 SIZE = 1 << 18
 NUMBERS = itertools.count(0xF00000)
@@ -62,6 +70,41 @@ class Lock:
         del self._word
 
 
+class Commands:
+    """The queue of an endpoint's memory: how many commands were read and written, and the ring of them."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+        (self._at,) = struct.unpack_from("Q", memory, QUEUE_AT)
+        (self._size,) = struct.unpack_from("Q", memory, self._at)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return struct.unpack_from("2Q", self._memory, self._at + 16)
+
+    def _place(self, number: int) -> slice:
+        start = self._at + HEAD + number % self._size * COMMAND
+        return slice(start, start + COMMAND)
+
+    def passed(self) -> list[bytes]:
+        """Return the commands that were read and are still there, the last one last."""
+        read, _ = self.counts
+        return [self._memory[self._place(number)] for number in range(max(0, read - self._size), read)]
+
+    def post(self, command: bytes) -> None:
+        read, written = self.counts
+        self._memory[self._place(written)] = command
+        struct.pack_into("2Q", self._memory, self._at + 16, read, written + 1)
+
+
+def command(operation: int) -> bytes:
+    return struct.pack("16xI236x", operation)
+
+
+def operation(command: bytes) -> int:
+    return struct.unpack_from("I", command, OPERATION_AT)[0]
+
+
 @contextmanager
 def endpoint(process: int, version: int = VERSION) -> Iterator[tuple[bytes, Lock]]:
     """Lay out an endpoint's memory; yield its address and its lock, which is taken."""
@@ -74,6 +117,8 @@ def endpoint(process: int, version: int = VERSION) -> Iterator[tuple[bytes, Lock
             with mmap.mmap(file.fileno(), mmap.PAGESIZE) as memory:
                 memory[0] = version
                 memory[PROCESS_AT : PROCESS_AT + 4] = process.to_bytes(4, "little")
+                struct.pack_into("Q", memory, QUEUE_AT, QUEUE)
+                struct.pack_into("2Q", memory, QUEUE, SLOTS, SLOTS - 1)
                 lock = Lock(memory)
                 try:
                     assert not lock.taken()
@@ -138,6 +183,29 @@ def test_both_locks_are_freed_when_the_peer_is_killed(later):
         for process, other in pairs[:-1]:
             assert process.poll() is None
             assert other.taken(), "freed though its own process lives"
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["whole", "half"])
+@given(
+    read=st.integers(0, 3 * SLOTS),
+    operations=st.lists(st.sampled_from([MESSAGE, READ, WRITE, WRITTEN]), max_size=SLOTS // 2 - 1),
+)
+@settings(max_examples=30, deadline=None)
+def test_the_first_of_two_commands_is_taken_back_and_nothing_else(half, read, operations):
+    with endpoint(os.getpid()) as (address, _):
+        path = f"{SHARED_MEMORY}/{address.decode().rstrip(chr(0)).removeprefix(SCHEME)}"
+        with open(path, "rb+") as file, mmap.mmap(file.fileno(), mmap.PAGESIZE) as memory:
+            struct.pack_into("2Q", memory, QUEUE + 16, read, read)
+            queue = Commands(memory)
+            for operation in operations:
+                queue.post(command(operation))
+                if operation in (READ, WRITE):
+                    queue.post(command(WRITE))
+            whole = queue.counts
+            if half:
+                queue.post(command(WRITE))
+            assert SpinLock(path, os.getpid()).drop_half() is half
+            assert queue.counts == whole
 
 
 def test_memory_of_another_layout_is_left_alone():
@@ -234,6 +302,42 @@ async def test_an_engine_goes_on_when_a_peer_is_stopped_with_the_lock_held(child
             while True:
                 await engine.write(source, target)
         await served_on(engine, other)
+
+
+@pytest.mark.anyio
+@pytest.mark.blocking_allowed("libfabric before 2.0 spins until its lock is freed")
+async def test_an_engine_goes_on_when_a_peer_is_killed_between_the_two_commands_of_a_write(child):
+    """With libfabric before 2.0, which crashes there; later ones post otherwise, and the peer is only killed."""
+    victim = child()
+    async with opened("shm", **LOST_SOON) as engine, opened("shm") as other:
+        await victim.open("shm", SIZE)
+        await engine.connect(victim.address)
+        target = engine.register(bytearray(SIZE))
+        await victim.ask("pour", descriptor=target.descriptor.hex(), imm=1, size=SIZE, count=9, window=1)
+        await engine.counter(1).wait(9)
+        half_a_write()
+        victim.kill()
+        with pytest.raises(aiote.AioteError, match=re.escape(str(victim.address))):
+            while True:
+                await engine.write(target, engine.attach(victim.descriptor))
+        await engine.connect(other.address)
+        await served_on(engine, other)
+
+
+def half_a_write() -> None:
+    """Post the first command of the write that came last once more, as if its peer were killed before the second."""
+    for path in Path(SHARED_MEMORY).glob(f"aiote-{os.getpid()}-*"):
+        with path.open("rb+") as file, mmap.mmap(file.fileno(), 0) as memory:
+            if memory[0] != VERSION:
+                continue
+            queue = Commands(memory)
+            writes = [one for one in queue.passed() if operation(one) == WRITE]
+            if writes:
+                lock = Lock(memory, fresh=False)
+                assert not lock.taken()
+                queue.post(writes[-1])
+                struct.pack_into("i", memory, SIGNAL_AT, 1)
+                lock.forget()
 
 
 def hold_locks(process: int) -> None:
