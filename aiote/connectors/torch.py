@@ -4,9 +4,10 @@ torch finds it by its entry point: `new_transport("aiote", "cpu")`. All transpor
 engine. A transport moves nothing by itself; it has one peer, and refuses descriptors of any other. An engine has no
 connection to itself, so between two transports of one process a thread copies. See docs/connectors.md.
 
-Each transfer is a call on the bridge, which is done when the NIC uses the tensors no more. `Work` is what torch makes
-of that; its timeout ends the wait alone, as torch has it. What is awaited, or called without `async_op`, ends the
-transfer itself. (Time-outs are parameters, which our own API has nowhere, because torch has them.)
+A transfer with `async_op`, or one that is awaited, is a call on the bridge, which is done when the NIC uses the tensors
+no more. `Work` is what torch makes of that; its timeout ends the wait alone, as torch has it. Without `async_op` the
+calling thread posts the transfer and waits for it (`Bridge.write`), without the bridge's loop. That, and what is
+awaited, ends the transfer itself. (Time-outs are parameters, which our own API has nowhere, because torch has them.)
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from concurrent import futures
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 import torch
@@ -37,11 +38,20 @@ from .torch_memory import (
     AioteRemoteBuffer,
     Endpoint,
     TensorRegistration,
+    Use,
     check_seconds,
     registered_here,
 )
 
+if TYPE_CHECKING:
+    from ..transfers import RemoteRegion
+
 __all__ = ["AioteMemory", "AioteMemoryView", "AioteMutableMemoryView", "AioteRemoteBuffer", "AioteTransport"]
+
+LOOK_S = 0.001
+"""How often `close_async` looks whether other threads have done with their transfers."""
+MOST_REACHED = 256
+"""How many of the peer's memories are remembered, each once to be written to and once to be read."""
 
 
 class _Future(torch.futures.Future):  # type: ignore[misc]
@@ -144,6 +154,8 @@ class AioteTransport(Transport):  # type: ignore[misc]
         self._peer: tuple[Endpoint, Address, Any] | None = None
         self._registrations: dict[tuple[int, int], TensorRegistration] = {}
         self._pending: dict[bridges.Call[None], TensorRegistration] = {}
+        self._uses: dict[Use, TensorRegistration] = {}
+        self._reached: dict[tuple[bytes, bool], RemoteRegion] = {}
         self._lock = threading.RLock()
         self._closing = False
 
@@ -234,7 +246,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
         with self._lock:
             self._require_open()
             registration = memory.registration
-            if any(used is registration and not call.done() for call, used in tuple(self._pending.items())):
+            if any(used is registration and not one.done() for one, used in self._under_way()):
                 raise RuntimeError("memory has pending transfers; wait before unregistering")
             if self._registrations.get(registration.key) is registration:
                 del self._registrations[registration.key]
@@ -242,6 +254,10 @@ class AioteTransport(Transport):  # type: ignore[misc]
         registration.held.close()
 
     # Transfers.
+
+    def _under_way(self) -> list[tuple[bridges.Call[None] | Use, TensorRegistration]]:
+        """Return what was begun and has perhaps not ended, and the memory that it uses."""
+        return [*self._pending.items(), *self._uses.items()]
 
     def _limit(self, timeout: float | None) -> float | None:
         check_seconds(timeout)
@@ -287,10 +303,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
         with anyio.move_on_after(limit):
             await self._move(local, remote, mutable)
             return
-        raise TimeoutError(
-            f"the {'read' if mutable else 'write'} of {local.size()} bytes was not over within {limit} s, and was "
-            "cancelled; the tensor is the caller's again"
-        )
+        raise _late(limit, local, mutable)
 
     async def _move(self, local: AioteMemoryView, remote: AioteRemoteBuffer, mutable: bool) -> None:
         registration, count = local.memory.registration, local.size()
@@ -320,9 +333,51 @@ class AioteTransport(Transport):  # type: ignore[misc]
                 raise
             return AioteWork(call, timeout)
         self._bridge.require_elsewhere()
-        call, begin = self._prepare(local, remote, mutable=mutable, limit=timeout)
-        call.wait(begin)
+        if self._peer is not None and self._peer[2] is not None:
+            self._transfer(local, remote, mutable, timeout)
+        else:
+            call, begin = self._prepare(local, remote, mutable=mutable, limit=timeout)
+            call.wait(begin)
         return 0
+
+    def _transfer(
+        self, local: AioteMemoryView, remote: AioteRemoteBuffer, mutable: bool, timeout: float | None
+    ) -> None:
+        """Post a transfer to another process here, and wait for it here."""
+        with self._lock:
+            self._require_open()
+            self._check_transfer(local, remote, mutable=mutable)
+            assert self._peer is not None
+            peer = self._peer[2]
+        if not local.size():
+            return
+        registration, use = local.memory.registration, Use()
+        here, there = registration.held.region[local.range], self._reach(peer, remote, mutable)[: local.size()]
+        try:
+            with use.under_way:
+                with self._lock:
+                    self._require_open()
+                    registration.require_active()
+                    self._uses[use] = registration
+                if mutable:
+                    self._bridge.read(there, here, timeout)
+                else:
+                    self._bridge.write(here, there, timeout)
+        except TimeoutError:
+            raise _late(timeout, local, mutable) from None
+        finally:
+            self._uses.pop(use, None)
+
+    def _reach(self, peer: Any, remote: AioteRemoteBuffer, mutable: bool) -> RemoteRegion:
+        """Return the peer's memory, as the engine has attached it."""
+        key = remote.descriptor, mutable
+        if (known := self._reached.get(key)) is None:
+            access: Literal["read", "write"] = "read" if mutable else "write"
+            known = self._bridge.attach(remote.descriptor, owner=peer, access=access)
+            if len(self._reached) >= MOST_REACHED:
+                self._reached.clear()
+            self._reached[key] = known
+        return known
 
     def write(
         self, local_buffer: Any, remote_buffer: Any, *, async_op: bool = False, timeout: float | None = None
@@ -365,10 +420,11 @@ class AioteTransport(Transport):  # type: ignore[misc]
 
     # The end.
 
-    def _begin_close(self) -> list[AioteWork]:
+    def _begin_close(self) -> tuple[list[AioteWork], list[Use]]:
         with self._lock:
             self._closing = True
-            return [AioteWork(call, None) for call in tuple(self._pending) if not call.done()]
+            works = [AioteWork(call, None) for call in tuple(self._pending) if not call.done()]
+            return works, list(self._uses)
 
     def _forget(self) -> list[bridges.Registration]:
         with self._lock:
@@ -379,18 +435,25 @@ class AioteTransport(Transport):  # type: ignore[misc]
             registration.end()
         return [registration.held for registration in ended]
 
+    async def _others_end(self, uses: list[Use], timeout: float | None) -> None:  # noqa: ASYNC109
+        """Wait for the transfers that threads wait for. Raises TimeoutError."""
+        with anyio.fail_after(timeout):
+            while not all(one.done() for one in uses):  # noqa: ASYNC110 - threads end them
+                await anyio.sleep(LOOK_S)
+
     def close(self, *, timeout: float | None = None) -> None:
         """Wait for the transfers under way and let go of everything; idempotent.
 
         Raises TimeoutError where they last longer, and may be called again then, as where it was interrupted; raises
-        what one of them failed with once everything is let go of, and UsageError on the bridge's own thread.
+        what one of them failed with that no thread waits for, once everything is let go of, and UsageError on the
+        bridge's own thread.
         """
         timeout = self._limit(timeout)
         self._bridge.require_elsewhere()
-        works = self._begin_close()
+        works, uses = self._begin_close()
         end = math.inf if timeout is None else time.monotonic() + timeout
-        for work in works:
-            if not work._call.wait_within(None if timeout is None else max(end - time.monotonic(), 0)):
+        for one in [*uses, *(work._call for work in works)]:
+            if not one.wait_within(None if timeout is None else max(end - time.monotonic(), 0)):
                 raise TimeoutError("transport close timed out; operations remain pending")
         for held in self._forget():
             held.close()
@@ -402,8 +465,9 @@ class AioteTransport(Transport):  # type: ignore[misc]
         """Close as `close` does, without holding the loop. A cancelled one may be called again."""
         timeout = self._limit(timeout)
         self._bridge.require_elsewhere()
-        works, error = self._begin_close(), None
+        (works, uses), error = self._begin_close(), None
         try:
+            await self._others_end(uses, timeout)
             await wait_all(works, timeout=timeout)
         except Exception as failure:
             if not all(work.is_completed() for work in works):
@@ -415,3 +479,11 @@ class AioteTransport(Transport):  # type: ignore[misc]
         await self._bridge.aclose()
         if error is not None:
             raise error
+
+
+def _late(limit: float | None, local: AioteMemoryView, mutable: bool) -> TimeoutError:
+    """Return the error of a transfer that its own time-out has ended."""
+    return TimeoutError(
+        f"the {'read' if mutable else 'write'} of {local.size()} bytes was not over within {limit} s, and was "
+        "cancelled; the tensor is the caller's again"
+    )

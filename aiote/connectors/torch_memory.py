@@ -30,6 +30,7 @@ __all__ = [
     "AioteRemoteBuffer",
     "Endpoint",
     "TensorRegistration",
+    "Use",
     "check_seconds",
     "registered_here",
 ]
@@ -117,6 +118,27 @@ class TensorRegistration:
         registered_here.pop(self._name, None)
         with self._copying:
             self.active = False
+
+
+class Use:
+    """A thread's use of registered memory, for as long as it waits for its own transfer.
+
+    The thread holds `under_way` all the time: a `with` of a lock is left at whatever step the thread is interrupted.
+    """
+
+    def __init__(self) -> None:
+        self.under_way = threading.Lock()
+
+    def done(self) -> bool:
+        """Tell whether it has ended, or has not begun."""
+        return not self.under_way.locked()
+
+    def wait_within(self, timeout: float | None) -> bool:
+        """Wait until it has ended; False after `timeout` seconds."""
+        ended = self.under_way.acquire(timeout=-1 if timeout is None else timeout)
+        if ended:
+            self.under_way.release()
+        return ended
 
 
 class AioteMemoryView:

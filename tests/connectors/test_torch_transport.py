@@ -9,6 +9,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -85,14 +86,15 @@ def test_a_cancelled_transfer_has_ended_when_it_raises(pair, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["write", "read"])
-def test_a_transfer_that_times_out_has_ended_when_it_raises(pair, monkeypatch, name):
+def test_an_awaited_transfer_that_times_out_has_ended_when_it_raises(pair, monkeypatch, name):
     stubborn = Stubborn()
     monkeypatch.setattr(pair.transport, "_move", lambda *_: stubborn.run())
     ended: list[bool] = []
 
     def transfer() -> None:
         with pytest.raises(TimeoutError, match=rf"the {name} of {SIZE} bytes was not over within 0.01 s"):
-            getattr(pair.transport, name)(pair.memory.to_mutable_view(), pair.remote, timeout=0.01)
+            move = getattr(pair.transport, f"{name}_async")
+            asyncio.run(move(pair.memory.to_mutable_view(), pair.remote, timeout=0.01))
         ended.append(stubborn.ended)
 
     def release() -> None:
@@ -104,6 +106,66 @@ def test_a_transfer_that_times_out_has_ended_when_it_raises(pair, monkeypatch, n
     aside(transfer)
     releasing.join()
     assert ended == [True]
+
+
+def test_a_thread_moves_bytes_without_the_loop(pair, monkeypatch):
+    view = pair.memory.to_mutable_view()
+    for move in (pair.transport.write, pair.transport.read):
+        aside(move, view, pair.remote)
+    monkeypatch.setattr(pair.transport._bridge, "_call", None)
+    for move in (pair.transport.write, pair.transport.read):
+        assert aside(move, view, pair.remote) == 0
+    assert aside(pair.transport.write, pair.memory.to_view(0, 0), pair.remote) == 0
+
+
+class Held:
+    """Holds a bridge's write up until it may go on, and then makes it, or fails as one that was late."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, bridge: Any) -> None:
+        self.begun, self.may_end, self.late = threading.Event(), threading.Event(), False
+        self._write = bridge.write
+        monkeypatch.setattr(bridge, "write", self)
+
+    def __call__(self, *arguments: Any) -> None:
+        self.begun.set()
+        assert self.may_end.wait(PATIENCE_S)
+        if self.late:
+            raise TimeoutError("it was not over")
+        self._write(*arguments)
+
+
+@pytest.mark.parametrize("awaited", [False, True], ids=["close", "close_async"])
+def test_memory_that_another_thread_is_moving_is_not_let_go_of(pair, monkeypatch, awaited):
+    transport, held = pair.transport, Held(monkeypatch, pair.transport._bridge)
+
+    def closed(timeout: float | None) -> None:
+        if awaited:
+            asyncio.run(transport.close_async(timeout=timeout))
+        else:
+            transport.close(timeout=timeout)
+
+    moving = threading.Thread(target=transport.write, args=(pair.memory.to_view(), pair.remote))
+    moving.start()
+    assert held.begun.wait(PATIENCE_S)
+    with pytest.raises(RuntimeError, match="pending transfers"):
+        aside(transport.unregister_memory, pair.memory)
+    with pytest.raises(TimeoutError):
+        aside(closed, 0.01)
+    assert pair.memory.registration.active
+    held.may_end.set()
+    aside(closed, None)
+    moving.join(PATIENCE_S)
+    assert not moving.is_alive()
+    assert np.array_equal(pair.theirs, pair.local)
+
+
+def test_a_threads_transfer_that_is_late_says_what_it_was(pair, monkeypatch):
+    held = Held(monkeypatch, pair.transport._bridge)
+    held.late = True
+    held.may_end.set()
+    with pytest.raises(TimeoutError, match=rf"the write of {SIZE} bytes was not over within 1.5 s"):
+        aside(partial(pair.transport.write, timeout=1.5), pair.memory.to_view(), pair.remote)
+    aside(pair.transport.unregister_memory, pair.memory)
 
 
 @pytest.mark.parametrize("name", ["unregister_memory", "close"])

@@ -52,7 +52,7 @@ def pair(torch) -> Iterator[Pair]:
 def over(pair: Pair) -> None:
     """Fail unless no transfer is under way, or begins, and others go on."""
     mine, theirs = pair.local, pair.theirs
-    assert all(call.done() for call in tuple(pair.transport._pending))
+    assert all(one.done() for one, _ in pair.transport._under_way())
     mine[:], theirs[:] = 5, 6
     # Others, which need what locks an interrupted thread may have kept.
     assert aside(pair.transport.write, pair.memory.to_view(0, 8), pair.remote) == 0
