@@ -6,7 +6,8 @@ Run it with the environment of `tools/connectors.py ray`, outside of the checkou
 
 NIXL's column needs `nixl` there as well (see bench_transports.py). A hand-over begins with the task that returns a
 tensor which its actor keeps, and ends when the other actor has seen its first and last byte: so it has the copy into
-the store, or the registration. The ways alternate in one run; each figure is the median of the rounds, in GB/s of
+the store, or the registration. Each way has actors of its own, and is measured alone, because NIXL's threads poll and
+take the other ways' processors; the ways take turns, a few times. Each figure is the median of all rounds, in GB/s of
 hand-overs and in seconds of CPU that both actors took for a GB.
 """
 
@@ -26,7 +27,8 @@ from aiote.connectors.ray import NAME, register
 
 MIB = 1 << 20
 SIZES = (MIB, 16 * MIB, 256 * MIB, 1024 * MIB)
-ROUNDS = 7
+ROUNDS = 5
+TURNS = 3
 WAYS = {"store": "hand", "aiote": "hand_aiote", "nixl": "hand_nixl"}
 
 register()
@@ -63,27 +65,36 @@ def handed(source: Any, sink: Any, way: str, size: int, number: int) -> tuple[fl
     return took, sum(ray.get([source.cpu.remote(), sink.cpu.remote()])) - before
 
 
+def measured(way: str) -> dict[int, list[tuple[float, float]]]:
+    """Measure one way between two actors that are there for it alone; return the rounds of each size."""
+    kind = ray.remote(num_cpus=0, enable_tensor_transport=True)(Actor)
+    source, sink = kind.remote(), kind.remote()
+    # The first round of a size is a cold one.
+    seen = {size: [handed(source, sink, way, size, number) for number in range(ROUNDS + 1)][1:] for size in SIZES}
+    for actor in (source, sink):
+        ray.kill(actor)
+    return seen
+
+
 def main() -> int:
     key = os.urandom(16).hex()
     os.environ["AIOTE_CLUSTER_KEY"] = key
     variables = {"AIOTE_CLUSTER_KEY": key, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     ray.init(num_cpus=2, object_store_memory=3072 * MIB, include_dashboard=False, runtime_env={"env_vars": variables})
-    kind = ray.remote(num_cpus=0, enable_tensor_transport=True)(Actor)
-    source, sink = kind.remote(), kind.remote()
     ways = [way for way in WAYS if way != "nixl" or importlib.util.find_spec("nixl")]
     print(f"load {os.getloadavg()[0]:.1f}; GB/s, and CPU s/GB")
-    print(f"{'':>8}" + "".join(f"{way:>10}{'':>8}" for way in ways), flush=True)
+    runs: dict[str, list[dict[int, list[tuple[float, float]]]]] = {way: [] for way in ways}
+    for _ in range(TURNS):
+        for way in ways:
+            runs[way].append(measured(way))
+    print(f"{'':>8}" + "".join(f"{way:>10}{'':>8}" for way in ways))
     for size in SIZES:
-        seen: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
-        for number in range(ROUNDS + 1):
-            for way in ways:
-                seen[way].append(handed(source, sink, way, size, number))
         row = ""
         for way in ways:
-            # The first round is a cold one.
-            took, cpu = (statistics.median(column) for column in zip(*seen[way][1:], strict=True))
+            rounds = [one for seen in runs[way] for one in seen[size]]
+            took, cpu = (statistics.median(column) for column in zip(*rounds, strict=True))
             row += f"{size / took / 1e9:10.2f}{cpu * 1e9 / size:8.2f}"
-        print(f"{size // MIB:>5}MiB{row}", flush=True)
+        print(f"{size // MIB:>5}MiB{row}")
     print(f"load {os.getloadavg()[0]:.1f}")
     ray.shutdown()
     return 0

@@ -5,16 +5,19 @@ Run it with an environment of `tools/connectors.py torch` into which `nixl` is i
     .venv-hosts/torch/bin/python -m pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1
     .venv-hosts/torch/bin/python -P tools/bench_transports.py
 
-Both transports write and read the same tensors in turn, in one run. Each figure is the median of the rounds, in GB/s.
+Each transport is measured alone, in two processes of its own, because NIXL's threads poll and take the other's
+processors; the two take turns, a few times. Each figure is the median of all rounds, in GB/s.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import os
 import statistics
 import sys
 import time
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 from torch.distributed import TCPStore
@@ -23,55 +26,82 @@ from torch.distributed._transport import new_transport_rank, register_transport
 MIB = 1 << 20
 SIZES = (MIB, 16 * MIB, 256 * MIB, 1024 * MIB)
 ROUNDS = 7
+TURNS = 3
 BACKENDS = ("aiote", "nixl")
+VERBS = ("write", "read")
+
+Times = dict[tuple[str, int], list[float]]
+"""Seconds of each round, by verb and size."""
 
 
-def opened(port: int, rank: int, master: TCPStore | None = None) -> dict[str, object]:
-    """Open a transport of each kind to the other process."""
-    from torch.distributed._transport.nixl import NIXLTransport
+def opened(backend: str, rank: int, store: TCPStore) -> Any:
+    """Open one transport to the other process."""
+    if backend == "nixl":
+        from torch.distributed._transport.nixl import NIXLTransport
 
-    register_transport("nixl", NIXLTransport, replace=True)
-    store = master or TCPStore("127.0.0.1", port, is_master=False)
-    return {name: new_transport_rank(name, "cpu", store=store, rank=rank, peer_rank=1 - rank) for name in BACKENDS}
+        register_transport("nixl", NIXLTransport, replace=True)
+    return new_transport_rank(backend, "cpu", store=store, rank=rank, peer_rank=1 - rank)
 
 
-def serve(connection: Connection, port: int) -> None:
-    """Expose a tensor to each transport; wait until the other side is done."""
-    transports = opened(port, 1)
-    tensors = {name: torch.ones(max(SIZES), dtype=torch.uint8) for name in transports}
-    memory = {name: one.register_memory(tensors[name]) for name, one in transports.items()}  # type: ignore[attr-defined]
-    connection.send({name: one.to_remote_buffer().serialize() for name, one in memory.items()})
+def serve(backend: str, connection: Connection, port: int) -> None:
+    """Expose a tensor; wait until the other side is done."""
+    transport = opened(backend, 1, TCPStore("127.0.0.1", port, is_master=False))
+    memory = transport.register_memory(torch.ones(max(SIZES), dtype=torch.uint8))
+    connection.send(memory.to_remote_buffer().serialize())
     connection.recv()
+    transport.close()
+
+
+def move(backend: str, connection: Connection, port: int, result: Connection) -> None:
+    """Write and read each size in turn, and tell how long each round took."""
+    transport = opened(backend, 0, TCPStore("127.0.0.1", port, is_master=False))
+    memory = transport.register_memory(torch.zeros(max(SIZES), dtype=torch.uint8))
+    remote = type(memory.to_remote_buffer()).deserialize(connection.recv())
+    took: Times = {(verb, size): [] for verb in VERBS for size in SIZES}
+    for (verb, size), seconds in took.items():
+        for _ in range(ROUNDS + 1):
+            started = time.perf_counter()
+            getattr(transport, verb)(memory.to_mutable_view(0, size), remote)
+            seconds.append(time.perf_counter() - started)
+        del seconds[0]  # a cold one
+    connection.send(None)
+    transport.close()
+    result.send(took)
+
+
+def measured(backend: str) -> Times:
+    """Measure one transport between two processes that are there for it alone."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    (here, there), (result, told) = context.Pipe(), context.Pipe(duplex=False)
+    processes = [
+        context.Process(target=serve, args=(backend, there, store.port), daemon=True),
+        context.Process(target=move, args=(backend, here, store.port, told), daemon=True),
+    ]
+    for process in processes:
+        process.start()
+    # Or nobody would be told of the end of the one that has this, too.
+    told.close()
+    took: Times = result.recv()
+    for process in processes:
+        process.join()
+    return took
 
 
 def main() -> int:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    connection, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, store.port))
-    process.start()
-    transports = opened(store.port, 0, store)
-    descriptors, tensor = connection.recv(), torch.zeros(max(SIZES), dtype=torch.uint8)
-    memory = {name: one.register_memory(tensor) for name, one in transports.items()}  # type: ignore[attr-defined]
-    remote = {name: type(one.to_remote_buffer()).deserialize(descriptors[name]) for name, one in memory.items()}
+    print(f"load before: {os.getloadavg()[0]:.1f}")
+    runs: dict[str, list[Times]] = {name: [] for name in BACKENDS}
+    for _ in range(TURNS):
+        for name in BACKENDS:
+            runs[name].append(measured(name))
     print(f"{'':>8}{'':>8}" + "".join(f"{name:>10}" for name in BACKENDS) + f"{'ratio':>8}")
-    for verb in ("write", "read"):
+    for verb in VERBS:
         for size in SIZES:
-            took: dict[str, list[float]] = {name: [] for name in BACKENDS}
-            for _ in range(ROUNDS + 1):
-                for name, transport in transports.items():
-                    view = memory[name].to_mutable_view(0, size)
-                    started = time.perf_counter()
-                    getattr(transport, verb)(view, remote[name])
-                    took[name].append(time.perf_counter() - started)
-            # The first round is a cold one.
-            rates = [size / statistics.median(took[name][1:]) / 1e9 for name in BACKENDS]
+            seconds = {name: [one for took in runs[name] for one in took[verb, size]] for name in BACKENDS}
+            rates = [size / statistics.median(seconds[name]) / 1e9 for name in BACKENDS]
             row = "".join(f"{rate:10.2f}" for rate in rates)
-            print(f"{verb:>8}{size // MIB:>5}MiB{row}{rates[0] / rates[1]:8.2f}", flush=True)
-    connection.send(None)
-    process.join()
-    for transport in transports.values():
-        transport.close()  # type: ignore[attr-defined]
+            print(f"{verb:>8}{size // MIB:>5}MiB{row}{rates[0] / rates[1]:8.2f}")
+    print(f"load after: {os.getloadavg()[0]:.1f}")
     return 0
 
 
