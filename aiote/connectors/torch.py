@@ -20,7 +20,7 @@ from collections.abc import Callable
 from concurrent import futures
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import anyio
 import torch
@@ -452,7 +452,8 @@ class AioteTransport(Transport):  # type: ignore[misc]
         self._bridge.require_elsewhere()
         works, uses = self._begin_close()
         end = math.inf if timeout is None else time.monotonic() + timeout
-        for one in [*uses, *(work._call for work in works)]:
+        calls = [work._call for work in works]
+        for one in cast("list[bridges.Call[None] | Use]", [*uses, *calls]):
             if not one.wait_within(None if timeout is None else max(end - time.monotonic(), 0)):
                 raise TimeoutError("transport close timed out; operations remain pending")
         for held in self._forget():
@@ -466,8 +467,8 @@ class AioteTransport(Transport):  # type: ignore[misc]
         timeout = self._limit(timeout)
         self._bridge.require_elsewhere()
         (works, uses), error = self._begin_close(), None
+        await self._others_end(uses, timeout)
         try:
-            await self._others_end(uses, timeout)
             await wait_all(works, timeout=timeout)
         except Exception as failure:
             if not all(work.is_completed() for work in works):
