@@ -163,8 +163,8 @@ def test_a_threads_transfer_that_is_late_says_what_it_was(pair, monkeypatch):
     held = Held(monkeypatch, pair.transport._bridge)
     held.late = True
     held.may_end.set()
-    with pytest.raises(TimeoutError, match=rf"the write of {SIZE} bytes was not over within 1.5 s"):
-        aside(partial(pair.transport.write, timeout=1.5), pair.memory.to_view(), pair.remote)
+    with pytest.raises(TimeoutError, match=rf"the write of {SIZE} bytes was not over within {PATIENCE_S} s"):
+        aside(partial(pair.transport.write, timeout=PATIENCE_S), pair.memory.to_view(), pair.remote)
     aside(pair.transport.unregister_memory, pair.memory)
 
 
