@@ -158,7 +158,7 @@ cdef class Direct:
         self.core, self.bells = core, bells
 
     def post(self, type kind, local, remote, bint reads, imm) -> bool:
-        """Start it, from any thread. False: nothing was done, and the loop has to do it."""
+        """Start it, from any thread, and return True; return False, before any effect, where the loop has to do it."""
         cdef LocalSlice here
         cdef RemoteSlice there
         cdef PeerLink link

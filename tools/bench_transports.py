@@ -80,7 +80,7 @@ def measured(backend: str) -> Times:
     ]
     for process in processes:
         process.start()
-    # Or nobody would be told of the end of the one that has this, too.
+    # If this process kept it open, `recv` would wait for ever for a `move` that has died.
     told.close()
     took: Times = result.recv()
     for process in processes:

@@ -6,8 +6,9 @@ connection to itself, so between two transports of one process a thread copies. 
 
 A transfer with `async_op`, or one that is awaited, is a call on the bridge, which is done when the NIC uses the tensors
 no more. `Work` is what torch makes of that; its timeout ends the wait alone, as torch has it. Without `async_op` the
-calling thread posts the transfer and waits for it (`Bridge.write`), without the bridge's loop. That, and what is
-awaited, ends the transfer itself. (Time-outs are parameters, which our own API has nowhere, because torch has them.)
+calling thread posts the transfer and waits for it (`Bridge.write`), without the bridge's loop. The time-out of such a
+wait, and of an awaited one, ends the transfer. (Time-outs are parameters, which our own API has nowhere, because torch
+has them.)
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from concurrent import futures
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 import torch
@@ -256,7 +257,7 @@ class AioteTransport(Transport):  # type: ignore[misc]
     # Transfers.
 
     def _under_way(self) -> list[tuple[bridges.Call[None] | Use, TensorRegistration]]:
-        """Return what was begun and has perhaps not ended, and the memory that it uses."""
+        """Return the transfers that may not have ended, and the memory that each uses."""
         return [*self._pending.items(), *self._uses.items()]
 
     def _limit(self, timeout: float | None) -> float | None:
@@ -444,17 +445,17 @@ class AioteTransport(Transport):  # type: ignore[misc]
     def close(self, *, timeout: float | None = None) -> None:
         """Wait for the transfers under way and let go of everything; idempotent.
 
-        Raises TimeoutError where they last longer, and may be called again then, as where it was interrupted; raises
-        what one of them failed with that no thread waits for, once everything is let go of, and UsageError on the
-        bridge's own thread.
+        Raises TimeoutError where they last longer, and may be called again then, as where it was interrupted. Once
+        everything is let go of, it raises the error of a failed one that no thread was waiting for. Raises UsageError
+        on the bridge's own thread.
         """
         timeout = self._limit(timeout)
         self._bridge.require_elsewhere()
         works, uses = self._begin_close()
         end = math.inf if timeout is None else time.monotonic() + timeout
-        calls = [work._call for work in works]
-        for one in cast("list[bridges.Call[None] | Use]", [*uses, *calls]):
-            if not one.wait_within(None if timeout is None else max(end - time.monotonic(), 0)):
+        ending: list[bridges.Call[None] | Use] = [*uses, *(work._call for work in works)]
+        for one in ending:
+            if not one.wait_within(_left(end)):
                 raise TimeoutError("transport close timed out; operations remain pending")
         for held in self._forget():
             held.close()
@@ -467,9 +468,10 @@ class AioteTransport(Transport):  # type: ignore[misc]
         timeout = self._limit(timeout)
         self._bridge.require_elsewhere()
         (works, uses), error = self._begin_close(), None
+        end = math.inf if timeout is None else time.monotonic() + timeout
         await self._others_end(uses, timeout)
         try:
-            await wait_all(works, timeout=timeout)
+            await wait_all(works, timeout=_left(end))
         except Exception as failure:
             if not all(work.is_completed() for work in works):
                 raise
@@ -488,3 +490,8 @@ def _late(limit: float | None, local: AioteMemoryView, mutable: bool) -> Timeout
         f"the {'read' if mutable else 'write'} of {local.size()} bytes was not over within {limit} s, and was "
         "cancelled; the tensor is the caller's again"
     )
+
+
+def _left(end: float) -> float | None:
+    """Return the seconds until a moment of `time.monotonic`, None without an end."""
+    return None if end == math.inf else max(end - time.monotonic(), 0)

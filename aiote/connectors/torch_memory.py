@@ -123,7 +123,7 @@ class TensorRegistration:
 class Use:
     """A thread's use of registered memory, for as long as it waits for its own transfer.
 
-    The thread holds `under_way` all the time: a `with` of a lock is left at whatever step the thread is interrupted.
+    The thread holds `under_way` in a `with`, which frees a lock at whatever step an interruption comes.
     """
 
     def __init__(self) -> None:

@@ -288,8 +288,7 @@ def _what(gone: Child | None, affected: Sequence[RequestTrace], asked: Sequence[
     if gone is None:
         failed = [f"request {f.request + 1} failed: {f.reason}" for f in asked if f.reason]
         return "; ".join(failed) or "the run failed for no reason that a process gave"
-    assert gone.process.returncode is not None
-    how = how_it_ended(gone.process.returncode) + (f": {gone.complaint}" if gone.complaint else "")
+    how = _ended(gone)
     doing = "transferred" if gone.role == "prefill" else "answered"
     while_ = (
         f"while request{'s' * several} {names} {'were' if several else 'was'} being {doing}"
@@ -299,10 +298,15 @@ def _what(gone: Child | None, affected: Sequence[RequestTrace], asked: Sequence[
     return f"the {gone.name} (pid {gone.process.pid}) died {while_} ({how})"
 
 
+def _ended(child: Child) -> str:
+    """Say how a child ended, and its last words."""
+    assert child.process.returncode is not None
+    return how_it_ended(child.process.returncode) + (f": {child.complaint}" if child.complaint else "")
+
+
 def _pages(held: Report | None, decoder: Child) -> str:
-    code = decoder.process.returncode
     if held is None:
-        how = "it did not end" if code is None else f"{how_it_ended(code)}: {decoder.complaint}"
+        how = "it did not end" if decoder.process.returncode is None else _ended(decoder)
         return f"the decoder could not be asked about its pages ({how})"
     if held.pages_held:
         return f"the decoder still holds {held.pages_held} of {held.pages_total} pages"

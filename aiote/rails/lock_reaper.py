@@ -6,7 +6,8 @@ spin within the library meanwhile, event loop and all. Of 1000 stops under load 
 
 So a thread waits for the death of each peer's process (a pidfd), and then unlocks the two locks that this pair of
 endpoints has. From then on nobody but this process takes them; and where this process itself holds one just then,
-unlocking it twice does no harm. A write that the peer had posted by half is taken back before (`SpinLock.drop_half`).
+unlocking it twice does no harm. Before that the thread takes back a write of which the peer had posted only the first
+half (`SpinLock.drop_half`).
 
 Nothing tells of a stop. So the thread looks at the locks now and then: one that was held at every look, while the
 peer's process used no processor and the engine did no round, is unlocked after `limit`, and the peer is given up.
@@ -33,7 +34,7 @@ SCHEME = "fi_shm://"
 LOOKS = 8
 """How often a lock must be found held within the limit. A process that works takes them often, and holds none long."""
 SETTLED_S = 0.01
-"""How long a lock of ours must be held, and nothing be read, before it is the dead peer that holds it."""
+"""How long our lock must stay held, with no command read, before the dead peer counts as its holder."""
 
 
 @dataclass(eq=False)
@@ -60,10 +61,10 @@ class WatchedPeer:
         return self.looks >= LOOKS and now - self.since >= limit
 
     def release(self) -> None:
-        """Unlock both locks, and take back what the peer had only half posted to this process."""
+        """Take back a write that the peer has half posted to this process, and unlock both locks."""
         own = self.locks[0]
         read, end = own.commands_read, time.monotonic() + SETTLED_S
-        # This process may hold it, too: it goes on soon, and then there is nothing that a peer has left half done.
+        # If this process holds the lock, it soon goes on, and the peer has left no half of a write.
         while own.held and own.commands_read == read:
             if time.monotonic() > end:
                 own.drop_half()

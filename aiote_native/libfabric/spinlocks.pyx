@@ -1,4 +1,4 @@
-"""The spin lock in an endpoint's shared memory, and what its holder left half done, for libfabric before 2.0.
+"""The spin lock and the command queue in an endpoint's shared memory, for libfabric before 2.0.
 
 Layout of `struct smr_region` in its version 4 (libfabric 1.17, ofi_shm.h): a byte of version, the owner's process
 number at 4, the lock at 24, the offset of the command queue at 64. That queue (`ofi_rbuf.h`) is four words (size, mask,
@@ -45,18 +45,19 @@ cdef class SpinLock:
     cdef uint8_t* memory
     cdef size_t mapped
     cdef uint64_t* commands  # the owner's queue; NULL where there is none of this layout
+    cdef uint64_t size  # its commands, as mapped: the peer, which can write to the queue's own word, moves no bound
 
     def __cinit__(self):
         self.memory = NULL
         self.commands = NULL
-        self.mapped = 0
+        self.mapped = self.size = 0
 
     def __init__(self, str path, int process):
         """Map the file. Raises OSError, and ValueError for memory of another layout or another process."""
         if self.memory != NULL:
             raise RuntimeError("the lock is open already")
         cdef int fd = open(path.encode(), O_RDWR)
-        cdef uint64_t queue, size
+        cdef uint64_t queue
         check(-errno if fd < 0 else 0, "open(spin lock)")
         try:
             self.map(fd, MAPPED)
@@ -64,15 +65,15 @@ cdef class SpinLock:
                 raise ValueError(f"{path} is not the memory of process {process} in layout {VERSION}")
             queue = (<uint64_t*> (self.memory + QUEUE_AT))[0]
             if 0 < queue <= MAPPED - QUEUE_HEAD and queue % 16 == 0:
-                size = (<uint64_t*> (self.memory + queue))[SIZE]
-                if 0 < size <= MOST_COMMANDS and (<uint64_t*> (self.memory + queue))[MASK] == size - 1:
-                    self.map(fd, queue + QUEUE_HEAD + size * COMMAND)
+                self.size = (<uint64_t*> (self.memory + queue))[SIZE]
+                if 0 < self.size <= MOST_COMMANDS and (<uint64_t*> (self.memory + queue))[MASK] == self.size - 1:
+                    self.map(fd, queue + QUEUE_HEAD + self.size * COMMAND)
                     self.commands = <uint64_t*> (self.memory + queue)
         finally:
             close(fd)
 
     cdef int map(self, int fd, size_t length) except -1:
-        """Map so much of the file, and no longer what was mapped before."""
+        """Map the first `length` bytes of the file in place of the earlier mapping."""
         cdef void* memory = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)
         if memory == MAP_FAILED:
             check(-errno, "mmap(spin lock)")
@@ -102,22 +103,22 @@ cdef class SpinLock:
     def drop_half(self) -> bool:
         """Take back the first of two commands whose holder ended between them, and say whether there was one.
 
-        A write is two commands, committed one after the other with the lock held. The owner reads both without
-        counting, runs past the end of its queue where the second is missing, and takes what lies there from the last
-        lap for commands: it crashes on a name that is none. To be called while whoever is gone holds the lock.
+        A write is two commands, which its sender commits one after the other with the lock held. The owner reads both
+        without counting. Where the second is missing it reads past the end of its queue, and takes the ring's old
+        contents for commands; then it never stops, or crashes. Call it while the process that is gone holds the lock.
         """
         cdef uint64_t* queue = self.commands
-        cdef uint64_t at
+        cdef uint64_t at, written
         if queue == NULL or not self.held:
             return False
-        at = queue[COMMANDS_READ]
-        if queue[COMMANDS_WRITTEN] - at > queue[SIZE]:
+        at, written = queue[COMMANDS_READ], queue[COMMANDS_WRITTEN]
+        if written - at > self.size:
             return False
-        while at < queue[COMMANDS_WRITTEN]:
-            at += 1 + is_double((<uint8_t*> queue) + QUEUE_HEAD + (at & (queue[SIZE] - 1)) * COMMAND)
-        if at == queue[COMMANDS_WRITTEN]:
+        while at < written:
+            at += 1 + is_double((<uint8_t*> queue) + QUEUE_HEAD + (at & (self.size - 1)) * COMMAND)
+        if at == written:
             return False
-        queue[COMMANDS_WRITTEN] -= 1
+        queue[COMMANDS_WRITTEN] = written - 1
         return True
 
     cdef void unmap(self) noexcept:

@@ -1,7 +1,7 @@
 """Locks in shared memory that a killed or stopped process held are freed, and only then.
 
-The memory is made here, laid out as libfabric 1.17 does, so that the library's own version does not matter. What that
-library makes of a write of which a dead peer had posted half is tried on its own memory.
+The memory is made here, laid out as libfabric 1.17 does, so that the library's own version does not matter. Two tests
+have the library itself meet a lock that is held, and a write of which a dead peer had posted half.
 """
 
 from __future__ import annotations
@@ -208,6 +208,18 @@ def test_the_first_of_two_commands_is_taken_back_and_nothing_else(half, read, op
             assert queue.counts == whole
 
 
+def test_a_queue_whose_size_is_changed_later_is_read_within_its_bounds():
+    """The peer can write to it, and so to the word that says where the ring ends."""
+    with endpoint(os.getpid()) as (address, _):
+        path = f"{SHARED_MEMORY}/{address.decode().rstrip(chr(0)).removeprefix(SCHEME)}"
+        with open(path, "rb+") as file, mmap.mmap(file.fileno(), mmap.PAGESIZE) as memory:
+            lock = SpinLock(path, os.getpid())
+            for read, written in ((1 << 40, (1 << 40) + SLOTS), (0, 1 << 40), (5, 4)):
+                struct.pack_into("4Q", memory, QUEUE, 1 << 60, (1 << 60) - 1, read, written)
+                assert not lock.drop_half()
+                assert Commands(memory).counts == (read, written)
+
+
 def test_memory_of_another_layout_is_left_alone():
     with ExitStack() as stack:
         watch = stack.enter_context(lock_reaper())
@@ -307,7 +319,7 @@ async def test_an_engine_goes_on_when_a_peer_is_stopped_with_the_lock_held(child
 @pytest.mark.anyio
 @pytest.mark.blocking_allowed("libfabric before 2.0 spins until its lock is freed")
 async def test_an_engine_goes_on_when_a_peer_is_killed_between_the_two_commands_of_a_write(child):
-    """With libfabric before 2.0, which crashes there; later ones post otherwise, and the peer is only killed."""
+    """With libfabric before 2.0, which never stops there or crashes; with a later one the peer is only killed."""
     victim = child()
     async with opened("shm", **LOST_SOON) as engine, opened("shm") as other:
         await victim.open("shm", SIZE)
