@@ -45,6 +45,28 @@ __device__ u32 add_acq_rel(u32 *word, u32 value)
     asm volatile("atom.acq_rel.gpu.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(value) : "memory");
     return before;
 }
+
+// Rounded to nearest, denormals kept: cupy compiles with -ftz=true, which has intrinsics flush them to zero.
+__device__ inline float added(float a, float b)
+{
+    float sum;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+    return sum;
+}
+
+__device__ inline float subtracted(float a, float b)
+{
+    float difference;
+    asm("sub.rn.f32 %0, %1, %2;" : "=f"(difference) : "f"(a), "f"(b));
+    return difference;
+}
+
+__device__ inline float multiplied(float a, float b)
+{
+    float product;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
+    return product;
+}
 #endif
 
 #define KERNEL extern "C" __global__ void
@@ -390,7 +412,7 @@ struct Float16 {
         if (exponent == 0x0f800000)
             bits += 112u << 23;
         else if (exponent == 0)
-            bits = __float_as_uint(__fsub_rn(__uint_as_float(bits + (1u << 23)), __uint_as_float(113u << 23)));
+            bits = __float_as_uint(subtracted(__uint_as_float(bits + (1u << 23)), __uint_as_float(113u << 23)));
         return __uint_as_float(bits | (u32)(raw & 0x8000) << 16);
     }
     static __device__ u16 round(u32 bits)
@@ -401,7 +423,7 @@ struct Float16 {
         if (rest >= 0x47800000)
             return (u16)(sign | 0x7c00);
         if (rest < 0x38800000)
-            return (u16)(sign | (__float_as_uint(__fadd_rn(__uint_as_float(rest), 0.5f)) - 0x3f000000));
+            return (u16)(sign | (__float_as_uint(added(__uint_as_float(rest), 0.5f)) - 0x3f000000));
         return (u16)(sign | ((rest - (112u << 23) + 0xfff + ((rest >> 13) & 1)) >> 13));
     }
 };
@@ -454,7 +476,7 @@ __device__ void combine_as(u8 *out, i64 out_stride, const u8 *rows, i64 rows_str
             float weight = weights ? weights[slot] : 0;
             for (int i = 0; i < N; ++i) {
                 float value = Type::read(found.raw[i]);
-                total[i] = __fadd_rn(total[i], weights ? __fmul_rn(weight, value) : value);
+                total[i] = added(total[i], weights ? multiplied(weight, value) : value);
             }
         }
         Elements *to = (Elements *)(out + token * out_stride) + group;
@@ -462,7 +484,7 @@ __device__ void combine_as(u8 *out, i64 out_stride, const u8 *rows, i64 rows_str
         if (accumulate)
             sums = *to;
         for (int i = 0; i < N; ++i) {
-            float sum = accumulate ? __fadd_rn(total[i], Type::read(sums.raw[i])) : total[i];
+            float sum = accumulate ? added(total[i], Type::read(sums.raw[i])) : total[i];
             sums.raw[i] = Type::round(sum != sum ? 0x7fc00000u : __float_as_uint(sum));
         }
         *to = sums;

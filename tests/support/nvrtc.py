@@ -24,7 +24,7 @@ def _loaded() -> ctypes.CDLL:
 
 
 class Program:
-    """What one compilation gave: whether it succeeded, its log, and the machine code of the GPU."""
+    """What one compilation gave: whether it succeeded, its log, the PTX, and a real GPU's machine code."""
 
     def __init__(self, source: bytes, *options: str) -> None:
         nvrtc, program = _loaded(), ctypes.c_void_p()
@@ -33,6 +33,7 @@ class Program:
             flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
             self.succeeded = nvrtc.nvrtcCompileProgram(program, len(options), flags) == 0
             self.log = self._bytes(program, "ProgramLog").decode().rstrip("\0")
+            self.ptx = self._bytes(program, "PTX").decode() if self.succeeded else ""
             self.cubin = self._bytes(program, "CUBIN") if self.succeeded else b""
         finally:
             nvrtc.nvrtcDestroyProgram(ctypes.byref(program))

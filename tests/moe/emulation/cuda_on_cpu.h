@@ -326,8 +326,8 @@ inline uint32_t __shfl_up_sync(uint32_t, uint32_t mine, unsigned distance)
 
 inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 inline void __nanosleep(unsigned) { cpu::pause(); }
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fsub_rn(float a, float b) { return a - b; }
-inline float __fmul_rn(float a, float b) { return a * b; }
+inline float added(float a, float b) { return a + b; }
+inline float subtracted(float a, float b) { return a - b; }
+inline float multiplied(float a, float b) { return a * b; }
 inline float __uint_as_float(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
 inline uint32_t __float_as_uint(float value) { uint32_t bits; memcpy(&bits, &value, 4); return bits; }
