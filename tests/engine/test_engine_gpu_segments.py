@@ -56,6 +56,7 @@ async def beside(child: Child, size: int = SIZE, segment: int = SEGMENT) -> Asyn
 
 
 async def asked(child: Child, call: str) -> int:
+    getattr(driver(), f"standin_{call}")  # without the stand-in the test ends here
     return (await child.ask("standin", call=call))["value"]
 
 

@@ -18,16 +18,19 @@ import uvloop
 
 import aiote
 import leftovers
+from hardware_cuda import ON_GPU
+from standin_cuda import driver
 
 GRACE_S = 20.0
 
 
 def descriptors() -> dict[int, str]:
     """Return every open descriptor with what it leads to, without the one that `multiprocessing` keeps for good, and
-    without those of memory that the stand-in for CUDA's driver has given a test.
+    without those of CUDA's driver: of memory that the stand-in has given a test, or of a real GPU.
     """
     kept = getattr(resource_tracker._resource_tracker, "_fd", None)
-    return {fd: to for fd, to in leftovers.descriptors().items() if fd != kept and not to.startswith("/memfd:gpu ")}
+    drivers = ("/memfd:gpu ", "/dev/nvidia")
+    return {fd: to for fd, to in leftovers.descriptors().items() if fd != kept and not to.startswith(drivers)}
 
 
 def threads() -> dict[int, str]:
@@ -40,7 +43,7 @@ def threads() -> dict[int, str]:
     return {
         number: comm
         for number, comm in leftovers.threads().items()
-        if number not in cached and comm != "standin-default"
+        if number not in cached and comm != "standin-default" and not comm.startswith("cuda")
     }
 
 
@@ -74,6 +77,8 @@ def process_wide() -> None:
     loop.run_until_complete(loop.getaddrinfo("localhost", 1))
     loop.close()
     asyncio.run(_open_engine())
+    if ON_GPU:
+        driver()
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,7 @@
-"""The stand-in for the CUDA driver (standin/cuda.c), its memory as arrays, and what only tests may ask of it."""
+"""The stand-in for the CUDA driver (standin/cuda.c), its memory as arrays, and what only tests may ask of it.
+
+With AIOTE_TESTS_ON_GPU=1 a real GPU is in its place (`hardware_cuda`).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from compiled import shared
+from hardware_cuda import LIBRARY, ON_GPU, Hardware, Window, needs_device
 
 SOURCE = Path(__file__).parent / "standin" / "cuda.c"
 OUT_OF_MEMORY = 2
@@ -24,6 +28,8 @@ ILLEGAL_ADDRESS = 700
 @functools.cache
 def standin_path() -> str:
     """Compile the stand-in, once for the process, and return its path."""
+    if ON_GPU:
+        return LIBRARY
     folder = Path(tempfile.mkdtemp(prefix="aiote-standin-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return str(shared(SOURCE, folder))
@@ -32,6 +38,10 @@ def standin_path() -> str:
 @functools.cache
 def driver() -> Any:
     """Load it with both devices' primary contexts active, as a process with an array library has them."""
+    if ON_GPU:
+        loaded: Any = Hardware()
+        checked(loaded.cuInit(0))
+        return loaded
     loaded = ctypes.CDLL(standin_path())
     counts = ("calls", "copies", "pending", "synchronizations", "events", "memories", "contexts")
     for name in (*counts, "violations", "opened", "open", "flushes", "synchronous"):
@@ -75,6 +85,8 @@ class GpuArray:
     def __init__(self, nbytes: int, device: int = 0, *, readonly: bool = False) -> None:
         self.nbytes = nbytes
         self.device = device
+        if ON_GPU:
+            needs_device(device)
         address = ctypes.c_uint64()
         with on_device(device) as cuda:
             checked(cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(max(nbytes, 1))))
@@ -93,6 +105,8 @@ class GpuArray:
     @property
     def seen(self) -> Any:
         """The bytes as they are now, in no order with any stream; writable."""
+        if ON_GPU:
+            return Window(self, functools.partial(on_device, self.device))
         return np.asarray(Seen(self, self._alias))
 
     def __del__(self) -> None:
@@ -192,7 +206,8 @@ def gpu_copy(array: Any, device: int = 0) -> GpuArray:
 
 def lender_of(array: Any) -> Any:
     """Return the device memory that an array shows the bytes of, or else the array."""
-    return array.base.owner if isinstance(getattr(array, "base", None), Seen) else array
+    shown = array if isinstance(array, Window) else getattr(array, "base", None)
+    return shown.owner if isinstance(shown, Seen | Window) else array
 
 
 @contextlib.contextmanager
