@@ -15,6 +15,7 @@ from aiote.bench.devices import ports_of
 from aiote.bench.perftest import available
 from aiote.bench.remote import WorkerConnection
 from aiote.bench.sides import BenchError, LocalSide, Pair, eventfds
+from aiote.bench.work import MEMORIES
 
 __all__ = ["Contestant", "Setting", "aiote_worker", "perftest", "processors", "raw_worker", "start", "worker_command"]
 
@@ -25,7 +26,7 @@ RAW = Path(str(files("aiote.bench").joinpath("aiote-bench-raw")))
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What every contestant of one comparison is given. `library` is a path of libfabric.so.1, "" for the default; over
-    verbs there is none.
+    verbs there is none. `memory` is one of MEMORIES. `gpu_sharing` is the engines' setting, None for their default.
     """
 
     provider: str
@@ -35,11 +36,18 @@ class Setting:
     progress: str = "adaptive"
     rails: str = ""
     arena: int = 64 << 20
+    memory: str = "host"
+    gpu_sharing: bool | None = None
 
     @property
     def over_tcp(self) -> bool:
         """Whether TCP carries the bytes, as far as we know the provider."""
         return self.provider not in ("shm", "verbs")
+
+    def memory_of(self, role: str) -> str:
+        """Return where the bytes of the initiator or of the target lie: host or cuda."""
+        initiator, target = MEMORIES[self.memory]
+        return target if role == "target" else initiator
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +85,10 @@ def aiote_worker(role: str, setting: Setting, host: str = "") -> list[str]:
     """Return the command of a side of aiote's pair."""
     command = [sys.executable, "-P", "-m", "aiote.bench.worker", "--role", role, "--loop", setting.loop]
     command += ["--progress", setting.progress]
+    if (memory := setting.memory_of(role)) != "host":
+        command += ["--memory", memory]
+    if setting.gpu_sharing is not None:
+        command += ["--gpu-sharing", "on" if setting.gpu_sharing else "off"]
     if host:
         command += ["--host", host]
     return command
@@ -94,6 +106,8 @@ def raw_worker(role: str, setting: Setting, host: str = "") -> list[str]:
 
 def worker_command(contestant: Contestant, role: str, setting: Setting, processor: int, host: str = "") -> list[str]:
     """Return the command of one side. Raises BenchError where it cannot be made."""
+    if contestant.kind != "aiote" and setting.memory != "host":
+        raise BenchError(f"{contestant.name}: only aiote's own loops move memory of a GPU")
     if contestant.kind == "other":
         command = [*contestant.command, "--role", role]
     else:

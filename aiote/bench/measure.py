@@ -46,6 +46,7 @@ class Measurement:
     cold: float = 0.0
     runs: list[TimedRun] = field(default_factory=list)
     refusal: str = ""
+    staged: dict[str, None] = field(default_factory=dict)
 
 
 def arena_for(works: Sequence[Work]) -> int:
@@ -61,6 +62,7 @@ def _once(entry: Measurement, work: Work, count: int) -> TimedRun:
     for side, answer in (("initiator", initiator), ("target", target)):
         if answer.get("verified") is not True:
             raise BenchError(f"{entry.pair.name} {side}: the data are wrong after {work.line()!r}")
+        entry.staged.update(dict.fromkeys(f"{side} {text}" for text in answer.get("staged", ())))
     try:
         return TimedRun.of(work, initiator, target)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
@@ -189,5 +191,7 @@ def _record(entry: Measurement, work: Work, setting: Setting, raw: Measurement |
         max_us=max(run.max_us for run in runs) if timed else None,
         ratio=ratio,
         disturbed=disturbed,
-        note=entry.refusal,
+        note=entry.refusal or "; ".join(entry.staged),
+        memory=setting.memory,
+        gpu_sharing=setting.gpu_sharing,
     )

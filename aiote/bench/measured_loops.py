@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import Any
 
 import anyio
 import numpy as np
 
 import aiote
+import aiote.gpu
 from aiote.bench.order_statistics import LatencySummary
 from aiote.bench.work import HUGE_BYTES, PAGE_STEP, Work, pattern
 
@@ -29,12 +31,16 @@ def _aligned(nbytes: int) -> Words:
 
 
 class Arena:
-    """The memory of one side, registered, and the other side's."""
+    """The memory of one side, registered, and the other side's.
 
-    def __init__(self, engine: aiote.Engine, nbytes: int) -> None:
+    `words` is the memory of the host. Where a GPU has the bytes it is what they are filled from and compared in.
+    """
+
+    def __init__(self, engine: aiote.Engine, nbytes: int, memory: str = "host") -> None:
         self.engine = engine
         self.words = _aligned(nbytes)
-        self.region = engine.register(self.words)
+        self.gpu = aiote.gpu.allocate(nbytes) if memory == "cuda" else None
+        self.region = engine.register(self.words if self.gpu is None else self.gpu)
         self.remote: aiote.RemoteRegion | None = None
 
     def meet(self, descriptor: bytes) -> None:
@@ -47,18 +53,28 @@ class Arena:
         assert self.remote is not None
         return self.remote
 
+    def ready(self, verb: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a verb as it is called here: no kernel is pending on memory of a GPU, so it waits for no stream."""
+        return verb if self.gpu is None else partial(verb, stream=-1)
+
     def prepare(self, work: Work, *, fills: bool) -> None:
         """Fill with the run's pattern, or clear what the run will write to."""
         if work.used > self.words.nbytes:
             raise ValueError(f"the run needs {work.used} bytes, the arena has {self.words.nbytes}")
         if work.size <= 0 or work.size % 8 or work.window <= 0 or work.count <= 0:
             raise ValueError("a run needs a window, a count and a size in whole words")
+        if work.op == "send" and self.gpu is not None:
+            raise ValueError("messages are of host memory")
         words = work.used // 8
         self.words[:words] = pattern(work.seed, words) if fills else 0
+        if self.gpu is not None:
+            aiote.gpu.copy(self.gpu, self.words)
 
     def verify(self, work: Work) -> bool:
         """Tell whether the run's bytes are where they belong."""
         words = work.used // 8
+        if self.gpu is not None:
+            aiote.gpu.copy(self.words, self.gpu)
         if work.op == "send":
             # Messages come in any order, so each slot may have any of them.
             sent = {pattern(work.seed, work.size // 8, slot * work.size // 8).tobytes() for slot in range(work.slots)}
@@ -80,14 +96,14 @@ def _request(arena: Arena, work: Work, slot: int) -> tuple[Callable[..., Awaitab
     engine, where = arena.engine, arena.slot(work, slot)
     here, there = arena.region[where], arena.there[where]
     if work.op == "read":
-        return engine.read, (there, here)
+        return arena.ready(engine.read), (there, here)
     if work.op == "send":
         return engine.send, (there.owner, arena.words.view(np.uint8)[where].tobytes())
     if work.op == "pages":
         order = np.arange(work.pages)
         target = aiote.Pages(there, order * PAGE_STEP % work.pages, work.size)
-        return engine.write_pages, (aiote.Pages(here, order, work.size), target, COUNTED)
-    return engine.write, (here, there)
+        return arena.ready(engine.write_pages), (aiote.Pages(here, order, work.size), target, COUNTED)
+    return arena.ready(engine.write), (here, there)
 
 
 async def _stream(arena: Arena, work: Work) -> None:
@@ -104,13 +120,14 @@ async def _stream(arena: Arena, work: Work) -> None:
 async def _round_trips(arena: Arena, work: Work) -> list[float]:
     engine, where = arena.engine, arena.slot(work, 0)
     here, there = arena.region[where], arena.there[where]
+    submit = arena.ready(engine.submit_write_imm)
     times: list[float] = []
     # The answer says that a write has arrived; its own completion is no part of a round trip, here and in the C loop.
     transfers: deque[aiote.Transfer] = deque()
     with engine.counter(COUNTED) as counter:
         before = time.perf_counter_ns()
         for _ in range(work.count):
-            transfers.append(engine.submit_write_imm(here, there, COUNTED))
+            transfers.append(submit(here, there, COUNTED))
             await counter.wait(1)
             now = time.perf_counter_ns()
             times.append((now - before) / 1000)
@@ -144,11 +161,12 @@ async def initiate(arena: Arena, work: Work) -> dict[str, Any]:
 async def _answer(arena: Arena, work: Work) -> None:
     engine, where = arena.engine, arena.slot(work, 0)
     here, there = arena.region[where], arena.there[where]
+    submit = arena.ready(engine.submit_write_imm)
     transfers: deque[aiote.Transfer] = deque()
     with engine.counter(COUNTED) as counter:
         for _ in range(work.count):
             await counter.wait(1)
-            transfers.append(engine.submit_write_imm(here, there, COUNTED))
+            transfers.append(submit(here, there, COUNTED))
     await _all(transfers)
 
 

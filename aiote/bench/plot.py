@@ -27,15 +27,15 @@ def draw(path: Path, records: Sequence[BenchRecord]) -> None:
     require()
     from matplotlib.figure import Figure
 
-    panels: dict[tuple[str, str], list[BenchRecord]] = {}
+    panels: dict[tuple[str, str, str], list[BenchRecord]] = {}
     for record in records:
         if record.runs:
-            panels.setdefault((record.provider, record.unit), []).append(record)
+            panels.setdefault((record.provider, record.unit, record.memory_text), []).append(record)
     if not panels:
         raise BenchError("there is nothing to draw")
     figure = Figure(figsize=(max(6.0, 4.5 * len(panels)), 4.5), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axis, ((provider, unit), group) in zip(axes, panels.items(), strict=True):
+    for axis, ((provider, unit, memory), group) in zip(axes, panels.items(), strict=True):
         works = list(dict.fromkeys((record.op, record.size) for record in group))
         names = list(dict.fromkeys((record.contestant, record.loop, record.library, record.mode) for record in group))
         width = 0.8 / len(names)
@@ -50,6 +50,6 @@ def draw(path: Path, records: Sequence[BenchRecord]) -> None:
         axis.set_xticks([at + 0.4 - width / 2 for at in range(len(works))])
         axis.set_xticklabels([f"{op}\n{size_text(size)}" for op, size in works])
         axis.set_ylabel(unit)
-        axis.set_title(provider)
+        axis.set_title(f"{provider}, {memory}" if memory else provider)
         axis.legend(fontsize="x-small")
     figure.savefig(path)

@@ -49,15 +49,17 @@ def _work(record: BenchRecord) -> str:
 
 
 def show(records: Sequence[BenchRecord], console: Console) -> None:
-    """Print a table for each provider, library version and mode."""
-    groups: dict[tuple[str, str, str, str], list[BenchRecord]] = {}
+    """Print a table for each provider, library version, mode and memory."""
+    groups: dict[tuple[str, str, str, str, str], list[BenchRecord]] = {}
     for record in records:
         engine = next((r.library for r in records if r.provider == record.provider and r.loop == record.loop), "")
         library = record.library if record.contestant in ("aiote", "raw") else engine
-        groups.setdefault((record.provider, library, record.mode, record.congestion), []).append(record)
-    for (provider, library, mode, congestion), group in groups.items():
+        key = (record.provider, library, record.mode, record.congestion, record.memory_text)
+        groups.setdefault(key, []).append(record)
+    for (provider, library, mode, congestion, memory), group in groups.items():
         under = f", TCP congestion control {congestion}" if congestion else ""
-        table = Table(title=f"{provider}, {library}, {mode}{under}", title_justify="left")
+        of = f", {memory}" if memory else ""
+        table = Table(title=f"{provider}, {library}, {mode}{under}{of}", title_justify="left")
         for name in ("work", "who"):
             table.add_column(name, no_wrap=True)
         for name in ("median", "least-most", "cold", "CPU from/to", "to raw"):

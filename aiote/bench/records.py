@@ -60,7 +60,9 @@ class BenchRecord:
     `value` is in `unit`; of the cold run, the first after the processes met, there is one value, and it is in no other
     figure. `cpu_initiator` and `cpu_target` are CPU seconds for a second of the run. `ratio` is to the raw loops, each
     run divided by its neighbour's: of bandwidths and rates more is better, of round trips less. `disturbed` counts
-    runs that were thrown away because a process that spins did not have a core to itself.
+    runs that were thrown away because a process that spins did not have a core to itself. `memory` is where the bytes
+    of the initiator and the target lie; `gpu_sharing` whether their engines may share a GPU's,
+    None where nothing was said of it. `note` says why there is no figure, or which rails staged memory of a GPU.
     """
 
     op: str
@@ -85,6 +87,15 @@ class BenchRecord:
     ratio: Spread | None
     disturbed: int
     note: str = ""
+    memory: str = "host"
+    gpu_sharing: bool | None = None
+
+    @property
+    def memory_text(self) -> str:
+        """What people are told of the memory; nothing of the host's."""
+        if self.memory == "host":
+            return ""
+        return f"memory {self.memory}, GPU sharing {'off' if self.gpu_sharing is False else 'on'}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON has it."""

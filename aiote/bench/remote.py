@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aiote.bench.sides import PATIENCE_S, BenchError, JsonLines, LocalSide
+from aiote.bench.work import MEMORIES
 
 if TYPE_CHECKING:
     from aiote.bench.contestants import Setting
@@ -32,7 +33,10 @@ CHOICES = {
     "mode": ("spin", "event", "default"),
     "loop": ("asyncio", "uvloop", "trio"),
     "progress": ("adaptive", "thread"),
+    "memory": tuple(MEMORIES),
 }
+ADDED = {"memory": "host", "gpu_sharing": None}
+"""Settings that a machine with an older aiote neither sends nor knows, and what they are without."""
 MAX_ARENA = 1 << 34
 Command = Callable[[str, dict[str, Any], str], list[str]]
 """Makes a worker's command of its kind, its setting and the local address that the other side reached."""
@@ -107,6 +111,7 @@ class WorkerConnection:
         # A library's path here says nothing about the other machine: it takes its own.
         fields = {**dataclasses.asdict(setting), "kind": kind}
         del fields["library"]
+        fields = {name: value for name, value in fields.items() if name not in ADDED or value != ADDED[name]}
         side.send(json.dumps(fields))
         return side
 
@@ -114,19 +119,22 @@ class WorkerConnection:
 def parse_request(line: bytes) -> tuple[str, dict[str, Any]]:
     """Read what the other machine asks for: the kind of worker and its setting. Raises BenchError for anything else."""
     try:
-        fields = json.loads(line)
+        fields = {**ADDED, **json.loads(line)}
         kind = fields.pop("kind")
-        arena = fields["arena"]
-        words = {name: fields[name] for name in ("provider", "rails", "mode", "loop", "progress")}
+        numbers = {name: fields[name] for name in ("arena", "gpu_sharing")}
+        words = {name: fields[name] for name in ("provider", "rails", "mode", "loop", "progress", "memory")}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BenchError(f"not a request for a worker: {error}") from error
     for name, value in {"kind": kind, **words}.items():
         allowed = value in CHOICES[name] if name in CHOICES else isinstance(value, str) and WORD.fullmatch(value)
         if not allowed:
             raise BenchError(f"{name}={value!r} is not accepted")
-    if type(arena) is not int or not 0 < arena <= MAX_ARENA or set(fields) != {*words, "arena"}:
+    arena, sharing = numbers["arena"], numbers["gpu_sharing"]
+    if type(arena) is not int or not 0 < arena <= MAX_ARENA or set(fields) != {*words, *numbers}:
         raise BenchError(f"arena={arena!r} is not accepted, or something unknown was asked for")
-    return kind, {**words, "arena": arena}
+    if sharing is not None and not isinstance(sharing, bool):
+        raise BenchError(f"gpu_sharing={sharing!r} is not accepted")
+    return kind, {**words, **numbers}
 
 
 def _first_line(sock: socket.socket) -> bytes:

@@ -21,11 +21,18 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["HUGE_BYTES", "OPS", "PAGE_STEP", "Work", "pattern"]
+__all__ = ["HUGE_BYTES", "MEMORIES", "OPS", "PAGE_STEP", "Work", "pattern"]
 
 HUGE_BYTES = 2 << 20
 """An arena is whole huge pages: with small ones a copy between processes costs twice as much."""
 OPS = ("write", "pages", "latency", "rate", "read", "send")
+MEMORIES = {
+    "host": ("host", "host"),
+    "cuda": ("cuda", "cuda"),
+    "cuda-host": ("cuda", "host"),
+    "host-cuda": ("host", "cuda"),
+}
+"""Where the bytes of the initiator and of the target lie, by the name that both have together."""
 PAGE_STEP = 7919
 """Page j of a request goes to page j * PAGE_STEP modulo the pages of a request: a prime, so that all are hit."""
 

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import gc
 import json
+import logging
 import os
 import sys
 from typing import Any
@@ -33,7 +34,8 @@ def write_answer(answer: dict[str, Any]) -> None:
 def settings(arguments: argparse.Namespace) -> aiote.EngineConfig:
     """Return the engine's configuration."""
     spin_us = SPIN_US.get(arguments.mode, arguments.spin_us)
-    given = {"spin_us": spin_us, "host": arguments.host, "libfabric": arguments.library}
+    sharing = None if arguments.gpu_sharing is None else arguments.gpu_sharing == "on"
+    given = {"spin_us": spin_us, "host": arguments.host, "libfabric": arguments.library, "gpu_sharing": sharing}
     return aiote.EngineConfig(
         progress=arguments.progress,
         message_bytes=MESSAGE_BYTES,
@@ -42,12 +44,27 @@ def settings(arguments: argparse.Namespace) -> aiote.EngineConfig:
     )
 
 
+class StagedNotes(logging.Handler):
+    """Keeps what the engine tells of memory that is staged: such figures are other ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        details = getattr(record, "aiote", {})
+        text = f"{details.get('rail')} staged: {details.get('reason')}"
+        if text not in self.texts:
+            self.texts.append(text)
+
+
 class WorkerSide:
     """One side of the pair."""
 
-    def __init__(self, arguments: argparse.Namespace, arena: Arena) -> None:
+    def __init__(self, arguments: argparse.Namespace, arena: Arena, notes: StagedNotes) -> None:
         self.is_target = arguments.role == "target"
         self.arena = arena
+        self.notes = notes
         self.work: Work | None = None
 
     async def meet(self, text: str) -> None:
@@ -67,7 +84,10 @@ class WorkerSide:
     async def go(self) -> None:
         """Do the run that was prepared."""
         assert self.work is not None
-        write_answer(await (serve if self.is_target else initiate)(self.arena, self.work))
+        result = await (serve if self.is_target else initiate)(self.arena, self.work)
+        if self.notes.texts:
+            result["staged"] = self.notes.texts
+        write_answer(result)
 
     async def obey(self, line: str) -> bool:
         """Do what a line says; False when it is to end."""
@@ -84,10 +104,12 @@ class WorkerSide:
 async def drive(arguments: argparse.Namespace) -> None:
     """Be one side until standard input ends."""
     rails = arguments.rails.split(",") if arguments.rails else None
+    notes = StagedNotes()
+    logging.getLogger("aiote.memory").addHandler(notes)
     # A thread reads the lines, so that the engine's heartbeats go on between the runs.
     lines = anyio.wrap_file(sys.stdin)
     async with aiote.open_engine(arguments.provider, rails=rails, config=settings(arguments)) as engine:
-        side = WorkerSide(arguments, Arena(engine, arguments.arena))
+        side = WorkerSide(arguments, Arena(engine, arguments.arena, arguments.memory), notes)
         write_answer({"address": side.arena.region.descriptor.hex(), "library": engine.rails[0].library})
         while (line := (await lines.readline()).strip()) and await side.obey(line):
             pass
@@ -117,6 +139,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--spin-us", type=int)
     parser.add_argument("--rails", default="")
     parser.add_argument("--arena", type=int, default=64 << 20)
+    parser.add_argument("--memory", choices=["host", "cuda"], default="host")
+    parser.add_argument("--gpu-sharing", choices=["on", "off"])
     parser.add_argument("--cpu", type=int, default=-1)
     parser.add_argument("--host")
     parser.add_argument("--library")

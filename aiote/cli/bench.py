@@ -85,6 +85,19 @@ OPTIONS: dict[str, tuple[object, Any]] = {
         Literal["adaptive", "thread"],
         typer.Option("adaptive", help="Who moves the bytes in aiote's processes."),
     ),
+    "memory": (
+        Literal["host", "cuda", "cuda-host", "host-cuda"],
+        typer.Option("host", help="Where the bytes of aiote's processes lie: cuda-host sends from a GPU to the host."),
+    ),
+    "gpu_sharing": (
+        bool | None,
+        typer.Option(
+            None,
+            "--gpu-sharing/--no-gpu-sharing",
+            help="Whether aiote's processes copy between GPUs without the host.",
+            show_default="the engines' setting",
+        ),
+    ),
     "runs": (int, typer.Option(5, min=1, max=1000, help="Runs that count.")),
     "seconds": (float, typer.Option(0.3, min=0.01, max=60, help="About how long each is.")),
     "json": (Path | None, typer.Option(None, metavar="FILE", help="Write the records.")),
@@ -199,9 +212,22 @@ async def _try(provider: str) -> None:
         pass
 
 
+def _sharing(values: dict[str, Any]) -> bool | None:
+    """Return whether engines share memory of GPUs. Their own setting is named where it matters, for the record."""
+    given: bool | None = values["gpu_sharing"]
+    if given is not None or values["memory"] == "host":
+        return given
+    try:
+        return aiote.EngineConfig().gpu_sharing
+    except aiote.AioteError as error:
+        _fail(str(error), 2)
+
+
 def _options(ops: Sequence[str], values: dict[str, Any]) -> Options:
     """Check all that was given before anything is started."""
     works = _works(ops, values["sizes"], values["window"], values["pages"])
+    if "send" in ops and values["memory"] != "host":
+        _fail(f"--memory {values['memory']}: messages are of host memory; measure send with --memory host", 2)
     first = Setting(
         provider="",
         mode=values["mode"],
@@ -209,6 +235,8 @@ def _options(ops: Sequence[str], values: dict[str, Any]) -> Options:
         progress=values["progress"],
         rails=values["rails"],
         arena=arena_for(works),
+        memory=values["memory"],
+        gpu_sharing=_sharing(values),
     )
     providers = [provider.strip() for provider in values["provider"].split(",")]
     settings = _settings(first, providers, values["library"])
@@ -309,13 +337,21 @@ def _one(op: str, values: dict[str, Any]) -> None:
         _measure([AIOTE], _options([op], values))
 
 
+def _beside_c(values: dict[str, Any]) -> None:
+    """Refuse what plain C has no loop for."""
+    if values["memory"] != "host":
+        _fail(f"--memory {values['memory']}: the raw loops move host memory alone; measure aiote by itself", 2)
+
+
 def _raw(values: dict[str, Any]) -> None:
+    _beside_c(values)
     if values["mode"] == "default":
         _fail("--mode default is an engine's; the raw loops spin or sleep", 2)
     _measure([RAW], _options([values["op"]], values))
 
 
 def _compare(values: dict[str, Any]) -> None:
+    _beside_c(values)
     options = _options(values["ops"] or OPS, values)
     if values["mode"] == "default":
         _fail("--mode default is an engine's; compare spinning with spinning, sleeping with sleeping", 2)
@@ -361,7 +397,7 @@ _add(
     "raw",
     "Measure the same loop in plain C over the same provider: what there is to reach.",
     _raw,
-    ("ops", "loop", "progress", "listen", "host", "others"),
+    ("ops", "loop", "progress", "gpu_sharing", "listen", "host", "others"),
 )
 _add(
     "compare",
@@ -370,7 +406,7 @@ _add(
     Over verbs linux-rdma's perftest takes part where it is installed.
     """,
     _compare,
-    ("op", "listen", "host"),
+    ("op", "gpu_sharing", "listen", "host"),
     provider="tcp,shm",
 )
 app.command("scatter")(posting.command)
