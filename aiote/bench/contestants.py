@@ -17,7 +17,20 @@ from aiote.bench.remote import WorkerConnection
 from aiote.bench.sides import BenchError, LocalSide, Pair, eventfds
 from aiote.bench.work import MEMORIES
 
-__all__ = ["Contestant", "Setting", "aiote_worker", "perftest", "processors", "raw_worker", "start", "worker_command"]
+__all__ = [
+    "OWN",
+    "Contestant",
+    "Setting",
+    "aiote_worker",
+    "perftest",
+    "processors",
+    "raw_worker",
+    "start",
+    "worker_command",
+]
+
+OWN = ("verbs", "local", "socket")
+"""Providers that need no libfabric."""
 
 # Beside this file in an installed package; in an editable one it lies in the build folder.
 RAW = Path(str(files("aiote.bench").joinpath("aiote-bench-raw")))
@@ -25,8 +38,8 @@ RAW = Path(str(files("aiote.bench").joinpath("aiote-bench-raw")))
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What every contestant of one comparison is given. `library` is a path of libfabric.so.1, "" for the default; over
-    verbs there is none. `memory` is one of MEMORIES. `gpu_sharing` is the engines' setting, None for their default.
+    """What every contestant of one comparison is given. `library` is a path of libfabric.so.1, "" for the default; the
+    providers in OWN take none. `memory` is one of MEMORIES. `gpu_sharing` is the engines' setting; None: the default.
     """
 
     provider: str
@@ -42,7 +55,7 @@ class Setting:
     @property
     def over_tcp(self) -> bool:
         """Whether TCP carries the bytes, as far as we know the provider."""
-        return self.provider not in ("shm", "verbs")
+        return self.provider not in ("shm", "verbs", "local")
 
     def memory_of(self, role: str) -> str:
         """Return where the bytes of the initiator or of the target lie: host or cuda."""

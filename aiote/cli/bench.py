@@ -20,7 +20,7 @@ from rich.console import Console
 import aiote
 from aiote.bench import plot, record_table
 from aiote.bench.congestion import NamespaceError, congestion_control, enter_namespace
-from aiote.bench.contestants import Contestant, Setting, perftest, start, worker_command
+from aiote.bench.contestants import OWN, Contestant, Setting, perftest, start, worker_command
 from aiote.bench.devices import ports_of
 from aiote.bench.measure import Measurement, RunPlan, arena_for, measure
 from aiote.bench.records import BenchRecord, write_json
@@ -187,10 +187,10 @@ def _libraries(paths: Sequence[str] | None) -> list[str]:
 
 
 def _settings(first: Setting, providers: Sequence[str], paths: Sequence[str] | None) -> tuple[Setting, ...]:
-    """Return a setting for each provider and library; libibverbs is the only one of its kind."""
-    libraries = _libraries(paths) if any(provider != "verbs" for provider in providers) else []
+    """Return a setting for each provider and library; those that need no libfabric have one."""
+    libraries = _libraries(paths) if any(provider not in OWN for provider in providers) else []
     if paths and not libraries:
-        _fail("--library: that is a libfabric, and verbs needs none", 2)
+        _fail(f"--library: that is a libfabric, and {', '.join(providers)} needs none", 2)
     for provider in providers:
         try:
             if provider == "verbs":
@@ -202,7 +202,7 @@ def _settings(first: Setting, providers: Sequence[str], paths: Sequence[str] | N
     return tuple(
         replace(first, provider=provider, library=library)
         for provider in providers
-        for library in ([""] if provider == "verbs" else libraries)
+        for library in ([""] if provider in OWN else libraries)
     )
 
 
@@ -311,7 +311,7 @@ def _listen(place: str) -> None:
 
     def command(kind: str, fields: dict[str, Any], host: str) -> list[str]:
         processor = sorted(os.sched_getaffinity(0))[-1]
-        setting = Setting(**fields, library="" if fields["provider"] == "verbs" else library())
+        setting = Setting(**fields, library="" if fields["provider"] in OWN else library())
         return worker_command(Contestant(kind, kind), "target", setting, processor, host)
 
     def library() -> str:
