@@ -3,7 +3,8 @@
 The same graph runs alone and with a `Producer` that follows the value it changes, in turns; the time of a step is the
 GPU's own, by events around the graph. A consumer in a second process takes each layer, into memory of the host or of
 the GPU, and notes when it had arrived. Before each step all bytes of the source are wrong, and each step's bytes are
-its own; those at the consumer, at the producer and of the same step alone are compared by their hashes.
+its own; those at the consumer, at the producer and of the same step alone are compared by their hashes. One step more
+has all layers sent at its begin: there the comparison has to fail, which shows that it can.
 
 What the figure asks for is the arm whose target is the host. Where the target is the same GPU's, two processes take
 turns at that GPU, which those of a service, with GPUs of their own, do not: its bytes have to be equal, its slowdown is
@@ -143,8 +144,8 @@ class Arm:
             self.alone.append(took)
         return digest(self.model.gpu.read(self.model.cache))
 
-    async def run_sent(self, number: int, keep: bool) -> tuple[str, str]:
-        """Run a step whose layers are sent as they are computed; return the digests of both caches."""
+    async def run_sent(self, number: int, keep: bool, ahead: int = 0) -> tuple[str, str]:
+        """Run a step whose layers are sent as they are computed, or so many too early; return both caches' digests."""
         request = f"step {number}"
         async with self.producer.offer(request, tokens=TOKENS, rows=ROWS) as offer:
             await self.child.ask(request)
@@ -157,7 +158,7 @@ class Arm:
             self.word.value = base
             mark = self.model.step(number)
             with anyio.fail_after(10):
-                await offer.follow(self.word, base=base)
+                await offer.follow(self.word, base=base - ahead)
         heard = await self.child.hear("arrived")
         took = await asyncio.to_thread(mark.seconds)
         if keep:
@@ -203,7 +204,8 @@ async def one_arm(target: str, model: Model, word: WatchedValue, arguments: Any,
         while number < KEPT + arguments.steps and (number < 2 * KEPT or time.monotonic() - begin < seconds):
             number += 1
             await arm.step(number, number > KEPT)
-        found = arm.found()
+        here, there = await arm.run_sent(number + 1, False, ahead=arguments.layers)
+        found = arm.found() | {"sent too early, it is seen": here != there}
     for name, value in found.items():
         say(f"   {name}: {value}")
     return found
@@ -223,6 +225,7 @@ async def measured(gpu: Gpu, report: Report, arguments: Any) -> int:
     if host is None:
         return report.end("failed", False)
     equal = len(report.detail) == 2 and not any(arm["steps with other bytes"] for arm in arms)
+    equal = equal and all(arm["sent too early, it is seen"] for arm in arms)
     kept = host["percent"] <= MOST_PERCENT and host["layers before the end"] >= arguments.layers / 2
     ok = equal and (kept or not gpu.real)
     beside = f"; to the same GPU {report.detail['gpu']['percent']:+.1f} %" if "gpu" in report.detail else ""
