@@ -69,7 +69,10 @@ OPTIONS: dict[str, tuple[object, Any]] = {
     "rails": (str, typer.Option("", metavar="NAMES", help="NICs, with commas.", show_default="all that fit")),
     "sizes": (
         str,
-        typer.Option("", metavar="SIZES", help="Bytes of a request or page: 64K,1M.", show_default="by work"),
+        # Named, because typer 0.27 takes a metavar that differs from the name in case alone for the name.
+        typer.Option(
+            "", "--sizes", metavar="SIZES", help="Bytes of a request or page: 64K,1M.", show_default="by work"
+        ),
     ),
     "window": (int, typer.Option(0, min=0, max=4096, help="Requests outstanding; 0: as the table of the project has.")),
     "pages": (int, typer.Option(2048, min=1, max=1 << 20, help="Pages of a request.")),
