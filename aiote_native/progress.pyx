@@ -402,7 +402,7 @@ cdef bint made_progress(Progress* self) noexcept nogil:
 cdef bint may_spin(Progress* self) noexcept nogil:
     """Whether it is too early to sleep. The clock is looked at in every eighth idle round: it costs as much as one."""
     cdef uint64_t now
-    if self.spin_ns == 0 or not active(self):
+    if self.spin_ns == 0 or not (active(self) or self.watches != NULL):
         return False
     self.idle += 1
     if self.idle & CLOCK_MASK:

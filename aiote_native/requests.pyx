@@ -13,6 +13,7 @@ from aiote_native.buffers cimport Buffer
 from aiote_native.core cimport Core
 from aiote_native.counters cimport IMMEDIATE_BITS
 from aiote_native.flights cimport Flight
+from aiote_native.held cimport Order
 from aiote_native.progress cimport alive
 from aiote_native.structs cimport OP_READ, OP_SEND
 from aiote_native.waiters cimport Waiter, wake
@@ -27,6 +28,12 @@ cdef tuple NOTHING = ()
 cdef object MORE = object()  # what an iterator gives that has no more
 cdef object LARGEST_IMMEDIATE = (1 << IMMEDIATE_BITS) - 1
 cdef object LARGEST_OFFSET = 1 << 63
+cdef object LARGEST_ADDRESS = (1 << 64) - 1
+
+cdef enum:
+    LEGACY = 1  # the default streams, as DLPack and the driver number them
+    PER_THREAD = 2
+    FIRST_ADDRESS = 4096
 
 
 cdef int leave_link(PeerLink link) except -1:
@@ -321,6 +328,29 @@ cdef bint is_ready(LocalSlice here, stream):
     return here.memory.events is None if stream is None else type(stream) is int and stream == -1
 
 
+cdef Order behind(LocalSlice here, stream):
+    """Note what a stream of the memory's device has to do now; None where the stream needs a closer look."""
+    cdef Order order = Order()
+    cdef uint64_t number = LEGACY
+    if here.memory.events is None:
+        return None
+    if stream is not None:
+        if type(stream) is not int:
+            stream = getattr(stream, "__cuda_stream__", None)
+            stream = stream() if callable(stream) else stream
+            if type(stream) is not tuple or len(stream) != 2 or stream[0] != 0 or type(stream[1]) is not int:
+                return None
+            stream = stream[1] or LEGACY
+        if not (0 < stream <= PER_THREAD or FIRST_ADDRESS <= stream <= LARGEST_ADDRESS):
+            return None
+        number = stream
+    try:
+        order.add(here.memory.events, number)
+    except ValueError:
+        return None  # it is asked once more, by who says what is wrong with it
+    return order
+
+
 cdef int lend(RemoteMemory memory, Request request) except -1:
     """Count a request that has started as one through its memory's lease, if it is of one."""
     if memory.lease:
@@ -346,6 +376,7 @@ def quick(Core core, type kind, local, remote, bint reads, imm, rail=None, strea
     cdef RemoteSlice there
     cdef PeerLink link
     cdef Request request
+    cdef Order order = None
     cdef int64_t value = -1
     if rail is not None:
         return None
@@ -357,12 +388,17 @@ def quick(Core core, type kind, local, remote, bint reads, imm, rail=None, strea
         return None
     here = <LocalSlice> local
     there = <RemoteSlice> remote
-    if here.nbytes != there.nbytes or not is_ready(here, stream) or not open_to(core, here, there):
+    if here.nbytes != there.nbytes or not open_to(core, here, there):
         return None
     link = <PeerLink> there.memory.link
     if not (here.memory.writable and there.memory.readable if reads else there.memory.writable):
         return None
+    if not is_ready(here, stream):
+        order = behind(here, stream)
+        if order is None:
+            return None
     request = fresh(kind, link.peer)
+    request.order = order
     request.take(here.memory, here.start, there.memory, there.start, here.nbytes, here.nbytes, reads)
     request.op.part_bytes = here.nbytes
     request.op.parts = 1
@@ -379,6 +415,7 @@ def quick_pages(Core core, type kind, pages, onto, imm, rail=None, stream=None):
     cdef RemoteSlice there
     cdef PeerLink link
     cdef Request request
+    cdef Order order = None
     if rail is not None or not isinstance(pages, PageSet) or not isinstance(onto, PageSet):
         return None
     if type(imm) is not int or not 0 <= imm <= LARGEST_IMMEDIATE:
@@ -391,10 +428,15 @@ def quick_pages(Core core, type kind, pages, onto, imm, rail=None, stream=None):
     there = <RemoteSlice> target.region
     if source.index.count != target.index.count or source.page_bytes != target.page_bytes:
         return None
-    if not is_ready(here, stream) or not open_to(core, here, there) or not there.memory.writable:
+    if not open_to(core, here, there) or not there.memory.writable:
         return None
+    if not is_ready(here, stream):
+        order = behind(here, stream)
+        if order is None:
+            return None
     link = <PeerLink> there.memory.link
     request = fresh(kind, link.peer)
+    request.order = order
     core.submit_pages(link, request, here.memory, here.start + source.offset, source.index, source.stride,
                       there.memory, there.start + target.offset, target.index, target.stride, source.page_bytes, imm)
     lend(there.memory, request)
