@@ -72,6 +72,11 @@ cdef class Registration:
     def bind(self, bytes holder) -> None:
         """Have the key serve one peer alone, by its name; nothing where the kind of rail knows no names of peers."""
 
+    @property
+    def failure(self) -> str:
+        """Why nothing moves from or to the memory any more, in the driver's words; empty where nothing is wrong."""
+        return ""
+
     def retire(self) -> bool:
         """Refuse the key from here on, and tell whether something still copies from or to the memory; `close` waits."""
         return False

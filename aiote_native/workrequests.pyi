@@ -68,6 +68,7 @@ class PageIndex:
 
 class Operation(Waitable):
     order: Order | None
+    broken: str | None
     def __new__(cls, *args: object, **kwargs: object) -> Self: ...
     @property
     def errno(self) -> int: ...

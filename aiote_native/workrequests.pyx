@@ -349,6 +349,8 @@ cdef class Operation(Waitable):
         self.kept = None
         if self.order is not None:
             (<Order> self.order).leave()
+        if local is not None and local.events is not None and self.op.status != 0:
+            self.broken = next(filter(None, [made.failure for made in local.registrations]), None)
         if local is not None:
             local.leave()
         return 0

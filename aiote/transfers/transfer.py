@@ -31,7 +31,7 @@ BROKEN = frozenset(
 """What providers report, at random, for a peer that died a moment ago and for a key that its owner withdrew."""
 Launch = Callable[["Transfer", "PeerLink"], None]
 """Hands a transfer to the native core over the link that its peer has by then."""
-PERHAPS = "; the peer is gone, or it has closed that memory"
+PERHAPS = "; the peer is gone, it has closed that memory, or its GPU failed"
 
 
 class _Ending:
@@ -155,11 +155,13 @@ class Transfer(Request):
             return self._error(None, f"{self.description}: cancelled, {progress}")
         rail = self.peer.rail_name(self.rail)
         where = f" on rail {rail}" if rail else ""
-        failure = "" if self.order is None else self.order.failure
+        behind = "" if self.order is None else self.order.failure
         if reason:
             cause: AioteError = self.peer.error()
-        elif failure:
-            cause = FabricError(self.errno, failure, operation=f"{self.description} behind a stream")
+        elif behind:
+            cause = FabricError(self.errno, behind, operation=f"{self.description} behind a stream")
+        elif self.broken:
+            cause = FabricError(self.errno, self.broken, operation=self.description, rail=rail)
         else:
             text = error_text(self.errno) + (PERHAPS if self.errno in BROKEN else "")
             cause = FabricError(self.errno, text, operation=self.description, rail=rail)

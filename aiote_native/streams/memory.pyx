@@ -10,7 +10,7 @@ from posix.unistd cimport close, read
 import os
 
 from aiote_native.cuda.copies cimport Gpu, queue_look, queue_state, queue_wait
-from aiote_native.cuda.driver import device_of as ordinal_at
+from aiote_native.cuda.driver import device_of as ordinal_at, error_of
 from aiote_native.cuda.descriptors cimport SOCKET_NAME
 from aiote_native.cuda.sharing cimport Export, export_memory, find_functions, publish
 from aiote_native.forks cimport check_process, fork_epoch
@@ -182,6 +182,11 @@ cdef class StreamMemory(Registration):
         self.key = self.memory.key
         self.base = address
         self.length = length
+
+    @property
+    def failure(self) -> str:
+        """Why nothing moves any more, where the device of the memory broke."""
+        return error_of(self.gpu.error) if self.gpu is not None and self.gpu.error else ""
 
     cdef int export(self) except -1:
         """Find what other processes are to open, or why there is nothing."""
