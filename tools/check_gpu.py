@@ -29,10 +29,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SUPPORT = ROOT / "tests" / "support"
 PYTHON = (sys.executable, "-P")
-PYTEST = (*PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-rfE")
+PYTEST = (*PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-rfE", "--maxfail=8")
 ENGINE = "tests/engine/test_engine_"
 AT_ONCE = 5
 SHOWN = 40
+SLOWER_ON_STANDIN = 4
 
 
 @dataclass
@@ -52,7 +53,7 @@ class Part:
 
 
 def tool(name: str, *more: str) -> tuple[str, ...]:
-    return (*PYTHON, f"tools/gpu/{name}.py", *more)
+    return (sys.executable, f"tools/gpu/{name}.py", *more)  # without -P: they share a module
 
 
 def tests(*given: str) -> tuple[str, ...]:
@@ -81,13 +82,12 @@ def promises() -> list[Part]:
     suites = ("gpu", "gpu_values", "gpu_sharing", "gpu_segments", "streams_of_gpus", "lenders")
     return [
         Part("contract", "the contract suite", tests("tests/rails", "-k", "gpu"), 150, environment=on_gpu),
-        Part(
-            "engine", "the engine's tests", tests(*(f"{ENGINE}{each}.py" for each in suites)), 150, environment=on_gpu
+        *(
+            Part(f"engine-{each}", f"tests of {each}", tests(f"{ENGINE}{each}.py"), 100, environment=on_gpu)
+            for each in suites
         ),
         Part("lenders", "array libraries as lenders", tool("lenders"), 150, takes_standin=True),
         Part("order", "no transfer overtakes a kernel", tool("order"), 90, takes_standin=True),
-        Part("values", "changes by a captured graph", tool("values"), 90, takes_standin=True),
-        Part("model", "a KV cache of a captured model", tool("model"), 90, takes_standin=True),
         Part("broken", "a context that breaks", tool("broken"), 90, takes_standin=True),
         Part("prove-local", "aiote prove cuda --over local", prove("local"), 90, hardware=True),
         Part("prove-socket", "aiote prove cuda --over socket", prove("socket"), 90, hardware=True),
@@ -122,8 +122,14 @@ def promises() -> list[Part]:
 
 
 def bench(op: str, sizes: str, memory: str, *more: str) -> tuple[str, ...]:
-    chosen = ("--provider", "local", "--sizes", sizes, "--runs", "3", "--memory", memory)
+    chosen = ("--provider", "local", "--sizes", sizes, "--mode", "default", "--runs", "3", "--memory", memory)
     return (*PYTHON, "-m", "aiote", "bench", op, *chosen, *more)
+
+
+def of_bench(records: Path) -> str:
+    """Return the medians that `aiote bench` has written."""
+    found = json.loads(records.read_text())["records"]
+    return ", ".join(f"{each['size']} B {each['value']['median']:.4g} {each['unit']}" for each in found)
 
 
 def figures() -> list[Part]:
@@ -139,7 +145,10 @@ def figures() -> list[Part]:
         Part("socket-cuda", "GPU to GPU over socket", bench("write", "1M,16M", "cuda", *socket), 40),
         Part("socket-host", "host to host over socket", bench("write", "1M,16M", "host", *socket), 40),
         Part("pages", "pages of 16 and 64 KiB, shared", bench("pages", "16K,64K", "cuda", "--pages", "512"), 40),
-        Part("latency", "8 bytes there and back", bench("latency", "8", "cuda"), 40),
+        Part("latency", "8 bytes there and back", bench("latency", "8", "cuda", "--mode", "spin"), 40),
+        Part("latency-asleep", "8 bytes there and back, asleep", bench("latency", "8", "cuda"), 40),
+        Part("model", "a captured model's KV cache, layer by layer", tool("model"), 60, takes_standin=True),
+        Part("values", "a kernel's change until Python sees it", tool("values"), 60, takes_standin=True),
         Part("streams", "stream= at submission", tool("streams"), 40, takes_standin=True),
         Part("idle", "10 regions and peers at rest", tool("idle"), 40, takes_standin=True),
     ]
@@ -148,13 +157,15 @@ def figures() -> list[Part]:
 def run(part: Part, logs: Path, standin: str) -> Part:
     """Run one part to its end or its limit, and say how it went."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    command = list(part.command)
+    log, records = logs / f"{part.name}.log", logs / f"{part.name}.json"
+    command, limit_s = [*part.command, *(["--json", str(records)] if "bench" in part.command else [])], part.limit_s
     if standin:
         environment["AIOTE_LIBCUDA"] = standin
         command += ["--standin"] * part.takes_standin
+        limit_s *= SLOWER_ON_STANDIN
     else:
         environment |= part.environment
-    log, begun = logs / f"{part.name}.log", time.monotonic()
+    begun = time.monotonic()
     with log.open("w") as out:
         try:
             done = subprocess.run(
@@ -164,17 +175,18 @@ def run(part: Part, logs: Path, standin: str) -> Part:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                timeout=part.limit_s,
+                timeout=limit_s,
             )
             part.ended = "passed" if done.returncode == 0 else f"failed ({done.returncode})"
         except subprocess.TimeoutExpired:
-            part.ended = f"not over after {part.limit_s:g} s"
+            part.ended = f"not over after {limit_s:g} s"
         except OSError as error:
             part.ended = f"failed ({error})"
     part.seconds = time.monotonic() - begun
     lines = log.read_text(errors="replace").splitlines()
     told = [json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT ")]
-    part.measured = str(told[-1]["measured"]) if told else next((line for line in reversed(lines) if line.strip()), "")
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    part.measured = str(told[-1]["measured"]) if told else of_bench(records) if records.exists() else last
     print(f"--- {part.name}: {part.ended} in {part.seconds:.1f} s", *lines[-SHOWN:], sep="\n", flush=True)
     return part
 

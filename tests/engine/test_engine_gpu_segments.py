@@ -13,6 +13,7 @@ import pytest
 import aiote
 from children import Child
 from engines import PATIENCE_S, opened, until
+from hardware_cuda import needs_standin
 from leftovers import descriptors
 from machine import LONG
 from rail_pair import filled
@@ -56,7 +57,7 @@ async def beside(child: Child, size: int = SIZE, segment: int = SEGMENT) -> Asyn
 
 
 async def asked(child: Child, call: str) -> int:
-    getattr(driver(), f"standin_{call}")  # without the stand-in the test ends here
+    needs_standin()
     return (await child.ask("standin", call=call))["value"]
 
 

@@ -16,6 +16,7 @@ from aiote import gpu
 from aiote_native.buffers import acquire
 from engines import across, each_progress, linked, run_script
 from gpu_lenders import DLManagedTensor, DLManagedTensorVersioned
+from hardware_cuda import needs_device, needs_standin
 from rail_pair import filled
 from standin_cuda import GpuArray, busy, captured, driver, failing, launched, new_stream, standin_path, synchronized
 
@@ -88,6 +89,7 @@ async def test_a_transfer_is_started_by_what_a_graph_changes():
 
 
 def test_the_host_sees_and_sets_the_value():
+    needs_device(1)
     with gpu.WatchedValue(device=1) as word:
         assert (word.value, bytes(word)) == (0, bytes(8))
         word.value = 1 << 40
@@ -151,6 +153,7 @@ def test_a_taken_tensor_is_given_back_by_its_deleter():
 
 
 async def test_memory_of_aiote_s_own_is_a_region():
+    needs_device(1)
     async with gpus("local") as (left, right):
         with gpu.allocate(300_000) as source, gpu.allocate(300_000, device=1) as target:
             there = right.register(target)
@@ -239,6 +242,7 @@ def test_without_a_driver_it_says_so_and_importing_loads_none():
 
 
 async def test_a_kernel_that_waits_does_not_keep_the_loop():
+    needs_standin()
     async with gpus("local") as (engine, other):
         with gpu.WatchedValue() as word, new_stream() as stream:
             changes = engine.watch(word)

@@ -81,8 +81,16 @@ class Hardware:
         return int(self._cuda.cuGraphDestroy(graph)) if graph else 0
 
 
+def needs_standin() -> None:
+    """Skip the test on a GPU."""
+    if ON_GPU:
+        pytest.skip("only the stand-in can be told to do this")
+
+
 def needs_device(device: int) -> None:
-    """Skip the test if there are not so many GPUs."""
+    """Skip the test on a machine that has not so many GPUs."""
+    if not ON_GPU:
+        return
     cuda, count = ctypes.CDLL(LIBRARY), ctypes.c_int()
     cuda.cuInit(0)
     cuda.cuDeviceGetCount(ctypes.byref(count))
@@ -91,41 +99,54 @@ def needs_device(device: int) -> None:
 
 
 class Window:
-    """The bytes of an array in a GPU's memory, which are copied when they are looked at and when they are set."""
+    """The bytes of an array in a GPU's memory, which are copied when they are looked at and when they are set.
 
-    def __init__(self, owner: Any, here: Callable[[], AbstractContextManager[Any]]) -> None:
+    A setter returns when they are there, behind all that blocking streams have to do.
+    """
+
+    def __init__(
+        self, owner: Any, here: Callable[[], AbstractContextManager[Any]], shape: tuple[int, ...] | None = None
+    ) -> None:
         self.owner = owner
+        self.shape = shape or (owner.nbytes,)
         self._here = here
+
+    def reshape(self, *shape: int) -> Window:
+        return Window(self.owner, self._here, np.empty(self.nbytes, np.uint8).reshape(*shape).shape)
 
     @property
     def nbytes(self) -> int:
         return int(self.owner.nbytes)
 
     def __len__(self) -> int:
-        return self.nbytes
+        return self.shape[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         found = np.empty(self.nbytes, np.uint8)
         self._copied("cuMemcpyDtoH_v2", found.ctypes.data, self.owner.address, self.nbytes)
+        found = found.reshape(self.shape)
         return found if dtype is None else found.astype(dtype)
 
     def __getitem__(self, key: Any) -> Any:
         return np.asarray(self)[key]
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        numbers = np.arange(self.nbytes)[key].reshape(-1)
+        numbers = np.arange(self.nbytes).reshape(self.shape)[key].reshape(-1)
         if not len(numbers):
             return
         first, last = int(numbers.min()), int(numbers.max()) + 1
         found = np.asarray(self)
         found[key] = value
-        self._copied("cuMemcpyHtoD_v2", self.owner.address + first, found[first:last].ctypes.data, last - first)
+        part = found.reshape(-1)[first:last]
+        self._copied("cuMemcpyHtoD_v2", self.owner.address + first, part.ctypes.data, last - first)
 
     def _copied(self, call: str, to: int, origin: int, length: int) -> None:
         if not length:
             return
         with self._here() as cuda:
             code = getattr(cuda, call)(ctypes.c_uint64(to), ctypes.c_uint64(origin), ctypes.c_size_t(length))
+            # From pageable memory it returns when the bytes have been read, not when they are there.
+            code = code or cuda.cuStreamSynchronize(None)
         assert code == 0, f"{call} returned {code}"
 
     def __eq__(self, other: object) -> Any:

@@ -158,7 +158,7 @@ def kept(found: dict[str, Any]) -> bool:
     """Say whether all ended soon, with an error of aiote's, and host transfers went on."""
     ends = found["ends"].values()
     soon = all(end["of aiote"] and end["s"] < SOON_S for end in ends)
-    return len(ends) == 4 and soon and found["host transfers"] > 20
+    return len(ends) == 4 and soon and found["host transfers"] > 5
 
 
 def main() -> int:

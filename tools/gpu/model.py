@@ -4,7 +4,7 @@ The same graph runs alone and with a `Producer` that follows the value it change
 GPU's own, by events around the graph. A consumer in a second process takes each layer, into memory of the host or of
 the GPU, and notes when it had arrived. Before each step all bytes of the source are wrong, and each step's bytes are
 its own; those at the consumer, at the producer and of the same step alone are compared by their hashes. One step more
-has all layers sent at its begin: there the comparison has to fail, which shows that it can.
+has all layers sent before it begins: there the comparison has to fail, which shows that it can.
 
 What the figure asks for is the arm whose target is the host. Where the target is the same GPU's, two processes take
 turns at that GPU, which those of a service, with GPUs of their own, do not: its bytes have to be equal, its slowdown is
@@ -144,8 +144,8 @@ class Arm:
             self.alone.append(took)
         return digest(self.model.gpu.read(self.model.cache))
 
-    async def run_sent(self, number: int, keep: bool, ahead: int = 0) -> tuple[str, str]:
-        """Run a step whose layers are sent as they are computed, or so many too early; return both caches' digests."""
+    async def run_sent(self, number: int, keep: bool) -> tuple[str, str]:
+        """Run a step whose layers are sent as they are computed; return the digests of both caches."""
         request = f"step {number}"
         async with self.producer.offer(request, tokens=TOKENS, rows=ROWS) as offer:
             await self.child.ask(request)
@@ -158,7 +158,7 @@ class Arm:
             self.word.value = base
             mark = self.model.step(number)
             with anyio.fail_after(10):
-                await offer.follow(self.word, base=base - ahead)
+                await offer.follow(self.word, base=base)
         heard = await self.child.hear("arrived")
         took = await asyncio.to_thread(mark.seconds)
         if keep:
@@ -168,6 +168,16 @@ class Arm:
             self.first.append(behind[0])
             self.last.append(behind[-1])
         return digest(self.model.gpu.read(self.model.cache)), heard["digest"]
+
+    async def is_seen_too_early(self, number: int) -> bool:
+        """Send all layers before a step computes them; return whether the digests show that."""
+        async with self.producer.offer(f"step {number}", tokens=TOKENS, rows=ROWS) as offer:
+            await self.child.ask(f"step {number}")
+            for layer in range(self.model.layers):
+                offer.computed(layer, stream=-1)
+        heard = await self.child.hear("arrived")
+        await asyncio.to_thread(self.model.step(number).seconds)
+        return digest(self.model.gpu.read(self.model.cache)) != str(heard["digest"])
 
     async def step(self, number: int, keep: bool) -> None:
         """Run a step both ways, each first every other time."""
@@ -204,8 +214,7 @@ async def one_arm(target: str, model: Model, word: WatchedValue, arguments: Any,
         while number < KEPT + arguments.steps and (number < 2 * KEPT or time.monotonic() - begin < seconds):
             number += 1
             await arm.step(number, number > KEPT)
-        here, there = await arm.run_sent(number + 1, False, ahead=arguments.layers)
-        found = arm.found() | {"sent too early, it is seen": here != there}
+        found = arm.found() | {"sent too early, it is seen": await arm.is_seen_too_early(number + 1)}
     for name, value in found.items():
         say(f"   {name}: {value}")
     return found
