@@ -32,6 +32,7 @@ PYTHON = (sys.executable, "-P")
 PYTEST = (*PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "-rfE", "--maxfail=8")
 ENGINE = "tests/engine/test_engine_"
 AT_ONCE = 5
+EXAMPLES = ("kvcache", "weights", "moe")
 SHOWN = 40
 SLOWER_ON_STANDIN = 4
 
@@ -76,6 +77,15 @@ def prove(wire: str) -> tuple[str, ...]:
     )
 
 
+def example(name: str) -> tuple[str, ...]:
+    return (sys.executable, f"examples/gpu/{name}.py")
+
+
+def memcheck() -> tuple[str, ...]:
+    checked = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "all")
+    return (*checked, *tool("lenders", "--end", "source", "--wire", "local", "aiote"))
+
+
 def promises() -> list[Part]:
     """Return what has to hold, in the order of docs/gpu.md."""
     on_gpu = {"AIOTE_TESTS_ON_GPU": "1"}
@@ -92,32 +102,8 @@ def promises() -> list[Part]:
         Part("prove-local", "aiote prove cuda --over local", prove("local"), 90, hardware=True),
         Part("prove-socket", "aiote prove cuda --over socket", prove("socket"), 90, hardware=True),
         Part("moe", "MoE's kernels", tests("tests/moe", "-m", "needs_gpu", "-k", "not sanitizer"), 150, hardware=True),
-        *(
-            Part(
-                f"example-{each}",
-                f"examples/gpu/{each}.py",
-                (sys.executable, f"examples/gpu/{each}.py"),
-                60,
-                hardware=True,
-            )
-            for each in ("kvcache", "weights", "moe")
-        ),
-        Part(
-            "memcheck",
-            "compute-sanitizer --tool memcheck",
-            (
-                "compute-sanitizer",
-                "--tool",
-                "memcheck",
-                "--error-exitcode",
-                "9",
-                "--target-processes",
-                "all",
-                *tool("lenders", "--end", "source", "--wire", "local", "aiote"),
-            ),
-            120,
-            hardware=True,
-        ),
+        *(Part(f"example-{each}", f"examples/gpu/{each}.py", example(each), 60, hardware=True) for each in EXAMPLES),
+        Part("memcheck", "compute-sanitizer --tool memcheck", memcheck(), 120, hardware=True),
     ]
 
 
