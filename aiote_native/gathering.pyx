@@ -59,6 +59,14 @@ cdef void gather(const Op* op, const Channel* channel, uint64_t most, uint64_t b
         at += 1
 
 
+cdef uint64_t room_of(const Channel* channel, const Post* args) noexcept nogil:
+    """Return how many bytes may be under way on a channel with a request that is to be posted."""
+    cdef uint64_t room = 0
+    if args.opcode == OP_WRITE and channel.ops.room != NULL:
+        room = channel.ops.room(channel.impl, args.desc, args.key)
+    return room if room else channel.window
+
+
 def plan(uint64_t page, list local, list remote, int max_sge, uint64_t most, uint64_t bytes_most) -> list[list[tuple]]:
     """Return the SGEs (local, remote, length) of each work request for pages at these offsets, as `gather` has them.
 

@@ -13,7 +13,7 @@ from libc.stdint cimport int64_t, uint32_t, uint64_t
 
 from aiote_native.counters cimport done_push
 from aiote_native.gates cimport gate_leave, gate_paced, gate_post
-from aiote_native.gathering cimport gather
+from aiote_native.gathering cimport gather, room_of
 from aiote_native.peer_wakeups cimport wake_peer
 from aiote_native.recovery cimport channel_fault, is_abandoned, is_disconnect, redone
 from aiote_native.schedule cimport STREAK_BYTES, begin_measure, is_cut_off, next_channel, posted, usable
@@ -349,7 +349,7 @@ cdef int post_next(State* state, PeerState* peer, Op* op, uint64_t* parts) noexc
         describe_post(op, channel, &args)
         # What is for this channel alone only needs room to begin, or smaller ones would keep it waiting for good.
         alone = op.pin >= 0 or op.owed != 0
-        if channel.in_flight and channel.in_flight + (0 if alone else args.payload) > channel.window:
+        if channel.in_flight and channel.in_flight + (0 if alone else args.payload) > room_of(channel, &args):
             # It will be first all the same: what is posted elsewhere now would be over later.
             return -EBUSY if code == -EBUSY else -EAGAIN
         if channel.max_sge > 1:

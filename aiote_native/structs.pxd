@@ -94,7 +94,8 @@ cdef struct Completion:
 # to it, of kinds that copy them in post and poll themselves, and whether it is within a request. disconnect: ends
 # the endpoint's connection where that has to come before the close, so that what is under way ends by itself; whether
 # it did. reached (or NULL): whether the peer still copies out of memory of ours what it took before we shut the gate:
-# its GPU does so outside of any call. shut: closes the endpoint; when it returns no byte moves through it any more.
+# its GPU does so outside of any call. room (or NULL): how many bytes may be under way at once where a write from that
+# memory (as `desc`) to that key does not move through the channel itself; 0: `window`, as for all else. shut: closes the endpoint; when it returns no byte moves through it any more.
 # release: frees impl.
 cdef struct RailOps:
     int (*post)(void* impl, const Post* args, WorkRequest* wr) noexcept nogil
@@ -106,6 +107,7 @@ cdef struct RailOps:
     uint64_t (*moved)(void* impl, bint* within) noexcept nogil
     bint (*disconnect)(void* impl) noexcept nogil
     bint (*reached)(void* impl) noexcept nogil
+    uint64_t (*room)(void* impl, const void* desc, uint64_t key) noexcept nogil
     void (*shut)(void* impl) noexcept nogil
     void (*release)(void* impl) noexcept nogil
 

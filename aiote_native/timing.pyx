@@ -84,6 +84,11 @@ cdef bint timed_reached(void* impl) noexcept nogil:
     return channel.endpoint_ops.reached != NULL and channel.endpoint_ops.reached(channel.endpoint)
 
 
+cdef uint64_t timed_room(void* impl, const void* desc, uint64_t key) noexcept nogil:
+    cdef Channel* channel = <Channel*> impl
+    return 0 if channel.endpoint_ops.room == NULL else channel.endpoint_ops.room(channel.endpoint, desc, key)
+
+
 cdef void timed_shut(void* impl) noexcept nogil:
     (<Channel*> impl).endpoint_ops.shut((<Channel*> impl).endpoint)
 
@@ -99,6 +104,7 @@ timed.poll = timed_poll
 timed.arm = timed_arm
 timed.disconnect = timed_disconnect
 timed.reached = timed_reached
+timed.room = timed_room
 timed.shut = timed_shut
 timed.release = timed_release
 

@@ -3,6 +3,7 @@ from libc.stdint cimport uint64_t
 from aiote_native.cuda.sharing cimport Export
 from aiote_native.streams.stream cimport Frame, Memory, Registry, Stream, Work
 
+cdef uint64_t lent_room(void* impl, const void* desc, uint64_t key) noexcept nogil
 cdef int lend(Stream* self, Work* work) noexcept nogil
 cdef void reply(Stream* self, int kind, uint64_t number, int status) noexcept nogil
 cdef void note_told(Stream* self, uint64_t number) noexcept nogil

@@ -17,7 +17,7 @@ from aiote_native.forks cimport check_process, fork_epoch
 from aiote_native.status cimport check
 from aiote_native.status import StatusError
 from aiote_native.streams.giving cimport start_giving, stop_giving
-from aiote_native.streams.lending cimport is_lent, let_go
+from aiote_native.streams.lending cimport is_lent, lent_room, let_go
 from aiote_native.streams.receiving cimport stream_poll
 from aiote_native.streams.sending cimport stream_flush, stream_post
 from aiote_native.streams.stream cimport (
@@ -346,6 +346,7 @@ cdef void share_operations(RailOps* operations):
     operations.flush = stream_flush
     operations.poll = stream_poll
     operations.disconnect = stream_disconnect
+    operations.room = lent_room
 
 
 @cython.no_gc_clear

@@ -109,6 +109,21 @@ async def test_a_pulled_write_is_counted_after_its_last_copy(child, progress):
                 await child.answer()
 
 
+async def test_many_frames_are_pulled_at_a_time(child):
+    """Over the ring two are under way, because their bytes go through it; references have room for sixteen."""
+    size = 16 << 20
+    async with beside(child, size) as engine:
+        target = GpuArray(size)
+        descriptor = engine.register(target).descriptor.hex()
+        await child.ask("write", descriptor=descriptor, imm=IMM)  # the first opens the memory
+        with held():
+            child.tell("write", descriptor=descriptor, imm=IMM)
+            await until(lambda: pending() >= 16)
+        await engine.counter(IMM).wait(2)
+        await child.answer()
+        assert (target.seen == 1).all()
+
+
 async def test_nothing_is_counted_or_confirmed_while_a_pull_waits(child):
     async with beside(child, 1 << 20) as engine:
         descriptor = engine.register(GpuArray(1 << 20)).descriptor.hex()
