@@ -95,8 +95,8 @@ cdef struct Completion:
 # the endpoint's connection where that has to come before the close, so that what is under way ends by itself; whether
 # it did. reached (or NULL): whether the peer still copies out of memory of ours what it took before we shut the gate:
 # its GPU does so outside of any call. room (or NULL): how many bytes may be under way at once where a write from that
-# memory (as `desc`) to that key does not move through the channel itself; 0: `window`, as for all else. shut: closes the endpoint; when it returns no byte moves through it any more.
-# release: frees impl.
+# memory (as `desc`) to that key does not move through the channel itself; 0: `window`, as for all else. shut: closes
+# the endpoint; when it returns no byte moves through it any more. release: frees impl.
 cdef struct RailOps:
     int (*post)(void* impl, const Post* args, WorkRequest* wr) noexcept nogil
     int (*flush)(void* impl) noexcept nogil

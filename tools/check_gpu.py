@@ -123,6 +123,7 @@ def figures() -> list[Part]:
     staged, socket = ("--no-gpu-sharing",), ("--provider", "socket")
     return [
         Part("calls", "the driver's own calls", tool("calls"), 40, takes_standin=True),
+        Part("batches", "pages by cuMemcpyBatchAsync", tool("calls", "--batches"), 40, takes_standin=True),
         Part("shared", "GPU to GPU, shared", bench("write", "64K,1M,16M,64M", "cuda"), 40),
         Part("staged", "GPU to GPU staged over local", bench("write", "64K,1M,16M", "cuda", *staged), 40),
         Part("to-host", "GPU to host over local", bench("write", "1M,16M", "cuda-host"), 40),
