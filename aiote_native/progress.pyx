@@ -400,17 +400,17 @@ cdef bint made_progress(Progress* self) noexcept nogil:
 
 
 cdef bint may_spin(Progress* self) noexcept nogil:
-    """Whether it is too early to sleep. The clock is looked at in every eighth idle round: it costs as much as one."""
+    """Whether it is too early to sleep. The clock is looked at in every eighth idle round: it costs as much as one.
+    An engine that only watches values looks in each round, or it would do eight whenever its timer wakes it."""
     cdef uint64_t now
     if self.spin_ns == 0 or not (active(self) or self.watches != NULL):
         return False
     self.idle += 1
-    if self.idle & CLOCK_MASK:
+    if self.idle & CLOCK_MASK and active(self):
         return True
     now = clock_ns()
     if self.fresh:
-        self.fresh = False
-        self.last_activity = now
+        self.fresh, self.last_activity = False, now
     return now - self.last_activity < self.spin_ns
 
 

@@ -74,7 +74,7 @@ cdef class Registration:
 
     @property
     def failure(self) -> str:
-        """Why nothing moves from or to the memory any more, in the driver's words; empty where nothing is wrong."""
+        """The driver's error that keeps the memory from being copied; empty for sound memory."""
         return ""
 
     def retire(self) -> bool:

@@ -59,6 +59,7 @@ class Awaiting:
 
 _R = TypeVar("_R", bound=Request)
 
+def is_stream(number: int) -> bool: ...
 def quick(
     core: Core,
     kind: type[_R],

@@ -328,6 +328,11 @@ cdef bint is_ready(LocalSlice here, stream):
     return here.memory.events is None if stream is None else type(stream) is int and stream == -1
 
 
+cpdef bint is_stream(object number):
+    """Whether a number names a default stream, or can be a stream's address: a driver reads at what it is given."""
+    return 0 < number <= PER_THREAD or FIRST_ADDRESS <= number <= LARGEST_ADDRESS
+
+
 cdef Order behind(LocalSlice here, stream):
     """Note what a stream of the memory's device has to do now; None where the stream needs a closer look."""
     cdef Order order = Order()
@@ -341,13 +346,13 @@ cdef Order behind(LocalSlice here, stream):
             if type(stream) is not tuple or len(stream) != 2 or stream[0] != 0 or type(stream[1]) is not int:
                 return None
             stream = stream[1] or LEGACY
-        if not (0 < stream <= PER_THREAD or FIRST_ADDRESS <= stream <= LARGEST_ADDRESS):
+        if not is_stream(stream):
             return None
         number = stream
     try:
         order.add(here.memory.events, number)
     except ValueError:
-        return None  # it is asked once more, by who says what is wrong with it
+        return None  # `order_behind` asks once more, and says what is wrong
     return order
 
 

@@ -58,6 +58,6 @@ cdef class Operation(Waitable):
     cdef RemoteMemory remote
     cdef object kept
     cdef public object order   # the Order that it is behind, if any
-    cdef readonly str broken   # why a GPU moves nothing any more, where that is why it failed
+    cdef readonly str broken   # the error of the GPU that made it fail
     cdef int take(self, LocalMemory local, uint64_t local_offset, RemoteMemory remote, uint64_t remote_offset,
                   uint64_t local_extent, uint64_t remote_extent, bint into_local) except -1

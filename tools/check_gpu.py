@@ -34,6 +34,8 @@ ENGINE = "tests/engine/test_engine_"
 AT_ONCE = 5
 EXAMPLES = ("kvcache", "weights", "moe")
 SHOWN = 40
+REPORTS = {"bench": "--json", "prove": "--report"}
+"""Of these commands: the option that names the file they write."""
 SLOWER_ON_STANDIN = 4
 
 
@@ -62,19 +64,7 @@ def tests(*given: str) -> tuple[str, ...]:
 
 
 def prove(wire: str) -> tuple[str, ...]:
-    return (
-        *PYTHON,
-        "-m",
-        "aiote",
-        "prove",
-        "cuda",
-        "--over",
-        wire,
-        "--no-bench",
-        "--no-suites",
-        "--report",
-        os.devnull,
-    )
+    return (*PYTHON, "-m", "aiote", "prove", "cuda", "--over", wire, "--no-bench", "--no-suites")
 
 
 def example(name: str) -> tuple[str, ...]:
@@ -145,7 +135,9 @@ def run(part: Part, logs: Path, standin: str) -> Part:
     """Run one part to its end or its limit, and say how it went."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     log, records = logs / f"{part.name}.log", logs / f"{part.name}.json"
-    command, limit_s = [*part.command, *(["--json", str(records)] if "bench" in part.command else [])], part.limit_s
+    command, limit_s = [*part.command], part.limit_s
+    for name, option in REPORTS.items():
+        command += [option, str(records)] * (name in part.command)
     if standin:
         environment["AIOTE_LIBCUDA"] = standin
         command += ["--standin"] * part.takes_standin
@@ -173,7 +165,9 @@ def run(part: Part, logs: Path, standin: str) -> Part:
     lines = log.read_text(errors="replace").splitlines()
     told = [json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT ")]
     last = next((line for line in reversed(lines) if line.strip()), "")
-    part.measured = str(told[-1]["measured"]) if told else of_bench(records) if records.exists() else last
+    part.measured = (
+        str(told[-1]["measured"]) if told else of_bench(records) if "bench" in command and records.exists() else last
+    )
     print(f"--- {part.name}: {part.ended} in {part.seconds:.1f} s", *lines[-SHOWN:], sep="\n", flush=True)
     return part
 

@@ -61,8 +61,8 @@ class BenchRecord:
     figure. `cpu_initiator` and `cpu_target` are CPU seconds for a second of the run. `ratio` is to the raw loops, each
     run divided by its neighbour's: of bandwidths and rates more is better, of round trips less. `disturbed` counts
     runs that were thrown away because a process that spins did not have a core to itself. `memory` is where the bytes
-    of the initiator and the target lie; `gpu_sharing` whether their engines may share a GPU's,
-    None where nothing was said of it. `note` says why there is no figure, or which rails staged memory of a GPU.
+    of the initiator and the target lie. `gpu_sharing` is the engines' setting, None for the default in host memory.
+    `note` gives the reason for a missing figure, or the rails that staged memory of a GPU.
     """
 
     op: str

@@ -216,7 +216,7 @@ async def _try(provider: str) -> None:
 
 
 def _sharing(values: dict[str, Any]) -> bool | None:
-    """Return whether engines share memory of GPUs. Their own setting is named where it matters, for the record."""
+    """Return whether engines share memory of GPUs, which the record names where a GPU has the bytes."""
     given: bool | None = values["gpu_sharing"]
     if given is not None or values["memory"] == "host":
         return given

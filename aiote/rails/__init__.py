@@ -20,7 +20,16 @@ from aiote_native.peers import PeerLink, deliver
 from aiote_native.prepared import PreparedTargets, TargetRun
 from aiote_native.provider import NativeEndpoint
 from aiote_native.proxy import ArmedRun, arm
-from aiote_native.requests import LocalSlice, PageSet, RemoteSlice, Request, quick, quick_pages, quick_send
+from aiote_native.requests import (
+    LocalSlice,
+    PageSet,
+    RemoteSlice,
+    Request,
+    is_stream,
+    quick,
+    quick_pages,
+    quick_send,
+)
 from aiote_native.rows import CountRow
 from aiote_native.scatter import ScatterTargets, scatter
 from aiote_native.sources import SourceRange
@@ -87,6 +96,7 @@ __all__ = [
     "device_name",
     "error_text",
     "guarded_socket",
+    "is_stream",
     "library_summary",
     "look_over",
     "open_driver",

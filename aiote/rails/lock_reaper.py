@@ -6,8 +6,8 @@ spin within the library meanwhile, event loop and all. Of 1000 stops under load 
 
 So a thread waits for the death of each peer's process (a pidfd), and then unlocks the two locks that this pair of
 endpoints has. From then on nobody but this process takes them; and where this process itself holds one just then,
-unlocking it twice does no harm. Before that the thread takes back a write of which the peer had posted only the first
-half (`SpinLock.drop_half`).
+unlocking it twice does no harm. Before it unlocks, the thread takes back a write that the peer has only half
+posted (`SpinLock.drop_half`).
 
 Nothing tells of a stop. So the thread looks at the locks now and then: one that was held at every look, while the
 peer's process used no processor and the engine did no round, is unlocked after `limit`, and the peer is given up.

@@ -12,16 +12,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import UsageError
-from ..rails import EventPool, LocalMemory, Order
+from ..rails import EventPool, LocalMemory, Order, is_stream
 
 __all__ = ["order_behind", "pools_of"]
 
 READY = -1
 LEGACY = 1
 """The legacy default stream, which is behind all streams of its context but those made as non-blocking."""
-PER_THREAD = 2
-FIRST_ADDRESS = 4096
-"""A driver takes what it is given for the address of a stream, and reads there."""
 EXPECTED = (
     "None or 1 (the legacy default stream), 2 (the thread's default), -1 (ready now), a stream's address, or an object "
     "with __cuda_stream__, .cuda_stream (torch), .ptr (cupy) or .handle (numba)"
@@ -64,7 +61,7 @@ def _number(stream: Any, verb: str) -> int:
             raise UsageError(f"{verb}: stream={stream!r}: {error}; expected {EXPECTED}") from None
     if number == 0:
         raise UsageError(f"{verb}: stream=0 may mean either default stream: give 1 (legacy) or 2 (the thread's)")
-    if not (READY <= number <= PER_THREAD or FIRST_ADDRESS <= number < 1 << 64):
+    if number != READY and not is_stream(number):
         raise UsageError(f"{verb}: stream={number}; expected {EXPECTED}")
     return number
 

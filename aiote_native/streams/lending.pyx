@@ -120,7 +120,7 @@ cdef int lend(Stream* self, Work* work) noexcept nogil:
 
 
 cdef uint64_t lent_room(void* impl, const void* desc, uint64_t key) noexcept nogil:
-    """Return how many bytes may be under way by reference; 0 where a write is not sure to go so."""
+    """Return how many bytes may be under way by reference; 0 where the peer has not opened the memory."""
     cdef Stream* self = <Stream*> impl
     cdef const Memory* memory = <const Memory*> desc
     cdef Told* told

@@ -185,7 +185,7 @@ cdef class StreamMemory(Registration):
 
     @property
     def failure(self) -> str:
-        """Why nothing moves any more, where the device of the memory broke."""
+        """The error that broke the device of the memory; empty for a sound one."""
         return error_of(self.gpu.error) if self.gpu is not None and self.gpu.error else ""
 
     cdef int export(self) except -1:

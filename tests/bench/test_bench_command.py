@@ -196,6 +196,10 @@ def kill_one(bench: subprocess.Popen[str], name: str) -> None:
         (("write", "--mode", "fast"), "Invalid value"),
         (("write", "--runs", "0"), "Invalid value"),
         (("fly",), "No such command"),
+        (("send", "--memory", "cuda"), "messages are of host memory"),
+        (("raw", "write", "--memory", "cuda-host"), "the raw loops move host memory alone"),
+        (("compare", "write", "--memory", "host-cuda"), "the raw loops move host memory alone"),
+        (("write", "--memory", "rocm"), "Invalid value"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_started(arguments, why, capfd):

@@ -305,6 +305,20 @@ def test_a_changed_value_is_noticed(width, threaded):
     core.close()
 
 
+@pytest.mark.parametrize("spin_us", [600_000_000, 0])
+def test_an_engine_that_only_watches_spins_after_a_change(spin_us):
+    core, value = Core(spin_us=spin_us), np.zeros(1, np.uint64)
+    first, second = Watch(acquire(value)), Watch(acquire(value))
+    core.watch(first, 0)
+    value[0] = 1
+    sleep_until(core, first)
+    core.watch(second, 1)
+    core.progress()  # takes note that something has happened
+    assert [core.progress() for _ in range(20)] == [spin_us > 0] * 20
+    second.cancel()
+    core.close()
+
+
 def test_a_value_that_differs_already_is_noticed_at_once():
     core, value = Core(spin_us=0), np.array([7], np.uint64)
     watched = Watch(acquire(value))

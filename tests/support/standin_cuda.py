@@ -85,8 +85,7 @@ class GpuArray:
     def __init__(self, nbytes: int, device: int = 0, *, readonly: bool = False) -> None:
         self.nbytes = nbytes
         self.device = device
-        if ON_GPU:
-            needs_device(device)
+        needs_device(device)
         address = ctypes.c_uint64()
         with on_device(device) as cuda:
             checked(cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(max(nbytes, 1))))
