@@ -217,7 +217,16 @@ class Sizes:
         else:
             self.rows, self.placed = config.tokens, most
         self.shared = min(self.placed, ranks * (full - self.private))
+        self._count_answers()
+
+    def _count_answers(self) -> None:
+        config = self.config
         self.answers = self.sent if config.reduce == "expert" else config.tokens * config.top_k
+        # Where ranks are masked, each has slots of its own for all that it writes, its answers as well.
+        self.apart = config.on_loss == "mask"
+        of_rank = config.tokens if config.reduce == "expert" else config.tokens * min(config.top_k, self.local)
+        self.answers_of_rank = min(self.answers, of_rank)
+        self.answer_lines = self.ranks * self.answers_of_rank if self.apart else self.answers
 
     def for_ranks(self, experts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return rows for each rank, of rows for each expert."""

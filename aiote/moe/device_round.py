@@ -294,7 +294,7 @@ class DeviceRound(Round):
         self._position, self._copy = lane.mirror[:tokens], lane.copy_mirror[:tokens]
         self._describe(route[HEADER - 1 : HEADER + config.experts + sizes.ranks])
         self._pack_all()
-        slot = self._base() + (self._parity * sizes.ranks + me) * where.route
+        slot = self._base() + where.route_at(me, self._parity)
         own = self._outbox() + self._parity * where.route
         alike = [np.full(len(lane.others), at, np.int64) for at in (own, slot)]
         self._submit(ROUTED, lane.others, (lane.routed, *alike), ROUTE)

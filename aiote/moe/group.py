@@ -23,7 +23,7 @@ from .device_round import DeviceLane
 from .joining import AGAIN_S, COMES_LATER, ELSEWHERE, Meeting, MoeService, service_of, within_reach
 from .lane import Lane
 from .memory import RankMemory
-from .posting import Posting, groups_alone
+from .posting import Inbox, Posting, groups_alone
 from .round import Round
 from .states import GroupBrokenError, Membership
 from .statistics import MoeStatistics
@@ -221,9 +221,15 @@ class MoeGroup:
 
     async def _watch(self, rank: int, peer: aiote.Peer) -> None:
         reason = await peer.wait_closed()
-        # Who has left takes part in no round that is still under way.
-        if self._peers.get(rank) is peer and rank not in self.membership.departed:
+        if self._peers.get(rank) is not peer:
+            return
+        if rank not in self.membership.departed:
             self.lose(rank, reason)
+            return
+        # It takes part in no round that is still under way, if that is true.
+        self.membership.gone[rank] = reason
+        for lane in self._lanes:
+            lane.check_gone(rank)
 
     # What peers call.
 
@@ -346,12 +352,18 @@ class MoeGroup:
         alone = {} if self.launcher is None else await groups_alone(self.engine, connected, self.lose)
         self.posting = Posting(self.engine, self.memory.outbox, inboxes, firsts, peers, self.lose, alone)
 
-    def _inbox(self, rank: int, descriptor: bytes) -> aiote.RemoteRegion:
-        nbytes = self.memory.inbox.nbytes
+    def _inbox(self, rank: int, descriptors: Sequence[bytes]) -> Inbox:
+        parts, owner = self.memory.map.parts(self.rank), self._peers[rank]
         try:
-            return self.engine.attach(descriptor, owner=self._peers[rank], access="write", nbytes=nbytes)
+            if len(descriptors) != len(parts):
+                raise aiote.UsageError(f"{len(descriptors)} descriptors for {len(parts)} parts")
+            regions = [
+                self.engine.attach(one, owner=owner, access="write", nbytes=part.stop - part.start)
+                for one, part in zip(descriptors, parts, strict=True)
+            ]
         except aiote.UsageError as error:
             raise aiote.UsageError(f"rank {rank} lends no inbox of its own: {error}") from None
+        return Inbox(parts, regions)
 
     async def _meet_all(self, epoch: int, late: Container[int]) -> dict[int, Meeting]:
         """Ask all that take part at once, and until the group breaks; those in `late` may come later than this rank."""

@@ -15,6 +15,7 @@ from msgspec import Meta
 import aiote
 
 from .. import service
+from .config import MAX_LANES
 from .wire import SLOTS
 
 __all__ = [
@@ -44,12 +45,12 @@ COMES_LATER = service.BusyError, service.DrainingError, service.CallLostError
 
 
 class Meeting(msgspec.Struct, frozen=True):
-    """What a rank answers: the epoch that it is in, the descriptor of its inbox for the one that asked, and the first
-    of the immediates that this one writes with.
+    """A rank's answer: the epoch that it is in, descriptors of the parts of its inbox that the one that asked may write
+    to (`memory.LaneMap.parts`), and the first of the immediates that it writes with.
     """
 
     epoch: Epoch
-    inbox: Annotated[bytes, Meta(max_length=4096)]
+    inbox: Annotated[list[Annotated[bytes, Meta(max_length=4096)]], Meta(max_length=3 * MAX_LANES)]
     imm: Annotated[int, Meta(ge=0, lt=1 << 28)]
 
     def first(self, lanes: int) -> int:
@@ -59,7 +60,7 @@ class Meeting(msgspec.Struct, frozen=True):
         return self.imm
 
 
-ELSEWHERE = Meeting(0, b"", 0)
+ELSEWHERE = Meeting(0, [], 0)
 """The answer of a rank that is still in an earlier group of the same number: it is to be asked again."""
 
 

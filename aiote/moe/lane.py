@@ -71,15 +71,27 @@ class Lane:
     def lost(self, rank: int | None) -> aiote.AioteError | None:
         """Return why nothing comes any more: from anybody, or from a rank."""
         membership = self.group.membership
-        if rank is not None and membership.failure is None and not membership.takes_part(rank):
-            return aiote.PeerLostError(str(self.group.members[rank]), membership.masked[rank], operation="moe")
+        if rank is not None and membership.failure is None:
+            why = membership.masked.get(rank) or membership.gone.get(rank)
+            if why is not None:
+                return aiote.PeerLostError(str(self.group.members[rank]), why, operation="moe")
         return membership.failure
 
     def check_departed(self) -> None:
-        """Lose the ranks that have left before the round that is under way."""
+        """Lose the ranks that have left before the round that is under way, or after one that cannot be over."""
+        under_way = self.state.phase != "idle"
         for rank, rounds in tuple(self.group.membership.departed.items()):
-            if self.state.phase != "idle" and rounds[self.number] <= self.state.number:
+            if under_way and rounds[self.number] <= self.state.number:
                 self.group.lose(rank, "it has left the group")
+            elif rounds[self.number] > self.state.number + under_way:
+                self.group.lose(rank, "it says that it has left after a round that is not over")
+
+    def check_gone(self, rank: int) -> None:
+        """Lose a rank that has left, and whose connection has ended, if its route of the round has not come."""
+        state, epoch = self.state, self.group.membership.epoch
+        if state.phase == "sent" and not is_of(self.memory.routes[state.parity, rank], epoch, state.number):
+            self.group.lose(rank, "it has left the group before its route came")
+        self.wake()
 
     # Transfers.
 
@@ -161,6 +173,8 @@ class Lane:
         if late is not None:
             near(late)
         counted.waited[what] += anyio.current_time() - started
+        for rank in needs.keys() - set(came):
+            self.group.lose(rank, f"it has left the group, and its {what} have not come")
         return self.without_surplus(came, kind)
 
     def without_surplus(self, came: list[int], *kinds: int) -> list[int]:

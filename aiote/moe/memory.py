@@ -2,11 +2,14 @@
 
 The map of a lane is the same on every rank, so that a rank knows where its rows go without being told:
 
-    inbox:  routes [parity][rank] | rows | answers
+    inbox:  routes [rank][parity] | rows | answers
     outbox: routes [parity] | rows | what experts return, if written from there | answers, if packed
 
 The rows of the inbox are those of the batch itself where they are written in place (`direct`, layout "rank"); else a
 private part for each source and a shared part, out of which the receiver places them.
+
+Where a lost rank is masked, each source has a part of its own of all three, and a lease of nothing else, so that no
+rank can have another one masked. Else a rank that writes elsewhere spoils the round for all.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ class LaneMap:
         self.inbox_rows = sizes.placed if in_place else sizes.ranks * sizes.private + sizes.shared
         self.rows_at = round_up(2 * sizes.ranks * self.route, PAGE)
         self.answers_at = self.rows_at + round_up(self.inbox_rows * sizes.row, PAGE)
-        self.inbox = self.answers_at + round_up(sizes.answers * sizes.y_row, PAGE)
+        self.inbox = self.answers_at + round_up(sizes.answer_lines * sizes.y_row, PAGE)
         self.outbox_rows = sizes.config.tokens if sizes.direct else sizes.sent
         # A copy has one answer with reduce="expert"; else each place has one row, and each row one answer.
         copies = sizes.ranks * sizes.config.tokens
@@ -54,6 +57,25 @@ class LaneMap:
         self.written = sizes.placed if in_place else 0
         self.packed_at = self.y_at + round_up(self.written * sizes.y_row, PAGE)
         self.outbox = self.packed_at + round_up(self.packed * sizes.y_row, PAGE)
+        self._sizes = sizes
+
+    def route_at(self, rank: int, parity: int) -> int:
+        """Return where a rank's route of such a round goes, in each inbox."""
+        return (2 * rank + parity) * self.route
+
+    def parts(self, rank: int) -> list[slice]:
+        """Return what a rank may write to in another's inbox: in order, and in as few parts as there can be."""
+        sizes, lanes = self._sizes, self._sizes.config.lanes
+        if not sizes.apart:
+            return [slice(0, self.inbox * lanes)]
+        rows, answers = sizes.private * sizes.row, sizes.answers_of_rank * sizes.y_row
+        own = (
+            (self.route_at(rank, 0), 2 * self.route),
+            (self.rows_at + rank * rows, rows),
+            (self.answers_at + rank * answers, answers),
+        )
+        firsts = range(0, self.inbox * lanes, self.inbox)
+        return [slice(first + at, first + at + nbytes) for first in firsts for at, nbytes in own]
 
 
 def _lines(memory: Bytes, at: int, count: int, width: int) -> Bytes:
@@ -66,10 +88,10 @@ class LaneMemory:
     def __init__(self, sizes: Sizes, lane: LaneMap, inbox: Bytes, outbox: Bytes, launcher: Launcher | None) -> None:
         self._launcher = launcher
         self.routes: NDArray[np.uint32] = (
-            inbox[: 2 * sizes.ranks * lane.route].view(np.uint32).reshape(2, sizes.ranks, -1)
+            inbox[: 2 * sizes.ranks * lane.route].view(np.uint32).reshape(sizes.ranks, 2, -1).swapaxes(0, 1)
         )
         self.received = _lines(inbox, lane.rows_at, lane.inbox_rows, sizes.row)
-        self.answers = _lines(inbox, lane.answers_at, sizes.answers, sizes.y_row)
+        self.answers = _lines(inbox, lane.answers_at, sizes.answer_lines, sizes.y_row)
         self.own_routes: NDArray[np.uint32] = outbox[: 2 * lane.route].view(np.uint32).reshape(2, -1)
         self.sent = _lines(outbox, lane.sent_at, lane.outbox_rows, sizes.row)
         self.inputs: Any = self.sent if sizes.direct else zeros(sizes.config.tokens * sizes.row).reshape(-1, sizes.row)
@@ -139,6 +161,7 @@ class RankMemory:
 
     async def register(self, engine: aiote.Engine) -> None:
         """Register both; what was registered is closed again where one fails."""
+        self._engine = engine
         try:
             for memory in (self._inbox, self._outbox):
                 self._regions.append(await engine.register_async(memory, "local"))
@@ -146,11 +169,12 @@ class RankMemory:
             await to_the_end(self.close)
             raise
 
-    def lend(self, rank: int, address: aiote.Address) -> bytes:
-        """Return the descriptor of the inbox for a peer; the lease lasts until `take_back`."""
+    def lend(self, rank: int, address: aiote.Address) -> list[bytes]:
+        """Return the descriptors of a peer's parts of the inbox; the lease lasts until `take_back`."""
         if rank not in self._leases:
-            self._leases[rank] = self.inbox.lease(slice(None), address)
-        return self._leases[rank].descriptor
+            parts = [self.inbox[part] for part in self.map.parts(rank)]
+            self._leases[rank] = self._engine.lease(parts, address)
+        return list(self._leases[rank].descriptors)
 
     async def take_back(self, rank: int) -> None:
         """Return once a peer cannot write to the inbox any more. Cancelling leaves the revocation to go on."""

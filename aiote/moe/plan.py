@@ -46,6 +46,8 @@ class Plan:
         self.kept_rows: Ints
         """Rows of (source, target) that are not dropped."""
         self._lay_out(counts)
+        if sizes.apart:
+            self.answer = np.broadcast_to(np.arange(sizes.ranks) * sizes.answers_of_rank, self.sent.shape)
 
     def _lay_out(self, counts: Counts) -> None:
         sizes, config, ranks = self.sizes, self.sizes.config, self.sizes.ranks
@@ -189,6 +191,16 @@ class Plan:
         _, here, count = self.runs(self.me, target).T
         # One for each piece between rows that were dropped.
         return int((here[1:] != (here + count)[:-1]).sum()) + int(len(here) > 0)
+
+    def answers_at(self, position: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return where the answer to each of this rank's rows, or copies, lies: -1 for position -1, which is no row."""
+        at, me = position.copy(), self.me
+        if self.sizes.apart:
+            first = np.cumsum(self.returned[me]) - self.returned[me]
+            real = at >= 0
+            rank = np.searchsorted(first, at[real], side="right") - 1
+            at[real] += (self.answer[me] - first)[rank].astype(np.int32)
+        return at
 
     def dropped(self, position: Ints) -> NDArray[np.bool_]:
         """Return which of this rank's rows, by their position in its order, are dropped; -1 is none."""

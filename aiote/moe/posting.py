@@ -6,6 +6,7 @@ masked each has a transfer of its own, for of a scatter only the first failure i
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 import aiote
 
-__all__ = ["Posting", "Write", "groups_alone"]
+__all__ = ["Inbox", "Posting", "Write", "groups_alone"]
 
 Ints = NDArray[np.int64]
 
@@ -28,6 +29,19 @@ class Write(NamedTuple):
     nbytes: int
 
 
+class Inbox:
+    """The parts of a rank's inbox that it has lent, in order, and a region of each."""
+
+    def __init__(self, parts: Sequence[slice], regions: Sequence[aiote.RemoteRegion]) -> None:
+        self.regions = regions
+        self._begins = [part.start for part in parts]
+
+    def find(self, to: int) -> tuple[int, int]:
+        """Return the number of the part that a place in the inbox is in, and where in that part."""
+        number = bisect_right(self._begins, to) - 1
+        return number, to - self._begins[number]
+
+
 class Posting:
     """The ranks' inboxes in one epoch, and the transfers under way to them."""
 
@@ -35,7 +49,7 @@ class Posting:
         self,
         engine: aiote.Engine,
         outbox: aiote.Region,
-        inboxes: Mapping[int, aiote.RemoteRegion],
+        inboxes: Mapping[int, Inbox],
         firsts: Mapping[int, int],
         peers: aiote.PeerGroup | None,
         lost: Callable[[int, str], None],
@@ -49,12 +63,14 @@ class Posting:
         self._firsts = firsts
         self._engine, self._outbox, self._inboxes, self._lost = engine, outbox, inboxes, lost
         self._places = {rank: place for place, rank in enumerate(inboxes)}
-        targets = {rank: aiote.ScatterTarget(outbox, inbox) for rank, inbox in inboxes.items()}
-        self._scatter = None if peers is None else engine.prepare_scatter(peers, targets.values())
+        targets = {rank: [aiote.ScatterTarget(outbox, part) for part in one.regions] for rank, one in inboxes.items()}
+        # Where a lost rank breaks the group, an inbox has one part.
+        whole = [part for parts in targets.values() for part in parts]
+        self._scatter = None if peers is None else engine.prepare_scatter(peers, whole)
         self._alone: dict[int, aiote.PreparedScatter] = {}
         for rank, group in alone.items():
             try:
-                self._alone[rank] = engine.prepare_scatter(group, [targets[rank]] if rank in targets else [])
+                self._alone[rank] = engine.prepare_scatter(group, targets.get(rank, ()))
             except aiote.PeerError as error:
                 lost(rank, str(error))
 
@@ -80,7 +96,7 @@ class Posting:
     def when(
         self, flag: NDArray[np.uint32], value: int, ranks: Sequence[int], numbers: Sequence[Ints], slot: int
     ) -> list[tuple[int, aiote.Transfer]]:
-        """Start writes that are posted when a flag is raised: lengths, places here and there, which are read then.
+        """Start writes that are posted when a flag is raised: lengths and places here are read then, places there now.
 
         A length of 0 posts nothing; a rank may be named more than once. It is one transfer, where a lost rank breaks
         the group. Else as `write`.
@@ -100,10 +116,13 @@ class Posting:
         for place, rank in enumerate(ranks):
             # It may have been lost before the group was whole.
             if rank in self._alone:
-                length, at, there = (one[place : place + 1] for one in numbers)
+                length, at = (one[place : place + 1] for one in numbers[:2])
+                part, there = np.array([self._inboxes[rank].find(int(numbers[2][place]))], np.int64).T
                 imm = self._firsts[rank] + slot
                 try:
-                    one = self._alone[rank].submit_when(flag, value, length, at, there, imm, skip_empty=True)
+                    one = self._alone[rank].submit_when(
+                        flag, value, length, at, np.ascontiguousarray(there), imm, to=part, skip_empty=True
+                    )
                     made.append((rank, one))
                 except aiote.PeerError as error:
                     self._lost(rank, str(error))
@@ -123,7 +142,9 @@ class Posting:
             return []
 
     def _sides(self, one: Write) -> tuple[aiote.Region, aiote.RemoteRegion]:
-        return self._outbox[one.at : one.at + one.nbytes], self._inboxes[one.rank][one.to : one.to + one.nbytes]
+        inbox = self._inboxes[one.rank]
+        part, to = inbox.find(one.to)
+        return self._outbox[one.at : one.at + one.nbytes], inbox.regions[part][to : to + one.nbytes]
 
     def pages(
         self, rank: int, to: tuple[int, Ints], at: tuple[int, Ints], nbytes: int, slot: int
@@ -132,7 +153,8 @@ class Posting:
         if not len(to[1]):
             return []
         source = aiote.Pages(self._outbox, at[1], nbytes, offset=at[0])
-        target = aiote.Pages(self._inboxes[rank], to[1], nbytes, offset=to[0])
+        part, offset = self._inboxes[rank].find(to[0])
+        target = aiote.Pages(self._inboxes[rank].regions[part], to[1], nbytes, offset=offset)
         return [(rank, self._engine.submit_write_pages(source, target, self._firsts[rank] + slot))]
 
 

@@ -91,7 +91,7 @@ class Round:
         route = Route(self._group.membership.epoch, self.number, self._tokens, self._experts, self._copies)
         route.write(memory.own_routes[self._parity])
         where = self._group.memory.map
-        slot = (self._parity * sizes.ranks + me) * where.route
+        slot = where.route_at(me, self._parity)
         base, here = self._base(), self._outbox()
         # Each rank begins with the one behind it, so that not all write to the same one at once.
         active = sorted(self._group.membership.active, key=lambda rank: (rank - me) % sizes.ranks)
@@ -455,7 +455,7 @@ class Round:
         await self._lane.sent()
         came = self._lane.without_surplus(came)
         by_copy = config.reduce == "expert"
-        places = (self._copy if by_copy else self._position).copy()
+        places = plan.answers_at(self._copy if by_copy else self._position)
         if self._dropped is not None and not by_copy:
             places[self._dropped] = -1
         for rank in set(range(self._sizes.ranks)) - {*came, self._group.rank}:

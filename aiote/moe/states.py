@@ -109,6 +109,8 @@ class Membership:
         """Whether it was another rank that said so."""
         self.departed: dict[int, list[int]] = {}
         """The first rounds, one for each lane, in which a rank that has left takes no part."""
+        self.gone: dict[int, str] = {}
+        """Of these the ones whose connection has ended, and why: whatever they wrote has been counted."""
         self._masks = masks
         self._masked: dict[int, str] = {}
 
@@ -162,6 +164,7 @@ class Membership:
             raise UsageError(f"epoch {epoch} is not later than {self.epoch}")
         self.epoch, self.failure, self.heard = epoch, None, False
         self.departed.clear()
+        self.gone.clear()
         for rank in back:
             self._masked.pop(rank, None)
 

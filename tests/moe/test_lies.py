@@ -225,7 +225,7 @@ def test_what_does_not_go_together_is_refused(wrong, why):
 class Stranger:
     """A rank that meets every other with what it was given."""
 
-    def __init__(self, inbox: bytes, imm: int) -> None:
+    def __init__(self, inbox: list[bytes], imm: int) -> None:
         self.inbox, self.imm = inbox, imm
 
     async def meet(self, rank: int, epoch: int, digest: bytes, caller: aiote.Peer) -> Meeting:
@@ -241,6 +241,7 @@ class Stranger:
 MEETINGS = {
     **{how: f"rank 1 lends no inbox of its own: .*{text}" for how, text in WRONG.items()},
     "revoked": "rank 1 lends no inbox of its own: .*which its owner has revoked",
+    "a part too few": r"rank 1 lends no inbox of its own: \d descriptors for \d parts",
     "beyond 28 bits": "immediates from 0xffffff8 on, 5 for each of 2 lanes, pass 28 bits",
 }
 
@@ -249,17 +250,20 @@ MEETINGS = {
 @pytest.mark.parametrize("how", MEETINGS)
 async def test_an_inbox_that_is_not_as_claimed_is_not_written_to(how, on_loss):
     one = config(on_loss=on_loss, lanes=2, **{"rows": None} if on_loss == "mask" else {})
-    inbox = np.zeros(2 * LaneMap(Sizes(one, 2)).inbox, np.uint8)
+    lane = LaneMap(Sizes(one, 2))
+    inbox = np.zeros(2 * lane.inbox, np.uint8)
     async with local() as honest, local() as liar, local() as third:
         region = liar.register(inbox)
-        descriptor = region.descriptor
+        lent = [region[part].descriptor for part in lane.parts(0)]
         if how in WRONG:
-            descriptor = claimed(how, descriptor, liar.address, third.address)
+            lent = [claimed(how, one, liar.address, third.address) for one in lent]
+        elif how == "a part too few":
+            lent.pop()
         elif how == "revoked":
             await liar.connect(honest.address)
             async with region.lease(slice(None), honest.address) as lease:
-                descriptor = lease.descriptor
-        stranger = Stranger(descriptor, (1 << 28) - 8 if how == "beyond 28 bits" else 1 << 27)
+                lent = [lease.descriptor] * len(lent)
+        stranger = Stranger(lent, (1 << 28) - 8 if how == "beyond 28 bits" else 1 << 27)
         async with service.serve(liar, service_of(0)(stranger)):
             opening = open_group(honest, [honest.address, liar.address], 0, one)
             if on_loss == "raise":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -141,6 +142,72 @@ def test_senders_write_what_receivers_wait_for_and_nothing_else(world):
                 wanted = {(to + i, at + i) for to, at, n in plan.runs(source, me).tolist() for i in range(n)}
                 got = {(to + i, region[at + i]) for to, at, n in plan.arrived(source).tolist() for i in range(n)}
                 assert {(to, (source, at)) for to, at in wanted} == got
+
+
+@st.composite
+def masking(draw: Any) -> World:
+    """Draw ranks that may be masked: no token names an expert twice."""
+    ranks, experts, tokens = draw(st.integers(1, 5)), draw(st.integers(1, 9)), draw(st.integers(1, 5))
+    top_k = draw(st.integers(1, experts))
+    more = draw(
+        st.sampled_from([{}, {"layout": "contiguous"}, {"copies": "rank"}, {"copies": "rank", "reduce": "expert"}])
+    )
+    config = MoeConfig(
+        experts=experts,
+        top_k=top_k,
+        hidden=3,
+        tokens=tokens,
+        lanes=draw(st.integers(1, 3)),
+        on_loss="mask",
+        placement="packed",
+        **more,
+    )
+    token = st.permutations(range(experts)).map(lambda ids: ids[:top_k])
+    ids = [np.array(draw(st.lists(token, max_size=tokens)), np.int64).reshape(-1, top_k) for _ in range(ranks)]
+    for one in ids:
+        one[draw(st.lists(st.booleans(), min_size=len(one), max_size=len(one))), 0] = -1
+    return World(Sizes(config, ranks), ids)
+
+
+@many
+@given(masking())
+def test_where_ranks_are_masked_each_may_write_to_its_own_slots_alone(world):
+    """No byte of an inbox is in two ranks' parts, and all that a rank writes is in a part of its own."""
+    sizes = world.sizes
+    lane, rows, lanes = LaneMap(sizes), sizes.private * sizes.row, sizes.config.lanes
+    answers = sizes.answers_of_rank * sizes.y_row
+    owners = np.full(lane.inbox * lanes, -1)
+    for rank in range(sizes.ranks):
+        parts = lane.parts(rank)
+        assert all(one.stop <= other.start for one, other in itertools.pairwise(parts))
+        for base in range(0, lane.inbox * lanes, lane.inbox):
+            places = [(lane.route_at(rank, parity), lane.route) for parity in (0, 1)]
+            places += [(lane.rows_at + rank * rows, rows), (lane.answers_at + rank * answers, answers)]
+            for at, nbytes in places:
+                assert any(part.start <= base + at and base + at + nbytes <= part.stop for part in parts)
+        for part in parts:
+            assert (owners[part] == -1).all()
+            owners[part] = rank
+
+
+@many
+@given(masking())
+def test_where_ranks_are_masked_answers_lie_in_the_slots_of_who_answers(world):
+    plans, positions = planned(world)
+    sizes, by_copy = world.sizes, world.sizes.config.reduce == "expert"
+    for me, plan in enumerate(plans):
+        at = np.arange(int(plan.sent[me].sum()), dtype=np.int32) if by_copy else positions[me]
+        found = plan.answers_at(at)
+        assert ((found < 0) == (at < 0)).all()
+        in_order = found.ravel()[np.argsort(at.ravel())][int((at < 0).sum()) :].tolist()
+        expected: list[int] = []
+        for target, answerer in enumerate(plans):
+            count, first = int(plan.returned[me, target]), int(answerer.answer[me, target])
+            assert count <= sizes.answers_of_rank
+            expected += range(first, first + count)
+        assert in_order == expected
+        assert len(set(expected)) == len(expected)
+        assert max(expected, default=-1) < sizes.answer_lines
 
 
 @many
