@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import numpy as np
 from attacked import Attacked, Caller, Seed, seed
+from insiders import Insider
 from victim import KEY, LIMITS, Broken
 
 import aiote
@@ -29,7 +31,10 @@ from moe_ranks import Ranks, Tokens, ranks, whole_round
 SETTINGS = {"cluster_key": KEY, "host": "127.0.0.1", **LIMITS}
 LAYOUT = Layout.over([0, 1], {"a": ((256, 16), "F32", Replicate()), "b": ((64,), "F16", Replicate())})
 CONFIG = MoeConfig(experts=6, top_k=2, hidden=8, tokens=6, dtype="float32", out_dtype="float32")
+MASKING = MoeConfig(experts=8, top_k=2, hidden=8, tokens=6, dtype="float32", out_dtype="float32", on_loss="mask")
 RANKS = 3
+INSIDER_SHARE = 0.3
+"""Of the attacks: each opens a group of its own."""
 Arrays = dict[str, np.ndarray]
 
 
@@ -76,11 +81,11 @@ class UpdateRanks(Attacked):
 
 
 class MoeRanks(Attacked):
-    """The ranks of a group."""
+    """The ranks of a group; and of another one, of which one rank is an insider."""
 
-    def __init__(self, groups: Ranks, caller: Caller) -> None:
+    def __init__(self, groups: Ranks, caller: Caller, provider: str) -> None:
         super().__init__([group.engine for group in groups], caller)
-        self._groups = groups
+        self._groups, self._provider = groups, provider
 
     def seeds(self) -> list[Seed]:
         methods = {one.attribute: one for one in methods_of(service_of(0))}
@@ -91,6 +96,12 @@ class MoeRanks(Attacked):
             seed(methods["broke"], rank, epoch, "so says somebody"),
             seed(methods["left"], rank, epoch, [0]),
         ]
+
+    async def attack(self, rng: random.Random, log: list[str]) -> None:
+        await super().attack(rng, log)
+        if rng.random() < INSIDER_SHARE:
+            async with ranks(lambda: opened(self._provider, **SETTINGS), len(self._groups) + 1, MASKING) as groups:
+                await Insider(groups, rng, log).run()
 
     async def work(self) -> None:
         try:
@@ -124,4 +135,4 @@ async def moe_group(provider: str) -> AsyncIterator[MoeRanks]:
         opened(provider, **SETTINGS) as hostile,
         ranks(lambda: opened(provider, **SETTINGS), RANKS, CONFIG) as groups,
     ):
-        yield MoeRanks(groups, Caller(hostile))
+        yield MoeRanks(groups, Caller(hostile), provider)

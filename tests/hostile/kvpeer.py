@@ -10,13 +10,16 @@ import anyio
 import numpy as np
 from anything import Anything
 from attacked import Attacked, Caller, Seed
+from insiders import LyingPrefill
 from victim import LIMITS, PATIENCE_S, Broken
 
 import aiote
+from aiote import service
 from aiote.discovery.embedded import EmbeddedRegistry
 from aiote.discovery.membership import RegistryError
 from aiote.discovery.registry_server import RegistryServer
 from aiote.kvcache import Consumer, Producer
+from aiote.kvcache.protocol import Transfers
 from aiote.service import frames
 from aiote.service.endpoint import Endpoint
 from engines import opened
@@ -42,8 +45,10 @@ class Cluster(Attacked):
         registry: EmbeddedRegistry,
         server: aiote.Engine,
         caller: Caller,
+        liar: LyingPrefill,
     ) -> None:
         super().__init__([producer.engine, consumer.engine], caller)
+        self.liar = liar
         self.producer, self.consumer, self.left, self.right = producer, consumer, left, right
         self._registry = registry
         self._server = server
@@ -77,11 +82,18 @@ class Cluster(Attacked):
         data = frames.pack(said)
         return [anything.damaged(data) if rng.random() < 0.1 else data]
 
+    async def attack(self, rng: random.Random, log: list[str]) -> None:
+        await super().attack(rng, log)
+        self.liar.rng, self.liar.log = rng, log
+
     async def work(self) -> None:
-        """Have a request served, byte by byte, and a member come and go."""
+        """Have a request served, byte by byte, beside one to a rank that means harm, and a member come and go."""
         async with anyio.create_task_group() as group:
             group.start_soon(self._prefill, f"honest {self.turn}")
-            await self._decode(f"honest {self.turn}")
+            async with anyio.create_task_group() as beside:
+                beside.start_soon(self._ask_the_liar, f"asked of a liar {self.turn}")
+                await self._decode(f"honest {self.turn}")
+                beside.cancel_scope.cancel()
         await self._come_and_go()
 
     async def _prefill(self, name: str) -> None:
@@ -100,6 +112,15 @@ class Cluster(Attacked):
             await reception.arrived()
         if not same(cache, expected(cache, there, TOKENS, BEFORE, self.turn)):
             raise Broken("the honest decode rank has other bytes than were computed for it")
+
+    async def _ask_the_liar(self, name: str) -> None:
+        """Ask for a request, whatever becomes of it; it is left when the honest one is there."""
+        pages = rows(self.right, 1, np.random.default_rng(self.turn))
+        try:
+            async with self.consumer.receive([self.liar.engine.address], name, tokens=1, rows=pages) as reception:
+                await reception.arrived()
+        except (aiote.AioteError, ValueError) as error:
+            self.liar.log.append(f"{type(error).__name__} asked")
 
     async def _come_and_go(self) -> None:
         name = f"honest-{self.turn}"
@@ -128,11 +149,13 @@ class Cluster(Attacked):
 async def cluster(provider: str) -> AsyncIterator[Cluster]:
     async with AsyncExitStack() as stack:
         left, right = built(MODEL, Side(), "prefill"), built(MODEL, Side(order="field token head"), "decode")
-        one, other, server, honest, hostile = [
-            await stack.enter_async_context(opened(provider, **LIMITS)) for _ in range(5)
+        one, other, server, honest, hostile, lying = [
+            await stack.enter_async_context(opened(provider, **LIMITS)) for _ in range(6)
         ]
         producer = await stack.enter_async_context(Producer(one, left.caches[0], match_timeout=PATIENCE_S))
         consumer = await stack.enter_async_context(Consumer(other, right.caches[0]))
         await stack.enter_async_context(RegistryServer(server))
         registry = await stack.enter_async_context(EmbeddedRegistry(honest, [server.address]))
-        yield Cluster(producer, consumer, left, right, registry, server, Caller(hostile))
+        liar = LyingPrefill(lying, producer.spec)
+        await stack.enter_async_context(service.serve(lying, Transfers(liar)))
+        yield Cluster(producer, consumer, left, right, registry, server, Caller(hostile), liar)

@@ -13,7 +13,7 @@ from machine import LONG
 pytestmark = [pytest.mark.libfabric, pytest.mark.one_library]
 
 SCRIPT = Path(__file__).with_name("hostile.py")
-SECONDS = "30" if LONG else "6"
+SECONDS = "30" if LONG else "4"
 PATIENCE_S = 170
 
 
