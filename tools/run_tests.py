@@ -1,8 +1,9 @@
 """Run the checks, all of them even if one fails: lint, every test, and the libfabric tests once more.
 
 With the newest libfabric here all tests run; what needs RDMA devices runs in a guest that has them in software
-(tools/guest); what meets the library runs once more with the system's, the oldest that must work. The files of all
-three are one queue (test_queue.py) over a few lanes more than there are processors, because much of a test is waiting.
+(tools/guest); what of engines meets the library runs once more with the system's, the oldest that must work. The files
+of all three are one queue (test_queue.py) over a few lanes more than there are processors, because much of a test is
+waiting.
 
 A test of several providers, loops and the like is tried with a choice of their combinations
 (tests/support/combinations.py); `--all` tries all of them, in tests at full length, then soaks, fuzzes and takes out
@@ -41,6 +42,10 @@ REPORTS = ROOT / "build" / "test-reports"
 NEEDS_GUEST = "needs_rdma or needs_netem"
 # Connecting over `verbs;ofi_rxm` alone can hold up a process there for seconds, and with it all that others wait for.
 GUEST_LIMITS = ("AIOTE_HEARTBEAT_TIMEOUT=15", "AIOTE_CONNECT_TIMEOUT=30", "AIOTE_DRAIN_TIMEOUT=10")
+# What services, demos and tools do over a NIC or over the older library: `make test` tries these with the engine alone,
+# and with what `tests/verbs` has of services. `make test-all` tries everything.
+OF_ENGINES = ["bridge", "control", "engine", "failure", "native", "rails", "verbs"]
+FOLDERS = {"system": OF_ENGINES, "guest": OF_ENGINES}
 NOTHING_CHOSEN, TESTS_FAILED = 5, 1  # statuses of pytest
 LANES = 2 * (os.cpu_count() or 1) + 1  # half of a test and more is waiting
 GUESTS = max(1, (os.cpu_count() or 1) // 2)  # each takes a whole processor
@@ -174,11 +179,16 @@ def linted() -> Outcome:
 class Run:
     """One run of the queue: its kinds, and what the command line has for pytest."""
 
-    def __init__(self, kinds: Mapping[str, Kind], given: Sequence[str] = ()) -> None:
-        """Tell the arguments that name files, or tests in them, from those that are pytest's."""
+    def __init__(
+        self, kinds: Mapping[str, Kind], given: Sequence[str] = (), folders: Mapping[str, Sequence[str]] | None = None
+    ) -> None:
+        """Tell the arguments that name files, or tests in them, from those that are pytest's.
+
+        Of a kind that is in `folders` the files in these run, unless files are named.
+        """
         paths = {argument: (ROOT / argument.partition("::")[0]).resolve() for argument in given}
         named = [argument for argument, path in paths.items() if path.is_relative_to(TESTS) and path.exists()]
-        self._kinds = kinds
+        self._kinds, self._folders = kinds, folders or {}
         self._given = [argument for argument in given if argument not in named]
         self._named = [(paths[argument], argument.partition("::")[2]) for argument in named]
         self._ended = self._number = 0
@@ -188,8 +198,11 @@ class Run:
     def outcomes(self, files: Sequence[str], lanes: int) -> list[Outcome]:
         """Run lint and all files in all kinds of runs; return what became of each entry."""
         recorded = test_queue.durations(test_queue.DURATIONS)
-        wanted = [name for name in files if self.targets(name)]
-        entries = [entry for kind in self._kinds for entry in test_queue.entries(kind, wanted, recorded)]
+        entries = [
+            entry
+            for kind in self._kinds
+            for entry in test_queue.entries(kind, [name for name in files if self._runs(kind, name)], recorded)
+        ]
         for report in REPORTS.glob("*-[0-9]*.xml"):
             report.unlink()
         self._number = len(entries)
@@ -217,6 +230,10 @@ class Run:
         run(kind.command(report, *turn, failure["nodeid"]), REPORTS / "again.log", **kind.environment)
         found = read(report)
         return found.failures if any(found.counts[:2]) else None
+
+    def _runs(self, kind: str, name: str) -> bool:
+        folder = name.partition("/")[0]
+        return bool(self.targets(name)) and (bool(self._named) or folder in self._folders.get(kind, [folder]))
 
     def targets(self, name: str) -> list[str]:
         """Return what pytest is asked for of a file: all of it, the tests that the command line names, or nothing."""
@@ -322,6 +339,8 @@ def main() -> int:
     chosen, given = parser.parse_known_args()
     if chosen.all:
         os.environ |= {"AIOTE_TEST_LONG": "1", "PYTEST_ADDOPTS": PATIENCE}
+    # Without it each pytest, and each process that a test starts, compiles what another has compiled.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     print(f"{running_on()}; {chosen.lanes} lanes on {os.cpu_count()} processors", flush=True)
     with Load() as load:
         missing, files = list[Outcome](), all_files()
@@ -329,7 +348,7 @@ def main() -> int:
             kinds, files = quick()
         else:
             kinds, missing = every_kind({} if chosen.all else CHOICES)
-        tests = Run(kinds, given)
+        tests = Run(kinds, given, {} if chosen.all else FOLDERS)
         outcomes = [*tests.outcomes(files, chosen.lanes), *missing]
         if not given:
             outcomes += unasked(outcomes, kinds)

@@ -21,7 +21,7 @@ from engines import LOST_SOON, PATIENCE_S, opened, until
 
 pytestmark = pytest.mark.anyio
 
-CALLERS, BETWEEN = 12, 60
+CALLERS, BETWEEN = 12, 30
 each_kind = pytest.mark.parametrize("provider", ["local", "socket"])
 
 

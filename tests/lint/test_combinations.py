@@ -63,8 +63,13 @@ def test_every_promised_value_and_pair_is_met(tests, choice, turn):
         before, after = met(parameters, everything), met(parameters, cases)
         if choice == "pairs":
             assert {pair for pair in before if not is_environment(pair)} <= after
-        all_shared |= {pair for pair in before if is_environment(pair)}
-        met_shared |= {pair for pair in after if is_environment(pair)}
+        if choice == "pairs":
+            all_shared |= {pair for pair in before if is_environment(pair)}
+            met_shared |= {pair for pair in after if is_environment(pair)}
+        for one in parameters:
+            if one.environment:
+                all_shared |= {(one.name, value) for value in one.values}
+                met_shared |= {(one.name, one.values[case]) for case in cases}
     assert met_shared == all_shared
 
 
@@ -117,7 +122,7 @@ def test_of_none():
 def test_a_run_has_its_choice_and_says_so(
     choice, of_three, of_one, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ):
-    """`verb` and `says` vary together, so they are one; with `tests` the file's pairs of environments are met too."""
+    """`verb` and `says` vary together, so they are one; each value of an environment comes with any choice."""
     monkeypatch.setenv("PYTHONPATH", str(SUPPORT))
     pytester.makeconftest("pytest_plugins = ['combinations']")
     pytester.makepyfile(SOURCE)
@@ -127,7 +132,8 @@ def test_a_run_has_its_choice_and_says_so(
     count = sum("test_of_three" in line for line in passed)
     environments = {tuple(line.split("-")[-2:]) for line in passed if "test_of_three" in line}
     assert count == of_three if choice in ("all", "pairs") else count >= of_three
-    assert len(environments) == 6
+    assert len({value for pair in environments for value in pair}) == 5
+    assert len(environments) == 6 or choice in ("values", "tests")
     assert sum("test_of_one" in line for line in passed) == of_one
     assert sum("test_of_none" in line for line in passed) == 1
     assert f"combinations of parameters: {count + of_one} of 23" in result.outlines

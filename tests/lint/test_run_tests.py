@@ -71,8 +71,9 @@ def test_a_long_run_ends_no_test_that_takes_ten_minutes(monkeypatch):
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Replace all that runs: every pytest ends with the status of its kind, which this dictionary holds."""
     status = dict.fromkeys(CHOICES, 0)
-    (tmp_path / "tests" / "lint").mkdir(parents=True)
-    (tmp_path / "tests" / "lint" / "test_it.py").touch()
+    (tmp_path / "tests" / "engine").mkdir(parents=True)
+    (tmp_path / "tests" / "engine" / "test_it.py").touch()
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     for name, value in {"ROOT": tmp_path, "TESTS": tmp_path / "tests", "REPORTS": tmp_path / "reports"}.items():
         monkeypatch.setattr(run_tests, name, value)
     monkeypatch.setattr(run_tests, "linted", lambda: LINT)
@@ -157,7 +158,7 @@ def test_a_machine_without_a_guest_says_so_and_passes(machine, monkeypatch, caps
 def test_an_interrupted_run_begins_nothing_more(machine, tmp_path, monkeypatch):
     """Ctrl-C comes while the first entry runs, which ends only when the waiting ones have been given up."""
     for number in range(100):
-        (tmp_path / "tests" / "lint" / f"test_{number}.py").touch()
+        (tmp_path / "tests" / "engine" / f"test_{number}.py").touch()
     begun, dropped, run, drop = itertools.count(1), threading.Event(), run_tests.run, Queue.drop
 
     def interrupted(command: list[str], log: Path, **environment: str) -> tuple[int, float]:
@@ -197,6 +198,33 @@ def test_paths_among_the_arguments_choose_files(given, asked, tmp_path, monkeypa
     monkeypatch.setattr(run_tests, "TESTS", tmp_path / "tests")
     run = Run({}, given)
     assert {name: run.targets(name) for name in asked} == asked
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kinds"),
+    [([], {"newest"}), (["--all"], set(CHOICES)), (["tests/moe/test_rounds.py"], set(CHOICES))],
+    ids=["by default", "all", "named"],
+)
+def test_services_are_tried_on_every_library_and_nic_where_that_is_asked_for(arguments, kinds, machine, monkeypatch):
+    """By default the guest and the system's library have the tests of engines and rails."""
+    for name in ("AIOTE_TEST_LONG", "PYTEST_ADDOPTS"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(run_tests, "made", lambda *_: LINT)
+    (run_tests.TESTS / "moe").mkdir()
+    (run_tests.TESTS / "moe" / "test_rounds.py").touch()
+    ran: dict[str, list[str]] = {}
+    run = run_tests.run
+
+    def watched(command: list[str], log: Path, **environment: str) -> tuple[int, float]:
+        report = next((one for one in command if one.startswith("--junit-xml=")), "=none-")
+        ran.setdefault(Path(report.partition("=")[2]).stem.rpartition("-")[0], []).extend(command)
+        return run(command, log, **environment)
+
+    monkeypatch.setattr(run_tests, "run", watched)
+    run_main(monkeypatch, *arguments)
+    assert {kind for kind, said in ran.items() if "tests/moe/test_rounds.py" in said} == kinds
+    if "tests/moe/test_rounds.py" not in arguments:
+        assert {kind for kind, said in ran.items() if "tests/engine/test_it.py" in said} == set(CHOICES)
 
 
 def test_every_file_is_in_one_entry_of_each_kind():

@@ -19,7 +19,7 @@ from aiote.testing import Fabric, run
 from machine import LONG
 from moe_storms import KINDS, World
 
-SEEDS = (*range(2000 if LONG else 60), 5047)
+SEEDS = (*range(2000 if LONG else 30), 5047)
 """In the last one a rank is written to just after it was lost."""
 SHORT = 11
 """The seed of the short runs."""

@@ -9,10 +9,11 @@ the values meet. So there are four choices (`--combinations`):
 |        | of files whose cases are processes, or seconds (DEAR), as with `tests`                                    |
 | tests  | each test has a case: `make check`, and the system's library and the guest in `make test`                 |
 
-Provider, loop and the way of progress are parameters of nearly every test: they are the environment. Of them each value
-comes in every test (with `pairs`), and each two values meet in one of the tests of each file (with any choice).
-Parameters that vary together, from one `parametrize`, are one. A choice is the same each time; `--turn` has another run
-choose others.
+Provider, loop and the way of progress are parameters of nearly every test: they are the environment. With `pairs` each
+value of them comes in every test, and each two meet in one of the tests of each file. Else each value comes in one of
+the tests of each file; which two meet there is drawn by the file's name, so that they all do in some file. Parameters
+that vary together, from one `parametrize`, are one. A choice is the same each time; `--turn` has another run choose
+others.
 
 Covering arrays: Cohen et al., "The AETG system", IEEE TSE 23(7), 1997; chosen greedily here, among the cases there are.
 """
@@ -20,6 +21,7 @@ Covering arrays: Cohen et al., "The AETG system", IEEE TSE 23(7), 1997; chosen g
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +57,7 @@ class Parameter:
 
 @dataclass
 class Wanted:
-    """What each case of a test brings: for the test (`own`), and of the file's pairs of environments (`shared`)."""
+    """What each case of a test brings: for the test (`own`), and of the environment, for the file (`shared`)."""
 
     own: list[set[Pair]]
     shared: list[set[Pair]]
@@ -72,22 +74,25 @@ def wanted(parameters: Sequence[Parameter], cases: int, choice: str) -> Wanted:
             here |= {(one.name, one.values[case]) for one in asked}
         for one, two in itertools.combinations(sorted(parameters, key=lambda item: item.name), 2):
             pair = one.name, one.values[case], two.name, two.values[case]
-            if one.environment and two.environment:
-                there.add(pair)
-            elif choice == "pairs":
-                here.add(pair)
+            if choice == "pairs":
+                (there if one.environment and two.environment else here).add(pair)
+        there |= {(one.name, one.values[case]) for one in parameters if one.environment}
         own.append(here or {()})
         shared.append(there)
     return Wanted(own, shared)
 
 
-def choose(tests: Sequence[Wanted], turn: int = 0) -> list[list[int]]:
-    """Choose cases of each test of a file, greedily: what brings most for its test, then most for the file."""
+def choose(tests: Sequence[Wanted], turn: int = 0, start: int = 0) -> list[list[int]]:
+    """Choose cases of each test of a file, greedily: what brings most for its test, then most for the file.
+
+    `start` is a number of the file's.
+    """
     met: set[Pair] = set()
     chosen: list[list[int]] = []
-    for test in tests:
+    for place, test in enumerate(tests, start):
         cases = len(test.own)
-        first = turn * 7919 % cases  # another run begins elsewhere; a prime, so that no two turns are alike
+        # Another run, and another file, begins elsewhere; a prime, so that no two turns are alike.
+        first = (turn * 7919 + place) % cases
         left = [*range(first, cases), *range(first)]
         missing = set().union(*test.own)
         mine: list[int] = []
@@ -158,11 +163,11 @@ def reduced(items: Iterable[pytest.Item], choice: str, turn: int) -> set[pytest.
             files.setdefault(item.path, {}).setdefault(test, []).append(item)
         else:
             kept.add(item)
-    for tests in files.values():
-        cases = list(tests.values())
+    for path, tests in files.items():
+        cases, start = list(tests.values()), zlib.crc32(str(Path(str(path)).name).encode())
         here = "tests" if choice == "values" and is_dear(cases[0][0].path) else choice
         needs = [wanted(_parameters(items), len(items), here) for items in cases]
-        for items, numbers in zip(cases, choose(needs, turn), strict=True):
+        for items, numbers in zip(cases, choose(needs, turn, start), strict=True):
             kept.update(items[number] for number in numbers)
     return kept
 

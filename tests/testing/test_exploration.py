@@ -15,7 +15,7 @@ import pytest
 import aiote
 from aiote.testing import UNRULY, Fabric, run
 
-SEEDS = int(os.environ.get("AIOTE_TEST_SEEDS") or 60)
+SEEDS = int(os.environ.get("AIOTE_TEST_SEEDS") or 30)
 SIZE = 1 << 16
 IMM = 7
 PAGES = 20

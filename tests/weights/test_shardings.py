@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 SCRIPT = Path(models.__file__).with_name("weight_model_process.py")
-UPDATES = 10 if LONG else 3
+UPDATES = 10 if LONG else 2
 STAGING = {False: 64 << 10, True: 512 << 10}
 """By fp8: a fiftieth of the largest tensor's whole, a sixteenth of it; and what one quantization block takes."""
 SLACK = 384 << 10
