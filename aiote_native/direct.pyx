@@ -1,10 +1,10 @@
-"""Transfers of threads that are not the event loop's: posted where they are called, and waited for there.
+"""Transfers of threads other than the event loop's: the calling thread posts them, and waits for them itself.
 
-A coroutine on the engine's loop costs two hand-overs between threads, each a wake-up and a wait for the GIL, and a
-task: 300 to 400 us with two cores. A thread that waits for a transfer makes progress itself, under the engine's lock,
-as the loop does. Either may find that the transfer is over, and then makes the thread's eventfd, its bell, readable if
-it sleeps. Where a native thread makes progress it does nothing but sleep. Python's part of an end stays with the loop,
-which is notified.
+A coroutine on the engine's loop costs a task and two hand-overs between threads, each of them a wake-up and a wait for
+the GIL: 300 to 400 us with two cores. Here the thread that waits for a transfer makes progress itself, under the
+engine's lock, as the loop does. Either of the two may find that the transfer is over; if the thread sleeps, the finder
+then makes the thread's eventfd, its *bell*, readable. Where a native thread makes progress, the waiting thread only
+sleeps. Python's part of an end stays with the loop, which is notified.
 """
 
 from cpython.ref cimport Py_INCREF
@@ -21,7 +21,7 @@ from aiote_native.held cimport start_behind
 from aiote_native.peers cimport PeerLink
 from aiote_native.posting cimport op_fail, split_op
 from aiote_native.progress cimport Progress, alive, kick, lock, notify, progress_once, signal_wake, unlock
-from aiote_native.requests cimport LocalSlice, RemoteSlice, Request, fresh
+from aiote_native.requests cimport LocalSlice, PageSet, RemoteSlice, Request, fresh
 from aiote_native.status cimport check
 from aiote_native.structs cimport ECANCELED, OP_READ, OP_WRITE, Op
 
@@ -41,7 +41,7 @@ cdef extern from "<sys/eventfd.h>" nogil:
     const int EFD_CLOEXEC, EFD_NONBLOCK
 
 cdef enum:
-    TOLD_MS = 1  # how long the loop, which was told to look, is left to make progress
+    TOLD_MS = 1  # how long a loop that was told to look has to make progress, before the thread does that
 
 
 cdef class Bell:
@@ -68,23 +68,24 @@ cdef Bell take_bell(list spare):
 
 
 cdef bint look(Progress* self, Op* op, int bell, bint last, int* again) noexcept nogil:
-    """Make a round, unless a thread does, and say whether the transfer is over; else the bell rings when it is.
+    """Make a round, unless a native thread does, and return whether the transfer is over.
 
-    `last`: the caller goes, whatever is said.
+    If it is not, either `again` is set, and the caller has to look again soon, or the bell rings when it is over.
+    `last`: the caller leaves, whatever is returned.
     """
     cdef bint over
     cdef uint64_t inbox
     again[0] = 0
     if not alive(self):
-        return True  # a closed engine has ended everything
+        return True  # closing an engine ends everything
     lock(self)
     if not op.over and not self.threaded:
         inbox = self.state.inbox
         batch_flush(&self.state.batch)
         again[0] = progress_once(self)
-        # The loop keeps posts back while its woken tasks run; those of this round go now.
+        # The loop keeps posts back while its woken tasks run; the posts of this round have to go now.
         batch_flush(&self.state.batch)
-        # The loop collects transfers that are over, this one too, and new messages; it knows of older ones.
+        # The loop collects transfers that are over, this one included, and new messages; it was told of older ones.
         if self.state.done.head != NULL or self.state.failures or self.state.inbox > inbox:
             notify(self)
     over = op.over
@@ -96,7 +97,7 @@ cdef bint look(Progress* self, Op* op, int bell, bint last, int* again) noexcept
 
 
 cdef bint wait_over(Progress* self, Op* op, int bell, uint64_t deadline) noexcept nogil:
-    """Wait until a transfer is over; False once the deadline has come, or a signal."""
+    """Wait until a transfer is over; return False at the deadline, or when a signal comes."""
     cdef pollfd fds[2]
     cdef uint64_t now, value
     cdef int again, told, left
@@ -111,7 +112,7 @@ cdef bint wait_over(Progress* self, Op* op, int bell, uint64_t deadline) noexcep
             while self.wanted > 0:
                 sched_yield()
             continue
-        # While the loop has not come the engine's descriptor says nothing new.
+        # Until the loop has looked, the engine's descriptor stays readable and says nothing new.
         told = self.notified or self.threaded
         left = <int> min((deadline - now) // 1_000_000 + 1, 1000)
         fds[0].fd = bell
@@ -123,7 +124,7 @@ cdef bint wait_over(Progress* self, Op* op, int bell, uint64_t deadline) noexcep
 
 
 cdef bint is_over(Progress* self, Op* op) noexcept nogil:
-    """Tell whether a transfer is over. By the lock its caller sees the bytes that another thread has written."""
+    """Return whether a transfer is over. Taking the lock makes the bytes that another thread wrote visible here."""
     cdef bint over
     if not alive(self):
         return op.over
@@ -134,7 +135,7 @@ cdef bint is_over(Progress* self, Op* op) noexcept nogil:
 
 
 cdef void hush(Progress* self, Op* op) noexcept nogil:
-    """Have no bell rung for it any more."""
+    """Keep the bell from ringing for a transfer any more."""
     if not alive(self):
         return
     lock(self)
@@ -142,11 +143,36 @@ cdef void hush(Progress* self, Op* op) noexcept nogil:
     unlock(self)
 
 
-cdef class Direct:
-    """One write or read of a thread's own. `request` is the transfer once it was handed over. `unposted`: it ended at
-    once, because the loop had closed the connection, or added a rail to it.
+cdef bint are_alike(PageSet mine, PageSet theirs) except -1:
+    """Tell whether page i of one can be written to page i of the other, and all lie within their slices."""
+    cdef PageSet pages
+    if mine.index.count != theirs.index.count or mine.index.count == 0 or mine.page_bytes != theirs.page_bytes:
+        return False
+    for pages in (mine, theirs):
+        if pages.index.first_outside(pages.page_bytes, pages.stride, pages.offset, pages.region.nbytes) >= 0:
+            return False
+    return True
 
-    `bells` are unused bells, which all transfers of an engine share; their owner drops them.
+
+cdef int take_pages(Request request, LocalSlice here, PageSet mine, RemoteSlice there, PageSet theirs,
+                    bint reads) except -1:
+    cdef Op* op = &request.op
+    request.take(here.memory, here.start + mine.offset, there.memory, there.start + theirs.offset, 0, 0, reads)
+    request.kept = (mine.index, theirs.index)
+    op.local_index, op.remote_index = mine.index.values, theirs.index.values
+    op.local_stride, op.remote_stride = mine.stride, theirs.stride
+    op.part_bytes = mine.page_bytes
+    op.parts = mine.index.count
+    op.total = op.part_bytes * op.parts
+    return 0
+
+
+cdef class Direct:
+    """One write or read of a thread's own.
+
+    `request` is the transfer, once it was handed over. `unposted`: it ended at once, because the loop had closed the
+    connection, or had added a rail to it. `bells` holds unused bells, which all transfers of an engine share; their
+    owner drops them.
     """
 
     cdef Core core
@@ -158,7 +184,12 @@ cdef class Direct:
         self.core, self.bells = core, bells
 
     def post(self, type kind, local, remote, bint reads, imm) -> bool:
-        """Start it, from any thread, and return True; return False, before any effect, where the loop has to do it."""
+        """Start it, from any thread, and return True; return False, without any effect, where the loop has to do it.
+
+        local, remote: slices, or pages of slices.
+        """
+        cdef PageSet mine = None
+        cdef PageSet theirs = None
         cdef LocalSlice here
         cdef RemoteSlice there
         cdef PeerLink link
@@ -166,14 +197,20 @@ cdef class Direct:
         cdef Core core = self.core
         if self.request is not None:
             raise RuntimeError("a transfer is posted once")
+        if isinstance(local, PageSet) and isinstance(remote, PageSet):
+            mine = <PageSet> local
+            theirs = <PageSet> remote
+            if not are_alike(mine, theirs):
+                return False
+            local, remote = mine.region, theirs.region
         if not isinstance(local, LocalSlice) or not isinstance(remote, RemoteSlice):
             return False
         here = <LocalSlice> local
         there = <RemoteSlice> remote
         if imm is not None and (type(imm) is not int or imm >> IMMEDIATE_BITS):
             return False
-        # What goes through a lease is entered there on the loop alone, and time that is not the system's goes on there.
-        if here.nbytes != there.nbytes or here.memory.events is not None or there.memory.lease:
+        # Only the loop enters transfers in a lease's flight, and only the loop drives a clock that is not the system's.
+        if (mine is None and here.nbytes != there.nbytes) or here.memory.events is not None or there.memory.lease:
             return False
         if there.memory.link is None or core.clock is not None or here.memory.owner is not core:
             return False
@@ -182,16 +219,19 @@ cdef class Direct:
                                          else there.memory.writable):
             return False
         request = fresh(kind, link.peer)
-        request.take(here.memory, here.start, there.memory, there.start, here.nbytes, here.nbytes, reads)
-        request.op.part_bytes = request.op.total = here.nbytes
-        request.op.parts = 1
+        if mine is None:
+            request.take(here.memory, here.start, there.memory, there.start, here.nbytes, here.nbytes, reads)
+            request.op.part_bytes = request.op.total = here.nbytes
+            request.op.parts = 1
+        else:
+            take_pages(request, here, mine, there, theirs, reads)
         request.op.opcode = OP_READ if reads else OP_WRITE
         request.op.counted = imm is not None
         request.op.imm = <uint32_t> (imm if imm is not None else 0)
         return self.launch(link, request)
 
     cdef bint launch(self, PeerLink link, Request request) except -1:
-        """Hand it over. From here on nothing calls Python's code; the loop may run while this waits for the lock."""
+        """Hand the transfer over. From here on no Python code is called; the loop may run while this takes the lock."""
         cdef Core core = self.core
         cdef Progress* engine = &core.engine
         cdef uint64_t smallest = core.smallest
@@ -208,9 +248,9 @@ cdef class Direct:
         Py_INCREF(request)
         with nogil:
             lock(engine)
-            # Only now can it be cancelled, so not before it has begun.
+            # Set only now, so that it cannot be cancelled before it has begun.
             request.submitted = True
-            # A closed link has no channels any more, and one that has got another rail may have outgrown the memory.
+            # A closed link has no channels any more, and a link with a new rail may need a key that the memory lacks.
             fits = not link.closed and not link.state.failed and rails > widest_of(&link.state)
             if fits:
                 split_op(&request.op, &link.state, largest_of(&link.state), smallest)
@@ -219,14 +259,16 @@ cdef class Direct:
                 request.op.peer = &link.state
                 op_fail(&engine.state, &request.op, -ECANCELED, -1)
             kick(engine)
-            # It may be over already.
+            # The transfer may be over already.
             notify(engine)
             unlock(engine)
         self.unposted = not fits
         return True
 
     def wait(self, double seconds) -> bool:
-        """Wait until no NIC uses its memory any more; False after so many seconds, or where a signal has come."""
+        """Wait until no NIC uses its memory any more; return False after `seconds`, or when a signal comes. Raises
+        RuntimeError before `post`.
+        """
         cdef Bell bell
         cdef Request request = self.request
         cdef uint64_t value, deadline
@@ -246,7 +288,7 @@ cdef class Direct:
 
     @property
     def posted(self) -> bool:
-        """Whether it was handed over, and so can be cancelled."""
+        """Whether the transfer was handed over, and so can be cancelled."""
         return self.request is not None and self.request.submitted
 
     @property
@@ -261,6 +303,6 @@ cdef class Direct:
 
     @property
     def went_well(self) -> bool:
-        """Whether it is over and every byte is there."""
+        """Whether the transfer is over and every byte has arrived."""
         return self.request is not None and self.request.op.over and not (
             self.request.op.status or self.request.op.cancelled)

@@ -1,4 +1,4 @@
-"""What users hold of the process's engine, and how it is acquired and given back."""
+"""Share the process's engine between its users: acquire a bridge to it, use it from any thread, and give it back."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ _lock = threading.RLock()
 
 
 def _in_child() -> None:
-    """Leave the engine to the parent process: its thread does not run here."""
+    """Leave the engine to the parent process, because its thread does not run in this forked child."""
     global _shared, _lock
     _lock = threading.RLock()
     if _shared is not None:
         _shared.inherited = True
-        # Its loop, were it freed, would take its descriptors out of the epoll instance, which is the parent's, too.
+        # Keep a reference: if its loop were freed, that would remove descriptors from the epoll instance, which the
+        # parent process shares.
         _inherited.append(_shared)
         _shared = None
 
@@ -54,14 +55,14 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def _let_go_dropped(thread: EngineThread, held: SharedRegistration) -> None:
-    # An engine that is stopping closes all its memory.
+    # A stopping engine closes all its registrations by itself.
     if not thread.stopping:
         Call(thread, None, thread.memory.let_go(held), firm=True).start()
 
 
 @atexit.register
 def _at_exit() -> None:
-    """End the engine while threads still run, and before `aiote.engine` complains of one that was left open."""
+    """End the engine while threads still run, and before `aiote.engine` warns about an engine that was left open."""
     if _shared is not None:
         _shared.stop_at_exit()
 
@@ -74,13 +75,15 @@ def acquire(
     kept_bytes: int | None = None,
     **settings: Any,
 ) -> Bridge:
-    """Return a bridge to this process's engine, which the first who asks opens and the last `close` closes.
+    """Return a bridge to this process's engine. The first call opens the engine, and the last `close` closes it.
 
-    provider, rails, config, settings: as of `aiote.open_engine`. kept_bytes: how many bytes of memory may stay
-    registered, and alive, that nobody holds any more (256 MiB). What is not given is as the engine has it. Waits until
-    the engine is open: some 10 ms, up to a second where libfabric is loaded. After a fork the child acquires one of its
-    own. Raises UsageError where a setting differs from the open engine's, and on the thread of a closed bridge, which
-    has to end first. Raises as `open_engine`.
+    provider, rails, config, settings: as for `aiote.open_engine`. kept_bytes: how many bytes of memory without a holder
+    may stay registered, and alive (256 MiB by default). If the engine is open already, arguments that are not given are
+    those of the open engine.
+
+    This waits until the engine is open: about 10 ms, up to a second if libfabric is loaded. After a fork, the child
+    process acquires an engine of its own. Raises UsageError if an argument differs from the open engine's, and on the
+    thread of a closed bridge, because that has to end first. Raises what `open_engine` raises.
     """
     global _shared
     with _lock:
@@ -109,13 +112,13 @@ def acquire(
 
 
 def _require_same(thread: EngineThread, given: Opening, kept_bytes: int) -> None:
-    """Raise UsageError where an engine is asked for that the open one is not."""
+    """Raise UsageError if the requested settings differ from those of the open engine."""
     has, asked = thread.opening.arguments, given.arguments
     pairs: list[tuple[str, object, object]] = [("provider", has[0], asked[0]), ("rails", has[1], asked[1])]
     pairs.append(("kept_bytes", thread.kept_bytes, kept_bytes))
     for field in fields(EngineConfig):
         here, there = getattr(has[2], field.name), getattr(asked[2], field.name)
-        # A key is not shown to anybody.
+        # Never show a key.
         pairs.append((field.name, here, there) if field.repr or here == there else (field.name, "another", "this one"))
     differing = [pair for pair in pairs if pair[1] != pair[2]]
     if differing:
@@ -124,7 +127,7 @@ def _require_same(thread: EngineThread, given: Opening, kept_bytes: int) -> None
 
 
 def _release(thread: EngineThread) -> None:
-    """Take a user off, and end the engine with the last one."""
+    """Remove a user; end the engine after the last one."""
     with _lock:
         thread.users -= 1
         if not thread.users:
@@ -132,11 +135,12 @@ def _release(thread: EngineThread) -> None:
 
 
 class Bridge:
-    """A user's share of the process's engine; made by `acquire`. A context manager, and an asynchronous one.
+    """One user's access to the process's engine, made by `acquire`. A context manager, and an asynchronous one.
 
-    Everything but `engine` may be used from any thread, and the coroutines from any event loop. What a closed one is
-    asked for raises ClosedError; in the child of a fork the parent's raises UsageError. One that is dropped is closed
-    when Python collects it, with a ResourceWarning; calls under way, and registrations that are held, keep it.
+    Everything but `engine` may be used from any thread, and the coroutines from any event loop. Operations on a closed
+    bridge raise ClosedError; in a forked child process, operations on the parent's bridge raise UsageError. If a bridge
+    is dropped without `close`, it is closed when Python collects it, with a ResourceWarning. Unfinished calls and held
+    registrations keep a reference to the bridge.
     """
 
     def __init__(self, thread: EngineThread) -> None:
@@ -148,15 +152,15 @@ class Bridge:
             thread.users += 1
 
     def _abandon(self) -> None:
-        """Give back the share of a bridge that no caller was given."""
+        """Give back a bridge that was not returned to any caller."""
         self._closing = Promise()
         _release(self._thread)
 
     @property
     def engine(self) -> aiote.Engine:
-        """The engine, for coroutines that run on the bridge; on any other thread not to be used.
+        """The engine, for coroutines that run on the bridge. Do not use the engine on any other thread.
 
-        A coroutine may be made anywhere: `bridge.call(bridge.engine.write(source, target))`.
+        A coroutine may be made on any thread: `bridge.call(bridge.engine.write(source, target))`. Raises ClosedError.
         """
         self.require_open()
         return self._thread.engine
@@ -171,41 +175,52 @@ class Bridge:
     def call(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         """Run a coroutine beside the engine and wait for its result, in any thread but the bridge's own.
 
-        After `timeout` seconds it is cancelled. Whatever interrupts the wait (Ctrl-C) cancels it as well. This returns
-        or raises once it has ended, so its transfers have drained, which the engine bounds (`drain_timeout`, then the
-        loss of the peer). Raises what the coroutine raises, TimeoutError, ClosedError where the bridge is closed
-        meanwhile, and UsageError on the bridge's own thread, which would wait for itself.
+        The coroutine is cancelled after `timeout` seconds, and when the wait is interrupted (Ctrl-C). This returns or
+        raises only after the coroutine has ended, so its transfers have drained; the engine bounds that time
+        (`drain_timeout`, then the loss of the peer). Raises what the coroutine raises, TimeoutError, ClosedError if the
+        bridge is closed meanwhile, and UsageError on the bridge's own thread, which would wait for itself.
         """
         return self._call(work, timeout, waits=True).wait()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> Call[T]:
         """Start a coroutine beside the engine and return its future, which is done when the coroutine has ended.
 
-        Its `cancel()` works from any thread; the future is cancelled once the transfers have drained.
+        `cancel()` of the future works from any thread; the future is cancelled after the transfers have drained.
         """
         call = self._call(work)
         call.start()
         return call
 
     def prepare(self, work: Coroutine[Any, Any, T]) -> Call[T]:
-        """Return the call of a coroutine that its `start`, `wait` or `join` begins."""
+        """Return the call of a coroutine without starting it; its `start`, `wait` or `join` does."""
         return self._call(work)
 
     def write(self, source: aiote.Region, target: aiote.RemoteRegion, timeout: float | None = None) -> None:
         """Write all of `source` to all of `target` (same length) and wait, in any thread but the bridge's own.
 
-        It is posted here, and waited for here; the loop has no part in it where all goes well. `timeout`, interruptions
-        and errors are as of `call`; where it raises, no NIC uses `source` any more. source: of `Registration.region`.
+        The calling thread posts the write and waits for it; if all goes well, the loop takes no part. `timeout`,
+        interruptions and errors are those of `call`. When this raises, no NIC uses `source` any more. source:
+        `Registration.region` or a part of it.
         """
         self._move(source, target, None, timeout, lambda: self.engine.write(source, target))
 
     def write_imm(self, source: aiote.Region | None, target: Any, imm: int, timeout: float | None = None) -> None:
-        """Write as `write` does and count 1 on immediate `imm` at the receiver; as `Engine.write_imm`."""
+        """Write as `write` does, and count 1 on immediate `imm` at the receiver; see `Engine.write_imm`."""
         self._move(source, target, imm, timeout, lambda: self.engine.write_imm(source, target, imm))
 
     def read(self, source: aiote.RemoteRegion, target: aiote.Region, timeout: float | None = None) -> None:
         """Read all of `source` into all of `target` (same length), as `write` writes."""
         self._move(target, source, None, timeout, lambda: self.engine.read(source, target), reads=True)
+
+    def write_pages(
+        self, source: aiote.Pages, target: aiote.Pages, imm: int | None = None, timeout: float | None = None
+    ) -> None:
+        """Write page i of `source` to page i of `target` of all i, as `write` does; imm: as of `Engine.write_pages`."""
+        self._move(source, target, imm, timeout, lambda: self.engine.write_pages(source, target, imm))
+
+    def read_pages(self, source: aiote.Pages, target: aiote.Pages, timeout: float | None = None) -> None:
+        """Read page i of `source` into page i of `target` for all i, as `read` does."""
+        self._move(target, source, None, timeout, lambda: self.engine.read_pages(source, target), reads=True)
 
     def _move(
         self,
@@ -222,7 +237,7 @@ class Bridge:
         Move(self, self._thread, otherwise).run(local, remote, reads=reads, imm=imm, timeout=timeout)
 
     def attach(self, descriptor: bytes, **claim: Any) -> aiote.RemoteRegion:
-        """Return the memory that a descriptor is of, as `Engine.attach` does, in any thread but the bridge's own."""
+        """Return the remote memory of a descriptor, as `Engine.attach` does, in any thread but the bridge's own."""
 
         async def attached() -> aiote.RemoteRegion:
             return self.engine.attach(descriptor, **claim)
@@ -232,14 +247,14 @@ class Bridge:
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine beside the engine and await its result, on any asyncio, uvloop or trio loop.
 
-        Cancelling this cancels the coroutine, as anything else does that interrupts the wait (Ctrl-C under trio), and
-        is raised once it has ended. Raises what the coroutine raises, and ClosedError where the bridge is closed
+        If this is cancelled or interrupted (Ctrl-C under trio), the coroutine is cancelled; the interruption is raised
+        after the coroutine has ended. Raises what the coroutine raises, and ClosedError if the bridge is closed
         meanwhile.
         """
         return await self._call(work).join()
 
     def _call(self, work: Coroutine[Any, Any, T], timeout: float | None = None, *, waits: bool = False) -> Call[T]:
-        """Prepare a call; `waits`: this thread is to wait for it."""
+        """Prepare a call. `waits`: this thread will wait for it, so it must not be the bridge's own."""
         if not inspect.iscoroutine(work):
             raise UsageError(f"a coroutine is expected, as an async function returns it, got {type(work).__name__}")
         try:
@@ -252,12 +267,12 @@ class Bridge:
         return Call(self._thread, self, work, timeout)
 
     def require_elsewhere(self) -> None:
-        """Raise UsageError on the bridge's own thread, which waits for nothing."""
+        """Raise UsageError on the bridge's own thread, which must not wait."""
         if self._thread.is_current:
             raise wait_refused()
 
     def require_open(self) -> None:
-        """Raise ClosedError once this bridge is closed or being closed, UsageError in the child of a fork."""
+        """Raise ClosedError if this bridge is closed or being closed, and UsageError in a forked child process."""
         self._thread.require_parent()
         if self.closed:
             raise closed()
@@ -265,13 +280,14 @@ class Bridge:
     # Memory.
 
     def register(self, memory: Any, access: Access = "read-write") -> Registration:
-        """Register memory, or share its registration with whoever else has registered it with this access.
+        """Register memory, or share its registration with the other holders of the same memory and access.
 
-        memory: a tensor of torch on the CPU, of any dtype, contiguous; or what `Engine.register` takes, or an object
-        with `__array_interface__`. Of a tensor the whole storage is registered, once for all its views; a descriptor is
-        of the view alone. access: as of `Engine.register`. With "local" it may stay registered, and alive, when nobody
-        holds it any more, within `kept_bytes`; with any other, peers may have its keys, and it ends with the last who
-        holds it. In any thread but the bridge's own. Raises as `Engine.register_async`.
+        memory: a contiguous torch tensor on the CPU, of any dtype; or an object that `Engine.register` takes, or one
+        with `__array_interface__`. For a tensor, the whole storage is registered, once for all its views; the
+        descriptor covers only the view. access: as for `Engine.register`. With "local", memory without a holder may
+        stay registered, and alive, within `kept_bytes`. With any other access, peers may have its keys, so the
+        registration ends with its last holder. Use this in any thread but the bridge's own. Raises what
+        `Engine.register_async` raises.
         """
         call = self._call(self._register(MemorySource(memory, access)), waits=True)
         try:
@@ -281,7 +297,7 @@ class Bridge:
             raise
 
     async def register_async(self, memory: Any, access: Access = "read-write") -> Registration:
-        """Register memory as `register` does, on any event loop, also the bridge's own."""
+        """Register memory as `register` does, on any event loop, including the bridge's own."""
         call = self._call(self._register(MemorySource(memory, access)))
         try:
             return await call.join()
@@ -300,7 +316,7 @@ class Bridge:
             raise
 
     def _take_back(self, call: Call[Registration]) -> None:
-        """Close what was registered for one who has not waited for it."""
+        """Close a registration that completed although its caller was interrupted."""
         if call.done() and not call.cancelled() and call.exception() is None:
             Call(self._thread, self, self._let_go(call.result().number)).start()
 
@@ -310,7 +326,7 @@ class Bridge:
             await self._thread.memory.let_go(held)
 
     def require_held(self, number: int) -> None:
-        """Raise ClosedError where a registration is closed, UsageError in the child of a fork."""
+        """Raise ClosedError if a registration is closed, and UsageError in a forked child process."""
         self._thread.require_parent()
         if number not in self._held:
             raise ClosedError("the registration is closed")
@@ -320,43 +336,44 @@ class Bridge:
         return number in self._held and not (self.closed or self._thread.inherited)
 
     def close_registration(self, number: int) -> None:
-        """Close a registration and wait for it."""
+        """Close a registration and wait in this thread until that is done."""
         if self.holds(number):
             with suppress(ClosedError):
                 self._call(self._let_go(number), waits=True).wait()
 
     async def aclose_registration(self, number: int) -> None:
-        """Close a registration and await it."""
+        """Close a registration and await that, on any event loop."""
         if self.holds(number):
             with suppress(ClosedError):
                 await self._call(self._let_go(number)).join()
 
     def drop_registration(self, number: int) -> None:
-        """Begin to close a registration that was dropped, from any thread, and warn."""
+        """Begin to close a dropped registration, from any thread, and warn about it."""
         if not self.holds(number):
             return
         held = self._held.pop(number, None)
-        # A collection may run anywhere, also where the bridge's locks are held, so the loop lets go of it. The callback
-        # has no reference to the bridge, which may be dropped as well.
+        # A garbage collection may run anywhere, even where the bridge's locks are held, so the loop closes it. The
+        # callback has no reference to the bridge, which may be dropped as well.
         if held is not None:
             with suppress(RuntimeError):
                 self._thread.loop.call_soon_threadsafe(_let_go_dropped, self._thread, held)
             warnings.warn(f"a registration of {held.key[1]} bytes was dropped and not closed", ResourceWarning, 3)
 
     def trim(self, nbytes: int = 0) -> None:
-        """End the registrations that nobody holds any more until they are of at most so many bytes.
+        """End registrations without holders until the others without holders have at most `nbytes` bytes.
 
-        For memory that was registered as "local" and is to be unmapped or resized. In any thread but the bridge's own.
+        Use this before memory that was registered as "local" is unmapped or resized; in any thread but the bridge's
+        own.
         """
         self.call(self._thread.memory.trim(nbytes))
 
     # The end.
 
     def close(self) -> None:
-        """Cancel the calls of this bridge, wait until they have ended, close its registrations; idempotent.
+        """Cancel the calls of this bridge, wait until they have ended, and close its registrations. Idempotent.
 
-        The last bridge of the process closes the engine. An interruption (Ctrl-C) is raised when that is done. In any
-        thread but the bridge's own; in the child of a fork it does nothing.
+        The last bridge of the process closes the engine. An interruption (Ctrl-C) is raised after that is done. Use
+        this in any thread but the bridge's own; in a forked child process it does nothing.
         """
         closing = self._end()
         if closing is not None:
@@ -369,7 +386,7 @@ class Bridge:
                     self._thread.join()
 
     async def aclose(self) -> None:
-        """Close as `close` does, on any event loop but the bridge's own. A cancellation is raised when that is done."""
+        """Close as `close` does, on any event loop but the bridge's own. A cancellation is raised after that."""
         closing = self._end()
         if closing is not None:
             try:
@@ -380,7 +397,7 @@ class Bridge:
                     await until_done(self._thread.ended)
 
     def _end(self) -> Call[None] | None:
-        """Return the call that closes this bridge, made the first time; None in the child of a fork."""
+        """Return the call that closes this bridge, always the same one; None in a forked child process."""
         if self._thread.inherited:
             return None
         self.require_elsewhere()
@@ -393,15 +410,16 @@ class Bridge:
             return cast("Call[None]", self._closing)
 
     def __del__(self) -> None:
-        # One whose making was interrupted has nothing.
+        # If `__init__` was interrupted, there is nothing to close.
         if "_closing" not in vars(self) or self._thread.inherited:
             return
         if self._closing is None and not self._thread.stopping:
             warnings.warn(f"{self!r} was dropped and not closed", ResourceWarning, stacklevel=2, source=self)
         elif not isinstance(self._closing, Call) or self._closing.done():
             return
-        # Else a close was interrupted before it had begun.
-        # Any thread may collect it, also one that holds a lock of ours or that is the bridge's: only the loop is told.
+        # Otherwise a close was interrupted before it began.
+        # Only schedule the close on the loop, because any thread may run this: one that holds a lock of this module, or
+        # the bridge's own.
         with suppress(RuntimeError):
             self._thread.loop.call_soon_threadsafe(lambda: self._closing_call().start())
 

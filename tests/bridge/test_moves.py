@@ -49,6 +49,40 @@ def test_bytes_and_counts_are_where_they_belong(provider, progress):
                 assert bridge.call(outstanding(bridge)) == 0
 
 
+@real_provider
+@each_progress
+def test_pages_are_where_they_belong_and_each_counts(provider, progress):
+    """Of slices, with strides and offsets of each side's own; what pages there are not stays as it is."""
+    page, count = 4096, 48
+    data = np.random.default_rng(1).integers(0, 256, SIZE, np.uint8)
+    back = np.zeros_like(data)
+    here, away = (np.random.default_rng(seed).permutation(60)[:count] for seed in (2, 3))
+    with memory_elsewhere(provider, SIZE, IMM) as (descriptor, there, counts), bridge_to(provider) as bridge:
+        with bridge.register(data, "local") as mine, bridge.register(back, "local") as read:
+            theirs = aiote.Pages(bridge.attach(descriptor)[100:], away, page, stride=page + 8, offset=12)
+            bridge.write_pages(aiote.Pages(mine.region[64:], here, page, stride=2 * page, offset=4), theirs, IMM)
+            expected = np.zeros_like(data)
+            for near, far in zip(here, away, strict=True):
+                at, to = 68 + near * 2 * page, 112 + far * (page + 8)
+                expected[to : to + page] = data[at : at + page]
+            assert np.array_equal(there, expected)
+            for _ in range(count):
+                counts.get(timeout=PATIENCE_S)
+            bridge.read_pages(theirs, aiote.Pages(read.region, range(count), page))
+            for place, far in enumerate(away):
+                to = 112 + far * (page + 8)
+                assert np.array_equal(back[place * page : (place + 1) * page], expected[to : to + page])
+            assert not back[count * page :].any()
+            nothing = aiote.Pages(mine.region, [], page)
+            bridge.write_pages(nothing, aiote.Pages(bridge.attach(descriptor), [], page), IMM)
+            with pytest.raises(aiote.UsageError, match="48"):
+                bridge.write_pages(aiote.Pages(mine.region, [0], page), theirs)
+            with pytest.raises(aiote.UsageError, match="page_bytes|bytes"):
+                bridge.write_pages(aiote.Pages(mine.region, range(count), 8), theirs)
+            assert counts.empty()
+            assert bridge.call(outstanding(bridge)) == 0
+
+
 async def outstanding(bridge: bridges.Bridge) -> int:
     return bridge.engine.statistics().outstanding
 
