@@ -37,7 +37,17 @@ WORKS = (
     Work("write", 1 << 20, 8, 1),
     Work("pages", 4 << 10, 4, 1, pages=256),
     Work("send", 16 << 10, 16, 1),
+    # One at a time, as services make them.
+    Work("write", 64 << 10, 1, 1),
+    Work("write", 1 << 20, 1, 1),
+    Work("read", 1 << 20, 1, 1),
+    Work("write", 16 << 20, 1, 1),
 )
+
+
+def named(provider: str, work: Work) -> str:
+    """Return what a line calls its work."""
+    return f"{provider} {work.op} {work.size}{' alone' if work.window == 1 and work.op != 'latency' else ''}"
 
 
 def needed(runs: int) -> int:
@@ -99,7 +109,7 @@ def compare(pairs: Sequence[Pair], work: Work, setting: Setting, arguments: argp
     found = slower(costs[0], costs[1], arguments.tolerance)
     ratios = sorted(ours / theirs for ours, theirs in zip(*costs, strict=True))
     print(
-        f"{setting.provider:6} {work.op:7} {work.size:8}  cost {ratios[len(ratios) // 2]:.2f} of the other's "
+        f"{named(setting.provider, work):28}  cost {ratios[len(ratios) // 2]:.2f} of the other's "
         f"({ratios[0]:.2f} to {ratios[-1]:.2f}){'  SLOWER' if found else ''}",
         flush=True,
     )
@@ -117,7 +127,7 @@ def guard(arguments: argparse.Namespace) -> list[str]:
             pairs = [stack.enter_context(start(one, setting)) for one in sides]
             for work in WORKS:
                 if all(compare(pairs, work, setting, arguments) for _ in range(2)):
-                    worse.append(f"{provider} {work.op} {work.size}")
+                    worse.append(named(provider, work))
     return worse
 
 

@@ -1,11 +1,15 @@
 """Measure one transfer at a time, as services, connectors and rounds make them, beside plain C that does the same.
 
-usage: bench_lone.py [--provider local socket] [--only TEXT] [--runs 5] [--json FILE]
+usage: bench_lone.py [--provider local socket] [--only TEXT] [--runs 5] [--peers] [--json FILE]
 
 Each row is measured in turns with its floor (bench/lone/lone.c: a ring in shared memory for `local`, TCP for `socket`),
 both as they come: no pinning, asyncio, default settings. A figure is the median of the runs' medians; the ratio is that
 of the runs, so that what the machine does meanwhile is in both. Asleep: 2 ms lie between two transfers. Cold: other
 memory each time. The floor of a read is the same write. Records go to build/bench-lone.json.
+
+With `--peers` hot writes back to back follow, of aiote and of what `bench_peers.py install nixl ucxx` has installed, by
+the workers of `aiote bench`. Each is measured alone: its processes, and the threads in them that poll, have ended
+before those of the next begin.
 """
 
 from __future__ import annotations
@@ -21,12 +25,20 @@ from typing import Any, NamedTuple
 
 from run_tests import ROOT
 
+from aiote.bench.contestants import Contestant, Setting, start
+from aiote.bench.measure import Measurement, RunPlan, arena_for
+from aiote.bench.measure import measure as measure_runs
+from aiote.bench.work import Work
+from bench import list_peers
+
 BUILD = ROOT / "build"
 SIDES = ROOT / "bench" / "lone"
 FLOORS = {"local": "ring", "socket": "tcp"}
 KIB, MIB = 1 << 10, 1 << 20
 REPEATS = {8: 400, 64 * KIB: 200, MIB: 100, 16 * MIB: 20, 256 * MIB: 5}
 ASLEEP_US = 2000
+THEIRS = {"local": "shm", "socket": "tcp"}
+"""Over which provider peers do what ours do."""
 
 
 class Row(NamedTuple):
@@ -84,11 +96,45 @@ def measure(row: Row, provider: str, floor: str, runs: int) -> dict[str, Any]:
     }
 
 
+def contestants(provider: str) -> list[tuple[Contestant, str]]:
+    """Return aiote and the peers that are installed, each with its provider."""
+    theirs = THEIRS[provider]
+    others = [one for one in Contestant.others(list_peers()) if theirs in one.providers]
+    return [(Contestant("aiote", "aiote"), provider), *((one, theirs) for one in others)]
+
+
+def once_alone(contestant: Contestant, provider: str, nbytes: int) -> float:
+    """Return the microseconds of a write by processes that nothing else was measured beside; 0 where it cannot."""
+    work = Work("write", nbytes, 1, 1)
+    setting = Setting(provider, mode="default", arena=arena_for([work]))
+    with start(contestant, setting) as pair:
+        entry = Measurement(pair, optional=True)
+        measure_runs([entry], work, setting, RunPlan(runs=1))
+    return 1e6 * nbytes / (entry.runs[0].value * (1 << 30)) if entry.runs else 0.0
+
+
+def beside_peers(provider: str, runs: int) -> list[dict[str, Any]]:
+    """Measure each contestant alone, in turns, and print a line for each size."""
+    found, entered = [], contestants(provider)
+    print(f"\n{provider}, hot, back to back, each alone (us): {', '.join(one.name for one, _ in entered)}")
+    for nbytes in (one for one in REPEATS if one >= 64 * KIB):
+        times: dict[str, list[float]] = {one.name: [] for one, _ in entered}
+        for _ in range(runs):
+            for contestant, over in entered:
+                times[contestant.name].append(once_alone(contestant, over, nbytes))
+        row = Row("write", nbytes, "hot", 0)
+        medians = {name: statistics.median(each) for name, each in times.items()}
+        print(f"{row.name:45} " + " ".join(f"{one:10.1f}" for one in medians.values()), flush=True)
+        found.append({"row": row.name, "provider": provider, "alone_us": medians})
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure one transfer at a time beside plain C.")
     parser.add_argument("--provider", nargs="+", choices=FLOORS, default=list(FLOORS))
     parser.add_argument("--only", default="", help="rows whose name has this text")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--peers", action="store_true", help="also measure NIXL and ucxx, each alone")
     parser.add_argument("--json", type=Path, default=BUILD / "bench-lone.json")
     given = parser.parse_args()
     records = []
@@ -106,6 +152,8 @@ def main() -> int:
                         f"{one['p99_us']:10.1f} {one['cpu_us']:9.1f} {one['sleeps']:6.1f}",
                         flush=True,
                     )
+    for provider in given.provider if given.peers else ():
+        records += beside_peers(provider, given.runs)
     given.json.parent.mkdir(exist_ok=True)
     given.json.write_text(json.dumps(records, indent=1))
     return 0

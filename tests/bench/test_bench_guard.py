@@ -51,7 +51,8 @@ def workers(monkeypatch: pytest.MonkeyPatch, here: float) -> argparse.Namespace:
 
 def test_what_is_slower_each_time_is_named(monkeypatch, capsys):
     found = bench_guard.guard(workers(monkeypatch, here=1.5))
-    assert found == [f"local {work.op} {work.size}" for work in bench_guard.WORKS]
+    assert found == [bench_guard.named("local", work) for work in bench_guard.WORKS]
+    assert len(set(found)) == len(bench_guard.WORKS)
     assert capsys.readouterr().out.count("SLOWER") == 2 * len(found)
 
 
