@@ -18,7 +18,7 @@ from aiote.testing import Fabric, run
 from broadcasts import Rollout, Trainer, assert_same, tensors_of
 from machine import LONG
 
-SEEDS = range(300 if LONG else 12)
+SEEDS = range(300 if LONG else 25)
 ROUNDS = 6
 BUCKET = 2048
 TRAINERS, ROLLOUTS = 2, 3
